@@ -1,0 +1,1 @@
+"""Evaluation: functions first, thin command lines over them."""

@@ -1,0 +1,81 @@
+"""Kinds of cache to measure: the contract, the uncompressed cache, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from kvcache_compress import CompressedCache, load_config
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a filled cache holds, in the width it would have beside a bf16 model.
+
+    Attributes:
+        packed_tokens: tokens per sequence that are stored compressed, the most of any layer.
+        packed_bits: bits per compressed number (one coordinate of one key or value): codes, scales, zero points, norms,
+            padding. 16 where nothing is compressed.
+        all_bits: bits per number over the whole cache, dense tokens and everything else that it keeps included.
+        total_bytes: bytes of the whole cache.
+    """
+
+    packed_tokens: int
+    packed_bits: float
+    all_bits: float
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """A kind of cache to measure.
+
+    Attributes:
+        name: its name in tables; unique within one run.
+        make: builds an empty cache for a model.
+        measure: says what a filled one holds.
+        lossless: it compresses nothing on purpose; every other cache is refused when it has compressed nothing.
+    """
+
+    name: str
+    make: Callable[[PreTrainedModel], Cache]
+    measure: Callable[[Cache], Measured]
+    lossless: bool = False
+
+
+def full_cache() -> CacheSpec:
+    """Spec of the uncompressed cache, against which all others are measured."""
+    return CacheSpec("full", lambda model: DynamicCache(config=model.config), _measure_full, lossless=True)
+
+
+def preset_cache(
+    preset: str, *, sink_tokens: int | None = None, recent_tokens: int | None = None, name: str | None = None
+) -> CacheSpec:
+    """Spec of one of our caches.
+
+    Args:
+        preset: anything that `load_config` takes.
+        sink_tokens: first tokens kept dense, instead of the preset's.
+        recent_tokens: last tokens kept dense, instead of the preset's.
+        name: name in tables; `preset` when None.
+    """
+    windows = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
+    config = load_config(preset).model_copy(update={key: n for key, n in windows.items() if n is not None})
+
+    def measure(cache: Cache) -> Measured:
+        report = cache.memory_report()
+        return Measured(
+            packed_tokens=report.packed_tokens,
+            packed_bits=report.packed_bits_per_number,
+            all_bits=report.bits_per_number,
+            total_bytes=report.total_bytes,
+        )
+
+    return CacheSpec(name or preset, lambda model: CompressedCache.from_config(model.config, config), measure)
+
+
+def _measure_full(cache: Cache) -> Measured:
+    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    return Measured(packed_tokens=0, packed_bits=16.0, all_bits=16.0, total_bytes=2 * numbers)

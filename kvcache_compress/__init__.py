@@ -1,0 +1,23 @@
+"""KV-cache compression for Hugging Face Transformers. Importing this package patches nothing."""
+
+from .attention import compress, disable_fused_attention, enable_fused_attention
+from .cache import CompressedCache
+from .config import CompressionConfig, load_config, preset_names
+from .methods import KIVICache, TurboQuantCache
+from .registry import get_method, method_names, register_method
+
+__all__ = [
+    "CompressedCache",
+    "CompressionConfig",
+    "KIVICache",
+    "TurboQuantCache",
+    "compress",
+    "disable_fused_attention",
+    "enable_fused_attention",
+    "get_method",
+    "load_config",
+    "method_names",
+    "preset_names",
+    "register_method",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,223 @@
+"""Our attention function in Transformers: registered by name, switched on per model, and its dispatch.
+
+Without packed tokens (prefill) the model's previous attention runs on the fresh tensors. With packed tokens and a few
+queries the fused path runs over the compressed cache. Anything else - many queries, options that the fused path does
+not know - decodes one layer and runs the previous attention with its own mask.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from . import reference
+from .cache import CompressedCache
+from .config import CompressionConfig, load_config
+from .layer import ATTENTION_NAME, MAX_DECODE_TOKENS
+from .view import PackedKV
+
+logger = logging.getLogger(__name__)
+
+_WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "is_causal"}
+
+
+class AttentionName(str):
+    """Our registered name, which remembers the attention that it stands in for and is copied with the config."""
+
+    previous: str
+
+    def __new__(cls, previous: str) -> AttentionName:
+        name = super().__new__(cls, ATTENTION_NAME)
+        name.previous = previous
+        return name
+
+    def __getnewargs__(self) -> tuple[str]:
+        return (self.previous,)
+
+
+def _previous_name(config: PreTrainedConfig) -> str:
+    return getattr(config._attn_implementation, "previous", "sdpa")
+
+
+def _previous_attention(module: torch.nn.Module) -> Callable[..., Any]:
+    """The function that this attention module used before; eager attention lives in the model's own file."""
+    name = _previous_name(module.config)
+    if name in ALL_ATTENTION_FUNCTIONS:
+        return ALL_ATTENTION_FUNCTIONS[name]
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def attention_mask(*args: Any, **kwargs: Any) -> Any:
+    """The mask of the previous attention, which serves the fused path as well."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[_previous_name(kwargs["config"])](*args, **kwargs)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | PackedKV,
+    value: torch.Tensor | PackedKV,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention as Transformers calls it: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]`."""
+    if isinstance(key, PackedKV) and isinstance(value, PackedKV):
+        mask = _fusable_mask(attention_mask, query, key)
+        if _fusable(query, attention_mask, dropout, kwargs):
+            attend = _attend(key)
+            output = attend(
+                query,
+                key.keys,
+                key.values,
+                mask,
+                scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+                softcap=kwargs.get("softcap"),
+                sinks=kwargs.get("s_aux"),
+            )
+            return output, None
+    dense_key = key.dense() if isinstance(key, PackedKV) else key
+    dense_value = value.dense() if isinstance(value, PackedKV) else value
+    previous = _previous_attention(module)
+    return previous(module, query, dense_key, dense_value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+
+
+def _attend(key: PackedKV) -> Callable[..., torch.Tensor]:
+    if key.backend == "torch":
+        return reference.attend
+    from .triton_kernels.launch import attend
+
+    return attend
+
+
+def _fusable(query: torch.Tensor, mask: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
+    """Whether the fused path computes exactly what was asked for."""
+    if query.shape[2] > MAX_DECODE_TOKENS or dropout or not (mask is None or isinstance(mask, torch.Tensor)):
+        return False
+    if kwargs.get("is_causal") is False:
+        return False
+    known = _WITHOUT_EFFECT | {"softcap", "s_aux"}
+    return all(value is None or value is False or name in known for name, value in kwargs.items())
+
+
+def _fusable_mask(mask: Any, query: torch.Tensor, key: PackedKV) -> Any:
+    """Masks as the fused path takes them: a flash attention's padding mask `[B, T]` becomes a causal 4-D one."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return mask
+    count, tokens = query.shape[2], key.shape[2]
+    causal = torch.ones(count, tokens, dtype=torch.bool, device=mask.device).tril(tokens - count)
+    return causal & mask[:, None, None, -tokens:].bool()
+
+
+def enable_fused_attention(model: PreTrainedModel) -> None:
+    """Lets `model` attend over compressed caches directly. Other caches go on through its previous attention.
+
+    Raises:
+        ValueError: the model's attention cannot be switched by Transformers' attention interface.
+    """
+    decoder = _decoder_config(model)
+    if decoder._attn_implementation == ATTENTION_NAME:
+        return
+    if not model._can_set_attn_implementation():
+        raise ValueError(
+            f"{type(model).__name__} does not take its attention from Transformers' attention interface, so it cannot "
+            "be switched; compressed caches work with it without fused attention, only slower"
+        )
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
+    _switch(model, decoder, AttentionName(decoder._attn_implementation))
+
+
+def disable_fused_attention(model: PreTrainedModel) -> None:
+    """Gives `model` its previous attention back."""
+    decoder = _decoder_config(model)
+    if decoder._attn_implementation == ATTENTION_NAME:
+        _switch(model, decoder, _previous_name(decoder))
+
+
+def _decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model={type(model).__name__}: a transformers PreTrainedModel is needed")
+    return model.config.get_text_config(decoder=True)
+
+
+def _switch(model: PreTrainedModel, decoder: PreTrainedConfig, name: str) -> None:
+    part = next((key for key in model.config.sub_configs if getattr(model.config, key, None) is decoder), None)
+    model.set_attn_implementation(name if part is None else {part: name})
+    if decoder._attn_implementation != name:
+        raise ValueError(f"{type(model).__name__}: the attention of its decoder could not be switched to {str(name)!r}")
+
+
+@dataclass
+class Compression:
+    """Handle of a `compress` block: the caches that `generate` made in it."""
+
+    config: CompressionConfig
+    caches: list[CompressedCache] = field(default_factory=list)
+
+    @property
+    def last_cache(self) -> CompressedCache:
+        """The cache of the latest `generate` call; raises `RuntimeError` where there was none."""
+        if not self.caches:
+            raise RuntimeError("no cache yet: call model.generate inside the compress block first")
+        return self.caches[-1]
+
+
+@contextmanager
+def compress(
+    model: PreTrainedModel,
+    config: CompressionConfig | str | dict[str, Any],
+    *,
+    fused: bool | None = None,
+) -> Iterator[Compression]:
+    """Within the block `model.generate` uses a compressed cache wherever it would make one of its own.
+
+    Pipelines and other clients that only call `generate` need not know. A call that brings its own
+    `past_key_values`, or `use_cache=False`, is left alone.
+
+    Args:
+        model: a decoder-only model.
+        config: what `load_config` takes: a preset's name, a path, a dictionary or a config.
+        fused: fused attention on, off, or (None) on where the model's attention can be switched.
+
+    Raises:
+        ValueError: as `CompressedCache` does, on entry.
+    """
+    handle = Compression(load_config(config))
+    CompressedCache(model.config, handle.config)
+    generate = model.generate
+    was_fused = _decoder_config(model)._attn_implementation == ATTENTION_NAME
+
+    @functools.wraps(generate)
+    def generate_compressed(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(generate).bind_partial(*args, **kwargs).arguments
+        settings = bound.get("generation_config") or model.generation_config
+        own = kwargs.get("past_key_values") is not None
+        if not own and kwargs.get("use_cache", settings.use_cache) is not False:
+            handle.caches[:] = [CompressedCache(model.config, handle.config)]
+            kwargs["past_key_values"] = handle.last_cache
+        return generate(*args, **kwargs)
+
+    if fused or (fused is None and model._can_set_attn_implementation()):
+        enable_fused_attention(model)
+    elif fused is None:
+        logger.warning("the attention of %s cannot be switched: decoding each step instead", type(model).__name__)
+    model.generate = generate_compressed
+    try:
+        yield handle
+    finally:
+        del model.generate
+        if not was_fused:
+            disable_fused_attention(model)

@@ -1,0 +1,124 @@
+"""The contract of a method: one codec per side (keys or values) and layer."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from . import layout
+from .layout import Field
+
+if TYPE_CHECKING:
+    from .triton_kernels.operands import KernelSide
+
+Side: TypeAlias = Literal["keys", "values"]
+Backend: TypeAlias = Literal["triton", "torch"]
+Fields: TypeAlias = tuple[torch.Tensor, ...]
+"""Stored tensors of a run of tokens, in the order of `Codec.fields`,
+each `[B, H, tokens / field.tokens, *field.shape]`."""
+Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""The model's own position embeddings of a run of tokens: cos and sin, each `[B, T, rotary_dim]`."""
+
+
+class MethodOptions(BaseModel):
+    """Options of a method; a subclass adds its own. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True)
+class CodecContext:
+    """What a codec is built for: `head_dim` numbers per head of `side` in decoder layer `layer`."""
+
+    side: Side
+    head_dim: int
+    heads: int
+    layer: int
+    seed: int
+    sink_tokens: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def layer_seed(self, shared: bool = False) -> int:
+        """One seed per layer and side, or one for the whole cache."""
+        return self.seed if shared else self.seed + 1 + 2 * self.layer + (self.side == "values")
+
+
+class Codec(ABC):
+    """Encodes `[B, H, T, head_dim]` to fields and attends over the fields.
+
+    Codes live in a *code space*: queries are mapped into it once per step (`map_query`), stored tokens are scored and
+    summed there, and the sum is mapped back once (`map_output`), so no cached vector is ever rotated back. The torch
+    methods here are the reference; `kernel_side` hands the same arithmetic to the one Triton kernel.
+    """
+
+    name: ClassVar[str]
+    Options: ClassVar[type[MethodOptions]]
+
+    fields: tuple[Field, ...]
+    """What is stored, from which every byte count comes."""
+    group: int = 1
+    """Tokens that are encoded together."""
+
+    def __init__(self, options: Any, context: CodecContext) -> None:
+        self.options = options
+        self.context = context
+        self._kernel_side: KernelSide | None = None
+
+    @classmethod
+    @abstractmethod
+    def layout(cls, options: Any, side: Side, head_dim: int) -> tuple[Field, ...]:
+        """Fields for this head dimension. Raises `ValueError` for one that the method cannot take."""
+
+    def prepare(self, x: torch.Tensor) -> None:  # noqa: B027 - most codecs depend on no data
+        """Sets what depends on data, once, from the first tokens `[B, H, T, head_dim]`."""
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
+        """Encodes `[B, H, T, head_dim]`, `T` a multiple of `group`."""
+
+    @abstractmethod
+    def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        """Decodes to float32 `[B, H, T, head_dim]`."""
+
+    @abstractmethod
+    def map_query(self, query: torch.Tensor) -> torch.Tensor:
+        """Maps float32 queries `[B, H, R, head_dim]` into code space `[B, H, R, W]`."""
+
+    @abstractmethod
+    def score(self, mapped: torch.Tensor, fields: Fields) -> torch.Tensor:
+        """Inner products `[B, H, R, T]` of mapped queries with the stored tokens, float32."""
+
+    @abstractmethod
+    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+        """Sums stored tokens by `weights` `[B, H, R, T]` in code space, float32 `[B, H, R, W]`."""
+
+    @abstractmethod
+    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
+        """Maps `accumulate`'s result back to float32 `[B, H, R, head_dim]`."""
+
+    @abstractmethod
+    def build_kernel_side(self) -> KernelSide:
+        """This side's device functions and operands for the Triton kernel."""
+
+    def kernel_side(self) -> KernelSide:
+        if self._kernel_side is None:
+            self._kernel_side = self.build_kernel_side()
+        return self._kernel_side
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Tensors held per layer besides the stored tokens (rotations, means); counted in the memory report."""
+        return {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Codec:
+        """Shares the tensors, which no codec changes in place; `prepare` of one copy leaves the other alone."""
+        return copy.copy(self)
+
+    def bits_per_number(self) -> float:
+        """Stored bits per number, everything that is stored per token or group counted."""
+        return 8 * layout.bytes_per_token(self.fields) / self.context.head_dim

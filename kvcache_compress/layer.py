@@ -1,0 +1,298 @@
+"""One compressed layer: `sinks | packed | tail`, and every operation that Transformers performs on a cache layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from .backend import resolve_backend
+from .codec import Codec, CodecContext, Side
+from .config import CompressionConfig, LayerPlan, SideConfig
+from .store import PackedStore, TailBuffer
+from .view import PackedKV, SideSegments
+
+ATTENTION_NAME = "kvcache_compress"
+"""Name under which our attention is registered; `update()` returns `PackedKV` while a decoder's config bears it."""
+MAX_DECODE_TOKENS = 16
+"""An update of at most so many tokens is a decode step (or a speculative verification); more are a part of a prompt."""
+FLUSH_TOKENS = 32
+"""Tokens that leave the recent window together, so that the cost of encoding is spread over as many steps."""
+
+
+class SideState:
+    """Keys or values of one layer: the codec and its three segments."""
+
+    def __init__(self, codec: Codec, like: torch.Tensor, tail_capacity: int) -> None:
+        self.codec = codec
+        self.sinks = like.new_empty(*like.shape[:2], 0, like.shape[3])
+        self.store = PackedStore(codec.fields, like.shape[0], like.shape[1], like.device)
+        self.tail = TailBuffer(like, tail_capacity)
+        self.prepared = False
+
+    def pack(self, x: torch.Tensor, tokens: int, backend: Any, growing: bool) -> None:
+        """Encodes the first `tokens` of `x` into the store; what depends on data is set from all of the first `x`."""
+        if not self.prepared:
+            self.codec.prepare(x)
+            self.prepared = True
+        self.store.append(self.codec.encode(x[:, :, :tokens], backend=backend), tokens, growing)
+
+    def segments(self, packed: int, tail: torch.Tensor) -> SideSegments:
+        return SideSegments(self.sinks, self.store, packed, tail, self.codec)
+
+    def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.sinks = change(self.sinks)
+        self.store.apply(change)
+        self.tail.apply(change)
+
+    def crop(self, sinks: int, packed: int, group: int) -> None:
+        """Keeps the first `sinks` and `packed` tokens; a group that is cut is decoded back into the tail."""
+        whole = packed // group * group
+        cut = self.codec.decode(self.store.read(whole, min(whole + group, self.store.tokens)))
+        self.tail.replace(cut[:, :, : packed - whole].to(self.tail.buffer.dtype))
+        self.store.truncate(whole)
+        self.sinks = self.sinks[:, :, :sinks]
+
+
+class CompressedLayer(CacheLayerMixin):
+    """A full-attention layer's cache whose older tokens are encoded by one codec per side.
+
+    New tokens go to `tail`. Once `FLUSH_TOKENS` more than `recent_tokens` are there, the oldest are encoded and
+    appended to `packed`, where they are never touched again. A step attends to its own tokens, and to all that were dense when
+    it began, in full precision.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(
+        self, index: int, plan: LayerPlan, config: CompressionConfig, decoder_config: PreTrainedConfig
+    ) -> None:
+        self.index = index
+        self.plan = plan
+        self.config = config
+        self.decoder_config = decoder_config
+        self.is_initialized = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self.is_initialized = False
+        self._sides: dict[Side, SideState] = {}
+        self._unread_checks: list[tuple[Side, torch.Tensor]] = []
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Builds codecs and empty buffers for tensors like these, `[B, H, T, D]`."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size = key_states.shape[0]
+        self.backend = resolve_backend(self.config.backend, self.device)
+        codecs = (
+            self._codec("keys", self.plan.keys, key_states),
+            self._codec("values", self.plan.values, value_states),
+        )
+        self.group = math.lcm(*(codec.group for codec in codecs))
+        self.flush_tokens = math.lcm(FLUSH_TOKENS, self.group)
+        capacity = self.plan.recent_tokens + self.flush_tokens
+        self._sides = {
+            "keys": SideState(codecs[0], key_states.detach(), capacity),
+            "values": SideState(codecs[1], value_states.detach(), capacity),
+        }
+        self.is_initialized = True
+
+    def _codec(self, side: Side, config: SideConfig, states: torch.Tensor) -> Codec:
+        context = CodecContext(
+            side=side,
+            head_dim=states.shape[-1],
+            heads=states.shape[1],
+            layer=self.index,
+            seed=self.config.seed,
+            sink_tokens=self.plan.sink_tokens,
+            dtype=states.dtype,
+            device=states.device,
+        )
+        return config.codec()(config.options(), context)
+
+    @property
+    def sides(self) -> dict[Side, SideState]:
+        """The two sides; empty before the first update."""
+        return self._sides
+
+    @property
+    def fused(self) -> bool:
+        return bool(self.decoder_config._attn_implementation == ATTENTION_NAME)
+
+    @property
+    def packed_tokens(self) -> int:
+        return self._sides["keys"].store.tokens if self._sides else 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys, decoded: `[B, H, T, D]`. None before the first update."""
+        return self._dense("keys")
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values, decoded: `[B, H, T, D]`. None before the first update."""
+        return self._dense("values")
+
+    def _dense(self, side: Side) -> torch.Tensor | None:
+        if not self._sides:
+            return None
+        state = self._sides[side]
+        return state.segments(state.store.tokens, state.tail.view()).dense()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor | PackedKV, torch.Tensor | PackedKV]:
+        """Stores `[B, H, T, D]` keys and values and returns what this step attends to.
+
+        Plain tensors while nothing is packed, or while fused attention is off; else `PackedKV`.
+
+        Raises:
+            ValueError: another batch size than before, or tokens to be packed that are not finite. The cache is
+                unchanged (on a GPU, where waiting for the check would stall, a later update raises).
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if key_states.shape[0] != self.batch_size:
+            raise ValueError(
+                f"batch of {key_states.shape[0]} for a cache that holds {self.batch_size}: use batch_select_indices or "
+                "batch_repeat_interleave to change it, or reset() to start anew"
+            )
+        fresh: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
+        tokens = key_states.shape[2]
+        prompt = tokens > MAX_DECODE_TOKENS
+        first = self.get_seq_length() == 0
+        if not prompt and self.config.quantize_generated:
+            self._flush_tail()
+        sinks = min(self.plan.sink_tokens - self._sides["keys"].sinks.shape[2], tokens)
+        packed = self.packed_tokens
+        tails = self._append_prompt(fresh, sinks) if prompt else self._append(fresh, sinks)
+        if first:
+            return key_states, value_states
+        keys, values = (self._sides[side].segments(packed, tails[side]) for side in fresh)
+        if not packed:
+            return torch.cat([keys.sinks, keys.tail], 2), torch.cat([values.sinks, values.tail], 2)
+        if not self.fused:
+            return keys.dense(), values.dense()
+        return PackedKV(keys, values, "keys", self.backend), PackedKV(keys, values, "values", self.backend)
+
+    def _append(self, fresh: dict[Side, torch.Tensor], sinks: int) -> dict[Side, torch.Tensor]:
+        for side, x in fresh.items():
+            state = self._sides[side]
+            if sinks:
+                state.sinks = torch.cat([state.sinks, x[:, :, :sinks]], 2)
+            state.tail.append(x[:, :, sinks:] if sinks else x)
+        return {side: self._sides[side].tail.view() for side in fresh}
+
+    def _append_prompt(self, fresh: dict[Side, torch.Tensor], sinks: int) -> dict[Side, torch.Tensor]:
+        """Appends a part of a prompt, and packs at once what the recent window does not hold."""
+        tails = {side: torch.cat([self._sides[side].tail.view(), x[:, :, sinks:]], 2) for side, x in fresh.items()}
+        leaving = self._leaving(tails["keys"].shape[2])
+        if not leaving:
+            return self._append(fresh, sinks)
+        self._refuse_nonfinite(tails, leaving)
+        for side, tail in tails.items():
+            state = self._sides[side]
+            state.sinks = torch.cat([state.sinks, fresh[side][:, :, :sinks]], 2)
+            state.pack(tail, leaving, self.backend, self.config.quantize_generated)
+            state.tail.replace(tail[:, :, leaving:])
+        return tails
+
+    def _flush_tail(self) -> None:
+        tails = {side: state.tail.view() for side, state in self._sides.items()}
+        leaving = self._leaving(tails["keys"].shape[2])
+        if not leaving:
+            return
+        self._refuse_nonfinite(tails, leaving)
+        for side, tail in tails.items():
+            state = self._sides[side]
+            state.pack(tail, leaving, self.backend, growing=True)
+            state.tail.replace(tail[:, :, leaving:])
+
+    def _leaving(self, tail_tokens: int) -> int:
+        return max(0, tail_tokens - self.plan.recent_tokens) // self.flush_tokens * self.flush_tokens
+
+    def _refuse_nonfinite(self, tails: dict[Side, torch.Tensor], leaving: int) -> None:
+        """Raises for what is about to be packed; on a GPU for what was packed last, so that nothing waits for it."""
+        checks = [(side, torch.isfinite(tail[:, :, :leaving]).all()) for side, tail in tails.items()]
+        if self.device.type != "cpu":
+            on_host = [(side, torch.ones((), dtype=torch.bool, pin_memory=True)) for side, _ in checks]
+            for (_, host), (_, finite) in zip(on_host, checks, strict=True):
+                host.copy_(finite, non_blocking=True)
+            checks, self._unread_checks = self._unread_checks, on_host
+        for side, finite in checks:
+            if not finite:
+                raise ValueError(
+                    f"{side} of layer {self.index} hold NaN or infinity, which cannot be packed: "
+                    "is the model's dtype too narrow?"
+                )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a query of this length will meet."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        if not self._sides:
+            return 0
+        keys = self._sides["keys"]
+        return int(keys.sinks.shape[2]) + keys.store.tokens + keys.tail.tokens
+
+    def get_max_length(self) -> int:
+        """-1: the layer grows without a limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def reset(self) -> None:
+        """Empties the layer; the next update starts anew, with fresh statistics."""
+        self._forget()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` tokens. Exact within the tail; a packed group that is cut is decoded."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"tokens_to_remove={tokens_to_remove}: allowed zero or a negative count, which removes that many tokens"
+            )
+        if tokens_to_remove == 0 or not self._sides:
+            return
+        keys = self._sides["keys"]
+        left = max(0, self.get_seq_length() + tokens_to_remove)
+        sinks = min(left, int(keys.sinks.shape[2]))
+        packed = min(left - sinks, keys.store.tokens)
+        for state in self._sides.values():
+            if packed < state.store.tokens or sinks < state.sinks.shape[2]:
+                state.crop(sinks, packed, self.group)
+            else:
+                state.tail.truncate(left - sinks - packed)
+
+    def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for state in self._sides.values():
+            state.apply(change)
+        if self._sides:
+            self.batch_size = self._sides["keys"].sinks.shape[0]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row i of the batch becomes what row `beam_idx[i]` was."""
+        self._apply(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row of the batch `repeats` times."""
+        self._apply(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows of the batch that `indices` (integers or a boolean mask) selects."""
+        self._apply(lambda x: x[indices.to(x.device) if isinstance(indices, torch.Tensor) else indices])
+
+    def offload(self) -> None:
+        """Moves all buffers to the CPU."""
+        self._apply(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Moves offloaded buffers back to the layer's device."""
+        if self._sides:
+            self._apply(lambda x: x.to(self.device, non_blocking=True))

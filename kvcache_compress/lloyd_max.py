@@ -1,0 +1,90 @@
+"""Scalar codebooks for one coordinate of a random unit vector (TurboQuant, section 3.1 and Lemma 1)."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+
+_CELLS = 1 << 16
+
+
+class _CoordinateDensity:
+    """`f(x) = Γ(d/2) / (√π Γ((d-1)/2)) (1 - x²)^((d-3)/2)`: its mass and first moment below any x ≥ 0, float64."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self.log_constant = math.lgamma(dim / 2) - math.lgamma((dim - 1) / 2) - 0.5 * math.log(math.pi)
+        self.reach = min(1.0, 14.0 / math.sqrt(dim))
+        # In x = sin(t) the density is cos(t)^(d-2), without a singularity at |x| = 1 for small d.
+        step = math.asin(self.reach) / _CELLS
+        middles = (torch.arange(_CELLS, dtype=torch.float64) + 0.5) * step
+        self.step = step
+        cells = torch.exp(self.log_constant + (dim - 2) * torch.log(torch.cos(middles))) * step
+        self.cumulative = torch.cat([torch.zeros(1, dtype=torch.float64), cells.cumsum(0)])
+
+    def mass(self, x: torch.Tensor) -> torch.Tensor:
+        """Probability of `[0, x]`."""
+        place = (torch.asin(x.clamp(0, self.reach)) / self.step).clamp(0, _CELLS)
+        low = place.floor().long().clamp(max=_CELLS - 1)
+        return torch.lerp(self.cumulative[low], self.cumulative[low + 1], place - low)
+
+    def moment(self, x: torch.Tensor) -> torch.Tensor:
+        """`∫ t f(t) dt` over `[0, x]`, in closed form."""
+        scale = math.exp(self.log_constant) / (self.dim - 1)
+        return scale * (1 - (1 - x.clamp(0, 1).square()).pow((self.dim - 1) / 2))
+
+
+@lru_cache(maxsize=256)
+def lloyd_max_levels(dim: int, bits: int) -> torch.Tensor:
+    """Levels of the minimum mean-square-error quantizer of one coordinate on the unit sphere, float64 `[2 ** bits]`.
+
+    Args:
+        dim: dimension of the vector, at least 3.
+        bits: 1 to 8.
+
+    Levels ascend and are symmetric about zero. Times √dim they tend to the Gaussian ones (±.7979 at 1 bit).
+    """
+    if dim < 3:
+        raise ValueError(f"dim={dim} for a Lloyd-Max codebook: at least 3 is needed")
+    density = _CoordinateDensity(dim)
+    half = 2 ** (bits - 1)
+    levels = density.reach * 0.35 * (torch.arange(half, dtype=torch.float64) + 0.5) / half
+    zero, end = torch.zeros(1, dtype=torch.float64), torch.full((1,), density.reach, dtype=torch.float64)
+    for _ in range(20_000):
+        edges = torch.cat([zero, (levels[1:] + levels[:-1]) / 2, end])
+        mass = density.mass(edges).diff().clamp_min(1e-300)
+        updated = density.moment(edges).diff() / mass
+        change = (updated - levels).abs().max().item()
+        levels = updated
+        if change < 1e-11:
+            break
+    return torch.cat([-levels.flip(0), levels])
+
+
+@lru_cache(maxsize=256)
+def uniform_levels(dim: int, bits: int) -> torch.Tensor:
+    """Levels of the best uniform symmetric quantizer of one coordinate on the unit sphere, float64 `[2 ** bits]`."""
+    density = _CoordinateDensity(dim)
+    grid = torch.arange(2**bits, dtype=torch.float64) - (2**bits - 1) / 2
+
+    def loss(step: float) -> float:
+        levels = grid[grid > 0] * step
+        edges = torch.cat([torch.zeros(1), (levels[1:] + levels[:-1]) / 2, torch.full((1,), density.reach)]).double()
+        mass, moment = density.mass(edges).diff(), density.moment(edges).diff()
+        return (mass * levels.square() - 2 * moment * levels).sum().item()
+
+    low, high = 1e-3 / math.sqrt(dim), 3.0 / math.sqrt(dim)
+    for _ in range(80):
+        third = (high - low) / 3
+        if loss(low + third) < loss(high - third):
+            high -= third
+        else:
+            low += third
+    return grid * (low + high) / 2
+
+
+def boundaries(levels: torch.Tensor) -> torch.Tensor:
+    """Midpoints between neighbouring levels: a value above boundary i takes a level above i."""
+    return (levels[1:] + levels[:-1]) / 2

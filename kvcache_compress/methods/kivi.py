@@ -1,0 +1,164 @@
+"""KIVI (Liu et al., arXiv 2402.02750): uniform codes, keys grouped per channel, values per token; the baseline.
+
+Keys: `group_size` consecutive tokens of a channel share a scale and a zero point. Values: `group_size` consecutive
+channels of a token do. Both are stored in 16 bits, so b-bit codes really take b + 32 / group_size bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from pydantic import field_validator
+from transformers import PreTrainedConfig
+
+from .. import packing
+from ..cache import CompressedCache
+from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
+from ..config import config_from_options
+from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
+from ..registry import register_method
+
+if TYPE_CHECKING:
+    from ..triton_kernels.operands import KernelSide
+
+
+class KIVIOptions(MethodOptions):
+    """Options of `kivi`, for one side: `bits` 1 to 6; `group_size`, tokens (keys) or channels (values) per scale."""
+
+    bits: int = 4
+    group_size: int = 32
+
+    @field_validator("bits")
+    @classmethod
+    def _check_bits(cls, bits: int) -> int:
+        if not 1 <= bits <= 6:
+            raise ValueError(f"bits={bits} for kivi: allowed 1–6")
+        return bits
+
+    @field_validator("group_size")
+    @classmethod
+    def _check_group(cls, group_size: int) -> int:
+        if group_size not in (16, 32, 64, 128):
+            raise ValueError(f"group_size={group_size} for kivi: allowed 16, 32, 64, 128")
+        return group_size
+
+
+@register_method
+class KIVICodec(Codec):
+    """One side of a layer under KIVI: `x ≈ code * scale + zero`."""
+
+    name: ClassVar[str] = "kivi"
+    Options: ClassVar[type[MethodOptions]] = KIVIOptions
+    options: KIVIOptions
+
+    def __init__(self, options: KIVIOptions, context: CodecContext) -> None:
+        super().__init__(options, context)
+        self.fields = self.layout(options, context.side, context.head_dim)
+        self.group = options.group_size if context.side == "keys" else 1
+
+    @classmethod
+    def layout(cls, options: KIVIOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
+        if head_dim % CODES_PER_WORD:
+            raise ValueError(f"head_dim={head_dim} for kivi: allowed multiples of {CODES_PER_WORD}")
+        group = options.group_size
+        if side == "keys":
+            shape, tokens = (head_dim,), group
+        else:
+            if head_dim % group:
+                raise ValueError(
+                    f"group_size={group} for kivi values: allowed divisors of the head dimension {head_dim}"
+                )
+            shape, tokens = (head_dim // group,), 1
+        scales = (Field("scale", torch.float16, shape, tokens), Field("zero", torch.float16, shape, tokens))
+        return (*code_fields(options.bits, head_dim), *scales)
+
+    def _grouped(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """`[B, H, T, D]` with its grouped axis split in two, and the axis within a group."""
+        if self.context.side == "keys":
+            return x.unflatten(2, (-1, self.options.group_size)), 3
+        return x.unflatten(3, (-1, self.options.group_size)), 4
+
+    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
+        grouped, axis = self._grouped(x.float())
+        low, high = grouped.amin(axis), grouped.amax(axis)
+        limit = torch.finfo(torch.float16).max
+        zero = low.clamp(-limit, limit).to(torch.float16)
+        scale = ((high - low) / (2**self.options.bits - 1)).clamp(max=limit).to(torch.float16)
+        tokens, channels = (self.options.group_size, 1) if axis == 3 else (1, self.options.group_size)
+        if backend == "triton":
+            from ..triton_kernels.kivi import quantize as quantize_kernel
+
+            planes = quantize_kernel(x.float(), scale, zero, self.options.bits, tokens, channels)
+        else:
+            planes = quantize(x.float(), scale, zero, self.options.bits, tokens, channels)
+        return (*planes, scale, zero)
+
+    def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        codes = packing.unpack(fields[: len(PLANES[self.options.bits])], self.options.bits)
+        grouped, axis = self._grouped(codes.float())
+        scale, zero = (field.float().unsqueeze(axis) for field in fields[-2:])
+        return (grouped * scale + zero).flatten(axis - 1, axis)
+
+    def map_query(self, query: torch.Tensor) -> torch.Tensor:
+        return query
+
+    def score(self, mapped: torch.Tensor, fields: Fields) -> torch.Tensor:
+        return mapped @ self.decode(fields).mT
+
+    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+        return weights @ self.decode(fields)
+
+    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
+        return accumulated
+
+    def build_kernel_side(self) -> KernelSide:
+        from ..triton_kernels.kivi import kivi_side
+
+        return kivi_side(self)
+
+
+def quantize(
+    x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, tokens: int, channels: int
+) -> tuple[torch.Tensor, ...]:
+    """Bit planes of `x` `[B, H, T, D]` for scales that `tokens` tokens and `channels` channels share.
+
+    Codes are taken against the scale and zero point as stored in 16 bits, so that rounding those adds no bias.
+    """
+    steps = scale.float().repeat_interleave(tokens, 2).repeat_interleave(channels, 3).clamp_min(1e-30)
+    start = zero.float().repeat_interleave(tokens, 2).repeat_interleave(channels, 3)
+    codes = ((x - start) / steps + 0.5).floor().clamp(0, 2**bits - 1)
+    return packing.pack(codes, bits)
+
+
+class KIVICache(CompressedCache):
+    """A cache compressed by KIVI, with its paper's window of 128 recent tokens and no sinks by default.
+
+    Args:
+        model_config: the model's config.
+        bits: code bits per number, 1 to 6 (KIVI's are 2 and 4), of both sides; `key_bits` and `value_bits` override it.
+        group_size: tokens (keys) or channels (values) that share a scale and a zero point.
+        sink_tokens: first tokens kept in full precision.
+        recent_tokens: last tokens kept in full precision.
+        options: more of `CompressionConfig` (`layers`, `backend`, `quantize_generated`, ...).
+
+    Raises:
+        ValueError: for options out of range and for models without full-attention layers.
+    """
+
+    def __init__(
+        self,
+        model_config: PreTrainedConfig,
+        bits: int = 2,
+        key_bits: int | None = None,
+        value_bits: int | None = None,
+        group_size: int = 32,
+        sink_tokens: int = 0,
+        recent_tokens: int = 128,
+        **options: Any,
+    ) -> None:
+        sides = {"keys": {"bits": bits if key_bits is None else key_bits}}
+        sides["values"] = {"bits": bits if value_bits is None else value_bits}
+        options["group_size"] = group_size
+        config = config_from_options("kivi", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
+        super().__init__(model_config, config)

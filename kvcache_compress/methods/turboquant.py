@@ -1,0 +1,324 @@
+"""TurboQuant: random rotation, then the best scalar quantizer for each coordinate (Zandieh et al., sections 3 and 4.3).
+
+A vector is `norm · z` with z on the unit sphere. Rotated, each coordinate of z follows a known density, so one exact
+Lloyd–Max codebook serves all of them. Everything the paper combines is a sum of *components*, each
+`scale · levels[codes]` along the rows of its own basis: one for whole bits; two over disjoint channel sets for
+fractional bits; and for the `prod` estimator one more with levels ±1 along the rows of `S R`, a sketch of the residual.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from pydantic import field_validator, model_validator
+from transformers import PreTrainedConfig
+
+from .. import packing
+from ..cache import CompressedCache
+from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
+from ..config import config_from_options
+from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
+from ..lloyd_max import lloyd_max_levels, uniform_levels
+from ..registry import register_method
+from ..rotation import RotationKind, random_rotation
+from ..scalar import Scalar, quantize
+from ..sketch import SketchKind, sketch_constant, sketch_matrix
+
+if TYPE_CHECKING:
+    from ..triton_kernels.operands import KernelSide
+
+CENTER_SHARE = 0.1
+"""`center: auto` subtracts the mean where it holds more than this share of the mean squared norm of the keys."""
+
+
+class TurboQuantOptions(MethodOptions):
+    """Options of `turboquant`, for one side.
+
+    bits: 1 to 6 in steps of 0.5; a fractional value codes `outlier_fraction` of the channels with one bit more.
+    estimator: `mse` (Algorithm 1), or `prod` (Algorithm 2), which spends one of the bits on a sketch of the residual.
+    scalar: the number stored per token (`norm` is the paper's); by default `match` for keys, `unbiased` for values.
+    center: subtract the mean key of the first prefill; `auto` where it is large and the sinks are kept out of it.
+    """
+
+    bits: float = 4
+    estimator: Literal["mse", "prod"] = "mse"
+    scalar: Scalar | None = None
+    rotation: RotationKind = "hadamard"
+    shared_rotation: bool = False
+    codebook: Literal["lloyd_max", "uniform"] = "lloyd_max"
+    center: Literal["auto", "on", "off"] | None = None
+    outlier_fraction: float = 0.5
+    sketch: SketchKind = "orthogonal"
+
+    @field_validator("bits")
+    @classmethod
+    def _check_bits(cls, bits: float) -> float:
+        if not 1 <= bits <= 6 or (2 * bits) % 1:
+            raise ValueError(f"bits={bits:g} for turboquant: allowed 1–6, in steps of 0.5")
+        return bits
+
+    @field_validator("outlier_fraction")
+    @classmethod
+    def _check_fraction(cls, fraction: float) -> float:
+        if not 0 < fraction < 1:
+            raise ValueError(f"outlier_fraction={fraction:g} for turboquant: allowed between 0 and 1, exclusive")
+        return fraction
+
+    @model_validator(mode="after")
+    def _check_scalar(self) -> TurboQuantOptions:
+        if self.estimator == "prod" and self.scalar not in (None, "norm"):
+            raise ValueError(f"scalar={self.scalar!r} for turboquant with estimator 'prod': allowed 'norm'")
+        return self
+
+    @field_validator("center", mode="before")
+    @classmethod
+    def _yaml_booleans(cls, center: Any) -> Any:
+        """YAML 1.1 reads bare `on` and `off` as booleans."""
+        return {True: "on", False: "off"}.get(center, center) if isinstance(center, bool) else center
+
+
+@dataclass(frozen=True)
+class Component:
+    """One scalar-quantized part: `width` codes of `bits` bits along rows `[start, start + width)` of the basis."""
+
+    bits: int
+    width: int
+    start: int
+    channel_set: int
+    sketch: bool
+    levels: torch.Tensor
+    """float32 `[2 ** bits]` on the device."""
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + self.width)
+
+
+def channel_sets(bits: float, head_dim: int, outlier_fraction: float) -> tuple[tuple[int, int], ...]:
+    """Splits `head_dim` channels into sets of (width, bits): one for whole bits, outliers first for fractional ones."""
+    low = math.floor(bits)
+    if bits == low:
+        return ((head_dim, low),)
+    outliers = round(head_dim * outlier_fraction / CODES_PER_WORD) * CODES_PER_WORD
+    outliers = min(max(outliers, CODES_PER_WORD), head_dim - CODES_PER_WORD)
+    return ((outliers, low + 1), (head_dim - outliers, low))
+
+
+def component_bits(options: TurboQuantOptions, bits: int) -> tuple[tuple[int, bool], ...]:
+    """(bits, is sketch) of the components of one channel set."""
+    if options.estimator == "mse":
+        return ((bits, False),)
+    return ((bits - 1, False), (1, True)) if bits > 1 else ((1, True),)
+
+
+@register_method
+class TurboQuantCodec(Codec):
+    """One side of a layer under TurboQuant; see the module's docstring."""
+
+    name: ClassVar[str] = "turboquant"
+    Options: ClassVar[type[MethodOptions]] = TurboQuantOptions
+    options: TurboQuantOptions
+
+    def __init__(self, options: TurboQuantOptions, context: CodecContext) -> None:
+        super().__init__(options, context)
+        self.fields = self.layout(options, context.side, context.head_dim)
+        default: Scalar = "unbiased" if context.side == "values" else "match"
+        self.scalar: Scalar = "norm" if options.estimator == "prod" else options.scalar or default
+        center = options.center or ("auto" if context.side == "keys" else "off")
+        if center != "off" and context.side == "values":
+            raise ValueError(f"center={center!r} for values of turboquant: allowed 'off' (only keys can be centred)")
+        self.center = "off" if center == "auto" and context.sink_tokens == 0 else center
+        self.mean: torch.Tensor | None = None
+        self.sets = channel_sets(options.bits, context.head_dim, options.outlier_fraction)
+        self.components = self._build_components()
+        self._rotations, self._sketches = self._build_rotations()
+        self._set_rows: tuple[torch.Tensor, ...] = ()
+        self.basis: torch.Tensor | None = None
+        if len(self.sets) == 1:
+            self._set_basis(None)
+
+    @classmethod
+    def layout(cls, options: TurboQuantOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
+        if head_dim % CODES_PER_WORD or head_dim < 2 * CODES_PER_WORD:
+            raise ValueError(f"head_dim={head_dim} for turboquant: allowed multiples of {CODES_PER_WORD} from 16 on")
+        sets = channel_sets(options.bits, head_dim, options.outlier_fraction)
+        fields: tuple[Field, ...] = ()
+        for index, (width, set_bits) in enumerate(sets):
+            prefix = "outlier_" if len(sets) == 2 and index == 0 else ""
+            for bits, sketch in component_bits(options, set_bits):
+                part = f"{prefix}{'sketch_' if sketch else ''}"
+                fields += (*code_fields(bits, width, part), Field(f"{part}scale", torch.float16))
+        return fields
+
+    def _build_components(self) -> tuple[Component, ...]:
+        codebook = lloyd_max_levels if self.options.codebook == "lloyd_max" else uniform_levels
+        components: list[Component] = []
+        start = 0
+        for index, (width, set_bits) in enumerate(self.sets):
+            for bits, sketch in component_bits(self.options, set_bits):
+                levels = torch.tensor([-1.0, 1.0]) if sketch else codebook(width, bits).float()
+                components.append(Component(bits, width, start, index, sketch, levels.to(self.context.device)))
+                start += width
+        return tuple(components)
+
+    def _build_rotations(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """R and, for `prod`, S of each channel set; float32 `[width, width]`."""
+        seed = 8 * self.context.layer_seed(self.options.shared_rotation)
+        rotations = tuple(
+            random_rotation(self.options.rotation, width, seed + index) for index, (width, _) in enumerate(self.sets)
+        )
+        sketches: tuple[torch.Tensor, ...] = ()
+        if self.options.estimator == "prod":
+            sketches = tuple(
+                sketch_matrix(self.options.sketch, width, seed + 4 + index)
+                for index, (width, _) in enumerate(self.sets)
+            )
+        device = self.context.device
+        return tuple(r.to(device) for r in rotations), tuple(s.to(device) for s in sketches)
+
+    def _set_basis(self, order: torch.Tensor | None) -> None:
+        """`order` `[H, head_dim]` lists each head's channels, outliers first; None where there is one channel set."""
+        rows = []
+        at = 0
+        for (width, _), rotation in zip(self.sets, self._rotations, strict=True):
+            if order is None:
+                rows.append(rotation.unsqueeze(0))
+            else:
+                channels = order[:, None, at : at + width].expand(-1, width, -1)
+                spread = torch.zeros(len(order), width, self.context.head_dim, device=rotation.device)
+                rows.append(spread.scatter_(2, channels, rotation.expand(len(order), -1, -1)))
+            at += width
+        self._set_rows = tuple(rows)
+        self.basis = torch.cat(
+            [
+                self._sketches[c.channel_set] @ rows[c.channel_set] if c.sketch else rows[c.channel_set]
+                for c in self.components
+            ],
+            dim=1,
+        )
+
+    def prepare(self, x: torch.Tensor) -> None:
+        x = x.float()
+        if self.center != "off":
+            mean = x.mean(dim=(0, 2))
+            if self.center == "auto":
+                share = mean.square().sum(-1) / x.square().sum(-1).mean(dim=(0, 2)).clamp_min(1e-30)
+                mean = torch.where(share[:, None] > CENTER_SHARE, mean, 0.0)
+            self.mean = mean
+        if len(self.sets) == 2:
+            centred = x if self.mean is None else x - self.mean[:, None]
+            self._set_basis(centred.square().mean(dim=(0, 2)).argsort(-1, descending=True))
+
+    def _ready_basis(self) -> torch.Tensor:
+        if self.basis is None:
+            raise RuntimeError("fractional bits need prepare() before the first token is encoded")
+        return self.basis
+
+    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
+        self._ready_basis()
+        x = x.float()
+        if self.mean is not None:
+            x = x - self.mean[:, None]
+        fields: Fields = ()
+        for index, rows in enumerate(self._set_rows):
+            rotated = x @ rows.mT
+            norm = rotated.norm(dim=-1)
+            residual = direction = rotated / norm.clamp_min(1e-30)[..., None]
+            for component in self.components:
+                if component.channel_set != index:
+                    continue
+                if component.sketch:
+                    length = residual.norm(dim=-1) * norm * sketch_constant(self.options.sketch, component.width)
+                    fields += _quantize(backend, residual @ self._sketches[index].mT, length, component, "norm")
+                else:
+                    part = _quantize(backend, direction, norm, component, self.scalar)
+                    fields += part
+                    if self._sketches:
+                        residual = direction - component.levels[packing.unpack(part[:-1], component.bits)]
+        return fields
+
+    def _parts(self, fields: Fields) -> Iterator[tuple[Component, torch.Tensor, torch.Tensor]]:
+        """Component, levels `[B, H, T, width]` and scale `[B, H, T]` of each component, float32."""
+        at = 0
+        for component in self.components:
+            planes = len(PLANES[component.bits])
+            codes = packing.unpack(fields[at : at + planes], component.bits)
+            yield component, component.levels[codes], fields[at + planes].float()
+            at += planes + 1
+
+    def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        parts = [levels * scale[..., None] for _, levels, scale in self._parts(fields)]
+        x = torch.cat(parts, -1) @ self._ready_basis()
+        return x if self.mean is None else x + self.mean[:, None]
+
+    def map_query(self, query: torch.Tensor) -> torch.Tensor:
+        """With a mean μ one more column holds q·μ, which every score of the query gets."""
+        mapped = query @ self._ready_basis().mT
+        return mapped if self.mean is None else torch.cat([mapped, query @ self.mean[..., None]], -1)
+
+    def score(self, mapped: torch.Tensor, fields: Fields) -> torch.Tensor:
+        parts = [
+            (mapped[..., component.rows] @ levels.mT) * scale[:, :, None]
+            for component, levels, scale in self._parts(fields)
+        ]
+        scores = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+        return scores if self.mean is None else scores + mapped[..., -1:]
+
+    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+        return torch.cat([(weights * scale[:, :, None]) @ levels for _, levels, scale in self._parts(fields)], -1)
+
+    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
+        return accumulated @ self._ready_basis()
+
+    def build_kernel_side(self) -> KernelSide:
+        from ..triton_kernels.turboquant import turboquant_side
+
+        return turboquant_side(self)
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        held: dict[str, torch.Tensor] = {"basis": self._ready_basis()}
+        held |= {f"sketch{i}": sketch for i, sketch in enumerate(self._sketches)}
+        held |= {f"levels{i}": component.levels for i, component in enumerate(self.components)}
+        return held if self.mean is None else held | {"mean": self.mean}
+
+
+def _quantize(backend: Backend, z: torch.Tensor, norm: torch.Tensor, component: Component, scalar: Scalar) -> Fields:
+    if backend == "triton":
+        from ..triton_kernels.turboquant import quantize as quantize_kernel
+
+        return quantize_kernel(z, norm, component.levels, component.bits, scalar)
+    return quantize(z, norm, component.levels, component.bits, scalar)
+
+
+class TurboQuantCache(CompressedCache):
+    """A cache compressed by TurboQuant: `model.generate(..., past_key_values=TurboQuantCache(model.config, bits=4))`.
+
+    Args:
+        model_config: the model's config.
+        bits: bits per number, 1 to 6 in steps of 0.5, of both sides; `key_bits` and `value_bits` override it.
+        sink_tokens: first tokens kept in full precision.
+        recent_tokens: last tokens kept in full precision.
+        options: more of `TurboQuantOptions` for both sides, or of `CompressionConfig` (`layers`, `seed`, ...).
+
+    Raises:
+        ValueError: for options out of range and for models without full-attention layers.
+    """
+
+    def __init__(
+        self,
+        model_config: PreTrainedConfig,
+        bits: float = 4,
+        key_bits: float | None = None,
+        value_bits: float | None = None,
+        sink_tokens: int = 16,
+        recent_tokens: int = 64,
+        **options: Any,
+    ) -> None:
+        sides = {"keys": {"bits": bits if key_bits is None else key_bits}}
+        sides["values"] = {"bits": bits if value_bits is None else value_bits}
+        config = config_from_options("turboquant", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
+        super().__init__(model_config, config)

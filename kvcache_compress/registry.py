@@ -1,0 +1,35 @@
+"""Methods by name. Classes are registered, never instances."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TypeVar
+
+from .codec import Codec
+
+_CODECS: dict[str, type[Codec]] = {}
+C = TypeVar("C", bound=type[Codec])
+
+
+def register_method(codec: C) -> C:
+    """Class decorator: makes a codec available to configs under its `name`."""
+    name = getattr(codec, "name", "")
+    if not name or not name.replace("_", "").isalnum() or name != name.lower():
+        raise ValueError(f"name={name!r} of {codec.__name__}: a method's name is lower-case letters, digits and _")
+    if name in _CODECS and _CODECS[name] is not codec:
+        raise ValueError(f"method {name!r} is already registered by {_CODECS[name].__name__}")
+    _CODECS[name] = codec
+    return codec
+
+
+def get_method(name: str) -> type[Codec]:
+    """The codec class of a method; an unknown name raises `ValueError` with the names there are."""
+    import_module(".methods", __package__)
+    if name not in _CODECS:
+        raise ValueError(f"unknown method {name!r}: there are {', '.join(method_names())}")
+    return _CODECS[name]
+
+
+def method_names() -> list[str]:
+    import_module(".methods", __package__)
+    return sorted(_CODECS)

@@ -1,0 +1,188 @@
+"""What a cache really takes: tokens, bytes and bits per number with everything counted."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .layer import CompressedLayer
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Memory of one layer. Tokens are per sequence, bytes over the whole batch."""
+
+    layer: int
+    method: str
+    dense_tokens: int
+    packed_tokens: int
+    fields: dict[str, int]
+    """Bytes in use per stored field, `keys.codes0` and so on; `dense` is the sinks and the tail."""
+    allocated_bytes: int
+    """Bytes held for tokens, unused room included."""
+    constant_bytes: int
+    """Bytes that do not depend on the number of tokens: rotations, codebooks, means."""
+    packed_numbers: int
+    numbers: int
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(self.fields.values())
+
+    @property
+    def packed_bytes(self) -> int:
+        return sum(size for name, size in self.fields.items() if name != "dense")
+
+    @property
+    def total_bytes(self) -> int:
+        return self.allocated_bytes + self.constant_bytes
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Memory of a cache, per layer and in total."""
+
+    layers: list[LayerMemory] = field(default_factory=list)
+
+    def _sum(self, name: str) -> int:
+        return sum(getattr(layer, name) for layer in self.layers)
+
+    @property
+    def packed_tokens(self) -> int:
+        """Packed tokens per sequence, the most of any layer."""
+        return max((layer.packed_tokens for layer in self.layers), default=0)
+
+    @property
+    def dense_tokens(self) -> int:
+        """Dense tokens per sequence, the most of any layer."""
+        return max((layer.dense_tokens for layer in self.layers), default=0)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._sum("used_bytes")
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._sum("allocated_bytes")
+
+    @property
+    def constant_bytes(self) -> int:
+        return self._sum("constant_bytes")
+
+    @property
+    def total_bytes(self) -> int:
+        """All that the cache holds: allocated buffers and constants."""
+        return self._sum("total_bytes")
+
+    @property
+    def bf16_bytes(self) -> int:
+        """What the same tokens take in a bfloat16 cache."""
+        return 2 * self._sum("numbers")
+
+    @property
+    def packed_bits_per_number(self) -> float:
+        """Bits stored per packed number: codes, scales, norms, zero points, padding."""
+        numbers = self._sum("packed_numbers")
+        return 8 * self._sum("packed_bytes") / numbers if numbers else float("nan")
+
+    @property
+    def bits_per_number(self) -> float:
+        """Bits per cached number, everything counted: packed and dense tokens, unused room, constants."""
+        numbers = self._sum("numbers")
+        return 8 * self.total_bytes / numbers if numbers else float("nan")
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than a bfloat16 cache, everything counted."""
+        return self.bf16_bytes / self.total_bytes if self.total_bytes else float("nan")
+
+    def fields(self) -> dict[str, int]:
+        """Bytes in use per field, over all layers."""
+        totals: dict[str, int] = {}
+        for layer in self.layers:
+            for name, size in layer.fields.items():
+                totals[name] = totals.get(name, 0) + size
+        return totals
+
+    def to_dict(self) -> dict[str, Any]:
+        """The totals by name, and the bytes per field."""
+        tokens_and_bytes = ("packed_tokens", "dense_tokens", "used_bytes", "allocated_bytes", "constant_bytes")
+        names = (*tokens_and_bytes, "total_bytes", "bf16_bytes", "packed_bits_per_number", "bits_per_number", "ratio")
+        return {name: getattr(self, name) for name in names} | {"fields": self.fields()}
+
+    def __str__(self) -> str:
+        table = Table(title="cache memory")
+        for heading in (
+            "layer",
+            "method",
+            "dense",
+            "packed",
+            "used KiB",
+            "allocated KiB",
+            "constants KiB",
+            "bits/number",
+        ):
+            table.add_column(heading, justify="left" if heading == "method" else "right")
+        for layer in self.layers:
+            bits = 8 * layer.total_bytes / layer.numbers if layer.numbers else float("nan")
+            sizes = (layer.used_bytes, layer.allocated_bytes, layer.constant_bytes)
+            counts = (layer.dense_tokens, layer.packed_tokens)
+            row = [str(layer.layer), layer.method, *map(str, counts), *(f"{size / 1024:.1f}" for size in sizes)]
+            table.add_row(*row, f"{bits:.2f}")
+        table.add_section()
+        sizes = (self.used_bytes, self.allocated_bytes, self.constant_bytes)
+        counts = (self.dense_tokens, self.packed_tokens)
+        total = ["all", "", *map(str, counts), *(f"{size / 1024:.1f}" for size in sizes), f"{self.bits_per_number:.2f}"]
+        table.add_row(*total)
+        text = io.StringIO()
+        Console(file=text, width=110).print(table)
+        fields = ", ".join(f"{name} {size / 1024:.1f}" for name, size in sorted(self.fields().items()))
+        return (
+            f"{text.getvalue()}KiB per field: {fields}\n"
+            f"{self.packed_bits_per_number:.2f} bits per packed number; {self.total_bytes / 2**20:.2f} MiB in all, "
+            f"{self.ratio:.2f}x smaller than bfloat16 ({self.bf16_bytes / 2**20:.2f} MiB)"
+        )
+
+
+def memory_report(layers: Iterable[Any]) -> MemoryReport:
+    """The report of a cache's layers, Transformers' own ones included."""
+    return MemoryReport([_layer_memory(index, layer) for index, layer in enumerate(layers)])
+
+
+def _layer_memory(index: int, layer: Any) -> LayerMemory:
+    if isinstance(layer, CompressedLayer):
+        return _compressed(index, layer)
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if keys is None or values is None or not keys.numel():
+        return LayerMemory(index, type(layer).__name__, 0, 0, {"dense": 0}, 0, 0, 0, 0)
+    size = keys.nbytes + values.nbytes
+    numbers = keys.numel() + values.numel()
+    return LayerMemory(index, type(layer).__name__, keys.shape[2], 0, {"dense": size}, size, 0, 0, numbers)
+
+
+def _compressed(index: int, layer: CompressedLayer) -> LayerMemory:
+    method = layer.plan.keys.method
+    if layer.plan.values.method != method:
+        method = f"{method}/{layer.plan.values.method}"
+    fields = {"dense": 0}
+    allocated = constants = packed_numbers = numbers = 0
+    for side, state in layer.sides.items():
+        batch, heads, sinks, dim = state.sinks.shape
+        rows = batch * heads
+        dense = sinks + state.tail.tokens
+        fields["dense"] += rows * dense * dim * state.sinks.element_size()
+        fields |= {f"{side}.{name}": size for name, size in state.store.bytes_used().items()}
+        allocated += state.sinks.nbytes + state.tail.buffer.nbytes + state.store.bytes_allocated()
+        if state.prepared:
+            constants += sum(tensor.nbytes for tensor in state.codec.constants().values())
+        packed_numbers += rows * state.store.tokens * dim
+        numbers += rows * (dense + state.store.tokens) * dim
+    dense_tokens = layer.get_seq_length() - layer.packed_tokens
+    return LayerMemory(
+        index, method, dense_tokens, layer.packed_tokens, fields, allocated, constants, packed_numbers, numbers
+    )

@@ -1,0 +1,31 @@
+"""Scalar quantization of unit vectors with a codebook, and the one number stored per vector."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from . import packing
+from .codec import Fields
+from .lloyd_max import boundaries
+
+Scalar = Literal["norm", "match", "unbiased", "least_squares"]
+SCALE_MAX = torch.finfo(torch.float16).max
+
+
+def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:
+    """Nearest levels of unit vectors `z` `[..., width]`, packed, and the scalar of each vector in 16 bits.
+
+    The scalars, for a vector x = norm · z with code point ẑ: `norm`; `match`, norm / ‖ẑ‖; `unbiased`,
+    norm ⟨z, z⟩ / ⟨z, ẑ⟩; `least_squares`, norm ⟨z, ẑ⟩ / ⟨ẑ, ẑ⟩.
+    """
+    codes = torch.bucketize(z.contiguous(), boundaries(levels))
+    point = levels[codes]
+    if scalar == "match":
+        norm = norm / point.norm(dim=-1)
+    elif scalar == "unbiased":
+        norm = norm * z.square().sum(-1) / (z * point).sum(-1).clamp_min(1e-12)
+    elif scalar == "least_squares":
+        norm = norm * (z * point).sum(-1) / point.square().sum(-1)
+    return (*packing.pack(codes, bits), norm.clamp(max=SCALE_MAX).to(torch.float16))

@@ -1,0 +1,115 @@
+"""Growing buffers of one side of a layer: packed fields, and the dense tail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from .codec import Fields
+from .layout import Field, grown_capacity
+
+
+def _writable(buffer: torch.Tensor) -> torch.Tensor:
+    """A tensor made under `torch.inference_mode` cannot be written in place outside it; a copy can."""
+    return buffer.clone() if buffer.is_inference() and not torch.is_inference_mode_enabled() else buffer
+
+
+class PackedStore:
+    """Append-only buffers, one per field: `[B, H, capacity / field.tokens, *field.shape]`.
+
+    Stored tokens are never rewritten. A full buffer grows by an eighth (`layout.SLACK`), so growth copies each token
+    about eight times in all, not once per step, and only one field is held twice while it is copied.
+    """
+
+    def __init__(self, fields: tuple[Field, ...], batch: int, heads: int, device: torch.device) -> None:
+        self.fields = fields
+        self.group = math.lcm(*(field.tokens for field in fields))
+        self.tokens = 0
+        self.capacity = 0
+        self.buffers: list[torch.Tensor] = [
+            torch.empty(batch, heads, 0, *field.shape, dtype=field.dtype, device=device) for field in fields
+        ]
+
+    def append(self, encoded: Fields, tokens: int, growing: bool) -> None:
+        """Appends `tokens` encoded tokens, a multiple of `group`; `growing` leaves room for more."""
+        needed = self.tokens + tokens
+        if needed > self.capacity:
+            self._grow(grown_capacity(needed, self.group) if growing else needed)
+        for index, (field, new) in enumerate(zip(self.fields, encoded, strict=True)):
+            self.buffers[index] = buffer = _writable(self.buffers[index])
+            buffer[:, :, self.tokens // field.tokens : needed // field.tokens] = new
+        self.tokens = needed
+
+    def _grow(self, capacity: int) -> None:
+        for index, (field, old) in enumerate(zip(self.fields, self.buffers, strict=True)):
+            batch, heads = old.shape[:2]
+            new = old.new_empty(batch, heads, capacity // field.tokens, *field.shape)
+            used = self.tokens // field.tokens
+            new[:, :, :used] = old[:, :, :used]
+            self.buffers[index] = new
+        self.capacity = capacity
+
+    def read(self, start: int, stop: int) -> Fields:
+        """Views of tokens `[start, stop)`, both multiples of `group`."""
+        return tuple(
+            buffer[:, :, start // field.tokens : stop // field.tokens]
+            for field, buffer in zip(self.fields, self.buffers, strict=True)
+        )
+
+    def truncate(self, tokens: int) -> None:
+        """Keeps the first `tokens` tokens, a multiple of `group`."""
+        self.tokens = tokens
+
+    def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every buffer by `change(buffer)`: batch selection, moves between devices."""
+        self.buffers = [change(buffer).contiguous() for buffer in self.buffers]
+
+    def bytes_used(self) -> dict[str, int]:
+        rows = self.buffers[0].shape[0] * self.buffers[0].shape[1]
+        return {field.name: round(rows * self.tokens * field.bytes_per_token) for field in self.fields}
+
+    def bytes_allocated(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+
+class TailBuffer:
+    """The newest tokens in full precision, `[B, H, capacity, D]`, written in place."""
+
+    def __init__(self, like: torch.Tensor, capacity: int) -> None:
+        batch, heads, _, dim = like.shape
+        self.tokens = 0
+        self.buffer = like.new_empty(batch, heads, capacity, dim)
+
+    @property
+    def room(self) -> int:
+        return self.buffer.shape[2] - self.tokens
+
+    def view(self) -> torch.Tensor:
+        return self.buffer[:, :, : self.tokens]
+
+    def append(self, x: torch.Tensor) -> None:
+        if x.shape[2] > self.room:
+            self._resize(grown_capacity(self.tokens + x.shape[2], 1))
+        self.buffer = _writable(self.buffer)
+        self.buffer[:, :, self.tokens : self.tokens + x.shape[2]] = x
+        self.tokens += x.shape[2]
+
+    def _resize(self, capacity: int) -> None:
+        batch, heads, _, dim = self.buffer.shape
+        old = self.view()
+        self.buffer = old.new_empty(batch, heads, capacity, dim)
+        self.buffer[:, :, : self.tokens] = old
+
+    def replace(self, x: torch.Tensor) -> None:
+        """Holds a copy of `x` `[B, H, T, D]` and nothing else; views handed out before stay as they are."""
+        self.buffer = torch.empty_like(self.buffer)
+        self.tokens = 0
+        self.append(x)
+
+    def truncate(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.buffer = change(self.buffer).contiguous()

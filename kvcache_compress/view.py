@@ -1,0 +1,94 @@
+"""What `update()` returns while fused attention is on: a side of a layer that decodes itself for any foreign code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .codec import Backend, Codec, Side
+from .store import PackedStore
+
+
+@dataclass(frozen=True)
+class SideSegments:
+    """One side of a layer in a step: `sinks | packed | tail`, oldest first.
+
+    `sinks` and `tail` are dense, `[B, H, T, D]`; `packed` is the number of tokens in `store` that belong to this step.
+    """
+
+    sinks: torch.Tensor
+    store: PackedStore
+    packed: int
+    tail: torch.Tensor
+    codec: Codec
+
+    @property
+    def shape(self) -> torch.Size:
+        batch, heads, sinks, dim = self.sinks.shape
+        return torch.Size((batch, heads, sinks + self.packed + self.tail.shape[2], dim))
+
+    def dense(self) -> torch.Tensor:
+        """Everything decoded, `[B, H, T, D]` in the model's dtype."""
+        decoded = self.codec.decode(self.store.read(0, self.packed)).to(self.tail.dtype)
+        return torch.cat([self.sinks, decoded, self.tail], dim=2)
+
+
+class PackedKV:
+    """The keys or the values of one layer, compressed. Reports the logical shape; any other use decodes it first.
+
+    `keys` and `values` are both of the layer's sides, whichever this object stands for: attention needs the two.
+    """
+
+    __slots__ = ("backend", "keys", "side", "values")
+
+    def __init__(self, keys: SideSegments, values: SideSegments, side: Side, backend: Backend) -> None:
+        self.keys = keys
+        self.values = values
+        self.side = side
+        self.backend = backend
+
+    def _segments(self) -> SideSegments:
+        return self.keys if self.side == "keys" else self.values
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._segments().shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._segments().tail.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._segments().tail.device
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def dense(self) -> torch.Tensor:
+        """This side decoded, `[B, H, T, D]`."""
+        return self._segments().dense()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dense(), name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.dense()[index]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def plain(value: Any) -> Any:
+            if isinstance(value, PackedKV):
+                return value.dense()
+            return type(value)(plain(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+        return func(*plain(args), **{name: plain(value) for name, value in (kwargs or {}).items()})
+
+    def __repr__(self) -> str:
+        return f"PackedKV({self.side}, shape={tuple(self.shape)}, packed={self._segments().packed})"

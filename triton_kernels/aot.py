@@ -1,0 +1,94 @@
+"""Ahead-of-time compilation of the kernels for GPUs that need not be there, and what the machine code shows."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+_POINTERS = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """Resources of a compiled kernel. On AMD targets only what Triton itself reports is known."""
+
+    registers: int | None
+    stack_bytes: int | None
+    shared_bytes: int
+    loop_instructions: int | None
+    """SASS instructions in the longest loop, as one warp executes them."""
+    warps: int
+
+
+def compile_for(kernel: Any, arguments: dict[str, Any], target: str) -> MachineCode:
+    """Compiles `kernel` as a launch with `arguments` would, for one of `TARGETS`."""
+    options = {name: value for name, value in arguments.items() if name in ("num_warps", "num_stages")}
+    constants, signature, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        signature[parameter.name] = _type_of(value)
+        for path, item in (
+            [((index, i), item) for i, item in enumerate(value)] if isinstance(value, tuple) else [((index,), value)]
+        ):
+            if isinstance(item, torch.Tensor):
+                attributes[path] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    warps = compiled.metadata.num_warps
+    if "cubin" not in compiled.asm:
+        return MachineCode(None, None, compiled.metadata.shared, None, warps)
+    usage, sass = _dump(compiled.asm["cubin"], "--dump-resource-usage"), _dump(compiled.asm["cubin"], "--dump-sass")
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump gave no resource usage for {target}: {usage[-200:]}")
+    registers, stack, local = (int(number) for number in found.groups())
+    return MachineCode(registers, stack + local, compiled.metadata.shared, _longest_loop(sass), warps)
+
+
+def _type_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype]
+    if isinstance(value, tuple):
+        return tuple(_type_of(item) for item in value)
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _dump(cubin: bytes, what: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _longest_loop(sass: str) -> int:
+    found = (re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", line) for line in sass.splitlines())
+    code = [(int(match[1], 16), match[2]) for match in found if match]
+    longest = 0
+    for at, text in code:
+        jump = re.search(r"BRA.*?0x([0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < at:
+            longest = max(longest, sum(int(jump[1], 16) <= place <= at for place, _ in code))
+    return longest

@@ -1,0 +1,233 @@
+"""Decode attention over `sinks | packed | tail`: one split-KV kernel for any pair of codecs, and its merge.
+
+A program of `attend_kernel` takes all query heads of one key/value head and one run of packed tokens (the last program
+the dense segments), and keeps the running maximum m, sum l and accumulators of an online softmax (FlashDecoding).
+`merge_kernel` combines the runs by their log-sum-exp, maps the packed sum out of code space and adds the dense one:
+
+    out = (Σ_s 2^(m_s - m) acc_s) A + 2^(m_d - m) acc_d,  divided by  Σ_s 2^(m_s - m) l_s + 2^(m_d - m) l_d
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(math.log2(math.e))
+NO_MASK, BOOL_MASK, FLOAT_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _query_scale(p_mapped, o_r, m_r, WIDTHS: tl.constexpr, STRIDE: tl.constexpr):
+    """Largest magnitude of each mapped query, so that its tiles fit 16-bit operands whatever their range."""
+    b_top = tl.zeros([o_r.shape[0]], tl.float32)
+    base = 0
+    for i in tl.static_range(len(WIDTHS)):
+        o_w = base + tl.arange(0, WIDTHS[i])
+        b_q = tl.load(p_mapped + o_r[:, None] * STRIDE + o_w[None, :], mask=m_r[:, None], other=0.0).to(tl.float32)
+        b_top = tl.maximum(b_top, tl.max(tl.abs(b_q), 1))
+        base += WIDTHS[i]
+    return tl.where(b_top > 0, b_top, 1.0)
+
+
+@triton.jit
+def _query_tiles(p_mapped, b_top, o_r, m_r, WIDTHS: tl.constexpr, STRIDE: tl.constexpr, DTYPE: tl.constexpr):
+    b_tiles = ()
+    base = 0
+    for i in tl.static_range(len(WIDTHS)):
+        o_w = base + tl.arange(0, WIDTHS[i])
+        b_q = tl.load(p_mapped + o_r[:, None] * STRIDE + o_w[None, :], mask=m_r[:, None], other=0.0).to(tl.float32)
+        b_tiles = b_tiles + ((b_q / b_top[:, None]).to(DTYPE),)
+        base += WIDTHS[i]
+    return b_tiles
+
+
+@triton.jit
+def _zero_tile(M: tl.constexpr, WIDTH: tl.constexpr):
+    return tl.zeros([M, WIDTH], tl.float32)
+
+
+@triton.jit
+def _zero_tiles(M: tl.constexpr, WIDTHS: tl.constexpr):
+    b_tiles = ()
+    for i in tl.static_range(len(WIDTHS)):
+        b_tiles = b_tiles + (_zero_tile(M, WIDTHS[i]),)
+    return b_tiles
+
+
+@triton.jit
+def _rescaled(b_tiles, b_factor):
+    b_scaled = ()
+    for i in tl.static_range(len(b_tiles)):
+        b_scaled = b_scaled + (b_tiles[i] * b_factor[:, None],)
+    return b_scaled
+
+
+@triton.jit
+def _logits(
+    b_s, p_mask, o_m, s_mask, o_t, m_t, o_n, m_r, first, count, scaling, softcap,
+    MASK: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Scaled, capped and masked scores in units of log 2; `first` is the position of token 0 of this segment."""
+    b_s *= scaling
+    if SOFTCAP:
+        b_s = softcap * (2 * tl.sigmoid(2 * b_s / softcap) - 1)
+    b_s *= LOG2E
+    m_s = m_r[:, None] & m_t[None, :]
+    if MASK == BOOL_MASK:
+        b_mask = tl.load(p_mask + o_m[:, None] + (first + o_t)[None, :] * s_mask, mask=m_s, other=0)
+        m_s = m_s & (b_mask != 0)
+    elif MASK == FLOAT_MASK:
+        b_mask = tl.load(p_mask + o_m[:, None] + (first + o_t)[None, :] * s_mask, mask=m_s, other=0.0)
+        b_s += b_mask.to(tl.float32) * LOG2E
+    elif CAUSAL:
+        m_s = m_s & ((first + o_t)[None, :] <= count + o_n[:, None])
+    return tl.where(m_s, b_s, float("-inf"))
+
+
+@triton.jit
+def _softmax_step(b_s, b_m, b_l):
+    """One step of the online softmax: weights of this tile, factor on what was summed before, new maximum and sum."""
+    b_new = tl.maximum(b_m, tl.max(b_s, 1))
+    b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.exp2(b_s - b_safe[:, None])
+    b_factor = tl.exp2(b_m - b_safe)
+    return b_p, b_factor, b_new, b_l * b_factor + tl.sum(b_p, 1)
+
+
+@triton.jit
+def _dense_segment(
+    b_q, p_k, p_v, s_k, s_v, tokens, p_mask, o_m, s_mask, o_n, m_r, first, count, scaling, softcap, b_m, b_l, b_acc,
+    DK: tl.constexpr, DV: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over dense tokens. TF32 holds 16-bit operands exactly, so it serves them; float32 needs `ieee`."""
+    o_k, o_v = tl.arange(0, b_q.shape[1]), tl.arange(0, b_acc.shape[1])
+    for start in range(0, tokens, BLOCK):
+        o_t = start + tl.arange(0, BLOCK)
+        m_t = o_t < tokens
+        b_k = tl.load(p_k + o_t[:, None] * s_k + o_k[None, :], mask=m_t[:, None] & (o_k < DK)[None, :], other=0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k.to(tl.float32)), input_precision=PRECISION)
+        b_s = _logits(
+            b_s, p_mask, o_m, s_mask, o_t, m_t, o_n, m_r, first, count, scaling, softcap, MASK, SOFTCAP, CAUSAL
+        )
+        b_p, b_factor, b_m, b_l = _softmax_step(b_s, b_m, b_l)
+        b_v = tl.load(p_v + o_t[:, None] * s_v + o_v[None, :], mask=m_t[:, None] & (o_v < DV)[None, :], other=0.0)
+        b_acc = tl.dot(b_p, b_v.to(tl.float32), b_acc * b_factor[:, None], input_precision=PRECISION)
+    return b_m, b_l, b_acc
+
+
+@triton.jit
+def attend_kernel(
+    p_q, p_mapped, k_fields, k_tables, v_fields, v_tables, p_sink_k, p_sink_v, p_tail_k, p_tail_v, p_mask,
+    p_acc, p_dense, p_stats,
+    n_sinks, n_packed, n_tail, k_capacity, v_capacity, tail_k_capacity, tail_v_capacity, split_tokens,
+    s_mask_b, s_mask_h, s_mask_n, s_mask_t, scaling, softcap,
+    G, N,
+    SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K_META: tl.constexpr, V_META: tl.constexpr,
+    K_WIDTHS: tl.constexpr, V_WIDTHS: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, BIAS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    i_s, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(0) - 1
+    i_bh = (i_b * tl.num_programs(1) + i_h).to(tl.int64)
+    rows = G * N
+    o_r = tl.arange(0, M)
+    m_r = o_r < rows
+    o_n = o_r % N
+    o_m = i_b.to(tl.int64) * s_mask_b + (i_h * G + o_r // N) * s_mask_h + o_n * s_mask_n
+    count = n_sinks + n_packed + n_tail - N
+    b_m = tl.full([M], float("-inf"), tl.float32)
+    b_l = tl.zeros([M], tl.float32)
+    if i_s < splits:
+        p_mapped += i_bh * rows * K_STRIDE
+        b_top = _query_scale(p_mapped, o_r, m_r, K_WIDTHS, K_STRIDE)
+        b_q = _query_tiles(p_mapped, b_top, o_r, m_r, K_WIDTHS, K_STRIDE, DTYPE)
+        b_bias = tl.zeros([M], tl.float32)
+        if BIAS:
+            b_bias = tl.load(p_mapped + o_r * K_STRIDE + K_STRIDE - 1, mask=m_r, other=0.0).to(tl.float32)
+        b_acc = _zero_tiles(M, V_WIDTHS)
+        stop = tl.minimum(i_s * split_tokens + split_tokens, n_packed)
+        for start in range(i_s * split_tokens, stop, BLOCK):
+            o_t = start + tl.arange(0, BLOCK)
+            m_t = o_t < stop
+            b_s = SCORE(b_q, k_fields, k_tables, i_bh * k_capacity, o_t, m_t, K_META, PRECISION)
+            b_s = b_s * b_top[:, None] + b_bias[:, None]
+            b_s = _logits(
+                b_s, p_mask, o_m, s_mask_t, o_t, m_t, o_n, m_r, n_sinks, count, scaling, softcap, MASK, SOFTCAP, False
+            )
+            b_p, b_factor, b_m, b_l = _softmax_step(b_s, b_m, b_l)
+            b_acc = _rescaled(b_acc, b_factor)
+            b_acc = ACCUMULATE(b_p, v_fields, v_tables, i_bh * v_capacity, o_t, m_t, b_acc, V_META, DTYPE, PRECISION)
+        p_acc += ((i_bh * splits + i_s) * rows) * V_STRIDE
+        base = 0
+        for i in tl.static_range(len(V_WIDTHS)):
+            o_w = base + tl.arange(0, V_WIDTHS[i])
+            tl.store(p_acc + o_r[:, None] * V_STRIDE + o_w[None, :], b_acc[i], mask=m_r[:, None])
+            base += V_WIDTHS[i]
+    else:
+        o_k, o_v = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
+        p_q += i_bh * rows * DK
+        m_q = m_r[:, None] & (o_k < DK)[None, :]
+        b_query = tl.load(p_q + o_r[:, None] * DK + o_k[None, :], mask=m_q, other=0.0).to(tl.float32)
+        b_dense = tl.zeros([M, DV_PAD], tl.float32)
+        b_m, b_l, b_dense = _dense_segment(
+            b_query, p_sink_k + i_bh * n_sinks * DK, p_sink_v + i_bh * n_sinks * DV, DK, DV, n_sinks,
+            p_mask, o_m, s_mask_t, o_n, m_r, 0, count, scaling, softcap, b_m, b_l, b_dense,
+            DK, DV, MASK, SOFTCAP, False, BLOCK, PRECISION,
+        )  # fmt: skip
+        b_m, b_l, b_dense = _dense_segment(
+            b_query, p_tail_k + i_bh * tail_k_capacity * DK, p_tail_v + i_bh * tail_v_capacity * DV, DK, DV, n_tail,
+            p_mask, o_m, s_mask_t, o_n, m_r, n_sinks + n_packed, count, scaling, softcap, b_m, b_l, b_dense,
+            DK, DV, MASK, SOFTCAP, CAUSAL, BLOCK, PRECISION,
+        )  # fmt: skip
+        p_dense += i_bh * rows * DV
+        tl.store(p_dense + o_r[:, None] * DV + o_v[None, :], b_dense, mask=m_r[:, None] & (o_v < DV)[None, :])
+    p_stats += ((i_bh * (splits + 1) + i_s) * rows + o_r) * 2
+    tl.store(p_stats, b_m, mask=m_r)
+    tl.store(p_stats + 1, b_l, mask=m_r)
+
+
+@triton.jit
+def merge_kernel(
+    p_acc, p_dense, p_stats, p_map, p_sinks, p_out, splits, s_map, H, G, N,
+    W: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, S_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_MAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """One query row: weighs the splits, maps the packed sum out of code space, adds the dense part, normalises."""
+    i_r, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    rows = G * N
+    i_h = i_bh % H
+    o_s, o_v = tl.arange(0, S_PAD), tl.arange(0, DV_PAD)
+    m_s, m_v = o_s <= splits, o_v < DV
+    p_stats += (i_bh * (splits + 1) * rows + i_r) * 2
+    b_m = tl.load(p_stats + o_s * rows * 2, mask=m_s, other=float("-inf"))
+    b_l = tl.load(p_stats + o_s * rows * 2 + 1, mask=m_s, other=0.0)
+    b_top = tl.max(b_m, 0)
+    if HAS_SINKS:
+        b_sink = tl.load(p_sinks + i_h * G + i_r // N).to(tl.float32) * LOG2E
+        b_top = tl.maximum(b_top, b_sink)
+    b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_weight = tl.exp2(b_m - b_top)
+    b_total = tl.sum(b_weight * b_l, 0)
+    if HAS_SINKS:
+        b_total += tl.exp2(b_sink - b_top)
+    b_dense_weight = tl.sum(tl.where(o_s == splits, b_weight, 0.0), 0)
+    b_out = tl.load(p_dense + (i_bh * rows + i_r) * DV + o_v, mask=m_v, other=0.0) * b_dense_weight
+    p_acc += (i_bh * splits * rows + i_r) * W
+    if HAS_MAP:
+        for start in range(0, W, CHUNK):
+            o_w = start + tl.arange(0, CHUNK)
+            b_acc = tl.load(p_acc + o_s[:, None] * (rows * W) + o_w[None, :], mask=(o_s < splits)[:, None], other=0.0)
+            b_sum = tl.sum(b_acc * b_weight[:, None], 0)
+            b_map = tl.load(p_map + i_h * s_map + o_w[:, None] * DV + o_v[None, :], mask=m_v[None, :], other=0.0)
+            b_out += tl.sum(b_map * b_sum[:, None], 0)
+    else:
+        m_a = (o_s < splits)[:, None] & m_v[None, :]
+        b_acc = tl.load(p_acc + o_s[:, None] * (rows * W) + o_v[None, :], mask=m_a, other=0.0)
+        b_out += tl.sum(b_acc * b_weight[:, None], 0)
+    b_out = b_out / tl.where(b_total > 0, b_total, 1.0)
+    i_b = i_bh // H
+    o_out = ((i_b * N + i_r % N) * (H * G) + i_h * G + i_r // N) * DV
+    tl.store(p_out + o_out + o_v, b_out.to(p_out.dtype.element_ty), mask=m_v)

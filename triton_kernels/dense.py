@@ -1,0 +1,46 @@
+"""Device functions of uncompressed tokens, and the contract of all device functions by their simplest example.
+
+SCORE(b_q, fields, tables, o_row, o_t, m_t, META, PRECISION) -> [M, T] float32
+    b_q: tuple of query tiles `[M, width]`, one per entry of `KernelSide.widths`, in the operands' dtype;
+    fields: tuple of pointers to the store's buffers, in the order of `Codec.fields`;
+    o_row: int64 row of this head's token 0, capacity * (batch * H + head); o_t: tokens `[T]`; m_t: their mask.
+ACCUMULATE(b_p, fields, tables, o_row, o_t, m_t, b_acc, META, DTYPE, PRECISION) -> tuple of [M, width] float32
+    b_p: float32 weights `[M, T]`; b_acc: the sums so far; DTYPE: the operands' dtype.
+PRECISION: of float32 operands in `tl.dot`; 16-bit ones are not affected.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .operands import KernelSide
+
+
+@triton.jit
+def score(b_q, fields, tables, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
+    """s = q · k"""
+    o_d = tl.arange(0, META[1])
+    m_d = m_t[:, None] & (o_d < META[0])[None, :]
+    b_k = tl.load(fields[0] + (o_row + o_t)[:, None] * META[0] + o_d[None, :], mask=m_d, other=0.0)
+    return tl.dot(b_q[0], tl.trans(b_k.to(b_q[0].dtype)), input_precision=PRECISION)
+
+
+@triton.jit
+def accumulate(
+    b_p, fields, tables, o_row, o_t, m_t, b_acc, META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
+):
+    """acc += p v"""
+    o_d = tl.arange(0, META[1])
+    m_d = m_t[:, None] & (o_d < META[0])[None, :]
+    b_v = tl.load(fields[0] + (o_row + o_t)[:, None] * META[0] + o_d[None, :], mask=m_d, other=0.0)
+    return (tl.dot(b_p.to(DTYPE), b_v.to(DTYPE), b_acc[0], input_precision=PRECISION),)
+
+
+def dense_side(head_dim: int, device: torch.device) -> KernelSide:
+    """The side of a `none` codec: code space is the head's own space, up to padding."""
+    padded = max(16, triton.next_power_of_2(head_dim))
+    side = KernelSide(score, accumulate, (head_dim, padded), (padded,))
+    if padded != head_dim:
+        side.output_map = torch.eye(padded, head_dim, device=device).unsqueeze(0)
+        side.query_map = side.output_map.mT.contiguous()
+    return side

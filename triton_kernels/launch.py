@@ -1,0 +1,153 @@
+"""Launching the attention kernels: operands, tiles and splits. `attend` has the arguments of its twin in `reference.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backend import interpreting
+from ..view import SideSegments
+from .attention import BOOL_MASK, FLOAT_MASK, NO_MASK, attend_kernel, merge_kernel
+from .operands import KernelSide
+
+
+def attend(
+    query: torch.Tensor,
+    keys: SideSegments,
+    values: SideSegments,
+    mask: torch.Tensor | None = None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The kernels' launcher; the same arguments and result as its twin, `reference.attend`."""
+    grid, arguments = attend_arguments(query, keys, values, mask, scaling=scaling, softcap=softcap)
+    attend_kernel[grid](**arguments)
+    merge_grid, merging = merge_arguments(query, keys, values, sinks, arguments, grid[0] - 1)
+    merge_kernel[merge_grid](**merging)
+    return merging["p_out"].to(query.dtype)
+
+
+def attend_arguments(
+    query: torch.Tensor,
+    keys: SideSegments,
+    values: SideSegments,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None,
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Grid and arguments of `attend_kernel`, its result buffers among them."""
+    batch, query_heads, count, dk = query.shape
+    heads = keys.sinks.shape[1]
+    groups, dv = query_heads // heads, values.sinks.shape[3]
+    rows = groups * count
+    k_side, v_side = keys.codec.kernel_side(), values.codec.kernel_side()
+    exact = query.dtype == torch.float32
+    operand = torch.float32 if exact else torch.float16
+    query = query.contiguous()
+    mapped = map_query(query.view(batch, heads, rows, dk), k_side)
+    block, warps = tile_shape(k_side, v_side, exact)
+    split_tokens, splits = split_sizes(keys.packed, block, batch * heads, query.device)
+    v_stride = sum(v_side.widths)
+    mask_operand, mask_kind, mask_strides = _mask_operand(mask, query, keys.shape[2])
+    tail_k, tail_k_capacity = _rows_of(keys.tail)
+    tail_v, tail_v_capacity = _rows_of(values.tail)
+    arguments = dict(  # noqa: C408 - named as the kernel's parameters are
+        p_q=query, p_mapped=mapped,
+        k_fields=tuple(keys.store.buffers), k_tables=k_side.tables_as(operand),
+        v_fields=tuple(values.store.buffers), v_tables=v_side.tables_as(operand),
+        p_sink_k=keys.sinks.contiguous(), p_sink_v=values.sinks.contiguous(), p_tail_k=tail_k, p_tail_v=tail_v,
+        p_mask=mask_operand,
+        p_acc=query.new_empty(batch, heads, splits, rows, v_stride, dtype=torch.float32),
+        p_dense=query.new_empty(batch, heads, rows, dv, dtype=torch.float32),
+        p_stats=query.new_empty(batch, heads, splits + 1, rows, 2, dtype=torch.float32),
+        n_sinks=keys.sinks.shape[2], n_packed=keys.packed, n_tail=keys.tail.shape[2],
+        k_capacity=keys.store.capacity, v_capacity=values.store.capacity,
+        tail_k_capacity=tail_k_capacity, tail_v_capacity=tail_v_capacity, split_tokens=split_tokens,
+        s_mask_b=mask_strides[0], s_mask_h=mask_strides[1], s_mask_n=mask_strides[2], s_mask_t=mask_strides[3],
+        scaling=scaling, softcap=softcap or 0.0, G=groups, N=count,
+        SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K_META=k_side.meta, V_META=v_side.meta,
+        K_WIDTHS=k_side.widths, V_WIDTHS=v_side.widths, K_STRIDE=mapped.shape[-1], V_STRIDE=v_stride, BIAS=k_side.bias,
+        DK=dk, DV=dv, DK_PAD=max(16, triton.next_power_of_2(dk)), DV_PAD=max(16, triton.next_power_of_2(dv)),
+        DTYPE=tl.float32 if exact else tl.float16, PRECISION="ieee" if exact else "tf32",
+        M=max(16, triton.next_power_of_2(rows)), BLOCK=block,
+        MASK=mask_kind, SOFTCAP=softcap is not None, CAUSAL=count > 1, num_warps=warps, num_stages=2,
+    )  # fmt: skip
+    return (splits + 1, heads, batch), arguments
+
+
+def merge_arguments(
+    query: torch.Tensor,
+    keys: SideSegments,
+    values: SideSegments,
+    sinks: torch.Tensor | None,
+    attended: dict[str, Any],
+    splits: int,
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Grid and arguments of `merge_kernel` for the buffers that `attend_kernel` filled."""
+    batch, query_heads, count, _ = query.shape
+    heads, dv = keys.sinks.shape[1], values.sinks.shape[3]
+    output_map = values.codec.kernel_side().output_map
+    shared = output_map is None or output_map.shape[0] == 1
+    # Triton's interpreter truncates to bfloat16, where hardware rounds.
+    out = query.new_empty(batch, count, query_heads, dv, dtype=torch.float32 if interpreting() else query.dtype)
+    arguments = dict(  # noqa: C408 - named as the kernel's parameters are
+        p_acc=attended["p_acc"], p_dense=attended["p_dense"], p_stats=attended["p_stats"],
+        p_map=attended["p_acc"] if output_map is None else output_map,
+        p_sinks=attended["p_acc"] if sinks is None else sinks, p_out=out,
+        splits=splits, s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
+        W=attended["V_STRIDE"], DV=dv, DV_PAD=triton.next_power_of_2(dv), S_PAD=triton.next_power_of_2(splits + 1),
+        CHUNK=16, HAS_MAP=output_map is not None, HAS_SINKS=sinks is not None,
+    )  # fmt: skip
+    return (query_heads // heads * count, batch * heads), arguments
+
+
+def map_query(query: torch.Tensor, side: KernelSide) -> torch.Tensor:
+    """Queries `[B, H, R, D]` in code space, contiguous; a last column holds the bias where the side has one."""
+    if side.query_map is None:
+        return query
+    return query.float() @ side.query_map
+
+
+def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool) -> tuple[int, int]:
+    """Tokens per tile and warps, so that levels and accumulators of both sides stay in registers."""
+    if exact:
+        return 16, 8
+    return 32, 8 if max(*k_side.widths, *v_side.widths) > 128 else 4
+
+
+def split_sizes(packed: int, block: int, programs: int, device: torch.device) -> tuple[int, int]:
+    """Tokens per split (a multiple of `block`) and number of splits that fill the device about twice."""
+    wanted = max(1, min(64, 2 * _processors(device) // programs))
+    blocks = -(-packed // block)
+    split_blocks = max(1, -(-blocks // wanted))
+    return split_blocks * block, -(-blocks // split_blocks)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 8
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _rows_of(tail: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The tail with its heads at a fixed distance of so many tokens: as it is where it is a view of a tail buffer."""
+    _, heads, _, dim = tail.shape
+    if tail.stride()[2:] == (dim, 1) and tail.stride(0) == heads * tail.stride(1) and tail.stride(1) % dim == 0:
+        return tail, tail.stride(1) // dim
+    return tail.contiguous(), tail.shape[2]
+
+
+def _mask_operand(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> tuple[Any, int, tuple[int, ...]]:
+    if mask is None:
+        return query, NO_MASK.value, (0, 0, 0, 0)
+    mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], tokens)
+    if mask.dtype == torch.bool:
+        return mask.view(torch.uint8), BOOL_MASK.value, mask.stride()
+    return mask, FLOAT_MASK.value, mask.stride()

@@ -1,0 +1,51 @@
+"""What a codec hands to the attention kernel for its side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..layout import code_order, padded_width
+
+
+@dataclass
+class KernelSide:
+    """One side's device functions and constant operands.
+
+    score, accumulate: the two Triton device functions; see `dense.py` for their contract by example.
+    meta: compile-time parameters of both functions.
+    widths: widths of the code-space tiles, powers of two of at least 16.
+    tables: constant tensors that the functions read, in float32; they get them in the dtype of the operands.
+    query_map: float32 `[H or 1, D, sum(widths) (+ 1)]`, queries to code space; None is the identity.
+    bias: whether the last column of `query_map` gives a term that is added to all scores of a query.
+    output_map: float32 `[H or 1, sum(widths), D]`, code space to outputs; None is the identity.
+    """
+
+    score: Any
+    accumulate: Any
+    meta: tuple[Any, ...]
+    widths: tuple[int, ...]
+    tables: tuple[torch.Tensor, ...] = ()
+    query_map: torch.Tensor | None = None
+    bias: bool = False
+    output_map: torch.Tensor | None = None
+    _cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+    def tables_as(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        if dtype not in self._cast:
+            self._cast[dtype] = tuple(table.to(dtype).contiguous() for table in self.tables)
+        return self._cast[dtype]
+
+
+def in_code_order(basis: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
+    """Rows of `basis` `[H, sum(widths), D]` moved to the kernels' padded code order, `[H, sum(padded), D]`."""
+    if all(padded_width(width) == width for width in widths):
+        return basis
+    parts = []
+    for width, rows in zip(widths, basis.split(widths, dim=1), strict=True):
+        part = rows.new_zeros(rows.shape[0], padded_width(width), rows.shape[2])
+        part[:, code_order(width).to(rows.device)] = rows
+        parts.append(part)
+    return torch.cat(parts, 1)

@@ -1,0 +1,139 @@
+"""TurboQuant's device functions and encode kernel; also for every codec that is a sum of scalar-quantized components.
+
+With components i along rows A_i of the basis, scales c_i[t], levels L_i (TurboQuant, Algorithms 1 and 2; section 4.3):
+
+    score:       s[t] = Σ_i c_i[t] ⟨A_i q, L_i[codes_i[t]]⟩
+    accumulate:  acc_i += (p[t] c_i[t]) L_i[codes_i[t]],      output = Σ_i A_iᵀ acc_i
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_token
+from ..lloyd_max import boundaries
+from .codes import load_codes, store_codes
+from .operands import KernelSide, in_code_order
+
+if TYPE_CHECKING:
+    from ..methods.turboquant import TurboQuantCodec
+
+
+@triton.jit
+def component_levels(
+    fields, p_levels, o_row, o_t, m_t, DTYPE: tl.constexpr,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, AT: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Levels `[T, 8 * PADDED]` of a component and the scale per token; levels `STEP` apart need no lookup."""
+    SCALE: tl.constexpr = AT + (1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2)
+    b_codes = load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED)
+    b_scale = tl.load(fields[SCALE] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
+    if STEP > 0:
+        b_levels = b_codes.to(DTYPE) - (2**BITS - 1) / 2
+        b_scale *= STEP
+    else:
+        b_levels = tl.load(p_levels + b_codes)
+    return b_levels.to(DTYPE), b_scale
+
+
+@triton.jit
+def score(b_q, fields, tables, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
+    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    for i in tl.static_range(len(META)):
+        b_levels, b_scale = component_levels(
+            fields, tables[i], o_row, o_t, m_t, b_q[i].dtype, META[i][0], META[i][1], META[i][2], META[i][3], META[i][4]
+        )
+        b_s += tl.dot(b_q[i], tl.trans(b_levels), input_precision=PRECISION) * b_scale[None, :]
+    return b_s
+
+
+@triton.jit
+def accumulate(
+    b_p, fields, tables, o_row, o_t, m_t, b_acc, META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
+):
+    b_sums = ()
+    for i in tl.static_range(len(META)):
+        b_levels, b_scale = component_levels(
+            fields, tables[i], o_row, o_t, m_t, DTYPE, META[i][0], META[i][1], META[i][2], META[i][3], META[i][4]
+        )
+        b_weights = (b_p * b_scale[None, :]).to(DTYPE)
+        b_sums = b_sums + (tl.dot(b_weights, b_levels, b_acc[i], input_precision=PRECISION),)
+    return b_sums
+
+
+def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
+    """Operands of a prepared TurboQuant codec."""
+    meta = []
+    at = 0
+    for component in codec.components:
+        width, levels = component.width, component.levels
+        even = component.bits == 1 or codec.options.codebook == "uniform"
+        step = float(levels[1] - levels[0]) if even else 0.0
+        meta.append((component.bits, words_per_token(width), padded_words(width), at, step))
+        at += len(PLANES[component.bits]) + 1
+    widths = tuple(component.width for component in codec.components)
+    basis = in_code_order(codec.constants()["basis"], widths)
+    query_map = basis.mT
+    if codec.mean is not None:
+        query_map = torch.cat([query_map.expand(len(codec.mean), -1, -1), codec.mean[..., None]], -1)
+    return KernelSide(
+        score,
+        accumulate,
+        tuple(meta),
+        tuple(padded_width(width) for width in widths),
+        tables=tuple(component.levels for component in codec.components),
+        query_map=query_map.contiguous(),
+        bias=codec.mean is not None,
+        output_map=basis.contiguous(),
+    )
+
+
+@triton.jit
+def quantize_kernel(
+    p_z, p_norm, p_levels, p_bounds, p_low, p_high, p_scale, N,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Nearest level of each coordinate, packed, and the stored scalar (see `scalar.quantize`)."""
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < N
+    o_c = tl.arange(0, PADDED)
+    o_i = tl.arange(0, 8)[:, None] * WORDS + o_c[None, :]
+    m_z = m_n[:, None, None] & (o_c < WORDS)[None, None, :]
+    b_z = tl.load(p_z + o_n[:, None, None] * (8 * WORDS) + o_i[None, :, :], mask=m_z, other=0.0)
+    b_codes = tl.zeros([BLOCK, 8, PADDED], tl.int32)
+    for i in tl.static_range(2**BITS - 1):
+        b_codes += (b_z > tl.load(p_bounds + i)).to(tl.int32)
+    store_codes(b_codes, p_low, p_high, o_n, m_n, BITS, WORDS, PADDED)
+    b_scale = tl.load(p_norm + o_n, mask=m_n, other=0.0)
+    if SCALAR != "norm":
+        b_point = tl.where(m_z, tl.load(p_levels + b_codes), 0.0)
+        b_cross = tl.sum(tl.sum(b_z * b_point, 2), 1)
+        b_square = tl.sum(tl.sum(b_point * b_point, 2), 1)
+        if SCALAR == "match":
+            b_scale = b_scale / tl.sqrt(b_square)
+        elif SCALAR == "unbiased":
+            b_scale = b_scale * tl.sum(tl.sum(b_z * b_z, 2), 1) / tl.maximum(b_cross, 1e-12)
+        else:
+            b_scale = b_scale * b_cross / b_square
+    tl.store(p_scale + o_n, tl.minimum(b_scale, 65504.0).to(tl.float16), mask=m_n)
+
+
+def quantize(
+    z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: str
+) -> tuple[torch.Tensor, ...]:
+    """`scalar.quantize` by the kernel: float32 `z` `[..., width]` and `norm` `[...]` to planes and scale."""
+    shape, width = z.shape[:-1], z.shape[-1]
+    words = words_per_token(width)
+    planes = tuple(z.new_empty(*shape, words, dtype=PLANE_WORD[plane]) for plane in PLANES[bits])
+    scale = z.new_empty(shape, dtype=torch.float16)
+    block = 8 if width > 64 else 16
+    quantize_kernel[(triton.cdiv(norm.numel(), block),)](
+        p_z=z.contiguous(), p_norm=norm.contiguous(), p_levels=levels, p_bounds=boundaries(levels),
+        p_low=planes[0], p_high=planes[-1], p_scale=scale, N=norm.numel(),
+        BITS=bits, WORDS=words, PADDED=padded_words(width), SCALAR=scalar, BLOCK=block,
+    )  # fmt: skip
+    return (*planes, scale)
