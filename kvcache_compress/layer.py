@@ -62,8 +62,8 @@ class CompressedLayer(CacheLayerMixin):
     """A full-attention layer's cache whose older tokens are encoded by one codec per side.
 
     New tokens go to `tail`. Once `FLUSH_TOKENS` more than `recent_tokens` are there, the oldest are encoded and
-    appended to `packed`, where they are never touched again. A step attends to its own tokens, and to all that were dense when
-    it began, in full precision.
+    appended to `packed`, where they are never touched again. A step attends to its own tokens, and to all that were
+    dense when it began, in full precision.
     """
 
     is_sliding = False

@@ -1,7 +1,8 @@
-"""Launching the attention kernels: operands, tiles and splits. `attend` has the arguments of its twin in `reference.py`."""
+"""Launching the attention kernels: operands, tiles and splits. `attend` is the twin of the one in `reference.py`."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
