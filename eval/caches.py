@@ -66,11 +66,13 @@ def preset_cache(
 
     def measure(cache: Cache) -> Measured:
         report = cache.memory_report()
+        dense_numbers = report.numbers - report.packed_numbers
+        total_bytes = report.total_bytes - report.fields()["dense"] + 2 * dense_numbers
         return Measured(
             packed_tokens=report.packed_tokens,
             packed_bits=report.packed_bits_per_number,
-            all_bits=report.bits_per_number,
-            total_bytes=report.total_bytes,
+            all_bits=8 * total_bytes / report.numbers,
+            total_bytes=total_bytes,
         )
 
     return CacheSpec(name or preset, lambda model: CompressedCache.from_config(model.config, config), measure)

@@ -5,8 +5,9 @@ the continuation is fed in forward passes of `step` tokens, so that every one of
 cache kept it; scoring a whole text in one pass would use no cache at all. The yardstick is the same procedure with an
 uncompressed cache.
 
-Tokens of one pass see each other before they are compressed. With a few tokens per pass they do not, as in generation,
-and a cache without a recent window shows about twice the KL. Figures compare only at the same `step`.
+Tokens of one pass see each other before they are compressed. With few tokens per pass they do not, as in generation,
+and a cache without a recent window shows about twice the KL of a single pass: figures compare only at the same `step`.
+The default of 16 gives the KL of token-by-token decoding in a fifth of its time.
 
     python -m kvcache_compress.eval.perplexity --cache turboquant-4bit --cache hqq-4 --output perplexity.json
 """
@@ -238,9 +239,7 @@ def main(
     prefix: Annotated[int, typer.Option(help="tokens prefilled")] = 1024,
     scored: Annotated[int, typer.Option(help="tokens scored after them")] = 256,
     windows: Annotated[int, typer.Option(help="windows of prefix + scored tokens")] = 6,
-    step: Annotated[
-        int | None, typer.Option(help="scored tokens per forward pass: all by default, 1 as in generation")
-    ] = None,
+    step: Annotated[int, typer.Option(help="scored tokens per forward pass; 1 is as in generation")] = 16,
     sink_tokens: Annotated[int | None, typer.Option(min=0, help="replaces the presets' own")] = None,
     recent_tokens: Annotated[int | None, typer.Option(min=0, help="replaces the presets' own")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",

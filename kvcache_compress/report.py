@@ -63,6 +63,15 @@ class MemoryReport:
         return max((layer.dense_tokens for layer in self.layers), default=0)
 
     @property
+    def numbers(self) -> int:
+        """Cached numbers, over all layers, heads and sequences."""
+        return self._sum("numbers")
+
+    @property
+    def packed_numbers(self) -> int:
+        return self._sum("packed_numbers")
+
+    @property
     def used_bytes(self) -> int:
         return self._sum("used_bytes")
 
@@ -82,19 +91,17 @@ class MemoryReport:
     @property
     def bf16_bytes(self) -> int:
         """What the same tokens take in a bfloat16 cache."""
-        return 2 * self._sum("numbers")
+        return 2 * self.numbers
 
     @property
     def packed_bits_per_number(self) -> float:
         """Bits stored per packed number: codes, scales, norms, zero points, padding."""
-        numbers = self._sum("packed_numbers")
-        return 8 * self._sum("packed_bytes") / numbers if numbers else float("nan")
+        return 8 * self._sum("packed_bytes") / self.packed_numbers if self.packed_numbers else float("nan")
 
     @property
     def bits_per_number(self) -> float:
         """Bits per cached number, everything counted: packed and dense tokens, unused room, constants."""
-        numbers = self._sum("numbers")
-        return 8 * self.total_bytes / numbers if numbers else float("nan")
+        return 8 * self.total_bytes / self.numbers if self.numbers else float("nan")
 
     @property
     def ratio(self) -> float:

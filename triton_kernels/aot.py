@@ -40,7 +40,8 @@ class MachineCode:
 
 def compile_for(kernel: Any, arguments: dict[str, Any], target: str) -> MachineCode:
     """Compiles `kernel` as a launch with `arguments` would, for one of `TARGETS`."""
-    options = {name: value for name, value in arguments.items() if name in ("num_warps", "num_stages")}
+    names = ("num_warps", "num_stages", "maxnreg")[: 2 if "gfx" in target else 3]
+    options = {name: value for name, value in arguments.items() if name in names}
     constants, signature, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]

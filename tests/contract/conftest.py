@@ -1,0 +1,209 @@
+"""What the contract tests share: a tiny model, the configurations under test, and an independent oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvcache_compress import CompressedCache, CompressionConfig, disable_fused_attention, enable_fused_attention
+from kvcache_compress.codec import Codec, CodecContext
+from kvcache_compress.config import LayerPlan, load_config
+
+SINKS, RECENT, LAYERS, VOCAB = 4, 8, 3, 128
+
+
+def _turboquant(bits: float, **options: Any) -> dict[str, Any]:
+    return {"method": "turboquant", "bits": bits, **options}
+
+
+_KIVI = {"method": "kivi", "bits": 4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "turboquant-4": {"keys": _turboquant(4, center="on"), "values": _turboquant(4)},
+    "turboquant-3.5": {"keys": _turboquant(3.5, rotation="haar"), "values": _turboquant(3.5)},
+    "turboquant-prod": {"keys": _turboquant(2, estimator="prod"), "values": _turboquant(2, estimator="prod")},
+    "turboquant-uniform": {"keys": _turboquant(3, codebook="uniform"), "values": _turboquant(3, codebook="uniform")},
+    "kivi-4": {"keys": _KIVI, "values": _KIVI},
+    "turboquant-kivi": {"keys": _turboquant(4), "values": _KIVI},
+    "turboquant-none": {"keys": _turboquant(3), "values": "none"},
+    "mixed": {
+        "keys": _turboquant(3),
+        "values": _turboquant(2),
+        "layers": [{"match": 0, "method": "none"}, {"match": -1, "keys": _KIVI, "sink_tokens": 2, "recent_tokens": 12}],
+    },
+}
+
+
+class OracleLayer(DynamicLayer):
+    """A dense layer in which tokens that leave the window are replaced by what the codec makes of them.
+
+    It shares the codecs with the product and nothing else: all operations are those of Transformers' `DynamicLayer`.
+    """
+
+    def __init__(self, index: int, plan: LayerPlan, config: CompressionConfig) -> None:
+        super().__init__()
+        self.index, self.plan, self.config = index, plan, config
+        self.codecs: list[Codec] = []
+        self.packed = 0
+        self.prepared = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        for side, plan, x in (("keys", self.plan.keys, key_states), ("values", self.plan.values, value_states)):
+            context = CodecContext(
+                side=side,
+                head_dim=x.shape[-1],
+                heads=x.shape[1],
+                layer=self.index,
+                seed=self.config.seed,
+                sink_tokens=self.plan.sink_tokens,
+                dtype=x.dtype,
+                device=x.device,
+            )
+            self.codecs.append(plan.codec()(plan.options(), context))
+        self.group = math.lcm(*(codec.group for codec in self.codecs))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        prompt = key_states.shape[2] > 16
+        if not prompt and self.config.quantize_generated:
+            self._pack()
+        seen = super().update(key_states, value_states)
+        if prompt:
+            self._pack()
+        return seen
+
+    def _pack(self) -> None:
+        length = self.get_seq_length()
+        start = min(self.plan.sink_tokens, length) + self.packed
+        block = math.lcm(32, self.group) if self.codecs else 32
+        leaving = max(0, length - start - self.plan.recent_tokens) // block * block
+        if not leaving:
+            return
+        both = []
+        for codec, x in zip(self.codecs, (self.keys, self.values), strict=True):
+            tail = x[:, :, start:]
+            if not self.prepared:
+                codec.prepare(tail)
+            decoded = codec.decode(codec.encode(tail[:, :, :leaving])).to(x.dtype)
+            both.append(torch.cat([x[:, :, :start], decoded, tail[:, :, leaving:]], 2))
+        self.keys, self.values = both
+        self.prepared = True
+        self.packed += leaving
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        length = self.get_seq_length()
+        kept = min(self.packed, length - min(self.plan.sink_tokens, length))
+        self.packed = kept // self.group * self.group
+
+
+@dataclass
+class Case:
+    """One configuration on one model, with fused attention on or off."""
+
+    name: str
+    model: LlamaForCausalLM
+    config: CompressionConfig
+    fused: bool
+
+    def cache(self, **changes: Any) -> CompressedCache:
+        return CompressedCache(self.model.config, self.config.model_copy(update=changes))
+
+    def oracle(self, **changes: Any) -> Cache:
+        config = self.config.model_copy(update=changes)
+        plans = config.plan(["full_attention"] * LAYERS)
+        return Cache(
+            layers=[
+                OracleLayer(index, plan, config) if plan.compresses else DynamicLayer()
+                for index, plan in enumerate(plans)
+            ]
+        )
+
+    def feed(
+        self, cache: Cache, ids: torch.Tensor, sizes: list[int] | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits `[B, T, vocab]` of `ids` `[B, T]`, given to the model in steps of `sizes` tokens.
+
+        `mask` `[B, past + T]` marks tokens that are not padding.
+        """
+        logits = []
+        for part in ids.split(sizes or [ids.shape[1]], dim=1):
+            past = cache.get_seq_length()
+            extra = {}
+            if mask is not None:
+                seen = mask[:, : past + part.shape[1]]
+                extra = {"attention_mask": seen, "position_ids": (seen.cumsum(-1) - 1).clamp_min(0)[:, past:]}
+            logits.append(self.model(input_ids=part, past_key_values=cache, use_cache=True, **extra).logits)
+        return torch.cat(logits, 1)
+
+
+def _make_model(seed: int, **changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 192,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.05,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> LlamaForCausalLM:
+    """3 layers, 6 query and 2 key/value heads of 32; weights so large that attention matters."""
+    return _make_model(0)
+
+
+@pytest.fixture(scope="session")
+def assistant() -> LlamaForCausalLM:
+    """A smaller model with the same vocabulary, for assisted generation."""
+    return _make_model(1, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    """Token ids `[2, 240]`."""
+    return torch.randint(1, VOCAB, (2, 240), generator=torch.Generator().manual_seed(7))
+
+
+def _case(name: str, model: LlamaForCausalLM, fused: bool) -> Case:
+    config = load_config({"sink_tokens": SINKS, "recent_tokens": RECENT, **CONFIGS[name]})
+    return Case(name, model, config, fused)
+
+
+@pytest.fixture(params=[(name, fused) for name in CONFIGS for fused in (False, True)], ids=lambda p: f"{p[0]}-{p[1]}")
+def case(request: pytest.FixtureRequest, tiny_model: LlamaForCausalLM) -> Iterator[Case]:
+    """Every configuration, with fused attention off and on."""
+    name, fused = request.param
+    if fused:
+        enable_fused_attention(tiny_model)
+    with torch.no_grad():
+        yield _case(name, tiny_model, fused)
+    disable_fused_attention(tiny_model)
+
+
+@pytest.fixture(params=list(CONFIGS))
+def unfused(request: pytest.FixtureRequest, tiny_model: LlamaForCausalLM) -> Iterator[Case]:
+    """Every configuration, fused attention off until the test switches it on."""
+    yield _case(request.param, tiny_model, fused=False)
+    disable_fused_attention(tiny_model)

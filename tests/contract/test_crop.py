@@ -1,0 +1,123 @@
+"""Crop: exact in the tail, from the stored codes in the packed part, and free of traces beyond that."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+TOLERANCE = {"atol": 1e-4, "rtol": 0}
+LENGTH = 75
+"""Tokens before the crop: 4 sinks, 32 packed, 39 in the tail, of which 14 came one by one."""
+
+
+def grown(case: Any, cache: Any, ids: torch.Tensor) -> None:
+    case.feed(cache, ids[:, :61])
+    case.feed(cache, ids[:, 61:LENGTH], [1] * (LENGTH - 61))
+
+
+def test_inside_the_tail_is_exact(case: Any, ids: torch.Tensor) -> None:
+    """Bit for bit as if the removed tokens had never been there."""
+    one, other = case.cache(), case.cache()
+    for cache in (one, other):
+        grown(case, cache, ids)
+    rejected = ids[:, 200:205]
+    case.feed(one, rejected, [4, 1])
+    one.crop(-5)
+    assert one.packed_tokens > 0
+    for layer, twin in zip(one.layers, other.layers, strict=True):
+        assert torch.equal(layer.keys, twin.keys)
+        assert torch.equal(layer.values, twin.values)
+    rest = ids[:, LENGTH : LENGTH + 50]
+    sizes = [1, 3, 6] + [1] * 20 + [20]
+    assert torch.equal(case.feed(one, rest, sizes), case.feed(other, rest, sizes))
+
+
+@pytest.mark.parametrize("removed", [5, 39, 40, 52, 71, 72, LENGTH, LENGTH + 40])
+def test_anywhere(case: Any, ids: torch.Tensor, removed: int) -> None:
+    """Tail, edge of the packed part, inside it, all of it, sinks, everything, more than everything; then on."""
+    cache, oracle = case.cache(), case.oracle()
+    for one in (cache, oracle):
+        grown(case, one, ids)
+        assert (cache.packed_tokens if one is cache else 32) == 32
+        one.crop(-removed)
+    left = max(0, LENGTH - removed)
+    assert cache.get_seq_length() == left
+    for index, (layer, twin) in enumerate(zip(cache.layers, oracle.layers, strict=True)):
+        assert layer.get_seq_length() == left, f"layer {index}"
+        torch.testing.assert_close(layer.keys[:, :, :left], twin.keys, **TOLERANCE)
+        torch.testing.assert_close(layer.values[:, :, :left], twin.values, **TOLERANCE)
+    sizes = [18, 2] + [1] * 12 + [45, 1]
+    rest = ids[:, 100 : 100 + sum(sizes)]
+    torch.testing.assert_close(case.feed(cache, rest, sizes), case.feed(oracle, rest, sizes), **TOLERANCE)
+    assert cache.packed_tokens > 0
+
+
+def test_into_the_packed_part_keeps_codes(unfused: Any, ids: torch.Tensor) -> None:
+    """Whole groups stay as they are; a group that is cut is decoded into the tail."""
+    cache = unfused.cache()
+    with torch.no_grad():
+        grown(unfused, cache, ids)
+        cache.crop(-(LENGTH - 4 - 20))
+    for index, layer in enumerate(cache.layers):
+        if not hasattr(layer, "packed_tokens"):
+            continue
+        grouped = unfused.name == "kivi-4" or (unfused.name == "mixed" and index == 2)
+        assert layer.packed_tokens == (0 if grouped else 20)
+        assert layer.get_seq_length() == 24
+
+
+def test_repeated_rejection(case: Any, ids: torch.Tensor) -> None:
+    """Speculative decoding: steps of 5 tokens of which 2 stay, across a flush."""
+    cache, oracle = case.cache(), case.oracle()
+    for one in (cache, oracle):
+        case.feed(one, ids[:, :61])
+    for step in range(12):
+        part = ids[:, 61 + 5 * step : 66 + 5 * step]
+        torch.testing.assert_close(case.feed(cache, part), case.feed(oracle, part), **TOLERANCE)
+        cache.crop(-3)
+        oracle.crop(-3)
+    assert cache.get_seq_length() == 61 + 24
+    assert cache.packed_tokens == 64
+
+
+def test_positive_is_refused(unfused: Any, ids: torch.Tensor) -> None:
+    cache = unfused.cache()
+    with torch.no_grad():
+        grown(unfused, cache, ids)
+    before = copy.deepcopy(cache)
+    with pytest.raises(ValueError, match="3"):
+        cache.crop(3)
+    assert cache.get_seq_length() == LENGTH
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(cache.layers, before.layers, strict=True))
+
+
+def test_zero_changes_nothing(unfused: Any, ids: torch.Tensor) -> None:
+    cache = unfused.cache()
+    cache.crop(0)
+    with torch.no_grad():
+        grown(unfused, cache, ids)
+    before = copy.deepcopy(cache)
+    cache.crop(0)
+    assert cache.packed_tokens == before.packed_tokens > 0
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(cache.layers, before.layers, strict=True))
+
+
+def test_empty_cache(unfused: Any) -> None:
+    cache = unfused.cache()
+    cache.crop(-7)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("removed", [3, 17, 20, 30])
+def test_before_anything_is_packed(case: Any, ids: torch.Tensor, removed: int) -> None:
+    """A prompt shorter than the window, cropped into the tail, to the sinks, into them, and away."""
+    cache, oracle = case.cache(), case.oracle()
+    sizes = [60, 1, 1]
+    for one in (cache, oracle):
+        case.feed(one, ids[:, :21])
+        one.crop(-removed)
+    assert cache.get_seq_length() == max(0, 21 - removed)
+    rest = ids[:, 30 : 30 + sum(sizes)]
+    torch.testing.assert_close(case.feed(cache, rest, sizes), case.feed(oracle, rest, sizes), **TOLERANCE)
+    assert cache.packed_tokens > 0

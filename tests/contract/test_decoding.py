@@ -1,0 +1,149 @@
+"""Prefill, decoding and everything between: the logits of a compressed cache are those of the oracle."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvcache_compress import enable_fused_attention, reference
+
+TOLERANCE = {"atol": 1e-4, "rtol": 0}
+
+
+def check(case: Any, ids: torch.Tensor, sizes: list[int], mask: torch.Tensor | None = None, **changes: Any) -> Any:
+    """Runs the product and the oracle side by side; returns the product's cache."""
+    cache, oracle = case.cache(**changes), case.oracle(**changes)
+    ids = ids[:, : sum(sizes)]
+    got, expected = case.feed(cache, ids, sizes, mask), case.feed(oracle, ids, sizes, mask)
+    if mask is not None:
+        got, expected = (x[mask[:, : ids.shape[1]].bool()] for x in (got, expected))
+    torch.testing.assert_close(got, expected, **TOLERANCE)
+    assert cache.packed_tokens > 0
+    assert cache.get_seq_length() == sum(sizes)
+    assert [layer.packed_tokens for layer in cache.layers if hasattr(layer, "packed_tokens")] == [
+        layer.packed for layer in oracle.layers if hasattr(layer, "packed")
+    ]
+    return cache
+
+
+def test_prefill_then_decode(case: Any, ids: torch.Tensor) -> None:
+    """A prompt that is packed in part, then enough steps for generated tokens to be packed too."""
+    cache = check(case, ids, [53] + [1] * 30)
+    assert cache.packed_tokens == 64
+
+
+def test_loss_is_visible(unfused: Any, ids: torch.Tensor) -> None:
+    """The control: compression changes the logits far more than the tolerance, so a wrong path would be seen."""
+    with torch.no_grad():
+        sizes = [100, 8]
+        lossy = unfused.feed(unfused.cache(), ids[:, :108], sizes)[:, 100:]
+        exact = unfused.feed(DynamicCache(), ids[:, :108], sizes)[:, 100:]
+    assert (lossy - exact).abs().max() > 100 * TOLERANCE["atol"]
+
+
+def test_decode_from_the_first_token(case: Any, ids: torch.Tensor) -> None:
+    """A prompt of one token: sinks, window and packed part all fill up step by step."""
+    check(case, ids, [1] * 56)
+
+
+def test_chunked_prefill(case: Any, ids: torch.Tensor) -> None:
+    """The second and third chunk attend to a packed past."""
+    check(case, ids, [60, 47, 70, 1, 1])
+
+
+def test_short_chunks_before_anything_is_packed(case: Any, ids: torch.Tensor) -> None:
+    check(case, ids, [2, 17, 18, 40, 3])
+
+
+@pytest.mark.parametrize("step", [2, 3, 7, 16])
+def test_steps_of_many_tokens(case: Any, ids: torch.Tensor, step: int) -> None:
+    """Speculative verification: a few tokens at once over a packed past."""
+    check(case, ids, [53] + [step] * (48 // step))
+
+
+def test_steps_are_causal(case: Any, ids: torch.Tensor) -> None:
+    """A later token of a step has no effect on the earlier ones."""
+    changed = ids[:, 60:66].clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 128
+    one, other = case.cache(), case.cache()
+    for cache in (one, other):
+        case.feed(cache, ids[:, :60])
+        assert cache.packed_tokens > 0
+    got, expected = case.feed(one, ids[:, 60:66]), case.feed(other, changed)
+    torch.testing.assert_close(got[:, :-1], expected[:, :-1], atol=1e-5, rtol=0)
+    assert (got[:, -1] - expected[:, -1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("sizes", [[60] + [1] * 24, [60, 5, 5, 40, 1]], ids=["decode", "chunks"])
+def test_left_padding(case: Any, ids: torch.Tensor, sizes: list[int]) -> None:
+    """Rows of different length, the shorter one padded on the left past the sinks."""
+    mask = torch.ones(2, sum(sizes), dtype=torch.long)
+    mask[0, :13] = 0
+    check(case, ids, sizes, mask)
+
+
+def test_padding_is_not_attended(case: Any, ids: torch.Tensor) -> None:
+    """The mask reaches the packed part: hiding packed tokens changes the logits, in that row only."""
+    mask = torch.ones(2, 70, dtype=torch.long)
+    hidden = mask.clone()
+    hidden[0, 10:20] = 0
+    plain, masked = case.cache(), case.cache()
+    for cache in (plain, masked):
+        case.feed(cache, ids[:, :69])
+        assert cache.packed_tokens > 20
+    positions = torch.full((2, 1), 69)
+    logits = [
+        case.model(
+            input_ids=ids[:, 69:70], past_key_values=cache, attention_mask=m, position_ids=positions
+        ).logits
+        for cache, m in ((plain, mask), (masked, hidden))
+    ]
+    assert (logits[0][0] - logits[1][0]).abs().max() > 0.01
+    torch.testing.assert_close(logits[0][1], logits[1][1], atol=1e-5, rtol=0)
+
+
+def test_generated_tokens_stay_dense(case: Any, ids: torch.Tensor) -> None:
+    """`quantize_generated: false`: steps never pack, the next prompt chunk does."""
+    cache = check(case, ids, [60] + [1] * 50, quantize_generated=False)
+    assert cache.packed_tokens == 32
+    before = cache.packed_tokens
+    case.feed(cache, ids[:, 110:150])
+    assert cache.packed_tokens > before
+
+
+def test_no_sinks_and_no_window(case: Any, ids: torch.Tensor) -> None:
+    check(case, ids, [64] + [1] * 34, sink_tokens=0, recent_tokens=0, layers=[])
+
+
+def test_fused_path_is_taken(case: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused attention serves decode steps over packed tokens, once per compressed layer, and nothing else."""
+    calls: list[int] = []
+    attend = reference.attend
+
+    def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(query.shape[2])
+        return attend(query, *args, **kwargs)
+
+    monkeypatch.setattr(reference, "attend", counted)
+    cache = case.cache()
+    compressed = sum(hasattr(layer, "packed_tokens") for layer in cache.layers)
+    case.feed(cache, ids[:, :60])
+    assert calls == []
+    case.feed(cache, ids[:, 60:90])
+    assert calls == [], "a chunk of a prompt takes the dense path"
+    case.feed(cache, ids[:, 90:97], [1, 6])
+    assert calls == ([1] * compressed + [6] * compressed if case.fused else [])
+
+
+def test_fused_is_switched_in_mid_generation(unfused: Any, ids: torch.Tensor) -> None:
+    """A cache follows its model: steps before and after `enable_fused_attention` fit together."""
+    with torch.no_grad():
+        cache, oracle = unfused.cache(), unfused.oracle()
+        for part in (ids[:, :60], ids[:, 60:63]):
+            unfused.feed(cache, part)
+            unfused.feed(oracle, part)
+        enable_fused_attention(unfused.model)
+        got = unfused.feed(cache, ids[:, 63:65])
+        assert cache.packed_tokens > 0
+        torch.testing.assert_close(got, unfused.feed(oracle, ids[:, 63:65]), **TOLERANCE)

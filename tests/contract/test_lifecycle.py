@@ -1,0 +1,187 @@
+"""Reset, copies, moves, immutability, and what a cache reports about itself."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
+
+TOLERANCE = {"atol": 1e-4, "rtol": 0}
+
+
+def compressed(cache: Any) -> list[Any]:
+    return [layer for layer in cache.layers if hasattr(layer, "packed_tokens")]
+
+
+def stored(layer: Any) -> list[torch.Tensor]:
+    """A copy of every packed byte of a layer."""
+    packed = layer.packed_tokens
+    return [field.clone() for side in layer.sides.values() for field in side.store.read(0, packed)]
+
+
+def test_reset_then_reuse(case: Any, ids: torch.Tensor) -> None:
+    """A reset cache does what a new one does, bit for bit, with another batch size too."""
+    used = case.cache()
+    case.feed(used, ids[:, 100:180], [75, 5])
+    assert used.packed_tokens > 0
+    used.reset()
+    assert used.get_seq_length() == used.packed_tokens == 0
+    part, sizes = ids[:1, :90], [60, *[1] * 30]
+    new = case.cache()
+    assert torch.equal(case.feed(used, part, sizes), case.feed(new, part, sizes))
+    assert used.packed_tokens == new.packed_tokens > 0
+
+
+def test_deepcopy_is_independent(case: Any, ids: torch.Tensor) -> None:
+    """Decoding on a copy, across a flush, leaves the original as it was; both then agree."""
+    original = case.cache()
+    case.feed(original, ids[:, :70])
+    keys = [layer.keys.clone() for layer in original.layers]
+    values = [layer.values.clone() for layer in original.layers]
+    bytes_before = [stored(layer) for layer in compressed(original)]
+    twin = copy.deepcopy(original)
+    first = case.feed(twin, ids[:, 70:110], [2, 18, 1, 1, 16, 2])
+    assert twin.packed_tokens > original.packed_tokens > 0
+    assert original.get_seq_length() == 70
+    for layer, k, v in zip(original.layers, keys, values, strict=True):
+        assert torch.equal(layer.keys, k)
+        assert torch.equal(layer.values, v)
+    for layer, fields in zip(compressed(original), bytes_before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(stored(layer), fields, strict=True))
+    assert torch.equal(case.feed(original, ids[:, 70:110], [2, 18, 1, 1, 16, 2]), first)
+
+
+def test_deepcopy_before_the_first_token(case: Any, ids: torch.Tensor) -> None:
+    """Each copy sets its own statistics."""
+    original = case.cache()
+    twin = copy.deepcopy(original)
+    case.feed(twin, ids[:, 120:200])
+    got, expected = case.feed(original, ids[:, :70], [60, 10]), case.feed(case.cache(), ids[:, :70], [60, 10])
+    assert original.packed_tokens > 0
+    assert torch.equal(got, expected)
+
+
+def test_copy_between_prefill_and_first_flush(case: Any, ids: torch.Tensor) -> None:
+    """Copied while nothing is packed: what one packs later, and its statistics, are not the other's."""
+    original = case.cache()
+    case.feed(original, ids[:, :20])
+    twin = copy.deepcopy(original)
+    case.feed(twin, ids[:, 150:220], [69, 1])
+    fresh = case.cache()
+    case.feed(fresh, ids[:, :20])
+    got, expected = case.feed(original, ids[:, 20:80], [58, 2]), case.feed(fresh, ids[:, 20:80], [58, 2])
+    assert original.packed_tokens > 0
+    assert torch.equal(got, expected)
+
+
+def test_copy_follows_the_model(unfused: Any, ids: torch.Tensor) -> None:
+    """Switching fused attention on and off reaches copies as well."""
+    with torch.no_grad():
+        cache = unfused.cache()
+        unfused.feed(cache, ids[:, :70])
+        twin = copy.deepcopy(cache)
+        enable_fused_attention(unfused.model)
+        assert all(layer.fused for layer in compressed(cache) + compressed(twin))
+        disable_fused_attention(unfused.model)
+        assert not any(layer.fused for layer in compressed(cache) + compressed(twin))
+
+
+def test_stored_tokens_are_immutable(case: Any, ids: torch.Tensor) -> None:
+    """Bytes written once stay, whatever is appended."""
+    cache = case.cache()
+    case.feed(cache, ids[:, :70])
+    before = [(layer.packed_tokens, stored(layer)) for layer in compressed(cache)]
+    assert all(packed > 0 for packed, _ in before)
+    case.feed(cache, ids[:, 70:200], [50, *[16] * 5])
+    for layer, (packed, fields) in zip(compressed(cache), before, strict=True):
+        assert layer.packed_tokens > packed
+        now = [f for side in layer.sides.values() for f in side.store.read(0, packed)]
+        assert all(torch.equal(a, b) for a, b in zip(now, fields, strict=True))
+
+
+def test_offload_and_prefetch(case: Any, ids: torch.Tensor) -> None:
+    cache, other = case.cache(), case.cache()
+    for one in (cache, other):
+        case.feed(one, ids[:, :70], [60, 10])
+    for layer in cache.layers:
+        layer.offload()
+        layer.prefetch()
+    rest = ids[:, 70:110]
+    assert torch.equal(case.feed(cache, rest, [1] * 40), case.feed(other, rest, [1] * 40))
+    assert cache.packed_tokens > 0
+
+
+def test_sizes(case: Any, ids: torch.Tensor) -> None:
+    """`get_seq_length`, `get_mask_sizes` and `get_max_length` agree with a dense cache at every step."""
+    cache, dense = case.cache(), DynamicCache()
+    assert cache.get_seq_length() == 0
+    assert [layer.get_mask_sizes(9) for layer in compressed(cache)] == [(9, 0)] * len(compressed(cache))
+    at = 0
+    for size in [40, 1, 7, 30, 1]:
+        for one in (cache, dense):
+            case.feed(one, ids[:, at : at + size])
+        at += size
+        for index in range(len(cache.layers)):
+            assert cache.get_seq_length(index) == dense.get_seq_length(index) == at
+            assert cache.get_mask_sizes(5, index) == dense.get_mask_sizes(5, index) == (at + 5, 0)
+    assert cache.packed_tokens > 0
+    assert cache.get_max_length() == dense.get_max_length() == -1
+    assert cache.batch_size == 2
+    assert cache.is_croppable
+    assert not cache.is_compileable
+    assert cache.is_sliding == [False] * 3
+
+
+def test_dense_properties(case: Any, ids: torch.Tensor) -> None:
+    """`keys` and `values` decode everything, before and after packing, and are None before the first token."""
+    cache, oracle = case.cache(), case.oracle()
+    assert all(layer.keys is None and layer.values is None for layer in cache.layers)
+    for part in (ids[:, :30], ids[:, 30:80], ids[:, 80:85]):
+        case.feed(cache, part)
+        case.feed(oracle, part)
+        for layer, twin in zip(cache.layers, oracle.layers, strict=True):
+            assert layer.keys.dtype == torch.float32
+            torch.testing.assert_close(layer.keys, twin.keys, **TOLERANCE)
+            torch.testing.assert_close(layer.values, twin.values, **TOLERANCE)
+    assert cache.packed_tokens > 0
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["made-in-inference-mode", "used-in-inference-mode"])
+def test_inference_mode_and_not(unfused: Any, ids: torch.Tensor, first: bool) -> None:
+    """A cache filled in inference mode works outside it, with gradients on, and the other way round."""
+    for fused in (False, True):
+        (enable_fused_attention if fused else disable_fused_attention)(unfused.model)
+        cache, expected = unfused.cache(), unfused.cache()
+        with torch.inference_mode(first):
+            unfused.feed(cache, ids[:, :70], [60, 10])
+        twin = copy.deepcopy(cache)
+        with torch.inference_mode(not first):
+            got = unfused.feed(cache, ids[:, 70:110], [1, 9, *[1] * 30])
+            cache.crop(-6)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            unfused.feed(cache, ids[:, 110:112], [1, 1])
+            same = unfused.feed(twin, ids[:, 70:110], [1, 9, *[1] * 30])
+        assert cache.packed_tokens > 32
+        with torch.no_grad():
+            unfused.feed(expected, ids[:, :70], [60, 10])
+            reference = unfused.feed(expected, ids[:, 70:110], [1, 9, *[1] * 30])
+        torch.testing.assert_close(got.detach(), reference, **TOLERANCE)
+        torch.testing.assert_close(same.detach(), reference, **TOLERANCE)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_none_everywhere_is_a_dynamic_cache(tiny_model: Any, unfused: Any, ids: torch.Tensor, fused: bool) -> None:
+    """Both sides `none`: bit for bit Transformers' own cache. Also as a rule for every layer of another method."""
+    plain = {"keys": "none", "values": "none"}
+    ruled = unfused.config.model_dump() | {"layers": [{"match": "0-2", "method": "none"}]}
+    with torch.no_grad():
+        expected = unfused.feed(DynamicCache(), ids[:, :90], [60, 20, 1, 4, 5])
+        if fused:
+            enable_fused_attention(tiny_model)
+        for config in (plain, ruled):
+            cache = CompressedCache(tiny_model.config, config)
+            assert torch.equal(unfused.feed(cache, ids[:, :90], [60, 20, 1, 4, 5]), expected)
+            assert cache.packed_tokens == 0
