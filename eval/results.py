@@ -125,11 +125,16 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def command_line() -> str:
-    """The command that this process was started with, without the folders of this machine's installation."""
+    """The command that this process was started with, without the folders of this machine."""
     program = Path(sys.argv[0])
+    arguments = ["/".join(Path(word).parts[-2:]) if Path(word).is_file() else word for word in sys.argv[1:]]
     if program.suffix == ".py":
-        return shlex.join(["python", "-m", f"kvcache_compress.eval.{program.stem}", *sys.argv[1:]])
-    return shlex.join([program.name, *sys.argv[1:]])
+        module = ["-m", f"kvcache_compress.eval.{program.stem}"]
+        script = ["/".join(program.resolve().parts[-2:])]
+        return shlex.join(
+            ["python", *(module if program.resolve().parent == Path(__file__).parent else script), *arguments]
+        )
+    return shlex.join([program.name, *arguments])
 
 
 def package_versions() -> dict[str, str | None]:

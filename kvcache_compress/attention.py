@@ -197,7 +197,7 @@ def compress(
     """
     handle = Compression(load_config(config))
     CompressedCache(model.config, handle.config)
-    generate = model.generate
+    generate, outer = model.generate, vars(model).get("generate")
     was_fused = _decoder_config(model)._attn_implementation == ATTENTION_NAME
 
     @functools.wraps(generate)
@@ -212,12 +212,16 @@ def compress(
 
     if fused or (fused is None and model._can_set_attn_implementation()):
         enable_fused_attention(model)
-    elif fused is None:
+    elif fused is False:
+        disable_fused_attention(model)
+    else:
         logger.warning("the attention of %s cannot be switched: decoding each step instead", type(model).__name__)
     model.generate = generate_compressed
     try:
         yield handle
     finally:
-        del model.generate
-        if not was_fused:
-            disable_fused_attention(model)
+        if outer is None:
+            del model.generate
+        else:
+            model.generate = outer
+        (enable_fused_attention if was_fused else disable_fused_attention)(model)

@@ -10,7 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="KV-cache compression for Hugging Face Transformers.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="KV-cache compression for Hugging Face Transformers."
+)
 console = Console()
 
 
@@ -87,7 +89,8 @@ def doctor() -> None:
 
     table = Table(title="kvcache-compress doctor", show_header=False)
     table.add_row("python", platform.python_version())
-    for package in ("kvcache-compress", "torch", "transformers", "triton", "accelerate", "hqq", "optimum-quanto", "gguf"):
+    packages = ("kvcache-compress", "torch", "transformers", "triton", "accelerate", "hqq", "optimum-quanto", "gguf")
+    for package in packages:
         try:
             table.add_row(package, version(package))
         except PackageNotFoundError:

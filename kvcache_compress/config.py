@@ -225,7 +225,7 @@ def _presets() -> Any:
 
 def _build(data: Mapping[str, Any], source: str | None) -> CompressionConfig:
     try:
-        return CompressionConfig(**data)
+        return CompressionConfig.model_validate(dict(data))
     except ValidationError as error:
         prefix = f"{source}: " if source else ""
         raise ValueError(prefix + _explain(error)) from None

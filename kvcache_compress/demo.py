@@ -44,8 +44,8 @@ def run_demo(console: Console, model_name: str, preset: str, new_tokens: int) ->
     # The model runs in float32 here; beside a bfloat16 model the dense tokens take half of that.
     size = report.total_bytes - report.fields()["dense"] // 2
     console.print(
-        f"[bold]Memory:[/bold] {report.packed_tokens} tokens packed at {report.packed_bits_per_number:.2f} bits per number, "
-        f"{report.dense_tokens} dense; with everything counted {size / 2**20:.2f} MiB, "
+        f"[bold]Memory:[/bold] {report.packed_tokens} tokens packed at {report.packed_bits_per_number:.2f} bits per "
+        f"number, {report.dense_tokens} dense; with everything counted {size / 2**20:.2f} MiB, "
         f"{report.bf16_bytes / size:.2f}x smaller than bfloat16 ({report.bf16_bytes / 2**20:.2f} MiB). "
         "Dense tokens and rotations weigh less the longer the text is.\n"
     )
@@ -72,7 +72,9 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     return tokenizer(question, return_tensors="pt", add_special_tokens=not tokenizer.chat_template).input_ids
 
 
-def _generate(model: PreTrainedModel, prompt: torch.Tensor, cache: Cache, new_tokens: int) -> tuple[torch.Tensor, float]:
+def _generate(
+    model: PreTrainedModel, prompt: torch.Tensor, cache: Cache, new_tokens: int
+) -> tuple[torch.Tensor, float]:
     """New tokens, at most `new_tokens`, and seconds."""
     started = time.perf_counter()
     output = model.generate(

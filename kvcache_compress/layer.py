@@ -52,7 +52,7 @@ class SideState:
     def crop(self, sinks: int, packed: int, group: int) -> None:
         """Keeps the first `sinks` and `packed` tokens; a group that is cut is decoded back into the tail."""
         whole = packed // group * group
-        cut = self.codec.decode(self.store.read(whole, min(whole + group, self.store.tokens)))
+        cut = self.codec.decode(self.store.read(whole, whole + group)) if packed > whole else self.tail.buffer
         self.tail.replace(cut[:, :, : packed - whole].to(self.tail.buffer.dtype))
         self.store.truncate(whole)
         self.sinks = self.sinks[:, :, :sinks]
@@ -156,7 +156,7 @@ class CompressedLayer(CacheLayerMixin):
             ValueError: another batch size than before, or tokens to be packed that are not finite. The cache is
                 unchanged (on a GPU, where waiting for the check would stall, a later update raises).
         """
-        if not self.is_initialized:
+        if not self.is_initialized or (key_states.shape[0] != self.batch_size and not self.get_seq_length()):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.batch_size:
             raise ValueError(
@@ -219,7 +219,8 @@ class CompressedLayer(CacheLayerMixin):
 
     def _refuse_nonfinite(self, tails: dict[Side, torch.Tensor], leaving: int) -> None:
         """Raises for what is about to be packed; on a GPU for what was packed last, so that nothing waits for it."""
-        checks = [(side, torch.isfinite(tail[:, :, :leaving]).all()) for side, tail in tails.items()]
+        used = {side: x[:, :, :leaving] if self._sides[side].prepared else x for side, x in tails.items()}
+        checks = [(side, torch.isfinite(x).all()) for side, x in used.items()]
         if self.device.type != "cpu":
             on_host = [(side, torch.ones((), dtype=torch.bool, pin_memory=True)) for side, _ in checks]
             for (_, host), (_, finite) in zip(on_host, checks, strict=True):

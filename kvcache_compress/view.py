@@ -32,6 +32,8 @@ class SideSegments:
 
     def dense(self) -> torch.Tensor:
         """Everything decoded, `[B, H, T, D]` in the model's dtype."""
+        if not self.packed:
+            return torch.cat([self.sinks, self.tail], dim=2)
         decoded = self.codec.decode(self.store.read(0, self.packed)).to(self.tail.dtype)
         return torch.cat([self.sinks, decoded, self.tail], dim=2)
 
@@ -90,5 +92,20 @@ class PackedKV:
 
         return func(*plain(args), **{name: plain(value) for name, value in (kwargs or {}).items()})
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
     def __repr__(self) -> str:
         return f"PackedKV({self.side}, shape={tuple(self.shape)}, packed={self._segments().packed})"
+
+
+def _decoding(name: str) -> Callable[..., Any]:
+    def operator(view: PackedKV, *operands: Any) -> Any:
+        return getattr(view.dense(), name)(*operands)
+
+    return operator
+
+
+# Python looks operators up on the class, where `__getattr__` has no say.
+for _name in ("add", "sub", "mul", "truediv", "matmul", "radd", "rsub", "rmul", "rtruediv", "neg", "iter"):
+    setattr(PackedKV, f"__{_name}__", _decoding(f"__{_name}__"))

@@ -33,39 +33,48 @@ class MachineCode:
     registers: int | None
     stack_bytes: int | None
     shared_bytes: int
-    loop_instructions: int | None
-    """SASS instructions in the longest loop, as one warp executes them."""
+    loops: tuple[int, ...]
+    """SASS instructions of each innermost loop, as one warp executes them; empty on AMD targets."""
     warps: int
 
 
-def compile_for(kernel: Any, arguments: dict[str, Any], target: str) -> MachineCode:
-    """Compiles `kernel` as a launch with `arguments` would, for one of `TARGETS`."""
-    names = ("num_warps", "num_stages", "maxnreg")[: 2 if "gfx" in target else 3]
-    options = {name: value for name, value in arguments.items() if name in names}
+def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: tuple[str, ...] = ()) -> MachineCode:
+    """Compiles `kernel` as a launch with `arguments` would, for one of `TARGETS`.
+
+    As Triton does at a launch, integers that are 1 become constants, and multiples of 16 and aligned pointers are
+    marked as such, unless the kernel says otherwise. The arguments named in `constant` become constants as well.
+    """
+    options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
     constants, signature, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
-        if parameter.is_constexpr:
+        special = not parameter.do_not_specialize
+        if parameter.is_constexpr or parameter.name in constant or (special and type(value) is int and value == 1):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
             continue
         signature[parameter.name] = _type_of(value)
-        for path, item in (
+        items = (
             [((index, i), item) for i, item in enumerate(value)] if isinstance(value, tuple) else [((index,), value)]
-        ):
-            if isinstance(item, torch.Tensor):
-                attributes[path] = [["tt.divisibility", 16]]
+        )
+        attributes |= {path: [["tt.divisibility", 16]] for path, item in items if special and _divisible(item)}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     warps = compiled.metadata.num_warps
     if "cubin" not in compiled.asm:
-        return MachineCode(None, None, compiled.metadata.shared, None, warps)
+        return MachineCode(None, None, compiled.metadata.shared, (), warps)
     usage, sass = _dump(compiled.asm["cubin"], "--dump-resource-usage"), _dump(compiled.asm["cubin"], "--dump-sass")
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump gave no resource usage for {target}: {usage[-200:]}")
     registers, stack, local = (int(number) for number in found.groups())
-    return MachineCode(registers, stack + local, compiled.metadata.shared, _longest_loop(sass), warps)
+    return MachineCode(registers, stack + local, compiled.metadata.shared, _loops(sass), warps)
+
+
+def _divisible(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr() % 16 == 0
+    return type(value) is int and value % 16 == 0
 
 
 def _type_of(value: Any) -> Any:
@@ -84,12 +93,14 @@ def _dump(cubin: bytes, what: str) -> str:
         return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def _longest_loop(sass: str) -> int:
+def _loops(sass: str) -> tuple[int, ...]:
     found = (re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", line) for line in sass.splitlines())
     code = [(int(match[1], 16), match[2]) for match in found if match]
-    longest = 0
-    for at, text in code:
-        jump = re.search(r"BRA.*?0x([0-9a-f]+)", text)
-        if jump and int(jump[1], 16) < at:
-            longest = max(longest, sum(int(jump[1], 16) <= place <= at for place, _ in code))
-    return longest
+    jumps = ((at, re.search(r"BRA.*?0x([0-9a-f]+)", text)) for at, text in code)
+    backward = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at]
+    innermost = [
+        (start, stop)
+        for start, stop in backward
+        if not any(start <= a and b <= stop and (a, b) != (start, stop) for a, b in backward)
+    ]
+    return tuple(sum(start <= at <= stop for at, _ in code) for start, stop in innermost)

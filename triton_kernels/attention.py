@@ -1,8 +1,9 @@
 """Decode attention over `sinks | packed | tail`: one split-KV kernel for any pair of codecs, and its merge.
 
-A program of `attend_kernel` takes all query heads of one key/value head and one run of packed tokens (the last program
-the dense segments), and keeps the running maximum m, sum l and accumulators of an online softmax (FlashDecoding).
-`merge_kernel` combines the runs by their log-sum-exp, maps the packed sum out of code space and adds the dense one:
+A program of `attend_kernel` takes the query rows of one key/value head (those of all heads of its group, up to `M`) and
+one run of packed tokens (the last program the dense segments), and keeps the running maximum m, sum l and accumulators
+of an online softmax (FlashDecoding). `merge_kernel` combines the runs by their log-sum-exp, maps the packed sum out of
+code space and adds the dense one:
 
     out = (Σ_s 2^(m_s - m) acc_s) A + 2^(m_d - m) acc_d,  divided by  Σ_s 2^(m_s - m) l_s + 2^(m_d - m) l_d
 """
@@ -116,7 +117,14 @@ def _dense_segment(
     return b_m, b_l, b_acc
 
 
-@triton.jit
+# Triton compiles anew for integers that are 1 or divisible by 16, which these become and cease to be as tokens arrive.
+_GROWING = (
+    "n_sinks", "n_packed", "n_tail", "k_capacity", "v_capacity", "tail_k_capacity", "tail_v_capacity", "split_tokens",
+    "s_mask_b", "s_mask_h", "s_mask_n",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_GROWING)
 def attend_kernel(
     p_q, p_mapped, k_fields, k_tables, v_fields, v_tables, p_sink_k, p_sink_v, p_tail_k, p_tail_v, p_mask,
     p_acc, p_dense, p_stats,
@@ -127,16 +135,16 @@ def attend_kernel(
     K_WIDTHS: tl.constexpr, V_WIDTHS: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, BIAS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    CAUSAL: tl.constexpr, ROW_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    i_s, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_s, i_h, i_b = tl.program_id(0), tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - 1
-    i_bh = (i_b * tl.num_programs(1) + i_h).to(tl.int64)
+    i_bh = i_b.to(tl.int64) * (tl.num_programs(1) // ROW_BLOCKS) + i_h
     rows = G * N
-    o_r = tl.arange(0, M)
+    o_r = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M)
     m_r = o_r < rows
     o_n = o_r % N
-    o_m = i_b.to(tl.int64) * s_mask_b + (i_h * G + o_r // N) * s_mask_h + o_n * s_mask_n
+    o_m = i_b.to(tl.int64) * s_mask_b + (i_h * G + o_r // N).to(tl.int64) * s_mask_h + o_n * s_mask_n
     count = n_sinks + n_packed + n_tail - N
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_l = tl.zeros([M], tl.float32)
@@ -189,7 +197,7 @@ def attend_kernel(
     tl.store(p_stats + 1, b_l, mask=m_r)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("splits",))
 def merge_kernel(
     p_acc, p_dense, p_stats, p_map, p_sinks, p_out, splits, s_map, H, G, N,
     W: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, S_PAD: tl.constexpr, CHUNK: tl.constexpr,
@@ -224,9 +232,14 @@ def merge_kernel(
             b_map = tl.load(p_map + i_h * s_map + o_w[:, None] * DV + o_v[None, :], mask=m_v[None, :], other=0.0)
             b_out += tl.sum(b_map * b_sum[:, None], 0)
     else:
-        m_a = (o_s < splits)[:, None] & m_v[None, :]
-        b_acc = tl.load(p_acc + o_s[:, None] * (rows * W) + o_v[None, :], mask=m_a, other=0.0)
-        b_out += tl.sum(b_acc * b_weight[:, None], 0)
+        # In chunks too: all splits at once take more registers than there are.
+        for start in range(0, splits, CHUNK):
+            o_c = start + tl.arange(0, CHUNK)
+            m_c = o_c < splits
+            b_share = tl.exp2(tl.load(p_stats + o_c * rows * 2, mask=m_c, other=float("-inf")) - b_top)
+            m_a = m_c[:, None] & m_v[None, :]
+            b_acc = tl.load(p_acc + o_c[:, None] * (rows * W) + o_v[None, :], mask=m_a, other=0.0)
+            b_out += tl.sum(b_acc * b_share[:, None], 0)
     b_out = b_out / tl.where(b_total > 0, b_total, 1.0)
     i_b = i_bh // H
     o_out = ((i_b * N + i_r % N) * (H * G) + i_h * G + i_r // N) * DV

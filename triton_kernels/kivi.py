@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -62,7 +62,7 @@ def kivi_side(codec: KIVICodec) -> KernelSide:
     return side
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("N",))
 def quantize_kernel(
     p_x, p_scale, p_zero, p_low, p_high, N,
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
@@ -87,13 +87,23 @@ def quantize(
     x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, tokens: int, channels: int
 ) -> tuple[torch.Tensor, ...]:
     """`methods.kivi.quantize` by the kernel: float32 `x` `[B, H, T, D]` to bit planes."""
+    grid, arguments, planes = quantize_arguments(x, scale, zero, bits, tokens, channels)
+    quantize_kernel[grid](**arguments)
+    return planes
+
+
+def quantize_arguments(
+    x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, tokens: int, channels: int
+) -> tuple[tuple[int], dict[str, Any], tuple[torch.Tensor, ...]]:
+    """Grid and arguments of `quantize_kernel`, and the planes that it fills."""
     width = x.shape[-1]
     words = words_per_token(width)
     rows = x.numel() // width
     planes = tuple(x.new_empty(*x.shape[:-1], words, dtype=PLANE_WORD[plane]) for plane in PLANES[bits])
     block = 8 if width > 64 else 16
-    quantize_kernel[(triton.cdiv(rows, block),)](
-        p_x=x.contiguous(), p_scale=scale, p_zero=zero, p_low=planes[0], p_high=planes[-1], N=rows,
+    arguments = dict(  # noqa: C408 - named as the kernel's parameters are
+        p_x=x.contiguous(), p_scale=scale.contiguous(), p_zero=zero.contiguous(),
+        p_low=planes[0], p_high=planes[-1], N=rows,
         BITS=bits, WORDS=words, PADDED=padded_words(width), TOKENS=tokens, CHANNELS=channels, BLOCK=block,
     )  # fmt: skip
-    return planes
+    return (triton.cdiv(rows, block),), arguments, planes

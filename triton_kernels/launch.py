@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,6 +13,19 @@ from ..backend import interpreting
 from ..view import SideSegments
 from .attention import BOOL_MASK, FLOAT_MASK, NO_MASK, attend_kernel, merge_kernel
 from .operands import KernelSide
+
+MAX_TILE_ROWS = 32
+"""Query rows of a program: more of them take more registers than there are; the codes are read again instead."""
+MAX_REGISTERS = 255
+MAX_SPLITS = 64
+
+
+class Tile(NamedTuple):
+    """Tokens that a program of `attend_kernel` takes at a time, its warps, and the stages of its pipeline."""
+
+    tokens: int
+    warps: int
+    stages: int
 
 
 def attend(
@@ -41,8 +54,9 @@ def attend_arguments(
     *,
     scaling: float,
     softcap: float | None,
+    amd: bool = torch.version.hip is not None,
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Grid and arguments of `attend_kernel`, its result buffers among them."""
+    """Grid and arguments of `attend_kernel`, its result buffers among them; `amd` for AMD's GPUs."""
     batch, query_heads, count, dk = query.shape
     heads = keys.sinks.shape[1]
     groups, dv = query_heads // heads, values.sinks.shape[3]
@@ -52,8 +66,10 @@ def attend_arguments(
     operand = torch.float32 if exact else torch.float16
     query = query.contiguous()
     mapped = map_query(query.view(batch, heads, rows, dk), k_side)
-    block, warps = tile_shape(k_side, v_side, exact)
-    split_tokens, splits = split_sizes(keys.packed, block, batch * heads, query.device)
+    tile = tile_shape(k_side, v_side, exact)
+    tile_rows = min(MAX_TILE_ROWS, max(16, triton.next_power_of_2(rows)))
+    row_blocks = triton.cdiv(rows, tile_rows)
+    split_tokens, splits = split_sizes(keys.packed, tile.tokens, batch * heads * row_blocks, query.device)
     v_stride = sum(v_side.widths)
     mask_operand, mask_kind, mask_strides = _mask_operand(mask, query, keys.shape[2])
     tail_k, tail_k_capacity = _rows_of(keys.tail)
@@ -75,11 +91,14 @@ def attend_arguments(
         SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K_META=k_side.meta, V_META=v_side.meta,
         K_WIDTHS=k_side.widths, V_WIDTHS=v_side.widths, K_STRIDE=mapped.shape[-1], V_STRIDE=v_stride, BIAS=k_side.bias,
         DK=dk, DV=dv, DK_PAD=max(16, triton.next_power_of_2(dk)), DV_PAD=max(16, triton.next_power_of_2(dv)),
-        DTYPE=tl.float32 if exact else tl.float16, PRECISION="ieee" if exact else "tf32",
-        M=max(16, triton.next_power_of_2(rows)), BLOCK=block,
-        MASK=mask_kind, SOFTCAP=softcap is not None, CAUSAL=count > 1, num_warps=warps, num_stages=2, maxnreg=255,
+        DTYPE=tl.float32 if exact else tl.float16, PRECISION="ieee" if exact or amd else "tf32",
+        M=tile_rows, BLOCK=tile.tokens, MASK=mask_kind, SOFTCAP=softcap is not None, CAUSAL=count > 1,
+        ROW_BLOCKS=row_blocks, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return (splits + 1, heads, batch), arguments
+    if not amd:
+        # Left alone, ptxas aims at a round number of registers and spills a word or two to meet it.
+        arguments["maxnreg"] = MAX_REGISTERS
+    return (splits + 1, heads * row_blocks, batch), arguments
 
 
 def merge_arguments(
@@ -102,8 +121,9 @@ def merge_arguments(
         p_map=attended["p_acc"] if output_map is None else output_map,
         p_sinks=attended["p_acc"] if sinks is None else sinks, p_out=out,
         splits=splits, s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
-        W=attended["V_STRIDE"], DV=dv, DV_PAD=triton.next_power_of_2(dv), S_PAD=triton.next_power_of_2(splits + 1),
-        CHUNK=16, HAS_MAP=output_map is not None, HAS_SINKS=sinks is not None,
+        W=attended["V_STRIDE"], DV=dv, DV_PAD=triton.next_power_of_2(dv),
+        S_PAD=max(16, triton.next_power_of_2(splits + 1)), CHUNK=16,
+        HAS_MAP=output_map is not None, HAS_SINKS=sinks is not None,
     )  # fmt: skip
     return (query_heads // heads * count, batch * heads), arguments
 
@@ -115,16 +135,16 @@ def map_query(query: torch.Tensor, side: KernelSide) -> torch.Tensor:
     return query.float() @ side.query_map
 
 
-def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool) -> tuple[int, int]:
-    """Tokens per tile and warps, so that levels and accumulators of both sides stay in registers."""
+def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
+    """Tokens per tile, warps and pipeline stages, so that levels and accumulators of both sides stay in registers."""
     if exact:
-        return 16, 8
-    return 32, 8 if max(*k_side.widths, *v_side.widths) > 128 else 4
+        return Tile(16, 8, 2)
+    return Tile(32, 8 if max(*k_side.widths, *v_side.widths) > 128 else 4, 2)
 
 
 def split_sizes(packed: int, block: int, programs: int, device: torch.device) -> tuple[int, int]:
     """Tokens per split (a multiple of `block`) and number of splits that fill the device about twice."""
-    wanted = max(1, min(64, 2 * _processors(device) // programs))
+    wanted = max(1, min(MAX_SPLITS, 2 * _processors(device) // programs))
     blocks = -(-packed // block)
     split_blocks = max(1, -(-blocks // wanted))
     return split_blocks * block, -(-blocks // split_blocks)

@@ -8,7 +8,7 @@ With components i along rows A_i of the basis, scales c_i[t], levels L_i (TurboQ
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -47,7 +47,11 @@ def score(b_q, fields, tables, o_row, o_t, m_t, META: tl.constexpr, PRECISION: t
         b_levels, b_scale = component_levels(
             fields, tables[i], o_row, o_t, m_t, b_q[i].dtype, META[i][0], META[i][1], META[i][2], META[i][3], META[i][4]
         )
-        b_s += tl.dot(b_q[i], tl.trans(b_levels), input_precision=PRECISION) * b_scale[None, :]
+        if b_q[i].dtype == tl.float32:
+            # Chained: left independent, the operands of all components are loaded at once, more than registers hold.
+            b_s = tl.dot(b_q[i], tl.trans(b_levels * b_scale[:, None]), b_s, input_precision=PRECISION)
+        else:
+            b_s += tl.dot(b_q[i], tl.trans(b_levels), input_precision=PRECISION) * b_scale[None, :]
     return b_s
 
 
@@ -92,7 +96,7 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("N",))
 def quantize_kernel(
     p_z, p_norm, p_levels, p_bounds, p_low, p_high, p_scale, N,
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr, BLOCK: tl.constexpr,
@@ -126,14 +130,23 @@ def quantize(
     z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: str
 ) -> tuple[torch.Tensor, ...]:
     """`scalar.quantize` by the kernel: float32 `z` `[..., width]` and `norm` `[...]` to planes and scale."""
+    grid, arguments, fields = quantize_arguments(z, norm, levels, bits, scalar)
+    quantize_kernel[grid](**arguments)
+    return fields
+
+
+def quantize_arguments(
+    z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: str
+) -> tuple[tuple[int], dict[str, Any], tuple[torch.Tensor, ...]]:
+    """Grid and arguments of `quantize_kernel`, and the fields that it fills."""
     shape, width = z.shape[:-1], z.shape[-1]
     words = words_per_token(width)
     planes = tuple(z.new_empty(*shape, words, dtype=PLANE_WORD[plane]) for plane in PLANES[bits])
     scale = z.new_empty(shape, dtype=torch.float16)
     block = 8 if width > 64 else 16
-    quantize_kernel[(triton.cdiv(norm.numel(), block),)](
+    arguments = dict(  # noqa: C408 - named as the kernel's parameters are
         p_z=z.contiguous(), p_norm=norm.contiguous(), p_levels=levels, p_bounds=boundaries(levels),
         p_low=planes[0], p_high=planes[-1], p_scale=scale, N=norm.numel(),
         BITS=bits, WORDS=words, PADDED=padded_words(width), SCALAR=scalar, BLOCK=block,
     )  # fmt: skip
-    return (*planes, scale)
+    return (triton.cdiv(norm.numel(), block),), arguments, (*planes, scale)

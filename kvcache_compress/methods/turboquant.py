@@ -129,8 +129,6 @@ class TurboQuantCodec(Codec):
         default: Scalar = "unbiased" if context.side == "values" else "match"
         self.scalar: Scalar = "norm" if options.estimator == "prod" else options.scalar or default
         center = options.center or ("auto" if context.side == "keys" else "off")
-        if center != "off" and context.side == "values":
-            raise ValueError(f"center={center!r} for values of turboquant: allowed 'off' (only keys can be centred)")
         self.center = "off" if center == "auto" and context.sink_tokens == 0 else center
         self.mean: torch.Tensor | None = None
         self.sets = channel_sets(options.bits, context.head_dim, options.outlier_fraction)
@@ -145,6 +143,10 @@ class TurboQuantCodec(Codec):
     def layout(cls, options: TurboQuantOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         if head_dim % CODES_PER_WORD or head_dim < 2 * CODES_PER_WORD:
             raise ValueError(f"head_dim={head_dim} for turboquant: allowed multiples of {CODES_PER_WORD} from 16 on")
+        if side == "values" and options.center in ("on", "auto"):
+            raise ValueError(
+                f"center={options.center!r} for values of turboquant: allowed 'off' (only keys can be centred)"
+            )
         sets = channel_sets(options.bits, head_dim, options.outlier_fraction)
         fields: tuple[Field, ...] = ()
         for index, (width, set_bits) in enumerate(sets):

@@ -10,11 +10,9 @@ TOLERANCE = {"atol": 1e-4, "rtol": 0}
 
 OPERATIONS: dict[str, Callable[[Any], None]] = {
     "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0, 1])),
-    "reorder-same": lambda cache: cache.reorder_cache(torch.tensor([2, 2, 2])),
     "repeat": lambda cache: cache.batch_repeat_interleave(2),
     "select": lambda cache: cache.batch_select_indices(torch.tensor([2, 0])),
     "select-mask": lambda cache: cache.batch_select_indices(torch.tensor([False, True, True])),
-    "select-one": lambda cache: cache.batch_select_indices(torch.tensor([1])),
 }
 
 

@@ -43,8 +43,8 @@ def test_loss_is_visible(unfused: Any, ids: torch.Tensor) -> None:
 
 
 def test_decode_from_the_first_token(case: Any, ids: torch.Tensor) -> None:
-    """A prompt of one token: sinks, window and packed part all fill up step by step."""
-    check(case, ids, [1] * 56)
+    """No prompt to speak of: sinks, window and packed part all fill up step by step."""
+    check(case, ids, [1] * 12 + [4] * 11)
 
 
 def test_chunked_prefill(case: Any, ids: torch.Tensor) -> None:
@@ -56,10 +56,10 @@ def test_short_chunks_before_anything_is_packed(case: Any, ids: torch.Tensor) ->
     check(case, ids, [2, 17, 18, 40, 3])
 
 
-@pytest.mark.parametrize("step", [2, 3, 7, 16])
+@pytest.mark.parametrize("step", [2, 7, 16])
 def test_steps_of_many_tokens(case: Any, ids: torch.Tensor, step: int) -> None:
     """Speculative verification: a few tokens at once over a packed past."""
-    check(case, ids, [53] + [step] * (48 // step))
+    check(case, ids, [77] + [step] * max(2, 24 // step))
 
 
 def test_steps_are_causal(case: Any, ids: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ def test_steps_are_causal(case: Any, ids: torch.Tensor) -> None:
     assert (got[:, -1] - expected[:, -1]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("sizes", [[60] + [1] * 24, [60, 5, 5, 40, 1]], ids=["decode", "chunks"])
+@pytest.mark.parametrize("sizes", [[70] + [1] * 12, [60, 5, 5, 40, 1]], ids=["decode", "chunks"])
 def test_left_padding(case: Any, ids: torch.Tensor, sizes: list[int]) -> None:
     """Rows of different length, the shorter one padded on the left past the sinks."""
     mask = torch.ones(2, sum(sizes), dtype=torch.long)
@@ -94,9 +94,7 @@ def test_padding_is_not_attended(case: Any, ids: torch.Tensor) -> None:
         assert cache.packed_tokens > 20
     positions = torch.full((2, 1), 69)
     logits = [
-        case.model(
-            input_ids=ids[:, 69:70], past_key_values=cache, attention_mask=m, position_ids=positions
-        ).logits
+        case.model(input_ids=ids[:, 69:70], past_key_values=cache, attention_mask=m, position_ids=positions).logits
         for cache, m in ((plain, mask), (masked, hidden))
     ]
     assert (logits[0][0] - logits[1][0]).abs().max() > 0.01
@@ -105,7 +103,7 @@ def test_padding_is_not_attended(case: Any, ids: torch.Tensor) -> None:
 
 def test_generated_tokens_stay_dense(case: Any, ids: torch.Tensor) -> None:
     """`quantize_generated: false`: steps never pack, the next prompt chunk does."""
-    cache = check(case, ids, [60] + [1] * 50, quantize_generated=False)
+    cache = check(case, ids, [60] + [2] * 25, quantize_generated=False)
     assert cache.packed_tokens == 32
     before = cache.packed_tokens
     case.feed(cache, ids[:, 110:150])
@@ -113,7 +111,7 @@ def test_generated_tokens_stay_dense(case: Any, ids: torch.Tensor) -> None:
 
 
 def test_no_sinks_and_no_window(case: Any, ids: torch.Tensor) -> None:
-    check(case, ids, [64] + [1] * 34, sink_tokens=0, recent_tokens=0, layers=[])
+    check(case, ids, [64] + [2] * 17, sink_tokens=0, recent_tokens=0, layers=[])
 
 
 def test_fused_path_is_taken(case: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def test_reset_then_reuse(case: Any, ids: torch.Tensor) -> None:
     assert used.packed_tokens > 0
     used.reset()
     assert used.get_seq_length() == used.packed_tokens == 0
-    part, sizes = ids[:1, :90], [60, *[1] * 30]
+    part, sizes = ids[:1, :90], [60, *[2] * 15]
     new = case.cache()
     assert torch.equal(case.feed(used, part, sizes), case.feed(new, part, sizes))
     assert used.packed_tokens == new.packed_tokens > 0
@@ -75,6 +75,9 @@ def test_copy_between_prefill_and_first_flush(case: Any, ids: torch.Tensor) -> N
     got, expected = case.feed(original, ids[:, 20:80], [58, 2]), case.feed(fresh, ids[:, 20:80], [58, 2])
     assert original.packed_tokens > 0
     assert torch.equal(got, expected)
+    alone = case.cache()
+    case.feed(alone, torch.cat([ids[:, :20], ids[:, 150:220]], 1), [20, 69, 1])
+    assert torch.equal(case.feed(twin, ids[:, 90:95]), case.feed(alone, ids[:, 90:95]))
 
 
 def test_copy_follows_the_model(unfused: Any, ids: torch.Tensor) -> None:
@@ -110,7 +113,7 @@ def test_offload_and_prefetch(case: Any, ids: torch.Tensor) -> None:
         layer.offload()
         layer.prefetch()
     rest = ids[:, 70:110]
-    assert torch.equal(case.feed(cache, rest, [1] * 40), case.feed(other, rest, [1] * 40))
+    assert torch.equal(case.feed(cache, rest, [1, 16, 16, 6, 1]), case.feed(other, rest, [1, 16, 16, 6, 1]))
     assert cache.packed_tokens > 0
 
 
@@ -150,26 +153,34 @@ def test_dense_properties(case: Any, ids: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["made-in-inference-mode", "used-in-inference-mode"])
-def test_inference_mode_and_not(unfused: Any, ids: torch.Tensor, first: bool) -> None:
-    """A cache filled in inference mode works outside it, with gradients on, and the other way round."""
-    for fused in (False, True):
-        (enable_fused_attention if fused else disable_fused_attention)(unfused.model)
-        cache, expected = unfused.cache(), unfused.cache()
-        with torch.inference_mode(first):
-            unfused.feed(cache, ids[:, :70], [60, 10])
+def test_inference_mode_and_not(case: Any, ids: torch.Tensor, first: bool) -> None:
+    """A cache filled in inference mode works outside it, and the other way round; so do its copies."""
+    cache, expected = case.cache(), case.cache()
+    with torch.inference_mode(first), torch.no_grad():
+        case.feed(cache, ids[:, :70], [60, 10])
+    with torch.inference_mode(not first), torch.no_grad():
         twin = copy.deepcopy(cache)
-        with torch.inference_mode(not first):
-            got = unfused.feed(cache, ids[:, 70:110], [1, 9, *[1] * 30])
-            cache.crop(-6)
-            cache.reorder_cache(torch.tensor([1, 0]))
-            unfused.feed(cache, ids[:, 110:112], [1, 1])
-            same = unfused.feed(twin, ids[:, 70:110], [1, 9, *[1] * 30])
-        assert cache.packed_tokens > 32
-        with torch.no_grad():
-            unfused.feed(expected, ids[:, :70], [60, 10])
-            reference = unfused.feed(expected, ids[:, 70:110], [1, 9, *[1] * 30])
-        torch.testing.assert_close(got.detach(), reference, **TOLERANCE)
-        torch.testing.assert_close(same.detach(), reference, **TOLERANCE)
+        got, same = (case.feed(one, ids[:, 70:101], [1, 9, *[3] * 7]) for one in (cache, twin))
+        cache.crop(-6)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        case.feed(cache, ids[:, 110:112], [1, 1])
+    reference = case.feed(expected, ids[:, :101], [60, 10, 1, 9, *[3] * 7])[:, 70:]
+    assert expected.packed_tokens == twin.packed_tokens == 64
+    assert torch.equal(got, reference)
+    assert torch.equal(same, reference)
+
+
+def test_gradients_on(case: Any, ids: torch.Tensor) -> None:
+    """Without `torch.no_grad` the cache holds no graph, and the results are the same."""
+    cache, expected = case.cache(), case.cache()
+    sizes = [60, 10, 1, 9, *[3] * 7]
+    with torch.enable_grad():
+        got = case.feed(cache, ids[:, :101], sizes)
+    assert got.requires_grad
+    assert not any(state.tail.buffer.requires_grad for layer in compressed(cache) for state in layer.sides.values())
+    assert not any(tensor.requires_grad for layer in compressed(cache) for tensor in stored(layer))
+    torch.testing.assert_close(got.detach(), case.feed(expected, ids[:, :101], sizes), **TOLERANCE)
+    assert cache.packed_tokens == 64
 
 
 @pytest.mark.parametrize("fused", [False, True])

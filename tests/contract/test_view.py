@@ -59,7 +59,20 @@ def test_operators(views: Any) -> None:
     assert torch.equal(query @ view.mT, query @ dense.mT)
     assert torch.equal(dense + view, dense + dense)
     assert torch.equal(torch.matmul(query, view.transpose(-1, -2)), query @ dense.mT)
-    assert torch.equal(torch.mul(view, 2.0), dense * 2)
+    for got, expected in (
+        (torch.mul(view, 2.0), dense * 2),
+        (view * 2, dense * 2),
+        (2 * view, dense * 2),
+        (view / 2, dense / 2),
+        (view - dense, dense - dense),
+        (1 - view, 1 - dense),
+        (-view, -dense),
+        (view @ query.mT, dense @ query.mT),
+        (view + view, dense + dense),
+    ):
+        assert torch.equal(got, expected)
+    assert len(view) == 2
+    assert all(torch.equal(a, b) for a, b in zip(view, dense, strict=True))
 
 
 def test_scaled_dot_product_attention(views: Any) -> None:

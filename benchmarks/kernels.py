@@ -1,0 +1,251 @@
+"""Machine code of every kernel, compiled ahead of time; needs no GPU.
+
+    python benchmarks/kernels.py --output benchmarks/results/kernels.json   # all variants, about ten minutes
+    python benchmarks/kernels.py --table                                    # the committed figures as Markdown
+    python benchmarks/kernels.py --check                                    # compile again and compare
+
+The tracked figure is instructions per element: SASS instructions of the loop over packed tokens times the lanes that
+execute them, divided by the cached numbers that one turn of the loop consumes, `BLOCK * (Dk + Dv)`. The kernel has
+loops over the dense segments as well. To tell them apart it is compiled a second time with no sinks and no tail, as
+constants, which leaves the packed loop alone; the loop of the real kernel whose length comes nearest is the packed one.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from kvcache_compress.codec import CodecContext, MethodOptions, Side
+from kvcache_compress.config import load_config, preset_names
+from kvcache_compress.registry import get_method
+from kvcache_compress.store import PackedStore
+from kvcache_compress.triton_kernels import aot, attention, kivi, launch, turboquant
+from kvcache_compress.view import SideSegments
+
+RESULTS = Path(__file__).parent / "results" / "kernels.json"
+TOLERANCE = 0.05
+"""Largest growth of the instructions per element that `--check` lets pass."""
+KNOWN_STACK = {"prod-2.5bit, D=256": 64}
+"""Variants that ptxas gives a few words of stack for loop invariants, and the bytes that are allowed."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A pair of codecs and the tensors that it meets: `groups` query heads per head, `count` queries."""
+
+    keys: tuple[str, MethodOptions]
+    values: tuple[str, MethodOptions]
+    head_dim: int = 128
+    groups: int = 4
+    count: int = 1
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Resources of one kernel on one target; None where Triton's tools do not tell."""
+
+    registers: int | None
+    stack_bytes: int | None
+    shared_bytes: int
+    instructions_per_element: float | None = None
+
+
+Table = dict[str, dict[str, Figures]]
+"""Figures by variant and target."""
+
+
+def side_of(method: str, **options: Any) -> tuple[str, MethodOptions]:
+    return method, get_method(method).Options(**options)
+
+
+def attention_variants() -> dict[str, Variant]:
+    """Every preset's pair, and the pairs and sizes that presets do not reach."""
+    variants = {}
+    for name in preset_names():
+        plan = load_config(name).plan(["full_attention"] * 8)[4]
+        variants[name] = Variant((plan.keys.method, plan.keys.options()), (plan.values.method, plan.values.options()))
+    del variants["turboquant-mixed"]
+    uniform, four = side_of("turboquant", bits=4, codebook="uniform"), side_of("turboquant", bits=4)
+    prod = {bits: side_of("turboquant", bits=bits, estimator="prod") for bits in (2, 2.5, 3)}
+    kivi_side, none = side_of("kivi", bits=4), side_of("none")
+    exact = {"dtype": torch.float32}
+    return variants | {
+        "uniform-4bit": Variant(uniform, uniform),
+        "prod-k3v2": Variant(prod[3], prod[2]),
+        "prod-2.5bit": Variant(prod[2.5], prod[2.5]),
+        "turboquant-4bit and kivi-4bit": Variant(four, kivi_side),
+        "turboquant-6bit and none": Variant(side_of("turboquant", bits=6), none),
+        "none and turboquant-1bit": Variant(none, side_of("turboquant", bits=1)),
+        "turboquant-4bit, 16 queries": Variant(four, four, count=16),
+        "kivi-4bit, 16 queries": Variant(kivi_side, kivi_side, count=16),
+        "turboquant-4bit, D=64": Variant(four, four, 64),
+        "kivi-4bit, D=64": Variant(kivi_side, kivi_side, 64),
+        "prod-k3v2, D=64": Variant(prod[3], prod[2], 64),
+        "turboquant-4bit, D=96": Variant(four, four, 96),
+        "turboquant-4bit, D=256": Variant(four, four, 256),
+        "kivi-4bit, D=256": Variant(kivi_side, kivi_side, 256),
+        "prod-2.5bit, D=256": Variant(prod[2.5], prod[2.5], 256),
+        "turboquant-4bit, float32": Variant(four, four, **exact),
+        "turboquant-4bit, D=64, float32": Variant(four, four, 64, **exact),
+        "kivi-4bit, float32": Variant(kivi_side, kivi_side, **exact),
+        "prod-2.5bit, float32": Variant(prod[2.5], prod[2.5], **exact),
+        "prod-k3v2, D=64, float32": Variant(prod[3], prod[2], 64, **exact),
+    }
+
+
+def segments(variant: Variant, side: Side, heads: int = 2, packed: int = 96) -> SideSegments:
+    """A layer's side in a step of decoding, with 16 sinks and 17 recent tokens."""
+    method, options = variant.keys if side == "keys" else variant.values
+    device = torch.device("cpu")
+    codec = get_method(method)(options, CodecContext(side, variant.head_dim, heads, 0, 0, 16, variant.dtype, device))
+    tokens = torch.randn(1, heads, packed, variant.head_dim).to(variant.dtype)
+    codec.prepare(tokens)
+    store = PackedStore(codec.fields, 1, heads, device)
+    store.append(codec.encode(tokens), packed, growing=True)
+    return SideSegments(tokens[:, :, :16].contiguous(), store, packed, tokens[:, :, :17].contiguous(), codec)
+
+
+def attention_arguments(variant: Variant, amd: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of `attend_kernel` and of `merge_kernel` as the launcher makes them, the latter for many splits."""
+    keys, values = segments(variant, "keys"), segments(variant, "values")
+    query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
+    _, attend = launch.attend_arguments(query, keys, values, None, scaling=0.1, softcap=None, amd=amd)
+    return attend, launch.merge_arguments(query, keys, values, None, attend, launch.MAX_SPLITS)[1]
+
+
+def encode_arguments() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Name, kernel and arguments of the encode kernels."""
+    for bits, width, scalar in ((4, 128, "match"), (4, 128, "unbiased"), (3, 64, "norm"), (6, 256, "least_squares")):
+        z, norm, levels = torch.zeros(512, width), torch.zeros(512), torch.zeros(2**bits)
+        _, arguments, _ = turboquant.quantize_arguments(z, norm, levels, bits, scalar)
+        yield f"encode turboquant-{bits}bit {scalar}, D={width}", turboquant.quantize_kernel, arguments
+    for side, tokens, channels in (("keys", 32, 1), ("values", 1, 32)):
+        x, scale = torch.zeros(1, 2, 64, 128), torch.zeros(1, 2, 64 // tokens, 128 // channels, dtype=torch.float16)
+        _, arguments, _ = kivi.quantize_arguments(x, scale, scale, 2, tokens, channels)
+        yield f"encode kivi-2bit {side}, D=128", kivi.quantize_kernel, arguments
+
+
+def packed_loop(arguments: dict[str, Any], code: aot.MachineCode, target: str) -> float | None:
+    """Instructions per cached element of the loop over packed tokens; see the module's docstring."""
+    if not code.loops:
+        return None
+    alone = aot.compile_for(
+        attention.attend_kernel, {**arguments, "n_sinks": 0, "n_tail": 0}, target, constant=("n_sinks", "n_tail")
+    )
+    length = min(code.loops, key=lambda loop: abs(loop - max(alone.loops)))
+    return round(length * 32 * code.warps / (arguments["BLOCK"] * (arguments["DK"] + arguments["DV"])), 2)
+
+
+def measure(targets: list[str], only: list[str]) -> Table:
+    """Compiles the variants whose names are in `only` (all where it is empty) for `targets`."""
+    table: Table = {}
+
+    def add(name: str, target: str, kernel: Any, arguments: dict[str, Any]) -> None:
+        code = aot.compile_for(kernel, arguments, target)
+        density = packed_loop(arguments, code, target) if kernel is attention.attend_kernel else None
+        table.setdefault(name, {})[target] = Figures(code.registers, code.stack_bytes, code.shared_bytes, density)
+
+    for target in targets:
+        for name, variant in attention_variants().items():
+            merge_name = f"merge {name}"
+            if not only or name in only or merge_name in only:
+                attend, merge = attention_arguments(variant, amd=target.startswith("gfx"))
+                add(name, target, attention.attend_kernel, attend)
+                add(merge_name, target, attention.merge_kernel, merge)
+        for name, kernel, arguments in encode_arguments():
+            if not only or name in only:
+                add(name, target, kernel, arguments)
+    return table
+
+
+def problems(table: Table, committed: Table) -> list[str]:
+    """What `--check` refuses: stack on CUDA targets, figures missing from the committed ones, and slower loops."""
+    found = []
+    for name, targets in table.items():
+        for target, now in targets.items():
+            if (now.stack_bytes or 0) > KNOWN_STACK.get(name, 0):
+                found.append(f"{name} on {target}: {now.stack_bytes} bytes of stack")
+            before = committed.get(name, {}).get(target)
+            if before is None:
+                found.append(f"{name} on {target}: no committed figures")
+            elif now.instructions_per_element and before.instructions_per_element:
+                growth = now.instructions_per_element / before.instructions_per_element - 1
+                if growth > TOLERANCE:
+                    found.append(f"{name} on {target}: {growth:.0%} more instructions per element")
+    return found
+
+
+def load(path: Path) -> Table:
+    kernels = json.loads(path.read_text())["kernels"]
+    return {
+        name: {target: Figures(**figures) for target, figures in targets.items()} for name, targets in kernels.items()
+    }
+
+
+def save(table: Table, path: Path) -> None:
+    versions = {name: importlib.metadata.version(name) for name in ("triton", "torch")}
+    content = {
+        "command": "python benchmarks/kernels.py --output benchmarks/results/kernels.json",
+        "hardware": "none: compiled ahead of time",
+        "versions": {"python": platform.python_version(), **versions},
+        "kernels": {
+            name: {target: asdict(figures) for target, figures in targets.items()} for name, targets in table.items()
+        },
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def markdown(table: Table) -> str:
+    """One line per variant: `registers / shared KiB / instructions per element` on each target."""
+    targets = list(next(iter(table.values())))
+    lines = [f"| kernel | {' | '.join(targets)} |", f"|---|{'---|' * len(targets)}"]
+    for name, row in table.items():
+        cells = []
+        for figures in row.values():
+            parts = [] if figures.registers is None else [str(figures.registers)]
+            parts.append(f"{figures.shared_bytes / 1024:.0f}")
+            if figures.instructions_per_element:
+                parts.append(f"**{figures.instructions_per_element:.1f}**")
+            cells.append(" / ".join(parts) + (f" (stack {figures.stack_bytes})" if figures.stack_bytes else ""))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(
+    output: Annotated[Path | None, typer.Option(help="Compile everything and write the figures here.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compile and compare with the committed figures.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Print the committed figures as Markdown.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Names of the variants to compile.")] = None,
+    target: Annotated[list[str] | None, typer.Option(help=f"Targets, of {', '.join(aot.TARGETS)}.")] = None,
+) -> None:
+    """Compiles the kernels ahead of time and records registers, stack, shared memory and instructions per element."""
+    if table:
+        print(markdown(load(RESULTS)))
+        return
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise typer.BadParameter("TRITON_INTERPRET=1 is set: the interpreter has no machine code")
+    torch.manual_seed(0)
+    measured = measure(target or list(aot.TARGETS), only or [])
+    if output is not None:
+        save(measured, output)
+    if check:
+        committed = load(RESULTS)
+        found = problems(measured, committed)
+        missing = [] if only else [name for name in committed if name not in measured]
+        found += [f"{name}: committed, but no variant any more" for name in missing]
+        print("\n".join(found) or f"{len(measured)} kernels as committed")
+        raise typer.Exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,44 @@
+"""Shared by the tests of methods: codecs without a cache around them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache_compress.codec import Codec, CodecContext
+from kvcache_compress.registry import get_method
+
+
+@pytest.fixture
+def make_codec() -> Callable[..., Codec]:
+    """`make_codec(method, dim, side, seed, heads, sinks, **options)`."""
+
+    def make(
+        method: str, dim: int, side: Any = "keys", seed: int = 0, heads: int = 1, sinks: int = 16, **options: Any
+    ) -> Codec:
+        context = CodecContext(
+            side=side,
+            head_dim=dim,
+            heads=heads,
+            layer=0,
+            seed=seed,
+            sink_tokens=sinks,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        codec = get_method(method)
+        return codec(codec.Options(**options), context)
+
+    return make
+
+
+@pytest.fixture
+def unit_vectors() -> Callable[..., torch.Tensor]:
+    """`unit_vectors(tokens, dim)`: uniform on the sphere, float32 `[1, 1, tokens, dim]`."""
+
+    def make(tokens: int, dim: int, seed: int = 1) -> torch.Tensor:
+        x = torch.randn(1, 1, tokens, dim, generator=torch.Generator().manual_seed(seed))
+        return x / x.norm(dim=-1, keepdim=True)
+
+    return make

@@ -1,0 +1,102 @@
+"""KIVI: groups, exactness on the grid, the error bound, and the bits that are really stored."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+Make = Callable[..., Any]
+
+
+def grid(bits: int, shape: tuple[int, ...], axis: int) -> torch.Tensor:
+    """Numbers `zero + scale * code` whose groups along `axis` hold both end codes; 16 bits hold scale and zero."""
+    codes = torch.randint(0, 2**bits, shape, generator=torch.Generator().manual_seed(bits))
+    codes.select(axis, 0).fill_(0)
+    codes.select(axis, 1).fill_(2**bits - 1)
+    return codes * 0.25 - 3.5
+
+
+@pytest.mark.parametrize("bits", range(1, 7))
+def test_exact_on_the_grid(make_codec: Make, bits: int) -> None:
+    """Keys: 32 tokens of a channel are a group. Values: 32 channels of a token are."""
+    keys = grid(bits, (2, 3, 4, 32, 64), axis=3).flatten(2, 3)
+    codec = make_codec("kivi", 64, "keys", bits=bits)
+    assert torch.equal(codec.decode(codec.encode(keys)), keys)
+    values = grid(bits, (2, 3, 50, 2, 32), axis=4).flatten(3, 4)
+    codec = make_codec("kivi", 64, "values", bits=bits)
+    assert torch.equal(codec.decode(codec.encode(values)), values)
+
+
+def test_grouping(make_codec: Make) -> None:
+    """A loud channel costs other channels of keys nothing; a loud token costs other tokens of values nothing."""
+    x = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
+    loud_channel, loud_token = x.clone(), x.clone()
+    loud_channel[..., 5] *= 1000
+    loud_token[:, :, 7] *= 1000
+    keys, values = make_codec("kivi", 64, "keys", bits=4), make_codec("kivi", 64, "values", bits=4)
+    others = torch.arange(64) != 5
+    assert torch.equal(keys.decode(keys.encode(loud_channel))[..., others], keys.decode(keys.encode(x))[..., others])
+    others = torch.arange(64) != 7
+    got, plain = (values.decode(values.encode(y)) for y in (loud_token, x))
+    assert torch.equal(got[:, :, others], plain[:, :, others])
+    spoiled = values.decode(values.encode(loud_channel))
+    assert (spoiled - loud_channel)[..., 6].abs().mean() > 10 * (plain - x)[..., 6].abs().mean(), "same group of 32"
+    torch.testing.assert_close(spoiled[..., 32:], plain[..., 32:])
+
+
+def test_groups_are_independent(make_codec: Make) -> None:
+    """Codes of a group do not depend on the tokens before or after it."""
+    x = torch.randn(1, 2, 96, 64)
+    codec = make_codec("kivi", 64, "keys", heads=2, bits=2)
+    assert codec.group == 32
+    whole = codec.encode(x)
+    parts = [codec.encode(part) for part in x.split(32, 2)]
+    assert all(torch.equal(a, torch.cat(b, 2)) for a, b in zip(whole, zip(*parts, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("group_size", [16, 32, 64])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_error_bound(make_codec: Make, side: str, group_size: int, bits: int) -> None:
+    """At most half a step, and what storing scale and zero point in 16 bits moves (a 2048th of each at most)."""
+    x = torch.randn(2, 2, 128, 64, generator=torch.Generator().manual_seed(1)) * 3 + 1
+    codec = make_codec("kivi", 64, side, heads=2, bits=bits, group_size=group_size)
+    fields = codec.encode(x)
+    scale, zero = fields[-2].float(), fields[-1].float()
+    axis = 2 if side == "keys" else 3
+    bound = scale / 2 + (zero.abs() + (2**bits - 1) * scale) / 2048
+    error = (codec.decode(fields) - x).abs()
+    assert (error <= bound.repeat_interleave(group_size, axis) * 1.00001).all()
+    assert error.max() > 0.4 * scale.min()
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "real"), [(2, 32, 3.0), (4, 32, 5.0), (4, 64, 4.5), (3, 16, 5.0), (1, 128, 1.25)]
+)
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_real_bits(make_codec: Make, side: str, bits: int, group_size: int, real: float) -> None:
+    """b bits are b + 32 / group_size: a scale and a zero point of 16 bits per group."""
+    codec = make_codec("kivi", 128, side, bits=bits, group_size=group_size)
+    assert codec.bits_per_number() == real
+    x = torch.randn(1, 2, 256, 128)
+    assert 8 * sum(field.nbytes for field in codec.encode(x)) / x.numel() == real
+
+
+def test_constant_and_huge_groups(make_codec: Make) -> None:
+    for side in ("keys", "values"):
+        codec = make_codec("kivi", 64, side, bits=2)
+        constant = torch.full((1, 1, 32, 64), 1.5)
+        assert torch.equal(codec.decode(codec.encode(constant)), constant)
+        huge = torch.randn(1, 1, 32, 64) * 1e6
+        assert codec.decode(codec.encode(huge)).isfinite().all()
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_code_space_equals_decoding(make_codec: Make, side: str) -> None:
+    codec = make_codec("kivi", 64, side, heads=2, bits=4)
+    x, query, weights = torch.randn(2, 2, 64, 64), torch.randn(2, 2, 5, 64), torch.rand(2, 2, 5, 64)
+    fields = codec.encode(x)
+    decoded = codec.decode(fields)
+    torch.testing.assert_close(codec.score(codec.map_query(query), fields), query @ decoded.mT)
+    torch.testing.assert_close(codec.map_output(codec.accumulate(weights, fields)), weights @ decoded)

@@ -1,0 +1,28 @@
+"""The examples run as they are."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcache_compress import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_configuration_plans_a_model() -> None:
+    plans = load_config(ROOT / "examples" / "mixed.yaml").plan(["full_attention"] * 30)
+    assert [plan.compresses for plan in plans] == [False, *[True] * 28, False]
+    assert (plans[1].keys.options().estimator, plans[6].keys.options().estimator) == ("prod", "mse")
+    assert plans[1].recent_tokens == 32
+
+
+@pytest.mark.slow
+def test_generate() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "examples/generate.py"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "bits per packed number" in done.stdout

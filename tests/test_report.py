@@ -1,0 +1,139 @@
+"""The memory report: every number checked by hand for one layer."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig
+
+from kvcache_compress import CompressedCache, KIVICache, TurboQuantCache
+
+BATCH, HEADS, DIM, TOKENS = 2, 2, 64, 60
+ROWS = BATCH * HEADS
+CONFIG = LlamaConfig(
+    num_hidden_layers=1, hidden_size=256, intermediate_size=64, num_attention_heads=4, num_key_value_heads=HEADS
+)
+
+
+def filled(cache: Any, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> Any:
+    for index in range(len(cache.layers)):
+        x = torch.randn(BATCH, HEADS, tokens, DIM, dtype=dtype, generator=torch.Generator().manual_seed(0))
+        cache.update(x, x, index)
+    return cache
+
+
+def test_turboquant_by_hand() -> None:
+    """60 tokens: 4 sinks, 32 packed, 24 in the tail; 4-bit codes are 8 words of 4 bytes and a scale of 2."""
+    cache = filled(TurboQuantCache(CONFIG, bits=4, sink_tokens=4, recent_tokens=8, center=None))
+    report = cache.memory_report()
+    (layer,) = report.layers
+    assert (layer.dense_tokens, layer.packed_tokens, layer.method) == (28, 32, "turboquant")
+    assert report.packed_tokens == cache.packed_tokens == 32
+    assert report.dense_tokens == 28
+    codes, scales = ROWS * 32 * 8 * 4, ROWS * 32 * 2
+    dense = 2 * ROWS * 28 * DIM * 4
+    assert report.fields() == {
+        "keys.codes0": codes,
+        "keys.scale": scales,
+        "values.codes0": codes,
+        "values.scale": scales,
+        "dense": dense,
+    }
+    assert report.used_bytes == dense + 2 * (codes + scales)
+    # Held: the sinks, room for the window and one flush in the tail, and a packed part with an eighth to spare.
+    assert report.allocated_bytes == 2 * (ROWS * (4 + 40) * DIM * 4 + ROWS * 36 * 34)
+    # Per side a rotation and 16 levels, and the keys' mean.
+    assert report.constant_bytes == 2 * (DIM * DIM * 4 + 16 * 4) + HEADS * DIM * 4
+    assert report.total_bytes == report.allocated_bytes + report.constant_bytes
+    numbers = 2 * ROWS * TOKENS * DIM
+    assert report.bf16_bytes == 2 * numbers
+    assert report.packed_bits_per_number == 4.25
+    assert report.bits_per_number == 8 * report.total_bytes / numbers
+    assert report.ratio == 2 * numbers / report.total_bytes
+
+
+def test_kivi_by_hand() -> None:
+    report = filled(KIVICache(CONFIG, bits=2, sink_tokens=0, recent_tokens=8)).memory_report()
+    assert report.packed_tokens == 32
+    fields = report.fields()
+    assert fields["keys.codes0"] == fields["values.codes0"] == ROWS * 32 * 8 * 2
+    assert fields["keys.scale"] == fields["keys.zero"] == ROWS * 1 * DIM * 2
+    assert fields["values.scale"] == fields["values.zero"] == ROWS * 32 * 2 * 2
+    assert report.packed_bits_per_number == 3.0
+    assert report.constant_bytes == 0
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_one_side_dense(dtype: torch.dtype, size: int) -> None:
+    """A side of method `none` is stored in the model's dtype, and counted."""
+    config = {"keys": {"method": "turboquant", "bits": 2}, "values": "none", "sink_tokens": 0, "recent_tokens": 0}
+    report = filled(CompressedCache(CONFIG, config), 64, dtype).memory_report()
+    assert report.layers[0].method == "turboquant/none"
+    assert report.fields()["values.dense"] == ROWS * 64 * DIM * size
+    assert report.packed_bits_per_number == (2.25 + 8 * size) / 2
+
+
+@pytest.mark.parametrize(("bits", "real"), [(4, 4.25), (3.5, 4.0), (3, 3.25), (2.5, 3.0), (2, 2.25)])
+def test_real_bits_reach_the_report(bits: float, real: float) -> None:
+    cache = filled(TurboQuantCache(CONFIG, bits=bits, sink_tokens=0, recent_tokens=0), 512)
+    report = cache.memory_report()
+    assert report.packed_tokens == 512
+    assert report.packed_bits_per_number == pytest.approx(real)
+    assert report.bits_per_number > real, "unused room and constants are counted"
+
+
+def test_layers_that_are_not_ours() -> None:
+    config = LlamaConfig(num_hidden_layers=3, hidden_size=256, num_attention_heads=4, num_key_value_heads=HEADS)
+    rules = {"keys": "kivi", "values": "kivi", "layers": [{"match": 0, "method": "none"}]}
+    cache = CompressedCache(config, {**rules, "sink_tokens": 0, "recent_tokens": 0})
+    empty = cache.memory_report()
+    assert (empty.total_bytes, empty.bf16_bytes, empty.packed_tokens) == (0, 0, 0)
+    assert math.isnan(empty.ratio)
+    assert math.isnan(empty.bits_per_number)
+    assert "cache memory" in str(empty)
+    report = filled(cache, 64).memory_report()
+    dense = filled(DynamicCache(config=config), 64)
+    assert report.layers[0].total_bytes == dense.layers[0].keys.nbytes + dense.layers[0].values.nbytes
+    assert report.layers[0].packed_tokens == 0
+    assert [layer.packed_tokens for layer in report.layers[1:]] == [64, 64]
+    assert report.total_bytes == sum(layer.total_bytes for layer in report.layers)
+    assert report.fields()["dense"] == report.layers[0].total_bytes
+
+
+def test_room_is_counted_and_bounded() -> None:
+    """Many flushes: at most an eighth of the packed part is spare, and it is in the totals."""
+    cache = TurboQuantCache(CONFIG, bits=4, sink_tokens=0, recent_tokens=0)
+    x = torch.randn(1, HEADS, 16, DIM)
+    for _ in range(200):
+        cache.update(x, x, 0)
+    report = cache.memory_report()
+    stores = [side.store for side in cache.layers[0].sides.values()]
+    allocated = sum(store.bytes_allocated() for store in stores)
+    used = sum(sum(store.bytes_used().values()) for store in stores)
+    assert report.layers[0].packed_bytes == used
+    assert used < allocated <= 1.125 * used
+    assert report.allocated_bytes > allocated
+
+
+def test_prints_a_table() -> None:
+    report = filled(TurboQuantCache(CONFIG, bits=4, sink_tokens=4, recent_tokens=8)).memory_report()
+    text = str(report)
+    for heading in ("layer", "method", "dense", "packed", "used KiB", "allocated KiB", "bits/number"):
+        assert heading in text
+    row = next(line for line in text.splitlines() if "turboquant" in line)
+    assert [cell.strip() for cell in row.strip("│┃|").split("│")][:4] == ["0", "turboquant", "28", "32"]
+    assert f"{report.used_bytes / 1024:.1f}" in row
+    assert "4.25 bits per packed number" in text
+    assert f"{report.ratio:.2f}x smaller than bfloat16" in text
+    assert all(len(line) <= 110 for line in text.splitlines() if "│" in line)
+
+
+def test_to_dict() -> None:
+    report = filled(TurboQuantCache(CONFIG, sink_tokens=4, recent_tokens=8)).memory_report()
+    data = report.to_dict()
+    assert data["fields"] == report.fields()
+    assert {name: value for name, value in data.items() if name != "fields"} == {
+        name: getattr(report, name) for name in data if name != "fields"
+    }
+    assert {"packed_tokens", "total_bytes", "bits_per_number", "packed_bits_per_number", "ratio"} <= data.keys()

@@ -1,0 +1,83 @@
+"""Kernel tests run in Triton's interpreter, with uninitialised memory poisoned and layers built from random tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from kvcache_compress.codec import Codec, CodecContext, Side
+from kvcache_compress.registry import get_method
+from kvcache_compress.store import PackedStore
+from kvcache_compress.view import SideSegments
+
+CodecMaker: TypeAlias = Callable[..., Codec]
+SideMaker: TypeAlias = Callable[..., SideSegments]
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """Fills what `torch.empty` and its kin return with NaN or the largest integer, so that stale reads show."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def make_codec() -> CodecMaker:
+    """`make_codec(method, options, side, head_dim, heads=2, dtype=float32)`: a codec on the CPU, not yet prepared."""
+
+    def make(
+        method: str,
+        options: dict[str, Any],
+        side: Side,
+        head_dim: int,
+        heads: int = 2,
+        dtype: torch.dtype = torch.float32,
+    ) -> Codec:
+        codec = get_method(method)
+        context = CodecContext(side, head_dim, heads, 3, 0, 16, dtype, torch.device("cpu"))
+        return codec(codec.Options(**options), context)
+
+    return make
+
+
+@pytest.fixture
+def make_side(make_codec: CodecMaker) -> SideMaker:
+    """`make_side(method, options, side, head_dim, packed, ...)`: one side of a layer with random tokens in it.
+
+    The store has room for more tokens than are packed, and the tail is a view of a bigger buffer; both hold poison
+    beyond what is used.
+    """
+
+    def make(
+        method: str,
+        options: dict[str, Any],
+        side: Side,
+        head_dim: int,
+        packed: int,
+        *,
+        batch: int = 2,
+        heads: int = 2,
+        sinks: int = 3,
+        tail: int = 5,
+        dtype: torch.dtype = torch.float32,
+    ) -> SideSegments:
+        codec = make_codec(method, options, side, head_dim, heads, dtype)
+        scale = torch.rand(heads, 1, head_dim) + 0.5
+        tokens = torch.randn(batch, heads, sinks + packed + tail + 64, head_dim) * scale
+        if side == "keys":
+            tokens += 0.7 * torch.randn(heads, 1, head_dim)
+        tokens = tokens.to(dtype)
+        codec.prepare(tokens)
+        store = PackedStore(codec.fields, batch, heads, torch.device("cpu"))
+        if packed:
+            store.append(codec.encode(tokens[:, :, sinks : sinks + packed]), packed, growing=True)
+        buffer = torch.empty(batch, heads, tail + 11, head_dim, dtype=dtype)
+        buffer[:, :, :tail] = tokens[:, :, sinks + packed : sinks + packed + tail]
+        return SideSegments(tokens[:, :, :sinks].contiguous(), store, packed, buffer[:, :, :tail], codec)
+
+    return make

@@ -1,0 +1,44 @@
+"""Kernels compiled ahead of time for GPUs that need not be there: no spills, no slower loops than committed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "kernels.py"
+# Those that take the most registers, and the one that matters most.
+VARIANTS = ["turboquant-4bit", "prod-2.5bit", "kivi-4bit, D=256", "encode turboquant-4bit unbiased, D=128"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the benchmark in a process that compiles: this one interprets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.slow
+def test_machine_code_is_as_committed(tmp_path: Path) -> None:
+    output = tmp_path / "kernels.json"
+    only = [part for name in VARIANTS for part in ("--only", name)]
+    result = run("--check", "--output", str(output), *only)
+    assert result.returncode == 0, result.stdout + result.stderr
+    kernels = json.loads(output.read_text())["kernels"]
+    assert {"merge turboquant-4bit", *VARIANTS} <= set(kernels)
+    for targets in kernels.values():
+        assert set(targets) == {"sm_80", "sm_90", "sm_100", "gfx942"}
+        assert all(targets[name]["stack_bytes"] == 0 for name in ("sm_80", "sm_90", "sm_100"))
+    assert 0 < kernels["turboquant-4bit"]["sm_90"]["instructions_per_element"] < 10
+
+
+def test_committed_figures_make_a_table() -> None:
+    result = run("--table")
+    assert result.returncode == 0, result.stderr
+    assert "| turboquant-4bit |" in result.stdout

@@ -1,0 +1,105 @@
+"""Bit planes: the kernels' packing and unpacking against words worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kvcache_compress import packing
+from kvcache_compress.layout import PLANE_WORD, PLANES, code_order, padded_width, padded_words, words_per_token
+from kvcache_compress.triton_kernels.codes import load_codes, store_codes
+
+# Channels 0 to 15 make two words: word 0 holds the even channels and word 1 the odd ones, the first channel lowest.
+CHANNEL = list(range(16))
+BY_HAND = {
+    1: ([1, 0, 0, 1] * 4, [[0x55, 0xAA]]),
+    2: ([c % 4 for c in CHANNEL], [[0x8888, 0xDDDD]]),
+    3: ([c % 8 for c in CHANNEL], [[0x8888, 0xDDDD], [0xCC, 0xCC]]),
+    4: (CHANNEL, [[0xECA86420, 0xFDB97531]]),
+    5: ([c + 16 * (c >= 8) for c in CHANNEL], [[0xECA86420, 0xFDB97531], [0xF0, 0xF0]]),
+    6: ([c + 16 * (c % 4) for c in CHANNEL], [[0xECA86420, 0xFDB97531], [0x8888, 0xDDDD]]),
+}
+
+
+@triton.jit
+def load_kernel(
+    p_low, p_high, p_out, N,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    o_t = tl.arange(0, BLOCK)
+    o_c = tl.arange(0, 8 * PADDED)
+    b_codes = load_codes(p_low, p_high, 0, o_t, o_t < N, BITS, WORDS, PADDED)
+    tl.store(p_out + o_t[:, None] * (8 * PADDED) + o_c[None, :], b_codes, mask=(o_t < N)[:, None])
+
+
+@triton.jit
+def store_kernel(
+    p_codes, p_low, p_high, N,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    o_n = tl.arange(0, BLOCK)
+    o_i = tl.arange(0, 8)[:, None] * PADDED + tl.arange(0, PADDED)[None, :]
+    m_n = o_n < N
+    b_codes = tl.load(p_codes + o_n[:, None, None] * (8 * PADDED) + o_i[None, :, :], mask=m_n[:, None, None], other=0)
+    store_codes(b_codes, p_low, p_high, o_n, m_n, BITS, WORDS, PADDED)
+
+
+def in_kernel_order(codes: torch.Tensor) -> torch.Tensor:
+    """Codes `[N, width]` as the kernels see them, int32 `[N, padded width]`."""
+    width = codes.shape[-1]
+    padded = torch.zeros(len(codes), padded_width(width), dtype=torch.int32)
+    padded[:, code_order(width)] = codes.to(torch.int32)
+    return padded
+
+
+def stored(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
+    """Planes that `store_codes` makes of codes `[N, width]`, with a poisoned row after them."""
+    rows, width = codes.shape
+    words = words_per_token(width)
+    planes = tuple(torch.full((rows + 1, words), -1).to(PLANE_WORD[plane]) for plane in PLANES[bits])
+    store_kernel[(1,)](
+        p_codes=in_kernel_order(codes), p_low=planes[0], p_high=planes[-1], N=rows,
+        BITS=bits, WORDS=words, PADDED=padded_words(width), BLOCK=triton.next_power_of_2(rows + 1),
+    )  # fmt: skip
+    assert all((plane[-1] == torch.full((words,), -1).to(plane.dtype)).all() for plane in planes)
+    return tuple(plane[:-1] for plane in planes)
+
+
+def loaded(planes: tuple[torch.Tensor, ...], bits: int, width: int) -> torch.Tensor:
+    """Codes in kernel order that `load_codes` reads from `planes`."""
+    rows = len(planes[0])
+    out = torch.empty(rows, padded_width(width), dtype=torch.int32)
+    load_kernel[(1,)](
+        p_low=planes[0], p_high=planes[-1], p_out=out, N=rows,
+        BITS=bits, WORDS=words_per_token(width), PADDED=padded_words(width), BLOCK=triton.next_power_of_2(rows + 1),
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("bits", BY_HAND)
+def test_words_worked_out_by_hand(bits: int) -> None:
+    channels, words = BY_HAND[bits]
+    codes = torch.tensor([channels, channels[::-1]])
+    expected = [torch.tensor(plane).to(PLANE_WORD[w]) for plane, w in zip(words, PLANES[bits], strict=True)]
+    for planes in (stored(codes, bits), packing.pack(codes, bits)):
+        assert [plane[0].tolist() for plane in planes] == [plane.tolist() for plane in expected]
+    assert torch.equal(loaded(stored(codes, bits), bits, 16), in_kernel_order(codes))
+    assert packing.unpack(packing.pack(codes, bits), bits).tolist() == codes.tolist()
+
+
+@pytest.mark.parametrize("bits", PLANES)
+@pytest.mark.parametrize("width", [8, 40, 48, 80, 128])
+def test_kernels_equal_packing(bits: int, width: int) -> None:
+    codes = torch.randint(0, 2**bits, (5, width), generator=torch.Generator().manual_seed(width))
+    planes = stored(codes, bits)
+    assert all(torch.equal(*pair) for pair in zip(planes, packing.pack(codes, bits), strict=True))
+    assert torch.equal(loaded(planes, bits, width), in_kernel_order(codes))
+
+
+@pytest.mark.parametrize("width", [8, 16, 24, 48, 80, 96, 128, 256])
+def test_code_order_keeps_channels_apart(width: int) -> None:
+    order = code_order(width)
+    assert len(order.unique()) == width
+    assert int(order.max()) < padded_width(width)
