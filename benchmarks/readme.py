@@ -24,8 +24,8 @@ def headline(result: PerplexityResult) -> str:
     rows = {row.name: row for row in result.rows}
     ours, peer = rows["turboquant-4bit"], rows["hqq-4"]
     return (
-        f"**{16 / ours.packed_bits:.1f}x less memory per packed token at a KL divergence of {ours.kl:.4f} nats per token**, where "
-        f"Transformers' own 4-bit `QuantizedCache` (hqq, {peer.packed_bits:g} bits) has {peer.kl:.4f} "
+        f"**{16 / ours.packed_bits:.1f}x less memory per packed token at a KL divergence of {ours.kl:.4f} nats per "
+        f"token**, where Transformers' own 4-bit `QuantizedCache` (hqq, {peer.packed_bits:g} bits) has {peer.kl:.4f} "
         f"({Path(result.model).name}, {result.text})."
     )
 

@@ -32,7 +32,7 @@ def cache_bytes(
     total = 0.0
     for plan in config.plan(["full_attention"] * layers):
         dense = min(tokens, plan.sink_tokens + plan.recent_tokens) if plan.compresses else tokens
-        per_head = dense * 2 * head_dim * BF16_BYTES
+        per_head: float = dense * 2 * head_dim * BF16_BYTES
         if plan.compresses:
             per_head += (tokens - dense) * side_bytes(plan, head_dim)
         total += batch * kv_heads * per_head
