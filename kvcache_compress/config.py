@@ -64,7 +64,7 @@ class LayerRule(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    match: list[int | str]
+    match: list[int | str] = Field(min_length=1)
     method: str | None = None
     keys: SideConfig | None = None
     values: SideConfig | None = None
@@ -125,7 +125,7 @@ class CompressionConfig(BaseModel):
 
     keys, values: the method of each side.
     sink_tokens, recent_tokens: first and last tokens kept in full precision.
-    quantize_generated: whether tokens of decode steps are packed as well, or only those of prompts.
+    quantize_generated: whether decode steps pack tokens; if not, only prompts do, and what was generated before them.
     backend: `auto` (Triton on a GPU, else torch), `triton` or `torch`.
     seed: of every random rotation and sketch.
     layers: rules that override the above for some layers.
@@ -184,6 +184,8 @@ def load_config(source: str | Path | Mapping[str, Any] | CompressionConfig) -> C
         return source
     if isinstance(source, Mapping):
         return _build(source, "config")
+    if not isinstance(source, (str, Path)):
+        raise ValueError(f"config={source!r}: allowed a preset's name, a path, a dictionary or a CompressionConfig")
     path = Path(source)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():

@@ -28,10 +28,10 @@ _POINTERS = {
 
 @dataclass(frozen=True)
 class MachineCode:
-    """Resources of a compiled kernel. On AMD targets only what Triton itself reports is known."""
+    """Resources of a compiled kernel; registers and stack are those of a thread."""
 
-    registers: int | None
-    stack_bytes: int | None
+    registers: int
+    stack_bytes: int
     shared_bytes: int
     loops: tuple[int, ...]
     """SASS instructions of each innermost loop, as one warp executes them; empty on AMD targets."""
@@ -62,7 +62,11 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: t
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     warps = compiled.metadata.num_warps
     if "cubin" not in compiled.asm:
-        return MachineCode(None, None, compiled.metadata.shared, (), warps)
+        registers, stack = (
+            int(re.search(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[1])
+            for name in ("vgpr_count", "private_segment_fixed_size")
+        )
+        return MachineCode(registers, stack, compiled.metadata.shared, (), warps)
     usage, sass = _dump(compiled.asm["cubin"], "--dump-resource-usage"), _dump(compiled.asm["cubin"], "--dump-sass")
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     if found is None:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_token
 from .codes import load_codes, store_codes
-from .operands import KernelSide, in_code_order
+from .operands import KernelSide, in_code_order, launch_options
 
 if TYPE_CHECKING:
     from ..methods.kivi import KIVICodec
@@ -101,9 +101,10 @@ def quantize_arguments(
     rows = x.numel() // width
     planes = tuple(x.new_empty(*x.shape[:-1], words, dtype=PLANE_WORD[plane]) for plane in PLANES[bits])
     block = 8 if width > 64 else 16
-    arguments = dict(  # noqa: C408 - named as the kernel's parameters are
+    arguments = dict(
         p_x=x.contiguous(), p_scale=scale.contiguous(), p_zero=zero.contiguous(),
         p_low=planes[0], p_high=planes[-1], N=rows,
         BITS=bits, WORDS=words, PADDED=padded_words(width), TOKENS=tokens, CHANNELS=channels, BLOCK=block,
+        **launch_options(),
     )  # fmt: skip
     return (triton.cdiv(rows, block),), arguments, planes

@@ -12,11 +12,10 @@ import triton.language as tl
 from ..backend import interpreting
 from ..view import SideSegments
 from .attention import BOOL_MASK, FLOAT_MASK, NO_MASK, attend_kernel, merge_kernel
-from .operands import KernelSide
+from .operands import AMD, KernelSide, launch_options
 
 MAX_TILE_ROWS = 32
 """Query rows of a program: more of them take more registers than there are; the codes are read again instead."""
-MAX_REGISTERS = 255
 MAX_SPLITS = 64
 
 
@@ -54,7 +53,7 @@ def attend_arguments(
     *,
     scaling: float,
     softcap: float | None,
-    amd: bool = torch.version.hip is not None,
+    amd: bool = AMD,
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Grid and arguments of `attend_kernel`, its result buffers among them; `amd` for AMD's GPUs."""
     batch, query_heads, count, dk = query.shape
@@ -74,7 +73,7 @@ def attend_arguments(
     mask_operand, mask_kind, mask_strides = _mask_operand(mask, query, keys.shape[2])
     tail_k, tail_k_capacity = _rows_of(keys.tail)
     tail_v, tail_v_capacity = _rows_of(values.tail)
-    arguments = dict(  # noqa: C408 - named as the kernel's parameters are
+    arguments = dict(
         p_q=query, p_mapped=mapped,
         k_fields=tuple(keys.store.buffers), k_tables=k_side.tables_as(operand),
         v_fields=tuple(values.store.buffers), v_tables=v_side.tables_as(operand),
@@ -94,10 +93,8 @@ def attend_arguments(
         DTYPE=tl.float32 if exact else tl.float16, PRECISION="ieee" if exact or amd else "tf32",
         M=tile_rows, BLOCK=tile.tokens, MASK=mask_kind, SOFTCAP=softcap is not None, CAUSAL=count > 1,
         ROW_BLOCKS=row_blocks, num_warps=tile.warps, num_stages=tile.stages,
+        **launch_options(amd),
     )  # fmt: skip
-    if not amd:
-        # Left alone, ptxas aims at a round number of registers and spills a word or two to meet it.
-        arguments["maxnreg"] = MAX_REGISTERS
     return (splits + 1, heads * row_blocks, batch), arguments
 
 

@@ -9,6 +9,13 @@ import torch
 
 from ..layout import code_order, padded_width
 
+AMD = torch.version.hip is not None
+
+
+def launch_options(amd: bool = AMD) -> dict[str, int]:
+    """Options of every launch. Left alone, ptxas aims at a round number of registers and spills words to meet it."""
+    return {} if amd else {"maxnreg": 255}
+
 
 @dataclass
 class KernelSide:

@@ -17,7 +17,7 @@ import triton.language as tl
 from ..layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_token
 from ..lloyd_max import boundaries
 from .codes import load_codes, store_codes
-from .operands import KernelSide, in_code_order
+from .operands import KernelSide, in_code_order, launch_options
 
 if TYPE_CHECKING:
     from ..methods.turboquant import TurboQuantCodec
@@ -110,7 +110,7 @@ def quantize_kernel(
     b_z = tl.load(p_z + o_n[:, None, None] * (8 * WORDS) + o_i[None, :, :], mask=m_z, other=0.0)
     b_codes = tl.zeros([BLOCK, 8, PADDED], tl.int32)
     for i in tl.static_range(2**BITS - 1):
-        b_codes += (b_z > tl.load(p_bounds + i)).to(tl.int32)
+        b_codes = tl.where(b_z > tl.load(p_bounds + i), i + 1, b_codes)
     store_codes(b_codes, p_low, p_high, o_n, m_n, BITS, WORDS, PADDED)
     b_scale = tl.load(p_norm + o_n, mask=m_n, other=0.0)
     if SCALAR != "norm":
@@ -144,9 +144,9 @@ def quantize_arguments(
     planes = tuple(z.new_empty(*shape, words, dtype=PLANE_WORD[plane]) for plane in PLANES[bits])
     scale = z.new_empty(shape, dtype=torch.float16)
     block = 8 if width > 64 else 16
-    arguments = dict(  # noqa: C408 - named as the kernel's parameters are
+    arguments = dict(
         p_z=z.contiguous(), p_norm=norm.contiguous(), p_levels=levels, p_bounds=boundaries(levels),
         p_low=planes[0], p_high=planes[-1], p_scale=scale, N=norm.numel(),
-        BITS=bits, WORDS=words, PADDED=padded_words(width), SCALAR=scalar, BLOCK=block,
+        BITS=bits, WORDS=words, PADDED=padded_words(width), SCALAR=scalar, BLOCK=block, **launch_options(),
     )  # fmt: skip
     return (triton.cdiv(norm.numel(), block),), arguments, (*planes, scale)
