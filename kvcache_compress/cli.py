@@ -44,7 +44,7 @@ def presets() -> None:
 
     table = Table(title="presets: stored bits per packed number, everything counted")
     for heading in ("preset", "D=64", "D=128", "sinks", "recent", "what it is"):
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=heading != "what it is")
     for name in preset_names():
         config = load_config(name)
         bits = [f"{packed_bits(config, dim):.2f}" for dim in (64, 128)]
@@ -69,7 +69,7 @@ def memory(
         shape = shape_of(model) if model else (layers, kv_heads, head_dim)
         table = Table(title=f"{tokens} tokens x {batch}: {shape[0]} layers, {shape[1]} heads of {shape[2]}")
         for heading in ("cache", "GiB", "times smaller"):
-            table.add_column(heading, justify="left" if heading == "cache" else "right")
+            table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
         full = 2 * 2 * shape[0] * shape[1] * shape[2] * tokens * batch
         table.add_row("bfloat16", f"{full / 2**30:.2f}", "1.00")
         for name in preset_names():

@@ -11,8 +11,10 @@ from kvcache_compress.estimate import cache_bytes, packed_bits
 runner = CliRunner(env={"COLUMNS": "200"})
 
 
-def test_presets_lists_them_all() -> None:
-    output = runner.invoke(app, ["presets"]).output
+@pytest.mark.parametrize("terminal", [{"COLUMNS": "200"}, {"COLUMNS": "80"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize("command", ["presets", "memory"])
+def test_presets_are_listed_unabridged_on_any_terminal(command: str, terminal: dict[str, str]) -> None:
+    output = runner.invoke(app, [command], env=terminal).output
     assert all(name in output for name in preset_names())
 
 
