@@ -27,7 +27,7 @@ format: $(VENV)/.tests
 
 # Machine code of every kernel, compiled ahead of time; no GPU needed.
 kernels: $(VENV)/.tests
-	$(BIN)/python benchmarks/kernels.py --output benchmarks/results/kernels.json
+	$(BIN)/python benchmarks/machine_code.py --output benchmarks/results/kernels.json
 
 venv: $(VENV)/.tests
 

@@ -3,7 +3,8 @@
 from .attention import compress, disable_fused_attention, enable_fused_attention
 from .cache import CompressedCache
 from .config import CompressionConfig, load_config, preset_names
-from .methods import KIVICache, TurboQuantCache
+from .methods.kivi import KIVICache
+from .methods.turboquant import TurboQuantCache
 from .registry import get_method, method_names, register_method
 
 __all__ = [

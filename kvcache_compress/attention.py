@@ -11,12 +11,14 @@ import functools
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -24,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from . import reference
 from .cache import CompressedCache
 from .config import CompressionConfig, load_config
-from .layer import ATTENTION_NAME, MAX_DECODE_TOKENS
+from .layer import ATTENTION_NAME, MAX_DECODE_TOKENS, CompressedLayer
 from .view import PackedKV
 
 logger = logging.getLogger(__name__)
@@ -138,6 +140,7 @@ def enable_fused_attention(model: PreTrainedModel) -> None:
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
     _switch(model, decoder, AttentionName(decoder._attn_implementation))
+    _hook_positions(model)
 
 
 def disable_fused_attention(model: PreTrainedModel) -> None:
@@ -145,6 +148,32 @@ def disable_fused_attention(model: PreTrainedModel) -> None:
     decoder = _decoder_config(model)
     if decoder._attn_implementation == ATTENTION_NAME:
         _switch(model, decoder, _previous_name(decoder))
+        _unhook_positions(model)
+
+
+_HOOKS: weakref.WeakKeyDictionary[PreTrainedModel, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+
+
+def _hook_positions(model: PreTrainedModel) -> None:
+    """Lets the model's attention modules hand over their position embeddings to a cache that asks for them."""
+    if model not in _HOOKS:
+        _HOOKS[model] = [
+            module.register_forward_pre_hook(_hand_over_positions, with_kwargs=True)
+            for module in model.modules()
+            if hasattr(module, "layer_idx") and "position_embeddings" in inspect.signature(module.forward).parameters
+        ]
+
+
+def _unhook_positions(model: PreTrainedModel) -> None:
+    for handle in _HOOKS.pop(model, []):
+        handle.remove()
+
+
+def _hand_over_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    cache = kwargs.get("past_key_values")
+    layer = cache.layers[module.layer_idx] if isinstance(cache, CompressedCache) else None
+    if isinstance(layer, CompressedLayer) and layer.track is not None:
+        layer.track.given = kwargs.get("position_embeddings")
 
 
 def _decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -214,7 +243,9 @@ def compress(
         enable_fused_attention(model)
     elif fused is False:
         disable_fused_attention(model)
+        _hook_positions(model)
     else:
+        _hook_positions(model)
         logger.warning("the attention of %s cannot be switched: decoding each step instead", type(model).__name__)
     model.generate = generate_compressed
     try:
@@ -225,3 +256,5 @@ def compress(
         else:
             model.generate = outer
         (enable_fused_attention if was_fused else disable_fused_attention)(model)
+        if not was_fused:
+            _unhook_positions(model)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .backend import check_backend
+from .codec import Side
 from .config import CompressionConfig, LayerPlan, load_config
 from .layer import CompressedLayer
 from .report import MemoryReport, memory_report
+from .rope import RopeLayout, RopeTrack, layer_has_rope, rope_layout
+
+SIDES: tuple[Side, ...] = ("keys", "values")
 
 
 class CompressedCache(Cache):
@@ -42,10 +48,14 @@ class CompressedCache(Cache):
             )
             raise ValueError(f"{model_config.model_type} has no full-attention layer to compress (it has {found})")
         plans = self.config.plan(layer_types)
-        for index in compressible:
-            if plans[index].compresses:
-                _check_head_dim(plans[index], self.decoder_config)
-                layers[index] = CompressedLayer(index, plans[index], self.config, self.decoder_config)
+        chosen = {index: plans[index] for index in compressible if plans[index].compresses}
+        rope = _check_plans(chosen, self.decoder_config)
+        self.rope_track = None
+        if rope and any(plan.rope_use(side) == "factors" for plan in chosen.values() for side in SIDES):
+            self.rope_track = RopeTrack(self.decoder_config, rope)
+        for index, plan in chosen.items():
+            track = self.rope_track if "factors" in (plan.rope_use("keys"), plan.rope_use("values")) else None
+            layers[index] = CompressedLayer(index, plan, self.config, self.decoder_config, rope, track)
         super().__init__(layers=layers)
 
     @classmethod
@@ -62,7 +72,36 @@ class CompressedCache(Cache):
 
     def memory_report(self) -> MemoryReport:
         """Bytes and bits of every layer, everything counted; prints as a table."""
-        return memory_report(self.layers)
+        return memory_report(self.layers, self.rope_track)
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        super().crop(*args, **kwargs)
+        if self.rope_track is not None:
+            self.rope_track.truncate(max((layer.get_seq_length() for layer in self._tracked()), default=0))
+
+    def reset(self) -> None:
+        super().reset()
+        if self.rope_track is not None:
+            self.rope_track.reset()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._apply_to_track(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._apply_to_track(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._apply_to_track(lambda x: x[indices.to(x.device) if isinstance(indices, torch.Tensor) else indices])
+
+    def _tracked(self) -> list[CompressedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, CompressedLayer) and layer.track is not None]
+
+    def _apply_to_track(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.rope_track is not None:
+            self.rope_track.apply(change)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         """A copy that shares the model's config, where fused attention is switched on and off."""
@@ -84,10 +123,22 @@ def _has_attention(config: PreTrainedConfig) -> bool:
     return bool(getattr(config, "num_attention_heads", None)) and "mamba" not in config.model_type
 
 
-def _check_head_dim(plan: LayerPlan, config: PreTrainedConfig) -> None:
-    """Refuses a head dimension at construction where the config tells it; else the first update does."""
-    if getattr(config, "kv_lora_rank", None) is not None:
-        return
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    plan.keys.codec().layout(plan.keys.options(), "keys", head_dim)
-    plan.values.codec().layout(plan.values.options(), "values", head_dim)
+def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeLayout | None:
+    """Refuses what a method cannot take, as far as the config tells; returns the model's RoPE where one is needed."""
+    head_dim = None
+    if getattr(config, "kv_lora_rank", None) is None:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    uses = {plan.rope_use(side) for plan in plans.values() for side in SIDES}
+    rope = rope_layout(config, head_dim) if head_dim and uses - {"none"} else None
+    for index, plan in plans.items():
+        for side in SIDES:
+            chosen = plan.side(side)
+            if head_dim is not None:
+                chosen.codec().layout(chosen.options(), side, head_dim)
+            if plan.rope_use(side) != "none" and (rope is None or not layer_has_rope(config, index)):
+                raise ValueError(
+                    f"{chosen.method} for {side} needs rotary position embeddings: layer {index} of "
+                    f"{config.model_type} has none that is known"
+                )
+            chosen.codec().check_model(chosen.options(), side, config, index)
+    return rope

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from pydantic import BaseModel, ConfigDict
+from transformers import PreTrainedConfig
 
 from . import layout
 from .layout import Field
+from .rope import Rope, RopeLayout
 
 if TYPE_CHECKING:
     from .triton_kernels.operands import KernelSide
@@ -21,8 +23,8 @@ Backend: TypeAlias = Literal["triton", "torch"]
 Fields: TypeAlias = tuple[torch.Tensor, ...]
 """Stored tensors of a run of tokens, in the order of `Codec.fields`,
 each `[B, H, tokens / field.tokens, *field.shape]`."""
-Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""The model's own position embeddings of a run of tokens: cos and sin, each `[B, T, rotary_dim]`."""
+RopeUse: TypeAlias = Literal["none", "pairs", "factors"]
+"""What a codec needs of RoPE: nothing, which channels make a pair, or also the cos and sin of every token."""
 
 
 class MethodOptions(BaseModel):
@@ -43,6 +45,8 @@ class CodecContext:
     sink_tokens: int
     dtype: torch.dtype
     device: torch.device
+    rope: RopeLayout | None = None
+    """The model's pairs of channels; None where it has no RoPE, or no codec of the cache asks for it."""
 
     def layer_seed(self, shared: bool = False) -> int:
         """One seed per layer and side, or one for the whole cache."""
@@ -75,12 +79,22 @@ class Codec(ABC):
     def layout(cls, options: Any, side: Side, head_dim: int) -> tuple[Field, ...]:
         """Fields for this head dimension. Raises `ValueError` for one that the method cannot take."""
 
+    @classmethod
+    def rope_use(cls, options: Any, side: Side) -> RopeUse:
+        """What this side needs of RoPE; `CompressedCache` refuses models and layers that have none."""
+        return "none"
+
+    @classmethod
+    def check_model(cls, options: Any, side: Side, config: PreTrainedConfig, layer: int) -> None:
+        """Raises `ValueError` where this method cannot serve a layer of this decoder, beyond its head dimension."""
+        return
+
     def prepare(self, x: torch.Tensor) -> None:  # noqa: B027 - most codecs depend on no data
         """Sets what depends on data, once, from the first tokens `[B, H, T, head_dim]`."""
 
     @abstractmethod
     def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
-        """Encodes `[B, H, T, head_dim]`, `T` a multiple of `group`."""
+        """Encodes `[B, H, T, head_dim]`, `T` a multiple of `group`; `rope` is given if `rope_use` is `factors`."""
 
     @abstractmethod
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
@@ -91,7 +105,7 @@ class Codec(ABC):
         """Maps float32 queries `[B, H, R, head_dim]` into code space `[B, H, R, W]`."""
 
     @abstractmethod
-    def score(self, mapped: torch.Tensor, fields: Fields) -> torch.Tensor:
+    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         """Inner products `[B, H, R, T]` of mapped queries with the stored tokens, float32."""
 
     @abstractmethod

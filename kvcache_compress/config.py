@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from .backend import BackendChoice
-from .codec import Codec, MethodOptions
+from .codec import Codec, MethodOptions, RopeUse, Side
 from .registry import get_method
 
 
@@ -114,6 +114,13 @@ class LayerPlan:
     values: SideConfig
     sink_tokens: int
     recent_tokens: int
+
+    def side(self, side: Side) -> SideConfig:
+        return self.keys if side == "keys" else self.values
+
+    def rope_use(self, side: Side) -> RopeUse:
+        config = self.side(side)
+        return config.codec().rope_use(config.options(), side)
 
     @property
     def compresses(self) -> bool:

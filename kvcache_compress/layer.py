@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .backend import resolve_backend
 from .codec import Codec, CodecContext, Side
 from .config import CompressionConfig, LayerPlan, SideConfig
+from .rope import Rope, RopeLayout, RopeTrack
 from .store import PackedStore, TailBuffer
 from .view import PackedKV, SideSegments
 
@@ -27,8 +28,9 @@ FLUSH_TOKENS = 32
 class SideState:
     """Keys or values of one layer: the codec and its three segments."""
 
-    def __init__(self, codec: Codec, like: torch.Tensor, tail_capacity: int) -> None:
+    def __init__(self, codec: Codec, like: torch.Tensor, tail_capacity: int, track: RopeTrack | None) -> None:
         self.codec = codec
+        self.track = track
         self.sinks = like.new_empty(*like.shape[:2], 0, like.shape[3])
         self.store = PackedStore(codec.fields, like.shape[0], like.shape[1], like.device)
         self.tail = TailBuffer(like, tail_capacity)
@@ -39,10 +41,15 @@ class SideState:
         if not self.prepared:
             self.codec.prepare(x)
             self.prepared = True
-        self.store.append(self.codec.encode(x[:, :, :tokens], backend=backend), tokens, growing)
+        rope = self._rope(self.store.tokens, self.store.tokens + tokens)
+        self.store.append(self.codec.encode(x[:, :, :tokens], rope, backend), tokens, growing)
+
+    def _rope(self, start: int, stop: int) -> Rope | None:
+        first = self.sinks.shape[2]
+        return None if self.track is None else self.track.read(first + start, first + stop)
 
     def segments(self, packed: int, tail: torch.Tensor) -> SideSegments:
-        return SideSegments(self.sinks, self.store, packed, tail, self.codec)
+        return SideSegments(self.sinks, self.store, packed, tail, self.codec, self.track)
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.sinks = change(self.sinks)
@@ -52,7 +59,9 @@ class SideState:
     def crop(self, sinks: int, packed: int, group: int) -> None:
         """Keeps the first `sinks` and `packed` tokens; a group that is cut is decoded back into the tail."""
         whole = packed // group * group
-        cut = self.codec.decode(self.store.read(whole, whole + group)) if packed > whole else self.tail.buffer
+        cut = self.tail.buffer
+        if packed > whole:
+            cut = self.codec.decode(self.store.read(whole, whole + group), self._rope(whole, whole + group))
         self.tail.replace(cut[:, :, : packed - whole].to(self.tail.buffer.dtype))
         self.store.truncate(whole)
         self.sinks = self.sinks[:, :, :sinks]
@@ -71,12 +80,20 @@ class CompressedLayer(CacheLayerMixin):
     is_compileable = False
 
     def __init__(
-        self, index: int, plan: LayerPlan, config: CompressionConfig, decoder_config: PreTrainedConfig
+        self,
+        index: int,
+        plan: LayerPlan,
+        config: CompressionConfig,
+        decoder_config: PreTrainedConfig,
+        rope: RopeLayout | None = None,
+        track: RopeTrack | None = None,
     ) -> None:
         self.index = index
         self.plan = plan
         self.config = config
         self.decoder_config = decoder_config
+        self.rope = rope
+        self.track = track
         self.is_initialized = False
         self._forget()
 
@@ -90,16 +107,14 @@ class CompressedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size = key_states.shape[0]
         self.backend = resolve_backend(self.config.backend, self.device)
-        codecs = (
-            self._codec("keys", self.plan.keys, key_states),
-            self._codec("values", self.plan.values, value_states),
-        )
-        self.group = math.lcm(*(codec.group for codec in codecs))
+        given: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
+        codecs = {side: self._codec(side, self.plan.side(side), x) for side, x in given.items()}
+        self.group = math.lcm(*(codec.group for codec in codecs.values()))
         self.flush_tokens = math.lcm(FLUSH_TOKENS, self.group)
         capacity = self.plan.recent_tokens + self.flush_tokens
         self._sides = {
-            "keys": SideState(codecs[0], key_states.detach(), capacity),
-            "values": SideState(codecs[1], value_states.detach(), capacity),
+            side: SideState(codec, given[side], capacity, self.track if self.plan.rope_use(side) == "factors" else None)
+            for side, codec in codecs.items()
         }
         self.is_initialized = True
 
@@ -113,6 +128,7 @@ class CompressedLayer(CacheLayerMixin):
             sink_tokens=self.plan.sink_tokens,
             dtype=states.dtype,
             device=states.device,
+            rope=self.rope,
         )
         return config.codec()(config.options(), context)
 
@@ -166,13 +182,15 @@ class CompressedLayer(CacheLayerMixin):
         fresh: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
         tokens = key_states.shape[2]
         prompt = tokens > MAX_DECODE_TOKENS
-        first = self.get_seq_length() == 0
+        length = self.get_seq_length()
+        if self.track is not None:
+            self.track.extend(length, fresh["keys"])
         if not prompt and self.config.quantize_generated:
             self._flush_tail()
         sinks = min(self.plan.sink_tokens - self._sides["keys"].sinks.shape[2], tokens)
         packed = self.packed_tokens
         tails = self._append_prompt(fresh, sinks) if prompt else self._append(fresh, sinks)
-        if first:
+        if not length:
             return key_states, value_states
         keys, values = (self._sides[side].segments(packed, tails[side]) for side in fresh)
         if not packed:

@@ -62,8 +62,8 @@ def _scores(rows: torch.Tensor, keys: SideSegments) -> torch.Tensor:
     mapped = keys.codec.map_query(rows)
     parts = [rows @ keys.sinks.float().mT]
     for start in range(0, keys.packed, CHUNK_TOKENS):
-        fields = keys.store.read(start, min(start + CHUNK_TOKENS, keys.packed))
-        parts.append(keys.codec.score(mapped, fields))
+        stop = min(start + CHUNK_TOKENS, keys.packed)
+        parts.append(keys.codec.score(mapped, keys.store.read(start, stop), keys.rope(start, stop)))
     parts.append(rows @ keys.tail.float().mT)
     return torch.cat(parts, -1)
 

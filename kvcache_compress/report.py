@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .layer import CompressedLayer
+from .rope import RopeTrack
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class MemoryReport:
     """Memory of a cache, per layer and in total."""
 
     layers: list[LayerMemory] = field(default_factory=list)
+    rope_used_bytes: int = 0
+    """cos and sin of every token, kept once for all layers where a codec needs them; part of the totals."""
+    rope_allocated_bytes: int = 0
 
     def _sum(self, name: str) -> int:
         return sum(getattr(layer, name) for layer in self.layers)
@@ -73,11 +77,11 @@ class MemoryReport:
 
     @property
     def used_bytes(self) -> int:
-        return self._sum("used_bytes")
+        return self._sum("used_bytes") + self.rope_used_bytes
 
     @property
     def allocated_bytes(self) -> int:
-        return self._sum("allocated_bytes")
+        return self._sum("allocated_bytes") + self.rope_allocated_bytes
 
     @property
     def constant_bytes(self) -> int:
@@ -86,7 +90,7 @@ class MemoryReport:
     @property
     def total_bytes(self) -> int:
         """All that the cache holds: allocated buffers and constants."""
-        return self._sum("total_bytes")
+        return self._sum("total_bytes") + self.rope_allocated_bytes
 
     @property
     def bf16_bytes(self) -> int:
@@ -96,7 +100,14 @@ class MemoryReport:
     @property
     def packed_bits_per_number(self) -> float:
         """Bits stored per packed number: codes, scales, norms, zero points, padding."""
-        return 8 * self._sum("packed_bytes") / self.packed_numbers if self.packed_numbers else float("nan")
+        packed = self._sum("packed_bytes") + self._packed_rope_bytes
+        return 8 * packed / self.packed_numbers if self.packed_numbers else float("nan")
+
+    @property
+    def _packed_rope_bytes(self) -> float:
+        """The packed tokens' share of what is kept for RoPE."""
+        tokens = self.packed_tokens + self.dense_tokens
+        return self.rope_used_bytes * self.packed_tokens / tokens if tokens else 0.0
 
     @property
     def bits_per_number(self) -> float:
@@ -114,7 +125,7 @@ class MemoryReport:
         for layer in self.layers:
             for name, size in layer.fields.items():
                 totals[name] = totals.get(name, 0) + size
-        return totals
+        return totals | ({"rope": self.rope_used_bytes} if self.rope_used_bytes else {})
 
     def to_dict(self) -> dict[str, Any]:
         """The totals by name, and the bytes per field."""
@@ -156,9 +167,10 @@ class MemoryReport:
         )
 
 
-def memory_report(layers: Iterable[Any]) -> MemoryReport:
-    """The report of a cache's layers, Transformers' own ones included."""
-    return MemoryReport([_layer_memory(index, layer) for index, layer in enumerate(layers)])
+def memory_report(layers: Iterable[Any], track: RopeTrack | None = None) -> MemoryReport:
+    """The report of a cache's layers, Transformers' own ones included, and of what they share."""
+    used, allocated = (0, 0) if track is None else (track.bytes_used(), track.buffer.nbytes)
+    return MemoryReport([_layer_memory(index, layer) for index, layer in enumerate(layers)], used, allocated)
 
 
 def _layer_memory(index: int, layer: Any) -> LayerMemory:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .codec import Backend, Codec, Side
+from .rope import Rope, RopeTrack
 from .store import PackedStore
 
 
@@ -24,6 +25,13 @@ class SideSegments:
     packed: int
     tail: torch.Tensor
     codec: Codec
+    track: RopeTrack | None = None
+    """cos and sin of all tokens, where the codec asks for them."""
+
+    def rope(self, start: int, stop: int) -> Rope | None:
+        """cos and sin of packed tokens `[start, stop)`."""
+        first = self.sinks.shape[2]
+        return None if self.track is None else self.track.read(first + start, first + stop)
 
     @property
     def shape(self) -> torch.Size:
@@ -34,7 +42,7 @@ class SideSegments:
         """Everything decoded, `[B, H, T, D]` in the model's dtype."""
         if not self.packed:
             return torch.cat([self.sinks, self.tail], dim=2)
-        decoded = self.codec.decode(self.store.read(0, self.packed)).to(self.tail.dtype)
+        decoded = self.codec.decode(self.store.read(0, self.packed), self.rope(0, self.packed)).to(self.tail.dtype)
         return torch.cat([self.sinks, decoded, self.tail], dim=2)
 
 

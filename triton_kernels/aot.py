@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -36,6 +38,18 @@ class MachineCode:
     loops: tuple[int, ...]
     """SASS instructions of each innermost loop, as one warp executes them; empty on AMD targets."""
     warps: int
+
+
+def captured_launches(call: Callable[[], Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Kernel and arguments of every launch that `call` makes, none of which runs; `call` sees empty results."""
+    launches: list[tuple[Any, dict[str, Any]]] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append((kernel, dict(zip((p.name for p in kernel.params), args, strict=False)) | kwargs))
+
+    with mock.patch.object(triton.JITFunction, "run", record):
+        call()
+    return launches
 
 
 def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: tuple[str, ...] = ()) -> MachineCode:

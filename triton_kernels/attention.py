@@ -119,23 +119,23 @@ def _dense_segment(
 
 # Triton compiles anew for integers that are 1 or divisible by 16, which these become and cease to be as tokens arrive.
 _GROWING = (
-    "n_sinks", "n_packed", "n_tail", "k_capacity", "v_capacity", "tail_k_capacity", "tail_v_capacity", "split_tokens",
-    "s_mask_b", "s_mask_h", "s_mask_n",
+    "n_sinks", "n_packed", "n_tail", "k_capacity", "v_capacity", "tail_k_capacity", "tail_v_capacity", "rope_capacity",
+    "split_tokens", "s_mask_b", "s_mask_h", "s_mask_n",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_GROWING)
 def attend_kernel(
-    p_q, p_mapped, k_fields, k_tables, v_fields, v_tables, p_sink_k, p_sink_v, p_tail_k, p_tail_v, p_mask,
+    p_q, p_mapped, k_fields, k_tables, v_fields, v_tables, p_sink_k, p_sink_v, p_tail_k, p_tail_v, p_rope, p_mask,
     p_acc, p_dense, p_stats,
-    n_sinks, n_packed, n_tail, k_capacity, v_capacity, tail_k_capacity, tail_v_capacity, split_tokens,
+    n_sinks, n_packed, n_tail, k_capacity, v_capacity, tail_k_capacity, tail_v_capacity, rope_capacity, split_tokens,
     s_mask_b, s_mask_h, s_mask_n, s_mask_t, scaling, softcap,
     G, N,
     SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K_META: tl.constexpr, V_META: tl.constexpr,
     K_WIDTHS: tl.constexpr, V_WIDTHS: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, BIAS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    CAUSAL: tl.constexpr, ROW_BLOCKS: tl.constexpr,
+    CAUSAL: tl.constexpr, ROW_BLOCKS: tl.constexpr, ROPE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     i_s, i_h, i_b = tl.program_id(0), tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - 1
@@ -156,18 +156,22 @@ def attend_kernel(
         if BIAS:
             b_bias = tl.load(p_mapped + o_r * K_STRIDE + K_STRIDE - 1, mask=m_r, other=0.0).to(tl.float32)
         b_acc = _zero_tiles(M, V_WIDTHS)
+        if ROPE_WIDTH:
+            p_rope += (i_b.to(tl.int64) * rope_capacity + n_sinks) * ROPE_WIDTH
         stop = tl.minimum(i_s * split_tokens + split_tokens, n_packed)
         for start in range(i_s * split_tokens, stop, BLOCK):
             o_t = start + tl.arange(0, BLOCK)
             m_t = o_t < stop
-            b_s = SCORE(b_q, k_fields, k_tables, i_bh * k_capacity, o_t, m_t, K_META, PRECISION)
+            b_s = SCORE(b_q, k_fields, k_tables, p_rope, i_h, i_bh * k_capacity, o_t, m_t, K_META, PRECISION)
             b_s = b_s * b_top[:, None] + b_bias[:, None]
             b_s = _logits(
                 b_s, p_mask, o_m, s_mask_t, o_t, m_t, o_n, m_r, n_sinks, count, scaling, softcap, MASK, SOFTCAP, False
             )
             b_p, b_factor, b_m, b_l = _softmax_step(b_s, b_m, b_l)
             b_acc = _rescaled(b_acc, b_factor)
-            b_acc = ACCUMULATE(b_p, v_fields, v_tables, i_bh * v_capacity, o_t, m_t, b_acc, V_META, DTYPE, PRECISION)
+            b_acc = ACCUMULATE(
+                b_p, v_fields, v_tables, i_h, v_capacity, i_bh * v_capacity, o_t, m_t, b_acc, V_META, DTYPE, PRECISION
+            )
         p_acc += ((i_bh * splits + i_s) * rows) * V_STRIDE
         base = 0
         for i in tl.static_range(len(V_WIDTHS)):

@@ -36,15 +36,16 @@ def decoded(
 
 
 @triton.jit
-def score(b_q, fields, tables, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
+def score(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
     b_k = decoded(fields, o_row, o_t, m_t, b_q[0].dtype, META[0], META[1], META[2], META[3], META[4])
     return tl.dot(b_q[0], tl.trans(b_k), input_precision=PRECISION)
 
 
 @triton.jit
 def accumulate(
-    b_p, fields, tables, o_row, o_t, m_t, b_acc, META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
-):
+    b_p, fields, tables, i_h, s_head, o_row, o_t, m_t, b_acc,
+    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     b_v = decoded(fields, o_row, o_t, m_t, DTYPE, META[0], META[1], META[2], META[3], META[4])
     return (tl.dot(b_p.to(DTYPE), b_v, b_acc[0], input_precision=PRECISION),)
 

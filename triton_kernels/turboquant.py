@@ -41,7 +41,7 @@ def component_levels(
 
 
 @triton.jit
-def score(b_q, fields, tables, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
+def score(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
     for i in tl.static_range(len(META)):
         b_levels, b_scale = component_levels(
@@ -57,8 +57,9 @@ def score(b_q, fields, tables, o_row, o_t, m_t, META: tl.constexpr, PRECISION: t
 
 @triton.jit
 def accumulate(
-    b_p, fields, tables, o_row, o_t, m_t, b_acc, META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
-):
+    b_p, fields, tables, i_h, s_head, o_row, o_t, m_t, b_acc,
+    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     b_sums = ()
     for i in tl.static_range(len(META)):
         b_levels, b_scale = component_levels(

@@ -1,7 +1,7 @@
-"""One method, one file. Importing this package registers them all."""
+"""One method, one file: importing this package imports every module in it, which registers them all."""
 
-from .kivi import KIVICache
-from .none import DenseCodec
-from .turboquant import TurboQuantCache
+import pkgutil
+from importlib import import_module
 
-__all__ = ["DenseCodec", "KIVICache", "TurboQuantCache"]
+for _module in pkgutil.iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

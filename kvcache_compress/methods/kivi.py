@@ -103,7 +103,7 @@ class KIVICodec(Codec):
     def map_query(self, query: torch.Tensor) -> torch.Tensor:
         return query
 
-    def score(self, mapped: torch.Tensor, fields: Fields) -> torch.Tensor:
+    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         return mapped @ self.decode(fields).mT
 
     def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:

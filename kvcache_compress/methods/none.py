@@ -45,7 +45,7 @@ class DenseCodec(Codec):
     def map_query(self, query: torch.Tensor) -> torch.Tensor:
         return query
 
-    def score(self, mapped: torch.Tensor, fields: Fields) -> torch.Tensor:
+    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         return mapped @ fields[0].float().mT
 
     def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:

@@ -262,7 +262,7 @@ class TurboQuantCodec(Codec):
         mapped = query @ self._ready_basis().mT
         return mapped if self.mean is None else torch.cat([mapped, query @ self.mean[..., None]], -1)
 
-    def score(self, mapped: torch.Tensor, fields: Fields) -> torch.Tensor:
+    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         parts = [
             (mapped[..., component.rows] @ levels.mT) * scale[:, :, None]
             for component, levels, scale in self._parts(fields)

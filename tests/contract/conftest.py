@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from method_cases import declared
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -38,6 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layers": [{"match": 0, "method": "none"}, {"match": -1, "keys": _KIVI, "sink_tokens": 2, "recent_tokens": 12}],
     },
 }
+CONFIGS |= declared("CONTRACT")
 
 
 class OracleLayer(DynamicLayer):

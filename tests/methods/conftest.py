@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from method_cases import half_layout
 
 from kvcache_compress.codec import Codec, CodecContext
 from kvcache_compress.registry import get_method
@@ -26,6 +27,7 @@ def make_codec() -> Callable[..., Codec]:
             sink_tokens=sinks,
             dtype=torch.float32,
             device=torch.device("cpu"),
+            rope=half_layout(dim),
         )
         codec = get_method(method)
         return codec(codec.Options(**options), context)

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from method_cases import half_layout, random_track
 
 from kvcache_compress.codec import Codec, CodecContext, Side
 from kvcache_compress.registry import get_method
@@ -32,14 +33,16 @@ def make_codec() -> CodecMaker:
 
     def make(
         method: str,
-        options: dict[str, Any],
+        options: dict[str, Any] | Callable[[int], dict[str, Any]],
         side: Side,
         head_dim: int,
         heads: int = 2,
         dtype: torch.dtype = torch.float32,
     ) -> Codec:
         codec = get_method(method)
-        context = CodecContext(side, head_dim, heads, 3, 0, 16, dtype, torch.device("cpu"))
+        options = options(head_dim) if callable(options) else options
+        layout = half_layout(head_dim)
+        context = CodecContext(side, head_dim, heads, 3, 0, 16, dtype, torch.device("cpu"), layout)
         return codec(codec.Options(**options), context)
 
     return make
@@ -55,7 +58,7 @@ def make_side(make_codec: CodecMaker) -> SideMaker:
 
     def make(
         method: str,
-        options: dict[str, Any],
+        options: dict[str, Any] | Callable[[int], dict[str, Any]],
         side: Side,
         head_dim: int,
         packed: int,
@@ -74,10 +77,14 @@ def make_side(make_codec: CodecMaker) -> SideMaker:
         tokens = tokens.to(dtype)
         codec.prepare(tokens)
         store = PackedStore(codec.fields, batch, heads, torch.device("cpu"))
+        track = None
+        if codec.rope_use(codec.options, side) == "factors":
+            track = random_track(half_layout(head_dim), batch, sinks + packed + tail)
         if packed:
-            store.append(codec.encode(tokens[:, :, sinks : sinks + packed]), packed, growing=True)
+            rope = None if track is None else track.read(sinks, sinks + packed)
+            store.append(codec.encode(tokens[:, :, sinks : sinks + packed], rope), packed, growing=True)
         buffer = torch.empty(batch, heads, tail + 11, head_dim, dtype=dtype)
         buffer[:, :, :tail] = tokens[:, :, sinks + packed : sinks + packed + tail]
-        return SideSegments(tokens[:, :, :sinks].contiguous(), store, packed, buffer[:, :, :tail], codec)
+        return SideSegments(tokens[:, :, :sinks].contiguous(), store, packed, buffer[:, :, :tail], codec, track)
 
     return make

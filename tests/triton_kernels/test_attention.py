@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from method_cases import declared
 
 from kvcache_compress import reference
 from kvcache_compress.triton_kernels import launch
@@ -79,10 +80,19 @@ PAIRS = {
     "none-turboquant": (NONE, prod(2)),
     "kivi-none": (kivi(2), NONE),
 }
+PAIRS |= declared("KERNEL_PAIRS")
 CASES: dict[str, Case] = {name: Case(*pair) for name, pair in PAIRS.items()}
 CASES |= {
     f"{name}-bfloat16": Case(*PAIRS[name], dtype=BF16)
-    for name in ("4-bit", "3-bit", "2.5-3.5", "uniform", "prod-3-2", "kivi-2-4", "turboquant-none", "none-turboquant")
+    for name in (
+        *("4-bit", "3-bit", "2.5-3.5", "uniform", "prod-3-2", "kivi-2-4", "turboquant-none", "none-turboquant"),
+        *declared("KERNEL_PAIRS"),
+    )
+}
+CASES |= {
+    f"{name}-{head_dim}": Case(*pair, head_dim=head_dim, groups=groups, count=2, mask="bool")
+    for name, pair in declared("KERNEL_PAIRS").items()
+    for head_dim, groups in ((80, 1), (96, 7), (128, 4))
 }
 CASES |= {
     "heads-1-of-128": Case(groups=1, head_dim=128, dtype=F16),
@@ -152,7 +162,14 @@ def plain_attention(
     """Softmax attention over decoded tokens in float64, `[B, n, Hq, Dv]`; written without the package's arithmetic."""
     groups = query.shape[1] // keys.sinks.shape[1]
     k, v = (
-        torch.cat([side.sinks.double(), side.codec.decode(side.store.read(0, side.packed)).double(), side.tail], 2)
+        torch.cat(
+            [
+                side.sinks.double(),
+                side.codec.decode(side.store.read(0, side.packed), side.rope(0, side.packed)).double(),
+                side.tail,
+            ],
+            2,
+        )
         if side.packed
         else torch.cat([side.sinks, side.tail], 2).double()
         for side in (keys, values)
@@ -228,7 +245,7 @@ def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> Non
     """A view of an earlier step sees its own tokens only, however many were appended since."""
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
-    before = [SideSegments(side.sinks, side.store, 40, side.tail, side.codec) for side in (keys, values)]
+    before = [SideSegments(side.sinks, side.store, 40, side.tail, side.codec, side.track) for side in (keys, values)]
     out = launch.attend(query, *before, None, scaling=0.125)
     assert error(out, plain_attention(query, *before, None, Case(), None)) <= BARS[F32]
 

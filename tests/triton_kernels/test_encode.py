@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from method_cases import declared_list, half_layout, random_track
 
 from kvcache_compress import scalar
 from kvcache_compress.codec import Codec, Fields
@@ -87,12 +88,14 @@ CODECS: list[tuple[str, dict[str, Any]]] = [
     ("kivi", {"bits": 2}),
     ("kivi", {"bits": 3, "group_size": 16}),
     ("none", {}),
+    *(entry[:2] for entry in declared_list("ENCODERS") if len(entry) == 2),
 ]
+SIDES = [(*codec, side) for codec in CODECS for side in ("keys", "values")]
+SIDES += [entry for entry in declared_list("ENCODERS") if len(entry) == 3]
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize(("method", "options"), CODECS)
+@pytest.mark.parametrize(("method", "options", "side"), SIDES)
 def test_codecs_encode_alike_on_both_backends(
     method: str, options: dict[str, Any], side: Any, head_dim: int, make_codec: Callable[..., Codec]
 ) -> None:
@@ -100,6 +103,7 @@ def test_codecs_encode_alike_on_both_backends(
     x = torch.randn(2, 2, 64, head_dim, generator=torch.Generator().manual_seed(1))
     x[0, 1, 5] = 0.0
     codec.prepare(x)
+    rope = random_track(half_layout(head_dim), 2, 64).read(16, 48)
     # A slice of a bigger tensor, as the layer hands its tail over.
     part = x[:, :, 16:48]
-    assert_equal_fields(codec.encode(part, backend="triton"), codec.encode(part, backend="torch"))
+    assert_equal_fields(codec.encode(part, rope, "triton"), codec.encode(part, rope, "torch"))

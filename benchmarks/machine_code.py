@@ -1,8 +1,8 @@
 """Machine code of every kernel, compiled ahead of time; needs no GPU.
 
-    python benchmarks/kernels.py --output benchmarks/results/kernels.json   # all variants, about ten minutes
-    python benchmarks/kernels.py --table                                    # the committed figures as Markdown
-    python benchmarks/kernels.py --check                                    # compile again and compare
+    python benchmarks/machine_code.py --output benchmarks/results/kernels.json   # all variants, about ten minutes
+    python benchmarks/machine_code.py --table                                    # the committed figures as Markdown
+    python benchmarks/machine_code.py --check                                    # compile again and compare
 
 The tracked figure is instructions per element: SASS instructions of the loop over packed tokens times the lanes that
 execute them, divided by the cached numbers that one turn of the loop consumes, `BLOCK * (Dk + Dv)`. The kernel has
@@ -16,25 +16,26 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from transformers import LlamaConfig
 
-from kvcache_compress.codec import CodecContext, MethodOptions, Side
+from kvcache_compress.codec import Codec, CodecContext, MethodOptions, Side
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.registry import get_method
+from kvcache_compress.rope import RopeLayout, RopeTrack
 from kvcache_compress.store import PackedStore
-from kvcache_compress.triton_kernels import aot, attention, kivi, launch, turboquant
+from kvcache_compress.triton_kernels import aot, attention, launch
 from kvcache_compress.view import SideSegments
 
 RESULTS = Path(__file__).parent / "results" / "kernels.json"
 TOLERANCE = 0.05
 """Largest growth of the instructions per element that `--check` lets pass."""
-KNOWN_STACK = {"prod-2.5bit, D=256": 64}
+KNOWN_STACK = {"prod-2.5bit, D=256": 64, "prod-k3v2, D=256": 64}
 """Variants that ptxas gives a few words of stack for loop invariants, and the bytes that are allowed."""
 
 
@@ -95,6 +96,7 @@ def attention_variants() -> dict[str, Variant]:
         "turboquant-4bit, D=256": Variant(four, four, 256),
         "kivi-4bit, D=256": Variant(kivi_side, kivi_side, 256),
         "prod-2.5bit, D=256": Variant(prod[2.5], prod[2.5], 256),
+        "prod-k3v2, D=256": Variant(prod[3], prod[2], 256),
         "turboquant-4bit, float32": Variant(four, four, **exact),
         "turboquant-4bit, D=64, float32": Variant(four, four, 64, **exact),
         "kivi-4bit, float32": Variant(kivi_side, kivi_side, **exact),
@@ -107,12 +109,26 @@ def segments(variant: Variant, side: Side, heads: int = 2, packed: int = 96) -> 
     """A layer's side in a step of decoding, with 16 sinks and 17 recent tokens."""
     method, options = variant.keys if side == "keys" else variant.values
     device = torch.device("cpu")
-    codec = get_method(method)(options, CodecContext(side, variant.head_dim, heads, 0, 0, 16, variant.dtype, device))
+    codec = build_codec(method, options, side, variant.head_dim, heads, variant.dtype)
     tokens = torch.randn(1, heads, packed, variant.head_dim).to(variant.dtype)
     codec.prepare(tokens)
+    track = None
+    if codec.rope_use(options, side) == "factors":
+        track = RopeTrack(LlamaConfig(head_dim=variant.head_dim), codec.context.rope)
+        track.extend(0, torch.empty(1, heads, 16 + packed + 17, variant.head_dim))
+    rope = None if track is None else track.read(16, 16 + packed)
     store = PackedStore(codec.fields, 1, heads, device)
-    store.append(codec.encode(tokens), packed, growing=True)
-    return SideSegments(tokens[:, :, :16].contiguous(), store, packed, tokens[:, :, :17].contiguous(), codec)
+    store.append(codec.encode(tokens, rope), packed, growing=True)
+    return SideSegments(tokens[:, :, :16].contiguous(), store, packed, tokens[:, :, :17].contiguous(), codec, track)
+
+
+def build_codec(
+    method: str, options: MethodOptions, side: Side, head_dim: int, heads: int, dtype: torch.dtype
+) -> Codec:
+    half = head_dim // 2
+    rope = RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))
+    context = CodecContext(side, head_dim, heads, 0, 0, 16, dtype, torch.device("cpu"), rope)
+    return get_method(method)(options, context)
 
 
 def attention_arguments(variant: Variant, amd: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -123,16 +139,29 @@ def attention_arguments(variant: Variant, amd: bool) -> tuple[dict[str, Any], di
     return attend, launch.merge_arguments(query, keys, values, None, attend, launch.MAX_SPLITS)[1]
 
 
-def encode_arguments() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Name, kernel and arguments of the encode kernels."""
-    for bits, width, scalar in ((4, 128, "match"), (4, 128, "unbiased"), (3, 64, "norm"), (6, 256, "least_squares")):
-        z, norm, levels = torch.zeros(512, width), torch.zeros(512), torch.zeros(2**bits)
-        _, arguments, _ = turboquant.quantize_arguments(z, norm, levels, bits, scalar)
-        yield f"encode turboquant-{bits}bit {scalar}, D={width}", turboquant.quantize_kernel, arguments
-    for side, tokens, channels in (("keys", 32, 1), ("values", 1, 32)):
-        x, scale = torch.zeros(1, 2, 64, 128), torch.zeros(1, 2, 64 // tokens, 128 // channels, dtype=torch.float16)
-        _, arguments, _ = kivi.quantize_arguments(x, scale, scale, 2, tokens, channels)
-        yield f"encode kivi-2bit {side}, D=128", kivi.quantize_kernel, arguments
+def encode_variants() -> dict[str, tuple[Side, str, MethodOptions, int]]:
+    """Every method's encoders, from its presets (the same codec once), and scalars and sizes beyond them."""
+    variants: dict[str, tuple[Side, str, MethodOptions, int]] = {}
+    known: list[tuple[Side, MethodOptions]] = []
+    for name, variant in attention_variants().items():
+        sides: list[tuple[Side, tuple[str, MethodOptions]]] = [("keys", variant.keys), ("values", variant.values)]
+        for side, (method, options) in sides:
+            if variant.head_dim == 128 and method != "none" and (side, options) not in known:
+                known.append((side, options))
+                variants[f"encode {side} of {name}"] = (side, method, options, 128)
+    for bits, scalar, width in ((3, "norm", 64), (6, "least_squares", 256)):
+        name = f"encode turboquant-{bits}bit {scalar}, D={width}"
+        variants[name] = ("keys", *side_of("turboquant", bits=bits, scalar=scalar), width)
+    return variants
+
+
+def encode_launches(side: Side, method: str, options: MethodOptions, head_dim: int) -> list[tuple[Any, dict[str, Any]]]:
+    """Kernels that encode 512 tokens launches, and their arguments."""
+    codec = build_codec(method, options, side, head_dim, 2, torch.bfloat16)
+    tokens = torch.randn(1, 2, 512, head_dim).bfloat16()
+    codec.prepare(tokens)
+    rope = (torch.ones(1, 512, head_dim // 2), torch.zeros(1, 512, head_dim // 2))
+    return aot.captured_launches(lambda: codec.encode(tokens, rope, "triton"))
 
 
 def packed_loop(arguments: dict[str, Any], code: aot.MachineCode, target: str) -> float | None:
@@ -162,9 +191,10 @@ def measure(targets: list[str], only: list[str]) -> Table:
                 attend, merge = attention_arguments(variant, amd=target.startswith("gfx"))
                 add(name, target, attention.attend_kernel, attend)
                 add(merge_name, target, attention.merge_kernel, merge)
-        for name, kernel, arguments in encode_arguments():
+        for name, encoder in encode_variants().items():
             if not only or name in only:
-                add(name, target, kernel, arguments)
+                for number, (kernel, arguments) in enumerate(encode_launches(*encoder)):
+                    add(name if number == 0 else f"{name}, {number + 1}", target, kernel, arguments)
     return table
 
 
@@ -195,7 +225,7 @@ def load(path: Path) -> Table:
 def save(table: Table, path: Path) -> None:
     versions = {name: importlib.metadata.version(name) for name in ("triton", "torch")}
     content = {
-        "command": "python benchmarks/kernels.py --output benchmarks/results/kernels.json",
+        "command": "python benchmarks/machine_code.py --output benchmarks/results/kernels.json",
         "hardware": "none: compiled ahead of time",
         "versions": {"python": platform.python_version(), **versions},
         "kernels": {
