@@ -14,16 +14,17 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import reference
+from .backend import on_device
 from .cache import CompressedCache
 from .config import CompressionConfig, load_config
 from .layer import ATTENTION_NAME, MAX_DECODE_TOKENS, CompressedLayer
@@ -80,20 +81,38 @@ def attention_forward(
         mask = _fusable_mask(attention_mask, query, key)
         if _fusable(query, attention_mask, dropout, kwargs):
             attend = _attend(key)
-            output = attend(
-                query,
-                key.keys,
-                key.values,
-                mask,
-                scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-                softcap=kwargs.get("softcap"),
-                sinks=kwargs.get("s_aux"),
-            )
+            with on_device(query):
+                output = attend(
+                    query,
+                    key.keys,
+                    key.values,
+                    mask,
+                    scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+                    softcap=kwargs.get("softcap"),
+                    sinks=kwargs.get("s_aux"),
+                )
             return output, None
     dense_key = key.dense() if isinstance(key, PackedKV) else key
     dense_value = value.dense() if isinstance(value, PackedKV) else value
     previous = _previous_attention(module)
-    return previous(module, query, dense_key, dense_value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    with _under_previous_name(module.config):
+        return previous(
+            module, query, dense_key, dense_value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+
+
+@contextmanager
+def _under_previous_name(config: PreTrainedConfig) -> Iterator[None]:
+    """FlashAttention is one function for all its versions, and asks the config which one is meant."""
+    ours, name = config._attn_implementation, _previous_name(config)
+    if "flash" not in name:
+        yield
+        return
+    config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = ours
 
 
 def _attend(key: PackedKV) -> Callable[..., torch.Tensor]:
@@ -125,6 +144,9 @@ def _fusable_mask(mask: Any, query: torch.Tensor, key: PackedKV) -> Any:
 
 def enable_fused_attention(model: PreTrainedModel) -> None:
     """Lets `model` attend over compressed caches directly. Other caches go on through its previous attention.
+
+    Caches must be built from this model's own `config`, which is where they see that fused attention is on.
+    Continuous batching (`generate_batch`) has caches of its own and refuses a model in this state.
 
     Raises:
         ValueError: the model's attention cannot be switched by Transformers' attention interface.
@@ -191,17 +213,30 @@ def _switch(model: PreTrainedModel, decoder: PreTrainedConfig, name: str) -> Non
 
 @dataclass
 class Compression:
-    """Handle of a `compress` block: the caches that `generate` made in it."""
+    """Handle of a `compress` block, with the cache of the latest `generate` call in it."""
 
     config: CompressionConfig
-    caches: list[CompressedCache] = field(default_factory=list)
+    cache: CompressedCache | None = None
 
     @property
     def last_cache(self) -> CompressedCache:
         """The cache of the latest `generate` call; raises `RuntimeError` where there was none."""
-        if not self.caches:
+        if self.cache is None:
             raise RuntimeError("no cache yet: call model.generate inside the compress block first")
-        return self.caches[-1]
+        return self.cache
+
+
+@contextmanager
+def _without_cache_implementation(*settings: GenerationConfig) -> Iterator[None]:
+    """Generation refuses a cache beside a kind of cache, and the caller asked for ours."""
+    kinds = [one.cache_implementation for one in settings]
+    for one in settings:
+        one.cache_implementation = None
+    try:
+        yield
+    finally:
+        for one, kind in zip(settings, kinds, strict=True):
+            one.cache_implementation = kind
 
 
 @contextmanager
@@ -213,8 +248,8 @@ def compress(
 ) -> Iterator[Compression]:
     """Within the block `model.generate` uses a compressed cache wherever it would make one of its own.
 
-    Pipelines and other clients that only call `generate` need not know. A call that brings its own
-    `past_key_values`, or `use_cache=False`, is left alone.
+    Pipelines and other clients that only call `generate` need not know; a `cache_implementation` that they ask for
+    gives way. A call that brings its own `past_key_values`, or `use_cache=False`, is left alone.
 
     Args:
         model: a decoder-only model.
@@ -235,8 +270,10 @@ def compress(
         settings = bound.get("generation_config") or model.generation_config
         own = kwargs.get("past_key_values") is not None
         if not own and kwargs.get("use_cache", settings.use_cache) is not False:
-            handle.caches[:] = [CompressedCache(model.config, handle.config)]
-            kwargs["past_key_values"] = handle.last_cache
+            handle.cache = CompressedCache(model.config, handle.config)
+            kwargs.pop("cache_implementation", None)
+            with _without_cache_implementation(settings, model.generation_config):
+                return generate(*args, past_key_values=handle.cache, **kwargs)
         return generate(*args, **kwargs)
 
     if fused or (fused is None and model._can_set_attn_implementation()):

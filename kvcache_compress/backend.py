@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -45,6 +46,11 @@ def resolve_backend(choice: BackendChoice, device: torch.device) -> Backend:
         backend = "triton"
     _log_once(backend, device.type)
     return backend
+
+
+def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Makes the device of `x` the current one: Triton launches there, whatever device its operands are on."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 @cache

@@ -36,26 +36,21 @@ class CompressedCache(Cache):
     def __init__(self, model_config: PreTrainedConfig, config: CompressionConfig | str | dict[str, Any]) -> None:
         self.config = load_config(config)
         check_backend(self.config.backend)
-        if getattr(model_config, "is_encoder_decoder", False):
-            raise ValueError(f"{model_config.model_type} is an encoder-decoder model: only decoders can be compressed")
-        self.decoder_config = model_config.get_text_config(decoder=True)
-        layers = list(DynamicCache(config=self.decoder_config).layers)
-        layer_types = _layer_types(self.decoder_config, layers)
-        compressible = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
-        if not compressible or not _has_attention(self.decoder_config):
-            found = (
-                ", ".join(sorted(set(layer_types))) if _has_attention(self.decoder_config) else "no attention at all"
-            )
-            raise ValueError(f"{model_config.model_type} has no full-attention layer to compress (it has {found})")
-        plans = self.config.plan(layer_types)
-        chosen = {index: plans[index] for index in compressible if plans[index].compresses}
+        self.decoder_config, layers = decoder_layers(model_config)
+        plans = self.config.plan(_layer_types(self.decoder_config, layers))
+        chosen = {
+            index: plans[index]
+            for index, layer in enumerate(layers)
+            if type(layer) is DynamicLayer and plans[index].compresses
+        }
         rope = _check_plans(chosen, self.decoder_config)
         self.rope_track = None
         if rope and any(plan.rope_use(side) == "factors" for plan in chosen.values() for side in SIDES):
             self.rope_track = RopeTrack(self.decoder_config, rope)
         for index, plan in chosen.items():
             track = self.rope_track if "factors" in (plan.rope_use("keys"), plan.rope_use("values")) else None
-            layers[index] = CompressedLayer(index, plan, self.config, self.decoder_config, rope, track)
+            leads = track is not None and not any(getattr(layer, "track", None) for layer in layers[:index])
+            layers[index] = CompressedLayer(index, plan, self.config, self.decoder_config, rope, track, leads)
         super().__init__(layers=layers)
 
     @classmethod
@@ -112,6 +107,33 @@ class CompressedCache(Cache):
         return twin
 
 
+def decoder_layers(model_config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Any]]:
+    """The decoder's config and the cache layers that Transformers gives it; `DynamicLayer`s can be compressed.
+
+    Raises:
+        ValueError: encoder-decoder models, and models without full attention.
+    """
+    if not isinstance(model_config, PreTrainedConfig):
+        raise ValueError(f"model_config={type(model_config).__name__}: a model's config is needed (model.config)")
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise ValueError(f"{model_config.model_type} is an encoder-decoder model: only decoders can be compressed")
+    decoder = model_config.get_text_config(decoder=True)
+    layers = list(DynamicCache(config=decoder).layers)
+    attends = _has_attention(decoder)
+    if not attends or not any(type(layer) is DynamicLayer for layer in layers):
+        found = ", ".join(sorted(set(_layer_types(decoder, layers)))) if attends else "no attention at all"
+        raise ValueError(f"{model_config.model_type} has no full-attention layer to compress (it has {found})")
+    return decoder, layers
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """Numbers per key of a full-attention layer."""
+    kinds = getattr(config, "layer_types", None) or []
+    if "full_attention" in kinds and hasattr(config, "per_layer_config"):
+        config = config.per_layer_config[kinds.index("full_attention")]
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _layer_types(config: PreTrainedConfig, layers: list[Any]) -> list[str]:
     named = getattr(config, "layer_types", None)
     if named is not None and len(named) == len(layers):
@@ -127,7 +149,7 @@ def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeL
     """Refuses what a method cannot take, as far as the config tells; returns the model's RoPE where one is needed."""
     head_dim = None
     if getattr(config, "kv_lora_rank", None) is None:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = head_dim_of(config)
     uses = {plan.rope_use(side) for plan in plans.values() for side in SIDES}
     rope = rope_layout(config, head_dim) if head_dim and uses - {"none"} else None
     for index, plan in plans.items():

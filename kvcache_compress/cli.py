@@ -67,13 +67,19 @@ def memory(
 
     try:
         shape = shape_of(model) if model else (layers, kv_heads, head_dim)
-        table = Table(title=f"{tokens} tokens x {batch}: {shape[0]} layers, {shape[1]} heads of {shape[2]}")
+        title = f"{tokens} tokens x {batch}: {shape[0]} full-attention layers, {shape[1]} heads of {shape[2]}"
+        table = Table(title=title)
         for heading in ("cache", "GiB", "times smaller"):
             table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
         full = 2 * 2 * shape[0] * shape[1] * shape[2] * tokens * batch
         table.add_row("bfloat16", f"{full / 2**30:.2f}", "1.00")
         for name in preset_names():
-            size = cache_bytes(load_config(name), *shape, tokens, batch)
+            try:
+                size = cache_bytes(load_config(name), *shape, tokens, batch)
+            except ValueError as error:
+                table.add_row(name, "-", "-")
+                console.print(f"{name}: {error}", style="dim")
+                continue
             table.add_row(name, f"{size / 2**30:.2f}", f"{full / size:.2f}")
     except (ValueError, OSError) as error:
         _fail(error)

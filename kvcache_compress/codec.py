@@ -126,8 +126,14 @@ class Codec(ABC):
         return self._kernel_side
 
     def constants(self) -> dict[str, torch.Tensor]:
-        """Tensors held per layer besides the stored tokens (rotations, means); counted in the memory report."""
+        """Tensors held per layer besides the stored tokens: rotations, means, codebooks."""
         return {}
+
+    def constant_bytes(self) -> int:
+        """Bytes of `constants` and of what the kernels keep beside them; memory that tensors share counts once."""
+        held = [*self.constants().values(), *(self._kernel_side.tensors() if self._kernel_side else ())]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+        return sum(storages.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Codec:
         """Shares the tensors, which no codec changes in place; `prepare` of one copy leaves the other alone."""

@@ -59,7 +59,8 @@ class SideConfig(BaseModel):
 class LayerRule(BaseModel):
     """Overrides the defaults for some layers.
 
-    `match` names them: numbers (negative ones count from the end), ranges such as `"2-5"`, or layer types.
+    `match` names them: numbers (negative ones count from the end), ranges such as `"2-5"`, a share of the layers such
+    as `"first 47%"`, or layer types.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -90,6 +91,10 @@ class LayerRule(BaseModel):
         count = len(layer_types)
         for item in self.match:
             span = re.fullmatch(r"(\d+)-(\d+)", item) if isinstance(item, str) else None
+            share = re.fullmatch(r"first (\d+)%", item) if isinstance(item, str) else None
+            if share:
+                found |= set(range(min(count, round(count * int(share[1]) / 100))))
+                continue
             if isinstance(item, int):
                 wanted = range(item, item + 1)
             elif span:
@@ -146,7 +151,7 @@ class CompressionConfig(BaseModel):
     recent_tokens: int = Field(64, ge=0)
     quantize_generated: bool = True
     backend: BackendChoice = "auto"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**31)
     layers: list[LayerRule] = []
 
     def plan(self, layer_types: Sequence[str]) -> list[LayerPlan]:
@@ -220,9 +225,9 @@ def config_from_options(
     """The config behind a method's own cache class: `options` go to it where it has them, else to both sides."""
     own = {name: value for name, value in options.items() if name in CompressionConfig.model_fields}
     both = {name: value for name, value in options.items() if name not in own}
-    if clash := own.keys() & {"keys", "values"}:
+    if clash := options.keys() & {"keys", "values", "method"}:
         raise ValueError(
-            f"{sorted(clash)[0]!r} is no option here: use CompressedCache.from_config for sides of their own"
+            f"{sorted(clash)[0]!r} is no option here: use CompressedCache.from_config for other methods or sides"
         )
     built = {side: {"method": method, **both, **given} for side, given in sides.items()}
     return _build({**built, **own, **fields}, None)
@@ -252,7 +257,7 @@ def _explain(error: ValidationError) -> str:
             lines.append(str(issue["ctx"]["error"]))
         else:
             lines.append(f"{place}={issue['input']!r}: {issue['msg'][0].lower()}{issue['msg'][1:]}")
-    return "; ".join(lines)
+    return "; ".join(dict.fromkeys(lines))
 
 
 def _unknown(name: str, where: str, known: Mapping[str, Any]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib.resources import files
 
 from transformers import AutoConfig
+from transformers.cache_utils import DynamicLayer
 
+from .cache import decoder_layers, head_dim_of
 from .config import CompressionConfig, LayerPlan
 from .layout import bytes_per_token
 
@@ -28,7 +30,7 @@ def packed_bits(config: CompressionConfig, head_dim: int, layers: int = 32) -> f
 def cache_bytes(
     config: CompressionConfig, layers: int, kv_heads: int, head_dim: int, tokens: int, batch: int = 1
 ) -> float:
-    """Bytes of a bfloat16 model's cache with `tokens` tokens per sequence, full attention in every layer."""
+    """Bytes of a bfloat16 model's cache with `tokens` tokens per sequence in its `layers` full-attention layers."""
     total = 0.0
     for plan in config.plan(["full_attention"] * layers):
         dense = min(tokens, plan.sink_tokens + plan.recent_tokens) if plan.compresses else tokens
@@ -40,11 +42,14 @@ def cache_bytes(
 
 
 def shape_of(model: str) -> tuple[int, int, int]:
-    """(layers, key/value heads, head dimension) from the config of a hub id or a path."""
-    config = AutoConfig.from_pretrained(model).get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, head_dim
+    """(full-attention layers, key/value heads, head dimension) from the config of a hub id or a path.
+
+    Raises:
+        ValueError: a model that cannot be compressed.
+    """
+    config, layers = decoder_layers(AutoConfig.from_pretrained(model))
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return sum(type(layer) is DynamicLayer for layer in layers), heads, head_dim_of(config)
 
 
 def summary(preset: str) -> str:

@@ -2,69 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from .backend import resolve_backend
+from .checks import PackableChecks
 from .codec import Codec, CodecContext, Side
 from .config import CompressionConfig, LayerPlan, SideConfig
-from .rope import Rope, RopeLayout, RopeTrack
-from .store import PackedStore, TailBuffer
-from .view import PackedKV, SideSegments
+from .rope import RopeLayout, RopeTrack
+from .side import SideState
+from .view import PackedKV
 
 ATTENTION_NAME = "kvcache_compress"
 """Name under which our attention is registered; `update()` returns `PackedKV` while a decoder's config bears it."""
 MAX_DECODE_TOKENS = 16
 """An update of at most so many tokens is a decode step (or a speculative verification); more are a part of a prompt."""
+CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+"""Early versions of Transformers 5 crop to a length where later ones remove a count."""
 FLUSH_TOKENS = 32
 """Tokens that leave the recent window together, so that the cost of encoding is spread over as many steps."""
-
-
-class SideState:
-    """Keys or values of one layer: the codec and its three segments."""
-
-    def __init__(self, codec: Codec, like: torch.Tensor, tail_capacity: int, track: RopeTrack | None) -> None:
-        self.codec = codec
-        self.track = track
-        self.sinks = like.new_empty(*like.shape[:2], 0, like.shape[3])
-        self.store = PackedStore(codec.fields, like.shape[0], like.shape[1], like.device)
-        self.tail = TailBuffer(like, tail_capacity)
-        self.prepared = False
-
-    def pack(self, x: torch.Tensor, tokens: int, backend: Any, growing: bool) -> None:
-        """Encodes the first `tokens` of `x` into the store; what depends on data is set from all of the first `x`."""
-        if not self.prepared:
-            self.codec.prepare(x)
-            self.prepared = True
-        rope = self._rope(self.store.tokens, self.store.tokens + tokens)
-        self.store.append(self.codec.encode(x[:, :, :tokens], rope, backend), tokens, growing)
-
-    def _rope(self, start: int, stop: int) -> Rope | None:
-        first = self.sinks.shape[2]
-        return None if self.track is None else self.track.read(first + start, first + stop)
-
-    def segments(self, packed: int, tail: torch.Tensor) -> SideSegments:
-        return SideSegments(self.sinks, self.store, packed, tail, self.codec, self.track)
-
-    def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.sinks = change(self.sinks)
-        self.store.apply(change)
-        self.tail.apply(change)
-
-    def crop(self, sinks: int, packed: int, group: int) -> None:
-        """Keeps the first `sinks` and `packed` tokens; a group that is cut is decoded back into the tail."""
-        whole = packed // group * group
-        cut = self.tail.buffer
-        if packed > whole:
-            cut = self.codec.decode(self.store.read(whole, whole + group), self._rope(whole, whole + group))
-        self.tail.replace(cut[:, :, : packed - whole].to(self.tail.buffer.dtype))
-        self.store.truncate(whole)
-        self.sinks = self.sinks[:, :, :sinks]
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -87,6 +49,7 @@ class CompressedLayer(CacheLayerMixin):
         decoder_config: PreTrainedConfig,
         rope: RopeLayout | None = None,
         track: RopeTrack | None = None,
+        leads_track: bool = True,
     ) -> None:
         self.index = index
         self.plan = plan
@@ -94,13 +57,14 @@ class CompressedLayer(CacheLayerMixin):
         self.decoder_config = decoder_config
         self.rope = rope
         self.track = track
+        self.leads_track = leads_track
         self.is_initialized = False
         self._forget()
 
     def _forget(self) -> None:
         self.is_initialized = False
         self._sides: dict[Side, SideState] = {}
-        self._unread_checks: list[tuple[Side, torch.Tensor]] = []
+        self._checks = PackableChecks(self.index)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Builds codecs and empty buffers for tensors like these, `[B, H, T, D]`."""
@@ -172,6 +136,7 @@ class CompressedLayer(CacheLayerMixin):
             ValueError: another batch size than before, or tokens to be packed that are not finite. The cache is
                 unchanged (on a GPU, where waiting for the check would stall, a later update raises).
         """
+        self._check_shapes(key_states, value_states)
         if not self.is_initialized or (key_states.shape[0] != self.batch_size and not self.get_seq_length()):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.batch_size:
@@ -182,9 +147,10 @@ class CompressedLayer(CacheLayerMixin):
         fresh: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
         tokens = key_states.shape[2]
         prompt = tokens > MAX_DECODE_TOKENS
+        self._checks.raise_for_known()
         length = self.get_seq_length()
         if self.track is not None:
-            self.track.extend(length, fresh["keys"])
+            self.track.extend(length, fresh["keys"], again=not self.leads_track)
         if not prompt and self.config.quantize_generated:
             self._flush_tail()
         sinks = min(self.plan.sink_tokens - self._sides["keys"].sinks.shape[2], tokens)
@@ -213,7 +179,7 @@ class CompressedLayer(CacheLayerMixin):
         leaving = self._leaving(tails["keys"].shape[2])
         if not leaving:
             return self._append(fresh, sinks)
-        self._refuse_nonfinite(tails, leaving)
+        self._check_packable(tails, leaving)
         for side, tail in tails.items():
             state = self._sides[side]
             state.sinks = torch.cat([state.sinks, fresh[side][:, :, :sinks]], 2)
@@ -226,7 +192,7 @@ class CompressedLayer(CacheLayerMixin):
         leaving = self._leaving(tails["keys"].shape[2])
         if not leaving:
             return
-        self._refuse_nonfinite(tails, leaving)
+        self._check_packable(tails, leaving)
         for side, tail in tails.items():
             state = self._sides[side]
             state.pack(tail, leaving, self.backend, growing=True)
@@ -235,21 +201,18 @@ class CompressedLayer(CacheLayerMixin):
     def _leaving(self, tail_tokens: int) -> int:
         return max(0, tail_tokens - self.plan.recent_tokens) // self.flush_tokens * self.flush_tokens
 
-    def _refuse_nonfinite(self, tails: dict[Side, torch.Tensor], leaving: int) -> None:
-        """Raises for what is about to be packed; on a GPU for what was packed last, so that nothing waits for it."""
-        used = {side: x[:, :, :leaving] if self._sides[side].prepared else x for side, x in tails.items()}
-        checks = [(side, torch.isfinite(x).all()) for side, x in used.items()]
-        if self.device.type != "cpu":
-            on_host = [(side, torch.ones((), dtype=torch.bool, pin_memory=True)) for side, _ in checks]
-            for (_, host), (_, finite) in zip(on_host, checks, strict=True):
-                host.copy_(finite, non_blocking=True)
-            checks, self._unread_checks = self._unread_checks, on_host
-        for side, finite in checks:
-            if not finite:
-                raise ValueError(
-                    f"{side} of layer {self.index} hold NaN or infinity, which cannot be packed: "
-                    "is the model's dtype too narrow?"
-                )
+    def _check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        known = self._sides["keys"].sinks.shape[1] if self._sides else keys.shape[1] if keys.ndim == 4 else None
+        if keys.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.shape[1] != known:
+            raise ValueError(
+                f"keys {tuple(keys.shape)} and values {tuple(values.shape)} for layer {self.index}: allowed "
+                f"[B, H, T, D] with equal B, H and T{f', and H = {known}' if known else ''}"
+            )
+
+    def _check_packable(self, tails: dict[Side, torch.Tensor], leaving: int) -> None:
+        """Raises for what is about to be encoded, and for all of what a codec is about to be prepared with."""
+        for side, x in tails.items():
+            self._checks.add(side, x[:, :, :leaving] if self._sides[side].prepared else x)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a query of this length will meet."""
@@ -272,7 +235,12 @@ class CompressedLayer(CacheLayerMixin):
         self._forget()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last `-tokens_to_remove` tokens. Exact within the tail; a packed group that is cut is decoded."""
+        """Removes the last `-tokens_to_remove` tokens. Exact within the tail; a packed group that is cut is decoded.
+
+        Where Transformers itself still crops to a length, a positive count is that length.
+        """
+        if tokens_to_remove > 0 and CROPS_TO_LENGTH:
+            tokens_to_remove = min(0, tokens_to_remove - self.get_seq_length())
         if tokens_to_remove > 0:
             raise ValueError(
                 f"tokens_to_remove={tokens_to_remove}: allowed zero or a negative count, which removes that many tokens"

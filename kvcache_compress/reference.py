@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .view import SideSegments
-
-CHUNK_TOKENS = 2048
-"""Packed tokens unpacked at a time; a multiple of every group size."""
+from .view import CHUNK_TOKENS, SideSegments
 
 
 def attend(

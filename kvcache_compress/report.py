@@ -198,7 +198,7 @@ def _compressed(index: int, layer: CompressedLayer) -> LayerMemory:
         fields |= {f"{side}.{name}": size for name, size in state.store.bytes_used().items()}
         allocated += state.sinks.nbytes + state.tail.buffer.nbytes + state.store.bytes_allocated()
         if state.prepared:
-            constants += sum(tensor.nbytes for tensor in state.codec.constants().values())
+            constants += state.codec.constant_bytes()
         packed_numbers += rows * state.store.tokens * dim
         numbers += rows * (dense + state.store.tokens) * dim
     dense_tokens = layer.get_seq_length() - layer.packed_tokens

@@ -166,14 +166,17 @@ class RopeTrack:
         self.reset()
 
     def reset(self) -> None:
-        self.tokens = self._start = 0
+        self.tokens = 0
         self.buffer = torch.empty(0, 0, 2 * self.layout.rotary, dtype=DTYPE)
 
-    def extend(self, start: int, states: torch.Tensor) -> None:
-        """Takes up the step's tokens, keys `[B, H, T, D]` from index `start` on; a second layer finds them there."""
+    def extend(self, start: int, states: torch.Tensor, again: bool = False) -> None:
+        """Takes up the step's tokens, keys `[B, H, T, D]` from index `start` on.
+
+        `again` is for the layers after the first, which find them there.
+        """
         batch, _, count, _ = states.shape
         given, self.given = self.given, None
-        if start + count == self.tokens and start == self._start:
+        if again and start + count == self.tokens:
             return
         if given is None or given[0].shape[1] != count:
             given = self._by_index(start, states)
@@ -188,7 +191,7 @@ class RopeTrack:
         elif self.buffer.is_inference() and not torch.is_inference_mode_enabled():
             self.buffer = self.buffer.clone()
         self.buffer[:, start : start + count] = factors.to(DTYPE)
-        self._start, self.tokens = start, start + count
+        self.tokens = start + count
 
     def _by_index(self, start: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._embed is None:
@@ -209,7 +212,6 @@ class RopeTrack:
 
     def truncate(self, tokens: int) -> None:
         self.tokens = min(self.tokens, tokens)
-        self._start = self.tokens
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces the buffer by `change(buffer)`: what the layers do to their batch."""

@@ -32,11 +32,16 @@ class PackedStore:
             torch.empty(batch, heads, 0, *field.shape, dtype=field.dtype, device=device) for field in fields
         ]
 
-    def append(self, encoded: Fields, tokens: int, growing: bool) -> None:
-        """Appends `tokens` encoded tokens, a multiple of `group`; `growing` leaves room for more."""
+    def reserve(self, tokens: int, growing: bool) -> None:
+        """Makes room for `tokens` more, a multiple of `group`; `growing` leaves room beyond that."""
         needed = self.tokens + tokens
         if needed > self.capacity:
             self._grow(grown_capacity(needed, self.group) if growing else needed)
+
+    def append(self, encoded: Fields, tokens: int, growing: bool) -> None:
+        """Appends `tokens` encoded tokens; see `reserve`."""
+        self.reserve(tokens, growing)
+        needed = self.tokens + tokens
         for index, (field, new) in enumerate(zip(self.fields, encoded, strict=True)):
             self.buffers[index] = buffer = _writable(self.buffers[index])
             buffer[:, :, self.tokens // field.tokens : needed // field.tokens] = new
@@ -59,8 +64,10 @@ class PackedStore:
         )
 
     def truncate(self, tokens: int) -> None:
-        """Keeps the first `tokens` tokens, a multiple of `group`."""
+        """Keeps the first `tokens` tokens, a multiple of `group`, and gives back what is then too much room."""
         self.tokens = tokens
+        if self.capacity > (fitting := grown_capacity(tokens, self.group)):
+            self._grow(fitting)
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replaces every buffer by `change(buffer)`: batch selection, moves between devices."""
@@ -80,6 +87,7 @@ class TailBuffer:
     def __init__(self, like: torch.Tensor, capacity: int) -> None:
         batch, heads, _, dim = like.shape
         self.tokens = 0
+        self.least = capacity
         self.buffer = like.new_empty(batch, heads, capacity, dim)
 
     @property
@@ -104,7 +112,8 @@ class TailBuffer:
 
     def replace(self, x: torch.Tensor) -> None:
         """Holds a copy of `x` `[B, H, T, D]` and nothing else; views handed out before stay as they are."""
-        self.buffer = torch.empty_like(self.buffer)
+        batch, heads, tokens, dim = x.shape
+        self.buffer = self.buffer.new_empty(batch, heads, max(tokens, self.least), dim)
         self.tokens = 0
         self.append(x)
 

@@ -12,6 +12,9 @@ from .codec import Backend, Codec, Side
 from .rope import Rope, RopeTrack
 from .store import PackedStore
 
+CHUNK_TOKENS = 2048
+"""Packed tokens decoded at a time; a multiple of every group size."""
+
 
 @dataclass(frozen=True)
 class SideSegments:
@@ -42,8 +45,16 @@ class SideSegments:
         """Everything decoded, `[B, H, T, D]` in the model's dtype."""
         if not self.packed:
             return torch.cat([self.sinks, self.tail], dim=2)
-        decoded = self.codec.decode(self.store.read(0, self.packed), self.rope(0, self.packed)).to(self.tail.dtype)
-        return torch.cat([self.sinks, decoded, self.tail], dim=2)
+        batch, heads, tokens, dim = self.shape
+        first = self.sinks.shape[2]
+        whole = self.tail.new_empty(batch, heads, tokens, dim)
+        whole[:, :, :first] = self.sinks
+        for start in range(0, self.packed, CHUNK_TOKENS):
+            stop = min(start + CHUNK_TOKENS, self.packed)
+            part = self.codec.decode(self.store.read(start, stop), self.rope(start, stop))
+            whole[:, :, first + start : first + stop] = part
+        whole[:, :, first + self.packed :] = self.tail
+        return whole
 
 
 class PackedKV:
@@ -84,6 +95,8 @@ class PackedKV:
         return self._segments().dense()
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self.dense(), name)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -115,5 +128,25 @@ def _decoding(name: str) -> Callable[..., Any]:
 
 
 # Python looks operators up on the class, where `__getattr__` has no say.
-for _name in ("add", "sub", "mul", "truediv", "matmul", "radd", "rsub", "rmul", "rtruediv", "neg", "iter"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "matmul",
+    "radd",
+    "rsub",
+    "rmul",
+    "rtruediv",
+    "neg",
+    "iter",
+    "pow",
+    "floordiv",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+):
     setattr(PackedKV, f"__{_name}__", _decoding(f"__{_name}__"))

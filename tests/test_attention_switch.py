@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
 from kvcache_compress.layer import ATTENTION_NAME
@@ -215,7 +217,7 @@ def test_compress_nested(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
         with compress(model, {**TURBOQUANT, "keys": "kivi"}) as inner:
             generate(model, prompt)
             assert inner.last_cache.config.keys.method == "kivi"
-            assert outer.caches == []
+            assert outer.cache is None
         generate(model, prompt)
         assert outer.last_cache.packed_tokens > 0
         assert model.config._attn_implementation == ATTENTION_NAME
@@ -233,7 +235,7 @@ def test_compress_leaves_own_caches_alone(model: LlamaForCausalLM, prompt: torch
         settings = copy.deepcopy(model.generation_config)
         settings.use_cache = False
         assert torch.equal(generate(model, prompt, generation_config=settings), expected)
-        assert handle.caches == []
+        assert handle.cache is None
 
 
 def test_compress_serves_generation_configs(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
@@ -243,10 +245,47 @@ def test_compress_serves_generation_configs(model: LlamaForCausalLM, prompt: tor
     with compress(model, TURBOQUANT) as handle:
         for arguments in ((prompt, settings), (prompt,)):
             model.generate(*arguments, **({} if len(arguments) == 2 else {"generation_config": settings}))
-            assert handle.caches.pop().packed_tokens > 0
+            assert handle.last_cache.packed_tokens > 0
         got = generate(model, prompt, num_beams=3, num_return_sequences=2)
         assert got.shape == (4, 68)
         assert handle.last_cache.packed_tokens > 0
+
+
+def test_compress_overrides_a_cache_implementation(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    with compress(model, TURBOQUANT) as handle:
+        expected = generate(model, prompt)
+        assert torch.equal(generate(model, prompt, cache_implementation="static"), expected)
+        model.generation_config.cache_implementation = "static"
+        assert torch.equal(generate(model, prompt), expected)
+        assert handle.last_cache.packed_tokens > 0
+    assert model.generation_config.cache_implementation == "static"
+    model.generation_config.cache_implementation = None
+
+
+def test_flash_attention_is_asked_for_by_its_own_name(
+    model: LlamaForCausalLM, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers' flash function reads its version from the config, which bears our name."""
+    seen = []
+
+    def flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        seen.append(module.config._attn_implementation)
+        return sdpa(module, query, key, value, mask, **kwargs)
+
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", flash)
+    monkeypatch.setitem(
+        ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    )
+    expected = generate(model, prompt, past_key_values=CompressedCache(model.config, TURBOQUANT))
+    model.config._attn_implementation_internal = "flash_attention_2"
+    enable_fused_attention(model)
+    cache = CompressedCache(model.config, TURBOQUANT)
+    assert torch.equal(generate(model, prompt, past_key_values=cache), expected)
+    assert cache.packed_tokens > 0
+    assert seen
+    assert set(seen) == {"flash_attention_2"}
+    assert model.config._attn_implementation == "kvcache_compress"
 
 
 def test_pipeline_inside_compress(model: LlamaForCausalLM) -> None:

@@ -1,6 +1,9 @@
 """The command line."""
 
+from pathlib import Path
+
 import pytest
+import transformers
 from typer.testing import CliRunner
 
 from kvcache_compress import preset_names
@@ -62,3 +65,25 @@ def test_demo_runs() -> None:
     result = runner.invoke(app, ["demo", "--new-tokens", "8"])
     assert result.exit_code == 0, result.output
     assert "tokens packed at 4.25 bits" in " ".join(result.output.split())
+
+
+def test_memory_where_a_preset_does_not_fit() -> None:
+    result = runner.invoke(app, ["memory", "--head-dim", "80"])
+    assert result.exit_code == 0
+    assert "kivi-2bit: group_size=32" in result.output
+    assert "turboquant-4bit" in result.output
+
+
+@pytest.mark.parametrize("kind", ["Mamba2Config", "T5Config"])
+def test_memory_of_a_model_without_such_a_cache(kind: str, tmp_path: Path) -> None:
+    getattr(transformers, kind)().save_pretrained(tmp_path)
+    result = runner.invoke(app, ["memory", "--model", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "error:" in result.output
+
+
+def test_memory_counts_full_attention_layers(tmp_path: Path) -> None:
+    transformers.Gemma3TextConfig(num_hidden_layers=12).save_pretrained(tmp_path)
+    result = runner.invoke(app, ["memory", "--model", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "2 full-attention layers" in result.output

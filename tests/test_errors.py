@@ -205,7 +205,7 @@ def test_non_finite_prompt(method: str, side: str, bad: float) -> None:
     broken = states(60, seed=1)
     broken[1, 0, 10, 3] = bad
     pair = (broken, states(60)) if side == "keys" else (states(60), broken)
-    message = f"{side} of layer 0 hold NaN or infinity"
+    message = f"{side} of layer 0 hold NaN, infinity"
     with pytest.raises(ValueError, match=message):
         cache.update(*pair, 0)
     assert cache.get_seq_length() == cache.packed_tokens == 0
@@ -274,7 +274,7 @@ def test_generation_goes_on_after_a_refused_prompt(model: LlamaForCausalLM) -> N
     weight = model.model.layers[0].self_attn.k_proj.weight
     saved = weight.detach().clone()
     weight.data[3] = torch.inf
-    with pytest.raises(ValueError, match="keys of layer 0 hold NaN or infinity"):
+    with pytest.raises(ValueError, match="keys of layer 0 hold NaN, infinity"):
         model.generate(prompt, past_key_values=cache, max_new_tokens=6, do_sample=False)
     assert cache.get_seq_length() == 0
     weight.data.copy_(saved)
@@ -297,3 +297,51 @@ def test_batch_that_changes_size() -> None:
     cache.reset()
     cache.update(states(60, batch=3), states(60, batch=3), 0)
     assert cache.packed_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [((2, 2, 1, 32), (2, 2, 2, 32)), ((2, 3, 1, 32), (2, 3, 1, 32)), ((2, 2, 32), (2, 2, 32))],
+    ids=["tokens", "heads", "dimensions"],
+)
+def test_shapes_that_do_not_fit(keys: tuple[int, ...], values: tuple[int, ...]) -> None:
+    cache = CompressedCache(llama(), {**TURBOQUANT, **SMALL})
+    cache.update(states(60), states(60), 0)
+    with pytest.raises(ValueError, match="layer 0: allowed"):
+        cache.update(torch.zeros(keys), torch.zeros(values), 0)
+    assert (cache.get_seq_length(), cache.packed_tokens) == (60, 32)
+
+
+def test_vectors_too_long_for_16_bits_are_refused() -> None:
+    cache = CompressedCache(llama(), {**TURBOQUANT, **SMALL})
+    with pytest.raises(ValueError, match="vectors longer than 65504"):
+        cache.update(states(60) * 1e5, states(60), 0)
+
+
+def test_options_that_belong_elsewhere() -> None:
+    with pytest.raises(ValueError, match="'method' is no option here"):
+        TurboQuantCache(llama(), method="kivi")
+    with pytest.raises(ValueError, match="seed"):
+        TurboQuantCache(llama(), seed=2**62)
+    with pytest.raises(ValueError, match=r"model\.config"):
+        TurboQuantCache("a model")
+    with pytest.raises(ValueError, match="bits=7") as error:
+        TurboQuantCache(llama(), bits=7)
+    assert str(error.value).count("bits=7") == 1
+
+
+def test_centring_is_for_keys_alone() -> None:
+    cache = TurboQuantCache(llama(), center="on", **SMALL)
+    cache.update(states(60) + 1, states(60), 0)
+    assert cache.layers[0].sides["keys"].codec.mean is not None
+    assert cache.layers[0].sides["values"].codec.mean is None
+
+
+def test_crop_to_a_length_as_early_versions_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CompressedCache(llama(), {**TURBOQUANT, **SMALL})
+    cache.update(states(60), states(60), 0)
+    monkeypatch.setattr("kvcache_compress.layer.CROPS_TO_LENGTH", True)
+    cache.layers[0].crop(50)
+    assert (cache.get_seq_length(), cache.packed_tokens) == (50, 32)
+    cache.layers[0].crop(80)
+    assert cache.get_seq_length() == 50

@@ -137,3 +137,39 @@ def test_to_dict() -> None:
         name: getattr(report, name) for name in data if name != "fields"
     }
     assert {"packed_tokens", "total_bytes", "bits_per_number", "packed_bits_per_number", "ratio"} <= data.keys()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 4},
+        {"bits": 3.5},
+        {"bits": 1, "estimator": "prod"},
+        {"bits": 2.5, "estimator": "prod"},
+    ],
+)
+def test_constants_are_all_that_a_codec_holds(options: dict[str, Any], backend: str) -> None:
+    """Every tensor reachable from a layer is a segment, a store's buffer or counted as a constant; none twice."""
+    cache = filled(TurboQuantCache(CONFIG, sink_tokens=4, recent_tokens=8, backend=backend, **options))
+    (layer,) = cache.layers
+    if backend == "triton":
+        for state in layer.sides.values():
+            state.codec.kernel_side().tables_as(torch.float16)
+    storages: dict[int, int] = {}
+
+    def walk(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, dict):
+            walk(list(value.values()))
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                walk(item)
+        elif type(value).__module__.startswith("kvcache_compress"):
+            walk([getattr(value, name) for name in getattr(value, "__dict__", {})])
+
+    walk(layer.sides)
+    report = cache.memory_report()
+    assert report.packed_tokens == 32
+    assert sum(storages.values()) == report.total_bytes

@@ -140,3 +140,21 @@ def test_tail_replace_keeps_views(tail: TailBuffer) -> None:
     tail.truncate(2)
     tail.append(numbers(9, 1))
     assert tail.view()[0, 0, :, 0].tolist() == [4, 5, 9]
+
+
+def test_truncate_gives_room_back() -> None:
+    store = new_store()
+    store.append(block(0, 3200), 3200, growing=True)
+    before = store.bytes_allocated()
+    store.truncate(64)
+    assert store.tokens == 64
+    assert store.bytes_allocated() * 32 < before
+    assert torch.equal(store.read(0, 64)[0], block(0, 64)[0])
+
+
+def test_tail_replace_gives_room_back(tail: TailBuffer) -> None:
+    for step in range(300):
+        tail.append(numbers(step, 1))
+    tail.replace(numbers(0, 3))
+    assert tail.buffer.shape[2] == 8
+    assert torch.equal(tail.view(), numbers(0, 3))

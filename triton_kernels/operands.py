@@ -45,6 +45,12 @@ class KernelSide:
             self._cast[dtype] = tuple(table.to(dtype).contiguous() for table in self.tables)
         return self._cast[dtype]
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that this side holds on the device."""
+        maps = (self.query_map, self.output_map)
+        cast = (table for tables in self._cast.values() for table in tables)
+        return (*self.tables, *cast, *(table for table in maps if table is not None))
+
 
 def in_code_order(basis: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
     """Rows of `basis` `[H, sum(widths), D]` moved to the kernels' padded code order, `[H, sum(padded), D]`."""

@@ -82,18 +82,22 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
         at += len(PLANES[component.bits]) + 1
     widths = tuple(component.width for component in codec.components)
     basis = in_code_order(codec.constants()["basis"], widths)
-    query_map = basis.mT
-    if codec.mean is not None:
-        query_map = torch.cat([query_map.expand(len(codec.mean), -1, -1), codec.mean[..., None]], -1)
+    query_map, output_map = None, None
+    if codec.context.side == "keys":
+        query_map = basis.mT
+        if codec.mean is not None:
+            query_map = torch.cat([query_map.expand(len(codec.mean), -1, -1), codec.mean[..., None]], -1)
+    else:
+        output_map = basis.contiguous()
     return KernelSide(
         score,
         accumulate,
         tuple(meta),
         tuple(padded_width(width) for width in widths),
         tables=tuple(component.levels for component in codec.components),
-        query_map=query_map.contiguous(),
+        query_map=query_map,
         bias=codec.mean is not None,
-        output_map=basis.contiguous(),
+        output_map=output_map,
     )
 
 

@@ -194,7 +194,6 @@ class TurboQuantCodec(Codec):
                 spread = torch.zeros(len(order), width, self.context.head_dim, device=rotation.device)
                 rows.append(spread.scatter_(2, channels, rotation.expand(len(order), -1, -1)))
             at += width
-        self._set_rows = tuple(rows)
         self.basis = torch.cat(
             [
                 self._sketches[c.channel_set] @ rows[c.channel_set] if c.sketch else rows[c.channel_set]
@@ -202,6 +201,9 @@ class TurboQuantCodec(Codec):
             ],
             dim=1,
         )
+        kept = {c.channel_set: self.basis[:, c.rows] for c in self.components if not c.sketch}
+        self._set_rows = tuple(kept.get(index, row) for index, row in enumerate(rows))
+        self._rotations = ()
 
     def prepare(self, x: torch.Tensor) -> None:
         x = x.float()
@@ -284,6 +286,7 @@ class TurboQuantCodec(Codec):
     def constants(self) -> dict[str, torch.Tensor]:
         held: dict[str, torch.Tensor] = {"basis": self._ready_basis()}
         held |= {f"sketch{i}": sketch for i, sketch in enumerate(self._sketches)}
+        held |= {f"rotation{i}": rows for i, rows in enumerate(self._set_rows)}
         held |= {f"levels{i}": component.levels for i, component in enumerate(self.components)}
         return held if self.mean is None else held | {"mean": self.mean}
 
@@ -304,7 +307,7 @@ class TurboQuantCache(CompressedCache):
         bits: bits per number, 1 to 6 in steps of 0.5, of both sides; `key_bits` and `value_bits` override it.
         sink_tokens: first tokens kept in full precision.
         recent_tokens: last tokens kept in full precision.
-        options: more of `TurboQuantOptions` for both sides, or of `CompressionConfig` (`layers`, `seed`, ...).
+        options: more of `TurboQuantOptions` for both sides (`center`: keys alone), or of `CompressionConfig`.
 
     Raises:
         ValueError: for options out of range and for models without full-attention layers.
@@ -320,7 +323,9 @@ class TurboQuantCache(CompressedCache):
         recent_tokens: int = 64,
         **options: Any,
     ) -> None:
-        sides = {"keys": {"bits": bits if key_bits is None else key_bits}}
+        sides: dict[str, dict[str, Any]] = {"keys": {"bits": bits if key_bits is None else key_bits}}
         sides["values"] = {"bits": bits if value_bits is None else value_bits}
+        if "center" in options:
+            sides["keys"]["center"] = options.pop("center")
         config = config_from_options("turboquant", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
         super().__init__(model_config, config)

@@ -69,6 +69,9 @@ def test_operators(views: Any) -> None:
         (-view, -dense),
         (view @ query.mT, dense @ query.mT),
         (view + view, dense + dense),
+        (view > 0, dense > 0),
+        (view == 0, dense == 0),
+        (view**2, dense**2),
     ):
         assert torch.equal(got, expected)
     assert len(view) == 2
