@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -51,7 +52,12 @@ def full_cache() -> CacheSpec:
 
 
 def preset_cache(
-    preset: str, *, sink_tokens: int | None = None, recent_tokens: int | None = None, name: str | None = None
+    preset: str,
+    *,
+    sink_tokens: int | None = None,
+    recent_tokens: int | None = None,
+    codebooks: Path | None = None,
+    name: str | None = None,
 ) -> CacheSpec:
     """Spec of one of our caches.
 
@@ -59,10 +65,12 @@ def preset_cache(
         preset: anything that `load_config` takes.
         sink_tokens: first tokens kept dense, instead of the preset's.
         recent_tokens: last tokens kept dense, instead of the preset's.
+        codebooks: file for a method that has learned codebooks.
         name: name in tables; `preset` when None.
     """
     windows = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
     config = load_config(preset).model_copy(update={key: n for key, n in windows.items() if n is not None})
+    config = config if codebooks is None else config.with_codebooks(codebooks)
 
     def measure(cache: Cache) -> Measured:
         report = cache.memory_report()

@@ -187,7 +187,9 @@ def _summarize(name: str, scores: list[_Score]) -> CacheRow:
     )
 
 
-def resolve_cache(name: str, *, sink_tokens: int | None = None, recent_tokens: int | None = None) -> CacheSpec:
+def resolve_cache(
+    name: str, *, sink_tokens: int | None = None, recent_tokens: int | None = None, codebooks: Path | None = None
+) -> CacheSpec:
     """Turn a name from the command line into a spec.
 
     Args:
@@ -196,6 +198,7 @@ def resolve_cache(name: str, *, sink_tokens: int | None = None, recent_tokens: i
             `turboquant-4bit@sinks=0,recent=0`, `hqq-4@residual=64`.
         sink_tokens: for presets that do not say `sinks` themselves.
         recent_tokens: for presets that do not say `recent` themselves.
+        codebooks: for presets with learned codebooks.
 
     Raises:
         ValueError: no such cache, or options that it does not have.
@@ -220,7 +223,7 @@ def resolve_cache(name: str, *, sink_tokens: int | None = None, recent_tokens: i
         return dataclasses.replace(spec, name=name)
     sinks, recent = options.get("sinks", sink_tokens), options.get("recent", recent_tokens)
     try:
-        return preset_cache(base, sink_tokens=sinks, recent_tokens=recent, name=name)
+        return preset_cache(base, sink_tokens=sinks, recent_tokens=recent, codebooks=codebooks, name=name)
     except ValueError as error:
         raise ValueError(f"cache={name!r}: allowed full, {', '.join(PEERS)}, or a preset: {error}") from error
 
@@ -242,6 +245,9 @@ def main(
     step: Annotated[int, typer.Option(help="scored tokens per forward pass; 1 is as in generation")] = 16,
     sink_tokens: Annotated[int | None, typer.Option(min=0, help="replaces the presets' own")] = None,
     recent_tokens: Annotated[int | None, typer.Option(min=0, help="replaces the presets' own")] = None,
+    codebooks: Annotated[
+        Path | None, typer.Option(help="file of `kvcache-compress calibrate`, for CommVQ", exists=True, dir_okay=False)
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
     device: Annotated[str, typer.Option(help="device of the model")] = "cpu",
     output: Annotated[Path | None, typer.Option(help="JSON file to write", dir_okay=False)] = None,
@@ -251,7 +257,8 @@ def main(
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype={dtype!r}: allowed float32, bfloat16, float16")
         names = [name for name in dict.fromkeys(cache) if name != "full"]  # the full cache is always there
-        specs = [resolve_cache(name, sink_tokens=sink_tokens, recent_tokens=recent_tokens) for name in names]
+        windows_of = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
+        specs = [resolve_cache(name, **windows_of, codebooks=codebooks) for name in names]
         if output is not None:
             output.parent.mkdir(parents=True, exist_ok=True)
         loaded, tokenizer = load_model(model, dtype=getattr(torch, dtype), device=device)

@@ -177,6 +177,19 @@ class CompressionConfig(BaseModel):
                 )
         return plans
 
+    def with_codebooks(self, path: str | Path) -> CompressionConfig:
+        """A copy whose learned methods take their codebooks from this file, where the config names none."""
+
+        def filled(side: SideConfig | None) -> SideConfig | None:
+            if side is None or "codebooks" not in side.codec().Options.model_fields:
+                return side
+            return SideConfig(**{"codebooks": str(path), **side.model_dump()})
+
+        rules = [
+            rule.model_copy(update={"keys": filled(rule.keys), "values": filled(rule.values)}) for rule in self.layers
+        ]
+        return self.model_copy(update={"keys": filled(self.keys), "values": filled(self.values), "layers": rules})
+
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False)
 
