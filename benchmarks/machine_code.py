@@ -16,7 +16,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import tempfile
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +27,7 @@ import typer
 from transformers import LlamaConfig
 
 from kvcache_compress.codec import Codec, CodecContext, MethodOptions, Side
+from kvcache_compress.commvq_file import CENTRES, describe_model, group_count, rounds_for, write_codebooks
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.registry import get_method
 from kvcache_compress.rope import RopeLayout, RopeTrack
@@ -105,7 +108,7 @@ def attention_variants() -> dict[str, Variant]:
     }
 
 
-def segments(variant: Variant, side: Side, heads: int = 2, packed: int = 96) -> SideSegments:
+def segments(variant: Variant, side: Side, heads: int = 2, packed: int = 128) -> SideSegments:
     """A layer's side in a step of decoding, with 16 sinks and 17 recent tokens."""
     method, options = variant.keys if side == "keys" else variant.values
     device = torch.device("cpu")
@@ -127,8 +130,24 @@ def build_codec(
 ) -> Codec:
     half = head_dim // 2
     rope = RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))
+    if method == "commvq":
+        options = options.model_copy(update={"codebooks": random_codebooks(head_dim, heads, options.bits)})
     context = CodecContext(side, head_dim, heads, 0, 0, 16, dtype, torch.device("cpu"), rope)
     return get_method(method)(options, context)
+
+
+@cache
+def random_codebooks(head_dim: int, heads: int, bits: float) -> str:
+    """A file that stands in for the one that CommVQ's presets leave to the user, as large as a calibrated one."""
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=heads, head_dim=head_dim)
+    groups = group_count(head_dim)
+    tensors = {}
+    for side, shape in (("keys", (head_dim // (2 * groups), 2)), ("values", (head_dim // groups,))):
+        rounds = rounds_for(bits, side, head_dim, groups)
+        tensors[f"{side}.0.codebooks"] = torch.randn(heads, groups, rounds, CENTRES, *shape) / head_dim
+    path = Path(tempfile.mkdtemp()) / "random.safetensors"
+    write_codebooks(describe_model(config, path), tensors)
+    return str(path)
 
 
 def attention_arguments(variant: Variant, amd: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -3,11 +3,13 @@
 from .attention import compress, disable_fused_attention, enable_fused_attention
 from .cache import CompressedCache
 from .config import CompressionConfig, load_config, preset_names
+from .methods.commvq import CommVQCache
 from .methods.kivi import KIVICache
 from .methods.turboquant import TurboQuantCache
 from .registry import get_method, method_names, register_method
 
 __all__ = [
+    "CommVQCache",
     "CompressedCache",
     "CompressionConfig",
     "KIVICache",

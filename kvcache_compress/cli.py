@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -84,6 +85,36 @@ def memory(
     except (ValueError, OSError) as error:
         _fail(error)
     console.print(table)
+
+
+@app.command()
+def calibrate(
+    text: Annotated[list[str], typer.Option(help="Text files, or a dataset's id on the hub; repeatable.")],
+    output: Annotated[Path, typer.Option(help="The .safetensors file to write.", dir_okay=False)],
+    method: Annotated[str, typer.Option(help="Method to calibrate: commvq.")] = "commvq",
+    model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a path.")] = "smollm2-135m",
+    bits: Annotated[int, typer.Option(help="Code bits per number: 1 or 2.")] = 2,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of text; 49152, with --quick 16384.")] = None,
+    values: Annotated[str, typer.Option(help="Value codes: residual, or the paper's encoder.")] = "residual",
+    key_rounds: Annotated[int | None, typer.Option(help="Residual rounds of keys; from --bits by default.")] = None,
+    value_rounds: Annotated[int | None, typer.Option(help="Residual rounds of values; likewise.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Less text and fewer steps.")] = False,
+    device: Annotated[str | None, typer.Option(help="Device; a GPU where there is one.")] = None,
+) -> None:
+    """Train CommVQ's codebooks for a model; goes on where an interrupted run with the same options stopped."""
+    from .calibration import CommVQSettings
+    from .calibration.command import run_calibration
+
+    try:
+        if method != "commvq":
+            raise ValueError(f"method={method!r}: allowed 'commvq', the method that needs calibration")
+        given = {"tokens": tokens, "key_rounds": key_rounds, "value_rounds": value_rounds}
+        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        chosen |= {"bits": bits, "values": values}
+        settings = CommVQSettings.quick(**chosen) if quick else CommVQSettings(**chosen)
+        run_calibration(console, model, text, output, settings, device)
+    except (ValueError, ImportError) as error:
+        _fail(error)
 
 
 @app.command()

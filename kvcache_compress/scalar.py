@@ -21,11 +21,15 @@ def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: in
     norm ⟨z, z⟩ / ⟨z, ẑ⟩; `least_squares`, norm ⟨z, ẑ⟩ / ⟨ẑ, ẑ⟩.
     """
     codes = torch.bucketize(z.contiguous(), boundaries(levels))
-    point = levels[codes]
+    return (*packing.pack(codes, bits), stored_scalar(z, levels[codes], norm, scalar))
+
+
+def stored_scalar(z: torch.Tensor, point: torch.Tensor, norm: torch.Tensor, scalar: Scalar) -> torch.Tensor:
+    """The scalar, float16 `[...]`, of vectors `norm` `[...]` times `z` `[..., width]` with code points `point`."""
     if scalar == "match":
         norm = norm / point.norm(dim=-1)
     elif scalar == "unbiased":
         norm = norm * z.square().sum(-1) / (z * point).sum(-1).clamp_min(1e-12)
     elif scalar == "least_squares":
         norm = norm * (z * point).sum(-1) / point.square().sum(-1)
-    return (*packing.pack(codes, bits), norm.clamp(max=SCALE_MAX).to(torch.float16))
+    return norm.clamp(max=SCALE_MAX).to(torch.float16)

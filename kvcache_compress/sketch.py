@@ -12,20 +12,24 @@ from .rotation import haar
 SketchKind = Literal["orthogonal", "gaussian"]
 
 
-def sketch_constant(kind: SketchKind, dim: int) -> float:
-    """Factor that makes `⟨S y, sign(S r)⟩ ‖r‖` unbiased for ⟨y, r⟩, S being `dim` x `dim`.
+def sketch_constant(kind: SketchKind, dim: int, rows: int | None = None) -> float:
+    """Factor that makes `⟨S y, sign(S r)⟩ ‖r‖` unbiased for ⟨y, r⟩, S being `rows` x `dim` (square by default).
 
-    Gaussian S: √(π/2) / d (QJL, Lemma 3.2). S = √d · Haar: 1 / (d √d E|u₁|) with E|u₁| = Γ(d/2) / (√π Γ((d+1)/2)).
+    Gaussian S: √(π/2) / rows (QJL, Lemma 3.2). Rows of √d · Haar: 1 / (rows √d E|u₁|) with
+    E|u₁| = Γ(d/2) / (√π Γ((d+1)/2)), whether or not the last block of rows is whole.
     """
+    rows = rows or dim
     if kind == "gaussian":
-        return math.sqrt(math.pi / 2) / dim
+        return math.sqrt(math.pi / 2) / rows
     mean = math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2)) / math.sqrt(math.pi)
-    return 1 / (dim * math.sqrt(dim) * mean)
+    return 1 / (rows * math.sqrt(dim) * mean)
 
 
-def sketch_matrix(kind: SketchKind, dim: int, seed: int) -> torch.Tensor:
-    """S of the `prod` estimator, float32 `[dim, dim]`: Gaussian, or √d times a Haar rotation."""
+def sketch_matrix(kind: SketchKind, dim: int, seed: int, rows: int | None = None) -> torch.Tensor:
+    """S, float32 `[rows, dim]` (square by default): Gaussian, or the first rows of stacked √d times Haar rotations."""
+    rows = rows or dim
     generator = torch.Generator().manual_seed(seed)
     if kind == "gaussian":
-        return torch.randn(dim, dim, generator=generator)
-    return haar(dim, generator).float() * math.sqrt(dim)
+        return torch.randn(rows, dim, generator=generator)
+    blocks = [haar(dim, generator) for _ in range(-(-rows // dim))]
+    return torch.cat(blocks)[:rows].float() * math.sqrt(dim)

@@ -197,7 +197,7 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
 def test_unknown_preset_suggests_one() -> None:
     with pytest.raises(ValueError, match="unknown preset 'turboquant-4bits': did you mean 'turboquant-4bit'"):
         load_config("turboquant-4bits")
-    with pytest.raises(ValueError, match="unknown preset 'xyz': there are kivi-2bit"):
+    with pytest.raises(ValueError, match=r"unknown preset 'xyz': there are .*kivi-2bit"):
         load_config("xyz")
 
 

@@ -115,6 +115,18 @@ def component_bits(options: TurboQuantOptions, bits: int) -> tuple[tuple[int, bo
     return ((bits - 1, False), (1, True)) if bits > 1 else ((1, True),)
 
 
+def mean_key(x: torch.Tensor, center: str) -> torch.Tensor | None:
+    """Mean of keys `[B, H, T, D]`, float32 `[H, D]`; for `auto` zero in heads where it is small, None for `off`."""
+    if center == "off":
+        return None
+    x = x.float()
+    mean = x.mean(dim=(0, 2))
+    if center == "auto":
+        share = mean.square().sum(-1) / x.square().sum(-1).mean(dim=(0, 2)).clamp_min(1e-30)
+        mean = torch.where(share[:, None] > CENTER_SHARE, mean, 0.0)
+    return mean
+
+
 @register_method
 class TurboQuantCodec(Codec):
     """One side of a layer under TurboQuant; see the module's docstring."""
@@ -207,12 +219,7 @@ class TurboQuantCodec(Codec):
 
     def prepare(self, x: torch.Tensor) -> None:
         x = x.float()
-        if self.center != "off":
-            mean = x.mean(dim=(0, 2))
-            if self.center == "auto":
-                share = mean.square().sum(-1) / x.square().sum(-1).mean(dim=(0, 2)).clamp_min(1e-30)
-                mean = torch.where(share[:, None] > CENTER_SHARE, mean, 0.0)
-            self.mean = mean
+        self.mean = mean_key(x, self.center)
         if len(self.sets) == 2:
             centred = x if self.mean is None else x - self.mean[:, None]
             self._set_basis(centred.square().mean(dim=(0, 2)).argsort(-1, descending=True))

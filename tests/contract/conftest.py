@@ -16,6 +16,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from kvcache_compress import CompressedCache, CompressionConfig, disable_fused_attention, enable_fused_attention
 from kvcache_compress.codec import Codec, CodecContext
 from kvcache_compress.config import LayerPlan, load_config
+from kvcache_compress.layer import ATTENTION_NAME
+from kvcache_compress.rope import Rope, rope_layout
 
 SINKS, RECENT, LAYERS, VOCAB = 4, 8, 3, 128
 
@@ -42,15 +44,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
 CONFIGS |= declared("CONTRACT")
 
 
+class Rotary:
+    """cos and sin of new tokens: those that the model uses while attention is fused, else those of their indices."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.layout = rope_layout(model.config, model.config.head_dim)
+        self._model = model
+        self._used: Rope | None = None
+        model.model.rotary_emb.register_forward_hook(self._remember)
+
+    def _remember(self, module: Any, args: Any, output: Rope) -> None:
+        self._used = output
+
+    def factors(self, start: int, states: torch.Tensor) -> Rope:
+        """Each `[B, 1, T, rotary]`, as a cache layer holds keys, in the 16 bits that are kept of them."""
+        used = self._used
+        if self._model.config._attn_implementation != ATTENTION_NAME:
+            used = self._model.model.rotary_emb(states, torch.arange(start, start + states.shape[2])[None])
+        cos, sin = (factor.half()[:, None].expand(states.shape[0], -1, -1, -1) for factor in self.layout.factors(used))
+        return cos, sin
+
+
 class OracleLayer(DynamicLayer):
     """A dense layer in which tokens that leave the window are replaced by what the codec makes of them.
 
-    It shares the codecs with the product and nothing else: all operations are those of Transformers' `DynamicLayer`.
+    It shares the codecs with the product and nothing else: all operations are those of Transformers' `DynamicLayer`,
+    another one of which holds the tokens' cos and sin.
     """
 
-    def __init__(self, index: int, plan: LayerPlan, config: CompressionConfig) -> None:
+    def __init__(self, index: int, plan: LayerPlan, config: CompressionConfig, rotary: Rotary) -> None:
         super().__init__()
-        self.index, self.plan, self.config = index, plan, config
+        self.index, self.plan, self.config, self.rotary = index, plan, config, rotary
+        self.rope = DynamicLayer()
         self.codecs: list[Codec] = []
         self.packed = 0
         self.prepared = False
@@ -67,6 +92,7 @@ class OracleLayer(DynamicLayer):
                 sink_tokens=self.plan.sink_tokens,
                 dtype=x.dtype,
                 device=x.device,
+                rope=self.rotary.layout,
             )
             self.codecs.append(plan.codec()(plan.options(), context))
         self.group = math.lcm(*(codec.group for codec in self.codecs))
@@ -77,6 +103,7 @@ class OracleLayer(DynamicLayer):
         prompt = key_states.shape[2] > 16
         if not prompt and self.config.quantize_generated:
             self._pack()
+        self.rope.update(*self.rotary.factors(self.get_seq_length(), key_states))
         seen = super().update(key_states, value_states)
         if prompt:
             self._pack()
@@ -94,7 +121,8 @@ class OracleLayer(DynamicLayer):
             tail = x[:, :, start:]
             if not self.prepared:
                 codec.prepare(tail)
-            decoded = codec.decode(codec.encode(tail[:, :, :leaving])).to(x.dtype)
+            rope = (self.rope.keys[:, 0, start : start + leaving], self.rope.values[:, 0, start : start + leaving])
+            decoded = codec.decode(codec.encode(tail[:, :, :leaving], rope), rope).to(x.dtype)
             both.append(torch.cat([x[:, :, :start], decoded, tail[:, :, leaving:]], 2))
         self.keys, self.values = both
         self.prepared = True
@@ -105,6 +133,23 @@ class OracleLayer(DynamicLayer):
         length = self.get_seq_length()
         kept = min(self.packed, length - min(self.plan.sink_tokens, length))
         self.packed = kept // self.group * self.group
+        self.rope.crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self.rope.reset()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.rope.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.rope.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.rope.batch_select_indices(indices)
 
 
 @dataclass
@@ -115,6 +160,7 @@ class Case:
     model: LlamaForCausalLM
     config: CompressionConfig
     fused: bool
+    rotary: Rotary
 
     def cache(self, **changes: Any) -> CompressedCache:
         return CompressedCache(self.model.config, self.config.model_copy(update=changes))
@@ -124,7 +170,7 @@ class Case:
         plans = config.plan(["full_attention"] * LAYERS)
         return Cache(
             layers=[
-                OracleLayer(index, plan, config) if plan.compresses else DynamicLayer()
+                OracleLayer(index, plan, config, self.rotary) if plan.compresses else DynamicLayer()
                 for index, plan in enumerate(plans)
             ]
         )
@@ -188,24 +234,29 @@ def ids() -> torch.Tensor:
     return torch.randint(1, VOCAB, (2, 240), generator=torch.Generator().manual_seed(7))
 
 
-def _case(name: str, model: LlamaForCausalLM, fused: bool) -> Case:
+@pytest.fixture(scope="session")
+def rotary(tiny_model: LlamaForCausalLM) -> Rotary:
+    return Rotary(tiny_model)
+
+
+def _case(name: str, model: LlamaForCausalLM, fused: bool, rotary: Rotary) -> Case:
     config = load_config({"sink_tokens": SINKS, "recent_tokens": RECENT, **CONFIGS[name]})
-    return Case(name, model, config, fused)
+    return Case(name, model, config, fused, rotary)
 
 
 @pytest.fixture(params=[(name, fused) for name in CONFIGS for fused in (False, True)], ids=lambda p: f"{p[0]}-{p[1]}")
-def case(request: pytest.FixtureRequest, tiny_model: LlamaForCausalLM) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, tiny_model: LlamaForCausalLM, rotary: Rotary) -> Iterator[Case]:
     """Every configuration, with fused attention off and on."""
     name, fused = request.param
     if fused:
         enable_fused_attention(tiny_model)
     with torch.no_grad():
-        yield _case(name, tiny_model, fused)
+        yield _case(name, tiny_model, fused, rotary)
     disable_fused_attention(tiny_model)
 
 
 @pytest.fixture(params=list(CONFIGS))
-def unfused(request: pytest.FixtureRequest, tiny_model: LlamaForCausalLM) -> Iterator[Case]:
+def unfused(request: pytest.FixtureRequest, tiny_model: LlamaForCausalLM, rotary: Rotary) -> Iterator[Case]:
     """Every configuration, fused attention off until the test switches it on."""
-    yield _case(request.param, tiny_model, fused=False)
+    yield _case(request.param, tiny_model, False, rotary)
     disable_fused_attention(tiny_model)

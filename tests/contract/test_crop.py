@@ -58,11 +58,10 @@ def test_into_the_packed_part_keeps_codes(unfused: Any, ids: torch.Tensor) -> No
     with torch.no_grad():
         grown(unfused, cache, ids)
         cache.crop(-(LENGTH - 4 - 20))
-    for index, layer in enumerate(cache.layers):
+    for layer in cache.layers:
         if not hasattr(layer, "packed_tokens"):
             continue
-        grouped = unfused.name == "kivi-4" or (unfused.name == "mixed" and index == 2)
-        assert layer.packed_tokens == (0 if grouped else 20)
+        assert layer.packed_tokens == (20 if layer.group == 1 else 0)
         assert layer.get_seq_length() == 24
 
 

@@ -1,0 +1,119 @@
+"""Residual additive vector quantization, the codes of CommVQ (sections 4.1 and 4.2, appendix A.2), in torch.
+
+Complex form, for keys before RoPE: a round with centres c `[N, g]` (complex) adds `c[a] + i c[b]` to the g pairs of a
+group, so its N² points commute with every rotation of the pairs. Real form, for values: a round adds `c[a]`.
+
+Search without the N² points: |z - c_a - i c_b|² = |z|² + (|c_a|² - 2<z, c_a>) + (|c_b|² - 2<z, i c_b>) + 2<c_a, i c_b>,
+which takes 2N inner products per vector and a table `[N, N]` that depends on the codebook alone.
+
+All functions take leading dimensions `*` (heads, groups), equal in both arguments.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CHUNK = 1 << 20
+"""Largest number of distances that are held at once: few enough for a processor's cache."""
+
+
+def times_i(c: torch.Tensor) -> torch.Tensor:
+    """i·c of complex numbers `[..., 2]` (real, imaginary)."""
+    return torch.stack([-c[..., 1], c[..., 0]], -1)
+
+
+def pair_table(codebooks: torch.Tensor) -> torch.Tensor:
+    """|c_a|² + |c_b|² + 2<c_a, i c_b> of codebooks `[*, N, g, 2]`: `[*, N, N]`."""
+    c, turned = codebooks.flatten(-2), times_i(codebooks).flatten(-2)
+    square = c.square().sum(-1)
+    return square[..., :, None] + square[..., None, :] + 2 * c @ turned.mT
+
+
+def complex_nearest(z: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
+    """One round: codes (a, b) `[*, n, 2]` of the nearest `c[a] + i c[b]` to `z` `[*, n, g, 2]`; `c` `[*, N, g, 2]`."""
+    first = z.flatten(-2) @ codebook.flatten(-2).mT
+    second = z.flatten(-2) @ times_i(codebook).flatten(-2).mT
+    cost = pair_table(codebook)[..., None, :, :] - 2 * second[..., None, :]
+    a = (cost.amin(-1) - 2 * first).argmin(-1, keepdim=True)
+    row = cost.gather(-2, a[..., None].expand(*a.shape, cost.shape[-1])).squeeze(-2)
+    return torch.cat([a, row.argmin(-1, keepdim=True)], -1)
+
+
+def complex_encode(z: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
+    """Greedy residual codes int64 `[*, n, R, 2]` of `z` float32 `[*, n, g, 2]`; codebooks `[*, R, N, g, 2]`."""
+    rounds, centres = codebooks.shape[-4:-2]
+    parts = []
+    for part in z.split(_chunk(z.shape[:-3], centres * centres), dim=-3):
+        codes = []
+        for r in range(rounds):
+            codebook = codebooks[..., r : r + 1, :, :, :]
+            codes.append(complex_nearest(part, codebook.squeeze(-4)).unsqueeze(-2))
+            part = part - complex_decode(codes[-1], codebook)
+        parts.append(torch.cat(codes, -2))
+    return torch.cat(parts, -3)
+
+
+def complex_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
+    """Inverse of `complex_encode`: `[*, n, g, 2]`."""
+    tables = torch.stack([codebooks, times_i(codebooks)], -4).flatten(-5, -4).flatten(-2)
+    return _summed(codes.flatten(-2), tables).unflatten(-1, codebooks.shape[-2:])
+
+
+def real_nearest(x: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
+    """One round: codes `[*, n]` of the nearest rows of `codebook` `[*, N, d]` to `x` `[*, n, d]`."""
+    return (codebook.square().sum(-1)[..., None, :] - 2 * x @ codebook.mT).argmin(-1)
+
+
+def real_encode(x: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
+    """Greedy residual codes int64 `[*, n, R]` of `x` float32 `[*, n, d]`; codebooks `[*, R, N, d]`."""
+    rounds, centres = codebooks.shape[-3:-1]
+    parts = []
+    for part in x.split(_chunk(x.shape[:-2], centres), dim=-2):
+        codes = []
+        for r in range(rounds):
+            codebook = codebooks[..., r : r + 1, :, :]
+            codes.append(real_nearest(part, codebook.squeeze(-3)).unsqueeze(-1))
+            part = part - real_decode(codes[-1], codebook)
+        parts.append(torch.cat(codes, -1))
+    return torch.cat(parts, -2)
+
+
+def real_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
+    """Inverse of `real_encode`: `[*, n, d]`."""
+    return _summed(codes, codebooks)
+
+
+def _summed(index: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    """Sums row `index[..., s]` of table s over s: index `[*, n, S]`, tables `[*, S, N, w]`, result `[*, n, w]`."""
+    count, centres, width = tables.shape[-3:]
+    starts = torch.arange(tables.numel() // (centres * width), device=index.device) * centres
+    rows = index + starts.view(*tables.shape[:-3], 1, count)
+    summed = torch.nn.functional.embedding_bag(rows.reshape(-1, count), tables.reshape(-1, width), mode="sum")
+    return summed.view(*index.shape[:-1], width)
+
+
+def _chunk(batch: torch.Size, distances: int) -> int:
+    """Vectors per chunk, so that `CHUNK` distances are held."""
+    return max(1, CHUNK // (batch.numel() * distances))
+
+
+def code_bytes(codes: int, bits: int) -> int:
+    """Bytes of so many codes without gaps between them."""
+    return -(-codes * bits // 8)
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes `[..., n]` of `bits` bits as one run of bits, code i from bit i * bits on: uint8 `[..., code_bytes]`."""
+    spread = (codes[..., None] >> torch.arange(bits, device=codes.device)) & 1
+    spread = torch.nn.functional.pad(spread.flatten(-2), (0, -codes.shape[-1] * bits % 8))
+    places = torch.arange(8, device=codes.device)
+    return (spread.unflatten(-1, (-1, 8)) << places).sum(-1).to(torch.uint8)
+
+
+def unpack_codes(packed: torch.Tensor, count: int, bits: int) -> torch.Tensor:
+    """Inverse of `pack_codes`: int64 `[..., count]`. A code lies in at most two bytes, which 7 and 11 bits do not."""
+    start = torch.arange(count, device=packed.device) * bits
+    first, last = start // 8, (start + bits - 1) // 8
+    words = packed.to(torch.int64)
+    word = words[..., first] | (words[..., last] << 8) * (last > first)
+    return (word >> start % 8) & (2**bits - 1)

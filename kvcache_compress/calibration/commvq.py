@@ -1,0 +1,233 @@
+"""Calibration of CommVQ: from a model and a text to a file of codebooks (`commvq_file.py`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..codec import Side
+from ..commvq_file import CENTRES, describe_model, group_count, model_shape, rounds_for, write_codebooks
+from .collect import SIDES, calibrated_layers, collect, layer_file, read_layer
+from .em import ComplexForm, RealForm, Schedule, train_residual
+from .encoder import EncoderSchedule, train_encoder
+from .parts import Parts
+from .text import read_windows
+
+_TRAINING = 2
+"""Raised when training changes, so that parts of an older release are not mixed with new ones."""
+QUICK_SCHEDULE = Schedule(soft_steps=4, soft_vectors=2048, hard_steps=3, hard_vectors=8192, full_steps=1)
+QUICK_ENCODER = EncoderSchedule(steps=400)
+
+Report = Callable[[str, int, int], None]
+"""Called with what is being done, the steps done of it, and its steps in all."""
+
+
+@dataclass(frozen=True)
+class CommVQSettings:
+    """What is trained, and how long.
+
+    bits: code bits per number, 1 or 2, from which the numbers of rounds follow unless given.
+    tokens: calibration tokens, in windows of `context`.
+    values: `residual` codebooks (ours), or the paper's `encoder`.
+    key_rounds, value_rounds: residual rounds of each side.
+    seed: of samples and starting points.
+    """
+
+    bits: int = 2
+    tokens: int = 49_152
+    context: int = 1024
+    values: Literal["residual", "encoder"] = "residual"
+    key_rounds: int | None = None
+    value_rounds: int | None = None
+    centres: int = CENTRES
+    seed: int = 0
+    schedule: Schedule = field(default_factory=Schedule)
+    encoder: EncoderSchedule = field(default_factory=EncoderSchedule)
+
+    def __post_init__(self) -> None:
+        if self.bits not in (1, 2):
+            raise ValueError(f"bits={self.bits} for commvq: allowed 1, 2")
+        if self.values not in ("residual", "encoder"):
+            raise ValueError(f"values={self.values!r} for commvq: allowed 'residual', 'encoder'")
+        for name in ("key_rounds", "value_rounds"):
+            rounds = getattr(self, name)
+            if rounds is not None and rounds < 1:
+                raise ValueError(f"{name}={rounds} for commvq: allowed at least 1")
+
+    @classmethod
+    def quick(cls, **changes: Any) -> CommVQSettings:
+        """Less text and fewer steps."""
+        short: dict[str, Any] = {"tokens": 16_384, "schedule": QUICK_SCHEDULE, "encoder": QUICK_ENCODER}
+        return cls(**short | changes)
+
+    def rounds(self, side: Side, head_dim: int) -> int:
+        given = self.key_rounds if side == "keys" else self.value_rounds
+        return given or rounds_for(self.bits, side, head_dim, group_count(head_dim), self.centres)
+
+
+def calibrate_commvq(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Sequence[str],
+    output: str | Path,
+    settings: CommVQSettings | None = None,
+    *,
+    workers: int | None = None,
+    report: Report = lambda doing, done, total: None,
+    notice: Callable[[str], None] = lambda message: None,
+) -> dict[str, Any]:
+    """Trains codebooks for every full-attention layer with RoPE, and writes them to `output`.
+
+    Finished layers are kept in `<output>.parts/` until all are done: a second call with the same settings goes on
+    where the first was interrupted. Memory holds the model and the keys and values of the layers in training.
+
+    Args:
+        model: the model, on the device where training happens as well.
+        tokenizer: its tokenizer.
+        text: text files, or a dataset on the hub (see `read_windows`).
+        output: the file to write; an existing one is replaced at the end.
+        settings: what is trained; 2 bits by default.
+        workers: layers trained at once; by default as many as help.
+        report: called as work proceeds.
+        notice: called with what a person should know.
+
+    Returns:
+        The losses by layer, as they are in the file: mean squared error of normalized vectors.
+
+    Raises:
+        ValueError: a model that CommVQ cannot serve, a text that cannot be read or is too short, no finite keys.
+    """
+    settings, output = settings or CommVQSettings(), Path(output)
+    if output.suffix != ".safetensors":
+        raise ValueError(f"output={str(output)!r}: allowed are files that end in .safetensors")
+    config = model.config.get_text_config(decoder=True)
+    layers = calibrated_layers(config)
+    head_dim, heads, _ = model_shape(config)
+    windows, digest = read_windows(text, tokenizer, settings.tokens, settings.context)
+    data = {"text": list(text), "windows": len(windows), "context": settings.context, "sha256": digest}
+    data["dtype"] = str(model.dtype).removeprefix("torch.")
+    header = describe_model(config, output, options=asdict(settings), data=data)
+    parts = Parts(output, header.metadata() | {"training": _TRAINING, "layers": layers})
+    if parts.stale:
+        notice(f"{parts.folder}: what is there was made with other settings or another text; starting afresh")
+    missing = [layer for layer in layers if parts.load(layer) is None]
+    if len(missing) < len(layers):
+        notice(
+            f"{parts.folder}: {len(layers) - len(missing)} of {len(layers)} layers are finished; going on from there"
+        )
+    weights = parts.load_weights()
+    there = all(layer_file(parts.states, layer, side).exists() for layer in missing for side in SIDES)
+    if missing and not (there and set(missing) <= weights.keys()):
+        weights = collect(model, windows, parts.states, missing, _Counter(report, "reading text", len(windows)))
+        parts.save_weights(weights)
+    per_layer = settings.rounds("keys", head_dim) + (
+        settings.rounds("values", head_dim) if settings.values == "residual" else settings.encoder.steps
+    )
+    count = _Counter(report, "training", per_layer * len(missing))
+
+    def train_layer(layer: int) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        losses: dict[str, Any] = {}
+        for side in SIDES:
+            states = read_layer(parts.states, layer, side, heads, head_dim).to(model.device)
+            trained, losses[side] = train_side(states, side, layer, settings, weights[layer], count)
+            tensors |= {f"{side}.{layer}.{name}": tensor for name, tensor in trained.items()}
+        parts.save(layer, tensors, losses)
+        for side in SIDES:
+            layer_file(parts.states, layer, side).unlink()
+
+    _for_each(train_layer, missing, workers or _workers(model.device), count.stop)
+    finished = {layer: parts.load(layer) for layer in layers}
+    tensors = {name: tensor for part in finished.values() if part for name, tensor in part[0].items()}
+    losses = {str(layer): part[1] for layer, part in finished.items() if part}
+    write_codebooks(replace(header, losses=losses), tensors)
+    parts.remove()
+    return losses
+
+
+def train_side(
+    states: torch.Tensor,
+    side: Side,
+    layer: int,
+    settings: CommVQSettings,
+    weights: torch.Tensor | None = None,
+    on_step: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors of one side of a layer from its states `[H, tokens, head_dim]`, keys before RoPE and by pairs; losses.
+
+    Keys are scaled by `weights` `[H, pairs]` first. A loss is the mean squared error of normalized vectors: of each
+    head and round, or of the encoder's tokens.
+    """
+    generator = torch.Generator().manual_seed(2 * (settings.seed + layer) + SIDES.index(side))
+    started = time.perf_counter()
+    heads, _, head_dim = states.shape
+    if side == "values" and settings.values == "encoder":
+        tokens = torch.nn.functional.normalize(states.float().transpose(0, 1).flatten(1), dim=-1)
+        tensors, loss = train_encoder(tokens, settings.bits * heads * head_dim, settings.encoder, generator, on_step)
+        return tensors, {"encoder": loss, "seconds": time.perf_counter() - started}
+    groups, rounds = group_count(head_dim), settings.rounds(side, head_dim)
+    states = states.float()
+    if side == "keys" and weights is not None:
+        states = states * weights.to(states).repeat_interleave(2, -1)[:, None]
+    unit = torch.nn.functional.normalize(states, dim=-1)
+    x = unit.unflatten(-1, (groups, -1)).transpose(1, 2).flatten(0, 1)  # [H * G, tokens, head_dim / G]
+    form = ComplexForm() if side == "keys" else RealForm()
+    books, losses = train_residual(x, form, rounds, settings.centres, settings.schedule, generator, on_step)
+    shaped = books.unflatten(0, (heads, groups))
+    by_head = losses.unflatten(0, (heads, groups)).sum(1)
+    tensors = {"codebooks": shaped.unflatten(-1, (-1, 2)) if side == "keys" else shaped}
+    if side == "keys" and weights is not None:
+        tensors["weights"] = weights
+    return tensors, {"rounds": by_head.tolist(), "seconds": time.perf_counter() - started}
+
+
+def _workers(device: torch.device) -> int:
+    """Layers trained at once: on a CPU a layer's many small steps leave further threads idle."""
+    return min(4, torch.get_num_threads()) if device.type == "cpu" else 1
+
+
+def _for_each(work: Callable[[int], None], layers: Sequence[int], workers: int, stop: Callable[[], None]) -> None:
+    """Calls `work` for each layer, on `workers` threads that share torch's; `stop` is called when one fails."""
+    if workers == 1:
+        for layer in layers:
+            work(layer)
+        return
+    threads = max(1, torch.get_num_threads() // workers)
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        pending = [pool.submit(work, layer) for layer in layers]
+        try:
+            for future in as_completed(pending):
+                future.result()
+        except BaseException:
+            stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+class _Counter:
+    """Counts steps and reports them."""
+
+    def __init__(self, report: Report, doing: str, total: int) -> None:
+        self._report, self._doing, self._total, self._done = report, doing, total, 0
+        self._lock = Lock()
+        self._stopped = False
+        report(doing, 0, total)
+
+    def __call__(self) -> None:
+        if self._stopped:
+            raise InterruptedError("calibration was stopped")
+        with self._lock:
+            self._done += 1
+            self._report(self._doing, self._done, self._total)
+
+    def stop(self) -> None:
+        """Makes whoever counts next stop."""
+        self._stopped = True

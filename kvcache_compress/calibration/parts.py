@@ -1,0 +1,72 @@
+"""The working folder of a calibration, from which an interrupted one goes on: finished layers and collected states."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+
+class Parts:
+    """`<output>.parts/`: `settings.json`, `states/` with collected keys and values, one file per finished layer.
+
+    Parts of other settings are of no use and are removed; `stale` says that there were some.
+    """
+
+    def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
+        self.folder = output.with_name(f"{output.name}.parts")
+        self.states = self.folder / "states"
+        self._weights = self.folder / "weights.safetensors"
+        described = json.dumps(settings, sort_keys=True, indent=1)
+        self.digest = hashlib.sha256(described.encode()).hexdigest()
+        record = self.folder / "settings.json"
+        self.stale = self.folder.exists() and not (record.is_file() and record.read_text() == described)
+        if self.stale:
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record.write_text(described)
+
+    def _file(self, layer: int) -> Path:
+        return self.folder / f"layer-{layer:03d}.safetensors"
+
+    def save_weights(self, weights: Mapping[int, torch.Tensor]) -> None:
+        """Keeps the weights of keys' pairs, which also says that all is collected."""
+        unfinished = self.folder / "unfinished"
+        save_file({str(layer): tensor.contiguous() for layer, tensor in weights.items()}, unfinished)
+        os.replace(unfinished, self._weights)
+
+    def load_weights(self) -> dict[int, torch.Tensor]:
+        """The weights by layer; none before all is collected."""
+        if not self._weights.exists():
+            return {}
+        return {int(layer): tensor for layer, tensor in load_file(self._weights).items()}
+
+    def save(self, layer: int, tensors: dict[str, torch.Tensor], losses: Mapping[str, Any]) -> None:
+        """Keeps a finished layer; it appears only once it is complete."""
+        unfinished = self.folder / f"unfinished-{layer}"
+        held = {name: tensor.to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
+        save_file(held, unfinished, metadata={"settings": self.digest, "losses": json.dumps(losses)})
+        os.replace(unfinished, self._file(layer))
+
+    def load(self, layer: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+        """A finished layer's tensors and losses; None where there is none, or a damaged one."""
+        if not self._file(layer).exists():
+            return None
+        try:
+            with safe_open(self._file(layer), framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+        except SafetensorError:
+            return None
+        return (tensors, json.loads(metadata["losses"])) if metadata.get("settings") == self.digest else None
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder)

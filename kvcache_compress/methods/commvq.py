@@ -1,0 +1,300 @@
+"""CommVQ (Li et al., ICML 2025): learned additive codes; those of keys commute with RoPE (sections 4.1 and 4.2).
+
+A key is undone of RoPE and split into complex pairs z, normalized per head and token. Each residual round adds
+`c[a] + i c[b]` to the g pairs of a group and stores the two 6-bit indices; RoPE multiplies both sides by `e^(imθ)`, so
+the decoded key is turned by the token's own factors. Values take real codebooks in the same way (ours), or the paper's
+encoder: bits of the whole token, all heads together, whose weighted sum is multiplied by the codebook once. The
+codebooks come from a file that calibration writes (`commvq_file.py`).
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from pydantic import field_validator
+from transformers import PreTrainedConfig
+
+from .. import additive, packing
+from ..cache import CompressedCache
+from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
+from ..commvq_file import (
+    CENTRES,
+    CodebookHeader,
+    check_model,
+    code_bits,
+    group_count,
+    how_to_calibrate,
+    load_layer,
+    read_header,
+    rounds_for,
+)
+from ..config import config_from_options
+from ..layout import Field, code_fields
+from ..registry import register_method
+from ..scalar import SCALE_MAX, Scalar, stored_scalar
+
+if TYPE_CHECKING:
+    from ..triton_kernels.operands import KernelSide
+
+DEFAULT_BITS = 2.0
+LARGEST_GAIN = 2.0
+"""Stored scalars are at most so many norms, so that a vector unlike all that calibration saw is not blown up."""
+
+
+class CommVQOptions(MethodOptions):
+    """Options of `commvq`, for one side.
+
+    codebooks: path of the model's codebook file; without one a cache can be estimated but not built.
+    bits: code bits per number, which say how many residual rounds are used; by default all that the file has.
+    scalar: the number stored per head and token (`norm` is the paper's); `match` for keys, `unbiased` for values.
+    any_model: take a file whose model has another name, as long as dimensions and RoPE agree.
+    """
+
+    codebooks: str | None = None
+    bits: float | None = None
+    scalar: Scalar | None = None
+    any_model: bool = False
+
+    @field_validator("bits")
+    @classmethod
+    def _check_bits(cls, bits: float | None) -> float | None:
+        if bits is not None and not 0.25 <= bits <= 6:
+            raise ValueError(f"bits={bits:g} for commvq: allowed 0.25–6")
+        return bits
+
+
+@register_method
+class CommVQCodec(Codec):
+    """One side of a layer under CommVQ; see the module's docstring."""
+
+    name: ClassVar[str] = "commvq"
+    Options: ClassVar[type[MethodOptions]] = CommVQOptions
+    options: CommVQOptions
+
+    def __init__(self, options: CommVQOptions, context: CodecContext) -> None:
+        super().__init__(options, context)
+        header = _header(options)
+        if (header.head_dim, header.kv_heads) != (context.head_dim, context.heads):
+            raise ValueError(
+                f"codebooks={options.codebooks!r} for commvq: made for {header.kv_heads} heads of {header.head_dim}, "
+                f"not {context.heads} of {context.head_dim}"
+            )
+        if context.side == "keys" and context.rope is None:
+            raise ValueError("commvq for keys needs the model's rotary position embeddings")
+        self.fields = self.layout(options, context.side, context.head_dim)
+        self.scalar: Scalar = options.scalar or ("match" if context.side == "keys" else "unbiased")
+        tensors = load_layer(header, context.side, context.layer, context.device)
+        self.encoder = {} if "codebooks" in tensors else tensors
+        self.weights = tensors.get("weights")
+        """float16 `[H, D / 2]`, by which the pairs of keys are scaled before coding; None without."""
+        self.codebooks: torch.Tensor | None = None
+        """float16 `[H, G, R, N, 2, g]` for keys, `[H, G, R, N, w]` for values; None with the encoder."""
+        if not self.encoder:
+            books = tensors["codebooks"][:, :, : header.rounds(context.side, options.bits)]
+            self.codebooks = (books.mT if context.side == "keys" else books).contiguous()
+
+    @classmethod
+    def layout(cls, options: CommVQOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
+        if head_dim % 16:
+            raise ValueError(f"head_dim={head_dim} for commvq: allowed multiples of 16")
+        scale = Field("scale", torch.float16)
+        groups, centres = group_count(head_dim), CENTRES
+        if options.codebooks is None:
+            rounds = rounds_for(options.bits or DEFAULT_BITS, side, head_dim, groups)
+        else:
+            header = read_header(options.codebooks)
+            if side == "values" and header.encoder_bits:
+                return (*code_fields(1, header.encoder_share(options.bits)), scale)
+            _, groups, _, centres = header.shape(side)
+            rounds = header.rounds(side, options.bits)
+        return Field("codes", torch.uint8, (additive.code_bytes(groups * rounds, code_bits(side, centres)),)), scale
+
+    @classmethod
+    def rope_use(cls, options: CommVQOptions, side: Side) -> RopeUse:
+        return "factors" if side == "keys" else "none"
+
+    @classmethod
+    def check_model(cls, options: CommVQOptions, side: Side, config: PreTrainedConfig, layer: int) -> None:
+        check_model(_header(options), side, config, layer, options.any_model)
+
+    @property
+    def index_bits(self) -> int:
+        return self._books().shape[3].bit_length() - 1
+
+    def _books(self) -> torch.Tensor:
+        if self.codebooks is None:
+            raise RuntimeError("the encoder form of values has no residual codebooks")
+        return self.codebooks
+
+    def _float_books(self) -> torch.Tensor:
+        """float32, with complex parts last: `[H, G, R, N, g, 2]` for keys, `[H, G, R, N, w]` for values."""
+        books = self._books().float()
+        return books.mT if self.context.side == "keys" else books
+
+    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
+        x = x.float()
+        if self.context.side == "keys":
+            layout, factors = self._rope(rope)
+            x = torch.stack(layout.split(layout.unrotate(x, factors)), -1).flatten(-2)
+            if self.weights is not None:
+                x = x * self._weights_by_channel()
+        if self.encoder:
+            return self._encode_bits(x)
+        norm = x.norm(dim=-1)
+        z = x / norm.clamp_min(1e-30)[..., None]
+        index = self._search(self._by_group(z), backend)
+        point = self._by_token(self._points(index), x)
+        return self._pack(index, x), self._scale(z, point, norm, norm)
+
+    def _scale(self, z: torch.Tensor, point: torch.Tensor, norm: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
+        """The stored scalar; `usual` is what it would be without any error."""
+        scale = stored_scalar(z, point, norm, self.scalar)
+        return torch.fmin(scale, (LARGEST_GAIN * usual).clamp(max=SCALE_MAX).to(torch.float16))
+
+    def _rope(self, rope: Rope | None) -> tuple[Any, Rope]:
+        if rope is None or self.context.rope is None:
+            raise RuntimeError("commvq needs the RoPE factors of the tokens to encode and decode keys")
+        return self.context.rope, rope
+
+    def _by_group(self, x: torch.Tensor) -> torch.Tensor:
+        """`[B, H, T, D]` as `[H, G, B * T, w]`, w = D / G numbers of a group."""
+        groups = self._books().shape[1]
+        return x.unflatten(-1, (groups, -1)).permute(1, 3, 0, 2, 4).flatten(2, 3)
+
+    def _by_token(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Inverse of `_by_group` for batch and tokens of `like` `[B, H, T, ...]`."""
+        return x.unflatten(2, (like.shape[0], like.shape[2])).permute(2, 0, 3, 1, 4).flatten(3)
+
+    def _search(self, z: torch.Tensor, backend: Backend) -> torch.Tensor:
+        """Indices `[H, G, n, R]` of the greedy residual search, those of keys `a * N + b`; z `[H, G, n, w]`."""
+        if backend == "triton":
+            from ..triton_kernels.commvq import search
+
+            return search(z, self._books()).long()
+        if self.context.side == "values":
+            return additive.real_encode(z, self._float_books())
+        codes = additive.complex_encode(z.unflatten(-1, (-1, 2)), self._float_books())
+        return codes[..., 0] << self.index_bits | codes[..., 1]
+
+    def _points(self, index: torch.Tensor) -> torch.Tensor:
+        """What indices `[H, G, n, R]` decode to: `[H, G, n, w]`, for keys `[real, imaginary]` of each pair in turn."""
+        if self.context.side == "values":
+            return additive.real_decode(index, self._float_books())
+        codes = torch.stack([index >> self.index_bits, index & (2**self.index_bits - 1)], -1)
+        return additive.complex_decode(codes, self._float_books()).flatten(-2)
+
+    def _pack(self, index: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        bits = code_bits(self.context.side, self._books().shape[3])
+        return additive.pack_codes(self._by_token(index, like), bits)
+
+    def _decoded(self, fields: Fields) -> torch.Tensor:
+        """Float32 `[B, H, T, D]`, keys before RoPE and by pairs."""
+        packed, scale = fields
+        groups, rounds, centres = self._books().shape[1:4]
+        index = additive.unpack_codes(packed, groups * rounds, code_bits(self.context.side, centres))
+        points = self._by_token(self._points(self._by_group(index)), packed)
+        return points * scale.float()[..., None]
+
+    def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        if self.encoder:
+            return self.map_output(self._bits(fields)[:, None]) * fields[-1].float()[..., None]
+        x = self._decoded(fields)
+        if self.context.side == "values":
+            return x
+        if self.weights is not None:
+            x = x / self._weights_by_channel()
+        layout, factors = self._rope(rope)
+        return layout.rotate(layout.join(x[..., ::2], x[..., 1::2]), factors)
+
+    def _weights_by_channel(self) -> torch.Tensor:
+        """The weights of keys by pairs, float32 `[H, 1, D]`."""
+        assert self.weights is not None
+        return self.weights.float().repeat_interleave(2, -1)[:, None]
+
+    def map_query(self, query: torch.Tensor) -> torch.Tensor:
+        return query
+
+    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        return mapped @ self.decode(fields, rope).mT
+
+    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+        """With the encoder: in the space of the token's bits, `[B, H, R, bits]`."""
+        if self.encoder:
+            return (weights * fields[-1].float()[:, :, None]) @ self._bits(fields)[:, None]
+        return weights @ self.decode(fields)
+
+    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
+        return accumulated @ self.output_map() if self.encoder else accumulated
+
+    def output_map(self) -> torch.Tensor:
+        """The encoder's codebook by heads, float32 `[H, bits, D]`."""
+        return self.encoder["codebook"].float().unflatten(1, (self.context.heads, -1)).transpose(0, 1)
+
+    def _encode_bits(self, x: torch.Tensor) -> Fields:
+        """Bits of whole tokens, an equal share of them stored with each head; a scalar per head and token."""
+        token = x.transpose(1, 2).flatten(2)
+        norm = token.norm(dim=-1)
+        weights = {name: tensor.float() for name, tensor in self.encoder.items()}
+        hidden = token / norm.clamp_min(1e-30)[..., None] @ weights["weight1"].mT + weights["bias1"]
+        bits = torch.nn.functional.gelu(hidden) @ weights["weight2"].mT + weights["bias2"] > 0
+        stored = bits.unflatten(2, (self.context.heads, -1)).transpose(1, 2)
+        point = self.map_output(bits[:, None].float())
+        usual = norm[:, None].expand(x.shape[:3])
+        own = usual if self.scalar == "norm" else x.norm(dim=-1)
+        return *packing.pack(stored, 1), self._scale(x / own.clamp_min(1e-30)[..., None], point, own, usual)
+
+    def _bits(self, fields: Fields) -> torch.Tensor:
+        """All bits of each token, float32 `[B, T, bits]`."""
+        return packing.unpack(fields[:-1], 1).transpose(1, 2).flatten(2).float()
+
+    def build_kernel_side(self) -> KernelSide:
+        from ..triton_kernels.commvq import commvq_side
+
+        return commvq_side(self)
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        if self.codebooks is None:
+            return self.encoder
+        return {"codebooks": self.codebooks} | ({} if self.weights is None else {"weights": self.weights})
+
+
+def _header(options: CommVQOptions) -> CodebookHeader:
+    if options.codebooks is None:
+        raise ValueError(f"codebooks=None for commvq: the codebooks of the model are needed. {how_to_calibrate()}")
+    return read_header(options.codebooks)
+
+
+class CommVQCache(CompressedCache):
+    """A cache compressed by CommVQ with codebooks of the model: `CommVQCache(model.config, codebooks=path)`.
+
+    Args:
+        model_config: the model's config.
+        codebooks: file that `kvcache-compress calibrate --method commvq` wrote for this model.
+        bits: code bits per number of both sides, at most what the file has (which is the default);
+            `key_bits` and `value_bits` override it.
+        sink_tokens: first tokens kept in full precision.
+        recent_tokens: last tokens kept in full precision.
+        options: more of `CommVQOptions` for both sides, or of `CompressionConfig` (`layers`, `backend`, ...).
+
+    Raises:
+        ValueError: no codebooks, codebooks of another model, a damaged file, or options out of range.
+    """
+
+    def __init__(
+        self,
+        model_config: PreTrainedConfig,
+        codebooks: str | PathLike[str] | None = None,
+        bits: float | None = None,
+        key_bits: float | None = None,
+        value_bits: float | None = None,
+        sink_tokens: int = 16,
+        recent_tokens: int = 64,
+        **options: Any,
+    ) -> None:
+        sides = {"keys": {"bits": bits if key_bits is None else key_bits}}
+        sides["values"] = {"bits": bits if value_bits is None else value_bits}
+        options["codebooks"] = None if codebooks is None else str(codebooks)
+        config = config_from_options("commvq", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
+        super().__init__(model_config, config)

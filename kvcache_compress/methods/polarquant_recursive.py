@@ -1,0 +1,245 @@
+"""PolarQuant, recursive: angles of a tree of radii (Han et al., arXiv 2502.02617, sections 3 and 4.1).
+
+A randomly rotated vector is paired into (radius, angle), the radii are paired again, and so on for `levels` levels; the
+angles are stored as codes, the radii that are left in 16 or 8 bits. After the rotation each level's angles follow a
+known density, sharper from level to level, so that no zero point or scale is needed. Every code point has length 1:
+the plain norm already keeps lengths, `match` is the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from pydantic import field_validator
+
+from .. import polar_tree
+from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
+from ..layout import Field
+from ..polar_codebooks import AngleCodebook, offline_codebook, online_codebook
+from ..registry import register_method
+from ..rotation import RotationKind, random_rotation
+from ..scalar import SCALE_MAX, Scalar
+from .turboquant import CENTER_SHARE
+
+if TYPE_CHECKING:
+    from ..triton_kernels.operands import KernelSide
+
+RADIUS_CODES = 256
+RADIUS_MARGIN = 1.0
+"""Octaves that the range of 8-bit radii reaches beyond those of the first prefill, at either end."""
+
+
+class PolarQuantRecursiveOptions(MethodOptions):
+    """Options of `polarquant_recursive`, for one side.
+
+    levels: of the tree, each halving the number of radii; as many as the head dimension allows by default (7 of 128).
+    bits: 1 to 6 per angle, from level 1 on; the last number holds for all deeper levels. One number serves all.
+    radius_bits: 16 (the paper's), or 8: a logarithmic code over the range that the first prefill shows, per head.
+    precondition: rotate first (the paper's PolarQuant-R); without, neighbouring channels are paired as they are.
+    codebook: `offline`, optimal for the exact densities; `online`, k-means++ on the first prefill's own angles.
+    scalar: what the radii are; `match` (for keys) is the norm, `unbiased` (for values) makes inner products so.
+    center: subtract the mean key of the first prefill; `auto` where it is large and the sinks are kept out of it.
+    """
+
+    levels: int | None = None
+    bits: tuple[int, ...] = (4, 3, 2)
+    radius_bits: Literal[8, 16] = 8
+    precondition: bool = True
+    rotation: RotationKind = "hadamard"
+    shared_rotation: bool = False
+    codebook: Literal["offline", "online"] = "offline"
+    scalar: Scalar | None = None
+    center: Literal["auto", "on", "off"] | None = None
+
+    @field_validator("bits", mode="before")
+    @classmethod
+    def _one_for_all(cls, bits: Any) -> Any:
+        return (bits,) if isinstance(bits, int) else bits
+
+    @field_validator("bits")
+    @classmethod
+    def _check_bits(cls, bits: tuple[int, ...]) -> tuple[int, ...]:
+        if not bits or not all(1 <= own <= 6 for own in bits):
+            raise ValueError(f"bits={list(bits)} for polarquant_recursive: allowed 1–6 for each level")
+        return bits
+
+    @field_validator("levels")
+    @classmethod
+    def _check_levels(cls, levels: int | None) -> int | None:
+        if levels is not None and levels < 1:
+            raise ValueError(f"levels={levels} for polarquant_recursive: allowed 1 and more")
+        return levels
+
+    @field_validator("center", mode="before")
+    @classmethod
+    def _yaml_booleans(cls, center: Any) -> Any:
+        """YAML 1.1 reads bare `on` and `off` as booleans."""
+        return {True: "on", False: "off"}.get(center, center) if isinstance(center, bool) else center
+
+    def level_bits(self, head_dim: int) -> tuple[int, ...]:
+        """Bits of each level for this head dimension; raises `ValueError` for one that cannot be had."""
+        if head_dim % 16 or head_dim < 32:
+            raise ValueError(f"head_dim={head_dim} for polarquant_recursive: allowed multiples of 16 from 32 on")
+        most = polar_tree.full_depth(head_dim)
+        levels = most if self.levels is None else self.levels
+        if levels > most:
+            raise ValueError(
+                f"levels={levels} for polarquant_recursive: allowed 1–{most}, as often as {head_dim} can be halved"
+            )
+        if len(self.bits) > levels:
+            raise ValueError(
+                f"bits={list(self.bits)} for polarquant_recursive: allowed one for each of {levels} levels"
+            )
+        return self.bits + self.bits[-1:] * (levels - len(self.bits))
+
+
+@register_method
+class PolarQuantRecursiveCodec(Codec):
+    """One side of a layer under recursive PolarQuant; see the module's docstring."""
+
+    name: ClassVar[str] = "polarquant_recursive"
+    Options: ClassVar[type[MethodOptions]] = PolarQuantRecursiveOptions
+    options: PolarQuantRecursiveOptions
+
+    def __init__(self, options: PolarQuantRecursiveOptions, context: CodecContext) -> None:
+        super().__init__(options, context)
+        self.fields = self.layout(options, context.side, context.head_dim)
+        bits = options.level_bits(context.head_dim)
+        self.tree = polar_tree.polar_tree(context.head_dim, bits)
+        default: Scalar = "unbiased" if context.side == "values" else "match"
+        self.scalar: Scalar = options.scalar or default
+        center = options.center or ("auto" if context.side == "keys" else "off")
+        self.center = "off" if center == "auto" and context.sink_tokens == 0 else center
+        self.mean: torch.Tensor | None = None
+        self.books: tuple[AngleCodebook, ...] = ()
+        if options.codebook == "offline":
+            self.books = tuple(offline_codebook(level + 1, own).to(context.device) for level, own in enumerate(bits))
+        self.radius_table: torch.Tensor | None = None
+        """float32 `[H, 256]`: what an 8-bit radius stands for, as 16 bits hold it; code 0 is a radius of zero."""
+        self._radius_range: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.basis = self._build_basis().to(context.device)
+
+    @classmethod
+    def layout(cls, options: PolarQuantRecursiveOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
+        bits = options.level_bits(head_dim)
+        if side == "values" and options.center in ("on", "auto"):
+            raise ValueError(
+                f"center={options.center!r} for values of {cls.name}: allowed 'off' (only keys can be centred)"
+            )
+        radius = torch.float16 if options.radius_bits == 16 else torch.uint8
+        return polar_tree.polar_tree(head_dim, bits).fields(radius)
+
+    def _build_basis(self) -> torch.Tensor:
+        """Rows are the code space's coordinates, float32 `[D, D]`: the rotation, its rows paired as in the paper."""
+        dim = self.context.head_dim
+        basis = torch.eye(dim)
+        if self.options.precondition:
+            seed = 8 * self.context.layer_seed(self.options.shared_rotation)
+            basis = random_rotation(self.options.rotation, dim, seed)
+        return basis[polar_tree.adjacent_order(dim, len(self.tree.levels))]
+
+    def prepare(self, x: torch.Tensor) -> None:
+        x = x.float()
+        if self.center != "off":
+            mean = x.mean(dim=(0, 2))
+            if self.center == "auto":
+                share = mean.square().sum(-1) / x.square().sum(-1).mean(dim=(0, 2)).clamp_min(1e-30)
+                mean = torch.where(share[:, None] > CENTER_SHARE, mean, 0.0)
+            self.mean = mean
+        y = self._to_code_space(x)
+        if self.options.codebook == "online":
+            seed = 8 * self.context.layer_seed()
+            self.books = tuple(
+                online_codebook(angles.flatten(), level.bits, index == 0, seed + index).to(x.device)
+                for index, (level, angles) in enumerate(
+                    zip(self.tree.levels, polar_tree.angles(y, len(self.tree.levels)), strict=True)
+                )
+            )
+        if self.options.radius_bits == 8:
+            self._set_radius_range(y.unflatten(-1, (-1, self.tree.roots)).norm(dim=-2))
+
+    def _set_radius_range(self, radii: torch.Tensor) -> None:
+        """Evenly spaced logarithms from the least to the largest of radii `[B, H, T, roots]`, and a margin."""
+        logs = radii.log2().transpose(0, 1).flatten(1)
+        least = torch.where(logs.isfinite(), logs, torch.inf).amin(-1)
+        least = torch.where(least.isfinite(), least, 0.0) - RADIUS_MARGIN
+        step = (torch.maximum(logs.amax(-1), least + RADIUS_MARGIN) + RADIUS_MARGIN - least) / (RADIUS_CODES - 2)
+        codes = torch.arange(RADIUS_CODES, device=radii.device)
+        table = torch.exp2(least[:, None] + step[:, None] * (codes - 1)).clamp(max=SCALE_MAX)
+        self.radius_table = torch.where(codes > 0, table, 0.0).half().float()
+        self._radius_range = least, step
+
+    def _to_code_space(self, x: torch.Tensor) -> torch.Tensor:
+        return (x if self.mean is None else x - self.mean[:, None]) @ self.basis.mT
+
+    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
+        y = self._to_code_space(x.float())
+        if backend == "triton":
+            from ..triton_kernels.polarquant_recursive_encode import encode
+
+            planes, energy, cross = encode(y, self.tree, self._ready_books())
+        else:
+            planes, energy, cross = polar_tree.encode(y, self.tree, self._ready_books())
+        if self.scalar == "unbiased":
+            radii = energy / cross.clamp_min(1e-30)
+        else:
+            radii = cross if self.scalar == "least_squares" else energy.sqrt()
+        return (*planes, self._store_radii(radii))
+
+    def _ready_books(self) -> tuple[AngleCodebook, ...]:
+        if not self.books:
+            raise RuntimeError("online codebooks need prepare() before the first token is encoded")
+        return self.books
+
+    def _store_radii(self, radii: torch.Tensor) -> torch.Tensor:
+        if self.options.radius_bits == 16:
+            return radii.clamp(max=SCALE_MAX).to(torch.float16)
+        if self._radius_range is None:
+            raise RuntimeError("8-bit radii need prepare() before the first token is encoded")
+        least, step = (part[:, None, None] for part in self._radius_range)
+        codes = ((radii.log2() - least) / step).round().clamp(0, RADIUS_CODES - 2) + 1
+        return torch.where(radii > 0, codes, 0).to(torch.uint8)
+
+    def _radii(self, stored: torch.Tensor) -> torch.Tensor:
+        """Radii `[B, H, T, roots]`, float32."""
+        if self.radius_table is None:
+            return stored.float()
+        heads = torch.arange(stored.shape[1], device=stored.device)[:, None, None]
+        return self.radius_table[heads, stored.long()]
+
+    def _points(self, fields: Fields) -> torch.Tensor:
+        """Stored tokens in code space, float32 `[B, H, T, D]`."""
+        return polar_tree.expand(polar_tree.unpack(self.tree, fields), self._radii(fields[-1]), self._ready_books())
+
+    def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        x = self._points(fields) @ self.basis
+        return x if self.mean is None else x + self.mean[:, None]
+
+    def map_query(self, query: torch.Tensor) -> torch.Tensor:
+        """With a mean μ one more column holds q·μ, which every score of the query gets."""
+        mapped = query @ self.basis.mT
+        return mapped if self.mean is None else torch.cat([mapped, query @ self.mean[..., None]], -1)
+
+    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        scores = mapped[..., : self.context.head_dim] @ self._points(fields).mT
+        return scores if self.mean is None else scores + mapped[..., -1:]
+
+    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+        return weights @ self._points(fields)
+
+    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
+        return accumulated @ self.basis
+
+    def build_kernel_side(self) -> KernelSide:
+        from ..triton_kernels.polarquant_recursive import polarquant_side
+
+        return polarquant_side(self)
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        held: dict[str, torch.Tensor] = {"basis": self.basis}
+        for level, book in enumerate(self.books, 1):
+            held |= {f"points{level}": book.points, f"bounds{level}": book.bounds}
+        if self.radius_table is not None:
+            held["radius_table"] = self.radius_table
+        return held if self.mean is None else held | {"mean": self.mean}

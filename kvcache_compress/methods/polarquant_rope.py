@@ -1,0 +1,255 @@
+"""PolarQuant on RoPE pairs (Wu et al., arXiv 2502.00527): keys as a radius and an angle per pair of channels.
+
+The two channels that RoPE turns together are a point in the plane, on a ring in most pairs, which leaves no outlier
+channels (section 3). The radius takes `radius_bits`, per channel or group of tokens; the angle `angle_bits`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from pydantic import field_validator
+
+from .. import packing
+from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
+from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
+from ..registry import register_method
+from ..rope import RopeLayout
+from ..scalar import SCALE_MAX
+from .turboquant import mean_key
+
+if TYPE_CHECKING:
+    from ..triton_kernels.operands import KernelSide
+
+
+class PolarQuantRopeOptions(MethodOptions):
+    """Options of `polarquant_rope`, for keys.
+
+    angle_bits, radius_bits: 2 to 6 each; a number takes half of their sum.
+    radius_scale: `group`, one per pair and `group_size` tokens; `channel`, one per pair for all tokens, from the first
+        prefill, with later radii clamped (the paper's).
+    reconstruction: `midpoint` of a cell, or its lower `edge` (the paper's formulas).
+    score_function: `direct` decodes; `table` is the paper's lookup of q_x cos + q_y sin by angle. Results are the same.
+    pairing: `auto`, the model's own; or `half`, (i, i + d/2); or `interleaved`, (2i, 2i + 1).
+    scalar: `match` stores ‖k‖ / ‖k̂‖ per token besides; `none` does not.
+    center: subtract the mean key of the first prefill; `auto` where it is large and the sinks are kept out of it.
+    """
+
+    angle_bits: int = 4
+    radius_bits: int = 4
+    radius_scale: Literal["channel", "group"] = "group"
+    group_size: int = 64
+    reconstruction: Literal["midpoint", "edge"] = "midpoint"
+    score_function: Literal["direct", "table"] = "direct"
+    pairing: Literal["auto", "half", "interleaved"] = "auto"
+    scalar: Literal["none", "match"] = "none"
+    center: Literal["auto", "on", "off"] = "auto"
+
+    @field_validator("angle_bits", "radius_bits")
+    @classmethod
+    def _check_bits(cls, bits: int, info: Any) -> int:
+        if not 2 <= bits <= 6:
+            raise ValueError(f"{info.field_name}={bits} for polarquant_rope: allowed 2–6")
+        return bits
+
+    @field_validator("group_size")
+    @classmethod
+    def _check_group(cls, group_size: int) -> int:
+        if group_size not in (32, 64, 128):
+            raise ValueError(f"group_size={group_size} for polarquant_rope: allowed 32, 64, 128")
+        return group_size
+
+    @field_validator("center", mode="before")
+    @classmethod
+    def _yaml_booleans(cls, center: Any) -> Any:
+        """YAML 1.1 reads bare `on` and `off` as booleans."""
+        return {True: "on", False: "off"}.get(center, center) if isinstance(center, bool) else center
+
+    @property
+    def offset(self) -> float:
+        """Where in its cell a code is decoded."""
+        return 0.5 if self.reconstruction == "midpoint" else 0.0
+
+    @property
+    def steps(self) -> int:
+        """Steps from zero to the largest radius: one per cell, or the paper's one less."""
+        return 2**self.radius_bits - (self.reconstruction == "edge")
+
+
+@register_method
+class PolarQuantRopeCodec(Codec):
+    """The keys of a layer: pair j of a token is `radius_j · (cos angle_j, sin angle_j)`."""
+
+    name: ClassVar[str] = "polarquant_rope"
+    Options: ClassVar[type[MethodOptions]] = PolarQuantRopeOptions
+    options: PolarQuantRopeOptions
+
+    def __init__(self, options: PolarQuantRopeOptions, context: CodecContext) -> None:
+        super().__init__(options, context)
+        self.fields = self.layout(options, context.side, context.head_dim)
+        self.group = options.group_size if options.radius_scale == "group" else 1
+        self.pairs = pair_layout(options, context)
+        self._center = "off" if options.center == "auto" and context.sink_tokens == 0 else options.center
+        self.mean: torch.Tensor | None = None
+        self.scale: torch.Tensor | None = None
+        """float32 `[H, pairs]` of the paper's scales per channel."""
+        angles = 2 * math.pi * (torch.arange(2**options.angle_bits) + options.offset) / 2**options.angle_bits
+        self.points = torch.stack([angles.cos(), angles.sin()], -1).to(context.device)
+        """Unit vectors of the angle codes, float32 `[2 ** angle_bits, 2]`."""
+
+    @classmethod
+    def layout(cls, options: PolarQuantRopeOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
+        if side == "values":
+            raise ValueError("polarquant_rope for values: allowed for keys only (values have no rotary pairs)")
+        if head_dim % (2 * CODES_PER_WORD):
+            raise ValueError(f"head_dim={head_dim} for polarquant_rope: allowed multiples of {2 * CODES_PER_WORD}")
+        pairs = head_dim // 2
+        fields = (
+            *code_fields(options.angle_bits, pairs, "angle_"),
+            *code_fields(options.radius_bits, pairs, "radius_"),
+        )
+        if options.radius_scale == "group":
+            fields += (Field("scale", torch.float16, (pairs,), options.group_size),)
+        return (*fields, Field("match", torch.float16)) if options.scalar == "match" else fields
+
+    @classmethod
+    def rope_use(cls, options: PolarQuantRopeOptions, side: Side) -> RopeUse:
+        return "pairs" if options.pairing == "auto" else "none"
+
+    def prepare(self, x: torch.Tensor) -> None:
+        self.mean = mean_key(x, self._center)
+        if self.options.radius_scale == "channel":
+            real, imaginary = self.pairs.split(self._centred(x.float()))
+            self.scale = torch.hypot(real, imaginary).amax(dim=(0, 2)) / self.options.steps
+
+    def _centred(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.mean is None else x - self.mean[:, None]
+
+    def _stored_scale(self, radius: torch.Tensor) -> Fields:
+        """The scale of each group of `radius` `[B, H, T, pairs]`; nothing where scales are per channel."""
+        if self.options.radius_scale == "channel":
+            return ()
+        scale = radius.unflatten(2, (-1, self.group)).amax(3) / self.options.steps
+        return (scale.clamp(max=SCALE_MAX).to(torch.float16),)
+
+    def _token_scale(self, stored: Fields) -> torch.Tensor:
+        """float32 scale of every radius, broadcastable to `[B, H, T, pairs]`."""
+        if self.options.radius_scale == "channel":
+            return self._channel_scale()[:, None]
+        return stored[0].float().repeat_interleave(self.group, 2)
+
+    def _channel_scale(self) -> torch.Tensor:
+        if self.scale is None:
+            raise RuntimeError("scales per channel need prepare() before the first token is encoded")
+        return self.scale
+
+    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
+        real, imaginary = self.pairs.split(self._centred(x.float()))
+        radius = torch.hypot(real, imaginary)
+        turns = torch.atan2(imaginary, real) * (2 ** (self.options.angle_bits - 1) / math.pi)
+        stored = self._stored_scale(radius)
+        steps = radius / self._token_scale(stored).clamp_min(1e-30)
+        bits = (self.options.angle_bits, self.options.radius_bits)
+        if backend == "triton":
+            from ..triton_kernels.polarquant_rope import quantize as quantize_kernel
+
+            planes = quantize_kernel(turns, steps, *bits)
+        else:
+            planes = quantize(turns, steps, *bits)
+        fields = (*planes, *stored)
+        if self.options.scalar == "match":
+            length = self._polar(fields)[1].norm(dim=-1).clamp_min(1e-30)
+            fields += ((radius.norm(dim=-1) / length).clamp(max=SCALE_MAX).to(torch.float16),)
+        return fields
+
+    def _polar(self, fields: Fields) -> tuple[torch.Tensor, torch.Tensor]:
+        """Angle codes, int64, and decoded radii, float32, without the match; each `[B, H, T, pairs]`."""
+        options = self.options
+        split = len(PLANES[options.angle_bits])
+        end = split + len(PLANES[options.radius_bits])
+        steps = packing.unpack(fields[split:end], options.radius_bits) + options.offset
+        return packing.unpack(fields[:split], options.angle_bits), steps * self._token_scale(fields[end:])
+
+    def _matched(self, fields: Fields, x: torch.Tensor) -> torch.Tensor:
+        return x * fields[-1].float()[..., None] if self.options.scalar == "match" else x
+
+    def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        angle, radius = self._polar(fields)
+        x = radius[..., None] * self.points[angle]
+        x = self._matched(fields, self.pairs.join(x[..., 0], x[..., 1]))
+        return x if self.mean is None else x + self.mean[:, None]
+
+    def map_query(self, query: torch.Tensor) -> torch.Tensor:
+        """`direct`: real, then imaginary parts. `table`: for each angle of a half turn, q_x cos + q_y sin of all pairs.
+
+        Scales per channel are multiplied in here, so that stored radii need none. With a mean μ one more column holds
+        q·μ, which every score of the query gets.
+        """
+        mapped = query @ self.basis().mT
+        return mapped if self.mean is None else torch.cat([mapped, query @ self.mean[..., None]], -1)
+
+    def basis(self) -> torch.Tensor:
+        """float32 `[H or 1, W, head_dim]`, rows of code space."""
+        unit = torch.eye(self.context.head_dim, device=self.context.device)
+        parts = torch.stack(self.pairs.split(unit))  # [2, head_dim, pairs]
+        if self.options.score_function == "table":
+            parts = torch.einsum("ac,cdp->adp", self.points[: len(self.points) // 2], parts)
+        if self.options.radius_scale == "group":
+            return parts.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+        scaled = parts * self._channel_scale()[:, None, None]
+        return scaled.transpose(2, 3).flatten(1, 2)
+
+    def _code_space(self, fields: Fields) -> torch.Tensor:
+        """Stored tokens in code space, `[B, H, T, W]`: rows that `basis` turns back into keys."""
+        angle, radius = self._polar(fields)
+        if self.options.radius_scale == "channel":
+            radius = radius / self._channel_scale()[:, None].clamp_min(1e-30)
+        if self.options.score_function == "direct":
+            x = torch.cat([radius * self.points[angle, 0], radius * self.points[angle, 1]], -1)
+        else:
+            half = len(self.points) // 2
+            signed = torch.where(angle < half, radius, -radius)
+            chosen = torch.arange(half, device=angle.device)[:, None] == (angle % half)[..., None, :]
+            x = (chosen * signed[..., None, :]).flatten(-2)
+        return self._matched(fields, x)
+
+    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        if self.mean is None:
+            return mapped @ self._code_space(fields).mT
+        return mapped[..., :-1] @ self._code_space(fields).mT + mapped[..., -1:]
+
+    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+        return weights @ self._code_space(fields)
+
+    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
+        return accumulated @ self.basis()
+
+    def build_kernel_side(self) -> KernelSide:
+        from ..triton_kernels.polarquant_rope import polarquant_rope_side
+
+        return polarquant_rope_side(self)
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        held = {"points": self.points, "scale": self.scale, "mean": self.mean}
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+
+def pair_layout(options: PolarQuantRopeOptions, context: CodecContext) -> RopeLayout:
+    """The pairs of channels that `options.pairing` asks for."""
+    dim, half = context.head_dim, context.head_dim // 2
+    if options.pairing == "interleaved":
+        return RopeLayout((*range(0, dim, 2), *range(1, dim, 2)), half, tuple(range(half)))
+    if options.pairing == "half":
+        return RopeLayout(tuple(range(dim)), half, tuple(range(half)))
+    if context.rope is None:
+        raise ValueError("pairing='auto' for polarquant_rope: allowed for models whose rotary pairs are known")
+    return context.rope
+
+
+def quantize(turns: torch.Tensor, steps: torch.Tensor, angle_bits: int, radius_bits: int) -> tuple[torch.Tensor, ...]:
+    """Bit planes of angles `turns` (in cells, any sign) and radii `steps` (in cells), float32 `[..., pairs]`."""
+    angle = turns.floor().to(torch.int64) % 2**angle_bits
+    radius = steps.floor().clamp(0, 2**radius_bits - 1)
+    return *packing.pack(angle, angle_bits), *packing.pack(radius, radius_bits)

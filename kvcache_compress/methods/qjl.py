@@ -1,0 +1,268 @@
+"""QJL (Zandieh et al., arXiv 2406.03482): keys as the signs of a random sketch and a norm.
+
+With S of m rows (Definition 3.1) a key k is stored as `sign(S k)` and `c ‖k‖`; the estimate of q·k is
+`c ‖k‖ ⟨S q, sign(S k)⟩`, unbiased for the right c (Lemma 3.2). Channels with large norms can have a sketch and a norm
+of their own (section 4.2), so that they do not set the error of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from pydantic import field_validator
+from transformers import PreTrainedConfig
+
+from .. import packing
+from ..cache import CompressedCache
+from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
+from ..config import config_from_options
+from ..layout import CODES_PER_WORD, Field, code_fields
+from ..registry import register_method
+from ..scalar import quantize
+from ..sketch import SketchKind, sketch_constant, sketch_matrix
+from .turboquant import mean_key
+
+if TYPE_CHECKING:
+    from ..triton_kernels.operands import KernelSide
+
+MAX_RATIO = 4
+MIN_OUTLIERS = 4
+"""With fewer channels an orthogonal sketch has few distinct sign patterns."""
+
+
+class QJLOptions(MethodOptions):
+    """Options of `qjl`, for keys.
+
+    sketch_ratio: sketch rows m per channel, up to 4; `sketch_dim` gives m itself, a multiple of 8.
+    sketch: `orthogonal` stacks rotations, `gaussian` has independent rows.
+    shared_sketch: one S for all layers.
+    outlier_channels: channels with the largest norm in the first prefill, per head, that get a sketch of their own.
+    outlier_sketch_dim: rows of that sketch, a multiple of 8; by default the head dimension.
+    scalar: the number stored per token: `norm`, the paper's; or `match`, which keeps the key's length.
+    center: subtract the mean key of the first prefill; `auto` where it is large and the sinks are kept out of it.
+    """
+
+    sketch_ratio: float = 2
+    sketch_dim: int | None = None
+    sketch: SketchKind = "orthogonal"
+    shared_sketch: bool = False
+    outlier_channels: int = 0
+    outlier_sketch_dim: int | None = None
+    scalar: Literal["norm", "match"] = "match"
+    center: Literal["auto", "on", "off"] = "auto"
+
+    @field_validator("sketch_ratio")
+    @classmethod
+    def _check_ratio(cls, ratio: float) -> float:
+        if not 0 < ratio <= MAX_RATIO:
+            raise ValueError(f"sketch_ratio={ratio:g} for qjl: allowed above 0, up to {MAX_RATIO}")
+        return ratio
+
+    @field_validator("sketch_dim", "outlier_sketch_dim")
+    @classmethod
+    def _check_rows(cls, rows: int | None, info: Any) -> int | None:
+        if rows is not None and (rows < CODES_PER_WORD or rows % CODES_PER_WORD):
+            raise ValueError(f"{info.field_name}={rows} for qjl: allowed multiples of {CODES_PER_WORD}")
+        return rows
+
+    @field_validator("outlier_channels")
+    @classmethod
+    def _check_outliers(cls, count: int) -> int:
+        if count and count < MIN_OUTLIERS:
+            raise ValueError(f"outlier_channels={count} for qjl: allowed 0 or at least {MIN_OUTLIERS}")
+        return count
+
+    @field_validator("center", mode="before")
+    @classmethod
+    def _yaml_booleans(cls, center: Any) -> Any:
+        """YAML 1.1 reads bare `on` and `off` as booleans."""
+        return {True: "on", False: "off"}.get(center, center) if isinstance(center, bool) else center
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One sketch: `rows` signs of `channels` channels, rows `[start, start + rows)` of the basis."""
+
+    rows: int
+    channels: int
+    start: int
+
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.start + self.rows)
+
+
+def instances(options: QJLOptions, head_dim: int) -> tuple[Instance, ...]:
+    """The sketch of the inliers, and that of the outliers where there are any."""
+    limit = MAX_RATIO * head_dim
+    outliers = options.outlier_channels
+    if outliers >= head_dim:
+        raise ValueError(f"outlier_channels={outliers} for qjl: allowed below the head dimension {head_dim}")
+    by_ratio = max(1, round(options.sketch_ratio * head_dim / CODES_PER_WORD)) * CODES_PER_WORD
+    rows = options.sketch_dim or by_ratio
+    outlier_rows = options.outlier_sketch_dim or -(-head_dim // CODES_PER_WORD) * CODES_PER_WORD
+    for name, count in (("sketch_dim", rows), ("outlier_sketch_dim", outlier_rows)):
+        if count > limit:
+            raise ValueError(f"{name}={count} for qjl: allowed up to {limit}, {MAX_RATIO} times the head dimension")
+    inliers = Instance(rows, head_dim - outliers, 0)
+    return (inliers, Instance(outlier_rows, outliers, rows)) if outliers else (inliers,)
+
+
+@register_method
+class QJLCodec(Codec):
+    """The keys of a layer under QJL; see the module's docstring."""
+
+    name: ClassVar[str] = "qjl"
+    Options: ClassVar[type[MethodOptions]] = QJLOptions
+    options: QJLOptions
+
+    def __init__(self, options: QJLOptions, context: CodecContext) -> None:
+        super().__init__(options, context)
+        self.fields = self.layout(options, context.side, context.head_dim)
+        self.instances = instances(options, context.head_dim)
+        seed = 8 * context.layer_seed(options.shared_sketch)
+        self._sketches = tuple(
+            sketch_matrix(options.sketch, part.channels, seed + index, part.rows).to(context.device)
+            for index, part in enumerate(self.instances)
+        )
+        self._levels = torch.tensor([-1.0, 1.0], device=context.device)
+        self._center = "off" if options.center == "auto" and context.sink_tokens == 0 else options.center
+        self.mean: torch.Tensor | None = None
+        self.basis: torch.Tensor | None = None
+        self._members: torch.Tensor | None = None
+        if not options.outlier_channels:
+            self.basis = self._sketches[0].unsqueeze(0)
+
+    @classmethod
+    def layout(cls, options: QJLOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
+        if side == "values":
+            raise ValueError("qjl for values: allowed for keys only (it estimates products with queries)")
+        fields: tuple[Field, ...] = ()
+        for part, prefix in zip(instances(options, head_dim), ("", "outlier_"), strict=False):
+            fields += (*code_fields(1, part.rows, prefix), Field(f"{prefix}scale", torch.float16))
+        return fields
+
+    def prepare(self, x: torch.Tensor) -> None:
+        x = x.float()
+        self.mean = mean_key(x, self._center)
+        if self.options.outlier_channels:
+            energy = self._centred(x).square().sum(dim=(0, 2))
+            self._spread(energy.argsort(-1)[:, : self.instances[0].channels].sort(-1).values)
+
+    def _spread(self, inliers: torch.Tensor) -> None:
+        """Puts the columns of each sketch on each head's own channels; `inliers` `[H, channels]`."""
+        heads, head_dim = len(inliers), self.context.head_dim
+        is_inlier = torch.zeros(heads, head_dim, device=inliers.device).scatter_(1, inliers, 1.0)
+        self._members = torch.stack([is_inlier, 1 - is_inlier])
+        parts = []
+        for part, sketch, member in zip(self.instances, self._sketches, self._members, strict=True):
+            channels = member.argsort(dim=-1, descending=True, stable=True)[:, None, : part.channels]
+            spread = torch.zeros(heads, part.rows, head_dim, device=inliers.device)
+            parts.append(spread.scatter_(2, channels.expand(-1, part.rows, -1), sketch.expand(heads, -1, -1)))
+        self.basis = torch.cat(parts, 1)
+
+    def _centred(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.mean is None else x - self.mean[:, None]
+
+    def _ready_basis(self) -> torch.Tensor:
+        if self.basis is None:
+            raise RuntimeError("outlier channels need prepare() before the first token is encoded")
+        return self.basis
+
+    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
+        x = self._centred(x.float())
+        fields: Fields = ()
+        for index, part in enumerate(self.instances):
+            sketched = x @ self._ready_basis()[:, part.span].mT
+            norm = (x if self._members is None else x * self._members[index][:, None]).norm(dim=-1)
+            if self.options.scalar == "norm":
+                stored = norm * sketch_constant(self.options.sketch, part.channels, part.rows)
+            else:
+                point = torch.where(sketched > 0, 1.0, -1.0) @ self._ready_basis()[:, part.span]
+                stored = norm / point.norm(dim=-1).clamp_min(1e-30)
+            if backend == "triton":
+                from ..triton_kernels.turboquant import quantize as quantize_kernel
+
+                fields += quantize_kernel(sketched, stored, self._levels, 1, "norm")
+            else:
+                fields += quantize(sketched, stored, self._levels, 1, "norm")
+        return fields
+
+    def _parts(self, fields: Fields) -> Iterator[tuple[Instance, torch.Tensor, torch.Tensor]]:
+        """Instance, signs `[B, H, T, rows]` and scale `[B, H, T]` of each sketch, float32."""
+        for index, part in enumerate(self.instances):
+            yield (
+                part,
+                self._levels[packing.unpack(fields[2 * index : 2 * index + 1], 1)],
+                fields[2 * index + 1].float(),
+            )
+
+    def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        x = torch.cat([signs * scale[..., None] for _, signs, scale in self._parts(fields)], -1) @ self._ready_basis()
+        return x if self.mean is None else x + self.mean[:, None]
+
+    def map_query(self, query: torch.Tensor) -> torch.Tensor:
+        """With a mean μ one more column holds q·μ, which every score of the query gets."""
+        mapped = query @ self._ready_basis().mT
+        return mapped if self.mean is None else torch.cat([mapped, query @ self.mean[..., None]], -1)
+
+    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        scores = torch.zeros((), device=mapped.device)
+        for part, signs, scale in self._parts(fields):
+            scores = scores + (mapped[..., part.span] @ signs.mT) * scale[:, :, None]
+        return scores if self.mean is None else scores + mapped[..., -1:]
+
+    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+        return torch.cat([(weights * scale[:, :, None]) @ signs for _, signs, scale in self._parts(fields)], -1)
+
+    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
+        return accumulated @ self._ready_basis()
+
+    def build_kernel_side(self) -> KernelSide:
+        from ..triton_kernels.qjl import qjl_side
+
+        return qjl_side(self)
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        held = {"basis": self._ready_basis()}
+        if self._members is not None:
+            held["members"] = self._members
+        return held if self.mean is None else held | {"mean": self.mean}
+
+
+class QJLCache(CompressedCache):
+    """A cache with keys compressed by QJL, and values by KIVI's per-token groups as in its paper.
+
+    Args:
+        model_config: the model's config.
+        sketch_ratio: sketch rows per channel of the keys, that is code bits per number.
+        sketch_dim: the number of rows itself, a multiple of 8.
+        values: method and options of the values.
+        sink_tokens: first tokens kept in full precision.
+        recent_tokens: last tokens kept in full precision.
+        options: more of `QJLOptions`, or of `CompressionConfig` (`layers`, `seed`, ...).
+
+    Raises:
+        ValueError: for options out of range and for models without full-attention layers.
+    """
+
+    def __init__(
+        self,
+        model_config: PreTrainedConfig,
+        sketch_ratio: float = 2,
+        sketch_dim: int | None = None,
+        values: Mapping[str, Any] | str | None = None,
+        sink_tokens: int = 16,
+        recent_tokens: int = 64,
+        **options: Any,
+    ) -> None:
+        if values is None:
+            values = {"method": "kivi", "bits": 2, "group_size": 32}
+        named = {"method": values} if isinstance(values, str) else dict(values)
+        keys = {name: options.pop(name) for name in QJLOptions.model_fields if name in options}
+        sides = {"keys": {"sketch_ratio": sketch_ratio, "sketch_dim": sketch_dim, **keys}, "values": named}
+        config = config_from_options("qjl", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
+        super().__init__(model_config, config)

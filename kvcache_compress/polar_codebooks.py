@@ -1,0 +1,125 @@
+"""Codebooks of the recursive polar transform's angles (Han et al., Lemma 2 and section 4.1).
+
+Level 1 angles lie on the circle [0, 2π), deeper ones in [0, π/2]. After a random rotation level 1 is uniform, and level
+ℓ ≥ 2 has the density `Γ(m) / (2^(m-2) Γ(m/2)²) sin^(m-1)(2ψ)` with `m = 2^(ℓ-1)`, whatever the data were.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+_CELLS = 1 << 15
+_ITERATIONS = 30
+"""Of k-means; one-dimensional clusters hardly move after so many."""
+SAMPLES = 1 << 13
+"""Angles of a level that online codebooks are made from."""
+
+
+@dataclass(frozen=True)
+class AngleCodebook:
+    """Angles of one level, ascending from the code nearest to angle 0, and what quantizing and decoding need of them.
+
+    angles: float64 `[n]`.
+    points: float32 `[n, 2]`, their cos and sin as 16 bits hold them, so that kernels' 16-bit tables are exact.
+    bounds: float32 `[n, 2]` on the circle: cos and sin of the boundary above each code, ascending from angle 0;
+        `[n - 1, 2]` elsewhere: cos² and sin² of the boundaries between codes.
+    lower: number of boundaries on the circle below π.
+    """
+
+    angles: torch.Tensor
+    points: torch.Tensor
+    bounds: torch.Tensor
+    lower: int
+
+    def to(self, device: torch.device) -> AngleCodebook:
+        return AngleCodebook(self.angles, self.points.to(device), self.bounds.to(device), self.lower)
+
+
+def make_codebook(angles: torch.Tensor, circular: bool) -> AngleCodebook:
+    """A codebook of these angles, float64 `[n]`; on the circle, cells reach across the wrap."""
+    angles = angles.remainder(2 * math.pi).sort().values if circular else angles.sort().values
+    bounds = (angles[1:] + angles[:-1]) / 2
+    lower = 0
+    if circular:
+        wrap = (angles[-1] + angles[0] + 2 * math.pi) / 2
+        if wrap >= 2 * math.pi:
+            # Angle 0 is nearest to the last code: it becomes code 0.
+            angles, wrap = angles.roll(1), wrap - 2 * math.pi
+            bounds = torch.cat([wrap[None], bounds])
+        else:
+            bounds = torch.cat([bounds, wrap[None]])
+        lower = int((bounds < math.pi).sum())
+    sides = torch.stack([bounds.cos(), bounds.sin()], -1)
+    points = torch.stack([angles.cos(), angles.sin()], -1)
+    return AngleCodebook(angles, points.half().float(), (sides if circular else sides.square()).float(), lower)
+
+
+def angle_density(level: int, angles: torch.Tensor) -> torch.Tensor:
+    """Density of a level's angles after a random rotation (Lemma 2); its normalised form, as in the proof."""
+    if level == 1:
+        return torch.full_like(angles, 1 / (2 * math.pi))
+    m = 2 ** (level - 1)
+    log_constant = math.lgamma(m) - (m - 2) * math.log(2) - 2 * math.lgamma(m / 2)
+    return math.exp(log_constant) * (2 * angles).sin().clamp_min(0).pow(m - 1)
+
+
+@lru_cache(maxsize=128)
+def offline_codebook(level: int, bits: int) -> AngleCodebook:
+    """The Lloyd–Max codebook of a level's exact density; on the circle evenly spaced, with code 0 at angle 0."""
+    count = 2**bits
+    if level == 1:
+        return make_codebook(2 * math.pi * torch.arange(count, dtype=torch.float64) / count, circular=True)
+    step = math.pi / 2 / _CELLS
+    middles = (torch.arange(_CELLS, dtype=torch.float64) + 0.5) * step
+    cells = angle_density(level, middles) * step
+    zero = torch.zeros(1, dtype=torch.float64)
+    mass, moment = (torch.cat([zero, part.cumsum(0)]) for part in (cells, cells * middles))
+    angles = middles[torch.searchsorted(mass[1:] / mass[-1], (torch.arange(count, dtype=torch.float64) + 0.5) / count)]
+
+    def below(cumulative: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        place = (edges / step).clamp(0, _CELLS)
+        low = place.floor().long().clamp(max=_CELLS - 1)
+        return torch.lerp(cumulative[low], cumulative[low + 1], place - low)
+
+    for _ in range(5000):
+        edges = torch.cat([zero, (angles[1:] + angles[:-1]) / 2, zero + math.pi / 2])
+        updated = below(moment, edges).diff() / below(mass, edges).diff()
+        change = (updated - angles).abs().max().item()
+        angles = updated
+        if change < 1e-11:
+            break
+    return make_codebook(angles, circular=False)
+
+
+def online_codebook(angles: torch.Tensor, bits: int, circular: bool, seed: int) -> AngleCodebook:
+    """One-dimensional k-means++ on angles `[n]` (section 4.1); on the circle with distances across the wrap."""
+    generator = torch.Generator().manual_seed(seed)
+    angles = angles.detach().to("cpu", torch.float64)
+    if len(angles) > SAMPLES:
+        angles = angles[torch.randint(len(angles), (SAMPLES,), generator=generator)]
+    turn = 2 * math.pi
+
+    def offsets(centre: torch.Tensor) -> torch.Tensor:
+        away = angles - centre
+        return (away + turn / 2).remainder(turn) - turn / 2 if circular else away
+
+    centres = angles[torch.randint(len(angles), (1,), generator=generator)]
+    nearest = offsets(centres).square()
+    for _ in range(2**bits - 1):
+        weights = nearest if nearest.sum() > 0 else torch.ones_like(nearest)
+        chosen = angles[torch.multinomial(weights, 1, generator=generator)]
+        centres = torch.cat([centres, chosen])
+        nearest = torch.minimum(nearest, offsets(chosen).square())
+    for _ in range(_ITERATIONS):
+        centres = centres.remainder(turn).sort().values if circular else centres.sort().values
+        codes = torch.bucketize(angles, (centres[1:] + centres[:-1]) / 2)
+        if circular:
+            wrap = (centres[-1] + centres[0] + turn) / 2
+            codes = torch.where(angles > wrap, 0, torch.where(angles < wrap - turn, len(centres) - 1, codes))
+        sums = torch.zeros_like(centres).index_add(0, codes, offsets(centres[codes]))
+        centres = centres + sums / torch.bincount(codes, minlength=len(centres)).clamp_min(1)
+    return make_codebook(centres, circular)

@@ -1,0 +1,151 @@
+"""Expectation–maximization for residual additive codes: its steps, alone and together, against plain arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from kvcache_compress import additive
+from kvcache_compress.calibration.em import (
+    ComplexForm,
+    Form,
+    RealForm,
+    Schedule,
+    hard_steps,
+    reseed,
+    start_centres,
+    train_residual,
+)
+
+HEADS, VECTORS, CENTRES, PAIRS = 2, 300, 8, 6
+FORMS = {"complex": ComplexForm(), "real": RealForm()}
+SHORT = Schedule(soft_steps=3, soft_vectors=256, hard_steps=4, hard_vectors=512, full_steps=1)
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Form:
+    return FORMS[request.param]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def vectors(count: int = VECTORS, heads: int = HEADS, pairs: int = PAIRS, seed: int = 0) -> torch.Tensor:
+    """Unit vectors around a mean, with channels of unlike size, as keys are."""
+    spread = torch.linspace(0.2, 1.5, 2 * pairs)
+    x = 0.5 + spread * torch.randn(heads, count, 2 * pairs, generator=generator(seed))
+    return torch.nn.functional.normalize(x, dim=-1)
+
+
+def all_points(centres: torch.Tensor, form: Form) -> torch.Tensor:
+    """Every point `[B, K, d]` of a round, in the order of its codes, by complex arithmetic."""
+    if isinstance(form, RealForm):
+        return centres
+    c = torch.view_as_complex(centres.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real((c[:, :, None] + 1j * c[:, None]).flatten(1, 2)).flatten(-2)
+
+
+def test_hard_codes_are_the_nearest_points(form: Form) -> None:
+    x, centres = vectors(), vectors(CENTRES, seed=1)
+    codes, loss = form.assign(x, centres)
+    distances = torch.cdist(x, all_points(centres, form)).square()
+    assert torch.equal(codes, distances.argmin(-1))
+    torch.testing.assert_close(loss, distances.amin(-1).sum(-1))
+    torch.testing.assert_close(form.points(codes, centres), all_points(centres, form)[torch.arange(2)[:, None], codes])
+
+
+def test_codes_are_those_of_the_cache() -> None:
+    x, centres = vectors(), vectors(CENTRES, seed=1)
+    codes, _ = ComplexForm().assign(x, centres)
+    stored = additive.complex_nearest(x.unflatten(-1, (-1, 2)), centres.unflatten(-1, (-1, 2)))
+    assert torch.equal(codes, stored[..., 0] * CENTRES + stored[..., 1])
+    assert torch.equal(RealForm().assign(x, centres)[0], additive.real_nearest(x, centres))
+
+
+def test_m_step_is_the_least_squares_solution() -> None:
+    """Against a dense real least-squares problem with one unknown per real and imaginary part of a centre."""
+    x, old = vectors(heads=1), vectors(CENTRES, heads=1, seed=1)
+    codes, _ = ComplexForm().assign(x, old)
+    a, b = codes[0] // CENTRES, codes[0] % CENTRES
+    design = torch.zeros(VECTORS, 2, CENTRES, 2, dtype=torch.float64)
+    rows = torch.arange(VECTORS)
+    for part in range(2):
+        design[rows, part, a, part] += 1
+    design[rows, 0, b, 1] -= 1  # i (u + iv) = -v + iu
+    design[rows, 1, b, 0] += 1
+    target = x[0].double().unflatten(-1, (-1, 2)).transpose(1, 2).flatten(0, 1)
+    assert (ComplexForm().uses(codes, CENTRES) > 0).all()
+    solved = torch.linalg.lstsq(design.view(2 * VECTORS, 2 * CENTRES), target).solution
+    expected = solved.view(CENTRES, 2, PAIRS).transpose(1, 2).flatten(1).float()
+    found = ComplexForm().update(x, codes, old)[0]
+    for _ in range(30):  # the pull to the old centres vanishes as they stand still
+        found = ComplexForm().update(x, codes, found[None])[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_soft_steps_meet_hard_ones_as_the_temperature_falls(form: Form) -> None:
+    x, centres = vectors(), vectors(CENTRES, seed=1)
+    codes, _ = form.assign(x, centres)
+    hard = form.update(x, codes, centres)
+    errors = [
+        (form.soft_update(x, centres, torch.full((HEADS,), temperature)) - hard).norm() for temperature in (1.0, 1e-7)
+    ]
+    assert errors[1] < 1e-2 * errors[0]
+
+
+def test_soft_weights_by_hand() -> None:
+    """One vector, two real centres: weights e^(-d/T)."""
+    x, centres = torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])
+    weight = 1 / (1 + torch.tensor(-1 / 0.5).exp())
+    pull = 1e-3 * 0.5
+    expected = [(weight + pull) / (weight + pull), (1 - weight) / (1 - weight + pull)]
+    found = RealForm().soft_update(x, centres, torch.tensor([0.5]))[0, :, 0]
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
+def test_hard_steps_never_raise_the_loss(form: Form) -> None:
+    x = vectors()
+    start = start_centres(x, form, 32, generator())
+    start[:, -4:] = 50.0  # of no use to anyone: reseeded on the way
+    _, _, losses = hard_steps(x, form, start, 12, 0.0, generator())
+    assert len(losses) > 3
+    assert all((later <= earlier * (1 + 1e-5)).all() for earlier, later in itertools.pairwise(losses))
+
+
+def test_unused_centres_move_to_used_ones(form: Form) -> None:
+    x = vectors()
+    centres = start_centres(x, form, CENTRES, generator())
+    centres[0, 3] = 50.0
+    codes, _ = form.assign(x, centres)
+    moved = reseed(centres, form.uses(codes, CENTRES), generator())
+    assert moved[0, 3].norm() < 2
+    assert torch.equal(moved[0, :3], centres[0, :3])
+    assert (form.uses(form.assign(x, moved)[0], CENTRES)[0] > 0).all()
+
+
+def test_residual_rounds_are_what_the_cache_encodes() -> None:
+    """The losses that training reports are those of the codec's own search with the stored codebooks."""
+    x = vectors(1000)
+    books, losses = train_residual(x, ComplexForm(), 3, CENTRES, SHORT, generator())
+    shaped = books.unflatten(-1, (-1, 2))
+    z = x.unflatten(-1, (-1, 2))
+    decoded = additive.complex_decode(additive.complex_encode(z, shaped), shaped)
+    torch.testing.assert_close((z - decoded).square().sum((-1, -2)).mean(-1), losses[:, -1], rtol=1e-3, atol=0)
+    assert torch.equal(books, books.half().float())
+
+
+def test_more_rounds_and_more_centres_lose_less(form: Form) -> None:
+    x = vectors(1000)
+    _, losses = train_residual(x, form, 5, CENTRES, SHORT, generator())
+    assert (losses.diff(dim=1) < 0).all()
+    _, finer = train_residual(x, form, 1, 4 * CENTRES, SHORT, generator())
+    assert (finer[:, 0] < losses[:, 0]).all()
+
+
+def test_training_is_repeatable() -> None:
+    x = vectors(600)
+    first, second = (train_residual(x, ComplexForm(), 2, CENTRES, SHORT, generator())[0] for _ in range(2))
+    assert torch.equal(first, second)

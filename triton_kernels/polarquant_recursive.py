@@ -1,0 +1,159 @@
+"""Recursive PolarQuant's device functions (Han et al., Algorithm 1; see `polar_tree.py`).
+
+    a tile of tokens, from the roots down:  r_(ℓ-1) = [r_ℓ cos θ_ℓ | r_ℓ sin θ_ℓ],  ℓ = L, ..., 1
+    score:       s[t] = ⟨q_low, r_1 cos θ_1⟩ + ⟨q_high, r_1 sin θ_1⟩
+    accumulate:  acc_low += p r_1 cos θ_1,  acc_high += p r_1 sin θ_1
+
+A single radius per token stays out of the tree: it multiplies the score and the weight. With coordinate i numbered
+`i // ODD * PAD + i % ODD`, ODD the odd part of the head dimension and PAD its next power of two, all tiles are powers
+of two and pairing by halves stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from ..polar_tree import PolarTree
+from .operands import KernelSide
+
+if TYPE_CHECKING:
+    from ..methods.polarquant_recursive import PolarQuantRecursiveCodec
+
+
+@triton.jit
+def level_codes(fields, o_row, o_t, m_t, LEVEL: tl.constexpr, ODD: tl.constexpr, PAD: tl.constexpr):
+    """Codes of one level, int32 `[T, COUNT // ODD * PAD]`; `LEVEL` as in `level_meta`."""
+    BITS: tl.constexpr = LEVEL[0]
+    FIELD: tl.constexpr = LEVEL[1]
+    WORDS: tl.constexpr = LEVEL[4]
+    SIZE: tl.constexpr = LEVEL[6] // ODD * PAD
+    WHOLE: tl.constexpr = LEVEL[6] == 8 * WORDS
+    LOW: tl.constexpr = 4 if BITS >= 4 else (2 if BITS >= 2 else 1)
+    o_c = tl.arange(0, SIZE // 8 if WHOLE else SIZE)
+    m_w = m_t[:, None]
+    if PAD != ODD:
+        m_w = m_w & (o_c % PAD < ODD)[None, :]
+    o_i = o_c // PAD * ODD + o_c % PAD
+    if WHOLE:
+        o_w, o_j = o_i, tl.arange(0, 8)[None, :, None]
+    else:
+        o_w, o_j = (LEVEL[5] + o_i) % WORDS, ((LEVEL[5] + o_i) // WORDS)[None, :]
+    o_w = (o_row + o_t)[:, None] * LEVEL[2] + LEVEL[3] + o_w[None, :]
+    b_low = tl.load(fields[FIELD] + o_w, mask=m_w, other=0).to(tl.int32)
+    if WHOLE:
+        b_low = b_low[:, None, :]
+    b_codes = (b_low >> (LOW * o_j)) & (2**LOW - 1)
+    if BITS > LOW:
+        HIGH: tl.constexpr = BITS - LOW
+        b_high = tl.load(fields[FIELD + 1] + o_w, mask=m_w, other=0).to(tl.int32)
+        if WHOLE:
+            b_high = b_high[:, None, :]
+        b_codes |= ((b_high >> (HIGH * o_j)) & (2**HIGH - 1)) << LOW
+    return tl.reshape(b_codes, [o_t.shape[0], SIZE])
+
+
+@triton.jit
+def points(p_points, b_codes, START: tl.constexpr):
+    """cos and sin of codes `[T, W]`: `[T, W, 2]`, both by one load."""
+    return tl.load(p_points + ((START + b_codes) * 2)[:, :, None] + tl.arange(0, 2)[None, None, :])
+
+
+@triton.jit
+def stored_radii(fields, tables, i_h, o_i, m_i, FIELD: tl.constexpr, CODED: tl.constexpr):
+    """Radii at `o_i`, float32; 8-bit ones through their head's table."""
+    b_radii = tl.load(fields[FIELD] + o_i, mask=m_i, other=0)
+    if CODED:
+        b_radii = tl.load(tables[1] + i_h * 256 + b_radii.to(tl.int32))
+    return b_radii.to(tl.float32)
+
+
+@triton.jit
+def tree_tile(fields, tables, i_h, o_row, o_t, m_t, LEVELS: tl.constexpr, SHAPE: tl.constexpr, DTYPE: tl.constexpr):
+    """Low and high half of a tile in code space, each `[T, W]`, and the radius of each token that is left out."""
+    ODD: tl.constexpr = SHAPE[0]
+    PAD: tl.constexpr = SHAPE[1]
+    ROOTS: tl.constexpr = SHAPE[2]
+    DEPTH: tl.constexpr = len(LEVELS)
+    SINGLE: tl.constexpr = ROOTS == 1
+    if SINGLE:
+        b_scale = stored_radii(fields, tables, i_h, o_row + o_t, m_t, SHAPE[3], SHAPE[4])
+    else:
+        o_r = tl.arange(0, ROOTS // ODD * PAD)
+        o_i = o_r // PAD * ODD + o_r % PAD
+        m_r = m_t[:, None] & (o_r % PAD < ODD)[None, :]
+        b_r = stored_radii(fields, tables, i_h, (o_row + o_t)[:, None] * ROOTS + o_i[None, :], m_r, SHAPE[3], SHAPE[4])
+        b_scale = tl.full([o_t.shape[0]], 1.0, tl.float32)
+    for i in tl.static_range(DEPTH):
+        b_codes = level_codes(fields, o_row, o_t, m_t, LEVELS[DEPTH - 1 - i], ODD, PAD)
+        b_pair = points(tables[0], b_codes, LEVELS[DEPTH - 1 - i][7])
+        if i > 0 or not SINGLE:
+            b_pair = b_pair * (b_r[:, :, None] if i < DEPTH - 1 else b_r.to(DTYPE)[:, :, None])
+        if i < DEPTH - 1:
+            b_pair = b_pair.to(tl.float32)
+            b_r = tl.reshape(tl.permute(b_pair, [0, 2, 1]), [o_t.shape[0], 2 * b_codes.shape[1]])
+    b_low, b_high = tl.split(b_pair.to(DTYPE))
+    return b_low, b_high, b_scale
+
+
+@triton.jit
+def score(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
+    b_low, b_high, b_scale = tree_tile(fields, tables, i_h, o_row, o_t, m_t, META[0], META[1], b_q[0].dtype)
+    b_s = tl.dot(b_q[0], tl.trans(b_low), input_precision=PRECISION)
+    b_s = tl.dot(b_q[1], tl.trans(b_high), b_s, input_precision=PRECISION)
+    return b_s * b_scale[None, :]
+
+
+@triton.jit
+def accumulate(
+    b_p, fields, tables, i_h, s_head, o_row, o_t, m_t, b_acc,
+    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    b_low, b_high, b_scale = tree_tile(fields, tables, i_h, o_row, o_t, m_t, META[0], META[1], DTYPE)
+    b_weights = (b_p * b_scale[None, :]).to(DTYPE)
+    b_low_acc = tl.dot(b_weights, b_low, b_acc[0], input_precision=PRECISION)
+    return (b_low_acc, tl.dot(b_weights, b_high, b_acc[1], input_precision=PRECISION))
+
+
+def padding(head_dim: int) -> tuple[int, int]:
+    """Odd part of the head dimension and the power of two that takes its place in tiles."""
+    odd = head_dim // (head_dim & -head_dim)
+    return odd, triton.next_power_of_2(odd)
+
+
+def level_meta(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
+    """`LevelCodes` of each level as the kernels take it, and where its entries in the joined tables start."""
+    meta, start = [], 0
+    for level in tree.levels:
+        meta.append((level.bits, level.field, level.row, level.offset, level.words, level.base, level.count, start))
+        start += 2**level.bits
+    return tuple(meta)
+
+
+def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
+    """Operands of a prepared codec."""
+    dim, tree, device = codec.context.head_dim, codec.tree, codec.basis.device
+    odd, pad = padding(dim)
+    width = dim // odd * pad
+    channel = torch.arange(dim, device=device)
+    basis = torch.zeros(1, width, dim, device=device)
+    basis[0, channel // odd * pad + channel % odd] = codec.basis
+    query_map = basis.mT
+    if codec.mean is not None:
+        query_map = torch.cat([query_map.expand(len(codec.mean), -1, -1), codec.mean[..., None]], -1)
+    tables = (torch.cat([book.points for book in codec.books]),)
+    if codec.radius_table is not None:
+        tables += (codec.radius_table,)
+    return KernelSide(
+        score,
+        accumulate,
+        (level_meta(tree), (odd, pad, tree.roots, len(codec.fields) - 1, codec.radius_table is not None)),
+        (width // 2, width // 2),
+        tables=tables,
+        query_map=query_map.contiguous(),
+        bias=codec.mean is not None,
+        output_map=basis,
+    )

@@ -1,0 +1,159 @@
+"""Scores of PolarQuant's polar codes, and their packing (Wu et al., sections 3.2 and 3.3).
+
+With angle codes a_j[t], radii r_j[t] = (code + offset) · scale (per group, or folded into the query), and φ the unit
+vectors of the angles:
+
+    direct:  s[t] = Σ_j q_xj r_j cos φ(a_j) + q_yj r_j sin φ(a_j)
+    table:   s[t] = Σ_a Σ_j T_a,j [a_j = a] r_j,   T_a = q_x cos φ(a) + q_y sin φ(a);  angles beyond a half turn are -T
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_token
+from .codes import load_codes, store_codes
+from .operands import KernelSide, in_code_order, launch_options
+
+if TYPE_CHECKING:
+    from ..methods.polarquant_rope import PolarQuantRopeCodec
+
+
+@triton.jit
+def as_numbers(b_codes, DTYPE: tl.constexpr):
+    """Codes below 1024 as numbers; in 16 bits they are put into the mantissa of 1024, which spares a conversion."""
+    if tl.float16 == DTYPE:
+        b_numbers = (b_codes | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1024.0
+    else:
+        b_numbers = b_codes.to(DTYPE)
+    return b_numbers
+
+
+@triton.jit
+def radii(
+    fields, o_row, o_t, m_t, DTYPE: tl.constexpr,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, AT: tl.constexpr, OFFSET: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Radii `[T, 8 * PADDED]`. A tile starts at a multiple of its size, so its tokens share the group of the first."""
+    SCALE: tl.constexpr = AT + (1 if (BITS == 2 or BITS == 4) else 2)
+    b_steps = as_numbers(load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED), DTYPE)
+    if TOKENS == 0:
+        b_radii = b_steps + OFFSET
+    else:
+        tl.static_assert(o_t.shape[0] <= TOKENS)
+        o_p = tl.arange(0, 8 * PADDED)
+        o_s = (o_row + tl.min(o_t, 0)) // TOKENS * (8 * WORDS) + o_p // PADDED * WORDS + o_p % PADDED
+        b_scale = tl.load(fields[SCALE] + o_s, mask=o_p % PADDED < WORDS, other=0.0).to(DTYPE)
+        b_radii = b_steps * b_scale[None, :] + (b_scale * OFFSET)[None, :]
+    return b_radii
+
+
+@triton.jit
+def directions(p_points, b_angles, DTYPE: tl.constexpr):
+    """cos and sin of angle codes from `[angles, 2]` numbers; in 16 bits one lookup gives both."""
+    if tl.float16 == DTYPE:
+        b_both = tl.load(p_points.to(tl.pointer_type(tl.int32), bitcast=True) + b_angles)
+        b_cos = b_both.to(tl.int16).to(tl.float16, bitcast=True)
+        b_sin = (b_both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        b_cos = tl.load(p_points + 2 * b_angles)
+        b_sin = tl.load(p_points + 2 * b_angles + 1)
+    return b_cos, b_sin
+
+
+@triton.jit
+def score(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
+    ANGLE_BITS: tl.constexpr = META[0]
+    WORDS: tl.constexpr = META[2]
+    PADDED: tl.constexpr = META[3]
+    AT: tl.constexpr = 1 if (ANGLE_BITS == 2 or ANGLE_BITS == 4) else 2
+    b_angles = load_codes(fields[0], fields[AT - 1], o_row, o_t, m_t, ANGLE_BITS, WORDS, PADDED)
+    b_radii = radii(fields, o_row, o_t, m_t, b_q[0].dtype, META[1], WORDS, PADDED, AT, META[4], META[5])
+    if META[7]:
+        HALF: tl.constexpr = 2 ** (ANGLE_BITS - 1)
+        b_signed = tl.where(b_angles < HALF, b_radii, -b_radii)
+        b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+        for i in tl.static_range(HALF):
+            b_chosen = tl.where((b_angles & (HALF - 1)) == i, b_signed, 0.0)
+            b_s = tl.dot(b_q[i], tl.trans(b_chosen), b_s, input_precision=PRECISION)
+    else:
+        b_cos, b_sin = directions(tables[0], b_angles, b_q[0].dtype)
+        b_s = tl.dot(b_q[0], tl.trans(b_radii * b_cos), input_precision=PRECISION)
+        b_s = tl.dot(b_q[1], tl.trans(b_radii * b_sin), b_s, input_precision=PRECISION)
+    if META[6]:
+        b_s *= tl.load(fields[len(fields) - 1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)[None, :]
+    return b_s
+
+
+def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
+    """Operands of a prepared codec."""
+    options, pairs = codec.options, codec.pairs.pairs
+    table = options.score_function == "table"
+    meta = (
+        options.angle_bits, options.radius_bits, words_per_token(pairs), padded_words(pairs), options.offset,
+        0 if options.radius_scale == "channel" else options.group_size, options.scalar == "match", table,
+    )  # fmt: skip
+    parts = 2 ** (options.angle_bits - 1) if table else 2
+    query_map = in_code_order(codec.basis(), (pairs,) * parts).mT
+    if codec.mean is not None:
+        query_map = torch.cat([query_map.expand(len(codec.mean), -1, -1), codec.mean[..., None]], -1)
+    return KernelSide(
+        score,
+        None,
+        meta,
+        (padded_width(pairs),) * parts,
+        tables=(codec.points,),
+        query_map=query_map.contiguous(),
+        bias=codec.mean is not None,
+    )
+
+
+@triton.jit(do_not_specialize=("N",))
+def quantize_kernel(
+    p_turns, p_steps, p_angle_low, p_angle_high, p_radius_low, p_radius_high, N,
+    ANGLE_BITS: tl.constexpr, RADIUS_BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """angle = floor(turns) mod 2^angle_bits, radius = clamp(floor(steps)), packed."""
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < N
+    o_c = tl.arange(0, PADDED)
+    o_x = o_n[:, None, None] * (8 * WORDS) + (tl.arange(0, 8)[:, None] * WORDS + o_c[None, :])[None, :, :]
+    m_x = m_n[:, None, None] & (o_c < WORDS)[None, None, :]
+    b_angle = tl.floor(tl.load(p_turns + o_x, mask=m_x, other=0.0)).to(tl.int32) & (2**ANGLE_BITS - 1)
+    store_codes(b_angle, p_angle_low, p_angle_high, o_n, m_n, ANGLE_BITS, WORDS, PADDED)
+    b_steps = tl.floor(tl.load(p_steps + o_x, mask=m_x, other=0.0))
+    b_radius = tl.minimum(tl.maximum(b_steps, 0.0), 2**RADIUS_BITS - 1).to(tl.int32)
+    store_codes(b_radius, p_radius_low, p_radius_high, o_n, m_n, RADIUS_BITS, WORDS, PADDED)
+
+
+def quantize(turns: torch.Tensor, steps: torch.Tensor, angle_bits: int, radius_bits: int) -> tuple[torch.Tensor, ...]:
+    """`methods.polarquant_rope.quantize` by the kernel."""
+    grid, arguments, planes = quantize_arguments(turns, steps, angle_bits, radius_bits)
+    quantize_kernel[grid](**arguments)
+    return planes
+
+
+def quantize_arguments(
+    turns: torch.Tensor, steps: torch.Tensor, angle_bits: int, radius_bits: int
+) -> tuple[tuple[int], dict[str, Any], tuple[torch.Tensor, ...]]:
+    """Grid and arguments of `quantize_kernel`, and the planes that it fills."""
+    shape, words = turns.shape[:-1], words_per_token(turns.shape[-1])
+    rows = shape.numel()
+    angle, radius = (
+        tuple(turns.new_empty(*shape, words, dtype=PLANE_WORD[plane]) for plane in PLANES[bits])
+        for bits in (angle_bits, radius_bits)
+    )
+    block = 16
+    arguments = dict(
+        p_turns=turns.contiguous(), p_steps=steps.contiguous(), p_angle_low=angle[0], p_angle_high=angle[-1],
+        p_radius_low=radius[0], p_radius_high=radius[-1], N=rows,
+        ANGLE_BITS=angle_bits, RADIUS_BITS=radius_bits, WORDS=words, PADDED=padded_words(8 * words), BLOCK=block,
+        **launch_options(),
+    )  # fmt: skip
+    return (triton.cdiv(rows, block),), arguments, (*angle, *radius)
