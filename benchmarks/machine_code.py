@@ -82,6 +82,7 @@ def attention_variants() -> dict[str, Variant]:
     uniform, four = side_of("turboquant", bits=4, codebook="uniform"), side_of("turboquant", bits=4)
     prod = {bits: side_of("turboquant", bits=bits, estimator="prod") for bits in (2, 2.5, 3)}
     kivi_side, none = side_of("kivi", bits=4), side_of("none")
+    table = side_of("polarquant_rope", radius_scale="channel", reconstruction="edge", score_function="table")
     exact = {"dtype": torch.float32}
     return variants | {
         "uniform-4bit": Variant(uniform, uniform),
@@ -90,6 +91,7 @@ def attention_variants() -> dict[str, Variant]:
         "turboquant-4bit and kivi-4bit": Variant(four, kivi_side),
         "turboquant-6bit and none": Variant(side_of("turboquant", bits=6), none),
         "none and turboquant-1bit": Variant(none, side_of("turboquant", bits=1)),
+        "polarquant-rope-paper-m4n4, table": Variant(table, none),
         "turboquant-4bit, 16 queries": Variant(four, four, count=16),
         "kivi-4bit, 16 queries": Variant(kivi_side, kivi_side, count=16),
         "turboquant-4bit, D=64": Variant(four, four, 64),
@@ -162,12 +164,14 @@ def encode_variants() -> dict[str, tuple[Side, str, MethodOptions, int]]:
     """Every method's encoders, from its presets (the same codec once), and scalars and sizes beyond them."""
     variants: dict[str, tuple[Side, str, MethodOptions, int]] = {}
     known: list[tuple[Side, MethodOptions]] = []
-    for name, variant in attention_variants().items():
-        sides: list[tuple[Side, tuple[str, MethodOptions]]] = [("keys", variant.keys), ("values", variant.values)]
-        for side, (method, options) in sides:
-            if variant.head_dim == 128 and method != "none" and (side, options) not in known:
-                known.append((side, options))
-                variants[f"encode {side} of {name}"] = (side, method, options, 128)
+    pairs = [(name, variant) for name, variant in attention_variants().items() if variant.head_dim == 128]
+    sides: list[tuple[str, Side, str, MethodOptions]] = [(name, "keys", *variant.keys) for name, variant in pairs]
+    sides += [(name, "values", *variant.values) for name, variant in pairs]
+    # Named after a preset of the method itself, where there is one.
+    for name, side, method, options in sorted(sides, key=lambda item: not item[0].startswith(item[2].split("_")[0])):
+        if method != "none" and (side, options) not in known:
+            known.append((side, options))
+            variants[f"encode {side} of {name}"] = (side, method, options, 128)
     for bits, scalar, width in ((3, "norm", 64), (6, "least_squares", 256)):
         name = f"encode turboquant-{bits}bit {scalar}, D={width}"
         variants[name] = ("keys", *side_of("turboquant", bits=bits, scalar=scalar), width)
@@ -184,12 +188,14 @@ def encode_launches(side: Side, method: str, options: MethodOptions, head_dim: i
 
 
 def packed_loop(arguments: dict[str, Any], code: aot.MachineCode, target: str) -> float | None:
-    """Instructions per cached element of the loop over packed tokens; see the module's docstring."""
+    """Instructions per cached element of the loop over packed tokens; None where it has loops of its own inside."""
     if not code.loops:
         return None
     alone = aot.compile_for(
         attention.attend_kernel, {**arguments, "n_sinks": 0, "n_tail": 0}, target, constant=("n_sinks", "n_tail")
     )
+    if len(alone.loops) > 1:
+        return None
     length = min(code.loops, key=lambda loop: abs(loop - max(alone.loops)))
     return round(length * 32 * code.warps / (arguments["BLOCK"] * (arguments["DK"] + arguments["DV"])), 2)
 

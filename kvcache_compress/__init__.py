@@ -5,6 +5,8 @@ from .cache import CompressedCache
 from .config import CompressionConfig, load_config, preset_names
 from .methods.commvq import CommVQCache
 from .methods.kivi import KIVICache
+from .methods.polarquant import PolarQuantCache
+from .methods.qjl import QJLCache
 from .methods.turboquant import TurboQuantCache
 from .registry import get_method, method_names, register_method
 
@@ -13,6 +15,8 @@ __all__ = [
     "CompressedCache",
     "CompressionConfig",
     "KIVICache",
+    "PolarQuantCache",
+    "QJLCache",
     "TurboQuantCache",
     "compress",
     "disable_fused_attention",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ from typer.testing import CliRunner
 from kvcache_compress import disable_fused_attention, enable_fused_attention
 from kvcache_compress.calibration import CommVQSettings, calibrate_commvq, commvq
 from kvcache_compress.calibration.collect import collect, read_layer
-from kvcache_compress.calibration.em import ComplexForm, Schedule, train_residual
-from kvcache_compress.calibration.encoder import EncoderSchedule, encoder_bits, train_encoder
+from kvcache_compress.calibration.em import Schedule
+from kvcache_compress.calibration.encoder import EncoderSchedule
 from kvcache_compress.calibration.text import read_windows
 from kvcache_compress.cli import app
 from kvcache_compress.commvq_file import read_header
 from kvcache_compress.methods.commvq import CommVQCache
-from kvcache_compress.models import load_model
 
 LAYERS, HEADS, HEAD_DIM, CONTEXT = 3, 2, 16, 64
 SHORT = Schedule(soft_steps=2, soft_vectors=128, hard_steps=2, hard_vectors=512, full_steps=1)
@@ -258,16 +256,6 @@ def test_weighted_keys_in_every_path(model: LlamaForCausalLM, text: list[str], t
         torch.testing.assert_close(logits[backend], logits[None], atol=1e-4, rtol=1e-4)
 
 
-def test_encoder_learns_and_is_deterministic() -> None:
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.nn.functional.normalize(torch.randn(2000, 4, generator=generator) @ torch.randn(4, 16), dim=-1)
-    network, loss = train_encoder(tokens, 16, EncoderSchedule(steps=300, batch=128), generator)
-    decoded = encoder_bits(network, tokens) @ network["codebook"]
-    assert loss == pytest.approx((tokens - decoded).square().sum(-1).mean().item())
-    assert loss < 0.3
-    assert torch.equal(encoder_bits(network, tokens), encoder_bits(network, tokens))
-
-
 def test_windows_are_spread_over_the_text(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(i % 64) for i in range(600)))
@@ -300,38 +288,3 @@ def test_command_refuses_in_a_sentence(tmp_path: Path) -> None:
         result = runner.invoke(app, [*given, *options])
         assert result.exit_code == 1
         assert message in result.output
-
-
-@pytest.fixture(scope="module")
-def real_keys(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    """Normalized keys before RoPE of SmolLM2's layer 10, `[3, 4096, 64]`."""
-    model, tokenizer = load_model()
-    source = str(Path(__file__).parents[1] / "eval" / "default_text.txt")
-    windows, _ = read_windows([source], tokenizer, 4096, 512)
-    folder = tmp_path_factory.mktemp("states")
-    collect(model, windows, folder, [10])
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 6 * 2**20  # KiB
-    return torch.nn.functional.normalize(read_layer(folder, 10, "keys", 3, 64).float(), dim=-1)
-
-
-def loss_of(keys: torch.Tensor, pairs: int, centres: int, rounds: int) -> float:
-    """Mean squared error of normalized keys in groups of `pairs`, over heads."""
-    heads = keys.shape[0]
-    grouped = keys.unflatten(-1, (-1, 2 * pairs)).transpose(1, 2).flatten(0, 1)
-    schedule = Schedule(soft_steps=3, soft_vectors=1024, hard_steps=3, hard_vectors=4096)
-    _, losses = train_residual(grouped, ComplexForm(), rounds, centres, schedule, torch.Generator().manual_seed(0))
-    return float(losses[:, -1].sum() / heads)
-
-
-@pytest.mark.slow
-def test_errors_fall_as_in_the_paper(real_keys: torch.Tensor) -> None:
-    """Tables 9 and 10 and figure 4 in shape: larger groups at equal bits, and more rounds, lose less.
-
-    The paper's rows with half its head dimension: pairs, centres and rounds of a group.
-    """
-    one_round = [loss_of(real_keys, pairs, centres, 1) for pairs, centres in ((8, 2), (16, 4), (32, 16))]
-    assert one_round == sorted(one_round, reverse=True)
-    one_bit = [loss_of(real_keys, *size) for size in ((8, 2, 8), (16, 4, 8), (32, 16, 8), (32, 64, 5))]
-    assert one_bit == sorted(one_bit, reverse=True)
-    by_rounds = [loss_of(real_keys, 32, 64, rounds) for rounds in (1, 2, 4)]
-    assert by_rounds == sorted(by_rounds, reverse=True)

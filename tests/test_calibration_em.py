@@ -1,13 +1,16 @@
-"""Expectation–maximization for residual additive codes: its steps, alone and together, against plain arithmetic."""
+"""Training of additive codes: the steps of expectation–maximization against plain arithmetic, and the encoder."""
 
 from __future__ import annotations
 
 import itertools
+import resource
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvcache_compress import additive
+from kvcache_compress.calibration.collect import collect, read_layer
 from kvcache_compress.calibration.em import (
     ComplexForm,
     Form,
@@ -18,6 +21,9 @@ from kvcache_compress.calibration.em import (
     start_centres,
     train_residual,
 )
+from kvcache_compress.calibration.encoder import EncoderSchedule, encoder_bits, train_encoder
+from kvcache_compress.calibration.text import read_windows
+from kvcache_compress.models import load_model
 
 HEADS, VECTORS, CENTRES, PAIRS = 2, 300, 8, 6
 FORMS = {"complex": ComplexForm(), "real": RealForm()}
@@ -149,3 +155,48 @@ def test_training_is_repeatable() -> None:
     x = vectors(600)
     first, second = (train_residual(x, ComplexForm(), 2, CENTRES, SHORT, generator())[0] for _ in range(2))
     assert torch.equal(first, second)
+
+
+def test_encoder_learns_and_is_deterministic() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.nn.functional.normalize(torch.randn(2000, 4, generator=generator) @ torch.randn(4, 16), dim=-1)
+    network, loss = train_encoder(tokens, 16, EncoderSchedule(steps=300, batch=128), generator)
+    decoded = encoder_bits(network, tokens) @ network["codebook"]
+    assert loss == pytest.approx((tokens - decoded).square().sum(-1).mean().item())
+    assert loss < 0.3
+    assert torch.equal(encoder_bits(network, tokens), encoder_bits(network, tokens))
+
+
+@pytest.fixture(scope="module")
+def real_keys(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    """Normalized keys before RoPE of SmolLM2's layer 10, `[3, 4096, 64]`."""
+    model, tokenizer = load_model()
+    source = str(Path(__file__).parents[1] / "eval" / "default_text.txt")
+    windows, _ = read_windows([source], tokenizer, 4096, 512)
+    folder = tmp_path_factory.mktemp("states")
+    collect(model, windows, folder, [10])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 6 * 2**20  # KiB
+    return torch.nn.functional.normalize(read_layer(folder, 10, "keys", 3, 64).float(), dim=-1)
+
+
+def loss_of(keys: torch.Tensor, pairs: int, centres: int, rounds: int) -> float:
+    """Mean squared error of normalized keys in groups of `pairs`, over heads."""
+    heads = keys.shape[0]
+    grouped = keys.unflatten(-1, (-1, 2 * pairs)).transpose(1, 2).flatten(0, 1)
+    schedule = Schedule(soft_steps=3, soft_vectors=1024, hard_steps=3, hard_vectors=4096)
+    _, losses = train_residual(grouped, ComplexForm(), rounds, centres, schedule, torch.Generator().manual_seed(0))
+    return float(losses[:, -1].sum() / heads)
+
+
+@pytest.mark.slow
+def test_errors_fall_as_in_the_paper(real_keys: torch.Tensor) -> None:
+    """Tables 9 and 10 and figure 4 in shape: larger groups at equal bits, and more rounds, lose less.
+
+    The paper's rows with half its head dimension: pairs, centres and rounds of a group.
+    """
+    one_round = [loss_of(real_keys, pairs, centres, 1) for pairs, centres in ((8, 2), (16, 4), (32, 16))]
+    assert one_round == sorted(one_round, reverse=True)
+    one_bit = [loss_of(real_keys, *size) for size in ((8, 2, 8), (16, 4, 8), (32, 16, 8), (32, 64, 5))]
+    assert one_bit == sorted(one_bit, reverse=True)
+    by_rounds = [loss_of(real_keys, 32, 64, rounds) for rounds in (1, 2, 4)]
+    assert by_rounds == sorted(by_rounds, reverse=True)

@@ -58,7 +58,11 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: t
     As Triton does at a launch, integers that are 1 become constants, and multiples of 16 and aligned pointers are
     marked as such, unless the kernel says otherwise. The arguments named in `constant` become constants as well.
     """
-    options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
+    options = {
+        name: arguments[name]
+        for name in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+        if name in arguments
+    }
     constants, signature, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]

@@ -14,13 +14,13 @@ import torch
 from pydantic import field_validator
 
 from .. import polar_tree
+from ..centring import mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
 from ..layout import Field
 from ..polar_codebooks import AngleCodebook, offline_codebook, online_codebook
 from ..registry import register_method
 from ..rotation import RotationKind, random_rotation
 from ..scalar import SCALE_MAX, Scalar
-from .turboquant import CENTER_SHARE
 
 if TYPE_CHECKING:
     from ..triton_kernels.operands import KernelSide
@@ -141,12 +141,7 @@ class PolarQuantRecursiveCodec(Codec):
 
     def prepare(self, x: torch.Tensor) -> None:
         x = x.float()
-        if self.center != "off":
-            mean = x.mean(dim=(0, 2))
-            if self.center == "auto":
-                share = mean.square().sum(-1) / x.square().sum(-1).mean(dim=(0, 2)).clamp_min(1e-30)
-                mean = torch.where(share[:, None] > CENTER_SHARE, mean, 0.0)
-            self.mean = mean
+        self.mean = mean_key(x, self.center)
         y = self._to_code_space(x)
         if self.options.codebook == "online":
             seed = 8 * self.context.layer_seed()

@@ -13,12 +13,12 @@ import torch
 from pydantic import field_validator
 
 from .. import packing
+from ..centring import mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
 from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
 from ..registry import register_method
 from ..rope import RopeLayout
 from ..scalar import SCALE_MAX
-from .turboquant import mean_key
 
 if TYPE_CHECKING:
     from ..triton_kernels.operands import KernelSide

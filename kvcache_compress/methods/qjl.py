@@ -17,13 +17,13 @@ from transformers import PreTrainedConfig
 
 from .. import packing
 from ..cache import CompressedCache
+from ..centring import mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
 from ..config import config_from_options
 from ..layout import CODES_PER_WORD, Field, code_fields
 from ..registry import register_method
 from ..scalar import quantize
 from ..sketch import SketchKind, sketch_constant, sketch_matrix
-from .turboquant import mean_key
 
 if TYPE_CHECKING:
     from ..triton_kernels.operands import KernelSide

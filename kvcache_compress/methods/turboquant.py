@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from .. import packing
 from ..cache import CompressedCache
+from ..centring import mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
 from ..config import config_from_options
 from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
@@ -30,9 +31,6 @@ from ..sketch import SketchKind, sketch_constant, sketch_matrix
 
 if TYPE_CHECKING:
     from ..triton_kernels.operands import KernelSide
-
-CENTER_SHARE = 0.1
-"""`center: auto` subtracts the mean where it holds more than this share of the mean squared norm of the keys."""
 
 
 class TurboQuantOptions(MethodOptions):
@@ -113,18 +111,6 @@ def component_bits(options: TurboQuantOptions, bits: int) -> tuple[tuple[int, bo
     if options.estimator == "mse":
         return ((bits, False),)
     return ((bits - 1, False), (1, True)) if bits > 1 else ((1, True),)
-
-
-def mean_key(x: torch.Tensor, center: str) -> torch.Tensor | None:
-    """Mean of keys `[B, H, T, D]`, float32 `[H, D]`; for `auto` zero in heads where it is small, None for `off`."""
-    if center == "off":
-        return None
-    x = x.float()
-    mean = x.mean(dim=(0, 2))
-    if center == "auto":
-        share = mean.square().sum(-1) / x.square().sum(-1).mean(dim=(0, 2)).clamp_min(1e-30)
-        mean = torch.where(share[:, None] > CENTER_SHARE, mean, 0.0)
-    return mean
 
 
 @register_method

@@ -92,12 +92,15 @@ def test_outliers_get_the_bit_more(make_codec: Make) -> None:
     loud = torch.tensor([[3, 9, 17, 20, 33, 40, 41, 63], [0, 1, 2, 3, 4, 5, 6, 7]])
     for head in range(2):
         x[:, head, :, loud[head]] *= 6
-    codec = make_codec("turboquant", 64, heads=2, bits=2.5, outlier_fraction=0.125, center="off")
+    options = {"heads": 2, "bits": 2.5, "outlier_fraction": 0.125, "center": "off"}
+    codec = make_codec("turboquant", 64, **options)
     codec.prepare(x)
     outlier_rows = codec.basis[:, : codec.sets[0][0]]
     for head in range(2):
         assert outlier_rows[head].abs().sum(0).nonzero().flatten().tolist() == loud[head].tolist()
-    assert error(codec, x) < 0.6 * error(make_codec("turboquant", 64, heads=2, bits=2, center="off"), x)
+    assert error(make_codec("turboquant", 64, **options), x) < 0.6 * error(
+        make_codec("turboquant", 64, heads=2, bits=2, center="off"), x
+    )
     rows = codec.basis
     torch.testing.assert_close(rows @ rows.mT, torch.eye(64).expand(2, -1, -1), atol=1e-5, rtol=0)
 
