@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Annotated, Any, Literal, TypeAlias
 
+import torch
+from pydantic import BeforeValidator
+
+
+def _from_yaml(center: Any) -> Any:
+    """YAML 1.1 reads bare `on` and `off` as booleans."""
+    return {True: "on", False: "off"}.get(center, center) if isinstance(center, bool) else center
+
+
+Center: TypeAlias = Annotated[Literal["auto", "on", "off"], BeforeValidator(_from_yaml)]
+"""Whether the mean key of the first prefill is subtracted; `auto`: where it is large."""
 CENTER_SHARE = 0.1
 """`center: auto` subtracts the mean where it holds more than this share of the mean squared norm of the keys."""
 

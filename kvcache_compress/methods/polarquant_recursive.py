@@ -14,7 +14,7 @@ import torch
 from pydantic import field_validator
 
 from .. import polar_tree
-from ..centring import mean_key
+from ..centring import Center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
 from ..layout import Field
 from ..polar_codebooks import AngleCodebook, offline_codebook, online_codebook
@@ -50,7 +50,7 @@ class PolarQuantRecursiveOptions(MethodOptions):
     shared_rotation: bool = False
     codebook: Literal["offline", "online"] = "offline"
     scalar: Scalar | None = None
-    center: Literal["auto", "on", "off"] | None = None
+    center: Center | None = None
 
     @field_validator("bits", mode="before")
     @classmethod
@@ -70,12 +70,6 @@ class PolarQuantRecursiveOptions(MethodOptions):
         if levels is not None and levels < 1:
             raise ValueError(f"levels={levels} for polarquant_recursive: allowed 1 and more")
         return levels
-
-    @field_validator("center", mode="before")
-    @classmethod
-    def _yaml_booleans(cls, center: Any) -> Any:
-        """YAML 1.1 reads bare `on` and `off` as booleans."""
-        return {True: "on", False: "off"}.get(center, center) if isinstance(center, bool) else center
 
     def level_bits(self, head_dim: int) -> tuple[int, ...]:
         """Bits of each level for this head dimension; raises `ValueError` for one that cannot be had."""

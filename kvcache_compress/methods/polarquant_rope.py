@@ -13,7 +13,7 @@ import torch
 from pydantic import field_validator
 
 from .. import packing
-from ..centring import mean_key
+from ..centring import Center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
 from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
 from ..registry import register_method
@@ -45,7 +45,7 @@ class PolarQuantRopeOptions(MethodOptions):
     score_function: Literal["direct", "table"] = "direct"
     pairing: Literal["auto", "half", "interleaved"] = "auto"
     scalar: Literal["none", "match"] = "none"
-    center: Literal["auto", "on", "off"] = "auto"
+    center: Center = "auto"
 
     @field_validator("angle_bits", "radius_bits")
     @classmethod
@@ -60,12 +60,6 @@ class PolarQuantRopeOptions(MethodOptions):
         if group_size not in (32, 64, 128):
             raise ValueError(f"group_size={group_size} for polarquant_rope: allowed 32, 64, 128")
         return group_size
-
-    @field_validator("center", mode="before")
-    @classmethod
-    def _yaml_booleans(cls, center: Any) -> Any:
-        """YAML 1.1 reads bare `on` and `off` as booleans."""
-        return {True: "on", False: "off"}.get(center, center) if isinstance(center, bool) else center
 
     @property
     def offset(self) -> float:

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from .. import packing
 from ..cache import CompressedCache
-from ..centring import mean_key
+from ..centring import Center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
 from ..config import config_from_options
 from ..layout import CODES_PER_WORD, Field, code_fields
@@ -52,7 +52,7 @@ class QJLOptions(MethodOptions):
     outlier_channels: int = 0
     outlier_sketch_dim: int | None = None
     scalar: Literal["norm", "match"] = "match"
-    center: Literal["auto", "on", "off"] = "auto"
+    center: Center = "auto"
 
     @field_validator("sketch_ratio")
     @classmethod
@@ -74,12 +74,6 @@ class QJLOptions(MethodOptions):
         if count and count < MIN_OUTLIERS:
             raise ValueError(f"outlier_channels={count} for qjl: allowed 0 or at least {MIN_OUTLIERS}")
         return count
-
-    @field_validator("center", mode="before")
-    @classmethod
-    def _yaml_booleans(cls, center: Any) -> Any:
-        """YAML 1.1 reads bare `on` and `off` as booleans."""
-        return {True: "on", False: "off"}.get(center, center) if isinstance(center, bool) else center
 
 
 @dataclass(frozen=True)

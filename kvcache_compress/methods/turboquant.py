@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from .. import packing
 from ..cache import CompressedCache
-from ..centring import mean_key
+from ..centring import Center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
 from ..config import config_from_options
 from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
@@ -48,7 +48,7 @@ class TurboQuantOptions(MethodOptions):
     rotation: RotationKind = "hadamard"
     shared_rotation: bool = False
     codebook: Literal["lloyd_max", "uniform"] = "lloyd_max"
-    center: Literal["auto", "on", "off"] | None = None
+    center: Center | None = None
     outlier_fraction: float = 0.5
     sketch: SketchKind = "orthogonal"
 
@@ -71,12 +71,6 @@ class TurboQuantOptions(MethodOptions):
         if self.estimator == "prod" and self.scalar not in (None, "norm"):
             raise ValueError(f"scalar={self.scalar!r} for turboquant with estimator 'prod': allowed 'norm'")
         return self
-
-    @field_validator("center", mode="before")
-    @classmethod
-    def _yaml_booleans(cls, center: Any) -> Any:
-        """YAML 1.1 reads bare `on` and `off` as booleans."""
-        return {True: "on", False: "off"}.get(center, center) if isinstance(center, bool) else center
 
 
 @dataclass(frozen=True)
