@@ -30,7 +30,8 @@ from kvcache_compress.codec import Codec, CodecContext, MethodOptions, Side
 from kvcache_compress.commvq_file import CENTRES, describe_model, group_count, rounds_for, write_codebooks
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.registry import get_method
-from kvcache_compress.rope import RopeLayout, RopeTrack
+from kvcache_compress.rope import RopeLayout
+from kvcache_compress.rope_track import RopeTrack
 from kvcache_compress.store import PackedStore
 from kvcache_compress.triton_kernels import aot, attention, launch
 from kvcache_compress.view import SideSegments
@@ -133,20 +134,31 @@ def build_codec(
     half = head_dim // 2
     rope = RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))
     if method == "commvq":
-        options = options.model_copy(update={"codebooks": random_codebooks(head_dim, heads, options.bits)})
+        path = random_codebooks(head_dim, heads, options.bits, encoder=options.scalar == "norm")
+        options = options.model_copy(update={"codebooks": path})
     context = CodecContext(side, head_dim, heads, 0, 0, 16, dtype, torch.device("cpu"), rope)
     return get_method(method)(options, context)
 
 
 @cache
-def random_codebooks(head_dim: int, heads: int, bits: float) -> str:
-    """A file that stands in for the one that CommVQ's presets leave to the user, as large as a calibrated one."""
+def random_codebooks(head_dim: int, heads: int, bits: float, encoder: bool) -> str:
+    """A file that stands in for the one that CommVQ's presets leave to the user, as large as a calibrated one.
+
+    With the encoder of values, which the paper's preset is for, or with residual codebooks.
+    """
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=heads, head_dim=head_dim)
     groups = group_count(head_dim)
     tensors = {}
     for side, shape in (("keys", (head_dim // (2 * groups), 2)), ("values", (head_dim // groups,))):
         rounds = rounds_for(bits, side, head_dim, groups)
         tensors[f"{side}.0.codebooks"] = torch.randn(heads, groups, rounds, CENTRES, *shape) / head_dim
+    if encoder:
+        del tensors["values.0.codebooks"]
+        width = heads * head_dim
+        stored = round(bits * width)
+        shapes = {"weight1": (width, width), "bias1": (width,), "weight2": (stored, width), "bias2": (stored,)}
+        shapes["codebook"] = (stored, width)
+        tensors |= {f"values.0.{name}": torch.randn(shape) / head_dim for name, shape in shapes.items()}
     path = Path(tempfile.mkdtemp()) / "random.safetensors"
     write_codebooks(describe_model(config, path), tensors)
     return str(path)

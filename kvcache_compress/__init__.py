@@ -1,6 +1,6 @@
 """KV-cache compression for Hugging Face Transformers. Importing this package patches nothing."""
 
-from .attention import compress, disable_fused_attention, enable_fused_attention
+from .attention import compress, disable_fused_attention, enable_fused_attention, hand_over_positions
 from .cache import CompressedCache
 from .config import CompressionConfig, load_config, preset_names
 from .methods.commvq import CommVQCache
@@ -22,6 +22,7 @@ __all__ = [
     "disable_fused_attention",
     "enable_fused_attention",
     "get_method",
+    "hand_over_positions",
     "load_config",
     "method_names",
     "preset_names",

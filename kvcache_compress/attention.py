@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +24,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, GenerationC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from . import reference
-from .backend import on_device
 from .cache import CompressedCache
 from .config import CompressionConfig, load_config
 from .layer import ATTENTION_NAME, MAX_DECODE_TOKENS, CompressedLayer
@@ -77,21 +76,10 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention as Transformers calls it: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]`."""
-    if isinstance(key, PackedKV) and isinstance(value, PackedKV):
-        mask = _fusable_mask(attention_mask, query, key)
-        if _fusable(query, attention_mask, dropout, kwargs):
-            attend = _attend(key)
-            with on_device(query):
-                output = attend(
-                    query,
-                    key.keys,
-                    key.values,
-                    mask,
-                    scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-                    softcap=kwargs.get("softcap"),
-                    sinks=kwargs.get("s_aux"),
-                )
-            return output, None
+    fusable = isinstance(value, PackedKV) and _fusable(query, attention_mask, dropout, kwargs)
+    if isinstance(key, PackedKV) and fusable:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return key.attend(query, attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux")), None
     dense_key = key.dense() if isinstance(key, PackedKV) else key
     dense_value = value.dense() if isinstance(value, PackedKV) else value
     previous = _previous_attention(module)
@@ -115,14 +103,6 @@ def _under_previous_name(config: PreTrainedConfig) -> Iterator[None]:
         config._attn_implementation_internal = ours
 
 
-def _attend(key: PackedKV) -> Callable[..., torch.Tensor]:
-    if key.backend == "torch":
-        return reference.attend
-    from .triton_kernels.launch import attend
-
-    return attend
-
-
 def _fusable(query: torch.Tensor, mask: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
     """Whether the fused path computes exactly what was asked for."""
     if query.shape[2] > MAX_DECODE_TOKENS or dropout or not (mask is None or isinstance(mask, torch.Tensor)):
@@ -131,15 +111,6 @@ def _fusable(query: torch.Tensor, mask: Any, dropout: float, kwargs: dict[str, A
         return False
     known = _WITHOUT_EFFECT | {"softcap", "s_aux"}
     return all(value is None or value is False or name in known for name, value in kwargs.items())
-
-
-def _fusable_mask(mask: Any, query: torch.Tensor, key: PackedKV) -> Any:
-    """Masks as the fused path takes them: a flash attention's padding mask `[B, T]` becomes a causal 4-D one."""
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
-        return mask
-    count, tokens = query.shape[2], key.shape[2]
-    causal = torch.ones(count, tokens, dtype=torch.bool, device=mask.device).tril(tokens - count)
-    return causal & mask[:, None, None, -tokens:].bool()
 
 
 def enable_fused_attention(model: PreTrainedModel) -> None:
@@ -162,7 +133,7 @@ def enable_fused_attention(model: PreTrainedModel) -> None:
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
     _switch(model, decoder, AttentionName(decoder._attn_implementation))
-    _hook_positions(model)
+    hand_over_positions(model)
 
 
 def disable_fused_attention(model: PreTrainedModel) -> None:
@@ -176,14 +147,20 @@ def disable_fused_attention(model: PreTrainedModel) -> None:
 _HOOKS: weakref.WeakKeyDictionary[PreTrainedModel, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
-def _hook_positions(model: PreTrainedModel) -> None:
-    """Lets the model's attention modules hand over their position embeddings to a cache that asks for them."""
-    if model not in _HOOKS:
-        _HOOKS[model] = [
-            module.register_forward_pre_hook(_hand_over_positions, with_kwargs=True)
-            for module in model.modules()
-            if hasattr(module, "layer_idx") and "position_embeddings" in inspect.signature(module.forward).parameters
-        ]
+def hand_over_positions(model: PreTrainedModel) -> None:
+    """Lets the model's attention modules hand over their position embeddings to a cache that asks for them.
+
+    `enable_fused_attention` and `compress` do so too. Without it CommVQ encodes the tokens of left-padded rows as if
+    at other positions than theirs.
+    """
+    if model in _HOOKS:
+        return
+    _HOOKS[model] = []
+    for module in model.modules():
+        names = tuple(inspect.signature(module.forward).parameters) if hasattr(module, "layer_idx") else ()
+        if "position_embeddings" in names:
+            hook = functools.partial(_hand_over, names)
+            _HOOKS[model].append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def _unhook_positions(model: PreTrainedModel) -> None:
@@ -191,11 +168,18 @@ def _unhook_positions(model: PreTrainedModel) -> None:
         handle.remove()
 
 
-def _hand_over_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    cache = kwargs.get("past_key_values")
-    layer = cache.layers[module.layer_idx] if isinstance(cache, CompressedCache) else None
+def _hand_over(names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hook of an attention module with parameters `names`, hidden states first; the cache's name differs by family."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    caches = [x for x in given.values() if isinstance(x, CompressedCache)]
+    layer = caches[0].layers[module.layer_idx] if caches else None
     if isinstance(layer, CompressedLayer) and layer.track is not None:
-        layer.track.given = kwargs.get("position_embeddings")
+        layer.track.given = _of_step(given.get("position_embeddings"), given[names[0]].shape[1])
+
+
+def _of_step(embeddings: Any, count: int) -> Any:
+    """cos and sin of the last `count` tokens: some models hand them over for all that are cached."""
+    return tuple(x[:, -count:] for x in embeddings) if isinstance(embeddings, tuple) else None
 
 
 def _decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -249,7 +233,8 @@ def compress(
     """Within the block `model.generate` uses a compressed cache wherever it would make one of its own.
 
     Pipelines and other clients that only call `generate` need not know; a `cache_implementation` that they ask for
-    gives way. A call that brings its own `past_key_values`, or `use_cache=False`, is left alone.
+    gives way. A call that brings its own `past_key_values`, or `use_cache=False`, is left alone, and so are calls that
+    `generate` makes of itself: drafts of early exit have a dense cache.
 
     Args:
         model: a decoder-only model.
@@ -263,26 +248,35 @@ def compress(
     CompressedCache(model.config, handle.config)
     generate, outer = model.generate, vars(model).get("generate")
     was_fused = _decoder_config(model)._attn_implementation == ATTENTION_NAME
+    was_handed_over = model in _HOOKS
+
+    running = threading.local()
 
     @functools.wraps(generate)
     def generate_compressed(*args: Any, **kwargs: Any) -> Any:
+        if vars(running):  # Early exit drafts by a `generate` of the first layers, within that of the whole model.
+            return generate(*args, **kwargs)
         bound = inspect.signature(generate).bind_partial(*args, **kwargs).arguments
         settings = bound.get("generation_config") or model.generation_config
         own = kwargs.get("past_key_values") is not None
-        if not own and kwargs.get("use_cache", settings.use_cache) is not False:
+        running.generate = True
+        try:
+            if own or kwargs.get("use_cache", settings.use_cache) is False:
+                return generate(*args, **kwargs)
             handle.cache = CompressedCache(model.config, handle.config)
             kwargs.pop("cache_implementation", None)
             with _without_cache_implementation(settings, model.generation_config):
                 return generate(*args, past_key_values=handle.cache, **kwargs)
-        return generate(*args, **kwargs)
+        finally:
+            del running.generate
 
     if fused or (fused is None and model._can_set_attn_implementation()):
         enable_fused_attention(model)
     elif fused is False:
         disable_fused_attention(model)
-        _hook_positions(model)
+        hand_over_positions(model)
     else:
-        _hook_positions(model)
+        hand_over_positions(model)
         logger.warning("the attention of %s cannot be switched: decoding each step instead", type(model).__name__)
     model.generate = generate_compressed
     try:
@@ -293,5 +287,4 @@ def compress(
         else:
             model.generate = outer
         (enable_fused_attention if was_fused else disable_fused_attention)(model)
-        if not was_fused:
-            _unhook_positions(model)
+        (hand_over_positions if was_handed_over else _unhook_positions)(model)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -48,9 +49,17 @@ def resolve_backend(choice: BackendChoice, device: torch.device) -> Backend:
     return backend
 
 
-def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Makes the device of `x` the current one: Triton launches there, whatever device its operands are on."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+@contextmanager
+def on_device(x: torch.Tensor) -> Iterator[None]:
+    """For codecs and attention: makes the device of `x` the current one, since Triton launches there, and switches
+    autocast off, under which float32 arithmetic would be done in 16 bits."""
+    kind = x.device.type
+    narrows = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    with (
+        torch.cuda.device(x.device) if x.is_cuda else nullcontext(),
+        torch.autocast(kind, enabled=False) if narrows else nullcontext(),
+    ):
+        yield
 
 
 @cache

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    StaticCache,
+    StaticLayer,
+)
 
 from .backend import check_backend
+from .checks import check_croppable, positive_count, row_numbers
 from .codec import Side
 from .config import CompressionConfig, LayerPlan, load_config
+from .fixed import FixedCapacityLayer
+from .hybrid import HybridCompressedLayer
 from .layer import CompressedLayer
+from .offloading import Offloading
 from .report import MemoryReport, memory_report
-from .rope import RopeLayout, RopeTrack, layer_has_rope, rope_layout
+from .rope import RopeLayout, layer_has_rope, rope_layout
+from .rope_track import RopeTrack
 
 SIDES: tuple[Side, ...] = ("keys", "values")
 
@@ -36,12 +51,12 @@ class CompressedCache(Cache):
     def __init__(self, model_config: PreTrainedConfig, config: CompressionConfig | str | dict[str, Any]) -> None:
         self.config = load_config(config)
         check_backend(self.config.backend)
-        self.decoder_config, layers = decoder_layers(model_config)
+        self.decoder_config, layers = decoder_layers(model_config, self.config.max_cache_len)
         plans = self.config.plan(_layer_types(self.decoder_config, layers))
         chosen = {
             index: plans[index]
             for index, layer in enumerate(layers)
-            if type(layer) is DynamicLayer and plans[index].compresses
+            if is_full_attention(layer) and plans[index].compresses
         }
         rope = _check_plans(chosen, self.decoder_config)
         self.rope_track = None
@@ -50,8 +65,14 @@ class CompressedCache(Cache):
         for index, plan in chosen.items():
             track = self.rope_track if "factors" in (plan.rope_use("keys"), plan.rope_use("values")) else None
             leads = track is not None and not any(getattr(layer, "track", None) for layer in layers[:index])
-            layers[index] = CompressedLayer(index, plan, self.config, self.decoder_config, rope, track, leads)
+            kind: Callable[..., CompressedLayer] = CompressedLayer
+            if self.config.max_cache_len is not None:
+                kind = FixedCapacityLayer
+            elif isinstance(layers[index], LinearAttentionAndFullAttentionLayer):
+                kind = partial(HybridCompressedLayer, number_of_states=layers[index].number_of_states)
+            layers[index] = kind(index, plan, self.config, self.decoder_config, rope, track, leads)
         super().__init__(layers=layers)
+        self._offloading = Offloading() if self.config.offloading else None
 
     @classmethod
     def from_config(
@@ -59,6 +80,73 @@ class CompressedCache(Cache):
     ) -> CompressedCache:
         """A cache for a model from a `CompressionConfig`, a preset's name, a YAML file or a dictionary."""
         return CompressedCache(model_config, config)
+
+    def save(self, path: str | Path) -> None:
+        """Writes all that the cache holds to a safetensors file: the whole of it or, after an error, none.
+
+        Raises:
+            ValueError: a layer that cannot be saved. OSError: a file that cannot be written.
+        """
+        from .saving import save_cache
+
+        self._settle()
+        save_cache(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model_config: PreTrainedConfig,
+        *,
+        codebooks: str | Path | None = None,
+        device: torch.device | str | None = None,
+        any_model: bool = False,
+    ) -> CompressedCache:
+        """The cache that `save` wrote to `path`, which goes on as that one would have, bit for bit.
+
+        Args:
+            model_config: the config of the model that filled it, by name and shape; `any_model` leaves the name out.
+            codebooks: where CommVQ's codebooks are now, if not where they were.
+            device: where the cache is put, by default the CPU.
+
+        Raises:
+            FileNotFoundError: no such file. ValueError: one that is damaged, newer, foreign or of another model.
+        """
+        from .saving import load_cache
+
+        return load_cache(path, model_config, codebooks, device, any_model)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in `transformers.Cache`. Where a layer refuses its tokens, those before it give theirs back."""
+        update = functools.partial(super().update, key_states, value_states, layer_idx, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            if self._offloading is not None:
+                raise ValueError("offloading=True: allowed False where the model is compiled")
+            return update()
+        try:
+            if self._offloading is None:
+                return update()
+            with self._offloading.at_work(self.layers, layer_idx):
+                return update()
+        except Exception:
+            self._step_back(layer_idx)
+            raise
+
+    def _step_back(self, failed: int) -> None:
+        """Takes back the tokens of a step that layer `failed` refused, where all layers before it can."""
+        length = int(self.layers[failed].get_seq_length())
+        ahead = [layer for layer in self.layers[:failed] if int(layer.get_seq_length()) > length]
+        if not all(layer.is_croppable for layer in ahead):
+            return
+        for layer in ahead:
+            if length:
+                layer.crop(length - int(layer.get_seq_length()))
+            else:
+                layer.reset()
+        if self.rope_track is not None:
+            self.rope_track.truncate(length)
 
     @property
     def packed_tokens(self) -> int:
@@ -70,26 +158,49 @@ class CompressedCache(Cache):
         return memory_report(self.layers, self.rope_track)
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
+        self._settle()
+        self._refuse_static("cropped")
+        check_croppable(self.layers)
         super().crop(*args, **kwargs)
         if self.rope_track is not None:
-            self.rope_track.truncate(max((layer.get_seq_length() for layer in self._tracked()), default=0))
+            self.rope_track.truncate(max((int(layer.get_seq_length()) for layer in self._tracked()), default=0))
 
     def reset(self) -> None:
+        self._settle()
         super().reset()
         if self.rope_track is not None:
             self.rope_track.reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._apply_to_track(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._select(super().reorder_cache, "beam_idx", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        repeats = positive_count("repeats", repeats)
+        self._settle()
+        self._refuse_static("repeated")
         super().batch_repeat_interleave(repeats)
         self._apply_to_track(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._apply_to_track(lambda x: x[indices.to(x.device) if isinstance(indices, torch.Tensor) else indices])
+        self._refuse_static("selected from")
+        self._select(super().batch_select_indices, "indices", indices)
+
+    def _select(self, select: Callable[[Any], Any], name: str, rows: Any) -> None:
+        filled = (layer for layer in self.layers if isinstance(layer, CompressedLayer) and layer.is_initialized)
+        if (first := next(filled, None)) is not None:
+            rows = row_numbers(name, rows, first.batch_size)
+        self._settle()
+        select(rows)
+        self._apply_to_track(lambda x: x.index_select(0, rows.to(x.device)))
+
+    def _settle(self) -> None:
+        if self._offloading is not None:
+            self._offloading.settle()
+
+    def _refuse_static(self, change: str) -> None:
+        """Transformers' own layers of fixed capacity cannot do all that the growing ones can."""
+        if static := [layer for layer in self.layers if isinstance(layer, StaticLayer)]:
+            raise ValueError(f"max_cache_len: a cache with a {type(static[0]).__name__} cannot be {change}")
 
     def _tracked(self) -> list[CompressedLayer]:
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer) and layer.track is not None]
@@ -100,6 +211,7 @@ class CompressedCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         """A copy that shares the model's config, where fused attention is switched on and off."""
+        self._settle()
         memo[id(self.decoder_config)] = self.decoder_config
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
@@ -107,8 +219,15 @@ class CompressedCache(Cache):
         return twin
 
 
-def decoder_layers(model_config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[Any]]:
-    """The decoder's config and the cache layers that Transformers gives it; `DynamicLayer`s can be compressed.
+def is_full_attention(layer: Any) -> bool:
+    """Whether this layer of Transformers' holds all of a sequence's keys and values, alone or beside a state."""
+    return type(layer) in (DynamicLayer, StaticLayer, LinearAttentionAndFullAttentionLayer)
+
+
+def decoder_layers(
+    model_config: PreTrainedConfig, max_cache_len: int | None = None
+) -> tuple[PreTrainedConfig, list[Any]]:
+    """The decoder's config and the cache layers that Transformers gives it, growing or of fixed capacity.
 
     Raises:
         ValueError: encoder-decoder models, and models without full attention.
@@ -118,9 +237,10 @@ def decoder_layers(model_config: PreTrainedConfig) -> tuple[PreTrainedConfig, li
     if getattr(model_config, "is_encoder_decoder", False):
         raise ValueError(f"{model_config.model_type} is an encoder-decoder model: only decoders can be compressed")
     decoder = model_config.get_text_config(decoder=True)
-    layers = list(DynamicCache(config=decoder).layers)
+    plain = DynamicCache(config=decoder) if max_cache_len is None else StaticCache(decoder, max_cache_len)
+    layers = list(plain.layers)
     attends = _has_attention(decoder)
-    if not attends or not any(type(layer) is DynamicLayer for layer in layers):
+    if not attends or not any(is_full_attention(layer) for layer in layers):
         found = ", ".join(sorted(set(_layer_types(decoder, layers)))) if attends else "no attention at all"
         raise ValueError(f"{model_config.model_type} has no full-attention layer to compress (it has {found})")
     return decoder, layers
@@ -128,17 +248,35 @@ def decoder_layers(model_config: PreTrainedConfig) -> tuple[PreTrainedConfig, li
 
 def head_dim_of(config: PreTrainedConfig) -> int:
     """Numbers per key of a full-attention layer."""
+    config = _full_attention_config(config)
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def kv_heads_of(config: PreTrainedConfig) -> int:
+    """Key/value heads of a full-attention layer."""
+    config = _full_attention_config(config)
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the first full-attention layer, where layers have their own."""
     kinds = getattr(config, "layer_types", None) or []
     if "full_attention" in kinds and hasattr(config, "per_layer_config"):
-        config = config.per_layer_config[kinds.index("full_attention")]
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return config.per_layer_config[kinds.index("full_attention")]
+    return config
 
 
 def _layer_types(config: PreTrainedConfig, layers: list[Any]) -> list[str]:
     named = getattr(config, "layer_types", None)
     if named is not None and len(named) == len(layers):
         return list(named)
-    return ["full_attention" if type(layer) is DynamicLayer else type(layer).__name__ for layer in layers]
+    return [_layer_type(layer) for layer in layers]
+
+
+def _layer_type(layer: Any) -> str:
+    if is_full_attention(layer):
+        return "full_attention"
+    return "sliding_attention" if getattr(layer, "is_sliding", False) else type(layer).__name__
 
 
 def _has_attention(config: PreTrainedConfig) -> bool:

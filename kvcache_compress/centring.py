@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 import torch
 from pydantic import BeforeValidator
 
+from .codec import CodecContext
+
 
 def _from_yaml(center: Any) -> Any:
     """YAML 1.1 reads bare `on` and `off` as booleans."""
@@ -17,6 +19,12 @@ Center: TypeAlias = Annotated[Literal["auto", "on", "off"], BeforeValidator(_fro
 """Whether the mean key of the first prefill is subtracted; `auto`: where it is large."""
 CENTER_SHARE = 0.1
 """`center: auto` subtracts the mean where it holds more than this share of the mean squared norm of the keys."""
+
+
+def chosen_center(center: Center | None, context: CodecContext) -> Center:
+    """What a codec does: by default keys are centred as by `auto`, which needs the sinks out of the mean."""
+    center = center or ("auto" if context.side == "keys" else "off")
+    return "off" if center == "auto" and context.sink_tokens == 0 else center
 
 
 def mean_key(x: torch.Tensor, center: str) -> torch.Tensor | None:

@@ -1,13 +1,23 @@
-"""Refusing what cannot be packed without making a GPU wait."""
+"""Refusing what a cache cannot hold or do before anything is changed; on a GPU without making it wait."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import torch
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from .codec import Side
 
 LONGEST = torch.finfo(torch.float16).max
 """Longest vector that can be packed: norms and scales are stored in 16 bits."""
+
+
+def longest(x: torch.Tensor) -> torch.Tensor:
+    """Length of the longest of vectors `[..., D]`, at least float32 `[]`; NaN where there is one."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).amax()
 
 
 class PackableChecks:
@@ -23,7 +33,7 @@ class PackableChecks:
     def add(self, side: Side, x: torch.Tensor) -> None:
         """Checks vectors `[..., D]` for NaN, infinity and lengths that 16 bits cannot hold."""
         # NaN fails the comparison too.
-        good = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax() <= LONGEST
+        good = longest(x) <= LONGEST
         if x.device.type == "cpu":
             self._raise_unless(bool(good), side)
             return
@@ -44,4 +54,61 @@ class PackableChecks:
             raise ValueError(
                 f"{side} of layer {self.layer} hold NaN, infinity or vectors longer than {LONGEST:g}, which cannot be "
                 "packed: is the model's dtype too narrow?"
+            )
+
+
+def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.Tensor]) -> None:
+    """Refuses new keys and values that are not `[B, H, T, D]`, or not like those that a layer holds, if it does.
+
+    Raises:
+        TypeError: other things than floating-point tensors. ValueError: other shapes or another device.
+    """
+    for side, x in (("keys", keys), ("values", values)):
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            raise TypeError(f"{side} for layer {layer} are {kind}: allowed floating-point tensors")
+    known = held["keys"].shape[1] if held else keys.shape[1] if keys.ndim == 4 else None
+    if keys.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.shape[1] != known:
+        raise ValueError(
+            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} for layer {layer}: allowed "
+            f"[B, H, T, D] with equal B, H and T{f', and H = {known}' if known else ''}"
+        )
+    for (side, old), x in zip(held.items(), (keys, values), strict=False):
+        if (x.shape[3], x.device) != (old.shape[3], old.device):
+            raise ValueError(
+                f"{side} for layer {layer} have D={x.shape[3]} on {x.device}: the cache holds "
+                f"D={old.shape[3]} on {old.device}"
+            )
+
+
+def row_numbers(name: str, rows: Any, batch: int) -> torch.Tensor:
+    """Numbers `[n]` of the rows of a batch that a tensor or a list of numbers, or a boolean mask, selects.
+
+    Raises:
+        ValueError, TypeError: anything else. IndexError: rows that there are not, numbers that are not whole.
+    """
+    chosen = torch.tensor(rows) if isinstance(rows, (list, tuple)) else rows
+    if not isinstance(chosen, torch.Tensor) or chosen.ndim != 1:
+        raise ValueError(f"{name}={rows}: allowed a tensor or a list of row numbers, or a boolean mask")
+    return torch.arange(batch, device=chosen.device)[chosen]
+
+
+def positive_count(name: str, count: Any) -> int:
+    """`count` as a number; raises `TypeError` or `ValueError` for what is no whole number from 1 on."""
+    whole = operator.index(count)
+    if whole < 1:
+        raise ValueError(f"{name}={count}: allowed 1 and more")
+    return whole
+
+
+def check_croppable(layers: Iterable[Any]) -> None:
+    """Raises `ValueError` for a layer that no longer has the tokens that a crop would bring back."""
+    for index, layer in enumerate(layers):
+        limited = isinstance(layer, LinearAttentionCacheLayerMixin) or (
+            getattr(layer, "is_sliding", False) and layer.get_seq_length() >= layer.get_max_length()
+        )
+        if not hasattr(layer, "crop") or (limited and not getattr(layer, "record_past", True)):
+            raise ValueError(
+                f"layer {index}, a {type(layer).__name__}, keeps no past to go back to: crop needs "
+                "activate_past_recording() before the first token, and layers that have it"
             )

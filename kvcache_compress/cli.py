@@ -43,7 +43,7 @@ def presets() -> None:
     from .config import load_config, preset_names
     from .estimate import packed_bits, summary
 
-    table = Table(title="presets: stored bits per packed number, everything counted")
+    table = Table(title="presets: stored bits per packed number of 32 layers with 8 heads, everything counted")
     for heading in ("preset", "D=64", "D=128", "sinks", "recent", "what it is"):
         table.add_column(heading, no_wrap=heading != "what it is")
     for name in preset_names():
@@ -62,9 +62,9 @@ def memory(
     kv_heads: Annotated[int, typer.Option(help="Without --model: key/value heads.", min=1)] = 8,
     head_dim: Annotated[int, typer.Option(help="Without --model: head dimension.", min=1)] = 128,
 ) -> None:
-    """Estimate what each preset's cache takes; the shape is Llama-3.1-8B's unless given."""
+    """Estimate what each preset's cache takes, all counted; the shape is Llama-3.1-8B's unless given."""
     from .config import load_config, preset_names
-    from .estimate import cache_bytes, shape_of
+    from .estimate import shape_of, total_bytes
 
     try:
         shape = shape_of(model) if model else (layers, kv_heads, head_dim)
@@ -76,7 +76,7 @@ def memory(
         table.add_row("bfloat16", f"{full / 2**30:.2f}", "1.00")
         for name in preset_names():
             try:
-                size = cache_bytes(load_config(name), *shape, tokens, batch)
+                size = total_bytes(load_config(name), *shape, tokens, batch)
             except ValueError as error:
                 table.add_row(name, "-", "-")
                 console.print(f"{name}: {error}", style="dim")
@@ -90,7 +90,7 @@ def memory(
 @app.command()
 def calibrate(
     text: Annotated[list[str], typer.Option(help="Text files, or a dataset's id on the hub; repeatable.")],
-    output: Annotated[Path, typer.Option(help="The .safetensors file to write.", dir_okay=False)],
+    output: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
     method: Annotated[str, typer.Option(help="Method to calibrate: commvq.")] = "commvq",
     model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a path.")] = "smollm2-135m",
     bits: Annotated[int, typer.Option(help="Code bits per number: 1 or 2.")] = 2,
@@ -98,6 +98,7 @@ def calibrate(
     values: Annotated[str, typer.Option(help="Value codes: residual, or the paper's encoder.")] = "residual",
     key_rounds: Annotated[int | None, typer.Option(help="Residual rounds of keys; from --bits by default.")] = None,
     value_rounds: Annotated[int | None, typer.Option(help="Residual rounds of values; likewise.")] = None,
+    weigh_pairs: Annotated[bool, typer.Option(help="Weigh keys' errors by the queries; the paper does not.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Less text and fewer steps.")] = False,
     device: Annotated[str | None, typer.Option(help="Device; a GPU where there is one.")] = None,
 ) -> None:
@@ -110,10 +111,10 @@ def calibrate(
             raise ValueError(f"method={method!r}: allowed 'commvq', the method that needs calibration")
         given = {"tokens": tokens, "key_rounds": key_rounds, "value_rounds": value_rounds}
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        chosen |= {"bits": bits, "values": values}
+        chosen |= {"bits": bits, "values": values, "weigh_pairs": weigh_pairs}
         settings = CommVQSettings.quick(**chosen) if quick else CommVQSettings(**chosen)
         run_calibration(console, model, text, output, settings, device)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         _fail(error)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -23,6 +24,8 @@ Backend: TypeAlias = Literal["triton", "torch"]
 Fields: TypeAlias = tuple[torch.Tensor, ...]
 """Stored tensors of a run of tokens, in the order of `Codec.fields`,
 each `[B, H, tokens / field.tokens, *field.shape]`."""
+Statistics: TypeAlias = dict[str, torch.Tensor]
+"""What a codec takes from the first tokens, by name; names, shapes and dtypes follow from its options alone."""
 RopeUse: TypeAlias = Literal["none", "pairs", "factors"]
 """What a codec needs of RoPE: nothing, which channels make a pair, or also the cos and sin of every token."""
 
@@ -72,6 +75,7 @@ class Codec(ABC):
     def __init__(self, options: Any, context: CodecContext) -> None:
         self.options = options
         self.context = context
+        self.statistics: Statistics = {}
         self._kernel_side: KernelSide | None = None
 
     @classmethod
@@ -89,8 +93,17 @@ class Codec(ABC):
         """Raises `ValueError` where this method cannot serve a layer of this decoder, beyond its head dimension."""
         return
 
-    def prepare(self, x: torch.Tensor) -> None:  # noqa: B027 - most codecs depend on no data
+    def prepare(self, x: torch.Tensor) -> None:
         """Sets what depends on data, once, from the first tokens `[B, H, T, head_dim]`."""
+        self.set_statistics(self.measure(x))
+
+    def measure(self, x: torch.Tensor) -> Statistics:
+        """All that `prepare` takes from `x` `[B, H, T, head_dim]`; the codec itself stays as it is."""
+        return {}
+
+    def set_statistics(self, statistics: Statistics) -> None:
+        """Sets what follows from `measure`'s result: that of `prepare`, or one that was saved."""
+        self.statistics = statistics
 
     @abstractmethod
     def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
@@ -126,14 +139,33 @@ class Codec(ABC):
         return self._kernel_side
 
     def constants(self) -> dict[str, torch.Tensor]:
-        """Tensors held per layer besides the stored tokens: rotations, means, codebooks."""
+        """Tensors held per layer besides the stored tokens and `statistics`: rotations, means, codebooks."""
         return {}
 
     def constant_bytes(self) -> int:
-        """Bytes of `constants` and of what the kernels keep beside them; memory that tensors share counts once."""
-        held = [*self.constants().values(), *(self._kernel_side.tensors() if self._kernel_side else ())]
+        """Bytes of all tensors that the codec and its kernels keep; memory that tensors share counts once."""
+        held = [*_tensors_in(vars(self)), *(self._kernel_side.tensors() if self._kernel_side else ())]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
         return sum(storages.values())
+
+    @classmethod
+    def constant_size(cls, options: Any, side: Side, head_dim: int, heads: int) -> int:
+        """Bytes of one layer's constants, for estimates without a model: those of a codec on the CPU."""
+        half = head_dim // 2
+        context = CodecContext(
+            side=side,
+            head_dim=head_dim,
+            heads=heads,
+            layer=0,
+            seed=0,
+            sink_tokens=0,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            rope=RopeLayout(tuple(range(2 * half)), half, tuple(range(half))),
+        )
+        codec = cls(options, context)
+        codec.prepare(torch.randn(1, heads, 128, head_dim, generator=torch.Generator().manual_seed(0)))
+        return codec.constant_bytes()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Codec:
         """Shares the tensors, which no codec changes in place; `prepare` of one copy leaves the other alone."""
@@ -142,3 +174,17 @@ class Codec(ABC):
     def bits_per_number(self) -> float:
         """Stored bits per number, everything that is stored per token or group counted."""
         return 8 * layout.bytes_per_token(self.fields) / self.context.head_dim
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in an attribute: itself, or in containers and in the package's own small objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors_in(vars(value))

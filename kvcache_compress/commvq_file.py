@@ -1,7 +1,8 @@
 """CommVQ's codebook file: one safetensors file per model, written by calibration, read and checked by the codec.
 
 Metadata (all strings): `format`, `version`, `model` (hub id or path), `model_type`, `head_dim`, `kv_heads`, `layers`,
-and as JSON `rope` (`rope_record`), `options`, `data` and `losses` of the calibration. Tensors, float16, for H key/value
+`sha256` of the tensors (not in the first files), and as JSON `rope` (`rope_record`), `options`, `data` and `losses` of
+the calibration. Tensors, float16, for H key/value
 heads, G groups of g pairs (G * g = head_dim / 2), R rounds of N centres:
 
     keys.{layer}.codebooks    [H, G, R, N, g, 2]          real and imaginary parts
@@ -14,22 +15,21 @@ heads, G groups of g pairs (G * g = head_dim / 2), R rounds of N centres:
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
-from .cache import head_dim_of
+from .cache import head_dim_of, kv_heads_of
 from .codec import Side
 from .rope import RopeLayout, rope_layout
+from .tensor_file import open_tensors, write_tensors
 
 FORMAT, VERSION = "kvcache_compress.commvq", "1"
 ENCODER = ("weight1", "bias1", "weight2", "bias2", "codebook")
@@ -79,7 +79,7 @@ class CodebookHeader:
     def encoder_bits(self) -> int:
         """Bits per token of the paper's value encoder, over all heads; 0 where values have the residual form."""
         found = next((shape for name, shape in self.shapes.items() if name.endswith(".codebook")), (0,))
-        return found[0]
+        return found[0] if found else 0
 
     def shape(self, side: Side) -> tuple[int, int, int, int]:
         """(heads, groups, rounds, centres) of a side in residual form.
@@ -124,8 +124,7 @@ def rope_record(config: PreTrainedConfig, layout: RopeLayout) -> dict[str, Any]:
 
 def model_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     """(head dimension, key/value heads, layers) of a decoder's config."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return head_dim_of(config), heads, config.num_hidden_layers
+    return head_dim_of(config), kv_heads_of(config), config.num_hidden_layers
 
 
 def describe_model(
@@ -149,10 +148,16 @@ def describe_model(
 def write_codebooks(header: CodebookHeader, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes the tensors, as float16, to `header.path`; an existing file is replaced only once all is written."""
     held = {name: tensor.detach().to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
-    unfinished = Path(f"{header.path}.unfinished")
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    save_file(held, unfinished, metadata=header.metadata())
-    os.replace(unfinished, header.path)
+    write_tensors(header.path, held, header.metadata() | {"sha256": _digest(held.keys(), held.__getitem__)})
+
+
+def _digest(names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> str:
+    """SHA-256 of tensors by name."""
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        digest.update(name.encode())
+        digest.update(tensor(name).reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def read_header(path: str) -> CodebookHeader:
@@ -177,14 +182,12 @@ def how_to_calibrate() -> str:
 
 @lru_cache(maxsize=8)
 def _read_header(path: str, changed: int, size: int) -> CodebookHeader:
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-            shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-            dtypes = {part.get_dtype() for part in slices.values()}
-    except SafetensorError as error:
-        raise ValueError(f"codebooks={path!r} for commvq: damaged, or no safetensors file: {error}") from None
+    with open_tensors(path, f"codebooks={path!r} for commvq") as file:
+        metadata = file.metadata() or {}
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        dtypes = {part.get_dtype() for part in slices.values()}
+        changed_since = "sha256" in metadata and _digest(shapes, file.get_tensor) != metadata["sha256"]
     if metadata.get("format") != FORMAT:
         raise ValueError(
             f"codebooks={path!r} for commvq: not a codebook file of kvcache-compress. {how_to_calibrate()}"
@@ -195,14 +198,18 @@ def _read_header(path: str, changed: int, size: int) -> CodebookHeader:
         )
     try:
         described = {name: json.loads(metadata[name]) for name in ("rope", "options", "data", "losses")}
+        if wrong := [name for name in ("rope", "options", "data") if not isinstance(described[name], dict)]:
+            raise ValueError(f"{wrong[0]} is no mapping")
         numbers: dict[str, Any] = {name: int(metadata[name]) for name in ("head_dim", "kv_heads", "layers")}
         header = CodebookHeader(
             path=path, model=metadata["model"], model_type=metadata["model_type"], shapes=shapes, **numbers, **described
         )
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"codebooks={path!r} for commvq: its metadata is damaged ({error})") from None
     if problem := _shape_problem(header) or (f"dtypes {sorted(dtypes)}, not F16" if dtypes - {"F16"} else None):
         raise ValueError(f"codebooks={path!r} for commvq: damaged: {problem}")
+    if changed_since:
+        raise ValueError(f"codebooks={path!r} for commvq: damaged: its numbers are not those that were written")
     return header
 
 
@@ -258,12 +265,15 @@ def check_model(
         differing = [key for key in record if record[key] != header.rope.get(key)]
         words = "; ".join(f"{key} {header.rope.get(key)} there, {record[key]} here" for key in differing)
         raise ValueError(f"{start}: other rotary position embeddings: {words}")
-    if not any_model and not _same_model(header.model, config._name_or_path):
+    if not any_model and header.model_type != config.model_type:
+        raise ValueError(f"{start}: a model of type {header.model_type!r} there, {config.model_type!r} here")
+    if not any_model and not same_model(header.model, config._name_or_path):
         raise ValueError(f"{start}. If both are the same model, say any_model: true")
     _names(header, side, layer)
 
 
-def _same_model(one: str, other: str) -> bool:
+def same_model(one: str, other: str) -> bool:
+    """Whether these ids or paths may name one model: their last two parts are equal, or one is empty."""
     parts = [PurePath(name).parts for name in (one, other)]
     count = min(2, *(len(part) for part in parts))
     return count == 0 or parts[0][-count:] == parts[1][-count:]
@@ -285,7 +295,7 @@ def load_layer(header: CodebookHeader, side: Side, layer: int, device: torch.dev
         ValueError: a layer that is missing, or numbers that are not finite.
     """
     prefix, names = f"{side}.{layer}.", _names(header, side, layer)
-    with safe_open(header.path, framework="pt") as file:
+    with open_tensors(header.path, f"codebooks={header.path!r} for commvq") as file:
         tensors = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():

@@ -140,6 +140,8 @@ class CompressionConfig(BaseModel):
     quantize_generated: whether decode steps pack tokens; if not, only prompts do, and what was generated before them.
     backend: `auto` (Triton on a GPU, else torch), `triton` or `torch`.
     seed: of every random rotation and sketch.
+    max_cache_len: room for so many tokens is made at once and never more, so that shapes do not change (CUDA graphs).
+    offloading: whether layers wait on the CPU while others work, as with `transformers.DynamicCache(offloading=True)`.
     layers: rules that override the above for some layers.
     """
 
@@ -152,7 +154,17 @@ class CompressionConfig(BaseModel):
     quantize_generated: bool = True
     backend: BackendChoice = "auto"
     seed: int = Field(0, ge=0, lt=2**31)
+    max_cache_len: int | None = Field(None, ge=1)
+    offloading: bool = False
     layers: list[LayerRule] = []
+
+    @model_validator(mode="after")
+    def _check_fixed(self) -> CompressionConfig:
+        if self.max_cache_len is not None and not self.quantize_generated:
+            raise ValueError("quantize_generated=False with max_cache_len: allowed True, for dense tokens have no end")
+        if self.max_cache_len is not None and self.offloading:
+            raise ValueError("offloading=True with max_cache_len: allowed False, for fixed buffers stay where they are")
+        return self
 
     def plan(self, layer_types: Sequence[str]) -> list[LayerPlan]:
         """One plan per layer of a model with these layer types.
@@ -212,8 +224,8 @@ def load_config(source: str | Path | Mapping[str, Any] | CompressionConfig) -> C
     if not isinstance(source, (str, Path)):
         raise ValueError(f"config={source!r}: allowed a preset's name, a path, a dictionary or a CompressionConfig")
     path = Path(source)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
-        if not path.is_file():
+    if path.suffix in (".yaml", ".yml") or _is_file(path):
+        if not _is_file(path):
             raise ValueError(f"config file {str(path)!r} does not exist")
         text, name = path.read_text(encoding="utf-8"), str(path)
     else:
@@ -244,6 +256,13 @@ def config_from_options(
         )
     built = {side: {"method": method, **both, **given} for side, given in sides.items()}
     return _build({**built, **own, **fields}, None)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _presets() -> Any:

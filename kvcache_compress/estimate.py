@@ -5,13 +5,15 @@ from __future__ import annotations
 from importlib.resources import files
 
 from transformers import AutoConfig
-from transformers.cache_utils import DynamicLayer
 
-from .cache import decoder_layers, head_dim_of
+from .cache import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
+from .codec import Side
 from .config import CompressionConfig, LayerPlan
 from .layout import bytes_per_token
+from .rope_track import DTYPE as ROPE_DTYPE
 
 BF16_BYTES = 2
+SIDES: tuple[Side, ...] = ("keys", "values")
 
 
 def side_bytes(plan: LayerPlan, head_dim: int) -> float:
@@ -21,16 +23,41 @@ def side_bytes(plan: LayerPlan, head_dim: int) -> float:
     return bytes_per_token(keys) + bytes_per_token(values)
 
 
-def packed_bits(config: CompressionConfig, head_dim: int, layers: int = 32) -> float:
-    """Stored bits per packed number, averaged over the layers that are compressed."""
+def rope_bytes(config: CompressionConfig, head_dim: int, layers: int) -> int:
+    """Bytes per token, once for all layers, of the cos and sin that some methods need; of heads that rotate whole."""
+    plans = config.plan(["full_attention"] * layers)
+    used = any(plan.rope_use(side) == "factors" for plan in plans for side in SIDES)
+    return head_dim * ROPE_DTYPE.itemsize if used else 0
+
+
+def constant_bytes(config: CompressionConfig, layers: int, kv_heads: int, head_dim: int) -> int:
+    """Bytes that all layers hold whatever the number of tokens: rotations, codebooks, tables."""
+    sizes: dict[str, int] = {}
+    total = 0
+    for plan in config.plan(["full_attention"] * layers):
+        for side in SIDES if plan.compresses else ():
+            chosen = plan.side(side)
+            name = f"{side} {chosen!r}"
+            if name not in sizes:
+                sizes[name] = chosen.codec().constant_size(chosen.options(), side, head_dim, kv_heads)
+            total += sizes[name]
+    return total
+
+
+def packed_bits(config: CompressionConfig, head_dim: int, layers: int = 32, kv_heads: int = 8) -> float:
+    """Stored bits per packed number over the layers that are compressed, with what they share per token."""
     plans = [plan for plan in config.plan(["full_attention"] * layers) if plan.compresses]
-    return sum(8 * side_bytes(plan, head_dim) / (2 * head_dim) for plan in plans) / len(plans)
+    stored = kv_heads * sum(side_bytes(plan, head_dim) for plan in plans) + rope_bytes(config, head_dim, layers)
+    return 8 * stored / (2 * head_dim * kv_heads * len(plans))
 
 
 def cache_bytes(
     config: CompressionConfig, layers: int, kv_heads: int, head_dim: int, tokens: int, batch: int = 1
 ) -> float:
-    """Bytes of a bfloat16 model's cache with `tokens` tokens per sequence in its `layers` full-attention layers."""
+    """Bytes of the tokens of a bfloat16 model's cache, `tokens` per sequence, in its `layers` full-attention layers.
+
+    What layers share (`rope_bytes`) and what does not depend on tokens (`constant_bytes`) come on top.
+    """
     total = 0.0
     for plan in config.plan(["full_attention"] * layers):
         dense = min(tokens, plan.sink_tokens + plan.recent_tokens) if plan.compresses else tokens
@@ -41,6 +68,15 @@ def cache_bytes(
     return total
 
 
+def total_bytes(
+    config: CompressionConfig, layers: int, kv_heads: int, head_dim: int, tokens: int, batch: int = 1
+) -> float:
+    """`cache_bytes` and all that comes on top."""
+    shared = batch * tokens * rope_bytes(config, head_dim, layers)
+    held = constant_bytes(config, layers, kv_heads, head_dim)
+    return cache_bytes(config, layers, kv_heads, head_dim, tokens, batch) + shared + held
+
+
 def shape_of(model: str) -> tuple[int, int, int]:
     """(full-attention layers, key/value heads, head dimension) from the config of a hub id or a path.
 
@@ -48,8 +84,7 @@ def shape_of(model: str) -> tuple[int, int, int]:
         ValueError: a model that cannot be compressed.
     """
     config, layers = decoder_layers(AutoConfig.from_pretrained(model))
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return sum(type(layer) is DynamicLayer for layer in layers), heads, head_dim_of(config)
+    return sum(is_full_attention(layer) for layer in layers), kv_heads_of(config), head_dim_of(config)
 
 
 def summary(preset: str) -> str:

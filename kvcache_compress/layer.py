@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +13,15 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from . import ops
 from .backend import resolve_backend
-from .checks import PackableChecks
+from .checks import PackableChecks, check_states
 from .codec import Codec, CodecContext, Side
 from .config import CompressionConfig, LayerPlan, SideConfig
-from .rope import RopeLayout, RopeTrack
+from .rope import RopeLayout
+from .rope_track import RopeTrack
 from .side import SideState
-from .view import PackedKV
+from .view import PackedKV, SideSegments
 
 ATTENTION_NAME = "kvcache_compress"
 """Name under which our attention is registered; `update()` returns `PackedKV` while a decoder's config bears it."""
@@ -58,11 +62,11 @@ class CompressedLayer(CacheLayerMixin):
         self.rope = rope
         self.track = track
         self.leads_track = leads_track
-        self.is_initialized = False
         self._forget()
 
     def _forget(self) -> None:
         self.is_initialized = False
+        self.number = ops.register(self, getattr(self, "number", None))
         self._sides: dict[Side, SideState] = {}
         self._checks = PackableChecks(self.index)
 
@@ -71,6 +75,9 @@ class CompressedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size = key_states.shape[0]
         self.backend = resolve_backend(self.config.backend, self.device)
+        if self.track is not None:
+            self.track = self.track.at(self.device, self.index)
+            self.leads_track = self.track.leader == self.index
         given: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
         codecs = {side: self._codec(side, self.plan.side(side), x) for side, x in given.items()}
         self.group = math.lcm(*(codec.group for codec in codecs.values()))
@@ -81,6 +88,11 @@ class CompressedLayer(CacheLayerMixin):
             for side, codec in codecs.items()
         }
         self.is_initialized = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another layer to compiled code."""
+        self.__dict__.update(state)
+        self.number = ops.register(self)
 
     def _codec(self, side: Side, config: SideConfig, states: torch.Tensor) -> Codec:
         context = CodecContext(
@@ -110,6 +122,11 @@ class CompressedLayer(CacheLayerMixin):
         return self._sides["keys"].store.tokens if self._sides else 0
 
     @property
+    def spare_bytes(self) -> int:
+        """Bytes that are held beside the two sides."""
+        return 0
+
+    @property
     def keys(self) -> torch.Tensor | None:
         """All keys, decoded: `[B, H, T, D]`. None before the first update."""
         return self._dense("keys")
@@ -122,6 +139,9 @@ class CompressedLayer(CacheLayerMixin):
     def _dense(self, side: Side) -> torch.Tensor | None:
         if not self._sides:
             return None
+        self.prefetch()
+        if self.config.offloading and self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         state = self._sides[side]
         return state.segments(state.store.tokens, state.tail.view()).dense()
 
@@ -136,34 +156,62 @@ class CompressedLayer(CacheLayerMixin):
             ValueError: another batch size than before, or tokens to be packed that are not finite. The cache is
                 unchanged (on a GPU, where waiting for the check would stall, a later update raises).
         """
+        if torch.compiler.is_compiling():
+            return self._update_when_run(key_states, value_states)
+        length = self.get_seq_length()
+        keys, values = self.store(key_states, value_states)
+        if not length:
+            return key_states, value_states
+        if self.fused and keys.packed:
+            return PackedKV(keys, values, "keys", self.backend), PackedKV(keys, values, "values", self.backend)
+        return keys.dense(), values.dense()
+
+    def _update_when_run(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor | PackedKV, torch.Tensor | PackedKV]:
+        """`update` while the model is traced: what the compiled code will do when it runs."""
+        tokens = key_states.shape[2]
+        total = self.get_mask_sizes(tokens)[0]
+        if self.fused and tokens <= MAX_DECODE_TOKENS:
+            return ops.pending(self, key_states, value_states, total)
+        return ops.decoded(self, key_states, value_states, total)
+
+    def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[SideSegments, SideSegments]:
+        """`update` without a view: stores `[B, H, T, D]` and returns the segments that this step attends to."""
         self._check_shapes(key_states, value_states)
-        if not self.is_initialized or (key_states.shape[0] != self.batch_size and not self.get_seq_length()):
+        if not self.is_initialized or (key_states.shape[0] != self.batch_size and not self._host_length()):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != self.batch_size:
             raise ValueError(
                 f"batch of {key_states.shape[0]} for a cache that holds {self.batch_size}: use batch_select_indices or "
                 "batch_repeat_interleave to change it, or reset() to start anew"
             )
-        fresh: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
+        given: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
+        for side, x in given.items():
+            self._sides[side].widen(x.dtype)
+        fresh = {side: x.to(self._sides[side].sinks.dtype) for side, x in given.items()}
         tokens = key_states.shape[2]
         prompt = tokens > MAX_DECODE_TOKENS
         self._checks.raise_for_known()
-        length = self.get_seq_length()
         if self.track is not None:
-            self.track.extend(length, fresh["keys"], again=not self.leads_track)
+            self.track.extend(self._host_length(), fresh["keys"], again=not self.leads_track)
         if not prompt and self.config.quantize_generated:
             self._flush_tail()
         sinks = min(self.plan.sink_tokens - self._sides["keys"].sinks.shape[2], tokens)
         packed = self.packed_tokens
         tails = self._append_prompt(fresh, sinks) if prompt else self._append(fresh, sinks)
-        if not length:
-            return key_states, value_states
         keys, values = (self._sides[side].segments(packed, tails[side]) for side in fresh)
-        if not packed:
-            return torch.cat([keys.sinks, keys.tail], 2), torch.cat([values.sinks, values.tail], 2)
-        if not self.fused:
-            return keys.dense(), values.dense()
-        return PackedKV(keys, values, "keys", self.backend), PackedKV(keys, values, "values", self.backend)
+        return keys, values
+
+    def dense_step(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`store` with what the step attends to decoded, `[B, H, T, D]`."""
+        keys, values = (side.dense() for side in self.store(key_states, value_states))
+        return keys, values
+
+    def view(self, side: Side) -> PackedKV:
+        """All that the layer holds, as a step of a few tokens that was stored last attends to it."""
+        keys, values = (state.segments(state.store.tokens, state.tail.view()) for state in self._sides.values())
+        return PackedKV(keys, values, side, self.backend)
 
     def _append(self, fresh: dict[Side, torch.Tensor], sinks: int) -> dict[Side, torch.Tensor]:
         for side, x in fresh.items():
@@ -202,23 +250,25 @@ class CompressedLayer(CacheLayerMixin):
         return max(0, tail_tokens - self.plan.recent_tokens) // self.flush_tokens * self.flush_tokens
 
     def _check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        known = self._sides["keys"].sinks.shape[1] if self._sides else keys.shape[1] if keys.ndim == 4 else None
-        if keys.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.shape[1] != known:
-            raise ValueError(
-                f"keys {tuple(keys.shape)} and values {tuple(values.shape)} for layer {self.index}: allowed "
-                f"[B, H, T, D] with equal B, H and T{f', and H = {known}' if known else ''}"
-            )
+        check_states(self.index, keys, values, {side: state.sinks for side, state in self._sides.items()})
 
     def _check_packable(self, tails: dict[Side, torch.Tensor], leaving: int) -> None:
         """Raises for what is about to be encoded, and for all of what a codec is about to be prepared with."""
         for side, x in tails.items():
             self._checks.add(side, x[:, :, :leaving] if self._sides[side].prepared else x)
 
+    def raise_for_known(self) -> None:
+        """Raises where tokens that were packed on a GPU are by now known not to be finite."""
+        self._checks.raise_for_known()
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a query of this length will meet."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
+        return self._host_length()
+
+    def _host_length(self) -> int:
         if not self._sides:
             return 0
         keys = self._sides["keys"]
@@ -239,8 +289,9 @@ class CompressedLayer(CacheLayerMixin):
 
         Where Transformers itself still crops to a length, a positive count is that length.
         """
+        tokens_to_remove = operator.index(tokens_to_remove)
         if tokens_to_remove > 0 and CROPS_TO_LENGTH:
-            tokens_to_remove = min(0, tokens_to_remove - self.get_seq_length())
+            tokens_to_remove = min(0, tokens_to_remove - self._host_length())
         if tokens_to_remove > 0:
             raise ValueError(
                 f"tokens_to_remove={tokens_to_remove}: allowed zero or a negative count, which removes that many tokens"
@@ -248,7 +299,7 @@ class CompressedLayer(CacheLayerMixin):
         if tokens_to_remove == 0 or not self._sides:
             return
         keys = self._sides["keys"]
-        left = max(0, self.get_seq_length() + tokens_to_remove)
+        left = max(0, self._host_length() + tokens_to_remove)
         sinks = min(left, int(keys.sinks.shape[2]))
         packed = min(left - sinks, keys.store.tokens)
         for state in self._sides.values():
@@ -276,7 +327,9 @@ class CompressedLayer(CacheLayerMixin):
         self._apply(lambda x: x[indices.to(x.device) if isinstance(indices, torch.Tensor) else indices])
 
     def offload(self) -> None:
-        """Moves all buffers to the CPU."""
+        """Moves all buffers to the CPU; what a step handed out stays where it is."""
+        for state in self._sides.values():
+            state.store = copy.copy(state.store)
         self._apply(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .layer import CompressedLayer
-from .rope import RopeTrack
+from .rope_track import RopeTrack
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,9 @@ class MemoryReport:
 
 def memory_report(layers: Iterable[Any], track: RopeTrack | None = None) -> MemoryReport:
     """The report of a cache's layers, Transformers' own ones included, and of what they share."""
-    used, allocated = (0, 0) if track is None else (track.bytes_used(), track.buffer.nbytes)
-    return MemoryReport([_layer_memory(index, layer) for index, layer in enumerate(layers)], used, allocated)
+    rows = [_layer_memory(index, layer) for index, layer in enumerate(layers)]
+    used, allocated = (0, 0) if track is None else (track.bytes_used(), track.bytes_allocated())
+    return MemoryReport(rows, used, allocated)
 
 
 def _layer_memory(index: int, layer: Any) -> LayerMemory:
@@ -197,11 +198,11 @@ def _compressed(index: int, layer: CompressedLayer) -> LayerMemory:
         fields["dense"] += rows * dense * dim * state.sinks.element_size()
         fields |= {f"{side}.{name}": size for name, size in state.store.bytes_used().items()}
         allocated += state.sinks.nbytes + state.tail.buffer.nbytes + state.store.bytes_allocated()
-        if state.prepared:
-            constants += state.codec.constant_bytes()
+        constants += state.codec.constant_bytes()
         packed_numbers += rows * state.store.tokens * dim
         numbers += rows * (dense + state.store.tokens) * dim
-    dense_tokens = layer.get_seq_length() - layer.packed_tokens
+    allocated += layer.spare_bytes
+    dense_tokens = int(layer.get_seq_length()) - layer.packed_tokens
     return LayerMemory(
         index, method, dense_tokens, layer.packed_tokens, fields, allocated, constants, packed_numbers, numbers
     )

@@ -1,8 +1,7 @@
-"""Rotary position embedding as the model itself applies it: which channels turn together, and by which cos and sin.
+"""Rotary position embedding as the model itself applies it: which channels turn together.
 
 Methods that encode keys before RoPE, or in its pairs, see a head's channels as complex numbers: `RopeLayout` says which
-two channels make a pair, found by asking the model's own functions. `RopeTrack` keeps the cos and sin that the model
-rotated each cached token by, once for all layers, so that left padding, partial rotary and scaling are right.
+two channels make a pair, found by asking the model's own functions.
 """
 
 from __future__ import annotations
@@ -11,19 +10,25 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from importlib import import_module
 from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedConfig
 
-from .layout import grown_capacity
-
 Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Factors of a run of tokens: cos and sin of each rotary pair, each `[B, T, rotary]`."""
-_ROPE_ONLY_WHERE_SLIDING = {"cohere2", "exaone4"}
-DTYPE = torch.float16
-"""In which cos and sin are kept per token."""
+_ROPE_ONLY_WHERE_SLIDING = {"afmoe", "cohere2", "cohere2_moe", "flint"}
+_ROPE_ONLY_WHERE_SLIDING_IF_ANY = {"exaone4", "exaone_moe", "kolibri1"}
+"""Models that leave RoPE out of full attention: always, or where other layers slide."""
+
+
+@lru_cache(maxsize=64)
+def _index(entries: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int64 indices on the device; of use outside of inference mode as well, wherever they were first asked for."""
+    with torch.inference_mode(False):
+        return torch.tensor(entries, device=device)
 
 
 @dataclass(frozen=True)
@@ -39,23 +44,28 @@ class RopeLayout:
     rotary: int
     columns: tuple[int, ...]
 
+    @cached_property
+    def _places(self) -> tuple[int, ...]:
+        """Inverse of `order`."""
+        return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
+
     @property
     def pairs(self) -> int:
         return len(self.order) // 2
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Real and imaginary parts `[..., pairs]` of `x` `[..., head_dim]`."""
-        real, imaginary = x[..., torch.tensor(self.order, device=x.device)].chunk(2, -1)
+        real, imaginary = x[..., _index(self.order, x.device)].chunk(2, -1)
         return real, imaginary
 
     def join(self, real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
         """Inverse of `split`."""
-        return torch.cat([real, imaginary], -1)[..., torch.tensor(self.order, device=real.device).argsort()]
+        return torch.cat([real, imaginary], -1)[..., _index(self._places, real.device)]
 
     def factors(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Rope:
         """The model's own `(cos, sin)`, each `[B, T, C]`, per rotary pair."""
         cos, sin = position_embeddings
-        columns = torch.tensor(self.columns, device=cos.device)
+        columns = _index(self.columns, cos.device)
         return cos[..., columns], sin[..., columns]
 
     def rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -89,6 +99,8 @@ def rotary_embedding(config: PreTrainedConfig) -> Callable[[torch.Tensor, torch.
         module = _modeling(config)
     except ImportError:
         return None
+    if not _full_attention_rotates(config):
+        return None
     for name, kind in vars(module).items():
         if not name.endswith("RotaryEmbedding") or "Vision" in name or "Audio" in name or not inspect.isclass(kind):
             continue
@@ -102,12 +114,23 @@ def rotary_embedding(config: PreTrainedConfig) -> Callable[[torch.Tensor, torch.
 
 def layer_has_rope(config: PreTrainedConfig, layer: int) -> bool:
     """Whether the model rotates the keys of this decoder layer; some models leave RoPE out of some layers."""
-    listed = getattr(config, "no_rope_layers", None)
-    if listed is not None and len(listed) > layer:
-        return bool(listed[layer])
-    if config.model_type in _ROPE_ONLY_WHERE_SLIDING and "sliding_attention" in config.layer_types:
-        return bool(config.layer_types[layer] == "sliding_attention")
-    return True
+    for name in ("no_rope_layers", "layer_rope_theta"):
+        listed = getattr(config, name, None)
+        if listed is not None and len(listed) > layer:
+            return bool(listed[layer])
+    kinds = getattr(config, "layer_types", None) or ()
+    some = config.model_type in _ROPE_ONLY_WHERE_SLIDING_IF_ANY and "sliding_attention" in kinds
+    if some or config.model_type in _ROPE_ONLY_WHERE_SLIDING:
+        return bool(kinds[layer] == "sliding_attention")
+    return getattr(config, "position_embedding_type", "rope") in ("rope", "rotary")
+
+
+def _full_attention_rotates(config: PreTrainedConfig) -> bool:
+    """Whether the config has parameters of RoPE for full attention, where it has any at all."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if any(kind in parameters for kind in getattr(config, "layer_types", None) or ()):
+        return parameters.get("full_attention") is not None
+    return parameters.get("rope_theta", 0) is not None
 
 
 def rope_layout(config: PreTrainedConfig, head_dim: int) -> RopeLayout | None:
@@ -148,72 +171,3 @@ def _probe(apply: Callable[..., Any], dim: int, width: int) -> tuple[list[int], 
         for a, b in zip(real, imaginary, strict=True)
     )
     return (real, imaginary, columns) if turns else None
-
-
-class RopeTrack:
-    """cos and sin of every cached token, `[B, capacity, 2 * rotary]`, shared by the layers of a cache.
-
-    An attention module with fused attention hands over the position embeddings of its step (`given`). Without them
-    the model's own embedding is asked for the tokens' indices in the cache, which differ from the positions of
-    left-padded rows: keys then come back as exactly, but are encoded as if at another position.
-    """
-
-    def __init__(self, config: PreTrainedConfig, layout: RopeLayout) -> None:
-        self.layout = layout
-        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._config = config
-        self._embed: Callable[..., tuple[Any, Any]] | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        self.tokens = 0
-        self.buffer = torch.empty(0, 0, 2 * self.layout.rotary, dtype=DTYPE)
-
-    def extend(self, start: int, states: torch.Tensor, again: bool = False) -> None:
-        """Takes up the step's tokens, keys `[B, H, T, D]` from index `start` on.
-
-        `again` is for the layers after the first, which find them there.
-        """
-        batch, _, count, _ = states.shape
-        given, self.given = self.given, None
-        if again and start + count == self.tokens:
-            return
-        if given is None or given[0].shape[1] != count:
-            given = self._by_index(start, states)
-        factors = torch.cat(self.layout.factors(given), -1)
-        if start + count > self.buffer.shape[1] or batch != self.buffer.shape[0]:
-            grown = self.buffer.new_empty(
-                batch, grown_capacity(start + count, 1), self.buffer.shape[2], device=states.device
-            )
-            if start:
-                grown[:, :start] = self.buffer[:, :start]
-            self.buffer = grown
-        elif self.buffer.is_inference() and not torch.is_inference_mode_enabled():
-            self.buffer = self.buffer.clone()
-        self.buffer[:, start : start + count] = factors.to(DTYPE)
-        self.tokens = start + count
-
-    def _by_index(self, start: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._embed is None:
-            self._embed = rotary_embedding(self._config)
-        if self._embed is None:
-            raise RuntimeError("a RopeTrack needs a model with RoPE")
-        ids = torch.arange(start, start + states.shape[2]).unsqueeze(0)
-        cos, sin = self._embed(torch.zeros(1, dtype=torch.float32), ids)
-        return cos.to(states.device), sin.to(states.device)
-
-    def read(self, start: int, stop: int) -> Rope:
-        """cos and sin `[B, stop - start, rotary]` of tokens `[start, stop)`."""
-        cos, sin = self.buffer[:, start:stop].chunk(2, -1)
-        return cos, sin
-
-    def bytes_used(self) -> int:
-        return self.buffer[:, : self.tokens].nbytes
-
-    def truncate(self, tokens: int) -> None:
-        self.tokens = min(self.tokens, tokens)
-
-    def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces the buffer by `change(buffer)`: what the layers do to their batch."""
-        if self.tokens:
-            self.buffer = change(self.buffer).contiguous()

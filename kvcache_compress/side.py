@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from .backend import on_device
 from .codec import Backend, Codec
-from .rope import Rope, RopeTrack
+from .rope import Rope
+from .rope_track import RopeTrack
 from .store import PackedStore, TailBuffer
 from .view import SideSegments
 
@@ -29,9 +30,7 @@ class SideState:
 
     def pack(self, x: torch.Tensor, tokens: int, backend: Backend, growing: bool) -> None:
         """Encodes the first `tokens` of `x` into the store; what depends on data is set from all of the first `x`."""
-        if not self.prepared:
-            self.codec.prepare(x)
-            self.prepared = True
+        self.prepare(x)
         self.store.reserve(tokens, growing)
         for start in range(0, tokens, CHUNK_TOKENS):
             part = x[:, :, start : min(start + CHUNK_TOKENS, tokens)]
@@ -40,9 +39,50 @@ class SideState:
                 encoded = self.codec.encode(part, self._rope(done, done + count), backend)
             self.store.append(encoded, count, growing)
 
+    def prepare(self, x: torch.Tensor) -> None:
+        """Sets what depends on data, unless it is set."""
+        if not self.prepared:
+            with on_device(x):
+                self.codec.prepare(x)
+            self.prepared = True
+
     def _rope(self, start: int, stop: int) -> Rope | None:
         first = self.sinks.shape[2]
         return None if self.track is None else self.track.read(first + start, first + stop)
+
+    def decode(self, start: int, stop: int) -> torch.Tensor:
+        """Packed tokens `[start, stop)`, whole groups, decoded: float32 `[B, H, stop - start, D]`."""
+        device = self.codec.context.device
+        fields = tuple(field.to(device) for field in self.store.read(start, stop))
+        with on_device(fields[0]):
+            return self.codec.decode(fields, self._rope(start, stop))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that this side holds, by name: its tokens without spare room, and the codec's statistics."""
+        fields = zip(self.store.fields, self.store.read(0, self.store.tokens), strict=True)
+        held = {"sinks": self.sinks, "tail": self.tail.view()}
+        held |= {f"packed.{field.name}": stored for field, stored in fields}
+        return held | {f"statistics.{name}": x for name, x in self.codec.statistics.items()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], packed: int, prepared: bool) -> None:
+        """Makes a new side what the one was whose `tensors` these are; they are copied."""
+        device = self.sinks.device
+        self.sinks = tensors["sinks"].to(device, copy=True)
+        self.store.append(tuple(tensors[f"packed.{field.name}"] for field in self.store.fields), packed, growing=False)
+        self.tail.replace(tensors["tail"])
+        self.prepared = prepared
+        if prepared:
+            own = {name: x for name, x in tensors.items() if name.startswith("statistics.")}
+            self.codec.set_statistics(
+                {name.removeprefix("statistics."): x.to(device, copy=True) for name, x in own.items()}
+            )
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Holds dense tokens in a dtype that loses nothing of `dtype` either, as concatenation would."""
+        wider = torch.promote_types(self.sinks.dtype, dtype)
+        if wider != self.sinks.dtype:
+            self.sinks = self.sinks.to(wider)
+            self.tail.apply(lambda x: x.to(wider))
 
     def segments(self, packed: int, tail: torch.Tensor) -> SideSegments:
         return SideSegments(self.sinks, self.store, packed, tail, self.codec, self.track)
@@ -57,7 +97,7 @@ class SideState:
         whole = packed // group * group
         cut = self.tail.buffer
         if packed > whole:
-            cut = self.codec.decode(self.store.read(whole, whole + group), self._rope(whole, whole + group))
+            cut = self.decode(whole, whole + group)
         self.tail.replace(cut[:, :, : packed - whole].to(self.tail.buffer.dtype))
         self.store.truncate(whole)
         self.sinks = self.sinks[:, :, :sinks]

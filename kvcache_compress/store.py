@@ -28,9 +28,23 @@ class PackedStore:
         self.group = math.lcm(*(field.tokens for field in fields))
         self.tokens = 0
         self.capacity = 0
+        self.fixed = False
         self.buffers: list[torch.Tensor] = [
             torch.empty(batch, heads, 0, *field.shape, dtype=field.dtype, device=device) for field in fields
         ]
+
+    def fix(self, capacity: int) -> None:
+        """Makes room for `capacity` tokens, a multiple of `group`, once and for all; unused room is zero."""
+        self._grow(capacity)
+        for buffer in self.buffers:
+            buffer.zero_()
+        self.fixed = True
+
+    def write(self, at: torch.Tensor, encoded: Fields, group: int) -> None:
+        """Writes encoded groups of `group` tokens as the groups `at` `[n]`, without counting them."""
+        for field, buffer, new in zip(self.fields, self.buffers, encoded, strict=True):
+            rows = group // field.tokens
+            buffer.index_copy_(2, (at[:, None] * rows + torch.arange(rows, device=at.device)).flatten(), new)
 
     def reserve(self, tokens: int, growing: bool) -> None:
         """Makes room for `tokens` more, a multiple of `group`; `growing` leaves room beyond that."""
@@ -66,7 +80,7 @@ class PackedStore:
     def truncate(self, tokens: int) -> None:
         """Keeps the first `tokens` tokens, a multiple of `group`, and gives back what is then too much room."""
         self.tokens = tokens
-        if self.capacity > (fitting := grown_capacity(tokens, self.group)):
+        if not self.fixed and self.capacity > (fitting := grown_capacity(tokens, self.group)):
             self._grow(fitting)
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -119,6 +133,11 @@ class TailBuffer:
 
     def truncate(self, tokens: int) -> None:
         self.tokens = tokens
+
+    def clear(self) -> None:
+        """Holds nothing, and no memory."""
+        self.tokens = 0
+        self.buffer = self.buffer[:, :, :0].clone()
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.buffer = change(self.buffer).contiguous()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .backend import on_device
 from .codec import Backend, Codec, Side
-from .rope import Rope, RopeTrack
+from .rope import Rope
+from .rope_track import RopeTrack
 from .store import PackedStore
 
 CHUNK_TOKENS = 2048
@@ -30,6 +33,8 @@ class SideSegments:
     codec: Codec
     track: RopeTrack | None = None
     """cos and sin of all tokens, where the codec asks for them."""
+    count: torch.Tensor | None = None
+    """Where `packed` is room that may be partly empty: how many tokens are there, int64 `[]`."""
 
     def rope(self, start: int, stop: int) -> Rope | None:
         """cos and sin of packed tokens `[start, stop)`."""
@@ -51,10 +56,17 @@ class SideSegments:
         whole[:, :, :first] = self.sinks
         for start in range(0, self.packed, CHUNK_TOKENS):
             stop = min(start + CHUNK_TOKENS, self.packed)
-            part = self.codec.decode(self.store.read(start, stop), self.rope(start, stop))
+            with on_device(whole):
+                part = self.codec.decode(self.store.read(start, stop), self.rope(start, stop))
             whole[:, :, first + start : first + stop] = part
         whole[:, :, first + self.packed :] = self.tail
         return whole
+
+
+def _attention(backend: Backend) -> Callable[..., torch.Tensor]:
+    if backend == "torch":
+        return importlib.import_module(".reference", __package__).attend
+    return importlib.import_module(".triton_kernels.launch", __package__).attend
 
 
 class PackedKV:
@@ -93,6 +105,27 @@ class PackedKV:
     def dense(self) -> torch.Tensor:
         """This side decoded, `[B, H, T, D]`."""
         return self._segments().dense()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of queries `[B, Hq, n, Dk]` over both sides, `[B, n, Hq, Dv]`; see `reference.attend`.
+
+        `mask` may also be a flash attention's padding mask, `[B, T]`.
+        """
+        if mask is not None and mask.ndim == 2:
+            count, tokens = query.shape[2], self.keys.shape[2]
+            causal = torch.ones(count, tokens, dtype=torch.bool, device=mask.device).tril(tokens - count)
+            mask = causal & mask[:, None, None, -tokens:].bool()
+        with on_device(query):
+            return _attention(self.backend)(
+                query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, sinks=sinks
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

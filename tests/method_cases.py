@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from kvcache_compress.rope import RopeLayout, RopeTrack
+from kvcache_compress.rope import RopeLayout
+from kvcache_compress.rope_track import RopeTrack
 
 
 @cache

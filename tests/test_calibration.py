@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
 from kvcache_compress import disable_fused_attention, enable_fused_attention
-from kvcache_compress.calibration import CommVQSettings, calibrate_commvq, commvq
+from kvcache_compress.calibration import CommVQSettings, calibrate_commvq, command, commvq
 from kvcache_compress.calibration.collect import collect, read_layer
 from kvcache_compress.calibration.em import Schedule
 from kvcache_compress.calibration.encoder import EncoderSchedule
@@ -125,7 +126,7 @@ def test_a_file_that_the_cache_takes(model: LlamaForCausalLM, text: list[str], t
     cache = CommVQCache(model.config, codebooks=output, sink_tokens=2, recent_tokens=4)
     model(input_ids=torch.arange(48)[None], past_key_values=cache)
     assert cache.packed_tokens == 32  # of 42 outside sinks and window, in blocks of 32
-    assert not (tmp_path / "books.safetensors.parts").exists()
+    assert not list(tmp_path.glob("*.parts"))
 
 
 def test_an_interrupted_run_goes_on(
@@ -157,8 +158,19 @@ def test_an_interrupted_run_goes_on(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def interrupted(model: Any, text: list[str], output: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
+    """The parts of a calibration that is interrupted before its last step."""
+    before = set(output.parent.iterdir())
+    monkeypatch.setattr(commvq, "write_codebooks", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, text, output, **changes)
+    monkeypatch.undo()
+    (folder,) = set(output.parent.iterdir()) - before
+    return folder
+
+
 @pytest.mark.parametrize("changed", [{"bits": 1}, {"seed": 1}, {"tokens": 576}, {"schedule": Schedule(soft_steps=1)}])
-def test_parts_of_other_settings_are_not_used(
+def test_parts_of_other_settings_are_neither_used_nor_lost(
     model: LlamaForCausalLM,
     text: list[str],
     tmp_path: Path,
@@ -166,26 +178,31 @@ def test_parts_of_other_settings_are_not_used(
     changed: dict[str, Any],
 ) -> None:
     output = tmp_path / "books.safetensors"
-    monkeypatch.setattr(commvq, "write_codebooks", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(model, text, output)
-    monkeypatch.undo()
-    assert "starting afresh" in calibrate(model, text, output, **changed)[0]
+    parts = interrupted(model, text, output, monkeypatch)
+    assert str(parts) in calibrate(model, text, output, **changed)[0]
     expected = tmp_path / "expected.safetensors"
     calibrate(model, text, expected, **changed)
     one, other = load_file(output), load_file(expected)
     assert all(torch.equal(one[name], other[name]) for name in other)
+    monkeypatch.setattr(commvq, "train_side", lambda *_: pytest.fail("trained again"))
+    assert "3 of 3 layers" in calibrate(model, text, output)[0]
+    assert not parts.exists()
+
+
+def test_the_same_text_by_another_name_goes_on(
+    model: LlamaForCausalLM, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(model, text, tmp_path / "books.safetensors", monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert "3 of 3 layers" in calibrate(model, ["text.txt"], Path("books.safetensors"))[0]
+    assert read_header("books.safetensors").data["text"] == ["text.txt"]
 
 
 def test_a_damaged_part_is_made_again(
     model: LlamaForCausalLM, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "books.safetensors"
-    monkeypatch.setattr(commvq, "write_codebooks", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(model, text, output)
-    monkeypatch.undo()
-    part = tmp_path / "books.safetensors.parts" / "layer-001.safetensors"
+    part = interrupted(model, text, output, monkeypatch) / "layer-001.safetensors"
     part.write_bytes(part.read_bytes()[:100])
     assert "2 of 3 layers" in calibrate(model, text, output)[0]
     assert len(load_file(output)) == 3 * LAYERS  # codebooks of both sides, weights of keys
@@ -278,13 +295,139 @@ def test_what_is_refused(model: LlamaForCausalLM, text: list[str], tmp_path: Pat
     without_rope = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64))
     with pytest.raises(ValueError, match="gpt2 has no rotary position embeddings"):
         calibrate(without_rope, text, output)
-    assert not output.with_name("books.safetensors.parts").exists()
+    for changes, message in (
+        ({"centres": 7}, "centres=7 for commvq: allowed 2, 4"),
+        ({"context": 1}, "context=1 for commvq"),
+        ({"tokens": 32}, "tokens=32 for commvq: allowed at least one window of 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CommVQSettings(**SETTINGS | changes)
+    (tmp_path / "folder.safetensors").mkdir()
+    for place, message in (("folder.safetensors", "this is a folder"), ("text.txt/x.safetensors", "is no such folder")):
+        with pytest.raises(ValueError, match=message):
+            calibrate(model, ["nowhere.txt"], tmp_path / place)
+    with pytest.raises(ValueError, match=r"context=1: allowed more than the 1 tokens"):
+        read_windows(text, Characters(), 4, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"text=\[\]"):
+        read_windows([], Characters(), 64, 64)  # type: ignore[arg-type]
+    assert not list(tmp_path.glob("*.parts"))
 
 
-def test_command_refuses_in_a_sentence(tmp_path: Path) -> None:
-    runner = CliRunner()
-    given = ["calibrate", "--text", str(tmp_path / "no.txt"), "--output", str(tmp_path / "x.safetensors")]
-    for options, message in ((["--bits", "5"], "bits=5"), (["--method", "kivi"], "method='kivi'")):
-        result = runner.invoke(app, [*given, *options])
-        assert result.exit_code == 1
+def test_pairs_weigh_alike_as_in_the_paper(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
+    """By choice without a word; where no queries can be seen, with one. Both give the same codebooks, and say so."""
+    plain, eager = tmp_path / "plain.safetensors", tmp_path / "eager.safetensors"
+    assert calibrate(model, text, plain, weigh_pairs=False) == []
+    model.set_attn_implementation("eager")
+    (notice,) = calibrate(model, text, eager)
+    assert "no queries could be observed in 3 layers" in notice
+    assert "'eager'" in notice
+    for path in (plain, eager):
+        assert read_header(str(path)).data["unweighed"] == [0, 1, 2]
+        assert not [name for name in load_file(path) if name.endswith("weights")]
+        CommVQCache(model.config, path)
+    one, other = load_file(plain), load_file(eager)
+    assert all(((one[name] - other[name]).abs() < 0.05).float().mean() > 0.9 for name in one)
+
+
+def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks from beginning to end, cut inside of characters of several bytes; their tokens suffice."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(chr(0x20AC + i // 1000) for i in range(40_000)), encoding="utf-8")
+    monkeypatch.setattr("kvcache_compress.calibration.text._WHOLE_BYTES", 1000)
+    monkeypatch.setattr("kvcache_compress.calibration.text._BLOCK_BYTES", 500)
+    seen: list[str] = []
+
+    class Recorded(Characters):
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            seen.append(text)
+            return super().__call__(text, **options)
+
+    windows, _ = read_windows([str(path)], Recorded(), 128, 32)  # type: ignore[arg-type]
+    assert windows.shape == (4, 32)
+    assert sum(len(part) for part in seen) < 1500
+    assert {ord(part[0]) - 0x20AC for part in seen if part} == {0, 9, 19, 29, 39}
+    assert not any("\ufffd" in part for part in seen)
+    path.write_bytes(b"\xff" * 5000)
+    with pytest.raises(ValueError, match="not a text in UTF-8"):
+        read_windows([str(path)], Characters(), 128, 32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["owner/data", "mlfoundations/dclm-baseline-1.0", "owner/data:part.en"])
+def test_a_dataset_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are read as far as they are needed."""
+    datasets = pytest.importorskip("datasets")
+    asked: list[Any] = []
+
+    def load_dataset(path: str, configuration: str | None, **options: Any) -> Any:
+        asked.append((path, configuration, options))
+        return ({"text": chr(32 + i) * 20} for i in range(50))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    windows, _ = read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
+    assert windows.shape == (4, 32)
+    owner, _, part = name.partition(":")
+    assert asked == [(owner, part or None, {"split": "train", "streaming": True})]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: iter([{"words": "a"}]))
+    with pytest.raises(ValueError, match="has no column 'text', but words"):
+        read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("offline")))
+    with pytest.raises(ValueError, match="no dataset that the hub gives: offline"):
+        read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
+
+
+def run_command(*options: str) -> Any:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["calibrate", *options])
+
+
+@pytest.mark.parametrize("values", ["residual", "encoder"])
+def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: str) -> None:
+    """Progress with the time that is left, a table of losses, and the file, its size and what it took."""
+    monkeypatch.setattr(command, "load_model", lambda *_, **__: (model, Characters()))
+    monkeypatch.setattr(command, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(commvq, "QUICK_ENCODER", EncoderSchedule(steps=5, batch=64))
+    monkeypatch.setattr("kvcache_compress.calibration.commvq.QUICK_SCHEDULE", SHORT)
+    text, output = tmp_path / "text.txt", tmp_path / "books.safetensors"
+    text.write_text("".join(chr(32 + (i * i + i // 7) % 90) for i in range(3000)))
+    given = ("--text", str(text), "--output", str(output), "--tokens", "2048", "--quick", "--bits", "1")
+    result = run_command(*given, "--values", values, "--key-rounds", "2", "--value-rounds", "2", "--no-weigh-pairs")
+    assert result.exit_code == 0, result.output
+    assert "reading text: 1 of 2," in result.output
+    assert re.search(r"training: \d+ of \d+, \d+ s left", result.output)
+    header = read_header(str(output))
+    assert header.options["weigh_pairs"] is False
+    ends = [layer["values"].get("encoder") or layer["values"]["rounds"][0][-1] for layer in header.losses.values()]
+    row = next(line for line in result.output.splitlines() if line.startswith("│ values"))
+    assert row.split("│")[2].strip() == ("encoder" if values == "encoder" else "2")
+    assert float(row.split("│")[3]) <= min(ends) + 1e-4
+    assert re.search(r"books\.safetensors: [\d.]+ MiB in [\d.]+ minutes, peak memory [\d.]+ GiB", result.output)
+
+
+def test_command_refuses_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the model is loaded."""
+    monkeypatch.setattr(command, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    file = tmp_path / "text.txt"
+    file.write_text("a text")
+    text, output = ("--text", str(file)), ("--output", str(tmp_path / "x.safetensors"))
+    for options, message in (
+        ((*text, *output, "--bits", "5"), "bits=5"),
+        ((*text, *output, "--method", "kivi"), "method='kivi'"),
+        ((*text, *output, "--tokens", "3"), "tokens=3"),
+        ((*text, *output, "--device", "foo"), "device='foo'"),
+        (("--text", str(tmp_path / "no.txt"), *output), "no such file"),
+        ((*text, "--output", str(file / "x.safetensors")), "is no such folder"),
+        ((*text, "--output", str(tmp_path)), "allowed are files that end in .safetensors"),
+    ):
+        result = run_command(*options)
+        assert (result.exit_code, type(result.exception)) == (1, SystemExit), options
         assert message in result.output
+
+
+def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command, "load_model", full)
+    (tmp_path / "text.txt").write_text("a text")
+    result = run_command("--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "x.safetensors"))
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert "No space left on device" in result.output

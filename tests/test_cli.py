@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from kvcache_compress import preset_names
 from kvcache_compress.cli import app
 from kvcache_compress.config import load_config
-from kvcache_compress.estimate import cache_bytes, packed_bits
+from kvcache_compress.estimate import cache_bytes, constant_bytes, packed_bits, rope_bytes, total_bytes
 
 runner = CliRunner(env={"COLUMNS": "200"})
 
@@ -58,6 +58,22 @@ def test_estimates_by_hand() -> None:
     assert packed_bits(config, 128) == pytest.approx(8 * 66 / 128)
     per_head = 80 * 2 * 128 * 2 + (1000 - 80) * 2 * 66
     assert cache_bytes(config, layers=3, kv_heads=2, head_dim=128, tokens=1000) == 3 * 2 * per_head
+    # A rotation and 16 levels per side; no sinks, so that keys are not centred.
+    constants = 3 * 2 * (128 * 128 + 16) * 4
+    assert constant_bytes(config, 3, 2, 128) == constants
+    assert total_bytes(config, 3, 2, 128, 1000) == 3 * 2 * per_head + constants
+
+
+def test_estimates_of_commvq_by_hand() -> None:
+    """2 bits at D = 64, three heads in 30 layers: 11 rounds of 12 bits, 21 of 6, scalars, and a token's cos and sin."""
+    config = load_config("commvq-2bit")
+    per_head = 17 + 16 + 2 + 2
+    assert rope_bytes(config, 64, layers=30) == 64 * 2
+    assert packed_bits(config, 64, layers=30, kv_heads=3) == pytest.approx(8 * (90 * per_head + 128) / (90 * 128))
+    books = 2 * 3 * 64 * 64 * (11 + 21) + 2 * 3 * 32
+    assert constant_bytes(config, 30, 3, 64) == 30 * books
+    dense = 80 * 90 * 2 * 64 * 2
+    assert total_bytes(config, 30, 3, 64, 180, batch=2) == 2 * (dense + 100 * 90 * per_head + 180 * 128) + 30 * books
 
 
 @pytest.mark.slow

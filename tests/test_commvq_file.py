@@ -42,6 +42,7 @@ DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "heads": (lambda t, m: m.update(kv_heads="4"), "damaged: codebooks of keys"),
     "layers": (lambda t, m: m.update(layers="30"), "30 layers with 2 key/value heads of 32 there, 3 layers"),
     "RoPE": (lambda t, m: m.update(rope=m["rope"].replace("10000.0", "5000.0")), "other rotary .*5000.0.* there"),
+    "model type": (lambda t, m: m.update(model_type="mistral"), "of type 'mistral' there, 'llama' here"),
     "model": (lambda t, m: m.update(model="org/other"), "made for 'org/other', not for 'org/tiny'.*any_model: true"),
 }
 
@@ -71,6 +72,19 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     broken = CommVQCache(config, path)
     with pytest.raises(ValueError, match=r"keys.0.codebooks holds NaN"), torch.no_grad():
         broken.update(torch.ones(1, 2, 200, 32), torch.ones(1, 2, 200, 32), 0)
+
+
+@pytest.mark.parametrize("at", [0.3, 0.6, 0.999])
+def test_a_flipped_bit_is_found(at: float, tmp_path: Path) -> None:
+    """When the cache is built, wherever in the tensors it is; files of before the digest was kept are still taken."""
+    config = LlamaConfig(**CONTRACT_MODEL)
+    content = bytearray(Path(codebook_file(32)).read_bytes())
+    content[int(at * len(content))] ^= 1
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"x.safetensors' for commvq: damaged: its numbers are not those"):
+        CommVQCache(config, path)
+    CommVQCache(config, damaged(lambda t, m: t["keys.0.codebooks"].view(-1)[3:4].fill_(7)))
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,12 @@ def test_the_configuration_plans_a_model() -> None:
 
 
 @pytest.mark.slow
-def test_generate() -> None:
+@pytest.mark.parametrize(
+    ("name", "printed"), [("generate.py", "bits per packed number"), ("shared_prefix.py", "built of ... granite")]
+)
+def test_examples(name: str, printed: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "examples/generate.py"]
+    command = [sys.executable, f"examples/{name}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "bits per packed number" in done.stdout
+    assert printed in done.stdout

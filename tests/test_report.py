@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from commvq_files import CONTRACT_MODEL
+from method_cases import declared
 from transformers import DynamicCache, LlamaConfig
 
 from kvcache_compress import CompressedCache, KIVICache, TurboQuantCache
@@ -139,37 +141,43 @@ def test_to_dict() -> None:
     assert {"packed_tokens", "total_bytes", "bits_per_number", "packed_bits_per_number", "ratio"} <= data.keys()
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"bits": 4},
-        {"bits": 3.5},
-        {"bits": 1, "estimator": "prod"},
-        {"bits": 2.5, "estimator": "prod"},
-    ],
-)
-def test_constants_are_all_that_a_codec_holds(options: dict[str, Any], backend: str) -> None:
-    """Every tensor reachable from a layer is a segment, a store's buffer or counted as a constant; none twice."""
-    cache = filled(TurboQuantCache(CONFIG, sink_tokens=4, recent_tokens=8, backend=backend, **options))
-    (layer,) = cache.layers
-    if backend == "triton":
+MORE = {
+    "turboquant-prod-1bit": {"method": "turboquant", "bits": 1, "estimator": "prod"},
+    "turboquant-prod-2.5bit": {"method": "turboquant", "bits": 2.5, "estimator": "prod"},
+}
+CASES = declared("CONTRACT") | {name: {"keys": side, "values": side} for name, side in MORE.items()}
+
+
+@pytest.mark.parametrize(("tokens", "kernels"), [(20, False), (80, False), (80, True)])
+@pytest.mark.parametrize("name", CASES)
+def test_constants_are_all_that_a_codec_holds(name: str, tokens: int, kernels: bool) -> None:
+    """Every tensor reachable from a side is a segment, a store's buffer or counted as a constant; none twice.
+
+    Before the first tokens are packed, 20 of them, as well as after. Tables that both sides share count in each.
+    """
+    model = LlamaConfig(**CONTRACT_MODEL)
+    if kernels:
+        pytest.importorskip("triton")
+    cache = CompressedCache(model, {**CASES[name], "sink_tokens": 4, "recent_tokens": 8, "backend": "torch"})
+    x = torch.randn(1, 2, tokens, 32, generator=torch.Generator().manual_seed(0))
+    cache.update(x, x, 0)
+    layer = cache.layers[0]
+    if kernels:
         for state in layer.sides.values():
             state.codec.kernel_side().tables_as(torch.float16)
-    storages: dict[int, int] = {}
 
-    def walk(value: Any) -> None:
+    def walk(value: Any, storages: dict[int, int]) -> int:
         if isinstance(value, torch.Tensor):
             storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         elif isinstance(value, dict):
-            walk(list(value.values()))
+            walk(list(value.values()), storages)
         elif isinstance(value, (list, tuple)):
             for item in value:
-                walk(item)
+                walk(item, storages)
         elif type(value).__module__.startswith("kvcache_compress"):
-            walk([getattr(value, name) for name in getattr(value, "__dict__", {})])
+            walk([getattr(value, name) for name in getattr(value, "__dict__", {})], storages)
+        return sum(storages.values())
 
-    walk(layer.sides)
     report = cache.memory_report()
-    assert report.packed_tokens == 32
-    assert sum(storages.values()) == report.total_bytes
+    assert (report.packed_tokens > 0) == (tokens == 80)
+    assert sum(walk(state, {}) for state in layer.sides.values()) == report.total_bytes

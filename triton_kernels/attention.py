@@ -127,7 +127,7 @@ _GROWING = (
 @triton.jit(do_not_specialize=_GROWING)
 def attend_kernel(
     p_q, p_mapped, k_fields, k_tables, v_fields, v_tables, p_sink_k, p_sink_v, p_tail_k, p_tail_v, p_rope, p_mask,
-    p_acc, p_dense, p_stats,
+    p_packed, p_acc, p_dense, p_stats,
     n_sinks, n_packed, n_tail, k_capacity, v_capacity, tail_k_capacity, tail_v_capacity, rope_capacity, split_tokens,
     s_mask_b, s_mask_h, s_mask_n, s_mask_t, scaling, softcap,
     G, N,
@@ -135,7 +135,7 @@ def attend_kernel(
     K_WIDTHS: tl.constexpr, V_WIDTHS: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, BIAS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    CAUSAL: tl.constexpr, ROW_BLOCKS: tl.constexpr, ROPE_WIDTH: tl.constexpr,
+    CAUSAL: tl.constexpr, ROW_BLOCKS: tl.constexpr, ROPE_WIDTH: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     i_s, i_h, i_b = tl.program_id(0), tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - 1
@@ -159,6 +159,8 @@ def attend_kernel(
         if ROPE_WIDTH:
             p_rope += (i_b.to(tl.int64) * rope_capacity + n_sinks) * ROPE_WIDTH
         stop = tl.minimum(i_s * split_tokens + split_tokens, n_packed)
+        if BOUNDED:
+            stop = tl.minimum(stop, tl.load(p_packed).to(tl.int32))
         for start in range(i_s * split_tokens, stop, BLOCK):
             o_t = start + tl.arange(0, BLOCK)
             m_t = o_t < stop

@@ -4,7 +4,8 @@ SCORE(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META, PRECISION) -> [M,
     b_q: tuple of query tiles `[M, width]`, one per entry of `KernelSide.widths`, in the operands' dtype;
     fields: tuple of pointers to the store's buffers, in the order of `Codec.fields`;
     p_rope: float16 `[tokens, 2 * rotary]`, cos and sin from packed token 0 on, where the codec asks for them;
-    i_h: key/value head; o_row: int64 row of its token 0, capacity * (batch * H + i_h); o_t: tokens `[T]`; m_t: mask.
+    i_h: key/value head; o_row: int64 row of its token 0, capacity * (batch * H + i_h); o_t: tokens `[T]` in
+    order from a multiple of T on, so that a tile lies in one group of tokens or begins with one; m_t: mask.
 ACCUMULATE(b_p, fields, tables, i_h, s_head, o_row, o_t, m_t, b_acc, META, DTYPE, PRECISION) -> tuple of [M, width]
     b_p: float32 weights `[M, T]`; s_head: rows from one head to the next; b_acc: the float32 sums so far;
     DTYPE: the operands' dtype.

@@ -79,6 +79,7 @@ def attend_arguments(
         v_fields=tuple(values.store.buffers), v_tables=v_side.tables_as(operand),
         p_sink_k=keys.sinks.contiguous(), p_sink_v=values.sinks.contiguous(), p_tail_k=tail_k, p_tail_v=tail_v,
         p_rope=query if keys.track is None else keys.track.buffer, p_mask=mask_operand,
+        p_packed=query if keys.count is None else keys.count,
         p_acc=query.new_empty(batch, heads, splits, rows, v_stride, dtype=torch.float32),
         p_dense=query.new_empty(batch, heads, rows, dv, dtype=torch.float32),
         p_stats=query.new_empty(batch, heads, splits + 1, rows, 2, dtype=torch.float32),
@@ -94,6 +95,7 @@ def attend_arguments(
         DTYPE=tl.float32 if exact else tl.float16, PRECISION="ieee" if exact or amd else "tf32",
         M=tile_rows, BLOCK=tile.tokens, MASK=mask_kind, SOFTCAP=softcap is not None, CAUSAL=count > 1,
         ROW_BLOCKS=row_blocks, ROPE_WIDTH=0 if keys.track is None else keys.track.buffer.shape[2],
+        BOUNDED=keys.count is not None,
         num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(amd),
     )  # fmt: skip

@@ -52,6 +52,13 @@ class KernelSide:
         return (*self.tables, *cast, *(table for table in maps if table is not None))
 
 
+def with_mean(query_map: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
+    """`query_map` `[H or 1, D, W]` with the keys' mean `[H, D]`, where there is one, as one more column."""
+    if mean is None:
+        return query_map
+    return torch.cat([query_map.expand(len(mean), -1, -1), mean[..., None]], -1)
+
+
 def in_code_order(basis: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
     """Rows of `basis` `[H, sum(widths), D]` moved to the kernels' padded code order, `[H, sum(padded), D]`."""
     if all(padded_width(width) == width for width in widths):

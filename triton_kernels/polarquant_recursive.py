@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..polar_tree import PolarTree
-from .operands import KernelSide
+from .operands import KernelSide, with_mean
 
 if TYPE_CHECKING:
     from ..methods.polarquant_recursive import PolarQuantRecursiveCodec
@@ -141,9 +141,6 @@ def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
     channel = torch.arange(dim, device=device)
     basis = torch.zeros(1, width, dim, device=device)
     basis[0, channel // odd * pad + channel % odd] = codec.basis
-    query_map = basis.mT
-    if codec.mean is not None:
-        query_map = torch.cat([query_map.expand(len(codec.mean), -1, -1), codec.mean[..., None]], -1)
     tables = (torch.cat([book.points for book in codec.books]),)
     if codec.radius_table is not None:
         tables += (codec.radius_table,)
@@ -153,7 +150,7 @@ def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
         (level_meta(tree), (odd, pad, tree.roots, len(codec.fields) - 1, codec.radius_table is not None)),
         (width // 2, width // 2),
         tables=tables,
-        query_map=query_map.contiguous(),
+        query_map=with_mean(basis.mT, codec.mean).contiguous(),
         bias=codec.mean is not None,
         output_map=basis,
     )

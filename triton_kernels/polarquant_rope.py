@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_token
 from .codes import load_codes, store_codes
-from .operands import KernelSide, in_code_order, launch_options
+from .operands import KernelSide, in_code_order, launch_options, with_mean
 
 if TYPE_CHECKING:
     from ..methods.polarquant_rope import PolarQuantRopeCodec
@@ -99,16 +99,14 @@ def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
         0 if options.radius_scale == "channel" else options.group_size, options.scalar == "match", table,
     )  # fmt: skip
     parts = 2 ** (options.angle_bits - 1) if table else 2
-    query_map = in_code_order(codec.basis(), (pairs,) * parts).mT
-    if codec.mean is not None:
-        query_map = torch.cat([query_map.expand(len(codec.mean), -1, -1), codec.mean[..., None]], -1)
+    basis = in_code_order(codec.basis(), (pairs,) * parts)
     return KernelSide(
         score,
         None,
         meta,
         (padded_width(pairs),) * parts,
         tables=(codec.points,),
-        query_map=query_map.contiguous(),
+        query_map=with_mean(basis.mT, codec.mean).contiguous(),
         bias=codec.mean is not None,
     )
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..layout import CODES_PER_WORD, words_per_token
-from .operands import KernelSide
+from .operands import KernelSide, with_mean
 
 if TYPE_CHECKING:
     from ..methods.qjl import QJLCodec
@@ -75,9 +75,7 @@ def qjl_side(codec: QJLCodec) -> KernelSide:
             chunk[:, :, :count] = rows[:, :, first : first + count]
             parts.append(chunk.flatten(1, 2))
             widths.append(CODES_PER_WORD * padded)
-    query_map = torch.cat(parts, 1).mT
-    if codec.mean is not None:
-        query_map = torch.cat([query_map.expand(len(codec.mean), -1, -1), codec.mean[..., None]], -1)
+    query_map = with_mean(torch.cat(parts, 1).mT, codec.mean)
     return KernelSide(
         score, None, tuple(meta), tuple(widths), query_map=query_map.contiguous(), bias=codec.mean is not None
     )

@@ -17,7 +17,7 @@ import triton.language as tl
 from ..layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_token
 from ..lloyd_max import boundaries
 from .codes import load_codes, store_codes
-from .operands import KernelSide, in_code_order, launch_options
+from .operands import KernelSide, in_code_order, launch_options, with_mean
 
 if TYPE_CHECKING:
     from ..methods.turboquant import TurboQuantCodec
@@ -84,9 +84,7 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
     basis = in_code_order(codec.constants()["basis"], widths)
     query_map, output_map = None, None
     if codec.context.side == "keys":
-        query_map = basis.mT
-        if codec.mean is not None:
-            query_map = torch.cat([query_map.expand(len(codec.mean), -1, -1), codec.mean[..., None]], -1)
+        query_map = with_mean(basis.mT, codec.mean)
     else:
         output_map = basis.contiguous()
     return KernelSide(

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
-from ..cache import head_dim_of
+from ..cache import head_dim_of, is_full_attention
 from ..codec import Side
 from ..commvq_file import model_shape
 from ..rope import RopeLayout, layer_has_rope, rope_layout, rotary_embedding
@@ -30,7 +30,7 @@ def calibrated_layers(config: PreTrainedConfig) -> list[int]:
     if head_dim is None or rope_layout(config, head_dim) is None:
         raise ValueError(f"{config.model_type} has no rotary position embeddings that are known: commvq needs them")
     kinds = DynamicCache(config=config).layers
-    found = [i for i, kind in enumerate(kinds) if type(kind) is DynamicLayer and layer_has_rope(config, i)]
+    found = [i for i, kind in enumerate(kinds) if is_full_attention(kind) and layer_has_rope(config, i)]
     if not found:
         raise ValueError(f"{config.model_type} has no full-attention layer with rotary position embeddings")
     return found

@@ -16,7 +16,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from ..models import load_model
-from .commvq import CommVQSettings, calibrate_commvq
+from .commvq import CommVQSettings, calibrate_commvq, check_output
+from .text import check_sources
 
 _QUIET_SECONDS = 30.0
 """Where the output is no terminal, a line of progress comes this often."""
@@ -25,9 +26,17 @@ _QUIET_SECONDS = 30.0
 def run_calibration(
     console: Console, model: str, text: Sequence[str], output: Path, settings: CommVQSettings, device: str | None
 ) -> None:
-    """Calibrates CommVQ and prints progress, losses, time and memory."""
+    """Calibrates CommVQ and prints progress, losses, time and memory.
+
+    Raises:
+        ValueError: as `calibrate_commvq` does, or a device that is not there; the latter, an output that cannot be
+            and missing texts before the model is loaded. OSError: a file that cannot be written.
+    """
     started = time.perf_counter()
+    check_output(output)
+    check_sources(text)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_device(device)
     loaded, tokenizer = load_model(model, dtype=torch.float32 if device == "cpu" else torch.bfloat16, device=device)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     times = (TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left"))
@@ -39,7 +48,18 @@ def run_calibration(
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     minutes = (time.perf_counter() - started) / 60
     size = output.stat().st_size / 2**20
-    console.print(f"{output}: {size:.1f} MiB in {minutes:.1f} minutes, peak memory {peak / 2**30:.2f} GiB")
+    console.print(
+        f"{output}: {size:.1f} MiB in {minutes:.1f} minutes, peak memory {peak / 2**30:.2f} GiB", soft_wrap=True
+    )
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise ValueError(
+            f"device={device!r}: allowed are devices of this machine: {str(error).splitlines()[0]}"
+        ) from None
 
 
 class _Reporter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,14 +15,22 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..codec import Side
-from ..commvq_file import CENTRES, describe_model, group_count, model_shape, rounds_for, write_codebooks
+from ..commvq_file import (
+    ALLOWED_CENTRES,
+    CENTRES,
+    describe_model,
+    group_count,
+    model_shape,
+    rounds_for,
+    write_codebooks,
+)
 from .collect import SIDES, calibrated_layers, collect, layer_file, read_layer
 from .em import ComplexForm, RealForm, Schedule, train_residual
 from .encoder import EncoderSchedule, train_encoder
 from .parts import Parts
 from .text import read_windows
 
-_TRAINING = 2
+_TRAINING = 3
 """Raised when training changes, so that parts of an older release are not mixed with new ones."""
 QUICK_SCHEDULE = Schedule(soft_steps=4, soft_vectors=2048, hard_steps=3, hard_vectors=8192, full_steps=1)
 QUICK_ENCODER = EncoderSchedule(steps=400)
@@ -38,6 +47,7 @@ class CommVQSettings:
     tokens: calibration tokens, in windows of `context`.
     values: `residual` codebooks (ours), or the paper's `encoder`.
     key_rounds, value_rounds: residual rounds of each side.
+    weigh_pairs: weigh errors of keys' pairs by the queries that meet them; the paper does not.
     seed: of samples and starting points.
     """
 
@@ -48,6 +58,7 @@ class CommVQSettings:
     key_rounds: int | None = None
     value_rounds: int | None = None
     centres: int = CENTRES
+    weigh_pairs: bool = True
     seed: int = 0
     schedule: Schedule = field(default_factory=Schedule)
     encoder: EncoderSchedule = field(default_factory=EncoderSchedule)
@@ -57,6 +68,14 @@ class CommVQSettings:
             raise ValueError(f"bits={self.bits} for commvq: allowed 1, 2")
         if self.values not in ("residual", "encoder"):
             raise ValueError(f"values={self.values!r} for commvq: allowed 'residual', 'encoder'")
+        if self.centres not in ALLOWED_CENTRES["keys"]:
+            raise ValueError(
+                f"centres={self.centres} for commvq: allowed {', '.join(map(str, ALLOWED_CENTRES['keys']))}"
+            )
+        if self.context < 2:
+            raise ValueError(f"context={self.context} for commvq: allowed at least 2")
+        if self.tokens < self.context:
+            raise ValueError(f"tokens={self.tokens} for commvq: allowed at least one window of {self.context}")
         for name in ("key_rounds", "value_rounds"):
             rounds = getattr(self, name)
             if rounds is not None and rounds < 1:
@@ -86,8 +105,9 @@ def calibrate_commvq(
 ) -> dict[str, Any]:
     """Trains codebooks for every full-attention layer with RoPE, and writes them to `output`.
 
-    Finished layers are kept in `<output>.parts/` until all are done: a second call with the same settings goes on
-    where the first was interrupted. Memory holds the model and the keys and values of the layers in training.
+    Finished layers are kept in a folder `<output>.*.parts/` until all are done: a second call with the same settings
+    and text goes on where the first was interrupted. Memory holds the model and the keys and values of the layers in
+    training.
 
     Args:
         model: the model, on the device where training happens as well.
@@ -103,21 +123,21 @@ def calibrate_commvq(
         The losses by layer, as they are in the file: mean squared error of normalized vectors.
 
     Raises:
-        ValueError: a model that CommVQ cannot serve, a text that cannot be read or is too short, no finite keys.
+        ValueError: a model that CommVQ cannot serve, a text that cannot be read or is too short, no finite keys, an
+            output that cannot be a file. OSError: a file that cannot be written.
     """
     settings, output = settings or CommVQSettings(), Path(output)
-    if output.suffix != ".safetensors":
-        raise ValueError(f"output={str(output)!r}: allowed are files that end in .safetensors")
+    check_output(output)
     config = model.config.get_text_config(decoder=True)
     layers = calibrated_layers(config)
     head_dim, heads, _ = model_shape(config)
     windows, digest = read_windows(text, tokenizer, settings.tokens, settings.context)
-    data = {"text": list(text), "windows": len(windows), "context": settings.context, "sha256": digest}
+    data: dict[str, Any] = {"windows": len(windows), "context": settings.context, "sha256": digest}
     data["dtype"] = str(model.dtype).removeprefix("torch.")
     header = describe_model(config, output, options=asdict(settings), data=data)
     parts = Parts(output, header.metadata() | {"training": _TRAINING, "layers": layers})
-    if parts.stale:
-        notice(f"{parts.folder}: what is there was made with other settings or another text; starting afresh")
+    if parts.others:
+        notice(f"parts of other settings or texts stay: {', '.join(map(str, parts.others))}")
     missing = [layer for layer in layers if parts.load(layer) is None]
     if len(missing) < len(layers):
         notice(
@@ -128,6 +148,12 @@ def calibrate_commvq(
     if missing and not (there and set(missing) <= weights.keys()):
         weights = collect(model, windows, parts.states, missing, _Counter(report, "reading text", len(windows)))
         parts.save_weights(weights)
+    weighed = {layer for layer in missing if settings.weigh_pairs and bool((weights[layer] != 1).any())}
+    if settings.weigh_pairs and len(weighed) < len(missing):
+        notice(
+            f"no queries could be observed in {len(missing) - len(weighed)} layers, where errors of all pairs of keys "
+            f"count alike; with attn_implementation='sdpa' they can (this is {config._attn_implementation!r})"
+        )
     per_layer = settings.rounds("keys", head_dim) + (
         settings.rounds("values", head_dim) if settings.values == "residual" else settings.encoder.steps
     )
@@ -138,7 +164,8 @@ def calibrate_commvq(
         losses: dict[str, Any] = {}
         for side in SIDES:
             states = read_layer(parts.states, layer, side, heads, head_dim).to(model.device)
-            trained, losses[side] = train_side(states, side, layer, settings, weights[layer], count)
+            own = weights[layer] if layer in weighed else None
+            trained, losses[side] = train_side(states, side, layer, settings, own, count)
             tensors |= {f"{side}.{layer}.{name}": tensor for name, tensor in trained.items()}
         parts.save(layer, tensors, losses)
         for side in SIDES:
@@ -148,9 +175,21 @@ def calibrate_commvq(
     finished = {layer: parts.load(layer) for layer in layers}
     tensors = {name: tensor for part in finished.values() if part for name, tensor in part[0].items()}
     losses = {str(layer): part[1] for layer, part in finished.items() if part}
-    write_codebooks(replace(header, losses=losses), tensors)
+    data |= {"text": list(text), "unweighed": [layer for layer in layers if f"keys.{layer}.weights" not in tensors]}
+    write_codebooks(replace(header, losses=losses, data=data), tensors)
     parts.remove()
     return losses
+
+
+def check_output(output: Path) -> None:
+    """Raises `ValueError` where this cannot become a file of codebooks."""
+    if output.suffix != ".safetensors":
+        raise ValueError(f"output={str(output)!r}: allowed are files that end in .safetensors")
+    if output.is_dir():
+        raise ValueError(f"output={str(output)!r}: allowed is a file, this is a folder")
+    there = next(folder for folder in output.absolute().parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"output={str(output)!r}: allowed where files can be made; {str(there)!r} is no such folder")
 
 
 def train_side(

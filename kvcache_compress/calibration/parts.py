@@ -4,44 +4,41 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+
+from ..tensor_file import write_tensors
 
 
 class Parts:
-    """`<output>.parts/`: `settings.json`, `states/` with collected keys and values, one file per finished layer.
-
-    Parts of other settings are of no use and are removed; `stale` says that there were some.
-    """
+    """`<output>.<digest of the settings>.parts/`: `settings.json`, `states/` with collected keys and values, one file
+    per finished layer. `others` are the folders of other settings for the same output, which stay as they are."""
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
-        self.folder = output.with_name(f"{output.name}.parts")
-        self.states = self.folder / "states"
-        self._weights = self.folder / "weights.safetensors"
         described = json.dumps(settings, sort_keys=True, indent=1)
         self.digest = hashlib.sha256(described.encode()).hexdigest()
-        record = self.folder / "settings.json"
-        self.stale = self.folder.exists() and not (record.is_file() and record.read_text() == described)
-        if self.stale:
-            shutil.rmtree(self.folder)
+        self.folder = output.with_name(f"{output.name}.{self.digest[:12]}.parts")
+        self.states = self.folder / "states"
+        self._weights = self.folder / "weights.safetensors"
         self.folder.mkdir(parents=True, exist_ok=True)
-        record.write_text(described)
+        self.others = [
+            folder for folder in output.parent.glob(f"{escape(output.name)}.*.parts") if folder != self.folder
+        ]
+        (self.folder / "settings.json").write_text(described)
 
     def _file(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:03d}.safetensors"
 
     def save_weights(self, weights: Mapping[int, torch.Tensor]) -> None:
         """Keeps the weights of keys' pairs, which also says that all is collected."""
-        unfinished = self.folder / "unfinished"
-        save_file({str(layer): tensor.contiguous() for layer, tensor in weights.items()}, unfinished)
-        os.replace(unfinished, self._weights)
+        write_tensors(self._weights, {str(layer): tensor.contiguous() for layer, tensor in weights.items()}, {})
 
     def load_weights(self) -> dict[int, torch.Tensor]:
         """The weights by layer; none before all is collected."""
@@ -51,10 +48,8 @@ class Parts:
 
     def save(self, layer: int, tensors: dict[str, torch.Tensor], losses: Mapping[str, Any]) -> None:
         """Keeps a finished layer; it appears only once it is complete."""
-        unfinished = self.folder / f"unfinished-{layer}"
         held = {name: tensor.to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
-        save_file(held, unfinished, metadata={"settings": self.digest, "losses": json.dumps(losses)})
-        os.replace(unfinished, self._file(layer))
+        write_tensors(self._file(layer), held, {"settings": self.digest, "losses": json.dumps(losses)})
 
     def load(self, layer: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
         """A finished layer's tensors and losses; None where there is none, or a damaged one."""

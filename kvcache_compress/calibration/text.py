@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+_FILE_NAME = re.compile(r".*\.(txt|text|md|rst|tex|html?|xml|json|jsonl|csv|tsv|parquet|gz|zip|zst)", re.IGNORECASE)
+_WHOLE_BYTES = 1 << 22
+"""Of larger files, and those that have more than `_BYTES_PER_TOKEN` for each token wanted, only blocks are read."""
+_BYTES_PER_TOKEN = 16
+_BLOCK_BYTES = 1 << 17
 
 
 def read_windows(
@@ -21,22 +27,26 @@ def read_windows(
     Each window begins with what the model wants at the start of a text.
 
     Args:
-        sources: text files, or one dataset on the hub (`owner/name` or `owner/name:configuration`, its column `text`).
+        sources: text files, or a dataset on the hub (`owner/name` or `owner/name:configuration`, its column `text`).
+            Of a large file blocks are read that are spread evenly over it.
         tokenizer: the model's.
         tokens: tokens wanted.
         context: tokens per window.
 
     Raises:
-        ValueError: a source that is neither, or too little text.
+        ValueError: a source that is neither, windows without room for text, or too little text.
     """
     if tokens < context:
         raise ValueError(f"tokens={tokens}: allowed at least one window of {context}")
+    check_sources(sources)
     start: list[int] = list(tokenizer("")["input_ids"])
     length = context - len(start)
+    if length < 1:
+        raise ValueError(f"context={context}: allowed more than the {len(start)} tokens that begin a text")
     wanted = tokens // context
     pieces: list[list[int]] = []
     found = 0
-    for text, partial in _texts(sources):
+    for text, partial in _texts(sources, max(_WHOLE_BYTES, _BYTES_PER_TOKEN * tokens) // len(sources)):
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         found += len(ids)
         pieces.append(ids)
@@ -55,19 +65,43 @@ def read_windows(
     return windows, hashlib.sha256(windows.numpy().tobytes()).hexdigest()
 
 
-def _texts(sources: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Texts, and whether more may follow than anyone needs."""
+def check_sources(sources: Sequence[str]) -> None:
+    """Raises `ValueError` for a source that is neither a file nor looks like a dataset's id, and for none."""
+    if not sources:
+        raise ValueError("text=[]: allowed are text files, or a dataset's id on the hub")
     for source in sources:
         path = Path(source).expanduser()
-        if path.is_file():
-            try:
-                yield path.read_text(encoding="utf-8"), False
-            except UnicodeDecodeError as error:
-                raise ValueError(f"text={source!r}: not a text in UTF-8 ({error})") from None
-        elif _HUB_ID.fullmatch(source) and not path.suffix and not path.parent.is_dir():
-            yield from ((text, True) for text in _hub_texts(source))
-        else:
+        hub_id = _HUB_ID.fullmatch(source) and not _FILE_NAME.fullmatch(source) and not path.parent.is_dir()
+        if not path.is_file() and not hub_id:
             raise ValueError(f"text={source!r}: no such file; allowed are text files, or a dataset's id on the hub")
+
+
+def _texts(sources: Sequence[str], most: int) -> Iterator[tuple[str, bool]]:
+    """Texts, those of a file of at most `most` bytes or so, and whether more may follow than anyone needs."""
+    for source in sources:
+        path = Path(source).expanduser()
+        if not path.is_file():
+            yield from ((text, True) for text in _hub_texts(source))
+            continue
+        try:
+            yield from ((text, False) for text in _file_texts(path, most))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"text={source!r}: not a text in UTF-8 ({error})") from None
+
+
+def _file_texts(path: Path, most: int) -> Iterator[str]:
+    """The whole text of a file of at most `most` bytes; blocks of a larger one, spread evenly over it."""
+    size = path.stat().st_size
+    if size <= most:
+        yield path.read_text(encoding="utf-8")
+        return
+    blocks = -(-most // _BLOCK_BYTES)
+    with path.open("rb") as file:
+        for index in range(blocks):
+            file.seek(index * (size - _BLOCK_BYTES) // max(blocks - 1, 1))
+            block = file.read(_BLOCK_BYTES)
+            begin = next((at for at, byte in enumerate(block[:3]) if byte & 0xC0 != 0x80), 3)
+            yield codecs.getincrementaldecoder("utf-8")().decode(block[begin:])
 
 
 def _hub_texts(source: str) -> Iterator[str]:

@@ -76,16 +76,14 @@ class CommVQCodec(Codec):
     def __init__(self, options: CommVQOptions, context: CodecContext) -> None:
         super().__init__(options, context)
         header = _header(options)
-        if (header.head_dim, header.kv_heads) != (context.head_dim, context.heads):
-            raise ValueError(
-                f"codebooks={options.codebooks!r} for commvq: made for {header.kv_heads} heads of {header.head_dim}, "
-                f"not {context.heads} of {context.head_dim}"
-            )
+        heads = _own_heads(header, context)
         if context.side == "keys" and context.rope is None:
             raise ValueError("commvq for keys needs the model's rotary position embeddings")
         self.fields = self.layout(options, context.side, context.head_dim)
         self.scalar: Scalar = options.scalar or ("match" if context.side == "keys" else "unbiased")
         tensors = load_layer(header, context.side, context.layer, context.device)
+        if context.heads < header.kv_heads:
+            tensors = {name: tensor[heads].clone() for name, tensor in tensors.items()}
         self.encoder = {} if "codebooks" in tensors else tensors
         self.weights = tensors.get("weights")
         """float16 `[H, D / 2]`, by which the pairs of keys are scaled before coding; None without."""
@@ -118,6 +116,15 @@ class CommVQCodec(Codec):
     @classmethod
     def check_model(cls, options: CommVQOptions, side: Side, config: PreTrainedConfig, layer: int) -> None:
         check_model(_header(options), side, config, layer, options.any_model)
+
+    @classmethod
+    def constant_size(cls, options: CommVQOptions, side: Side, head_dim: int, heads: int) -> int:
+        """Without a file, that of residual codebooks of `options.bits`."""
+        if options.codebooks is not None:
+            return super().constant_size(options, side, head_dim, heads)
+        rounds = rounds_for(options.bits or DEFAULT_BITS, side, head_dim, group_count(head_dim))
+        weights = heads * head_dim // 2 if side == "keys" else 0
+        return torch.float16.itemsize * (heads * rounds * CENTRES * head_dim + weights)
 
     @property
     def index_bits(self) -> int:
@@ -266,8 +273,40 @@ def _header(options: CommVQOptions) -> CodebookHeader:
     return read_header(options.codebooks)
 
 
+def _own_heads(header: CodebookHeader, context: CodecContext) -> slice:
+    """The heads of the file that are this layer's: all of them or, in tensor parallelism, this process's share.
+
+    Transformers gives n processes that share a model runs of key/value heads in the order of their ranks; n is the
+    fastest dimension of its device mesh, so that ranks count on through data-parallel copies.
+
+    Raises:
+        ValueError: other heads than that, or values with an encoder, which takes all heads of a token together.
+    """
+    shares, rest = divmod(header.kv_heads, context.heads)
+    processes = torch.distributed.get_world_size() if _is_distributed() else 1
+    if header.head_dim != context.head_dim or rest or not shares or processes % shares:
+        raise ValueError(
+            f"codebooks={header.path!r} for commvq: made for {header.kv_heads} heads of {header.head_dim}, not "
+            f"{context.heads} of {context.head_dim} in each of {processes} processes"
+        )
+    if shares > 1 and context.side == "values" and header.encoder_bits:
+        raise ValueError(
+            f"codebooks={header.path!r} for commvq: its encoder of values takes all {header.kv_heads} heads of a token "
+            f"together, and tensor parallelism leaves {context.heads} here: calibrate values without an encoder"
+        )
+    first = torch.distributed.get_rank() % shares * context.heads if shares > 1 else 0
+    return slice(first, first + context.heads)
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 class CommVQCache(CompressedCache):
     """A cache compressed by CommVQ with codebooks of the model: `CommVQCache(model.config, codebooks=path)`.
+
+    For batches with left padding call `enable_fused_attention(model)` or `hand_over_positions(model)` once, so that
+    keys are encoded at the positions that they have.
 
     Args:
         model_config: the model's config.

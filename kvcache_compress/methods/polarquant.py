@@ -24,8 +24,8 @@ class PolarQuantCache(CompressedCache):
         sink_tokens: first tokens kept in full precision.
         recent_tokens: last tokens kept in full precision.
         values: another method for the values, a name or a dictionary such as `{"method": "turboquant", "bits": 4}`.
-        options: options of the method, `polarquant_recursive` or `polarquant_rope` (`bits`, `angle_bits`, ...), or
-            of `CompressionConfig` (`layers`, `seed`, ...).
+        options: options of the method, `polarquant_recursive` or `polarquant_rope` (`bits`, `angle_bits`, ...;
+            `center`: keys alone), or of `CompressionConfig` (`layers`, `seed`, ...).
 
     Raises:
         ValueError: for options out of range and for models without full-attention layers.
@@ -43,6 +43,8 @@ class PolarQuantCache(CompressedCache):
         if variant not in get_args(Variant):
             raise ValueError(f"variant={variant!r} for PolarQuantCache: allowed {', '.join(get_args(Variant))}")
         sides: dict[str, dict[str, Any]] = {"keys": {}, "values": {}}
+        if "center" in options:
+            sides["keys"]["center"] = options.pop("center")
         given: dict[str, Any] = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
         if variant == "rope" or values is not None:
             del sides["values"]

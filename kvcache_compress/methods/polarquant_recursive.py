@@ -14,10 +14,10 @@ import torch
 from pydantic import field_validator
 
 from .. import polar_tree
-from ..centring import Center, mean_key
-from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
+from ..centring import Center, chosen_center, mean_key
+from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from ..layout import Field
-from ..polar_codebooks import AngleCodebook, offline_codebook, online_codebook
+from ..polar_codebooks import AngleCodebook, make_codebook, offline_codebook, online_codebook
 from ..registry import register_method
 from ..rotation import RotationKind, random_rotation
 from ..scalar import SCALE_MAX, Scalar
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ..triton_kernels.operands import KernelSide
 
 RADIUS_CODES = 256
-RADIUS_MARGIN = 1.0
-"""Octaves that the range of 8-bit radii reaches beyond those of the first prefill, at either end."""
+OCTAVES_BELOW, OCTAVES_ABOVE = 6.0, 4.0
+"""How far the range of 8-bit radii reaches beyond those of the first prefill: later tokens may be unlike them all."""
 
 
 class PolarQuantRecursiveOptions(MethodOptions):
@@ -35,7 +35,8 @@ class PolarQuantRecursiveOptions(MethodOptions):
 
     levels: of the tree, each halving the number of radii; as many as the head dimension allows by default (7 of 128).
     bits: 1 to 6 per angle, from level 1 on; the last number holds for all deeper levels. One number serves all.
-    radius_bits: 16 (the paper's), or 8: a logarithmic code over the range that the first prefill shows, per head.
+    radius_bits: 16 (the paper's), or 8: a logarithmic code, per head, from 1/64 of the least radius of the first
+        prefill, below which radii are zero, to 16 times the largest.
     precondition: rotate first (the paper's PolarQuant-R); without, neighbouring channels are paired as they are.
     codebook: `offline`, optimal for the exact densities; `online`, k-means++ on the first prefill's own angles.
     scalar: what the radii are; `match` (for keys) is the norm, `unbiased` (for values) makes inner products so.
@@ -103,15 +104,13 @@ class PolarQuantRecursiveCodec(Codec):
         self.tree = polar_tree.polar_tree(context.head_dim, bits)
         default: Scalar = "unbiased" if context.side == "values" else "match"
         self.scalar: Scalar = options.scalar or default
-        center = options.center or ("auto" if context.side == "keys" else "off")
-        self.center = "off" if center == "auto" and context.sink_tokens == 0 else center
+        self.center = chosen_center(options.center, context)
         self.mean: torch.Tensor | None = None
         self.books: tuple[AngleCodebook, ...] = ()
         if options.codebook == "offline":
             self.books = tuple(offline_codebook(level + 1, own).to(context.device) for level, own in enumerate(bits))
         self.radius_table: torch.Tensor | None = None
         """float32 `[H, 256]`: what an 8-bit radius stands for, as 16 bits hold it; code 0 is a radius of zero."""
-        self._radius_range: tuple[torch.Tensor, torch.Tensor] | None = None
         self.basis = self._build_basis().to(context.device)
 
     @classmethod
@@ -133,37 +132,40 @@ class PolarQuantRecursiveCodec(Codec):
             basis = random_rotation(self.options.rotation, dim, seed)
         return basis[polar_tree.adjacent_order(dim, len(self.tree.levels))]
 
-    def prepare(self, x: torch.Tensor) -> None:
+    def measure(self, x: torch.Tensor) -> Statistics:
+        """`mean` `[H, D]` where keys are centred; `angles1`, ... of online codebooks; the range of 8-bit radii."""
         x = x.float()
-        self.mean = mean_key(x, self.center)
-        y = self._to_code_space(x)
+        mean = mean_key(x, self.center)
+        found = {} if mean is None else {"mean": mean}
+        y = self._to_code_space(x, mean)
         if self.options.codebook == "online":
             seed = 8 * self.context.layer_seed()
-            self.books = tuple(
-                online_codebook(angles.flatten(), level.bits, index == 0, seed + index).to(x.device)
-                for index, (level, angles) in enumerate(
-                    zip(self.tree.levels, polar_tree.angles(y, len(self.tree.levels)), strict=True)
-                )
-            )
+            angles = polar_tree.angles(y, len(self.tree.levels))
+            for index, (level, own) in enumerate(zip(self.tree.levels, angles, strict=True)):
+                book = online_codebook(own.flatten(), level.bits, index == 0, seed + index)
+                found[f"angles{index + 1}"] = book.angles
         if self.options.radius_bits == 8:
-            self._set_radius_range(y.unflatten(-1, (-1, self.tree.roots)).norm(dim=-2))
+            found |= radius_range(y.unflatten(-1, (-1, self.tree.roots)).norm(dim=-2))
+        return found
 
-    def _set_radius_range(self, radii: torch.Tensor) -> None:
-        """Evenly spaced logarithms from the least to the largest of radii `[B, H, T, roots]`, and a margin."""
-        logs = radii.log2().transpose(0, 1).flatten(1)
-        least = torch.where(logs.isfinite(), logs, torch.inf).amin(-1)
-        least = torch.where(least.isfinite(), least, 0.0) - RADIUS_MARGIN
-        step = (torch.maximum(logs.amax(-1), least + RADIUS_MARGIN) + RADIUS_MARGIN - least) / (RADIUS_CODES - 2)
-        codes = torch.arange(RADIUS_CODES, device=radii.device)
-        table = torch.exp2(least[:, None] + step[:, None] * (codes - 1)).clamp(max=SCALE_MAX)
-        self.radius_table = torch.where(codes > 0, table, 0.0).half().float()
-        self._radius_range = least, step
+    def set_statistics(self, statistics: Statistics) -> None:
+        super().set_statistics(statistics)
+        self.mean = statistics.get("mean")
+        if self.options.codebook == "online":
+            angles = (statistics[f"angles{index + 1}"].cpu() for index in range(len(self.tree.levels)))
+            books = (make_codebook(own, circular=index == 0) for index, own in enumerate(angles))
+            self.books = tuple(book.to(self.context.device) for book in books)
+        if self.options.radius_bits == 8:
+            least, step = statistics["least_log_radius"], statistics["log_radius_step"]
+            codes = torch.arange(RADIUS_CODES, device=least.device)
+            table = torch.exp2(least[:, None] + step[:, None] * (codes - 1)).clamp(max=SCALE_MAX)
+            self.radius_table = torch.where(codes > 0, table, 0.0).half().float()
 
-    def _to_code_space(self, x: torch.Tensor) -> torch.Tensor:
-        return (x if self.mean is None else x - self.mean[:, None]) @ self.basis.mT
+    def _to_code_space(self, x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
+        return (x if mean is None else x - mean[:, None]) @ self.basis.mT
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
-        y = self._to_code_space(x.float())
+        y = self._to_code_space(x.float(), self.mean)
         if backend == "triton":
             from ..triton_kernels.polarquant_recursive_encode import encode
 
@@ -184,11 +186,11 @@ class PolarQuantRecursiveCodec(Codec):
     def _store_radii(self, radii: torch.Tensor) -> torch.Tensor:
         if self.options.radius_bits == 16:
             return radii.clamp(max=SCALE_MAX).to(torch.float16)
-        if self._radius_range is None:
+        if self.radius_table is None:
             raise RuntimeError("8-bit radii need prepare() before the first token is encoded")
-        least, step = (part[:, None, None] for part in self._radius_range)
-        codes = ((radii.log2() - least) / step).round().clamp(0, RADIUS_CODES - 2) + 1
-        return torch.where(radii > 0, codes, 0).to(torch.uint8)
+        least, step = (self.statistics[name][:, None, None] for name in ("least_log_radius", "log_radius_step"))
+        codes = ((radii.log2() - least) / step).round() + 1
+        return torch.where(radii > 0, codes.clamp(0, RADIUS_CODES - 1), 0).to(torch.uint8)
 
     def _radii(self, stored: torch.Tensor) -> torch.Tensor:
         """Radii `[B, H, T, roots]`, float32."""
@@ -228,7 +230,19 @@ class PolarQuantRecursiveCodec(Codec):
     def constants(self) -> dict[str, torch.Tensor]:
         held: dict[str, torch.Tensor] = {"basis": self.basis}
         for level, book in enumerate(self.books, 1):
-            held |= {f"points{level}": book.points, f"bounds{level}": book.bounds}
+            held |= {f"angles{level}": book.angles, f"points{level}": book.points, f"bounds{level}": book.bounds}
         if self.radius_table is not None:
             held["radius_table"] = self.radius_table
         return held if self.mean is None else held | {"mean": self.mean}
+
+
+def radius_range(radii: torch.Tensor) -> Statistics:
+    """Where the logarithms of 8-bit radii start and how far they are apart, each `[H]`, for radii `[B, H, T, roots]`.
+
+    They are evenly spaced from the least to the largest radius, with a margin at either end.
+    """
+    logs = radii.log2().transpose(0, 1).flatten(1)
+    least = torch.where(logs.isfinite(), logs, torch.inf).amin(-1)
+    least = torch.where(least.isfinite(), least, 0.0)
+    octaves = OCTAVES_BELOW + (logs.amax(-1) - least).clamp_min(0) + OCTAVES_ABOVE
+    return {"least_log_radius": least - OCTAVES_BELOW, "log_radius_step": octaves / (RADIUS_CODES - 2)}

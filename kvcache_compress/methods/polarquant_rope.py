@@ -13,8 +13,8 @@ import torch
 from pydantic import field_validator
 
 from .. import packing
-from ..centring import Center, mean_key
-from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
+from ..centring import Center, chosen_center, mean_key
+from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
 from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
 from ..registry import register_method
 from ..rope import RopeLayout
@@ -85,8 +85,9 @@ class PolarQuantRopeCodec(Codec):
         self.fields = self.layout(options, context.side, context.head_dim)
         self.group = options.group_size if options.radius_scale == "group" else 1
         self.pairs = pair_layout(options, context)
-        self._center = "off" if options.center == "auto" and context.sink_tokens == 0 else options.center
+        self._center = chosen_center(options.center, context)
         self.mean: torch.Tensor | None = None
+        self._basis: torch.Tensor | None = None
         self.scale: torch.Tensor | None = None
         """float32 `[H, pairs]` of the paper's scales per channel."""
         angles = 2 * math.pi * (torch.arange(2**options.angle_bits) + options.offset) / 2**options.angle_bits
@@ -112,11 +113,19 @@ class PolarQuantRopeCodec(Codec):
     def rope_use(cls, options: PolarQuantRopeOptions, side: Side) -> RopeUse:
         return "pairs" if options.pairing == "auto" else "none"
 
-    def prepare(self, x: torch.Tensor) -> None:
-        self.mean = mean_key(x, self._center)
+    def measure(self, x: torch.Tensor) -> Statistics:
+        """`mean` `[H, D]` where keys are centred; `scale` `[H, pairs]` where radii have one per channel."""
+        mean = mean_key(x, self._center)
+        found = {} if mean is None else {"mean": mean}
         if self.options.radius_scale == "channel":
-            real, imaginary = self.pairs.split(self._centred(x.float()))
-            self.scale = torch.hypot(real, imaginary).amax(dim=(0, 2)) / self.options.steps
+            real, imaginary = self.pairs.split(x.float() if mean is None else x.float() - mean[:, None])
+            found["scale"] = torch.hypot(real, imaginary).amax(dim=(0, 2)) / self.options.steps
+        return found
+
+    def set_statistics(self, statistics: Statistics) -> None:
+        super().set_statistics(statistics)
+        self.mean, self.scale = statistics.get("mean"), statistics.get("scale")
+        self._basis = self._build_basis()
 
     def _centred(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.mean is None else x - self.mean[:, None]
@@ -186,6 +195,9 @@ class PolarQuantRopeCodec(Codec):
 
     def basis(self) -> torch.Tensor:
         """float32 `[H or 1, W, head_dim]`, rows of code space."""
+        return self._build_basis() if self._basis is None else self._basis
+
+    def _build_basis(self) -> torch.Tensor:
         unit = torch.eye(self.context.head_dim, device=self.context.device)
         parts = torch.stack(self.pairs.split(unit))  # [2, head_dim, pairs]
         if self.options.score_function == "table":
@@ -226,7 +238,7 @@ class PolarQuantRopeCodec(Codec):
         return polarquant_rope_side(self)
 
     def constants(self) -> dict[str, torch.Tensor]:
-        held = {"points": self.points, "scale": self.scale, "mean": self.mean}
+        held = {"points": self.points, "scale": self.scale, "mean": self.mean, "basis": self._basis}
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
 

@@ -16,9 +16,9 @@ from pydantic import field_validator
 from transformers import PreTrainedConfig
 
 from .. import packing
-from ..cache import CompressedCache
-from ..centring import Center, mean_key
-from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
+from ..cache import CompressedCache, decoder_layers, head_dim_of
+from ..centring import Center, chosen_center, mean_key
+from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from ..config import config_from_options
 from ..layout import CODES_PER_WORD, Field, code_fields
 from ..registry import register_method
@@ -123,7 +123,7 @@ class QJLCodec(Codec):
             for index, part in enumerate(self.instances)
         )
         self._levels = torch.tensor([-1.0, 1.0], device=context.device)
-        self._center = "off" if options.center == "auto" and context.sink_tokens == 0 else options.center
+        self._center = chosen_center(options.center, context)
         self.mean: torch.Tensor | None = None
         self.basis: torch.Tensor | None = None
         self._members: torch.Tensor | None = None
@@ -139,12 +139,22 @@ class QJLCodec(Codec):
             fields += (*code_fields(1, part.rows, prefix), Field(f"{prefix}scale", torch.float16))
         return fields
 
-    def prepare(self, x: torch.Tensor) -> None:
+    def measure(self, x: torch.Tensor) -> Statistics:
+        """`mean` `[H, D]` where keys are centred; with outlier channels `energy` `[H, D]` of each channel."""
         x = x.float()
-        self.mean = mean_key(x, self._center)
+        mean = mean_key(x, self._center)
+        found = {} if mean is None else {"mean": mean}
         if self.options.outlier_channels:
-            energy = self._centred(x).square().sum(dim=(0, 2))
-            self._spread(energy.argsort(-1)[:, : self.instances[0].channels].sort(-1).values)
+            centred = x if mean is None else x - mean[:, None]
+            found["energy"] = centred.square().sum(dim=(0, 2))
+        return found
+
+    def set_statistics(self, statistics: Statistics) -> None:
+        super().set_statistics(statistics)
+        self.mean = statistics.get("mean")
+        if self.options.outlier_channels:
+            order = statistics["energy"].argsort(dim=-1, stable=True)
+            self._spread(order[:, : self.instances[0].channels].sort(-1).values)
 
     def _spread(self, inliers: torch.Tensor) -> None:
         """Puts the columns of each sketch on each head's own channels; `inliers` `[H, channels]`."""
@@ -157,6 +167,7 @@ class QJLCodec(Codec):
             spread = torch.zeros(heads, part.rows, head_dim, device=inliers.device)
             parts.append(spread.scatter_(2, channels.expand(-1, part.rows, -1), sketch.expand(heads, -1, -1)))
         self.basis = torch.cat(parts, 1)
+        self._sketches = ()
 
     def _centred(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.mean is None else x - self.mean[:, None]
@@ -221,10 +232,14 @@ class QJLCodec(Codec):
         return qjl_side(self)
 
     def constants(self) -> dict[str, torch.Tensor]:
-        held = {"basis": self._ready_basis()}
-        if self._members is not None:
-            held["members"] = self._members
-        return held if self.mean is None else held | {"mean": self.mean}
+        held = {"levels": self._levels, "basis": self.basis, "members": self._members, "mean": self.mean}
+        held |= {f"sketch{i}": sketch for i, sketch in enumerate(self._sketches)}
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+
+def _value_group(model_config: PreTrainedConfig) -> int:
+    decoder, _ = decoder_layers(model_config)
+    return 16 if head_dim_of(decoder) % 32 else 32
 
 
 class QJLCache(CompressedCache):
@@ -234,7 +249,8 @@ class QJLCache(CompressedCache):
         model_config: the model's config.
         sketch_ratio: sketch rows per channel of the keys, that is code bits per number.
         sketch_dim: the number of rows itself, a multiple of 8.
-        values: method and options of the values.
+        values: method and options of the values; by default KIVI's 2 bits in the paper's groups of 32 channels, or of
+            16 where the head dimension is no multiple of 32.
         sink_tokens: first tokens kept in full precision.
         recent_tokens: last tokens kept in full precision.
         options: more of `QJLOptions`, or of `CompressionConfig` (`layers`, `seed`, ...).
@@ -254,7 +270,7 @@ class QJLCache(CompressedCache):
         **options: Any,
     ) -> None:
         if values is None:
-            values = {"method": "kivi", "bits": 2, "group_size": 32}
+            values = {"method": "kivi", "bits": 2, "group_size": _value_group(model_config)}
         named = {"method": values} if isinstance(values, str) else dict(values)
         keys = {name: options.pop(name) for name in QJLOptions.model_fields if name in options}
         sides = {"keys": {"sketch_ratio": sketch_ratio, "sketch_dim": sketch_dim, **keys}, "values": named}

@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig
 
 from .. import packing
 from ..cache import CompressedCache
-from ..centring import Center, mean_key
-from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
+from ..centring import Center, chosen_center, mean_key
+from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from ..config import config_from_options
 from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
 from ..lloyd_max import lloyd_max_levels, uniform_levels
@@ -120,8 +120,7 @@ class TurboQuantCodec(Codec):
         self.fields = self.layout(options, context.side, context.head_dim)
         default: Scalar = "unbiased" if context.side == "values" else "match"
         self.scalar: Scalar = "norm" if options.estimator == "prod" else options.scalar or default
-        center = options.center or ("auto" if context.side == "keys" else "off")
-        self.center = "off" if center == "auto" and context.sink_tokens == 0 else center
+        self.center = chosen_center(options.center, context)
         self.mean: torch.Tensor | None = None
         self.sets = channel_sets(options.bits, context.head_dim, options.outlier_fraction)
         self.components = self._build_components()
@@ -197,12 +196,21 @@ class TurboQuantCodec(Codec):
         self._set_rows = tuple(kept.get(index, row) for index, row in enumerate(rows))
         self._rotations = ()
 
-    def prepare(self, x: torch.Tensor) -> None:
+    def measure(self, x: torch.Tensor) -> Statistics:
+        """`mean` `[H, D]` where keys are centred; for fractional bits `energy` `[H, D]` of each channel."""
         x = x.float()
-        self.mean = mean_key(x, self.center)
+        mean = mean_key(x, self.center)
+        found = {} if mean is None else {"mean": mean}
         if len(self.sets) == 2:
-            centred = x if self.mean is None else x - self.mean[:, None]
-            self._set_basis(centred.square().mean(dim=(0, 2)).argsort(-1, descending=True))
+            centred = x if mean is None else x - mean[:, None]
+            found["energy"] = centred.square().mean(dim=(0, 2))
+        return found
+
+    def set_statistics(self, statistics: Statistics) -> None:
+        super().set_statistics(statistics)
+        self.mean = statistics.get("mean")
+        if len(self.sets) == 2:
+            self._set_basis(statistics["energy"].argsort(dim=-1, descending=True, stable=True))
 
     def _ready_basis(self) -> torch.Tensor:
         if self.basis is None:
@@ -271,11 +279,11 @@ class TurboQuantCodec(Codec):
         return turboquant_side(self)
 
     def constants(self) -> dict[str, torch.Tensor]:
-        held: dict[str, torch.Tensor] = {"basis": self._ready_basis()}
+        held = {"basis": self.basis, "mean": self.mean}
         held |= {f"sketch{i}": sketch for i, sketch in enumerate(self._sketches)}
-        held |= {f"rotation{i}": rows for i, rows in enumerate(self._set_rows)}
+        held |= {f"rotation{i}": rows for i, rows in enumerate(self._set_rows or self._rotations)}
         held |= {f"levels{i}": component.levels for i, component in enumerate(self.components)}
-        return held if self.mean is None else held | {"mean": self.mean}
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
 
 
 def _quantize(backend: Backend, z: torch.Tensor, norm: torch.Tensor, component: Component, scalar: Scalar) -> Fields:

@@ -20,7 +20,7 @@ NEW = 28
 
 def generate(case: Any, cache: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:
     torch.manual_seed(3)
-    return case.model.generate(ids, past_key_values=cache, max_new_tokens=NEW, **how)
+    return case.model.generate(ids, past_key_values=cache, **{"max_new_tokens": NEW, **how})
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -72,11 +72,40 @@ def test_a_second_turn_continues_the_cache(case: Any, ids: torch.Tensor) -> None
     assert torch.equal(*turns)
 
 
-def test_left_padded_batch(case: Any, ids: torch.Tensor) -> None:
-    mask = torch.ones(2, 60, dtype=torch.long)
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2, "max_new_tokens": 12}], ids=["greedy", "beams"])
+def test_left_padded_batch(case: Any, ids: torch.Tensor, how: dict[str, Any]) -> None:
+    """Beams change places within each row of the batch, and positions with them where a method keeps those."""
+    mask = torch.ones(2, 70, dtype=torch.long)
     mask[1, :11] = 0
-    prompt = ids[:, :60].masked_fill(mask == 0, 0)
-    outputs = []
-    for cache in (case.cache(), case.oracle()):
-        outputs.append(generate(case, cache, prompt, attention_mask=mask, do_sample=False))
+    prompt = ids[:, :70].masked_fill(mask == 0, 0)
+    cache = case.cache()
+    outputs = [
+        generate(case, one, prompt, attention_mask=mask, do_sample=False, **how) for one in (cache, case.oracle())
+    ]
+    assert cache.packed_tokens >= 64, "generated tokens were packed as well"
+    assert cache.batch_size == 2 * how.get("num_beams", 1)
+    assert torch.equal(*outputs)
+
+
+def contrastive(model: Any, input_ids: torch.Tensor, generation_config: Any, **given: Any) -> torch.Tensor:
+    """Uses the cache as contrastive search does: each row tries several tokens, of which one stays."""
+    cache, rows, tried = given["past_key_values"], len(input_ids), 3
+    logits = model(input_ids=input_ids, past_key_values=cache).logits[:, -1]
+    for _ in range(generation_config.max_new_tokens):
+        tokens = logits.topk(tried).indices.reshape(-1, 1)
+        cache.batch_repeat_interleave(tried)
+        logits = model(input_ids=tokens, past_key_values=cache).logits[:, -1]
+        best = logits.logsumexp(-1).view(rows, tried).argmax(-1) + tried * torch.arange(rows)
+        cache.batch_select_indices(best)
+        logits, input_ids = logits[best], torch.cat([input_ids, tokens[best]], 1)
+    return input_ids
+
+
+def test_custom_generate(case: Any, ids: torch.Tensor) -> None:
+    """A recipe of the caller's own, as contrastive search and others are since they left Transformers for the Hub."""
+    cache = case.cache()
+    how = {"custom_generate": contrastive, "max_new_tokens": 10, "do_sample": False}
+    outputs = [generate(case, one, ids[:, :70], **how) for one in (cache, case.oracle())]
+    assert outputs[0].shape == (2, 80)
+    assert cache.packed_tokens >= 64, "generated tokens were packed as well"
     assert torch.equal(*outputs)

@@ -12,12 +12,22 @@ import torch
 from commvq_files import CONTRACT_MODEL, FOLDER, HEADS, codebook_file, random_codebooks
 from method_cases import half_layout, random_track
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig, LlamaForCausalLM, Phi3Config
+from transformers import AutoModelForCausalLM, Glm4Config, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, Phi3Config
 
-from kvcache_compress import CommVQCache, additive, disable_fused_attention, enable_fused_attention
+from kvcache_compress import (
+    CommVQCache,
+    CompressedCache,
+    additive,
+    compress,
+    disable_fused_attention,
+    enable_fused_attention,
+    hand_over_positions,
+    load_config,
+)
 from kvcache_compress.commvq_file import describe_model, group_count, rounds_for, write_codebooks
 from kvcache_compress.registry import get_method
 from kvcache_compress.rope import rope_layout, rotary_embedding
+from kvcache_compress.rope_track import _warn_of_positions
 
 
 def commvq(**shape: Any) -> tuple[str, Callable[[int], dict[str, Any]]]:
@@ -50,20 +60,6 @@ KERNEL_PAIRS = {
 ENCODERS = [commvq(), commvq(groups=2, key_shape=(2, 64), value_shape=(2, 256)), ("commvq", encoder, "values")]
 
 Make = Callable[..., Any]
-
-
-def blocks(c: torch.Tensor) -> torch.Tensor:
-    """The real 2x2 matrices `[x, -y; y, x]` of complex numbers `[..., 2]`."""
-    x, y = c.unbind(-1)
-    return torch.stack([torch.stack([x, -y], -1), torch.stack([y, x], -1)], -2)
-
-
-def test_codebooks_commute_with_every_rotation() -> None:
-    """Property 1: R_m C = C R_m, to the bit, since both are sums of the same products."""
-    angles = torch.arange(0, 4000, 37.0)[:, None] * 10_000 ** -(torch.arange(16) / 16)
-    rotations = blocks(torch.stack([angles.cos(), angles.sin()], -1))
-    centres = blocks(torch.randn(16, 2, generator=torch.Generator().manual_seed(0)))
-    assert torch.equal(rotations @ centres, centres @ rotations)
 
 
 @pytest.mark.parametrize("batch", [(), (3, 2)])
@@ -146,6 +142,28 @@ ROPES = {
 }
 
 
+@pytest.mark.parametrize("name", ["llama", "glm4-partial-interleaved"])
+def test_codebooks_commute_with_every_rotation(make_codec: Make, name: str) -> None:
+    """Property 1: what codes decode to, turned, is what they decode to by codebooks whose centres are turned."""
+    config = ROPES[name]
+    layout, embed = rope_layout(config, 64), rotary_embedding(config)
+    codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=codebook_file(64, key_shape=(4, 64)))
+    books = codec._float_books()  # [H, 1, R, N, pairs, 2]
+    codes = torch.randint(64, (HEADS, 1, 50, 4, 2), generator=torch.Generator().manual_seed(0))
+
+    def turned(points: torch.Tensor, factors: Any) -> torch.Tensor:
+        """Complex numbers `[..., n, pairs, 2]` as the model turns a key."""
+        key = layout.rotate(layout.join(*points.unbind(-1)).flatten(0, -3)[None], factors)
+        return torch.stack(layout.split(key), -1)[0].unflatten(0, points.shape[:-3])
+
+    for position in (1, 37, 4000):
+        factors = layout.factors(embed(torch.zeros(1), torch.tensor([[position]])))
+        late = turned(additive.complex_decode(codes, books), factors)
+        early = additive.complex_decode(codes, turned(books, factors))
+        torch.testing.assert_close(late, early, atol=1e-6, rtol=1e-5)
+        assert float((late - additive.complex_decode(codes, books)).norm() / late.norm()) > 0.1
+
+
 @pytest.mark.parametrize("name", ROPES)
 def test_codes_do_not_depend_on_position(make_codec: Make, name: str) -> None:
     """Keys turned by the model's own function get the codes of keys before RoPE, and decode to those turned alike."""
@@ -171,25 +189,70 @@ def small_model(**changes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**CONTRACT_MODEL, "initializer_range": 0.05, **changes})).eval()
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_left_padding_does_not_change_codes(fused: bool) -> None:
+def neox_model() -> tuple[Any, str]:
+    """GPT-NeoX, whose modules take the cache under another name, and its codebooks."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = GPTNeoXConfig(**sizes, vocab_size=128, max_position_embeddings=512, initializer_range=0.05)
+    config.head_dim, config.num_key_value_heads = 32, 4
+    path = FOLDER / "gpt_neox.safetensors"
+    write_codebooks(describe_model(config, path), random_codebooks(config, 1, (3, 16), (4, 16)))
+    return AutoModelForCausalLM.from_config(config).eval(), str(path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("switch", [enable_fused_attention, hand_over_positions, None])
+def test_left_padding_does_not_change_codes(family: str, switch: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A padded row's tokens are encoded at their own positions, which the attention modules hand over."""
-    model = small_model()
+    model, path = (small_model(), codebook_file(32)) if family == "llama" else neox_model()
     ids = torch.randint(1, 128, (1, 90), generator=torch.Generator().manual_seed(2))
     padded = torch.cat([torch.zeros(1, 13, dtype=torch.long), ids], 1)
     mask = torch.cat([torch.zeros(1, 13, dtype=torch.long), torch.ones_like(ids)], 1)
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     decoded = []
-    if fused:
-        enable_fused_attention(model)
+    if switch is not None:
+        switch(model)
     for given in ({"input_ids": ids}, {"input_ids": padded, "attention_mask": mask, "position_ids": positions}):
-        compressed = CommVQCache(model.config, codebook_file(32), sink_tokens=0, recent_tokens=0)
+        compressed = CommVQCache(model.config, path, sink_tokens=0, recent_tokens=0)
         with torch.no_grad():
             model(**given, past_key_values=compressed)
         assert compressed.packed_tokens >= 64
         decoded.append([layer.keys[:, :, -90:][:, :, :51] for layer in compressed.layers])
     error = max(float((a - b).norm() / a.norm()) for a, b in zip(*decoded, strict=True))
-    assert error < 1e-5 if fused else error > 0.05
+    assert error < 1e-5 if switch else error > 0.01
+    assert not caplog.records, "one row is encoded consistently, whatever its positions are"
+
+
+def test_positions_handed_over_as_positional_arguments() -> None:
+    """Of embeddings for all cached tokens, the last ones are the step's."""
+    model = small_model()
+    cache = CommVQCache(model.config, codebook_file(32))
+    attention = model.model.layers[1].self_attn
+    hand_over_positions(model)
+    hook = next(iter(attention._forward_pre_hooks.values()))
+    hidden, embeddings = torch.zeros(1, 3, 192), (torch.rand(1, 9, 32), torch.rand(1, 9, 32))
+    hook(attention, (hidden, embeddings), {"past_key_values": cache})
+    assert all(torch.equal(a, b[:, 6:]) for a, b in zip(cache.layers[1].track.given, embeddings, strict=True))
+
+
+def test_rows_without_their_positions_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_positions.cache_clear()
+    model = small_model()
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.ones(2, 90, dtype=torch.long), past_key_values=CommVQCache(model.config, codebook_file(32)))
+    assert [record.message for record in caplog.records if "left-padded" in record.message] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+def test_compress_leaves_positions_as_they_were() -> None:
+    model = small_model()
+    attention = model.model.layers[0].self_attn
+    for hooks in (0, 1):
+        with compress(model, "turboquant-4bit"):
+            assert len(attention._forward_pre_hooks) == 1
+        assert len(attention._forward_pre_hooks) == hooks
+        hand_over_positions(model)
 
 
 def test_partial_rotary_model_generates_alike_fused_and_not() -> None:
@@ -266,6 +329,21 @@ def test_memory_report_counts_codebooks_and_encoder() -> None:
             model(torch.randint(1, 128, (1, 64)), past_key_values=compressed)
         held = sum(tensor.nbytes for tensor in load_file(path).values())
         assert held <= compressed.memory_report().constant_bytes <= 1.01 * held
+
+
+def test_the_papers_preset() -> None:
+    """Bits of the encoder for values, plain norms, nothing dense but what has not left in blocks."""
+    model, path = small_model(), codebook_file(32, key_shape=(5, 64), encoder_bits=128)
+    compressed = CompressedCache(model.config, load_config("commvq-paper").with_codebooks(path))
+    with torch.no_grad():
+        model(torch.randint(1, 128, (1, 96)), past_key_values=compressed)
+    report = compressed.memory_report()
+    assert (report.packed_tokens, report.dense_tokens) == (96, 0)
+    assert set(report.fields()) == {"dense", "keys.codes", "keys.scale", "values.codes0", "values.scale", "rope"}
+    keys = compressed.layers[0].sides["keys"]
+    x = torch.randn(1, HEADS, 8, 32)
+    still = torch.ones(1, 8, 16), torch.zeros(1, 8, 16)
+    torch.testing.assert_close(keys.codec.encode(x, still)[1], x.norm(dim=-1).half())
 
 
 def test_options() -> None:

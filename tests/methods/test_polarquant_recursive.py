@@ -175,16 +175,17 @@ def test_stored_bits(make_codec: Make, dim: int, options: dict[str, Any], bits: 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
 def test_8_bit_radii(make_codec: Make, scale: float) -> None:
-    """Within half a step of the logarithm of what 16 bits hold; later tokens up to twice as long fit."""
+    """Within half a step of the logarithm of what 16 bits hold; later tokens may be far shorter or longer."""
     x = gaussian(1, 2, 300, 64) * scale * torch.linspace(0.5, 4, 300)[:, None]
     coarse, fine = (make_codec(NAME, 64, heads=2, scalar="norm", center="off", radius_bits=b) for b in (8, 16))
     coarse.prepare(x)
-    longer = torch.cat([x, 1.9 * x[:, :, -1:]], 2)
-    radii = [codec._radii(codec.encode(longer)[-1]) for codec in (coarse, fine)]
-    step = (math.log2(8 * 3) + 2) / 254
+    later = torch.cat([x, 0.02 * x, 8 * x], 2)
+    radii = [codec._radii(codec.encode(later)[-1]) for codec in (coarse, fine)]
+    step = (math.log2(8 * 3) + 6 + 4) / 254
     assert ((radii[0] / radii[1]).log2().abs() < step / 2 * 1.5 + 0.002).all()
     zero = torch.zeros(1, 2, 1, 64)
     assert torch.equal(coarse.decode(coarse.encode(zero)), zero)
+    assert float(coarse.decode(coarse.encode(x * 1e-4)).abs().max()) == 0, "never longer than they are"
     huge = coarse.decode(coarse.encode(x * 1e4))
     assert huge.isfinite().all()
 
@@ -242,6 +243,14 @@ def test_presets() -> None:
         assert config.quantize_generated is ("paper" not in name)
 
 
+@pytest.mark.parametrize("variant", ["recursive", "rope"])
+@pytest.mark.parametrize(("given", "center"), [("on", "on"), ("auto", "auto"), ("off", "off"), (True, "on")])
+def test_centring_is_for_keys(variant: Any, given: Any, center: str) -> None:
+    cache = PolarQuantCache(LlamaConfig(num_hidden_layers=2, head_dim=64), variant, center=given)
+    assert cache.config.keys.options().center == center
+    assert getattr(cache.config.values.options(), "center", None) is None
+
+
 def test_cache_class() -> None:
     model = LlamaConfig(num_hidden_layers=2, head_dim=64)
     cache = PolarQuantCache(model, bits=[4, 2], seed=3)
@@ -249,6 +258,8 @@ def test_cache_class() -> None:
     assert (cache.config.seed, cache.config.sink_tokens, cache.config.recent_tokens) == (3, 16, 64)
     mixed = PolarQuantCache(model, values={"method": "kivi", "bits": 2})
     assert (mixed.config.keys.method, mixed.config.values.method) == (NAME, "kivi")
+    with pytest.raises(ValueError, match="center='mean'"):
+        PolarQuantCache(model, center="mean")
     with pytest.raises(ValueError, match=r"variant='polar'.*recursive, rope"):
         PolarQuantCache(model, variant="polar")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown key 'radius'"):

@@ -57,6 +57,17 @@ def test_lemma_2(level: int, rotated: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("level", range(1, 8))
+def test_lemma_2_after_signs_and_hadamard(level: int) -> None:
+    """The default rotation, a Hadamard matrix and random signs, does as much for vectors that are not sparse."""
+    x = torch.randn(128, generator=torch.Generator().manual_seed(5)) * torch.linspace(0.3, 3, 128)
+    order = polar_tree.adjacent_order(128, 7)
+    rotated = torch.stack([(random_rotation("hadamard", 128, seed) @ x)[order] for seed in range(60)])
+    assert kolmogorov_smirnov(level, polar_tree.angles(rotated, 7)[level - 1].flatten()) < CRITICAL
+    plain = polar_tree.angles(x[order], 7)[level - 1].flatten()
+    assert level > 3 or kolmogorov_smirnov(level, plain.repeat(60)) > 2 * CRITICAL, "without it they do not"
+
+
+@pytest.mark.parametrize("level", range(1, 8))
 def test_lemma_2_on_many_directions(level: int) -> None:
     """3,000 angles of each level, enough to tell it from its neighbour."""
     angles = polar_tree.angles(torch.randn(3000, 128, generator=torch.Generator().manual_seed(level)), 7)[level - 1]

@@ -262,3 +262,24 @@ def test_paper_presets(preset: str, n: int) -> None:
     assert config.values.method == "none"
     assert (config.sink_tokens, config.recent_tokens) == (0, 128 if n == 4 else 64)
     CompressedCache(LlamaConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=2), config)
+
+
+def test_the_basis_is_built_once(make_codec: Make) -> None:
+    """And anew from new statistics."""
+    codec = make_codec(NAME, 64, heads=2, **PAPER)
+    for scale in (1.0, 3.0):
+        codec.prepare(scale * torch.ones(1, 2, 40, 64))
+        assert codec.basis() is codec.basis()
+        torch.testing.assert_close(codec.basis().amax(), codec.scale.amax())
+
+
+def test_layouts_index_outside_of_inference_mode_too() -> None:
+    """The indices of a layout are made once, maybe under inference mode, and serve gradients later."""
+    layout = RopeLayout((0, 3, 1, 2), 2, (0, 1))
+    with torch.inference_mode():
+        layout.join(*layout.split(torch.ones(1, 4)))
+    x = torch.randn(5, 4, requires_grad=True)
+    back = layout.join(*layout.split(x))
+    assert torch.equal(back, x)
+    back.sum().backward()
+    assert torch.equal(x.grad, torch.ones(5, 4))

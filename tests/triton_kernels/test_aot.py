@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "machine_code.py"
 # Those that take the most registers, and the one that matters most.
 VARIANTS = ["turboquant-4bit", "prod-2.5bit", "kivi-4bit, D=256", "encode values of turboquant-4bit"]
+# One of each other method, with its encoders; for one target, as they compile for long.
+METHODS = ["polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -36,6 +38,18 @@ def test_machine_code_is_as_committed(tmp_path: Path) -> None:
         assert set(targets) == {"sm_80", "sm_90", "sm_100", "gfx942"}
         assert all(targets[name]["stack_bytes"] == 0 for name in ("sm_80", "sm_90", "sm_100"))
     assert 0 < kernels["turboquant-4bit"]["sm_90"]["instructions_per_element"] < 10
+
+
+@pytest.mark.slow
+def test_every_method_compiles_without_spills(tmp_path: Path) -> None:
+    output = tmp_path / "kernels.json"
+    names = [*METHODS, *(f"encode keys of {preset}" for preset in METHODS)]
+    only = [part for name in names for part in ("--only", name)]
+    result = run("--check", "--target", "sm_90", "--output", str(output), *only)
+    assert result.returncode == 0, result.stdout + result.stderr
+    kernels = json.loads(output.read_text())["kernels"]
+    assert set(names) <= set(kernels)
+    assert all(figures["sm_90"]["stack_bytes"] == 0 for figures in kernels.values())
 
 
 def test_committed_figures_make_a_table() -> None:

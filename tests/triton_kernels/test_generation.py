@@ -31,15 +31,19 @@ def tiny_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+_TURBOQUANT = {"keys": {"method": "turboquant", "bits": 4}, "values": {"method": "turboquant", "bits": 3}}
+_KIVI = {"keys": {"method": "kivi", "bits": 4}, "values": {"method": "turboquant", "bits": 2.5}}
+
+
 @pytest.mark.parametrize(
-    "sides",
-    [
-        {"keys": {"method": "turboquant", "bits": 4}, "values": {"method": "turboquant", "bits": 3}},
-        {"keys": {"method": "kivi", "bits": 4}, "values": {"method": "turboquant", "bits": 2.5}},
-    ],
-    ids=["turboquant", "kivi-turboquant"],
+    ("sides", "room"),
+    [(_TURBOQUANT, None), (_KIVI, None), (_KIVI, 76)],
+    ids=["turboquant", "kivi-turboquant", "fixed"],
 )
-def test_generation_equals_the_torch_backend(sides: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_equals_the_torch_backend(
+    sides: dict[str, Any], room: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of fixed capacity, the kernel reads from memory how many tokens there are."""
     model = tiny_llama()
     enable_fused_attention(model)
     ids = torch.randint(1, 96, (2, 60), generator=torch.Generator().manual_seed(3))
@@ -50,7 +54,7 @@ def test_generation_equals_the_torch_backend(sides: dict[str, Any], monkeypatch:
     monkeypatch.setattr(launch, "attend", lambda *a, **k: launches.append(1) or attend(*a, **k))
     runs = {}
     for backend in ("torch", "triton"):
-        config = {**sides, "sink_tokens": 4, "recent_tokens": 8, "backend": backend}
+        config = {**sides, "sink_tokens": 4, "recent_tokens": 8, "backend": backend, "max_cache_len": room}
         cache = CompressedCache(model.config, config)
         runs[backend] = model.generate(
             ids,

@@ -1,0 +1,53 @@
+"""A compressed layer of models with attention and a recurrent state side by side in one layer, such as Falcon-H1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+from .layer import CompressedLayer
+
+
+class HybridCompressedLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
+    """`CompressedLayer` for keys and values; the recurrent state is Transformers' own and follows the batch.
+
+    number_of_states: as in Transformers' own layer; all other arguments are those of `CompressedLayer`.
+    """
+
+    is_compileable = False
+
+    def __init__(self, *args: Any, number_of_states: int, **kwargs: Any) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        CompressedLayer.__init__(self, *args, **kwargs)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of keys and values, given by position, or of states, given by name."""
+        if args:
+            CompressedLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """As Transformers' own layer says: a recurrent state does not go back."""
+        return bool(LinearAttentionLayer.is_croppable.__get__(self))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises `RuntimeError`, as Transformers' own layer does, where the states were not recorded for it."""
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        CompressedLayer.crop(self, tokens_to_remove)
+
+    def reset(self) -> None:
+        """Empties both parts."""
+        CompressedLayer.reset(self)
+        LinearAttentionLayer.reset(self)
+
+    def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super()._apply(change)
+        for states in (self.conv_states, self.recurrent_states):
+            for number, state in states.items():
+                if state is not None:
+                    states[number] = change(state)

@@ -1,0 +1,259 @@
+"""The fixed-capacity variant: as the growing one after every operation, with steps whose shapes never change."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import StaticCache
+
+from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention, ops
+
+TOLERANCE = {"atol": 1e-4, "rtol": 0}
+ROOM = 230
+SIZES = [60, 1, 5, 20, 1, 16, 16, 1, 1]
+"""A prompt, steps, a chunk, and steps of as many tokens as a step may have, which cross a flush."""
+SOME = [(name, fused) for name in ("turboquant-4", "kivi-4", "commvq", "mixed") for fused in (False, True)]
+"""Configurations without and with groups, with positions, and with layers of Transformers' own."""
+croppable_cases = pytest.mark.parametrize("case", SOME[:-2], indirect=True, ids=lambda p: f"{p[0]}-{p[1]}")
+some_cases = pytest.mark.parametrize("case", SOME, indirect=True, ids=lambda p: f"{p[0]}-{p[1]}")
+some_unfused = pytest.mark.parametrize("unfused", ["turboquant-4", "commvq"], indirect=True)
+
+
+def layer_of(model: Any, config: dict[str, Any]) -> Any:
+    return CompressedCache(model.config, config).layers[1]
+
+
+def pair(case: Any) -> tuple[Any, Any]:
+    """A growing and a fixed cache of the same configuration."""
+    return case.cache(), case.cache(max_cache_len=ROOM)
+
+
+def test_equals_the_growing_cache(case: Any, ids: torch.Tensor) -> None:
+    padding, total = 11, sum(SIZES)
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    growing, fixed = pair(case)
+    results = [case.feed(one, ids[:, :total], SIZES, mask)[:, padding:] for one in (growing, fixed)]
+    torch.testing.assert_close(*results, **TOLERANCE)
+    assert fixed.packed_tokens == growing.packed_tokens > 64
+    assert int(fixed.get_seq_length()) == growing.get_seq_length() == total
+    assert fixed.get_max_length() == ROOM
+    assert fixed.is_compileable
+
+
+@croppable_cases
+def test_operations_between_steps(case: Any, ids: torch.Tensor) -> None:
+    """Batch operations, copies and crops thaw the layer; the steps after them go on as in the growing cache."""
+    results = []
+    growing, fixed = pair(case)
+    for cache in (growing, fixed):
+        logits = [case.feed(cache, ids[:, :70], [60, 10])]
+        cache.reorder_cache(torch.tensor([1, 1]))
+        logits.append(case.feed(cache, ids[:, 70:90], [1, 1, 16, 2]))
+        cache.batch_repeat_interleave(2)
+        logits.append(case.feed(cache, ids[:, 90:95].repeat(2, 1), [1] * 5))
+        cache.batch_select_indices(torch.tensor([0, 3]))
+        cache.crop(-7)
+        case.feed(cache, ids[:, 100:112], [10, 1, 1])
+        cache.crop(-40)
+        twin = copy.deepcopy(cache)
+        logits += [case.feed(one, ids[:, 95:140], [1, 16, 16, 9, 3]) for one in (twin, cache)]
+        assert torch.equal(logits[-1], logits[-2])
+        results.append(torch.cat([x.flatten() for x in logits]))
+    assert fixed.packed_tokens == growing.packed_tokens > 0
+    torch.testing.assert_close(*results, **TOLERANCE)
+
+
+@some_cases
+def test_reset_starts_anew(case: Any, ids: torch.Tensor) -> None:
+    cache, new = case.cache(max_cache_len=ROOM), case.cache(max_cache_len=ROOM)
+    case.feed(cache, ids[:, 100:180], [75, 5])
+    cache.reset()
+    assert int(cache.get_seq_length()) == cache.packed_tokens == 0
+    sizes = [60, 14, 16]
+    assert torch.equal(case.feed(cache, ids[:, :90], sizes), case.feed(new, ids[:, :90], sizes))
+    assert cache.packed_tokens > 0
+
+
+@some_cases
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_and_not(case: Any, ids: torch.Tensor, first: bool) -> None:
+    results = []
+    growing, fixed = pair(case)
+    for cache in (growing, fixed):
+        with torch.inference_mode(first), torch.no_grad():
+            case.feed(cache, ids[:, :70], [60, 10])
+        with torch.inference_mode(not first), torch.no_grad():
+            cache.reorder_cache(torch.tensor([1, 0]))
+            results.append(case.feed(cache, ids[:, 70:101], [1, 14, 16]).clone())
+    assert fixed.packed_tokens > 0
+    torch.testing.assert_close(*results, **TOLERANCE)
+
+
+class _Watch(TorchDispatchMode):
+    """Notes every operator and the shapes of its results; refuses to read a value back to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[torch.Size, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "_local_scalar_dense" not in str(func), "a step waits for the device"
+        result = func(*args, **(kwargs or {}))
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        self.seen.append((str(func), tuple(x.shape for x in outputs if isinstance(x, torch.Tensor))))
+        return result
+
+
+def test_steps_have_fixed_shapes_and_never_wait(unfused: Any, ids: torch.Tensor) -> None:
+    """The same operators with the same shapes at every step, across flushes, with no value read and nothing moved."""
+    cache = unfused.cache(max_cache_len=ROOM)
+    with torch.no_grad():
+        unfused.feed(cache, ids[:, :62], [60, 2])
+    states = torch.randn(2, 2, 36, 32, generator=torch.Generator().manual_seed(0))
+    query = torch.randn(2, 6, 1, 32, generator=torch.Generator().manual_seed(1))
+    for layer in [layer for layer in cache.layers if hasattr(layer, "sides")]:
+        # On a GPU a step checks without waiting; this stands in for one.
+        layer.device = torch.device("cuda")
+        buffers = [b.data_ptr() for side in layer.sides.values() for b in side.store.buffers]
+        layer._freeze()
+        before, traces = layer.packed_tokens, []
+        for at in range(36):
+            with _Watch() as watch:
+                layer.store(*(states[:, :, at : at + 1],) * 2)
+                layer.view("keys").attend(query, None, 0.2, None, None)
+            traces.append(watch.seen)
+        assert all(trace == traces[0] for trace in traces)
+        assert layer.packed_tokens == before + 32
+        assert buffers == [b.data_ptr() for side in layer.sides.values() for b in side.store.buffers]
+
+
+@some_cases
+def test_what_is_not_finite_or_too_much_is_refused(case: Any, ids: torch.Tensor) -> None:
+    """By a step or a prompt, in all layers at once, which stay as they were."""
+    cache = case.cache(max_cache_len=80)
+    case.feed(cache, ids[:, :70], [60, 10])
+    layer = next(layer for layer in cache.layers if hasattr(layer, "sides"))
+    keys = layer.keys.clone()
+    for tokens in (1, 5, 9):
+        bad = torch.zeros(2, 2, tokens, 32)
+        bad[1, 1, tokens - 1, 3] = torch.nan
+        with pytest.raises(ValueError, match="NaN"):
+            layer.update(bad, bad)
+    for tokens in (11, 30):
+        with pytest.raises(ValueError, match="max_cache_len=80"):
+            layer.update(*(keys[:, :, :tokens],) * 2)
+    assert int(layer.get_seq_length()) == 70
+    assert torch.equal(layer.keys[:, :, :70], keys)
+    new = case.cache(max_cache_len=80).layers[1]
+    with pytest.raises(ValueError, match="NaN"):
+        new.update(*(torch.full((2, 2, 40, 32), torch.inf),) * 2)
+    # Where a step cannot wait, the next operation that can says so.
+    layer.device = torch.device("cuda")
+    layer.update(bad[:, :, -1:], bad[:, :, -1:])
+    with pytest.raises(ValueError, match="NaN"):
+        layer.crop(-1)
+
+
+@some_cases
+def test_a_refused_step_leaves_all_layers_alike(case: Any, ids: torch.Tensor) -> None:
+    cache, other = pair(case)[1], pair(case)[1]
+    for one in (cache, other):
+        case.feed(one, ids[:, :70], [60, 10])
+    weight = case.model.model.layers[0].mlp.down_proj.weight
+    kept = weight[0, 0].clone()
+    weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        case.feed(cache, ids[:, 70:71])
+    weight[0, 0] = kept
+    if all(layer.is_croppable for layer in cache.layers):
+        assert {int(layer.get_seq_length()) for layer in cache.layers} == {70}
+        rest = [case.feed(one, ids[:, 70:90], [1, 16, 3]) for one in (cache, other)]
+        torch.testing.assert_close(*rest, **TOLERANCE)
+
+
+def test_dtypes_that_change(tiny_model: Any) -> None:
+    """As the growing layer: what is there is widened, and narrower numbers are taken in."""
+    side = {"method": "turboquant"}
+    config = {"keys": side, "values": side, "sink_tokens": 4, "recent_tokens": 8}
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(2, 2, 80, 32, generator=generator)
+    dtypes = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.float32]
+    layers = [layer_of(tiny_model, {**config, "max_cache_len": room}) for room in (None, 100)]
+    for layer in layers:
+        for part, dtype in zip(states.split([50, 1, 1, 20, 8], 2), dtypes, strict=True):
+            layer.update(part.to(dtype), part.to(torch.bfloat16 if dtype == torch.float16 else dtype))
+        layer.update(states[:, :, :0], states[:, :, :0])
+    growing, fixed = layers
+    assert fixed.packed_tokens == growing.packed_tokens > 0
+    assert fixed.keys.dtype == growing.keys.dtype == torch.float64
+    torch.testing.assert_close(fixed.keys, growing.keys, **TOLERANCE)
+    torch.testing.assert_close(fixed.values, growing.values, **TOLERANCE)
+
+
+def test_padding_mask_of_flash_attention(tiny_model: Any) -> None:
+    """A padding mask `[B, tokens so far]` is as good as the causal one in four dimensions."""
+    side = {"method": "turboquant"}
+    config = {"keys": side, "values": side, "sink_tokens": 4, "recent_tokens": 8, "max_cache_len": 100}
+    layer = layer_of(tiny_model, config)
+    states = torch.randn(2, 2, 73, 32, generator=torch.Generator().manual_seed(0))
+    layer.update(states[:, :, :70], states[:, :, :70])
+    layer.update(states[:, :, 70:], states[:, :, 70:])
+    padding = torch.ones(2, 73, dtype=torch.long)
+    padding[1, :9] = 0
+    whole = torch.zeros(2, 1, 3, 100, dtype=torch.bool)
+    whole[..., :73] = torch.ones(3, 73, dtype=torch.bool).tril(70) & padding[:, None, None].bool()
+    query = torch.randn(2, 6, 3, 32, generator=torch.Generator().manual_seed(1))
+    got, expected = (layer.view("keys").attend(query, mask, 0.2, None, None) for mask in (padding, whole))
+    torch.testing.assert_close(got, expected)
+
+
+def test_resets_and_reports_leave_nothing_behind(tiny_model: Any, ids: torch.Tensor) -> None:
+    before = len(ops._LAYERS)
+    config = {"keys": {"method": "turboquant"}, "values": {"method": "turboquant"}, "max_cache_len": 200}
+    cache = CompressedCache(tiny_model.config, config)
+    with torch.no_grad():
+        tiny_model(input_ids=ids[:, :150], past_key_values=cache)
+    reports = {str(cache.memory_report()) for _ in range(2)}
+    assert len(reports) == 1
+    for _ in range(20):
+        cache.reset()
+    assert len(ops._LAYERS) == before + len(cache.layers)
+
+
+@some_unfused
+def test_generate(unfused: Any, ids: torch.Tensor) -> None:
+    """Greedy and with beams, as the growing cache."""
+    for how in ({}, {"num_beams": 2}):
+        outputs = []
+        for fused in (False, True):
+            (enable_fused_attention if fused else disable_fused_attention)(unfused.model)
+            for changes in ({}, {"max_cache_len": ROOM}):
+                cache = unfused.cache(**changes)
+                options = {"past_key_values": cache, "max_new_tokens": 24, "do_sample": False, **how}
+                outputs.append(unfused.model.generate(ids[:, :50], **options))
+                assert cache.packed_tokens > 0
+        assert all(torch.equal(one, outputs[0]) for one in outputs)
+
+
+def test_none_everywhere_is_a_static_cache(tiny_model: Any, ids: torch.Tensor) -> None:
+    with torch.no_grad():
+        config = {"keys": "none", "values": "none", "max_cache_len": 100}
+        logits = []
+        for cache in (StaticCache(tiny_model.config, 100), CompressedCache(tiny_model.config, config)):
+            parts = [ids[:, :60], ids[:, 60:61], ids[:, 61:62]]
+            logits.append([tiny_model(input_ids=part, past_key_values=cache).logits for part in parts])
+        assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
+        with pytest.raises(ValueError, match="StaticLayer cannot be cropped"):
+            cache.crop(-1)
+
+
+def test_options(tiny_model: Any) -> None:
+    with pytest.raises(ValueError, match="quantize_generated=False with max_cache_len"):
+        CompressedCache(
+            tiny_model.config, {"keys": "kivi", "values": "kivi", "max_cache_len": 64, "quantize_generated": False}
+        )
+    with pytest.raises(ValueError, match="max_cache_len=0"):
+        CompressedCache(tiny_model.config, {"keys": "kivi", "values": "kivi", "max_cache_len": 0})

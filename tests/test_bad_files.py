@@ -1,0 +1,127 @@
+"""Files that were damaged or edited, by the hundred: refused with a clear error, or as good as one of their kind."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commvq_files import CONTRACT_MODEL, codebook_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from saved_files import ACCEPTED, changed, config, filled, outcome, states
+from small_model import codebooks, small_config
+from transformers import LlamaConfig
+
+from kvcache_compress import CommVQCache, CompressedCache
+
+
+def damaged(whole: bytes, count: int, seed: int) -> Iterator[bytes]:
+    """Copies with one bit flipped: in the length of the header, the header, or the data; and copies cut short."""
+    generator = random.Random(seed)
+    (length,) = struct.unpack("<Q", whole[:8])
+    for start, stop, share in ((0, 8, 8), (8, 8 + length, count // 2), (8 + length, len(whole), count // 2)):
+        for _ in range(share):
+            copied = bytearray(whole)
+            copied[generator.randrange(start, stop)] ^= 1 << generator.randrange(8)
+            yield bytes(copied)
+    for _ in range(count // 4):
+        yield whole[: generator.randrange(len(whole))]
+
+
+def test_damaged_caches(tmp_path: Path) -> None:
+    """Every single bit counts: none of these files is taken."""
+    filled().save(tmp_path / "cache")
+    for content in damaged((tmp_path / "cache").read_bytes(), 120, seed=0):
+        (tmp_path / "damaged").write_bytes(content)
+        text = outcome(lambda: CompressedCache.load(tmp_path / "damaged", config()))
+        assert text.startswith(f"cache file '{tmp_path / 'damaged'}': ")
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of everything in nested JSON."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+EDITS: tuple[Any, ...] = (-1, 0, 3, 2**33, 2**70, 1.5, "x", None, [], {}, True, {"tensor": "keys"}, {"dtype": "int8"})
+
+
+def test_edited_caches(tmp_path: Path) -> None:
+    """Every value of the header replaced, with an honest checksum: refused, or the cache works as one of its kind."""
+    filled().save(tmp_path / "cache")
+    with safe_open(tmp_path / "cache", framework="pt") as file:
+        header = json.loads(file.metadata()["header"])
+    generator, found = random.Random(0), []
+
+    def work() -> None:
+        cache = CompressedCache.load(tmp_path / "changed.safetensors", config())
+        for index in range(4):
+            for tokens in (1, 40):
+                cache.update(*states(tokens, index), index)
+        cache.crop(-30)
+        assert all(layer.keys.shape == (2, 2, 71, 32) for layer in cache.layers)
+
+    for path in places(header):
+        value = generator.choice(EDITS)
+
+        def edit(header: Any, tensors: Any, metadata: Any, path: Any = path, value: Any = value) -> None:
+            for key in path[:-1]:
+                header = header[key]
+            header[path[-1]] = value
+
+        changed(tmp_path / "cache", edit)
+        found.append(outcome(work))
+    assert len(found) > 100
+    assert found.count(ACCEPTED) < len(found) / 8
+
+
+METADATA = ("-1", "0", "99999999999999999999", "x", "", "{", "[]", "{}", "null", "1.5", '{"order": 3}', "[" * 3000)
+TENSORS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda x: x[None], lambda x: x[0], lambda x: x.float(), lambda x: x.new_zeros(()), lambda x: x[:0],
+    lambda x: x.flatten(), lambda x: x * torch.inf, lambda x: x * 0, lambda x: x * 0 + 6e4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["residual", "encoder"])
+def test_damaged_codebooks(tmp_path: Path, form: str) -> None:
+    """Bits, metadata and tensors of CommVQ's file: refused with its name, or codebooks as good as others."""
+    model = LlamaConfig(**CONTRACT_MODEL) if form == "encoder" else small_config()
+    source = Path(codebook_file(32, encoder_bits=96) if form == "encoder" else codebooks())
+    path, found = tmp_path / "x.safetensors", []
+
+    def attempt() -> None:
+        cache = CommVQCache(model, path, sink_tokens=4, recent_tokens=8)
+        cache.update(*states(60), 0)
+        assert cache.packed_tokens > 0
+        assert cache.layers[0].keys.isfinite().all()
+        assert cache.layers[0].values.isfinite().all()
+
+    def work() -> str:
+        return outcome(attempt)
+
+    for content in damaged(source.read_bytes(), 60, seed=1):
+        path.write_bytes(content)
+        found.append(work())
+    with safe_open(source, framework="pt") as file:
+        metadata = file.metadata()
+    for name in metadata:
+        for value in METADATA:
+            save_file(load_file(source), path, metadata={**metadata, name: value})
+            found.append(work())
+    for name in list(load_file(source))[:3]:
+        for change in TENSORS:
+            tensors = load_file(source)
+            tensors[name] = change(tensors[name]).contiguous().clone()
+            save_file(tensors, path, metadata=metadata)
+            found.append(work())
+    refused = [text for text in found if text != ACCEPTED]
+    assert len(found) > 200
+    assert len(refused) > 80
+    assert all("codebooks=" in text for text in refused)
