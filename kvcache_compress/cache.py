@@ -178,6 +178,8 @@ class CompressedCache(Cache):
         repeats = positive_count("repeats", repeats)
         self._settle()
         self._refuse_static("repeated")
+        if self._empty():
+            return
         super().batch_repeat_interleave(repeats)
         self._apply_to_track(lambda x: x.repeat_interleave(repeats, dim=0))
 
@@ -189,6 +191,8 @@ class CompressedCache(Cache):
         filled = (layer for layer in self.layers if isinstance(layer, CompressedLayer) and layer.is_initialized)
         if (first := next(filled, None)) is not None:
             rows = row_numbers(name, rows, first.batch_size)
+        if self._empty():
+            return
         self._settle()
         select(rows)
         self._apply_to_track(lambda x: x.index_select(0, rows.to(x.device)))
@@ -201,6 +205,10 @@ class CompressedCache(Cache):
         """Transformers' own layers of fixed capacity cannot do all that the growing ones can."""
         if static := [layer for layer in self.layers if isinstance(layer, StaticLayer)]:
             raise ValueError(f"max_cache_len: a cache with a {type(static[0]).__name__} cannot be {change}")
+
+    def _empty(self) -> bool:
+        """Whether there are no rows to change, though there were: what comes next may have another batch."""
+        return not any(int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, CompressedLayer))
 
     def _tracked(self) -> list[CompressedLayer]:
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer) and layer.track is not None]
