@@ -20,6 +20,14 @@ def longest(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).amax()
 
 
+def not_packable(what: str, layer: int) -> ValueError:
+    """The error for keys or values of a layer that are longer than `LONGEST` or no numbers."""
+    return ValueError(
+        f"{what} of layer {layer} hold NaN, infinity or vectors longer than {LONGEST:g}, which cannot be packed: is "
+        "the model's dtype too narrow?"
+    )
+
+
 class PackableChecks:
     """Checks of vectors that are about to be packed in one layer.
 
@@ -51,10 +59,7 @@ class PackableChecks:
 
     def _raise_unless(self, good: bool, side: Side) -> None:
         if not good:
-            raise ValueError(
-                f"{side} of layer {self.layer} hold NaN, infinity or vectors longer than {LONGEST:g}, which cannot be "
-                "packed: is the model's dtype too narrow?"
-            )
+            raise not_packable(side, self.layer)
 
 
 def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.Tensor]) -> None:

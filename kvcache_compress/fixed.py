@@ -16,7 +16,7 @@ import torch
 
 from . import ops
 from .backend import on_device
-from .checks import LONGEST, longest
+from .checks import LONGEST, longest, not_packable
 from .codec import Side
 from .layer import MAX_DECODE_TOKENS, CompressedLayer
 from .side import SideState
@@ -131,10 +131,7 @@ class FixedCapacityLayer(CompressedLayer):
     def _raise(self, fault: int) -> None:
         if fault == FULL:
             raise ValueError(f"layer {self.index} is full: max_cache_len={self.max_cache_len} tokens are not enough")
-        raise ValueError(
-            f"keys or values of layer {self.index} hold NaN, infinity or vectors longer than {LONGEST:g}, which cannot "
-            "be packed: is the model's dtype too narrow?"
-        )
+        raise not_packable("keys or values", self.index)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
