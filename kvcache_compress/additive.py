@@ -31,26 +31,23 @@ def pair_table(codebooks: torch.Tensor) -> torch.Tensor:
 
 def complex_nearest(z: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
     """One round: codes (a, b) `[*, n, 2]` of the nearest `c[a] + i c[b]` to `z` `[*, n, g, 2]`; `c` `[*, N, g, 2]`."""
-    first = z.flatten(-2) @ codebook.flatten(-2).mT
-    second = z.flatten(-2) @ times_i(codebook).flatten(-2).mT
-    cost = pair_table(codebook)[..., None, :, :] - 2 * second[..., None, :]
-    a = (cost.amin(-1) - 2 * first).argmin(-1, keepdim=True)
-    row = cost.gather(-2, a[..., None].expand(*a.shape, cost.shape[-1])).squeeze(-2)
+    doubled, table = 2 * z.flatten(-2), pair_table(codebook)
+    first = doubled @ codebook.flatten(-2).mT
+    second = doubled @ times_i(codebook).flatten(-2).mT
+    best = [(table[..., None, :, :] - part[..., None, :]).amin(-1) for part in second.split(_chunk(table), -2)]
+    a = (torch.cat(best, -2) - first).argmin(-1, keepdim=True)
+    row = table.gather(-2, a.expand(*a.shape[:-1], table.shape[-1])) - second
     return torch.cat([a, row.argmin(-1, keepdim=True)], -1)
 
 
 def complex_encode(z: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
     """Greedy residual codes int64 `[*, n, R, 2]` of `z` float32 `[*, n, g, 2]`; codebooks `[*, R, N, g, 2]`."""
-    rounds, centres = codebooks.shape[-4:-2]
-    parts = []
-    for part in z.split(_chunk(z.shape[:-3], centres * centres), dim=-3):
-        codes = []
-        for r in range(rounds):
-            codebook = codebooks[..., r : r + 1, :, :, :]
-            codes.append(complex_nearest(part, codebook.squeeze(-4)).unsqueeze(-2))
-            part = part - complex_decode(codes[-1], codebook)
-        parts.append(torch.cat(codes, -2))
-    return torch.cat(parts, -3)
+    codes = []
+    for r in range(codebooks.shape[-4]):
+        codebook = codebooks[..., r : r + 1, :, :, :]
+        codes.append(complex_nearest(z, codebook.squeeze(-4)).unsqueeze(-2))
+        z = z - complex_decode(codes[-1], codebook)
+    return torch.cat(codes, -2)
 
 
 def complex_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
@@ -66,16 +63,12 @@ def real_nearest(x: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
 
 def real_encode(x: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
     """Greedy residual codes int64 `[*, n, R]` of `x` float32 `[*, n, d]`; codebooks `[*, R, N, d]`."""
-    rounds, centres = codebooks.shape[-3:-1]
-    parts = []
-    for part in x.split(_chunk(x.shape[:-2], centres), dim=-2):
-        codes = []
-        for r in range(rounds):
-            codebook = codebooks[..., r : r + 1, :, :]
-            codes.append(real_nearest(part, codebook.squeeze(-3)).unsqueeze(-1))
-            part = part - real_decode(codes[-1], codebook)
-        parts.append(torch.cat(codes, -1))
-    return torch.cat(parts, -2)
+    codes = []
+    for r in range(codebooks.shape[-3]):
+        codebook = codebooks[..., r : r + 1, :, :]
+        codes.append(real_nearest(x, codebook.squeeze(-3)).unsqueeze(-1))
+        x = x - real_decode(codes[-1], codebook)
+    return torch.cat(codes, -1)
 
 
 def real_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
@@ -92,9 +85,9 @@ def _summed(index: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     return summed.view(*index.shape[:-1], width)
 
 
-def _chunk(batch: torch.Size, distances: int) -> int:
-    """Vectors per chunk, so that `CHUNK` distances are held."""
-    return max(1, CHUNK // (batch.numel() * distances))
+def _chunk(table: torch.Tensor) -> int:
+    """Vectors per chunk, so that `CHUNK` distances are held; `table` is that of one vector."""
+    return max(1, CHUNK // table.numel())
 
 
 def code_bytes(codes: int, bits: int) -> int:

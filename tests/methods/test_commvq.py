@@ -87,6 +87,7 @@ def test_search_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     books, real = torch.randn(2, 2, 16, 4, 2), torch.randn(2, 2, 16, 8)
     whole = additive.complex_encode(z, books), additive.real_encode(x, real)
     monkeypatch.setattr(additive, "CHUNK", 4000)
+    assert additive._chunk(torch.empty(2, 1, 16, 16)) < 50
     parts = additive.complex_encode(z, books), additive.real_encode(x, real)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
