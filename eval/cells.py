@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import re
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,29 @@ class Parts:
         self._entries.clear()
         for file in self._files():
             file.unlink()
+
+
+def summarized(cell: Cell, scores: dict[str, float]) -> Cell:
+    """The cell with the scores of its records, and what the records have in common.
+
+    Raises:
+        ValueError: scores that are not finite.
+    """
+    if not all(math.isfinite(score) for score in scores.values()):
+        raise ValueError(f"scores that are not finite: {scores}")
+    records = cell.records
+    packed = [record["packed_tokens"] for record in records]
+    sizes = ("packed_bits", "all_bits", "total_bytes")
+    means: dict[str, Any] = {name: statistics.fmean(record[name] for record in records) for name in sizes}
+    return dataclasses.replace(
+        cell,
+        scores=scores,
+        samples=len(records),
+        packed_tokens={"least": min(packed), "mean": statistics.fmean(packed), "most": max(packed)},
+        **means,
+        seconds=round(sum(record["seconds"] for record in records), 1),
+        prefill_seconds=round(sum(record["prefill_seconds"] for record in records), 1),
+    )
 
 
 def write_cell(path: Path, cell: Cell) -> None:

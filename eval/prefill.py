@@ -4,22 +4,29 @@ While nothing is packed yet, a cache returns what it was given, so the prefill o
 values whichever cache takes them up. They are kept, and each cache is given them by `update`, as the model would:
 what it then holds is bit for bit what its own prefill would have left. A comparison of thirty caches so pays for one
 prefill per prompt instead of thirty. Models with layers that are not plain full attention (sliding windows, states)
-prefill each cache anew.
+prefill each cache anew. On CPUs several caches then also go through the model together, as the rows of a batch: what
+follows the prompt is the same for all, and a few tokens of one row leave most of a processor's arithmetic unused.
 """
 
 from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from kvcache_compress.attention import ATTENTION_NAME
 from kvcache_compress.eval.caches import CacheSpec, Measured, full_cache
 from kvcache_compress.eval.decode_once import decode_once
 
+MOST_ROWS = 8
+ROWS_BYTES = 2 << 30
+"""Caches that go through the model together at most, and bytes of the keys and values that they hold, decoded."""
 STEP_TOKENS = 16
 """Tokens per pass where they are given, not generated: the KL of single steps in a fifth of the time."""
 
@@ -46,7 +53,7 @@ class Prefill:
     seconds: float
     keep: bool = False
     _full: dict[bytes, torch.Tensor] = field(default_factory=dict)
-    _filled: dict[str, Cache] = field(default_factory=dict)
+    _filled: dict[str, Cache | None] = field(default_factory=dict)
 
     def run(self, spec: CacheSpec) -> CacheRun:
         """A new cache of this kind that holds the prompt.
@@ -55,9 +62,10 @@ class Prefill:
             ValueError: the cache does not fit the model.
         """
         started = _now(self.ids.device)
-        cache = copy.deepcopy(self._filled[spec.name]) if spec.name in self._filled else self._fill(spec)
+        kept = self._filled.get(spec.name)
+        cache = self._fill(spec) if kept is None else copy.deepcopy(kept)
         if self.keep and spec.name not in self._filled:
-            self._filled[spec.name] = copy.deepcopy(cache)
+            self._filled[spec.name] = _copy(cache)
         if self.ids.device.type == "cpu":
             decode_once(cache)
         return CacheRun(self, spec, cache, spec.measure(cache), self.logits, _now(self.ids.device) - started)
@@ -71,6 +79,13 @@ class Prefill:
             for layer, (keys, values) in enumerate(self.states):
                 cache.update(keys, values, layer)
         return cache
+
+    def rows(self) -> int:
+        """How many caches can go through the model together (`join`): more than one on CPUs with plain attention."""
+        fused = self.model.config._attn_implementation == ATTENTION_NAME
+        if self.states is None or fused or self.ids.device.type != "cpu":
+            return 1
+        return max(1, min(MOST_ROWS, ROWS_BYTES // sum(keys.nbytes + values.nbytes for keys, values in self.states)))
 
     def asked(self, question: torch.Tensor) -> Prefill:
         """The same prompt with another question `[1, Q]`, without another pass."""
@@ -94,7 +109,8 @@ class CacheRun:
         cache: the cache itself.
         measured: what it held after the prompt: those tokens can only be seen compressed from then on.
         logits: `[V]`, after the prompt's last token.
-        seconds: filling the cache, and then all passes through it.
+        seconds: filling the cache, and then its share of all passes through it.
+        joined: the runs that go through the model together, this one among them; see `join`.
     """
 
     prefill: Prefill
@@ -103,8 +119,10 @@ class CacheRun:
     measured: Measured
     logits: torch.Tensor
     seconds: float
+    joined: Sequence[CacheRun] = ()
+    _asked: Any = None
+    _answer: torch.Tensor | None = None
 
-    @torch.inference_mode()
     def forced(self, tokens: torch.Tensor, step: int = STEP_TOKENS) -> torch.Tensor:
         """Feeds the question at once and `tokens` `[S]`, `step` per pass: float32 logits `[S + 1, V]`, around each.
 
@@ -112,15 +130,9 @@ class CacheRun:
             ValueError: logits that are not finite, or more tokens than the model has positions for.
         """
         self._check_length(len(tokens))
-        started = _now(self.logits.device)
-        logits = [self._ask()]
-        for part in tokens[None].to(self.prefill.ids.device).split(step, dim=1):
-            logits.append(_pass(self.prefill.model, self.cache, part))
-        joined = self._finite(torch.cat(logits).float())
-        self.seconds += _now(joined.device) - started
-        return joined
+        asked = (tokens.tolist(), step)
+        return self._answered(asked, lambda cache, rows: list(self._force(cache, rows, tokens, step)))
 
-    @torch.inference_mode()
     def generate(self, config: GenerationConfig) -> torch.Tensor:
         """Feeds the question and generates greedily by the model's `generate`: new token ids `[S]`.
 
@@ -133,37 +145,58 @@ class CacheRun:
             ValueError: logits that are not finite, or more tokens than the model has positions for.
         """
         self._check_length(config.max_new_tokens)
-        started = _now(self.logits.device)
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        logits = self._finite(self._ask()[-1])
-        if config.min_new_tokens:
-            barred = torch.tensor([end for end in ends if end is not None], dtype=torch.long, device=logits.device)
-            logits = logits.index_fill(0, barred, -torch.inf)
-        first = logits.argmax()[None, None]
-        read = torch.cat([self.prefill.ids, self.prefill.question], dim=1)
-        new = first[0]
-        if config.max_new_tokens > 1 and first.item() not in ends:
-            new = self._generate_rest(torch.cat([read, first], dim=1), config)[read.shape[1] :]
-        self.seconds += _now(new.device) - started
-        return new
+        return self._answered(config.to_dict(), lambda cache, rows: self._generate(cache, rows, config))
 
-    def _generate_rest(self, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
+    @torch.inference_mode()
+    def _answered(self, asked: Any, answer: Callable[[Cache, int], Sequence[torch.Tensor]]) -> torch.Tensor:
+        """This row of `answer(cache, rows)`, computed once for all runs that go together."""
+        if self._answer is None:
+            runs = self.joined or (self,)
+            started = _now(self.logits.device)
+            rows = answer(self.cache if len(runs) == 1 else RowCaches([run.cache for run in runs]), len(runs))
+            share = (_now(self.logits.device) - started) / len(runs)
+            for run, row in zip(runs, rows, strict=True):
+                run._asked, run._answer, run.seconds = asked, row, run.seconds + share
+        if asked != self._asked or self._answer is None:
+            raise ValueError(f"cache={self.spec.name!r}: asked something else than the caches that it goes with")
+        return self._answer
+
+    def _force(self, cache: Cache, rows: int, tokens: torch.Tensor, step: int) -> torch.Tensor:
+        logits = [self._ask(cache, rows)]
+        for part in tokens[None].to(self.prefill.ids.device).split(step, dim=1):
+            logits.append(_pass(self.prefill.model, cache, part.expand(rows, -1)))
+        return self._finite(torch.cat(logits, 1).float())
+
+    def _generate(self, cache: Cache, rows: int, config: GenerationConfig) -> list[torch.Tensor]:
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        end = torch.tensor([token for token in ends if token is not None], dtype=torch.long, device=self.logits.device)
+        logits = self._finite(self._ask(cache, rows)[:, -1])
+        if config.min_new_tokens:
+            logits = logits.index_fill(1, end, -torch.inf)
+        new = logits.argmax(-1, keepdim=True)
+        if config.max_new_tokens > 1 and not torch.isin(new, end).all():
+            read = torch.cat([self.prefill.ids, self.prefill.question], dim=1).expand(rows, -1)
+            new = self._generate_rest(cache, torch.cat([read, new], dim=1), config)[:, read.shape[1] :]
+        ended = torch.isin(new, end).cumsum(1) - torch.isin(new, end).long()
+        return [row[gone == 0] for row, gone in zip(new, ended, strict=True)]
+
+    def _generate_rest(self, cache: Cache, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
         model = self.prefill.model
         rest = GenerationConfig(
             max_new_tokens=config.max_new_tokens - 1, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
         )
         own, model.generation_config = model.generation_config, rest
         try:
-            output = model.generate(
+            output: torch.Tensor = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=self.cache,
+                past_key_values=cache,
                 generation_config=rest,
                 logits_processor=LogitsProcessorList([lambda _, scores: self._finite(scores)]),
             )
         finally:
             model.generation_config = own
-        return output[0]
+        return output
 
     def _finite(self, logits: torch.Tensor) -> torch.Tensor:
         if not logits.isfinite().all():
@@ -174,11 +207,35 @@ class CacheRun:
         prefill = self.prefill
         _check_length(prefill.model, prefill.ids.shape[1] + prefill.question.shape[1] + new)
 
-    def _ask(self) -> torch.Tensor:
-        """Logits `[1, V]` before the first new token."""
+    def _ask(self, cache: Cache, rows: int) -> torch.Tensor:
+        """Logits `[rows, 1, V]` before the first new token."""
         if not self.prefill.question.numel():
-            return self.logits[None]
-        return _pass(self.prefill.model, self.cache, self.prefill.question, last=True)
+            return self.logits.expand(rows, 1, -1)
+        return _pass(self.prefill.model, cache, self.prefill.question.expand(rows, -1), last=True)
+
+
+class RowCaches(Cache):
+    """Caches of one sequence each, of one length, as the rows of a batch."""
+
+    def __init__(self, caches: Sequence[Cache]) -> None:
+        super().__init__(layers=caches[0].layers)
+        self.caches = caches
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = zip(self.caches, key_states.split(1), value_states.split(1), strict=True)
+        held = [cache.update(keys, values, layer_idx, *args, **kwargs) for cache, keys, values in rows]
+        return torch.cat([keys for keys, _ in held]), torch.cat([values for _, values in held])
+
+
+def join(runs: Sequence[CacheRun]) -> None:
+    """Lets runs of one prompt go through the model together: what one is asked, all are, and only once.
+
+    The passes then are those of a batch, equal to single ones to the rounding of their sums.
+    """
+    for run in runs:
+        run.joined = runs
 
 
 @torch.inference_mode()
@@ -193,7 +250,7 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor, question: torch.Tensor | 
     _check_length(model, ids.shape[1] + question.shape[1])
     started = _now(model.device)
     cache = DynamicCache(config=model.config)
-    logits = _pass(model, cache, ids, last=True)[-1]
+    logits = _pass(model, cache, ids, last=True)[0, -1]
     shared = all(type(layer) is DynamicLayer for layer in cache.layers)
     states = [(layer.keys, layer.values) for layer in cache.layers] if shared else None
     return Prefill(model, ids, question, logits, states, _now(model.device) - started)
@@ -215,5 +272,14 @@ def _check_length(model: PreTrainedModel, tokens: int) -> None:
 
 
 def _pass(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, *, last: bool = False) -> torch.Tensor:
-    """One forward pass of tokens `[1, S]`: logits `[S, V]`, or of the last token alone."""
-    return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=int(last)).logits[0]
+    """One forward pass of tokens `[rows, S]`: logits `[rows, S, V]`, or of the last token alone."""
+    logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=int(last)).logits
+    return logits
+
+
+def _copy(cache: Cache) -> Cache | None:
+    """A copy, or None where the cache holds what cannot be copied, as quanto's tensors."""
+    try:
+        return copy.deepcopy(cache)
+    except RuntimeError:
+        return None

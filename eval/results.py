@@ -92,3 +92,12 @@ def git_commit() -> str | None:
         return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def error_message(error: Exception) -> str:
+    """One line that says what went wrong, without folders."""
+    text = without_folders(" ".join(str(error).split())) or type(error).__name__
+    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if memory or "not enough memory" in text or "can't allocate memory" in text:
+        return f"out of memory: {text}"
+    return text if isinstance(error, (ValueError, OSError, ImportError)) else f"{type(error).__name__}: {text}"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import math
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from kvcache_compress.eval.benchmark import Benchmark, Record, Sample
 from kvcache_compress.eval.caches import CacheSpec
-from kvcache_compress.eval.cells import Cell, Parts, cell_path, safe_name, stored_cell, write_cell
+from kvcache_compress.eval.cells import Cell, Parts, cell_path, safe_name, stored_cell, summarized, write_cell
 from kvcache_compress.eval.identity import digest_of, fingerprint, plain, without_folders
-from kvcache_compress.eval.prefill import Prefill, prefill
+from kvcache_compress.eval.prefill import CacheRun, Prefill, join, prefill
 from kvcache_compress.eval.processes import OneProcess, Processes
-from kvcache_compress.eval.results import circumstances
+from kvcache_compress.eval.results import circumstances, error_message
 
 
 class Progress(Protocol):
@@ -32,7 +30,7 @@ class Progress(Protocol):
     def __call__(self, done: int, total: int, label: str) -> None: ...
 
 
-@dataclass
+@dataclass(eq=False)
 class _Work:
     """A cell under way."""
 
@@ -113,7 +111,7 @@ class Runner:
         try:
             samples = benchmark.samples(self.model, self.tokenizer)
         except Exception as error:
-            return [], _message(error)
+            return [], error_message(error)
         if not benchmark.limits_itself:
             samples = samples[: benchmark.limit]
         if not samples:
@@ -157,7 +155,7 @@ class Runner:
         try:
             stored = stored_cell(path)
         except ValueError as error:
-            return dataclasses.replace(work, error=_message(error), foreign=True)
+            return dataclasses.replace(work, error=error_message(error), foreign=True)
         if stored is not None and stored.digest == head.digest:
             work.stored = stored
         elif stored is not None and stored.error is None:
@@ -170,11 +168,11 @@ class Runner:
 
     def _score_all(self, name: str, benchmark: Benchmark, samples: Sequence[Sample], works: Sequence[_Work]) -> None:
         """This process's share of the samples that some cell lacks."""
-        done = {id(work): work.known() for work in works}
+        done = {work: work.known() for work in works}
         self.processes.gather(None)  # all have read what is done before any adds to it
 
         def pending(sample: Sample) -> list[_Work]:
-            lacking = (work for work in works if done[id(work)].get(sample.id, {}).get("digest") != sample.digest)
+            lacking = (work for work in works if done[work].get(sample.id, {}).get("digest") != sample.digest)
             return [work for work in lacking if work.error is None]
 
         lacking = [sample for sample in samples if pending(sample)]
@@ -182,6 +180,7 @@ class Runner:
         total = sum(len(pending(sample)) for sample in own)
         count = 0
         shared: Prefill | None = None
+        titles: dict[_Work, tuple[int, int, str]] = {}
         for sample, following in itertools.zip_longest(own, own[1:]):
             todo = pending(sample)
             if not todo:
@@ -194,28 +193,56 @@ class Runner:
                 prompt, question = sample.prompt, sample.question
                 shared = prefill(self.model, prompt, question) if shared is None else shared.asked(question)
                 shared.keep = following is not None and torch.equal(following.prompt, prompt)
-            for work in todo:
-                if work.error is None and shared is not None:
-                    self.on_progress(count, total, f"{name} {sample.id}, {work.spec.name}")
-                    with self._failing([work]):
-                        work.parts.add_record(self._score(benchmark, shared, sample, work.spec))
-                count += 1
+                for at, work in enumerate(todo):
+                    titles[work] = (count + at, total, f"{name} {sample.id}, {work.spec.name}")
+                for group in _grouped(todo, shared.rows()):
+                    self._score_together(benchmark, shared, sample, group, lambda work: self.on_progress(*titles[work]))
+            count += len(todo)
         self.on_progress(total, total, name)
 
-    def _score(self, benchmark: Benchmark, shared: Prefill, sample: Sample, spec: CacheSpec) -> Record:
+    def _score_together(
+        self,
+        benchmark: Benchmark,
+        shared: Prefill,
+        sample: Sample,
+        works: Sequence[_Work],
+        tell: Callable[[_Work], None],
+    ) -> None:
+        """A record for each of these cells; where something fails together, once more for each alone."""
+        if len(works) == 1:
+            with self._failing(works):
+                self._score(benchmark, shared, sample, works, tell)
+            return
+        try:
+            self._score(benchmark, shared, sample, works, tell)
+        except Exception:
+            for work in works:
+                self._score_together(benchmark, shared, sample, [work], tell)
+
+    def _score(
+        self,
+        benchmark: Benchmark,
+        shared: Prefill,
+        sample: Sample,
+        works: Sequence[_Work],
+        tell: Callable[[_Work], None],
+    ) -> None:
+        tell(works[0])
+        runs = [self._filled(shared, work.spec) for work in works]
+        join(runs)
+        for work, run, following in zip(works, runs, [*works[1:], None], strict=True):
+            set_seed(self.seed)
+            scored = benchmark.score(run, sample, self.tokenizer)
+            common = {"id": sample.id, "digest": sample.digest, "tokens": sample.prompt.shape[1]}
+            seconds = {"seconds": round(run.seconds, 3), "prefill_seconds": round(shared.seconds, 3)}
+            measured = dataclasses.asdict(run.measured)
+            work.parts.add_record(common | measured | seconds | {"commit": self._circumstances["commit"]} | scored)
+            if following is not None:
+                tell(following)
+
+    def _filled(self, shared: Prefill, spec: CacheSpec) -> CacheRun:
         set_seed(self.seed)
-        run = shared.run(spec)
-        scored = benchmark.score(run, sample, self.tokenizer)
-        return {
-            "id": sample.id,
-            "digest": sample.digest,
-            "tokens": sample.prompt.shape[1],
-            **dataclasses.asdict(run.measured),
-            "seconds": round(run.seconds, 3),
-            "prefill_seconds": round(shared.seconds, 3),
-            "commit": self._circumstances["commit"],
-            **scored,
-        }
+        return shared.run(spec)
 
     @contextmanager
     def _failing(self, works: Sequence[_Work]) -> Iterator[None]:
@@ -224,7 +251,7 @@ class Runner:
             yield
         except Exception as error:
             for work in works:
-                work.error = work.error or _message(error)
+                work.error = work.error or error_message(error)
                 work.parts.add_error(work.error)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -252,9 +279,9 @@ class Runner:
         if stored is not None and same and stored.error is None:
             return stored
         try:
-            return _summarized(head, benchmark)
+            return summarized(head, benchmark.summarize(records))
         except Exception as error:
-            return dataclasses.replace(head, error=_message(error))
+            return dataclasses.replace(head, error=error_message(error))
 
     def _write(self, work: _Work, cell: Cell) -> None:
         if work.path is None or work.foreign:
@@ -263,23 +290,11 @@ class Runner:
         work.parts.clear()
 
 
-def _summarized(head: Cell, benchmark: Benchmark) -> Cell:
-    """A cell with the scores of its records."""
-    records = head.records
-    scores = benchmark.summarize(records)
-    if not all(math.isfinite(score) for score in scores.values()):
-        raise ValueError(f"scores that are not finite: {scores}")
-    packed = [record["packed_tokens"] for record in records]
-    names = ("packed_bits", "all_bits", "total_bytes")
-    return dataclasses.replace(
-        head,
-        scores=scores,
-        samples=len(records),
-        packed_tokens={"least": min(packed), "mean": statistics.fmean(packed), "most": max(packed)},
-        **{name: statistics.fmean(record[name] for record in records) for name in names},
-        seconds=round(sum(record["seconds"] for record in records), 1),
-        prefill_seconds=round(sum(record["prefill_seconds"] for record in records), 1),
-    )
+def _grouped(works: Sequence[_Work], size: int) -> list[Sequence[_Work]]:
+    """Cells whose caches go through the model together; the yardstick, exactly as it is, alone."""
+    alone = [[work] for work in works if work.spec.lossless]
+    others = [work for work in works if not work.spec.lossless]
+    return [*alone, *(others[at : at + size] for at in range(0, len(others), size))]
 
 
 def check_distinct(what: str, names: Sequence[str]) -> None:
@@ -287,12 +302,3 @@ def check_distinct(what: str, names: Sequence[str]) -> None:
     seen = collections.Counter(safe_name(name) for name in names)
     if twice := sorted({name for name in names if seen[safe_name(name)] > 1}):
         raise ValueError(f"{what}: {', '.join(twice)} more than once; allowed are distinct names")
-
-
-def _message(error: Exception) -> str:
-    """One line that says what went wrong."""
-    text = without_folders(" ".join(str(error).split())) or type(error).__name__
-    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    if memory or "not enough memory" in text or "can't allocate memory" in text:
-        return f"out of memory: {text}"
-    return text if isinstance(error, (ValueError, OSError, ImportError)) else f"{type(error).__name__}: {text}"
