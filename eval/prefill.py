@@ -20,9 +20,9 @@ import torch
 from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvcache_compress.attention import ATTENTION_NAME
 from kvcache_compress.eval.caches import CacheSpec, Measured, full_cache
 from kvcache_compress.eval.decode_once import decode_once
+from kvcache_compress.eval.rows import REPLACED, RowCaches, row_attention
 
 MOST_ROWS = 8
 ROWS_BYTES = 2 << 30
@@ -82,8 +82,8 @@ class Prefill:
 
     def rows(self) -> int:
         """How many caches can go through the model together (`join`): more than one on CPUs with plain attention."""
-        fused = self.model.config._attn_implementation == ATTENTION_NAME
-        if self.states is None or fused or self.ids.device.type != "cpu":
+        plain = self.model.config._attn_implementation == REPLACED
+        if self.states is None or not plain or self.ids.device.type != "cpu":
             return 1
         return max(1, min(MOST_ROWS, ROWS_BYTES // sum(keys.nbytes + values.nbytes for keys, values in self.states)))
 
@@ -153,7 +153,11 @@ class CacheRun:
         if self._answer is None:
             runs = self.joined or (self,)
             started = _now(self.logits.device)
-            rows = answer(self.cache if len(runs) == 1 else RowCaches([run.cache for run in runs]), len(runs))
+            if len(runs) == 1:
+                rows = answer(self.cache, 1)
+            else:
+                with row_attention(self.prefill.model):
+                    rows = answer(RowCaches([run.cache for run in runs]), len(runs))
             share = (_now(self.logits.device) - started) / len(runs)
             for run, row in zip(runs, rows, strict=True):
                 run._asked, run._answer, run.seconds = asked, row, run.seconds + share
@@ -199,7 +203,7 @@ class CacheRun:
         return output
 
     def _finite(self, logits: torch.Tensor) -> torch.Tensor:
-        if not logits.isfinite().all():
+        if not logits.sum(dtype=torch.float32).isfinite():
             raise ValueError(f"cache={self.spec.name!r}: the model's logits are not finite")
         return logits
 
@@ -212,21 +216,6 @@ class CacheRun:
         if not self.prefill.question.numel():
             return self.logits.expand(rows, 1, -1)
         return _pass(self.prefill.model, cache, self.prefill.question.expand(rows, -1), last=True)
-
-
-class RowCaches(Cache):
-    """Caches of one sequence each, of one length, as the rows of a batch."""
-
-    def __init__(self, caches: Sequence[Cache]) -> None:
-        super().__init__(layers=caches[0].layers)
-        self.caches = caches
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = zip(self.caches, key_states.split(1), value_states.split(1), strict=True)
-        held = [cache.update(keys, values, layer_idx, *args, **kwargs) for cache, keys, values in rows]
-        return torch.cat([keys for keys, _ in held]), torch.cat([values for _, values in held])
 
 
 def join(runs: Sequence[CacheRun]) -> None:
