@@ -7,6 +7,7 @@ evaluation alone.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ class _Decoded:
     """The decoded packed tokens of one side, `[B, H, tokens, D]`."""
 
     def __init__(self, state: SideState) -> None:
-        self.state = state
+        self.state: SideState = weakref.proxy(state)  # which holds this object, and all that is decoded
         self.packed = state.sinks[:, :, :0]
 
     def segments(self, packed: int, tail: torch.Tensor) -> SideSegments:

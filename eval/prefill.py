@@ -152,6 +152,8 @@ class CacheRun:
         """This row of `answer(cache, rows)`, computed once for all runs that go together."""
         if self._answer is None:
             runs = self.joined or (self,)
+            for run in runs:
+                run.joined = ()  # else they would hold each other, and all caches, until garbage is collected
             started = _now(self.logits.device)
             if len(runs) == 1:
                 rows = answer(self.cache, 1)

@@ -1,5 +1,6 @@
 """One prefill for all caches: each cache holds and continues exactly as after its own prefill."""
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -128,13 +129,16 @@ def test_caches_that_go_together_answer_as_alone(question: torch.Tensor) -> None
     model = small_model()
     shared = prefill(model, IDS, question)
     runs = [shared.run(spec) for spec in specs()]
-    join(runs)
+    join(tuple(runs))
     seconds = [run.seconds for run in runs]
     for run, spec in zip(runs, specs(), strict=True):
         alone = shared.run(spec)
         torch.testing.assert_close(run.forced(MORE), alone.forced(MORE), atol=1e-4, rtol=0)
         assert run.cache.get_seq_length() == IDS.shape[1] + question.numel() + len(MORE)
     assert all(run.seconds > before for run, before in zip(runs, seconds, strict=True))
+    held = weakref.ref(runs.pop().cache.layers[0].sides["keys"])
+    del run, alone
+    assert held() is None, "neither runs that went together nor decoded tokens wait for the garbage collection"
     with pytest.raises(ValueError, match="asked something else"):
         runs[0].forced(MORE[:3])
 
