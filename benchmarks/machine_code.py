@@ -16,23 +16,17 @@ import importlib.metadata
 import json
 import os
 import platform
-import tempfile
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import LlamaConfig
 
-from kvcache_compress.codec import Codec, CodecContext, MethodOptions, Side
-from kvcache_compress.commvq_file import CENTRES, describe_model, group_count, rounds_for, write_codebooks
+from kvcache_compress.bench.layers import build_codec, encoded_side, middle_layer
+from kvcache_compress.codec import MethodOptions, Side
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.registry import get_method
-from kvcache_compress.rope import RopeLayout
-from kvcache_compress.rope_track import RopeTrack
-from kvcache_compress.store import PackedStore
 from kvcache_compress.triton_kernels import aot, attention, launch
 from kvcache_compress.view import SideSegments
 
@@ -77,7 +71,7 @@ def attention_variants() -> dict[str, Variant]:
     """Every preset's pair, and the pairs and sizes that presets do not reach."""
     variants = {}
     for name in preset_names():
-        plan = load_config(name).plan(["full_attention"] * 8)[4]
+        plan = middle_layer(load_config(name))
         variants[name] = Variant((plan.keys.method, plan.keys.options()), (plan.values.method, plan.values.options()))
     del variants["turboquant-mixed"]
     uniform, four = side_of("turboquant", bits=4, codebook="uniform"), side_of("turboquant", bits=4)
@@ -111,57 +105,9 @@ def attention_variants() -> dict[str, Variant]:
     }
 
 
-def segments(variant: Variant, side: Side, heads: int = 2, packed: int = 128) -> SideSegments:
-    """A layer's side in a step of decoding, with 16 sinks and 17 recent tokens."""
+def segments(variant: Variant, side: Side) -> SideSegments:
     method, options = variant.keys if side == "keys" else variant.values
-    device = torch.device("cpu")
-    codec = build_codec(method, options, side, variant.head_dim, heads, variant.dtype)
-    tokens = torch.randn(1, heads, packed, variant.head_dim).to(variant.dtype)
-    codec.prepare(tokens)
-    track = None
-    if codec.rope_use(options, side) == "factors":
-        track = RopeTrack(LlamaConfig(head_dim=variant.head_dim), codec.context.rope)
-        track.extend(0, torch.empty(1, heads, 16 + packed + 17, variant.head_dim))
-    rope = None if track is None else track.read(16, 16 + packed)
-    store = PackedStore(codec.fields, 1, heads, device)
-    store.append(codec.encode(tokens, rope), packed, growing=True)
-    return SideSegments(tokens[:, :, :16].contiguous(), store, packed, tokens[:, :, :17].contiguous(), codec, track)
-
-
-def build_codec(
-    method: str, options: MethodOptions, side: Side, head_dim: int, heads: int, dtype: torch.dtype
-) -> Codec:
-    half = head_dim // 2
-    rope = RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))
-    if method == "commvq":
-        path = random_codebooks(head_dim, heads, options.bits, encoder=options.scalar == "norm")
-        options = options.model_copy(update={"codebooks": path})
-    context = CodecContext(side, head_dim, heads, 0, 0, 16, dtype, torch.device("cpu"), rope)
-    return get_method(method)(options, context)
-
-
-@cache
-def random_codebooks(head_dim: int, heads: int, bits: float, encoder: bool) -> str:
-    """A file that stands in for the one that CommVQ's presets leave to the user, as large as a calibrated one.
-
-    With the encoder of values, which the paper's preset is for, or with residual codebooks.
-    """
-    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=heads, head_dim=head_dim)
-    groups = group_count(head_dim)
-    tensors = {}
-    for side, shape in (("keys", (head_dim // (2 * groups), 2)), ("values", (head_dim // groups,))):
-        rounds = rounds_for(bits, side, head_dim, groups)
-        tensors[f"{side}.0.codebooks"] = torch.randn(heads, groups, rounds, CENTRES, *shape) / head_dim
-    if encoder:
-        del tensors["values.0.codebooks"]
-        width = heads * head_dim
-        stored = round(bits * width)
-        shapes = {"weight1": (width, width), "bias1": (width,), "weight2": (stored, width), "bias2": (stored,)}
-        shapes["codebook"] = (stored, width)
-        tensors |= {f"values.0.{name}": torch.randn(shape) / head_dim for name, shape in shapes.items()}
-    path = Path(tempfile.mkdtemp()) / "random.safetensors"
-    write_codebooks(describe_model(config, path), tensors)
-    return str(path)
+    return encoded_side(method, options, side, variant.head_dim, variant.dtype)
 
 
 def attention_arguments(variant: Variant, amd: bool) -> tuple[dict[str, Any], dict[str, Any]]:

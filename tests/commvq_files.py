@@ -51,6 +51,7 @@ def random_encoder(config: Any, bits: int) -> Any:
 
 
 @cache
+@torch.device("cpu")
 def codebook_file(
     head_dim: int,
     groups: int = 1,

@@ -1,7 +1,11 @@
-"""Kernel tests run in Triton's interpreter, with uninitialised memory poisoned and layers built from random tokens."""
+"""Kernel tests run in Triton's interpreter, with uninitialised memory poisoned and layers built from random tokens.
+
+`KVCACHE_COMPRESS_TEST_DEVICE=cuda` runs them on that device instead, compiled.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -14,6 +18,7 @@ from kvcache_compress.registry import get_method
 from kvcache_compress.store import PackedStore
 from kvcache_compress.view import SideSegments
 
+DEVICE = torch.device(os.environ.get("KVCACHE_COMPRESS_TEST_DEVICE", "cpu"))
 CodecMaker: TypeAlias = Callable[..., Codec]
 SideMaker: TypeAlias = Callable[..., SideSegments]
 
@@ -21,9 +26,10 @@ SideMaker: TypeAlias = Callable[..., SideSegments]
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
     """Fills what `torch.empty` and its kin return with NaN or the largest integer, so that stale reads show."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan().all()
-    yield
+    torch.use_deterministic_algorithms(True, warn_only=DEVICE.type != "cpu")
+    with DEVICE:
+        assert torch.empty(1).isnan().all()
+        yield
     torch.use_deterministic_algorithms(False)
 
 
@@ -42,7 +48,7 @@ def make_codec() -> CodecMaker:
         codec = get_method(method)
         options = options(head_dim) if callable(options) else options
         layout = half_layout(head_dim)
-        context = CodecContext(side, head_dim, heads, 3, 0, 16, dtype, torch.device("cpu"), layout)
+        context = CodecContext(side, head_dim, heads, 3, 0, 16, dtype, DEVICE, layout)
         return codec(codec.Options(**options), context)
 
     return make
@@ -76,7 +82,7 @@ def make_side(make_codec: CodecMaker) -> SideMaker:
             tokens += 0.7 * torch.randn(heads, 1, head_dim)
         tokens = tokens.to(dtype)
         codec.prepare(tokens)
-        store = PackedStore(codec.fields, batch, heads, torch.device("cpu"))
+        store = PackedStore(codec.fields, batch, heads, DEVICE)
         track = None
         if codec.rope_use(codec.options, side) == "factors":
             track = random_track(half_layout(head_dim), batch, sinks + packed + tail)

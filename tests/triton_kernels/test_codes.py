@@ -92,7 +92,9 @@ def test_words_worked_out_by_hand(bits: int) -> None:
 @pytest.mark.parametrize("bits", PLANES)
 @pytest.mark.parametrize("width", [8, 40, 48, 80, 128])
 def test_kernels_equal_packing(bits: int, width: int) -> None:
-    codes = torch.randint(0, 2**bits, (5, width), generator=torch.Generator().manual_seed(width))
+    codes = torch.randint(
+        0, 2**bits, (5, width), generator=torch.Generator(torch.get_default_device()).manual_seed(width)
+    )
     planes = stored(codes, bits)
     assert all(torch.equal(*pair) for pair in zip(planes, packing.pack(codes, bits), strict=True))
     assert torch.equal(loaded(planes, bits, width), in_kernel_order(codes))

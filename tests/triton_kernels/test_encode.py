@@ -36,7 +36,7 @@ def assert_equal_fields(ours: Fields, theirs: Fields) -> None:
 
 def unit_vectors(width: int, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Directions `[2, 1, 9, width]` and norms; among them ties between levels and a zero vector."""
-    x = torch.randn(2, 1, 9, width, generator=torch.Generator().manual_seed(width))
+    x = torch.randn(2, 1, 9, width, generator=torch.Generator(torch.get_default_device()).manual_seed(width))
     norm = x.norm(dim=-1)
     z = x / norm[..., None]
     bounds = boundaries(levels)
@@ -68,7 +68,7 @@ def test_turboquant_scalars(kind: scalar.Scalar, width: int, bits: int) -> None:
 @pytest.mark.parametrize("bits", range(1, 7))
 @pytest.mark.parametrize(("width", "tokens", "channels"), [(128, 32, 1), (80, 16, 1), (64, 1, 32), (96, 1, 16)])
 def test_kivi_codes(bits: int, width: int, tokens: int, channels: int) -> None:
-    x = torch.randn(2, 2, 64, width, generator=torch.Generator().manual_seed(bits))
+    x = torch.randn(2, 2, 64, width, generator=torch.Generator(torch.get_default_device()).manual_seed(bits))
     x[0, 0, :32, :32] = 3.0
     grouped = x.unflatten(2, (-1, tokens)) if tokens > 1 else x.unflatten(3, (-1, channels))
     axis = 3 if tokens > 1 else 4
@@ -100,7 +100,7 @@ def test_codecs_encode_alike_on_both_backends(
     method: str, options: dict[str, Any], side: Any, head_dim: int, make_codec: Callable[..., Codec]
 ) -> None:
     codec = make_codec(method, options, side, head_dim)
-    x = torch.randn(2, 2, 64, head_dim, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(2, 2, 64, head_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     x[0, 1, 5] = 0.0
     codec.prepare(x)
     rope = random_track(half_layout(head_dim), 2, 64).read(16, 48)

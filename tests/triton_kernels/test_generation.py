@@ -46,7 +46,7 @@ def test_generation_equals_the_torch_backend(
     """Of fixed capacity, the kernel reads from memory how many tokens there are."""
     model = tiny_llama()
     enable_fused_attention(model)
-    ids = torch.randint(1, 96, (2, 60), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(1, 96, (2, 60), generator=torch.Generator(torch.get_default_device()).manual_seed(3))
     padding = torch.ones_like(ids)
     ids[1, :11], padding[1, :11] = 0, 0
     launches = []

@@ -1,0 +1,120 @@
+"""What the kernels do on a GPU: first whether they are right, then how fast; one command, about eight minutes.
+
+    make bench-gpu                                # correctness, then all measurements, to benchmarks/results/gpu.json
+    python benchmarks/gpu.py --small              # every part in small, also without a GPU (TRITON_INTERPRET=1)
+
+Correctness is the kernel tests on the device (`KVCACHE_COMPRESS_TEST_DEVICE=cuda pytest tests/triton_kernels`), which
+must pass before anything is timed. Needs the package, pytest, and a Python with torch, triton and transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from kvcache_compress.bench.decode import DecodeTime, measure_decode
+from kvcache_compress.bench.layers import SHAPES, Shape
+from kvcache_compress.bench.models import ModelTime, measure_models, random_llama
+from kvcache_compress.bench.timing import copy_bandwidth
+from kvcache_compress.eval.results import circumstances, write_atomically
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
+PRESETS = (
+    "turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "turboquant-k3v2", "kivi-4bit", "kivi-2bit",
+    "polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit",
+)  # fmt: skip
+SMALL = {"small": Shape(4, 2, 64)}
+
+
+def check_kernels() -> str:
+    """Runs the kernel tests on the device: the last line that pytest prints.
+
+    Raises:
+        RuntimeError: a test failed, so that nothing may be timed.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"KVCACHE_COMPRESS_TEST_DEVICE": "cuda", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    tests = [f"tests/triton_kernels/test_{name}.py" for name in ("codes", "encode", "attention", "generation")]
+    command = [sys.executable, "-m", "pytest", *tests, "-n", str(min(8, os.cpu_count() or 1)), "--maxfail", "20"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    print(done.stdout[-6000:], done.stderr[-2000:], sep="\n")
+    summary = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "pytest printed nothing"
+    if done.returncode != 0:
+        raise RuntimeError(f"the kernels are not right on this device, so nothing is timed: {summary}")
+    return summary
+
+
+def collect(title: str, found: Iterable[Any], rows: list[dict[str, Any]]) -> None:
+    """Prints and keeps measurements as they come."""
+    print(f"\n{title}", flush=True)
+    for row in found:
+        rows.append(asdict(row))
+        print(_line(row), flush=True)
+
+
+def _line(row: DecodeTime | ModelTime) -> str:
+    if isinstance(row, ModelTime):
+        peak = "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
+        return (
+            f"{row.cache:22} B {row.batch:2} x {row.tokens:6}: {row.tokens_per_second:8.1f} tokens/s, cache "
+            f"{row.cache_gib:.2f} GiB{peak}, filled in {row.fill_seconds:.2f} s"
+        )
+    speed = "" if row.speedup is None else f", {row.speedup:.2f}x of {row.bound:.2f}x"
+    return (
+        f"{row.shape:13} {row.cache:22} B {row.batch:2} x {row.tokens:6}: {row.milliseconds:8.3f} ms, "
+        f"{row.gigabytes_per_second:7.1f} GB/s at {row.bits:.2f} bits{speed}"
+    )
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="JSON file for the results.")] = RESULTS,
+    small: Annotated[bool, typer.Option("--small", help="Tiny sizes, no kernel tests; runs without a GPU.")] = False,
+    preset: Annotated[list[str] | None, typer.Option(help="Presets to measure.")] = None,
+    part: Annotated[list[str] | None, typer.Option(help="Of check, bandwidth, decode, models; all by default.")] = None,
+) -> None:
+    """Checks the kernels on the device and measures them."""
+    if not small and not torch.cuda.is_available():
+        raise typer.BadParameter("no GPU here: only --small runs without one")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    parts = part or ["check", "bandwidth", "decode", "models"]
+    presets = preset or (["turboquant-4bit", "kivi-2bit"] if small else list(PRESETS))
+    results: dict[str, Any] = {
+        "command": "python benchmarks/gpu.py",
+        **circumstances(device),
+        "decode": [],
+        "models": [],
+    }
+    if "check" in parts and not small:
+        results["check"] = check_kernels()
+    if "bandwidth" in parts:
+        results["copy_gigabytes_per_second"] = round(copy_bandwidth(device), 1)
+        print(f"copy: {results['copy_gigabytes_per_second']} GB/s, read and written")
+    try:
+        if "decode" in parts:
+            shapes, batches, lengths = (SMALL, [1], [128]) if small else (SHAPES, [1, 8, 32], [8192, 32768, 131072])
+            found = measure_decode(presets, shapes, batches, lengths, device, 2 if small else 20)
+            collect("decode attention of one layer", found, results["decode"])
+        if "models" in parts:
+            sizes = (SMALL["small"], 2, 64, 64) if small else (SHAPES["llama-3.1-8b"], 32, 4096, 14336)
+            lengths = [160] if small else [8192, 32768, 131072]
+            with torch.random.fork_rng():
+                model = random_llama(*sizes, device)
+            collect("a whole model", measure_models(model, presets[:4], [1], lengths), results["models"])
+    finally:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(output, json.dumps(results, indent=1) + "\n")
+        print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,130 @@
+"""One layer's compressed keys and values for measurements, of any shape, without a model."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+
+from ..codec import Codec, CodecContext, MethodOptions, Side
+from ..commvq_file import CENTRES, describe_model, group_count, rounds_for, write_codebooks
+from ..config import CompressionConfig, LayerPlan
+from ..registry import get_method
+from ..rope import RopeLayout
+from ..rope_track import RopeTrack
+from ..store import PackedStore
+from ..view import SideSegments
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Heads of a model's attention: query heads, key/value heads, and numbers per head."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes per token and layer of an uncompressed 16-bit cache."""
+        return 2 * 2 * self.kv_heads * self.head_dim
+
+
+SHAPES = {"llama-3.1-8b": Shape(32, 8, 128), "qwen2.5-7b": Shape(28, 4, 128), "smollm2-135m": Shape(9, 3, 64)}
+
+
+def middle_layer(config: CompressionConfig) -> LayerPlan:
+    """What a preset does with a layer that no rule for the first or last ones meets."""
+    return config.plan(["full_attention"] * 8)[4]
+
+
+def build_codec(
+    method: str,
+    options: MethodOptions,
+    side: Side,
+    head_dim: int,
+    heads: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> Codec:
+    """A codec for RoPE in halves; CommVQ's gets random codebooks as large as calibrated ones."""
+    half = head_dim // 2
+    rope = RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))
+    if method == "commvq":
+        path = random_codebooks(head_dim, heads, options.bits, options.scalar == "norm")  # type: ignore[attr-defined]
+        options = options.model_copy(update={"codebooks": path})
+    context = CodecContext(side, head_dim, heads, 0, 0, 16, dtype, device or torch.device("cpu"), rope)
+    return get_method(method)(options, context)
+
+
+@cache
+def random_codebooks(head_dim: int, heads: int, bits: float, encoder: bool) -> str:
+    """A file that stands in for the one that CommVQ's presets leave to the user.
+
+    With the encoder of values, which the paper's preset is for, or with residual codebooks.
+    """
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * head_dim}
+    config = LlamaConfig(num_hidden_layers=1, head_dim=head_dim, **sizes)
+    groups = group_count(head_dim)
+    sides: tuple[tuple[Side, tuple[int, ...]], ...]
+    sides = ("keys", (head_dim // (2 * groups), 2)), ("values", (head_dim // groups,))
+    tensors = {}
+    for side, shape in sides:
+        rounds = rounds_for(bits, side, head_dim, groups)
+        tensors[f"{side}.0.codebooks"] = torch.randn(heads, groups, rounds, CENTRES, *shape) / head_dim
+    if encoder:
+        del tensors["values.0.codebooks"]
+        width = heads * head_dim
+        stored = round(bits * width)
+        shapes = {"weight1": (width, width), "bias1": (width,), "weight2": (stored, width), "bias2": (stored,)}
+        shapes["codebook"] = (stored, width)
+        tensors |= {f"values.0.{name}": torch.randn(shape) / head_dim for name, shape in shapes.items()}
+    path = Path(tempfile.mkdtemp()) / "random.safetensors"
+    write_codebooks(describe_model(config, path), tensors)
+    return str(path)
+
+
+def encoded_side(
+    method: str,
+    options: MethodOptions,
+    side: Side,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    heads: int = 2,
+    packed: int = 128,
+    codes: str = "encoded",
+    batch: int = 1,
+    device: torch.device | None = None,
+) -> SideSegments:
+    """A layer's side in a step of decoding, with 16 sinks and 17 recent tokens.
+
+    Args:
+        codes: `encoded` from random tokens, or `random` codes and scales, for lengths that would take long to encode.
+    """
+    device = device or torch.device("cpu")
+    codec = build_codec(method, options, side, head_dim, heads, dtype, device)
+    count = packed if codes == "encoded" else 128
+    tokens = torch.randn(batch, heads, count, head_dim, device=device).to(dtype)
+    codec.prepare(tokens)
+    track = None
+    if codec.rope_use(options, side) == "factors":
+        config = LlamaConfig(head_dim=head_dim, max_position_embeddings=1 << 20)
+        track = RopeTrack(config, codec.context.rope)  # type: ignore[arg-type]
+        track.extend(0, torch.empty(1, 1, 16 + packed + 17, 1, device=device).expand(batch, -1, -1, -1))
+    store = PackedStore(codec.fields, batch, heads, device)
+    if codes == "encoded":
+        store.append(codec.encode(tokens, None if track is None else track.read(16, 16 + packed)), packed, growing=True)
+    else:
+        store.fix(packed)
+        store.tokens = packed
+        for buffer in store.buffers:
+            if buffer.is_floating_point():
+                buffer.uniform_(0.5, 1.5)
+            else:
+                buffer.random_()
+    return SideSegments(tokens[:, :, :16].contiguous(), store, packed, tokens[:, :, :17].contiguous(), codec, track)

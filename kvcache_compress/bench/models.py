@@ -1,0 +1,132 @@
+"""Whole models with random weights: prefill, decoding and memory with a compressed cache and with the full one."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from ..attention import disable_fused_attention, enable_fused_attention
+from ..cache import CompressedCache
+from ..config import load_config
+from .layers import Shape
+
+STEPS = 16
+FILL_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class ModelTime:
+    """One cache in one model.
+
+    Attributes:
+        cache: preset, or `full`.
+        tokens: in the cache when decoding began.
+        tokens_per_second: of decoding, over the batch.
+        fill_seconds: handing keys and values of `tokens` tokens to the cache, without the model.
+        cache_gib: what the filled cache holds.
+        peak_gib: the device's most during decoding, weights included; None where it does not count.
+    """
+
+    cache: str
+    batch: int
+    tokens: int
+    tokens_per_second: float
+    fill_seconds: float
+    cache_gib: float
+    peak_gib: float | None
+
+
+def random_llama(shape: Shape, layers: int, hidden: int, intermediate: int, device: torch.device) -> LlamaForCausalLM:
+    """A bfloat16 Llama of these sizes; its weights are noise, which costs what trained ones cost."""
+    config = LlamaConfig(
+        vocab_size=128_256 if hidden > 1024 else 1024, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=shape.query_heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, max_position_embeddings=1 << 20, dtype=torch.bfloat16,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = model.to_empty(device=device)
+    with torch.device(device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(std=0.02)
+    return model.eval()
+
+
+def measure_models(
+    model: PreTrainedModel, presets: Sequence[str], batches: Sequence[int], lengths: Sequence[int]
+) -> Iterator[ModelTime]:
+    """Decoding from the full cache and from each preset's, as they are measured; out of memory skips one."""
+    config = model.config
+    makers: dict[str, Callable[[], Cache]] = {"full": partial(DynamicCache, config=config)}
+    for preset in presets:
+        makers[preset] = partial(CompressedCache.from_config, config, load_config(preset))
+    for batch in batches:
+        for tokens in lengths:
+            for name, make in makers.items():
+                with suppress(torch.OutOfMemoryError):
+                    yield _measure(model, name, make, batch, tokens)
+                gc.collect()
+                if model.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def _measure(model: PreTrainedModel, name: str, make: Callable[[], Cache], batch: int, tokens: int) -> ModelTime:
+    fused = name != "full"
+    if fused:
+        enable_fused_attention(model)
+    device = model.device
+    on_gpu = device.type == "cuda"
+    synchronize: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
+    try:
+        cache = make()
+        with torch.cuda.device(device) if on_gpu else nullcontext():
+            before = torch.cuda.memory_allocated() if on_gpu else 0
+            fill_seconds = _fill(model, cache, batch, tokens, synchronize)
+            held = torch.cuda.memory_allocated() - before if on_gpu else _bytes(cache)
+            ids = torch.randint(1000, (batch, 1), device=device)
+            for _ in range(3):
+                model(input_ids=ids, past_key_values=cache)
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            synchronize()
+            begun = time.perf_counter()
+            for _ in range(STEPS):
+                ids = model(input_ids=ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            synchronize()
+            seconds = time.perf_counter() - begun
+            peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+    finally:
+        if fused:
+            disable_fused_attention(model)
+    return ModelTime(name, batch, tokens, STEPS * batch / seconds, fill_seconds, held / 2**30, peak)
+
+
+def _fill(model: PreTrainedModel, cache: Cache, batch: int, tokens: int, synchronize: Callable[[], None]) -> float:
+    """Gives every layer random keys and values, a piece at a time: seconds of `update` alone."""
+    config, seconds = model.config, 0.0
+    for layer in range(config.num_hidden_layers):
+        for start in range(0, tokens, FILL_TOKENS):
+            size = (batch, config.num_key_value_heads, min(FILL_TOKENS, tokens - start), config.head_dim)
+            keys, values = (torch.randn(size, device=model.device, dtype=model.dtype) for _ in range(2))
+            synchronize()
+            begun = time.perf_counter()
+            cache.update(keys, values, layer)
+            synchronize()
+            seconds += time.perf_counter() - begun
+    return seconds
+
+
+def _bytes(cache: Cache) -> int:
+    if isinstance(cache, CompressedCache):
+        return cache.memory_report().total_bytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -1,0 +1,86 @@
+"""The benchmark kit in small, in Triton's interpreter; on a GPU it is the same code with other sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcache_compress.bench import decode, models
+from kvcache_compress.bench.layers import SHAPES, Shape, encoded_side
+from kvcache_compress.bench.timing import copy_bandwidth, median_ms
+from kvcache_compress.config import load_config, preset_names
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+TINY = {"tiny": Shape(4, 2, 64)}
+
+
+def test_the_kit_in_small(tmp_path: Path) -> None:
+    output = tmp_path / "new" / "gpu.json"
+    command = [sys.executable, "benchmarks/gpu.py", "--small", "--output", str(output), "--preset", "turboquant-4bit"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(output.read_text())
+    assert [(row["cache"], row["tokens"]) for row in found["decode"]] == [("full", 128), ("turboquant-4bit", 128)]
+    full, ours = found["decode"]
+    assert ours["speedup"] == pytest.approx(full["milliseconds"] / ours["milliseconds"])
+    # 128 tokens of 4.25 bits, and 16 + 17 of 16 bits.
+    assert ours["bits"] == pytest.approx((128 * 4.25 + 33 * 16) / 161)
+    assert ours["bound"] == pytest.approx(16 / ours["bits"])
+    assert [row["cache"] for row in found["models"]] == ["full", "turboquant-4bit"]
+    assert all(row["tokens_per_second"] > 0 for row in found["models"])
+    assert all(row["cache_gib"] > 0 for row in found["models"])
+    assert found["copy_gigabytes_per_second"] > 0
+    assert "GB/s at 6.66 bits" in done.stdout
+
+
+def test_without_a_gpu_only_small(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    command = [sys.executable, "benchmarks/gpu.py", "--output", str(tmp_path / "gpu.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no GPU here" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_every_preset_can_be_filled_at_random(preset: str) -> None:
+    plan = decode.middle_layer(load_config(preset))
+    for side in ("keys", "values"):
+        config = plan.side(side)
+        common = {"packed": 256, "codes": "random", "batch": 2, "heads": 3}
+        made = encoded_side(config.method, config.options(), side, 64, torch.bfloat16, **common)
+        assert made.shape == (2, 3, 16 + 256 + 17, 64)
+        assert made.dense().isfinite().all()
+
+
+def test_out_of_memory_leaves_one_measurement_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: object) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 80 GiB")
+
+    monkeypatch.setattr(decode, "full_time", too_large)
+    (row,) = decode.measure_decode(["kivi-4bit"], TINY, [1], [64], CPU, 1)
+    assert (row.cache, row.speedup, row.bound) == ("kivi-4bit", None, None)
+    monkeypatch.setattr(models, "_fill", too_large)
+    model = models.random_llama(TINY["tiny"], 1, 64, 64, CPU)
+    assert list(models.measure_models(model, ["kivi-4bit"], [1], [64])) == []
+
+
+def test_calls_take_turns() -> None:
+    called: list[int] = []
+    assert median_ms([lambda: called.append(0), lambda: called.append(1)], CPU, repeats=4, warmup=2) >= 0
+    assert called == [0, 1, 0, 1, 0, 1]
+    assert copy_bandwidth(CPU, 1 << 20) > 0
+
+
+def test_bytes_of_a_shape() -> None:
+    assert SHAPES["llama-3.1-8b"].dense_bytes == 2 * 2 * 8 * 128
+    assert decode._sets(1 << 20) == 8
+    assert decode._sets(1 << 30) == 1
