@@ -51,7 +51,6 @@ def random_encoder(config: Any, bits: int) -> Any:
 
 
 @cache
-@torch.device("cpu")
 def codebook_file(
     head_dim: int,
     groups: int = 1,
@@ -66,9 +65,10 @@ def codebook_file(
         sizes = CONTRACT_MODEL
     config = LlamaConfig(**sizes)
     path = FOLDER / f"{head_dim}-{groups}-{key_shape}-{value_shape}-{encoder_bits}-{heads}.safetensors"
-    tensors = random_codebooks(config, groups, key_shape, value_shape)
-    if encoder_bits:
-        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("keys")}
-        tensors |= random_encoder(config, encoder_bits)
+    with torch.device("cpu"):
+        tensors = random_codebooks(config, groups, key_shape, value_shape)
+        if encoder_bits:
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("keys")}
+            tensors |= random_encoder(config, encoder_bits)
     write_codebooks(describe_model(config, path), tensors)
     return str(path)
