@@ -1,10 +1,11 @@
 """What the kernels do on a GPU: first whether they are right, then how fast; one command, about eight minutes.
 
     make bench-gpu                                # correctness, then all measurements, to benchmarks/results/gpu.json
-    python benchmarks/gpu.py --small              # every part in small, also without a GPU (TRITON_INTERPRET=1)
+    python benchmarks/gpu.py --small --output F   # every part in small, also without a GPU (TRITON_INTERPRET=1)
 
 Correctness is the kernel tests on the device (`KVCACHE_COMPRESS_TEST_DEVICE=cuda pytest tests/triton_kernels`), which
-must pass before anything is timed. Needs the package, pytest, and a Python with torch, triton and transformers.
+must pass before anything is timed. Not measured yet: encode throughput, the longest context that fits, prefill,
+FlashInfer and FlashAttention, presets beyond those named here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvcache_compress.bench.decode import DecodeTime, measure_decode
 from kvcache_compress.bench.layers import SHAPES, Shape
 from kvcache_compress.bench.models import ModelTime, measure_models, random_llama
 from kvcache_compress.bench.timing import copy_bandwidth
-from kvcache_compress.eval.results import circumstances, write_atomically
+from kvcache_compress.eval.results import circumstances, git_commit, write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
@@ -43,10 +44,11 @@ def check_kernels() -> str:
         RuntimeError: a test failed, so that nothing may be timed.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"KVCACHE_COMPRESS_TEST_DEVICE": "cuda", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    # Without the second pytest would find the sources, which lack the folders that are installed into the package.
+    environment |= {"KVCACHE_COMPRESS_TEST_DEVICE": "cuda", "PYTHONSAFEPATH": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     tests = [f"tests/triton_kernels/test_{name}.py" for name in ("codes", "encode", "attention", "generation")]
     command = [sys.executable, "-m", "pytest", *tests, "-n", str(min(8, os.cpu_count() or 1)), "--maxfail", "20"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=480)
     print(done.stdout[-6000:], done.stderr[-2000:], sep="\n")
     summary = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "pytest printed nothing"
     if done.returncode != 0:
@@ -63,21 +65,22 @@ def collect(title: str, found: Iterable[Any], rows: list[dict[str, Any]]) -> Non
 
 
 def _line(row: DecodeTime | ModelTime) -> str:
+    where = f"{row.cache:22} B {row.batch:2} x {row.tokens:6}: "
+    if row.error is not None:
+        return where + row.error
     if isinstance(row, ModelTime):
         peak = "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
         return (
-            f"{row.cache:22} B {row.batch:2} x {row.tokens:6}: {row.tokens_per_second:8.1f} tokens/s, cache "
-            f"{row.cache_gib:.2f} GiB{peak}, filled in {row.fill_seconds:.2f} s"
+            f"{where}{row.tokens_per_second:8.1f} tokens/s, cache {row.cache_gib:.2f} GiB{peak}, filled in "
+            f"{row.fill_seconds:.2f} s"
         )
     speed = "" if row.speedup is None else f", {row.speedup:.2f}x of {row.bound:.2f}x"
-    return (
-        f"{row.shape:13} {row.cache:22} B {row.batch:2} x {row.tokens:6}: {row.milliseconds:8.3f} ms, "
-        f"{row.gigabytes_per_second:7.1f} GB/s at {row.bits:.2f} bits{speed}"
-    )
+    figures = f"{row.milliseconds:8.3f} ms, {row.gigabytes_per_second:7.1f} GB/s at {row.bits:.2f} bits"
+    return f"{row.shape:13} {where}{figures}{speed}"
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="JSON file for the results.")] = RESULTS,
+    output: Annotated[Path | None, typer.Option(help="JSON file; the committed one only for a whole run.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Tiny sizes, no kernel tests; runs without a GPU.")] = False,
     preset: Annotated[list[str] | None, typer.Option(help="Presets to measure.")] = None,
     part: Annotated[list[str] | None, typer.Option(help="Of check, bandwidth, decode, models; all by default.")] = None,
@@ -86,14 +89,12 @@ def main(
     if not small and not torch.cuda.is_available():
         raise typer.BadParameter("no GPU here: only --small runs without one")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if output is None and (small or preset or part):
+        raise typer.BadParameter("--output is needed for --small, --preset and --part")
     parts = part or ["check", "bandwidth", "decode", "models"]
     presets = preset or (["turboquant-4bit", "kivi-2bit"] if small else list(PRESETS))
-    results: dict[str, Any] = {
-        "command": "python benchmarks/gpu.py",
-        **circumstances(device),
-        "decode": [],
-        "models": [],
-    }
+    results: dict[str, Any] = {**circumstances(device), "commit": git_commit(__file__), "check": "skipped"}
+    results |= {"finished": False, "decode": [], "models": []}
     if "check" in parts and not small:
         results["check"] = check_kernels()
     if "bandwidth" in parts:
@@ -107,13 +108,15 @@ def main(
         if "models" in parts:
             sizes = (SMALL["small"], 2, 64, 64) if small else (SHAPES["llama-3.1-8b"], 32, 4096, 14336)
             lengths = [160] if small else [8192, 32768, 131072]
-            with torch.random.fork_rng():
-                model = random_llama(*sizes, device)
+            model = random_llama(*sizes, device)
             collect("a whole model", measure_models(model, presets[:4], [1], lengths), results["models"])
+        results["finished"] = True
     finally:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(output, json.dumps(results, indent=1) + "\n")
-        print(f"written: {output}")
+        path = output or RESULTS
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if output is not None or results["finished"]:
+            write_atomically(path, json.dumps(results, indent=1) + "\n")
+            print(f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,9 @@ def tasks(table: Table) -> str:
         cells = (row.cells[column.name] for row in rows if column.name in row.cells)
         finished = [cell for cell in cells if cell.error is None]
         seconds = sum(cell.seconds for cell in finished) + finished[0].prefill_seconds
-        sizes.append(f"{column.name} {finished[0].samples} samples, {seconds / 60:.0f} min for all caches")
+        sizes.append(
+            f"{column.name} {finished[0].samples} samples, {seconds / 60:.0f} processor-minutes for all caches"
+        )
     failures = [f"{failure.benchmark}, {', '.join(failure.caches)}: {failure.message}" for failure in table.failures]
     failed = [f"\nFailed: {'; '.join(failures)}."] if failures else []
     return "\n".join([*lines, "", f"{table.model}; {'; '.join(sizes)}.", *failed])

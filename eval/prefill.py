@@ -26,7 +26,9 @@ from kvcache_compress.eval.rows import REPLACED, RowCaches, row_attention
 
 MOST_ROWS = 8
 ROWS_BYTES = 2 << 30
-"""Caches that go through the model together at most, and bytes of the keys and values that they hold, decoded."""
+ROWS_TOKENS = 256
+"""Caches that go through the model together at most, and bytes that they may take: keys and values, decoded, and the
+logits of so many tokens, twice."""
 STEP_TOKENS = 16
 """Tokens per pass where they are given, not generated: the KL of single steps in a fifth of the time."""
 
@@ -85,7 +87,9 @@ class Prefill:
         plain = self.model.config._attn_implementation == REPLACED
         if self.states is None or not plain or self.ids.device.type != "cpu":
             return 1
-        return max(1, min(MOST_ROWS, ROWS_BYTES // sum(keys.nbytes + values.nbytes for keys, values in self.states)))
+        held = sum(keys.nbytes + values.nbytes for keys, values in self.states)
+        logits = 2 * ROWS_TOKENS * self.logits.numel() * torch.float32.itemsize
+        return max(1, min(MOST_ROWS, ROWS_BYTES // (held + logits)))
 
     def asked(self, question: torch.Tensor) -> Prefill:
         """The same prompt with another question `[1, Q]`, without another pass."""
@@ -164,7 +168,9 @@ class CacheRun:
             for run, row in zip(runs, rows, strict=True):
                 run._asked, run._answer, run.seconds = asked, row, run.seconds + share
         if asked != self._asked or self._answer is None:
-            raise ValueError(f"cache={self.spec.name!r}: asked something else than the caches that it goes with")
+            raise ValueError(
+                f"cache={self.spec.name!r}: a run is good for one continuation, the same for caches that go together"
+            )
         return self._answer
 
     def _force(self, cache: Cache, rows: int, tokens: torch.Tensor, step: int) -> torch.Tensor:

@@ -78,9 +78,9 @@ def hardware(device: torch.device) -> dict[str, Any]:
     return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "accelerator": accelerator}
 
 
-def git_commit() -> str | None:
-    """Commit of this source file's repository, `-dirty` if its tree has changes; None where there is none."""
-    here = Path(__file__).resolve()
+def git_commit(file: str = __file__) -> str | None:
+    """Commit of a source file's repository, `-dirty` if its tree has changes; None where there is none."""
+    here = Path(file).resolve()
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(here.parent), *arguments]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,8 @@ from kvcache_compress.eval.prefill import CacheRun, Prefill, join, prefill
 from kvcache_compress.eval.processes import OneProcess, Processes
 from kvcache_compress.eval.results import circumstances, error_message
 
+logger = logging.getLogger(__name__)
+
 
 class Progress(Protocol):
     """Told of each cell-sample that is done: how many now, of how many, and what comes next."""
@@ -30,7 +33,7 @@ class Progress(Protocol):
     def __call__(self, done: int, total: int, label: str) -> None: ...
 
 
-@dataclass(eq=False)
+@dataclass
 class _Work:
     """A cell under way."""
 
@@ -168,11 +171,11 @@ class Runner:
 
     def _score_all(self, name: str, benchmark: Benchmark, samples: Sequence[Sample], works: Sequence[_Work]) -> None:
         """This process's share of the samples that some cell lacks."""
-        done = {work: work.known() for work in works}
+        done = {id(work): work.known() for work in works}
         self.processes.gather(None)  # all have read what is done before any adds to it
 
         def pending(sample: Sample) -> list[_Work]:
-            lacking = (work for work in works if done[work].get(sample.id, {}).get("digest") != sample.digest)
+            lacking = (work for work in works if done[id(work)].get(sample.id, {}).get("digest") != sample.digest)
             return [work for work in lacking if work.error is None]
 
         lacking = [sample for sample in samples if pending(sample)]
@@ -180,7 +183,6 @@ class Runner:
         total = sum(len(pending(sample)) for sample in own)
         count = 0
         shared: Prefill | None = None
-        titles: dict[_Work, tuple[int, int, str]] = {}
         for sample, following in itertools.zip_longest(own, own[1:]):
             todo = pending(sample)
             if not todo:
@@ -193,52 +195,35 @@ class Runner:
                 prompt, question = sample.prompt, sample.question
                 shared = prefill(self.model, prompt, question) if shared is None else shared.asked(question)
                 shared.keep = following is not None and torch.equal(following.prompt, prompt)
-                for at, work in enumerate(todo):
-                    titles[work] = (count + at, total, f"{name} {sample.id}, {work.spec.name}")
-                for group in _grouped(todo, shared.rows()):
-                    self._score_together(benchmark, shared, sample, group, lambda work: self.on_progress(*titles[work]))
-            count += len(todo)
+            for group in _grouped(todo, 1 if shared is None else shared.rows()):
+                if shared is not None and all(work.error is None for work in group):
+                    self.on_progress(count, total, f"{name} {sample.id}, {group[0].spec.name}")
+                    self._score_together(benchmark, shared, sample, group)
+                count += len(group)
         self.on_progress(total, total, name)
 
-    def _score_together(
-        self,
-        benchmark: Benchmark,
-        shared: Prefill,
-        sample: Sample,
-        works: Sequence[_Work],
-        tell: Callable[[_Work], None],
-    ) -> None:
+    def _score_together(self, benchmark: Benchmark, shared: Prefill, sample: Sample, works: Sequence[_Work]) -> None:
         """A record for each of these cells; where something fails together, once more for each alone."""
-        if len(works) == 1:
-            with self._failing(works):
-                self._score(benchmark, shared, sample, works, tell)
-            return
-        try:
-            self._score(benchmark, shared, sample, works, tell)
-        except Exception:
-            for work in works:
-                self._score_together(benchmark, shared, sample, [work], tell)
+        if len(works) > 1:
+            try:
+                return self._score(benchmark, shared, sample, works)
+            except Exception as error:
+                logger.debug("%s: one by one after %s", sample.id, error_message(error))
+        # Out of the handler, whose error would keep all caches of the group.
+        for work in works:
+            with self._failing([work]):
+                self._score(benchmark, shared, sample, [work])
 
-    def _score(
-        self,
-        benchmark: Benchmark,
-        shared: Prefill,
-        sample: Sample,
-        works: Sequence[_Work],
-        tell: Callable[[_Work], None],
-    ) -> None:
-        tell(works[0])
+    def _score(self, benchmark: Benchmark, shared: Prefill, sample: Sample, works: Sequence[_Work]) -> None:
         runs = [self._filled(shared, work.spec) for work in works]
         join(runs)
-        for work, run, following in zip(works, runs, [*works[1:], None], strict=True):
+        for work, run in zip(works, runs, strict=True):
             set_seed(self.seed)
             scored = benchmark.score(run, sample, self.tokenizer)
             common = {"id": sample.id, "digest": sample.digest, "tokens": sample.prompt.shape[1]}
             seconds = {"seconds": round(run.seconds, 3), "prefill_seconds": round(shared.seconds, 3)}
             measured = dataclasses.asdict(run.measured)
             work.parts.add_record(common | measured | seconds | {"commit": self._circumstances["commit"]} | scored)
-            if following is not None:
-                tell(following)
 
     def _filled(self, shared: Prefill, spec: CacheSpec) -> CacheRun:
         set_seed(self.seed)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 CHUNK = 1 << 20
-"""Largest number of distances that are held at once: few enough for a processor's cache."""
+"""Distances of pairs of centres that are held at once: few enough for a processor's cache."""
 
 
 def times_i(c: torch.Tensor) -> torch.Tensor:

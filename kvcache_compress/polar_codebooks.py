@@ -97,8 +97,12 @@ def offline_codebook(level: int, bits: int) -> AngleCodebook:
 
 def online_codebook(angles: torch.Tensor, bits: int, circular: bool, seed: int) -> AngleCodebook:
     """One-dimensional k-means++ on angles `[n]` (section 4.1); on the circle with distances across the wrap."""
+    with torch.device("cpu"):  # whatever the default device
+        return _clustered(angles.detach().cpu().double(), bits, circular, seed)
+
+
+def _clustered(angles: torch.Tensor, bits: int, circular: bool, seed: int) -> AngleCodebook:
     generator = torch.Generator().manual_seed(seed)
-    angles = angles.detach().to("cpu", torch.float64)
     if len(angles) > SAMPLES:
         angles = angles[torch.randint(len(angles), (SAMPLES,), generator=generator)]
     turn = 2 * math.pi

@@ -17,14 +17,15 @@ def random_rotation(kind: RotationKind, dim: int, seed: int) -> torch.Tensor:
     two block-diagonal transforms with a random permutation between them.
     """
     generator = torch.Generator().manual_seed(seed)
-    if kind == "haar":
-        return haar(dim, generator).float()
-    signs = _signs(dim, generator)
-    block = _hadamard_blocks(dim)
-    if dim & (dim - 1) == 0:
-        return (block * signs).float()
-    shuffle = torch.randperm(dim, generator=generator)
-    return (block @ (block * signs)[shuffle]).float()
+    with torch.device("cpu"):  # whatever the default device: the same numbers everywhere
+        if kind == "haar":
+            return haar(dim, generator).float()
+        signs = _signs(dim, generator)
+        block = _hadamard_blocks(dim)
+        if dim & (dim - 1) == 0:
+            return (block * signs).float()
+        shuffle = torch.randperm(dim, generator=generator)
+        return (block @ (block * signs)[shuffle]).float()
 
 
 def haar(dim: int, generator: torch.Generator) -> torch.Tensor:

@@ -29,7 +29,8 @@ def sketch_matrix(kind: SketchKind, dim: int, seed: int, rows: int | None = None
     """S, float32 `[rows, dim]` (square by default): Gaussian, or the first rows of stacked √d times Haar rotations."""
     rows = rows or dim
     generator = torch.Generator().manual_seed(seed)
-    if kind == "gaussian":
-        return torch.randn(rows, dim, generator=generator)
-    blocks = [haar(dim, generator) for _ in range(-(-rows // dim))]
-    return torch.cat(blocks)[:rows].float() * math.sqrt(dim)
+    with torch.device("cpu"):  # whatever the default device: the same numbers everywhere
+        if kind == "gaussian":
+            return torch.randn(rows, dim, generator=generator)
+        blocks = [haar(dim, generator) for _ in range(-(-rows // dim))]
+        return torch.cat(blocks)[:rows].float() * math.sqrt(dim)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from kvcache_compress.polar_codebooks import online_codebook
 from kvcache_compress.rotation import haar, random_rotation
 from kvcache_compress.sketch import sketch_constant, sketch_matrix
 
@@ -74,3 +75,18 @@ def test_sketch_matrices() -> None:
     assert gaussian.var() == pytest.approx(1, abs=0.05)
     assert torch.equal(gaussian, sketch_matrix("gaussian", 128, seed=1))
     assert not torch.equal(gaussian, sketch_matrix("gaussian", 128, seed=2))
+
+
+def test_numbers_do_not_depend_on_the_default_device() -> None:
+    angles = torch.rand(200)
+    made = [
+        lambda: random_rotation("haar", 24, 1),
+        lambda: random_rotation("hadamard", 24, 1),
+        lambda: sketch_matrix("gaussian", 24, 1),
+        lambda: sketch_matrix("orthogonal", 24, 1),
+        lambda: online_codebook(angles, 2, False, 1).angles,
+    ]
+    for make in made:
+        with torch.device("meta"):
+            elsewhere = make()
+        assert torch.equal(elsewhere, make())

@@ -1,1 +1,1 @@
-"""How fast: decode attention over a compressed layer, encoding, and whole models, beside the uncompressed cache."""
+"""How fast: decode attention over a compressed layer, and whole models, beside the uncompressed cache."""

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..backend import interpreting, resolve_backend
 from ..config import load_config
+from ..eval.results import error_message
 from ..view import PackedKV, SideSegments
 from .layers import Shape, encoded_side, middle_layer
 from .timing import median_ms
 
-SETS_BYTES = 256 << 20
-"""Inputs take turns until so many bytes lie between two uses of one: several times a GPU's L2."""
+BACKENDS = {"cuda": [SDPBackend.FLASH_ATTENTION], "cpu": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]}
+"""Of PyTorch's attention: on a GPU one that takes another is refused, not timed."""
 
 
 @dataclass(frozen=True)
@@ -30,70 +32,57 @@ class DecodeTime:
         gigabytes_per_second: bytes that the layer stores over that time.
         bits: stored bits per number, everything in the layer counted.
         speedup: over `full` of the same batch and length; `bound` is what the bytes would allow.
+        error: why there are no figures.
     """
 
     cache: str
     shape: str
     batch: int
     tokens: int
-    milliseconds: float
-    gigabytes_per_second: float
-    bits: float
+    milliseconds: float | None = None
+    gigabytes_per_second: float | None = None
+    bits: float | None = None
     speedup: float | None = None
     bound: float | None = None
+    error: str | None = None
 
 
 def full_time(name: str, shape: Shape, batch: int, tokens: int, device: torch.device, repeats: int = 20) -> DecodeTime:
     """PyTorch's attention with grouped queries over bfloat16 keys and values, flash where there is one."""
-    size = batch * tokens * shape.dense_bytes
-
-    def inputs() -> tuple[torch.Tensor, ...]:
-        heads = (shape.query_heads, shape.kv_heads, shape.kv_heads)
-        lengths = (1, tokens, tokens)
-        return tuple(
-            torch.randn(batch, count, length, shape.head_dim, device=device, dtype=torch.bfloat16)
-            for count, length in zip(heads, lengths, strict=True)
-        )
-
-    sets = [inputs() for _ in range(_sets(size))]
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if device.type == "cuda" else list(_ANY)
+    heads = (shape.query_heads, shape.kv_heads, shape.kv_heads)
+    query, keys, values = (
+        torch.randn(batch, count, length, shape.head_dim, device=device, dtype=torch.bfloat16)
+        for count, length in zip(heads, (1, tokens, tokens), strict=True)
+    )
     attend = torch.nn.functional.scaled_dot_product_attention
-    with sdpa_kernel(backends, set_priority=True):
-        time = median_ms([lambda one=one: attend(*one, enable_gqa=True) for one in sets], device, repeats)  # type: ignore[misc]
+    with sdpa_kernel(BACKENDS[device.type]):
+        time = median_ms(lambda: attend(query, keys, values, enable_gqa=True), device, repeats)
+    size = keys.nbytes + values.nbytes
     return DecodeTime("full", name, batch, tokens, time, size / time / 1e6, 16.0, 1.0, 1.0)
-
-
-_ANY = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
 def compressed_time(
     preset: str, name: str, shape: Shape, batch: int, tokens: int, device: torch.device, repeats: int = 20
 ) -> DecodeTime:
-    """Fused attention as a model calls it, over random codes.
+    """Fused attention as a model calls it, over random codes, with the preset's dense windows beside `tokens` packed.
 
     Raises:
         ValueError: a preset that does not fit the shape.
     """
     plan = middle_layer(load_config(preset))
-
-    def view() -> PackedKV:
-        keys, values = (
-            encoded_side(
-                plan.side(side).method, plan.side(side).options(), side, shape.head_dim, torch.bfloat16,
-                heads=shape.kv_heads, packed=tokens, codes="random", batch=batch, device=device,
-            )
-            for side in ("keys", "values")
-        )  # fmt: skip
-        return PackedKV(keys, values, "keys", resolve_backend("triton" if interpreting() else "auto", device))
-
-    first = view()
-    size = _stored(first.keys) + _stored(first.values)
-    views = [first, *(view() for _ in range(_sets(size) - 1))]
+    keys, values = (
+        encoded_side(
+            plan.side(side).method, plan.side(side).options(), side, shape.head_dim, torch.bfloat16,
+            heads=shape.kv_heads, packed=tokens, windows=(plan.sink_tokens, plan.recent_tokens), codes="random",
+            batch=batch, device=device,
+        )
+        for side in ("keys", "values")
+    )  # fmt: skip
+    view = PackedKV(keys, values, "keys", resolve_backend("triton" if interpreting() else "auto", device))
     query = torch.randn(batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=torch.bfloat16)
-    scaling = shape.head_dim**-0.5
-    calls = [lambda one=one: one.attend(query, None, scaling, None, None) for one in views]
-    time = median_ms(calls, device, repeats)
-    numbers = 2 * batch * shape.kv_heads * first.shape[2] * shape.head_dim
+    time = median_ms(lambda: view.attend(query, None, shape.head_dim**-0.5, None, None), device, repeats)
+    size = _stored(keys) + _stored(values)
+    numbers = 2 * batch * shape.kv_heads * view.shape[2] * shape.head_dim
     return DecodeTime(preset, name, batch, tokens, time, size / time / 1e6, 8 * size / numbers)
 
 
@@ -105,29 +94,25 @@ def measure_decode(
     device: torch.device,
     repeats: int = 20,
 ) -> Iterator[DecodeTime]:
-    """Full and compressed attention for every combination, as they are measured; out of memory skips one."""
+    """Full and compressed attention for every combination, as they are measured; what fails is a row that says why."""
     for (name, shape), batch, tokens in itertools.product(shapes.items(), batches, lengths):
-        try:
-            full: DecodeTime | None = full_time(name, shape, batch, tokens, device, repeats)
-        except torch.OutOfMemoryError:
-            full = None
-        if full is not None:
-            yield full
+        call = (name, shape, batch, tokens, device, repeats)
+        full = _or_error("full", call, lambda: full_time(*call))  # noqa: B023 - called at once
+        yield full
         for preset in presets:
-            try:
-                found = compressed_time(preset, name, shape, batch, tokens, device, repeats)
-            except torch.OutOfMemoryError:
-                continue
-            yield found if full is None else _compared(found, full)
+            found = _or_error(preset, call, lambda: compressed_time(preset, *call))  # noqa: B023
+            if found.milliseconds and found.bits and full.milliseconds:
+                speedup = full.milliseconds / found.milliseconds
+                found = replace(found, speedup=speedup, bound=16 / found.bits)
+            yield found
 
 
-def _compared(found: DecodeTime, full: DecodeTime) -> DecodeTime:
-    speedup = full.milliseconds / found.milliseconds
-    return DecodeTime(**{**vars(found), "speedup": speedup, "bound": 16 / found.bits})
-
-
-def _sets(size: int) -> int:
-    return max(1, min(8, SETS_BYTES // size))
+def _or_error(cache: str, call: tuple[Any, ...], measure: Callable[[], DecodeTime]) -> DecodeTime:
+    try:
+        return measure()
+    except Exception as error:
+        name, _, batch, tokens = call[:4]
+        return DecodeTime(cache, name, batch, tokens, error=error_message(error))
 
 
 def _stored(side: SideSegments) -> int:

@@ -97,28 +97,34 @@ def encoded_side(
     *,
     heads: int = 2,
     packed: int = 128,
+    windows: tuple[int, int] = (16, 17),
     codes: str = "encoded",
     batch: int = 1,
     device: torch.device | None = None,
 ) -> SideSegments:
-    """A layer's side in a step of decoding, with 16 sinks and 17 recent tokens.
+    """A layer's side in a step of decoding.
 
     Args:
+        packed: tokens that are compressed.
+        windows: dense tokens before and after them.
         codes: `encoded` from random tokens, or `random` codes and scales, for lengths that would take long to encode.
     """
     device = device or torch.device("cpu")
+    first, last = windows
     codec = build_codec(method, options, side, head_dim, heads, dtype, device)
-    count = packed if codes == "encoded" else 128
+    count = packed if codes == "encoded" else max(128, *windows)
     tokens = torch.randn(batch, heads, count, head_dim, device=device).to(dtype)
     codec.prepare(tokens)
     track = None
     if codec.rope_use(options, side) == "factors":
         config = LlamaConfig(head_dim=head_dim, max_position_embeddings=1 << 20)
         track = RopeTrack(config, codec.context.rope)  # type: ignore[arg-type]
-        track.extend(0, torch.empty(1, 1, 16 + packed + 17, 1, device=device).expand(batch, -1, -1, -1))
+        track.extend(0, torch.empty(1, 1, first + packed + last, 1, device=device).expand(batch, -1, -1, -1))
     store = PackedStore(codec.fields, batch, heads, device)
     if codes == "encoded":
-        store.append(codec.encode(tokens, None if track is None else track.read(16, 16 + packed)), packed, growing=True)
+        store.append(
+            codec.encode(tokens, None if track is None else track.read(first, first + packed)), packed, growing=True
+        )
     else:
         store.fix(packed)
         store.tokens = packed
@@ -127,4 +133,6 @@ def encoded_side(
                 buffer.uniform_(0.5, 1.5)
             else:
                 buffer.random_()
-    return SideSegments(tokens[:, :, :16].contiguous(), store, packed, tokens[:, :, :17].contiguous(), codec, track)
+    return SideSegments(
+        tokens[:, :, :first].contiguous(), store, packed, tokens[:, :, :last].contiguous(), codec, track
+    )

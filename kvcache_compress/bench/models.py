@@ -1,11 +1,11 @@
-"""Whole models with random weights: prefill, decoding and memory with a compressed cache and with the full one."""
+"""Whole models with random weights: decoding and memory with a compressed cache and with the full one."""
 
 from __future__ import annotations
 
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +15,11 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 from ..attention import disable_fused_attention, enable_fused_attention
 from ..cache import CompressedCache
 from ..config import load_config
+from ..eval.results import error_message
 from .layers import Shape
 
-STEPS = 16
+STEPS = 32
+"""As many as pass between two packings of tokens in the presets, so that each is counted with its share."""
 FILL_TOKENS = 8192
 
 
@@ -32,15 +34,17 @@ class ModelTime:
         fill_seconds: handing keys and values of `tokens` tokens to the cache, without the model.
         cache_gib: what the filled cache holds.
         peak_gib: the device's most during decoding, weights included; None where it does not count.
+        error: why there are no figures.
     """
 
     cache: str
     batch: int
     tokens: int
-    tokens_per_second: float
-    fill_seconds: float
-    cache_gib: float
-    peak_gib: float | None
+    tokens_per_second: float | None = None
+    fill_seconds: float | None = None
+    cache_gib: float | None = None
+    peak_gib: float | None = None
+    error: str | None = None
 
 
 def random_llama(shape: Shape, layers: int, hidden: int, intermediate: int, device: torch.device) -> LlamaForCausalLM:
@@ -64,7 +68,7 @@ def random_llama(shape: Shape, layers: int, hidden: int, intermediate: int, devi
 def measure_models(
     model: PreTrainedModel, presets: Sequence[str], batches: Sequence[int], lengths: Sequence[int]
 ) -> Iterator[ModelTime]:
-    """Decoding from the full cache and from each preset's, as they are measured; out of memory skips one."""
+    """Decoding from the full cache and from each preset's, as they are measured; what fails says why."""
     config = model.config
     makers: dict[str, Callable[[], Cache]] = {"full": partial(DynamicCache, config=config)}
     for preset in presets:
@@ -72,8 +76,11 @@ def measure_models(
     for batch in batches:
         for tokens in lengths:
             for name, make in makers.items():
-                with suppress(torch.OutOfMemoryError):
-                    yield _measure(model, name, make, batch, tokens)
+                try:
+                    found = _measure(model, name, make, batch, tokens)
+                except Exception as error:
+                    found = ModelTime(name, batch, tokens, error=error_message(error))
+                yield found
                 gc.collect()
                 if model.device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -88,6 +95,7 @@ def _measure(model: PreTrainedModel, name: str, make: Callable[[], Cache], batch
     on_gpu = device.type == "cuda"
     synchronize: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
     try:
+        _fill(model, make(), batch, min(tokens, FILL_TOKENS), synchronize)  # compiles the encoders
         cache = make()
         with torch.cuda.device(device) if on_gpu else nullcontext():
             before = torch.cuda.memory_allocated() if on_gpu else 0

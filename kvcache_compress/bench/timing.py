@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+FLUSH_BYTES = 256 << 20
+"""Written before each call: several times a GPU's L2, and long enough for the call to be queued meanwhile."""
 
-def median_ms(calls: Sequence[Callable[[], Any]], device: torch.device, repeats: int = 20, warmup: int = 3) -> float:
-    """Median milliseconds of a call, by the device's events where it is a GPU.
 
-    The calls are equal but for their inputs, and take turns, so that a cache does not help the next one.
-    """
-    for at in range(warmup):
-        calls[at % len(calls)]()
+def median_ms(call: Callable[[], Any], device: torch.device, repeats: int = 20, warmup: int = 3) -> float:
+    """Median milliseconds of a call, by the device's events where it is a GPU, whose L2 then holds nothing of use."""
+    for _ in range(warmup):
+        call()
     times = []
-    for at in range(repeats):
-        call = calls[at % len(calls)]
+    flushed = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+    for _ in range(repeats):
         if device.type == "cuda":
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flushed.zero_()
             start.record()
             call()
             stop.record()
@@ -40,4 +41,4 @@ def copy_bandwidth(device: torch.device, size: int = 4 << 30) -> float:
         size = min(size, 256 << 20)
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    return 2 * size / median_ms([lambda: target.copy_(source)], device, repeats=10) / 1e6
+    return 2 * size / median_ms(lambda: target.copy_(source), device, repeats=10) / 1e6

@@ -30,14 +30,15 @@ def test_the_kit_in_small(tmp_path: Path) -> None:
     assert [(row["cache"], row["tokens"]) for row in found["decode"]] == [("full", 128), ("turboquant-4bit", 128)]
     full, ours = found["decode"]
     assert ours["speedup"] == pytest.approx(full["milliseconds"] / ours["milliseconds"])
-    # 128 tokens of 4.25 bits, and 16 + 17 of 16 bits.
-    assert ours["bits"] == pytest.approx((128 * 4.25 + 33 * 16) / 161)
+    # 128 tokens of 4.25 bits, and 16 + 64 of 16 bits.
+    assert ours["bits"] == pytest.approx((128 * 4.25 + 80 * 16) / 208)
     assert ours["bound"] == pytest.approx(16 / ours["bits"])
     assert [row["cache"] for row in found["models"]] == ["full", "turboquant-4bit"]
     assert all(row["tokens_per_second"] > 0 for row in found["models"])
     assert all(row["cache_gib"] > 0 for row in found["models"])
     assert found["copy_gigabytes_per_second"] > 0
-    assert "GB/s at 6.66 bits" in done.stdout
+    assert "GB/s at 8.77 bits" in done.stdout
+    assert (found["check"], found["finished"]) == ("skipped", True)
 
 
 def test_without_a_gpu_only_small(tmp_path: Path) -> None:
@@ -48,6 +49,8 @@ def test_without_a_gpu_only_small(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "no GPU here" in done.stderr
     assert not list(tmp_path.iterdir())
+    done = subprocess.run([*command[:2], "--small"], cwd=ROOT, capture_output=True, text=True)
+    assert "--output is needed" in done.stderr
 
 
 @pytest.mark.parametrize("preset", preset_names())
@@ -61,26 +64,27 @@ def test_every_preset_can_be_filled_at_random(preset: str) -> None:
         assert made.dense().isfinite().all()
 
 
-def test_out_of_memory_leaves_one_measurement_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(*_: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 80 GiB")
 
     monkeypatch.setattr(decode, "full_time", too_large)
-    (row,) = decode.measure_decode(["kivi-4bit"], TINY, [1], [64], CPU, 1)
-    assert (row.cache, row.speedup, row.bound) == ("kivi-4bit", None, None)
+    full, ours, unknown = decode.measure_decode(["kivi-4bit", "kivi-9bit"], TINY, [1], [64], CPU, 1)
+    assert (full.milliseconds, full.error) == (None, "out of memory: Tried to allocate 80 GiB")
+    assert (ours.cache, ours.speedup, ours.bound, ours.error) == ("kivi-4bit", None, None, None)
+    assert "kivi-9bit" in unknown.error
     monkeypatch.setattr(models, "_fill", too_large)
     model = models.random_llama(TINY["tiny"], 1, 64, 64, CPU)
-    assert list(models.measure_models(model, ["kivi-4bit"], [1], [64])) == []
+    found = list(models.measure_models(model, ["kivi-4bit"], [1], [64]))
+    assert [(row.cache, row.error) for row in found] == [(name, full.error) for name in ("full", "kivi-4bit")]
 
 
-def test_calls_take_turns() -> None:
+def test_median_of_the_repeats_alone() -> None:
     called: list[int] = []
-    assert median_ms([lambda: called.append(0), lambda: called.append(1)], CPU, repeats=4, warmup=2) >= 0
-    assert called == [0, 1, 0, 1, 0, 1]
+    assert median_ms(lambda: called.append(0), CPU, repeats=4, warmup=2) >= 0
+    assert len(called) == 6
     assert copy_bandwidth(CPU, 1 << 20) > 0
 
 
 def test_bytes_of_a_shape() -> None:
     assert SHAPES["llama-3.1-8b"].dense_bytes == 2 * 2 * 8 * 128
-    assert decode._sets(1 << 20) == 8
-    assert decode._sets(1 << 30) == 1

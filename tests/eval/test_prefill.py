@@ -139,7 +139,7 @@ def test_caches_that_go_together_answer_as_alone(question: torch.Tensor) -> None
     held = weakref.ref(runs.pop().cache.layers[0].sides["keys"])
     del run, alone
     assert held() is None, "neither runs that went together nor decoded tokens wait for the garbage collection"
-    with pytest.raises(ValueError, match="asked something else"):
+    with pytest.raises(ValueError, match="good for one continuation"):
         runs[0].forced(MORE[:3])
 
 

@@ -180,12 +180,14 @@ def test_a_failure_ends_its_cell_alone(model: LlamaForCausalLM, tmp_path: Path) 
         raise ValueError("bits=9 for turboquant: allowed 1–6")
 
     misfit = dataclasses.replace(PACKED, name="misfit", make=refuse)
-    full, packed, refused = run(model, tmp_path, Toy(fails="packed"), PACKED, misfit)
+    sound = dataclasses.replace(PACKED, name="sound")
+    full, packed, refused, whole = run(model, tmp_path, Toy(fails="packed"), PACKED, misfit, sound)
     assert (full.error, full.samples) == (None, 3)
+    assert (whole.error, whole.samples) == (None, 3), "it went through the model with those that fail"
     assert packed.error == "out of memory: Tried to allocate 80 GiB"
     assert refused.error == "bits=9 for turboquant: allowed 1–6"
     assert (refused.scores, refused.score) == ({}, None)
-    assert len(Toy.asked) == 3, "a failed cell is not tried with the next sample"
+    assert len(Toy.asked) == 6, "a failed cell is not tried with the next sample"
     assert {cell.error is None for cell in read_cells(tmp_path)} == {True, False}
 
 

@@ -35,7 +35,7 @@ def poison() -> Iterator[None]:
 
 @pytest.fixture
 def make_codec() -> CodecMaker:
-    """`make_codec(method, options, side, head_dim, heads=2, dtype=float32)`: a codec on the CPU, not yet prepared."""
+    """`make_codec(method, options, side, head_dim, heads=2, dtype=float32)`: a codec, not yet prepared."""
 
     def make(
         method: str,
