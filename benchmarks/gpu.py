@@ -1,4 +1,4 @@
-"""What the kernels do on a GPU: first whether they are right, then how fast; one command, about eight minutes.
+"""What the kernels do on a GPU: first whether they are right, then how fast; one command, planned for eight minutes.
 
     make bench-gpu                                # correctness, then all measurements, to benchmarks/results/gpu.json
     python benchmarks/gpu.py --small --output F   # every part in small, also without a GPU (TRITON_INTERPRET=1)

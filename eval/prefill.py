@@ -5,7 +5,7 @@ values whichever cache takes them up. They are kept, and each cache is given the
 what it then holds is bit for bit what its own prefill would have left. A comparison of thirty caches so pays for one
 prefill per prompt instead of thirty. Models with layers that are not plain full attention (sliding windows, states)
 prefill each cache anew. On CPUs several caches then also go through the model together, as the rows of a batch: what
-follows the prompt is the same for all, and a few tokens of one row leave most of a processor's arithmetic unused.
+follows the prompt is the same for all, and a product with a few rows reaches half the speed of one with many.
 """
 
 from __future__ import annotations

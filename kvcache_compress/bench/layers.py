@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import LlamaConfig
@@ -98,7 +99,7 @@ def encoded_side(
     heads: int = 2,
     packed: int = 128,
     windows: tuple[int, int] = (16, 17),
-    codes: str = "encoded",
+    codes: Literal["encoded", "random"] = "encoded",
     batch: int = 1,
     device: torch.device | None = None,
 ) -> SideSegments:
