@@ -46,7 +46,7 @@ def check_kernels() -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # Without the second pytest would find the sources, which lack the folders that are installed into the package.
     environment |= {"KVCACHE_COMPRESS_TEST_DEVICE": "cuda", "PYTHONSAFEPATH": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    tests = [f"tests/triton_kernels/test_{name}.py" for name in ("codes", "encode", "attention", "generation")]
+    tests = [f"tests/triton_kernels/test_{name}.py" for name in ("codes", "encode", "query", "attention", "generation")]
     command = [sys.executable, "-m", "pytest", *tests, "-n", str(min(8, os.cpu_count() or 1)), "--maxfail", "20"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=480)
     print(done.stdout[-6000:], done.stderr[-2000:], sep="\n")

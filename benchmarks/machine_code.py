@@ -5,7 +5,8 @@
     python benchmarks/machine_code.py --check                                    # compile again and compare
 
 The tracked figure is instructions per element: SASS instructions of the loop over packed tokens times the lanes that
-execute them, divided by the cached numbers that one turn of the loop consumes, `BLOCK * (Dk + Dv)`. The kernel has
+execute them, divided by the cached numbers that one turn of the loop consumes, `BLOCK * (Dk + Dv)`; the rescaling of
+the sums, which a branch skips unless a larger logit came, is not counted. The kernel has
 loops over the dense segments as well. To tell them apart it is compiled a second time with no sinks and no tail, as
 constants, which leaves the packed loop alone; the loop of the real kernel whose length comes nearest is the packed one.
 """
@@ -28,6 +29,7 @@ from kvcache_compress.codec import MethodOptions, Side
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.registry import get_method
 from kvcache_compress.triton_kernels import aot, attention, launch
+from kvcache_compress.triton_kernels.query import map_query_arguments, map_query_kernel
 from kvcache_compress.view import SideSegments
 
 RESULTS = Path(__file__).parent / "results" / "kernels.json"
@@ -39,7 +41,10 @@ KNOWN_STACK = {"prod-2.5bit, D=256": 64, "prod-k3v2, D=256": 64}
 
 @dataclass(frozen=True)
 class Variant:
-    """A pair of codecs and the tensors that it meets: `groups` query heads per head, `count` queries."""
+    """A pair of codecs and the tensors that it meets: `groups` query heads per head, `count` queries.
+
+    even: whether tokens fill the tiles, so that the kernel needs no masks.
+    """
 
     keys: tuple[str, MethodOptions]
     values: tuple[str, MethodOptions]
@@ -47,6 +52,7 @@ class Variant:
     groups: int = 4
     count: int = 1
     dtype: torch.dtype = torch.bfloat16
+    even: bool = True
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,7 @@ def attention_variants() -> dict[str, Variant]:
         "turboquant-6bit and none": Variant(side_of("turboquant", bits=6), none),
         "none and turboquant-1bit": Variant(none, side_of("turboquant", bits=1)),
         "polarquant-rope-paper-m4n4, table": Variant(table, none),
+        "turboquant-4bit, uneven": Variant(four, four, even=False),
         "turboquant-4bit, 16 queries": Variant(four, four, count=16),
         "kivi-4bit, 16 queries": Variant(kivi_side, kivi_side, count=16),
         "turboquant-4bit, D=64": Variant(four, four, 64),
@@ -110,12 +117,14 @@ def segments(variant: Variant, side: Side) -> SideSegments:
     return encoded_side(method, options, side, variant.head_dim, variant.dtype)
 
 
-def attention_arguments(variant: Variant, amd: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of `attend_kernel` and of `merge_kernel` as the launcher makes them, the latter for many splits."""
+def attention_arguments(variant: Variant, amd: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Arguments of `attend_kernel`, of `merge_kernel` for many splits, and of `map_query_kernel`, as launched."""
     keys, values = segments(variant, "keys"), segments(variant, "values")
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
-    _, attend = launch.attend_arguments(query, keys, values, None, scaling=0.1, softcap=None, amd=amd)
-    return attend, launch.merge_arguments(query, keys, values, None, attend, launch.MAX_SPLITS)[1]
+    _, mapping = map_query_arguments(query, keys.codec.kernel_side(), 2, 0.1)
+    _, attend = launch.attend_arguments(query, keys, values, None, mapping, scaling=0.1, softcap=None, amd=amd)
+    attend["EVEN"] &= variant.even
+    return attend, launch.merge_arguments(query, keys, values, None, attend, launch.MAX_SPLITS)[1], mapping
 
 
 def encode_variants() -> dict[str, tuple[Side, str, MethodOptions, int]]:
@@ -169,11 +178,12 @@ def measure(targets: list[str], only: list[str]) -> Table:
 
     for target in targets:
         for name, variant in attention_variants().items():
-            merge_name = f"merge {name}"
-            if not only or name in only or merge_name in only:
-                attend, merge = attention_arguments(variant, amd=target.startswith("gfx"))
-                add(name, target, attention.attend_kernel, attend)
-                add(merge_name, target, attention.merge_kernel, merge)
+            names = name, f"merge {name}", f"map query {name}"
+            if not only or any(part in only for part in names):
+                kernels = attention.attend_kernel, attention.merge_kernel, map_query_kernel
+                arguments = attention_arguments(variant, amd=target.startswith("gfx"))
+                for part, kernel, given in zip(names, kernels, arguments, strict=True):
+                    add(part, target, kernel, given)
         for name, encoder in encode_variants().items():
             if not only or name in only:
                 for number, (kernel, arguments) in enumerate(encode_launches(*encoder)):

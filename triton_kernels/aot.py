@@ -36,7 +36,11 @@ class MachineCode:
     stack_bytes: int
     shared_bytes: int
     loops: tuple[int, ...]
-    """SASS instructions of each innermost loop, as one warp executes them; empty on AMD targets."""
+    """SASS instructions of each innermost loop, as one warp executes them; empty on AMD targets.
+
+    The most that a conditional branch inside the loop can skip is not counted: in the attention kernel, the rescaling
+    of the sums when a larger logit comes, which few tiles of a sequence bring.
+    """
     warps: int
 
 
@@ -118,11 +122,17 @@ def _dump(cubin: bytes, what: str) -> str:
 def _loops(sass: str) -> tuple[int, ...]:
     found = (re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", line) for line in sass.splitlines())
     code = [(int(match[1], 16), match[2]) for match in found if match]
-    jumps = ((at, re.search(r"BRA.*?0x([0-9a-f]+)", text)) for at, text in code)
-    backward = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at]
+    jumps = [(at, text, re.search(r"BRA.*?0x([0-9a-f]+)", text)) for at, text in code]
+    backward = [(int(jump[1], 16), at) for at, _, jump in jumps if jump and int(jump[1], 16) < at]
     innermost = [
         (start, stop)
         for start, stop in backward
         if not any(start <= a and b <= stop and (a, b) != (start, stop) for a, b in backward)
     ]
-    return tuple(sum(start <= at <= stop for at, _ in code) for start, stop in innermost)
+    counts = []
+    for start, stop in innermost:
+        inside = [(at, text, int(jump[1], 16) if jump else at) for at, text, jump in jumps if start <= at <= stop]
+        skipped = [(at, to) for at, text, to in inside if text.startswith("@") and at < to <= stop]
+        low, high = max(skipped, key=lambda jump: jump[1] - jump[0], default=(stop, stop))
+        counts.append(sum(not low < at < high for at, _, _ in inside))
+    return tuple(counts)

@@ -1,9 +1,9 @@
 """Decode attention over `sinks | packed | tail`: one split-KV kernel for any pair of codecs, and its merge.
 
-A program of `attend_kernel` takes the query rows of one key/value head (those of all heads of its group, up to `M`) and
-one run of packed tokens (the last program the dense segments), and keeps the running maximum m, sum l and accumulators
-of an online softmax (FlashDecoding). `merge_kernel` combines the runs by their log-sum-exp, maps the packed sum out of
-code space and adds the dense one:
+A program of `attend_kernel` takes the query rows of a key/value head (all heads of its group, up to `M` rows) and one
+run of packed tokens (the last program the dense segments), and keeps the reference m, sum l and accumulators of an
+online softmax (FlashDecoding); m is the largest logit, or up to `HEADROOM` above it. `merge_kernel` combines the runs
+by their log-sum-exp, maps the packed sum out of code space and adds the dense one:
 
     out = (Σ_s 2^(m_s - m) acc_s) A + 2^(m_d - m) acc_d,  divided by  Σ_s 2^(m_s - m) l_s + 2^(m_d - m) l_d
 """
@@ -14,32 +14,34 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(math.log2(math.e))
+HEADROOM = tl.constexpr(4)
+"""How far the reference of the softmax is put above the largest logit when a larger one comes, in units of log 2."""
 NO_MASK, BOOL_MASK, FLOAT_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _query_scale(p_mapped, o_r, m_r, WIDTHS: tl.constexpr, STRIDE: tl.constexpr):
-    """Largest magnitude of each mapped query, so that its tiles fit 16-bit operands whatever their range."""
-    b_top = tl.zeros([o_r.shape[0]], tl.float32)
-    base = 0
-    for i in tl.static_range(len(WIDTHS)):
-        o_w = base + tl.arange(0, WIDTHS[i])
-        b_q = tl.load(p_mapped + o_r[:, None] * STRIDE + o_w[None, :], mask=m_r[:, None], other=0.0).to(tl.float32)
-        b_top = tl.maximum(b_top, tl.max(tl.abs(b_q), 1))
-        base += WIDTHS[i]
-    return tl.where(b_top > 0, b_top, 1.0)
-
-
-@triton.jit
-def _query_tiles(p_mapped, b_top, o_r, m_r, WIDTHS: tl.constexpr, STRIDE: tl.constexpr, DTYPE: tl.constexpr):
+def _query_tiles(p_mapped, o_r, m_r, WIDTHS: tl.constexpr, STRIDE: tl.constexpr):
     b_tiles = ()
     base = 0
     for i in tl.static_range(len(WIDTHS)):
         o_w = base + tl.arange(0, WIDTHS[i])
-        b_q = tl.load(p_mapped + o_r[:, None] * STRIDE + o_w[None, :], mask=m_r[:, None], other=0.0).to(tl.float32)
-        b_tiles = b_tiles + ((b_q / b_top[:, None]).to(DTYPE),)
+        b_tiles = b_tiles + (tl.load(p_mapped + o_r[:, None] * STRIDE + o_w[None, :], mask=m_r[:, None], other=0.0),)
         base += WIDTHS[i]
     return b_tiles
+
+
+@triton.jit
+def _constants(p_words, COUNT: tl.constexpr, PLACES: tl.constexpr):
+    """`COUNT` words as tiles `[1, 1]`, and a tile `[1, PLACES]` of those that follow.
+
+    Loaded here, before the loop, they stay in registers, and broadcasting them costs nothing.
+    """
+    b_words = ()
+    for i in tl.static_range(COUNT):
+        b_words = b_words + (tl.load(p_words + i + tl.zeros([1, 1], tl.int32)),)
+    if PLACES:
+        b_words = b_words + (tl.load(p_words + COUNT + tl.arange(0, PLACES)[None, :]),)
+    return b_words
 
 
 @triton.jit
@@ -65,14 +67,12 @@ def _rescaled(b_tiles, b_factor):
 
 @triton.jit
 def _logits(
-    b_s, p_mask, o_m, s_mask, o_t, m_t, o_n, m_r, first, count, scaling, softcap,
-    MASK: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
+    b_s, p_mask, o_m, s_mask, o_t, m_t, o_n, m_r, first, count, softcap,
+    MASK: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Scaled, capped and masked scores in units of log 2; `first` is the position of token 0 of this segment."""
-    b_s *= scaling
+    """Logits capped and masked, in units of log 2; `first` is the position of token 0 of this segment."""
     if SOFTCAP:
         b_s = softcap * (2 * tl.sigmoid(2 * b_s / softcap) - 1)
-    b_s *= LOG2E
     m_s = m_r[:, None] & m_t[None, :]
     if MASK == BOOL_MASK:
         b_mask = tl.load(p_mask + o_m[:, None] + (first + o_t)[None, :] * s_mask, mask=m_s, other=0)
@@ -82,7 +82,9 @@ def _logits(
         b_s += b_mask.to(tl.float32) * LOG2E
     elif CAUSAL:
         m_s = m_s & ((first + o_t)[None, :] <= count + o_n[:, None])
-    return tl.where(m_s, b_s, float("-inf"))
+    if MASK == BOOL_MASK or CAUSAL or not EVEN:
+        b_s = tl.where(m_s, b_s, float("-inf"))
+    return b_s
 
 
 @triton.jit
@@ -109,7 +111,7 @@ def _dense_segment(
         b_k = tl.load(p_k + o_t[:, None] * s_k + o_k[None, :], mask=m_t[:, None] & (o_k < DK)[None, :], other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k.to(tl.float32)), input_precision=PRECISION)
         b_s = _logits(
-            b_s, p_mask, o_m, s_mask, o_t, m_t, o_n, m_r, first, count, scaling, softcap, MASK, SOFTCAP, CAUSAL
+            b_s * scaling, p_mask, o_m, s_mask, o_t, m_t, o_n, m_r, first, count, softcap, MASK, SOFTCAP, CAUSAL, False
         )
         b_p, b_factor, b_m, b_l = _softmax_step(b_s, b_m, b_l)
         b_v = tl.load(p_v + o_t[:, None] * s_v + o_v[None, :], mask=m_t[:, None] & (o_v < DV)[None, :], other=0.0)
@@ -126,13 +128,15 @@ _GROWING = (
 
 @triton.jit(do_not_specialize=_GROWING)
 def attend_kernel(
-    p_q, p_mapped, k_fields, k_tables, v_fields, v_tables, p_sink_k, p_sink_v, p_tail_k, p_tail_v, p_rope, p_mask,
-    p_packed, p_acc, p_dense, p_stats,
+    p_q, p_mapped, p_rows, k_fields, k_tables, p_k_words, v_fields, v_tables, p_v_words,
+    p_sink_k, p_sink_v, p_tail_k, p_tail_v, p_rope, p_mask, p_packed, p_acc, p_dense, p_stats,
     n_sinks, n_packed, n_tail, k_capacity, v_capacity, tail_k_capacity, tail_v_capacity, rope_capacity, split_tokens,
     s_mask_b, s_mask_h, s_mask_n, s_mask_t, scaling, softcap,
     G, N,
     SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K_META: tl.constexpr, V_META: tl.constexpr,
-    K_WIDTHS: tl.constexpr, V_WIDTHS: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, BIAS: tl.constexpr,
+    K_WORDS: tl.constexpr, V_WORDS: tl.constexpr, K_PLACES: tl.constexpr, V_PLACES: tl.constexpr,
+    K_WIDTHS: tl.constexpr, V_WIDTHS: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
     CAUSAL: tl.constexpr, ROW_BLOCKS: tl.constexpr, ROPE_WIDTH: tl.constexpr, BOUNDED: tl.constexpr,
@@ -149,31 +153,47 @@ def attend_kernel(
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_l = tl.zeros([M], tl.float32)
     if i_s < splits:
-        p_mapped += i_bh * rows * K_STRIDE
-        b_top = _query_scale(p_mapped, o_r, m_r, K_WIDTHS, K_STRIDE)
-        b_q = _query_tiles(p_mapped, b_top, o_r, m_r, K_WIDTHS, K_STRIDE, DTYPE)
-        b_bias = tl.zeros([M], tl.float32)
-        if BIAS:
-            b_bias = tl.load(p_mapped + o_r * K_STRIDE + K_STRIDE - 1, mask=m_r, other=0.0).to(tl.float32)
+        p_rows += i_bh * rows * 2
+        b_factor = tl.load(p_rows + o_r * 2, mask=m_r, other=0.0)
+        b_bias = tl.load(p_rows + o_r * 2 + 1, mask=m_r, other=0.0)
+        b_q = _query_tiles(p_mapped + i_bh * rows * K_STRIDE, o_r, m_r, K_WIDTHS, K_STRIDE)
         b_acc = _zero_tiles(M, V_WIDTHS)
+        k_words = _constants(p_k_words, K_WORDS, K_PLACES)
+        v_words = _constants(p_v_words, V_WORDS, V_PLACES)
         if ROPE_WIDTH:
             p_rope += (i_b.to(tl.int64) * rope_capacity + n_sinks) * ROPE_WIDTH
         stop = tl.minimum(i_s * split_tokens + split_tokens, n_packed)
         if BOUNDED:
             stop = tl.minimum(stop, tl.load(p_packed).to(tl.int32))
         for start in range(i_s * split_tokens, stop, BLOCK):
-            o_t = start + tl.arange(0, BLOCK)
-            m_t = o_t < stop
-            b_s = SCORE(b_q, k_fields, k_tables, p_rope, i_h, i_bh * k_capacity, o_t, m_t, K_META, PRECISION)
-            b_s = b_s * b_top[:, None] + b_bias[:, None]
+            o_t = tl.arange(0, BLOCK)
+            m_t = start + o_t < stop
+            if EVEN:
+                m_t = tl.full([BLOCK], True, tl.int1)
+            b_s = SCORE(
+                b_q, k_fields, k_tables, k_words, p_rope + start * ROPE_WIDTH, i_h,
+                i_bh * k_capacity + start, o_t, m_t, K_META, PRECISION, FAST,
+            )  # fmt: skip
+            b_s = b_s * b_factor[:, None]
+            if BIAS:
+                b_s += b_bias[:, None]
             b_s = _logits(
-                b_s, p_mask, o_m, s_mask_t, o_t, m_t, o_n, m_r, n_sinks, count, scaling, softcap, MASK, SOFTCAP, False
-            )
-            b_p, b_factor, b_m, b_l = _softmax_step(b_s, b_m, b_l)
-            b_acc = _rescaled(b_acc, b_factor)
+                b_s, p_mask, o_m, s_mask_t, o_t, m_t, o_n, m_r, n_sinks + start, count, softcap,
+                MASK, SOFTCAP, False, EVEN,
+            )  # fmt: skip
+            b_top = tl.max(b_s, 1)
+            if tl.max((b_top > b_m).to(tl.int32), 0) > 0:
+                b_new = tl.where(b_top > b_m, b_top + HEADROOM, b_m)
+                b_decay = tl.exp2(b_m - tl.where(b_new == float("-inf"), 0.0, b_new))
+                b_l *= b_decay
+                b_acc = _rescaled(b_acc, b_decay)
+                b_m = b_new
+            b_p = tl.exp2(b_s - tl.where(b_m == float("-inf"), 0.0, b_m)[:, None])
+            b_l += tl.sum(b_p, 1)
             b_acc = ACCUMULATE(
-                b_p, v_fields, v_tables, i_h, v_capacity, i_bh * v_capacity, o_t, m_t, b_acc, V_META, DTYPE, PRECISION
-            )
+                b_p, v_fields, v_tables, v_words, i_h, v_capacity, i_bh * v_capacity + start, o_t, m_t, b_acc,
+                V_META, DTYPE, PRECISION, FAST,
+            )  # fmt: skip
         p_acc += ((i_bh * splits + i_s) * rows) * V_STRIDE
         base = 0
         for i in tl.static_range(len(V_WIDTHS)):

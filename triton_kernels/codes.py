@@ -1,26 +1,65 @@
-"""Bit planes in registers: unpacking for the attention kernel, packing for the encode kernels (see `layout.py`)."""
+"""Bit planes in registers: unpacking for the attention kernel, packing for the encode kernels (see `layout.py`).
+
+The codes of a tile of tokens come as a tuple of tiles. Where a plane has at least 16 words per token, which is as deep
+as the tensor cores' operands, there are eight tiles `[T, words]`, tile j the fields j of all words: unpacking moves no
+number from one thread to another. Below that there is one tile `[T, 8 * words]`.
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def load_codes(p_low, p_high, o_row, o_t, m_t, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
-    """Codes of a tile of tokens, int32 `[T, 8 * PADDED]` in code order; `o_row` is the buffer's row of token 0."""
+def load_words(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
+    """`COUNT` of a plane's `WORDS` words per token, `[T, PADDED]`; `o_row` is the row of the tile's first token."""
     o_c = tl.arange(0, PADDED)
-    o_w = (o_row + o_t)[:, None] * WORDS + o_c[None, :]
     m_w = m_t[:, None]
-    if PADDED != WORDS:
-        m_w = m_w & (o_c < WORDS)[None, :]
+    if PADDED != COUNT:
+        m_w = m_w & (o_c < COUNT)[None, :]
+    return tl.load(p_words + o_row * WORDS + (o_t[:, None] * WORDS + o_c[None, :]), mask=m_w, other=0)
+
+
+@triton.jit
+def fields_of(b_low, b_high, o_j, BITS: tl.constexpr):
+    """Codes in fields `o_j` of int32 words of the low and the high plane."""
     LOW: tl.constexpr = 4 if BITS >= 4 else (2 if BITS >= 2 else 1)
-    o_j = tl.arange(0, 8)
-    b_low = tl.load(p_low + o_w, mask=m_w, other=0).to(tl.int32)
-    b_codes = (b_low[:, None, :] >> (LOW * o_j)[None, :, None]) & (2**LOW - 1)
+    b_codes = (b_low >> (LOW * o_j)) & (2**LOW - 1)
     if BITS > LOW:
-        HIGH: tl.constexpr = BITS - LOW
-        b_high = tl.load(p_high + o_w, mask=m_w, other=0).to(tl.int32)
-        b_codes |= ((b_high[:, None, :] >> (HIGH * o_j)[None, :, None]) & (2**HIGH - 1)) << LOW
-    return tl.reshape(b_codes, [o_t.shape[0], 8 * PADDED])
+        b_codes |= ((b_high >> ((BITS - LOW) * o_j)) & (2 ** (BITS - LOW) - 1)) << LOW
+    return b_codes
+
+
+@triton.jit
+def load_codes(
+    p_low, p_high, o_row, o_t, m_t,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile of tokens, int32: eight tiles `[T, PADDED]`, or one `[T, 8 * PADDED]`, in code order."""
+    b_low = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT).to(tl.int32)
+    b_high = b_low
+    if BITS == 3 or BITS > 4:
+        b_high = load_words(p_high, o_row, o_t, m_t, WORDS, PADDED, COUNT).to(tl.int32)
+    b_codes = ()
+    if PADDED >= 16:
+        for j in tl.static_range(8):
+            b_codes = b_codes + (fields_of(b_low, b_high, j, BITS),)
+    else:
+        o_j = tl.arange(0, 8)[None, :, None]
+        b_all = fields_of(b_low[:, None, :], b_high[:, None, :], o_j, BITS)
+        b_codes = (tl.reshape(b_all, [o_t.shape[0], 8 * PADDED]),)
+    return b_codes
+
+
+@triton.jit
+def tile_channels(i: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
+    """Channels of tile `i` of `load_codes`, and which of its columns are no padding."""
+    if PADDED >= 16:
+        o_c = tl.arange(0, PADDED)
+        o_d, m_d = i * WORDS + o_c, o_c < WORDS
+    else:
+        o_p = tl.arange(0, 8 * PADDED)
+        o_d, m_d = o_p // PADDED * WORDS + o_p % PADDED, o_p % PADDED < WORDS
+    return o_d, m_d
 
 
 @triton.jit

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from ..additive import pair_table
-from ..layout import padded_width, padded_words, words_per_token
+from ..layout import padded_words, words_per_token
 from .codes import load_codes
-from .operands import KernelSide, in_code_order, launch_options
+from .operands import KernelSide, code_tiles, in_code_order, launch_options
 
 if TYPE_CHECKING:
     from ..methods.commvq import CommVQCodec
@@ -51,7 +51,10 @@ def complex_point(p_rows, b_a, b_b, o_j, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def score(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
+def score(
+    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
     GROUPS: tl.constexpr = META[0]
     ROUNDS: tl.constexpr = META[1]
     BITS: tl.constexpr = META[2]
@@ -85,8 +88,8 @@ def score(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META: tl.constexpr,
 
 @triton.jit
 def accumulate(
-    b_p, fields, tables, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
+    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The residual form of values."""
     GROUPS: tl.constexpr = META[0]
@@ -111,16 +114,19 @@ def accumulate(
 
 @triton.jit
 def accumulate_bits(
-    b_p, fields, tables, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
+    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The encoder form of values: weighted sums of the bits of all heads, one tile per head."""
+    """The encoder form of values: weighted sums of the bits of all heads, tiles by heads."""
     b_scale = tl.load(fields[1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
     b_weights = (b_p * b_scale[None, :]).to(DTYPE)
     b_sums = ()
-    for i in tl.static_range(len(b_acc)):
-        b_bits = load_codes(fields[0], fields[0], o_row + (i - i_h) * s_head, o_t, m_t, 1, META[0], META[1])
-        b_sums = b_sums + (tl.dot(b_weights, b_bits.to(DTYPE), b_acc[i], input_precision=PRECISION),)
+    for i in tl.static_range(META[2]):
+        o_own = o_row + (i - i_h) * s_head
+        b_bits = load_codes(fields[0], fields[0], o_own, o_t, m_t, 1, META[0], META[1], META[0])
+        for j in tl.static_range(len(b_bits)):
+            b_tile = b_bits[j].to(DTYPE)
+            b_sums = b_sums + (tl.dot(b_weights, b_tile, b_acc[i * len(b_bits) + j], input_precision=PRECISION),)
     return b_sums
 
 
@@ -128,9 +134,9 @@ def commvq_side(codec: CommVQCodec) -> KernelSide:
     """Operands of a CommVQ codec. Code space: keys' pairs by groups, real parts first; values' channels, or bits."""
     if codec.codebooks is None:
         heads, bits = codec.context.heads, codec.fields[0].shape[0] * 8
-        meta: tuple[int, ...] = (words_per_token(bits), padded_words(bits))
+        meta: tuple[int, ...] = (words_per_token(bits), padded_words(bits), heads)
         output_map = in_code_order(codec.output_map(), (bits,) * heads).contiguous()
-        return KernelSide(score, accumulate_bits, meta, (padded_width(bits),) * heads, output_map=output_map)
+        return KernelSide(score, accumulate_bits, meta, code_tiles(bits) * heads, warps=4, output_map=output_map)
     books = codec.codebooks
     groups, rounds, centres, width = books.shape[1], books.shape[2], books.shape[3], books.shape[-1]
     padded = max(16, triton.next_power_of_2(width))
@@ -140,16 +146,15 @@ def commvq_side(codec: CommVQCodec) -> KernelSide:
         output_map = None
         if padded != width:
             output_map = _spread(torch.arange(codec.context.head_dim), groups, padded).to(books.device)
-        return KernelSide(score, accumulate, meta, widths, tables=(books,), output_map=output_map)
+        return KernelSide(score, accumulate, meta, widths, tables=(books,), warps=4, output_map=output_map)
     assert codec.context.rope is not None
     channels = torch.tensor(codec.context.rope.order).view(2, groups, width).transpose(0, 1)
     query_map = _spread(channels, 2 * groups, padded).mT.contiguous().to(books.device)
     if codec.weights is not None:
         order = torch.tensor(codec.context.rope.order, device=books.device)
         query_map = query_map / codec.weights.float().repeat(1, 2)[:, order.argsort(), None]
-    return KernelSide(
-        score, accumulate, (*meta, codec.context.rope.rotary), (padded,) * (2 * groups), (books,), query_map
-    )
+    meta = (*meta, codec.context.rope.rotary)
+    return KernelSide(score, accumulate, meta, (padded,) * (2 * groups), tables=(books,), warps=4, query_map=query_map)
 
 
 def _spread(channels: torch.Tensor, tiles: int, padded: int) -> torch.Tensor:

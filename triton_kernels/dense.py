@@ -1,15 +1,18 @@
 """Device functions of uncompressed tokens, and the contract of all device functions by their simplest example.
 
-SCORE(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META, PRECISION) -> [M, T] float32
+SCORE(b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t, META, PRECISION, FAST) -> [M, T] float32
     b_q: tuple of query tiles `[M, width]`, one per entry of `KernelSide.widths`, in the operands' dtype;
     fields: tuple of pointers to the store's buffers, in the order of `Codec.fields`;
-    p_rope: float16 `[tokens, 2 * rotary]`, cos and sin from packed token 0 on, where the codec asks for them;
-    i_h: key/value head; o_row: int64 row of its token 0, capacity * (batch * H + i_h); o_t: tokens `[T]` in
-    order from a multiple of T on, so that a tile lies in one group of tokens or begins with one; m_t: mask.
-ACCUMULATE(b_p, fields, tables, i_h, s_head, o_row, o_t, m_t, b_acc, META, DTYPE, PRECISION) -> tuple of [M, width]
+    words: `KernelSide.words`, as tiles; empty unless FAST;
+    p_rope: float16 `[tokens, 2 * rotary]`, cos and sin from the tile's first token on, where the codec asks for them;
+    i_h: key/value head; o_row: int64 row of the tile's first token, capacity * (batch * H + i_h) + token, the token
+    a multiple of T, so that a tile lies in one group of tokens or begins with one; o_t: 0 to T - 1; m_t: mask.
+ACCUMULATE(b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc, META, DTYPE, PRECISION, FAST)
+    -> tuple of [M, width]
     b_p: float32 weights `[M, T]`; s_head: rows from one head to the next; b_acc: the float32 sums so far;
     DTYPE: the operands' dtype.
 PRECISION: of float32 operands in `tl.dot`; 16-bit ones are not affected.
+FAST: whether 16-bit operands may be made by NVIDIA's assembly (`lookup.py`); the other way is portable.
 """
 
 import torch
@@ -20,7 +23,10 @@ from .operands import KernelSide
 
 
 @triton.jit
-def score(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
+def score(
+    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
     """s = q · k"""
     o_d = tl.arange(0, META[1])
     m_d = m_t[:, None] & (o_d < META[0])[None, :]
@@ -30,8 +36,8 @@ def score(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META: tl.constexpr,
 
 @triton.jit
 def accumulate(
-    b_p, fields, tables, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
+    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """acc += p v"""
     o_d = tl.arange(0, META[1])

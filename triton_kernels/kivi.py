@@ -9,53 +9,99 @@ import triton
 import triton.language as tl
 
 from ..layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_token
-from .codes import load_codes, store_codes
-from .operands import KernelSide, in_code_order, launch_options
+from . import lookup
+from .codes import load_codes, store_codes, tile_channels
+from .operands import KernelSide, code_tiles, in_code_order, launch_options
 
 if TYPE_CHECKING:
     from ..methods.kivi import KIVICodec
 
 
+@triton.constexpr_function
+def divides(part, whole):
+    return whole % part == 0
+
+
 @triton.jit
 def decoded(
-    fields, o_row, o_t, m_t, DTYPE: tl.constexpr,
+    fields, words, o_row, o_t, m_t, DTYPE: tl.constexpr, FAST: tl.constexpr,
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    FITS: tl.constexpr,
 ):  # fmt: skip
-    """Decoded tokens `[T, 8 * PADDED]`; a scale is shared by `TOKENS` tokens and `CHANNELS` channels."""
+    """Tiles of decoded tokens (see `codes.py`); a scale is shared by `TOKENS` tokens and `CHANNELS` channels."""
     SCALE: tl.constexpr = 1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2
-    b_codes = load_codes(fields[0], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED)
-    o_p = tl.arange(0, 8 * PADDED)
-    o_d = o_p // PADDED * WORDS + o_p % PADDED
-    o_s = ((o_row + o_t) // TOKENS)[:, None] * (8 * WORDS // CHANNELS) + (o_d // CHANNELS)[None, :]
-    m_s = m_t[:, None]
-    if PADDED != WORDS:
-        m_s = m_s & (o_p % PADDED < WORDS)[None, :]
-    b_scale = tl.load(fields[SCALE] + o_s, mask=m_s, other=0.0).to(tl.float32)
-    b_zero = tl.load(fields[SCALE + 1] + o_s, mask=m_s, other=0.0).to(tl.float32)
-    return (b_codes.to(tl.float32) * b_scale + b_zero).to(DTYPE)
+    HALF: tl.constexpr = (2**BITS - 1) / 2
+    if FAST and FITS:
+        b_codes = lookup.levels(
+            fields[0], fields[SCALE - 1], words, o_row, o_t, m_t, 0, BITS, True, WORDS, PADDED, WORDS
+        )
+    else:
+        b_codes = load_codes(fields[0], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED, WORDS)
+    b_tiles = ()
+    for i in tl.static_range(len(b_codes)):
+        o_d, m_d = tile_channels(i, WORDS, PADDED)
+        if divides(o_t.shape[0], TOKENS):
+            o_g = (o_row // TOKENS + tl.zeros([1], tl.int32))[:, None] * (8 * WORDS // CHANNELS)
+            m_s = (tl.full([1], True, tl.int1))[:, None]
+        else:
+            o_g = ((o_row + o_t) // TOKENS)[:, None] * (8 * WORDS // CHANNELS)
+            m_s = m_t[:, None]
+        if CHANNELS % WORDS == 0 and len(b_codes) > 1:
+            o_s = o_g + i * WORDS // CHANNELS
+        else:
+            o_s = o_g + (o_d // CHANNELS)[None, :]
+            if PADDED != WORDS:
+                m_s = m_s & m_d[None, :]
+        b_scale = tl.load(fields[SCALE] + o_s, mask=m_s, other=0.0)
+        b_zero = tl.load(fields[SCALE + 1] + o_s, mask=m_s, other=0.0)
+        if FAST and FITS:
+            b_scale = b_scale.to(tl.float32)
+            b_zero = (b_zero.to(tl.float32) + HALF * b_scale).to(tl.float16)
+            b_scale = (b_scale * (1 / lookup.unit(BITS))).to(tl.float16)
+            b_tile = lookup.scaled(b_codes[i], b_scale, b_zero)
+        else:
+            b_tile = (b_codes[i].to(tl.float32) * b_scale.to(tl.float32) + b_zero.to(tl.float32)).to(DTYPE)
+        b_tiles = b_tiles + (b_tile,)
+    return b_tiles
 
 
 @triton.jit
-def score(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
-    b_k = decoded(fields, o_row, o_t, m_t, b_q[0].dtype, META[0], META[1], META[2], META[3], META[4])
-    return tl.dot(b_q[0], tl.trans(b_k), input_precision=PRECISION)
+def score(
+    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    b_k = decoded(
+        fields, words, o_row, o_t, m_t, b_q[0].dtype, FAST, META[0], META[1], META[2], META[3], META[4], META[5]
+    )
+    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    for i in tl.static_range(len(b_k)):
+        b_s = tl.dot(b_q[i], tl.trans(b_k[i]), b_s, input_precision=PRECISION)
+    return b_s
 
 
 @triton.jit
 def accumulate(
-    b_p, fields, tables, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
+    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    b_v = decoded(fields, o_row, o_t, m_t, DTYPE, META[0], META[1], META[2], META[3], META[4])
-    return (tl.dot(b_p.to(DTYPE), b_v, b_acc[0], input_precision=PRECISION),)
+    b_v = decoded(fields, words, o_row, o_t, m_t, DTYPE, FAST, META[0], META[1], META[2], META[3], META[4], META[5])
+    b_sums = ()
+    for i in tl.static_range(len(b_v)):
+        b_sums = b_sums + (tl.dot(b_p.to(DTYPE), b_v[i], b_acc[i], input_precision=PRECISION),)
+    return b_sums
 
 
 def kivi_side(codec: KIVICodec) -> KernelSide:
     """Operands of a KIVI codec: code space is the head's own space, up to padding."""
     width, group = codec.context.head_dim, codec.options.group_size
-    tokens, channels = (group, 1) if codec.context.side == "keys" else (1, group)
-    meta = (codec.options.bits, words_per_token(width), padded_words(width), tokens, channels)
-    side = KernelSide(score, accumulate, meta, (padded_width(width),))
+    keys, bits = codec.context.side == "keys", codec.options.bits
+    tokens, channels = (group, 1) if keys else (1, group)
+    fits = lookup.fits(width, bits)
+    meta = (bits, words_per_token(width), padded_words(width), tokens, channels, fits)
+    side = KernelSide(score, accumulate, meta, code_tiles(width))
+    if fits:
+        side.words, side.places = lookup.even_words(bits, padded_words(width), codec.context.device)
+        side.warps = lookup.warps(width)
     if padded_width(width) != width:
         identity = torch.eye(width, device=codec.context.device).unsqueeze(0)
         side.output_map = in_code_order(identity, (width,)).contiguous()

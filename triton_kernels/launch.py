@@ -11,12 +11,18 @@ import triton.language as tl
 
 from ..backend import interpreting
 from ..view import SideSegments
-from .attention import BOOL_MASK, FLOAT_MASK, NO_MASK, attend_kernel, merge_kernel
+from .attention import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, attend_kernel, merge_kernel
 from .operands import AMD, KernelSide, launch_options
+from .query import map_query_arguments, map_query_kernel
 
 MAX_TILE_ROWS = 32
-"""Query rows of a program: more of them take more registers than there are; the codes are read again instead."""
-MAX_SPLITS = 64
+"""Query rows of a program of more than two warps, else 16: more of them take more registers than there are, and the
+codes are read again instead."""
+RESIDENT_WARPS = 8
+"""Warps of the attention kernel that a processor holds at a time; 255 registers each are what 65,536 allow."""
+MAX_SPLITS = 128
+MIN_SPLIT_TOKENS = 256
+"""Shorter splits would write and merge as much as they read."""
 
 
 class Tile(NamedTuple):
@@ -38,7 +44,10 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernels' launcher; the same arguments and result as its twin, `reference.attend`."""
-    grid, arguments = attend_arguments(query, keys, values, mask, scaling=scaling, softcap=softcap)
+    query = query.contiguous()
+    map_grid, mapping = map_query_arguments(query, keys.codec.kernel_side(), keys.sinks.shape[1], scaling)
+    map_query_kernel[map_grid](**mapping)
+    grid, arguments = attend_arguments(query, keys, values, mask, mapping, scaling=scaling, softcap=softcap)
     attend_kernel[grid](**arguments)
     merge_grid, merging = merge_arguments(query, keys, values, sinks, arguments, grid[0] - 1)
     merge_kernel[merge_grid](**merging)
@@ -50,12 +59,16 @@ def attend_arguments(
     keys: SideSegments,
     values: SideSegments,
     mask: torch.Tensor | None,
+    mapped: dict[str, Any],
     *,
     scaling: float,
     softcap: float | None,
     amd: bool = AMD,
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Grid and arguments of `attend_kernel`, its result buffers among them; `amd` for AMD's GPUs."""
+    """Grid and arguments of `attend_kernel`, its result buffers among them.
+
+    `query` is contiguous and `mapped` what `map_query_kernel` filled for it; `amd` for AMD's GPUs.
+    """
     batch, query_heads, count, dk = query.shape
     heads = keys.sinks.shape[1]
     groups, dv = query_heads // heads, values.sinks.shape[3]
@@ -63,20 +76,22 @@ def attend_arguments(
     k_side, v_side = keys.codec.kernel_side(), values.codec.kernel_side()
     exact = query.dtype == torch.float32
     operand = torch.float32 if exact else torch.float16
-    query = query.contiguous()
-    mapped = map_query(query.view(batch, heads, rows, dk), k_side)
     tile = tile_shape(k_side, v_side, exact)
-    tile_rows = min(MAX_TILE_ROWS, max(16, triton.next_power_of_2(rows)))
+    tile_rows = min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16, triton.next_power_of_2(rows)))
     row_blocks = triton.cdiv(rows, tile_rows)
-    split_tokens, splits = split_sizes(keys.packed, tile.tokens, batch * heads * row_blocks, query.device)
+    split_tokens, splits = split_sizes(keys.packed, tile, batch * heads * row_blocks, query.device)
     v_stride = sum(v_side.widths)
+    fast = not (exact or amd or interpreting())
+    k_words, v_words = (side.words if fast else None for side in (k_side, v_side))
     mask_operand, mask_kind, mask_strides = _mask_operand(mask, query, keys.shape[2])
     tail_k, tail_k_capacity = _rows_of(keys.tail)
     tail_v, tail_v_capacity = _rows_of(values.tail)
     arguments = dict(
-        p_q=query, p_mapped=mapped,
+        p_q=query, p_mapped=mapped["p_mapped"], p_rows=mapped["p_rows"],
         k_fields=tuple(keys.store.buffers), k_tables=k_side.tables_as(operand),
+        p_k_words=query if k_words is None else k_words,
         v_fields=tuple(values.store.buffers), v_tables=v_side.tables_as(operand),
+        p_v_words=query if v_words is None else v_words,
         p_sink_k=keys.sinks.contiguous(), p_sink_v=values.sinks.contiguous(), p_tail_k=tail_k, p_tail_v=tail_v,
         p_rope=query if keys.track is None else keys.track.buffer, p_mask=mask_operand,
         p_packed=query if keys.count is None else keys.count,
@@ -88,9 +103,12 @@ def attend_arguments(
         tail_k_capacity=tail_k_capacity, tail_v_capacity=tail_v_capacity,
         rope_capacity=0 if keys.track is None else keys.track.buffer.shape[1], split_tokens=split_tokens,
         s_mask_b=mask_strides[0], s_mask_h=mask_strides[1], s_mask_n=mask_strides[2], s_mask_t=mask_strides[3],
-        scaling=scaling, softcap=softcap or 0.0, G=groups, N=count,
+        scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value, G=groups, N=count,
         SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K_META=k_side.meta, V_META=v_side.meta,
-        K_WIDTHS=k_side.widths, V_WIDTHS=v_side.widths, K_STRIDE=mapped.shape[-1], V_STRIDE=v_stride, BIAS=k_side.bias,
+        K_WORDS=0 if k_words is None else len(k_words) - k_side.places, K_PLACES=k_side.places if fast else 0,
+        V_WORDS=0 if v_words is None else len(v_words) - v_side.places, V_PLACES=v_side.places if fast else 0,
+        K_WIDTHS=k_side.widths, V_WIDTHS=v_side.widths, K_STRIDE=mapped["W"], V_STRIDE=v_stride, BIAS=k_side.bias,
+        EVEN=keys.packed % tile.tokens == split_tokens % tile.tokens == 0 and keys.count is None, FAST=fast,
         DK=dk, DV=dv, DK_PAD=max(16, triton.next_power_of_2(dk)), DV_PAD=max(16, triton.next_power_of_2(dv)),
         DTYPE=tl.float32 if exact else tl.float16, PRECISION="ieee" if exact or amd else "tf32",
         M=tile_rows, BLOCK=tile.tokens, MASK=mask_kind, SOFTCAP=softcap is not None, CAUSAL=count > 1,
@@ -129,26 +147,25 @@ def merge_arguments(
     return (query_heads // heads * count, batch * heads), arguments
 
 
-def map_query(query: torch.Tensor, side: KernelSide) -> torch.Tensor:
-    """Queries `[B, H, R, D]` in code space, contiguous; a last column holds the bias where the side has one."""
-    if side.query_map is None:
-        return query
-    return query.float() @ side.query_map
-
-
 def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
-    """Tokens per tile, warps and pipeline stages, so that levels and accumulators of both sides stay in registers."""
+    """Tokens per tile, warps and pipeline stages, so that levels and accumulators of both sides stay in registers.
+
+    One warp where that does: the 16 rows of the tensor cores' tile cannot be shared out, so more warps repeat work.
+    """
     if exact:
         return Tile(16, 8, 2)
-    return Tile(32, 8 if max(*k_side.widths, *v_side.widths) > 128 else 4, 2)
+    widest = max(*k_side.widths, *v_side.widths)
+    warps = max(k_side.warps, v_side.warps, widest // 16 if widest > 128 else 1)
+    return Tile(min(k_side.tokens, v_side.tokens), min(warps, 8), 2)
 
 
-def split_sizes(packed: int, block: int, programs: int, device: torch.device) -> tuple[int, int]:
-    """Tokens per split (a multiple of `block`) and number of splits that fill the device about twice."""
-    wanted = max(1, min(MAX_SPLITS, 2 * _processors(device) // programs))
-    blocks = -(-packed // block)
+def split_sizes(packed: int, tile: Tile, programs: int, device: torch.device) -> tuple[int, int]:
+    """Tokens per split (a multiple of the tile's) and number of splits: as many warps as fit, but no short splits."""
+    wanted = _processors(device) * max(1, RESIDENT_WARPS // tile.warps) // programs
+    wanted = max(1, min(MAX_SPLITS, wanted, packed // MIN_SPLIT_TOKENS))
+    blocks = -(-packed // tile.tokens)
     split_blocks = max(1, -(-blocks // wanted))
-    return split_blocks * block, -(-blocks // split_blocks)
+    return split_blocks * tile.tokens, -(-blocks // split_blocks)
 
 
 @cache

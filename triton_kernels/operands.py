@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..layout import code_order, padded_width
+from ..layout import code_order, padded_width, padded_words
 
 AMD = torch.version.hip is not None
 
@@ -25,7 +25,10 @@ class KernelSide:
     meta: compile-time parameters of both functions.
     widths: widths of the code-space tiles, powers of two of at least 16.
     tables: constant tensors that the functions read, in float32; they get them in the dtype of the operands.
-    query_map: float32 `[H or 1, D, sum(widths) (+ 1)]`, queries to code space; None is the identity.
+    words: int32 constants for the functions' fast path, which stay in registers (see `lookup.py`); they get each as a
+        tile `[1, 1]`, and the last `places` of them as one more tile `[1, places]`.
+    tokens, warps: tokens of a tile, at most, and warps of a program that suit the functions with 16-bit operands.
+    query_map: float32 `[H or 1, D, sum(widths) (+ 1)]`, contiguous, queries to code space; None is the identity.
     bias: whether the last column of `query_map` gives a term that is added to all scores of a query.
     output_map: float32 `[H or 1, sum(widths), D]`, code space to outputs; None is the identity.
     """
@@ -35,9 +38,14 @@ class KernelSide:
     meta: tuple[Any, ...]
     widths: tuple[int, ...]
     tables: tuple[torch.Tensor, ...] = ()
+    words: torch.Tensor | None = None
+    places: int = 0
+    tokens: int = 32
+    warps: int = 1
     query_map: torch.Tensor | None = None
     bias: bool = False
     output_map: torch.Tensor | None = None
+    _bound: torch.Tensor | None = None
     _cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def tables_as(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -45,18 +53,31 @@ class KernelSide:
             self._cast[dtype] = tuple(table.to(dtype).contiguous() for table in self.tables)
         return self._cast[dtype]
 
+    def query_bound(self) -> torch.Tensor:
+        """Largest 1-norm of a column of `query_map`: what a query of largest magnitude 1 can become. Float32 `[]`."""
+        if self._bound is None:
+            assert self.query_map is not None
+            self._bound = self.query_map[..., : sum(self.widths)].abs().sum(-2).max()
+        return self._bound
+
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that this side holds on the device."""
-        maps = (self.query_map, self.output_map)
+        maps = (self.query_map, self.output_map, self.words, self._bound)
         cast = (table for tables in self._cast.values() for table in tables)
         return (*self.tables, *cast, *(table for table in maps if table is not None))
 
 
 def with_mean(query_map: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
-    """`query_map` `[H or 1, D, W]` with the keys' mean `[H, D]`, where there is one, as one more column."""
+    """`query_map` `[H or 1, D, W]`, contiguous, with the keys' mean `[H, D]`, where there is one, as a last column."""
     if mean is None:
-        return query_map
+        return query_map.contiguous()
     return torch.cat([query_map.expand(len(mean), -1, -1), mean[..., None]], -1)
+
+
+def code_tiles(width: int) -> tuple[int, ...]:
+    """Widths of the tiles that `load_codes` makes of `width` codes per token."""
+    words = padded_words(width)
+    return (words,) * 8 if words >= 16 else (8 * words,)
 
 
 def in_code_order(basis: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:

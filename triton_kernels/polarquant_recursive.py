@@ -100,7 +100,10 @@ def tree_tile(fields, tables, i_h, o_row, o_t, m_t, LEVELS: tl.constexpr, SHAPE:
 
 
 @triton.jit
-def score(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
+def score(
+    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
     b_low, b_high, b_scale = tree_tile(fields, tables, i_h, o_row, o_t, m_t, META[0], META[1], b_q[0].dtype)
     b_s = tl.dot(b_q[0], tl.trans(b_low), input_precision=PRECISION)
     b_s = tl.dot(b_q[1], tl.trans(b_high), b_s, input_precision=PRECISION)
@@ -109,8 +112,8 @@ def score(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META: tl.constexpr,
 
 @triton.jit
 def accumulate(
-    b_p, fields, tables, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
+    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b_low, b_high, b_scale = tree_tile(fields, tables, i_h, o_row, o_t, m_t, META[0], META[1], DTYPE)
     b_weights = (b_p * b_scale[None, :]).to(DTYPE)
@@ -150,6 +153,7 @@ def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
         (level_meta(tree), (odd, pad, tree.roots, len(codec.fields) - 1, codec.radius_table is not None)),
         (width // 2, width // 2),
         tables=tables,
+        warps=2,
         query_map=with_mean(basis.mT, codec.mean).contiguous(),
         bias=codec.mean is not None,
         output_map=basis,

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_token
-from .codes import load_codes, store_codes
-from .operands import KernelSide, in_code_order, launch_options, with_mean
+from ..layout import PLANE_WORD, PLANES, padded_words, words_per_token
+from .codes import load_codes, store_codes, tile_channels
+from .operands import KernelSide, code_tiles, in_code_order, launch_options, with_mean
 
 if TYPE_CHECKING:
     from ..methods.polarquant_rope import PolarQuantRopeCodec
@@ -35,20 +35,17 @@ def as_numbers(b_codes, DTYPE: tl.constexpr):
 
 @triton.jit
 def radii(
-    fields, o_row, o_t, m_t, DTYPE: tl.constexpr,
-    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, AT: tl.constexpr, OFFSET: tl.constexpr,
-    TOKENS: tl.constexpr,
+    b_codes, p_scale, o_row, i: tl.constexpr, DTYPE: tl.constexpr,
+    WORDS: tl.constexpr, PADDED: tl.constexpr, OFFSET: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Radii `[T, 8 * PADDED]`. A tile starts at a multiple of its size, so its tokens share the group of the first."""
-    SCALE: tl.constexpr = AT + (1 if (BITS == 2 or BITS == 4) else 2)
-    b_steps = as_numbers(load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED), DTYPE)
+    """Radii of tile `i` of codes. A tile starts at a multiple of its size, so its tokens share one group."""
+    b_steps = as_numbers(b_codes, DTYPE)
     if TOKENS == 0:
         b_radii = b_steps + OFFSET
     else:
-        tl.static_assert(o_t.shape[0] <= TOKENS)
-        o_p = tl.arange(0, 8 * PADDED)
-        o_s = (o_row + tl.min(o_t, 0)) // TOKENS * (8 * WORDS) + o_p // PADDED * WORDS + o_p % PADDED
-        b_scale = tl.load(fields[SCALE] + o_s, mask=o_p % PADDED < WORDS, other=0.0).to(DTYPE)
+        tl.static_assert(b_codes.shape[0] <= TOKENS)
+        o_d, m_d = tile_channels(i, WORDS, PADDED)
+        b_scale = tl.load(p_scale + o_row // TOKENS * (8 * WORDS) + o_d, mask=m_d, other=0.0).to(DTYPE)
         b_radii = b_steps * b_scale[None, :] + (b_scale * OFFSET)[None, :]
     return b_radii
 
@@ -67,24 +64,32 @@ def directions(p_points, b_angles, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def score(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
+def score(
+    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
     ANGLE_BITS: tl.constexpr = META[0]
     WORDS: tl.constexpr = META[2]
     PADDED: tl.constexpr = META[3]
     AT: tl.constexpr = 1 if (ANGLE_BITS == 2 or ANGLE_BITS == 4) else 2
-    b_angles = load_codes(fields[0], fields[AT - 1], o_row, o_t, m_t, ANGLE_BITS, WORDS, PADDED)
-    b_radii = radii(fields, o_row, o_t, m_t, b_q[0].dtype, META[1], WORDS, PADDED, AT, META[4], META[5])
-    if META[7]:
-        HALF: tl.constexpr = 2 ** (ANGLE_BITS - 1)
-        b_signed = tl.where(b_angles < HALF, b_radii, -b_radii)
-        b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
-        for i in tl.static_range(HALF):
-            b_chosen = tl.where((b_angles & (HALF - 1)) == i, b_signed, 0.0)
-            b_s = tl.dot(b_q[i], tl.trans(b_chosen), b_s, input_precision=PRECISION)
-    else:
-        b_cos, b_sin = directions(tables[0], b_angles, b_q[0].dtype)
-        b_s = tl.dot(b_q[0], tl.trans(b_radii * b_cos), input_precision=PRECISION)
-        b_s = tl.dot(b_q[1], tl.trans(b_radii * b_sin), b_s, input_precision=PRECISION)
+    SCALE: tl.constexpr = AT + (1 if (META[1] == 2 or META[1] == 4) else 2)
+    b_angles = load_codes(fields[0], fields[AT - 1], o_row, o_t, m_t, ANGLE_BITS, WORDS, PADDED, WORDS)
+    b_steps = load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, META[1], WORDS, PADDED, WORDS)
+    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    p_scale = fields[SCALE if META[5] else 0]
+    TILES: tl.constexpr = len(b_angles)
+    for j in tl.static_range(TILES):
+        b_radii = radii(b_steps[j], p_scale, o_row, j, b_q[0].dtype, WORDS, PADDED, META[4], META[5])
+        if META[7]:
+            HALF: tl.constexpr = 2 ** (ANGLE_BITS - 1)
+            b_signed = tl.where(b_angles[j] < HALF, b_radii, -b_radii)
+            for i in tl.static_range(HALF):
+                b_chosen = tl.where((b_angles[j] & (HALF - 1)) == i, b_signed, 0.0)
+                b_s = tl.dot(b_q[i * TILES + j], tl.trans(b_chosen), b_s, input_precision=PRECISION)
+        else:
+            b_cos, b_sin = directions(tables[0], b_angles[j], b_q[0].dtype)
+            b_s = tl.dot(b_q[j], tl.trans(b_radii * b_cos), b_s, input_precision=PRECISION)
+            b_s = tl.dot(b_q[TILES + j], tl.trans(b_radii * b_sin), b_s, input_precision=PRECISION)
     if META[6]:
         b_s *= tl.load(fields[len(fields) - 1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)[None, :]
     return b_s
@@ -104,8 +109,9 @@ def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
         score,
         None,
         meta,
-        (padded_width(pairs),) * parts,
+        code_tiles(pairs) * parts,
         tables=(codec.points,),
+        tokens=16,
         query_map=with_mean(basis.mT, codec.mean).contiguous(),
         bias=codec.mean is not None,
     )

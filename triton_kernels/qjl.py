@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 
 from ..layout import CODES_PER_WORD, words_per_token
-from .operands import KernelSide, with_mean
+from . import lookup
+from .codes import load_codes
+from .operands import KernelSide, code_tiles, with_mean
 
 if TYPE_CHECKING:
     from ..methods.qjl import QJLCodec
@@ -25,34 +27,34 @@ CHUNK_WORDS = 16
 
 @triton.jit
 def signs(
-    p_words, o_row, o_t, m_t, DTYPE: tl.constexpr,
-    WORDS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr,
+    p_words, words, o_row, o_t, m_t, DTYPE: tl.constexpr, FAST: tl.constexpr,
+    WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, FITS: tl.constexpr,
 ):  # fmt: skip
-    """±1 `[T, 8 * PADDED]` of words `[FIRST, FIRST + COUNT)`: the bit, inverted, is moved to a one's sign."""
-    o_c = tl.arange(0, PADDED)
-    m_w = m_t[:, None]
-    if PADDED != COUNT:
-        m_w = m_w & (o_c < COUNT)[None, :]
-    b_words = tl.load(p_words + (o_row + o_t)[:, None] * WORDS + FIRST + o_c[None, :], mask=m_w, other=0)
-    o_j = tl.arange(0, 8)[None, :, None]
-    if tl.float32 == DTYPE:
-        b_bits = ((b_words.to(tl.int32)[:, None, :] << (31 - o_j)) & -0x80000000) ^ -0x40800000
-        b_signs = b_bits.to(tl.float32, bitcast=True)
+    """Tiles of ±1/2 (see `codes.py`)."""
+    if FAST and FITS:
+        b_signs = lookup.levels(p_words, p_words, words, o_row, o_t, m_t, 0, 1, True, WORDS, PADDED, COUNT)
     else:
-        b_bits = ((b_words.to(tl.int16)[:, None, :] << (15 - o_j).to(tl.int16)) & -0x8000) ^ -0x4400
-        b_signs = b_bits.to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.reshape(b_signs, [o_t.shape[0], 8 * PADDED])
+        b_bits = load_codes(p_words, p_words, o_row, o_t, m_t, 1, WORDS, PADDED, COUNT)
+        b_signs = ()
+        for j in tl.static_range(len(b_bits)):
+            b_signs = b_signs + (b_bits[j].to(DTYPE) - 0.5,)
+    return b_signs
 
 
 @triton.jit
-def score(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
+def score(
+    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
     b_sketch = b_s
     for i in tl.static_range(len(META)):
+        p_words = fields[META[i][0]] + META[i][2]
         b_signs = signs(
-            fields[META[i][0]], o_row, o_t, m_t, b_q[i].dtype, META[i][1], META[i][2], META[i][3], META[i][4]
+            p_words, words, o_row, o_t, m_t, b_q[0].dtype, FAST, META[i][1], META[i][4], META[i][3], META[i][7]
         )
-        b_sketch = tl.dot(b_q[i], tl.trans(b_signs), b_sketch, input_precision=PRECISION)
+        for j in tl.static_range(len(b_signs)):
+            b_sketch = tl.dot(b_q[META[i][6] + j], tl.trans(b_signs[j]), b_sketch, input_precision=PRECISION)
         if META[i][5]:
             b_scale = tl.load(fields[META[i][0] + 1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
             b_s += b_sketch * b_scale[None, :]
@@ -70,12 +72,20 @@ def qjl_side(codec: QJLCodec) -> KernelSide:
         for first in range(0, words, CHUNK_WORDS):
             count = min(CHUNK_WORDS, words - first)
             padded = max(2, triton.next_power_of_2(count))
-            meta.append((2 * index, words, first, count, padded, first + count == words))
+            fits = words % 4 == 0 and lookup.fits(CODES_PER_WORD * count, 1)
+            meta.append((2 * index, words, first, count, padded, first + count == words, len(widths), fits))
             chunk = rows.new_zeros(len(rows), CODES_PER_WORD, padded, rows.shape[-1])
             chunk[:, :, :count] = rows[:, :, first : first + count]
             parts.append(chunk.flatten(1, 2))
-            widths.append(CODES_PER_WORD * padded)
-    query_map = with_mean(torch.cat(parts, 1).mT, codec.mean)
+            widths += code_tiles(CODES_PER_WORD * count)
+    query_map = with_mean(2 * torch.cat(parts, 1).mT, codec.mean)
     return KernelSide(
-        score, None, tuple(meta), tuple(widths), query_map=query_map.contiguous(), bias=codec.mean is not None
+        score,
+        None,
+        tuple(meta),
+        tuple(widths),
+        words=lookup.byte_places(CHUNK_WORDS).to(basis.device),
+        places=CHUNK_WORDS,
+        query_map=query_map.contiguous(),
+        bias=codec.mean is not None,
     )

@@ -14,10 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_token
+from ..layout import PLANE_WORD, PLANES, padded_words, words_per_token
 from ..lloyd_max import boundaries
+from . import lookup
 from .codes import load_codes, store_codes
-from .operands import KernelSide, in_code_order, launch_options, with_mean
+from .operands import KernelSide, code_tiles, in_code_order, launch_options, with_mean
 
 if TYPE_CHECKING:
     from ..methods.turboquant import TurboQuantCodec
@@ -25,77 +26,108 @@ if TYPE_CHECKING:
 
 @triton.jit
 def component_levels(
-    fields, p_levels, o_row, o_t, m_t, DTYPE: tl.constexpr,
+    fields, p_levels, words, o_row, o_t, m_t, DTYPE: tl.constexpr, FAST: tl.constexpr,
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, AT: tl.constexpr, STEP: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Levels `[T, 8 * PADDED]` of a component and the scale per token; levels `STEP` apart need no lookup."""
+    """Tiles of a component's levels (see `codes.py`) and the scale per token; levels `STEP` apart need no lookup."""
     SCALE: tl.constexpr = AT + (1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2)
-    b_codes = load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED)
     b_scale = tl.load(fields[SCALE] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
     if STEP > 0:
-        b_levels = b_codes.to(DTYPE) - (2**BITS - 1) / 2
         b_scale *= STEP
+    if FAST and FIRST >= 0:
+        b_levels = lookup.levels(
+            fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, FIRST, BITS, STEP > 0, WORDS, PADDED, WORDS
+        )
     else:
-        b_levels = tl.load(p_levels + b_codes)
-    return b_levels.to(DTYPE), b_scale
+        b_levels = ()
+        b_codes = load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED, WORDS)
+        for i in tl.static_range(len(b_codes)):
+            if STEP > 0:
+                b_tile = (b_codes[i].to(DTYPE) - (2**BITS - 1) / 2) * lookup.unit(BITS)
+            else:
+                b_tile = tl.load(p_levels + b_codes[i])
+            b_levels = b_levels + (b_tile.to(DTYPE),)
+    return b_levels, b_scale
 
 
 @triton.jit
-def score(b_q, fields, tables, p_rope, i_h, o_row, o_t, m_t, META: tl.constexpr, PRECISION: tl.constexpr):
+def score(
+    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
     for i in tl.static_range(len(META)):
         b_levels, b_scale = component_levels(
-            fields, tables[i], o_row, o_t, m_t, b_q[i].dtype, META[i][0], META[i][1], META[i][2], META[i][3], META[i][4]
-        )
-        if b_q[i].dtype == tl.float32:
+            fields, tables[i], words, o_row, o_t, m_t, b_q[0].dtype, FAST,
+            META[i][0], META[i][1], META[i][2], META[i][3], META[i][4], META[i][5],
+        )  # fmt: skip
+        if b_q[0].dtype == tl.float32:
             # Chained: left independent, the operands of all components are loaded at once, more than registers hold.
-            b_s = tl.dot(b_q[i], tl.trans(b_levels * b_scale[:, None]), b_s, input_precision=PRECISION)
+            for j in tl.static_range(len(b_levels)):
+                b_tile = tl.trans(b_levels[j] * b_scale[:, None])
+                b_s = tl.dot(b_q[META[i][6] + j], b_tile, b_s, input_precision=PRECISION)
         else:
-            b_s += tl.dot(b_q[i], tl.trans(b_levels), input_precision=PRECISION) * b_scale[None, :]
+            b_part = tl.zeros_like(b_s)
+            for j in tl.static_range(len(b_levels)):
+                b_part = tl.dot(b_q[META[i][6] + j], tl.trans(b_levels[j]), b_part, input_precision=PRECISION)
+            b_s += b_part * b_scale[None, :]
     return b_s
 
 
 @triton.jit
 def accumulate(
-    b_p, fields, tables, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
+    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b_sums = ()
     for i in tl.static_range(len(META)):
         b_levels, b_scale = component_levels(
-            fields, tables[i], o_row, o_t, m_t, DTYPE, META[i][0], META[i][1], META[i][2], META[i][3], META[i][4]
-        )
+            fields, tables[i], words, o_row, o_t, m_t, DTYPE, FAST,
+            META[i][0], META[i][1], META[i][2], META[i][3], META[i][4], META[i][5],
+        )  # fmt: skip
         b_weights = (b_p * b_scale[None, :]).to(DTYPE)
-        b_sums = b_sums + (tl.dot(b_weights, b_levels, b_acc[i], input_precision=PRECISION),)
+        for j in tl.static_range(len(b_levels)):
+            b_sums = b_sums + (tl.dot(b_weights, b_levels[j], b_acc[META[i][6] + j], input_precision=PRECISION),)
     return b_sums
 
 
 def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
     """Operands of a prepared TurboQuant codec."""
-    meta = []
-    at = 0
+    keys = codec.context.side == "keys"
+    meta, words, tiles = [], [], []
+    at, places = 0, 0
     for component in codec.components:
-        width, levels = component.width, component.levels
-        even = component.bits == 1 or codec.options.codebook == "uniform"
+        width, bits, levels = component.width, component.bits, component.levels
+        even = bits == 1 or codec.options.codebook == "uniform"
         step = float(levels[1] - levels[0]) if even else 0.0
-        meta.append((component.bits, words_per_token(width), padded_words(width), at, step))
-        at += len(PLANES[component.bits]) + 1
+        first = -1
+        if lookup.fits(width, bits) and (bits not in (1, 3) or places in (0, padded_words(width))):
+            first = sum(map(len, words))
+            if bits in (2, 3) or not even:
+                words.append(lookup.byte_table(levels / step if even else levels, bits))
+            if bits in (1, 3):
+                places = padded_words(width)
+        unit_step = step / lookup.unit(bits)
+        meta.append((bits, words_per_token(width), padded_words(width), at, unit_step, first, len(tiles)))
+        tiles += code_tiles(width)
+        at += len(PLANES[bits]) + 1
+    if places:
+        words.append(lookup.byte_places(places).to(codec.context.device))
     widths = tuple(component.width for component in codec.components)
     basis = in_code_order(codec.constants()["basis"], widths)
-    query_map, output_map = None, None
-    if codec.context.side == "keys":
-        query_map = with_mean(basis.mT, codec.mean)
-    else:
-        output_map = basis.contiguous()
     return KernelSide(
         score,
         accumulate,
         tuple(meta),
-        tuple(padded_width(width) for width in widths),
+        tuple(tiles),
         tables=tuple(component.levels for component in codec.components),
-        query_map=query_map,
+        words=torch.cat(words) if words else None,
+        places=places,
+        warps=max(2 if len(meta) > 2 else 1, *map(lookup.warps, widths)),
+        query_map=with_mean(basis.mT, codec.mean) if keys else None,
         bias=codec.mean is not None,
-        output_map=output_map,
+        output_map=None if keys else basis.contiguous(),
     )
 
 

@@ -45,6 +45,8 @@ class Case:
     count: int = 1
     dtype: torch.dtype = F32
     mask: str | None = None
+    hidden: int = 20
+    rows_differ: bool = False
     softcap: float | None = None
     sinks: bool = False
     packed: int = 64
@@ -65,8 +67,12 @@ PAIRS = {
     "1.5-5.5": (tq(1.5), tq(5.5)),
     "quarter-outliers": (tq(2.5, outlier_fraction=0.25), tq(2.5, outlier_fraction=0.25)),
     "uniform": (tq(3, codebook="uniform"), tq(4, codebook="uniform")),
+    "uniform-2": (tq(4, codebook="uniform"), tq(2, codebook="uniform")),
     "haar": (tq(4, rotation="haar"), tq(3, rotation="haar")),
     "centred": (tq(3, center="on"), tq(3)),
+    "not-centred": (tq(4, center="off"), tq(4)),
+    "not-centred-fractional": (tq(2.5, center="off"), tq(2.5)),
+    "qjl-of-30-bytes": (("qjl", {"sketch_dim": 240}), tq(4)),
     "centred-fractional": (tq(2.5, center="on"), tq(2)),
     "prod-3-2": (prod(3), prod(2)),
     "prod-1": (prod(1), prod(1)),
@@ -94,6 +100,17 @@ CASES |= {
     for name, pair in declared("KERNEL_PAIRS").items()
     for head_dim, groups in ((80, 1), (96, 7), (128, 4))
 }
+# On a GPU these go through every part of `lookup.py`, for keys and for values.
+CASES |= {
+    f"{name}-{head_dim}-float16": Case(*PAIRS[name], head_dim=head_dim, groups=4, dtype=F16)
+    for name, head_dim in (
+        *((name, 128) for name in ("1-bit", "2-bit", "3-bit", "4-2", "uniform", "uniform-2", "prod-3-2", "kivi-3")),
+        *((name, 128) for name in ("kivi-2-4", "2.5-3.5", "kivi-turboquant")),
+        ("qjl-of-30-bytes", 80),
+        *((name, 96) for name in ("1-bit", "3-bit", "4-bit", "kivi-2-4")),
+        *((name, 256) for name in ("3-bit", "4-bit", "uniform")),
+    )
+}
 CASES |= {
     "heads-1-of-128": Case(groups=1, head_dim=128, dtype=F16),
     "heads-4-of-128": Case(tq(2), tq(3), groups=4, head_dim=128),
@@ -116,6 +133,11 @@ CASES |= {
     "padding-causal": Case(tq(3, center="on"), tq(3), count=3, mask="bool"),
     "padding-kivi-float16": Case(kivi(2), kivi(2), mask="bool", dtype=F16),
     "additive": Case(mask="float"),
+    "padding-beyond-a-tile": Case(mask="bool", hidden=44),
+    "additive-beyond-a-tile": Case(mask="float", hidden=44),
+    "additive-beyond-a-tile-bfloat16": Case(mask="float", hidden=44, dtype=BF16),
+    "rows-that-differ": Case(mask="bool", hidden=44, rows_differ=True, count=3),
+    "rows-that-differ-float16": Case(tq(2), tq(2), mask="float", hidden=44, rows_differ=True, count=3, dtype=F16),
     "additive-causal": Case(prod(2), kivi(4), count=3, mask="float"),
     "additive-per-head": Case(count=3, mask="per head"),
     "softcap": Case(softcap=5.0),
@@ -147,7 +169,9 @@ def make_mask(case: Case, batch: int, heads: int, tokens: int) -> torch.Tensor |
     if case.mask is None:
         return None
     allowed = torch.ones(batch, 1, case.count, tokens, dtype=torch.bool).tril(tokens - case.count)
-    allowed[1, :, :, : min(20, tokens - case.count)] = False
+    allowed[1, :, :, : min(case.hidden, tokens - case.count)] = False
+    if case.rows_differ:
+        allowed[0, :, 0, : case.hidden] = False
     if case.mask == "bool":
         return allowed
     additive = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)

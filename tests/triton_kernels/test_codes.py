@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kvcache_compress import packing
 from kvcache_compress.layout import PLANE_WORD, PLANES, code_order, padded_width, padded_words, words_per_token
-from kvcache_compress.triton_kernels.codes import load_codes, store_codes
+from kvcache_compress.triton_kernels.codes import load_codes, store_codes, tile_channels
 
 # Channels 0 to 15 make two words: word 0 holds the even channels and word 1 the odd ones, the first channel lowest.
 CHANNEL = list(range(16))
@@ -25,13 +25,16 @@ BY_HAND = {
 
 @triton.jit
 def load_kernel(
-    p_low, p_high, p_out, N,
+    p_low, p_high, p_out, p_channels, N,
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     o_t = tl.arange(0, BLOCK)
-    o_c = tl.arange(0, 8 * PADDED)
-    b_codes = load_codes(p_low, p_high, 0, o_t, o_t < N, BITS, WORDS, PADDED)
-    tl.store(p_out + o_t[:, None] * (8 * PADDED) + o_c[None, :], b_codes, mask=(o_t < N)[:, None])
+    b_codes = load_codes(p_low, p_high, 0, o_t, o_t < N, BITS, WORDS, PADDED, WORDS)
+    for i in tl.static_range(len(b_codes)):
+        o_c = i * PADDED + tl.arange(0, b_codes[i].shape[1])
+        o_d, m_d = tile_channels(i, WORDS, PADDED)
+        tl.store(p_out + o_t[:, None] * (8 * PADDED) + o_c[None, :], b_codes[i], mask=(o_t < N)[:, None])
+        tl.store(p_channels + o_c, tl.where(m_d, o_d, -1))
 
 
 @triton.jit
@@ -71,10 +74,14 @@ def loaded(planes: tuple[torch.Tensor, ...], bits: int, width: int) -> torch.Ten
     """Codes in kernel order that `load_codes` reads from `planes`."""
     rows = len(planes[0])
     out = torch.empty(rows, padded_width(width), dtype=torch.int32)
+    channels = torch.empty(padded_width(width), dtype=torch.int32)
     load_kernel[(1,)](
-        p_low=planes[0], p_high=planes[-1], p_out=out, N=rows,
+        p_low=planes[0], p_high=planes[-1], p_out=out, p_channels=channels, N=rows,
         BITS=bits, WORDS=words_per_token(width), PADDED=padded_words(width), BLOCK=triton.next_power_of_2(rows + 1),
     )  # fmt: skip
+    expected = torch.full_like(channels, -1)
+    expected[code_order(width)] = torch.arange(width, dtype=torch.int32)
+    assert torch.equal(channels, expected)
     return out
 
 

@@ -1,0 +1,74 @@
+"""An interpreter for the few PTX instructions of `lookup.py`, so that its text can be run without a GPU.
+
+Semantics as in NVIDIA's PTX ISA (sections on `prmt`, `lop3`, `shl`, `shr` and half precision arithmetic). A register
+is a uint32 array, one entry per thread.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import numpy.typing as npt
+
+Register = npt.NDArray[np.uint32]
+
+
+def run(text: str, operands: dict[str, Register], outputs: int) -> list[Register]:
+    """Runs `text` with `operands` (`$8`, ...) and returns `$0` to `$(outputs - 1)`."""
+    registers = dict(operands)
+    size = len(next(iter(operands.values())))
+
+    def value(name: str) -> Register:
+        if name in registers:
+            return registers[name]
+        return np.full(size, int(name, 0), np.uint32)
+
+    for line in text.strip("{}\n").split(";"):
+        if not line.strip() or line.strip().startswith(".reg"):
+            continue
+        found = re.fullmatch(r"\s*([\w.]+)\s+(.*)", line)
+        assert found, line
+        target, *sources = (part.strip() for part in found[2].split(","))
+        registers[target] = INSTRUCTIONS[found[1]](*map(value, sources))
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+def _prmt(a: Register, b: Register, selectors: Register) -> Register:
+    table = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    result = np.zeros_like(a)
+    for i in range(4):
+        nibble = selectors >> np.uint32(4 * i) & np.uint32(15)
+        byte = (table >> (nibble & np.uint32(7)).astype(np.uint64) * np.uint64(8) & np.uint64(255)).astype(np.uint32)
+        sign = np.where(byte & 128, 255, 0).astype(np.uint32)
+        result |= np.where(nibble & 8, sign, byte).astype(np.uint32) << np.uint32(8 * i)
+    return result
+
+
+def _lop3(a: Register, b: Register, c: Register, table: Register) -> Register:
+    result = np.zeros_like(a)
+    for i in range(8):
+        term = (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+        result |= np.where(table >> np.uint32(i) & np.uint32(1), term, np.uint32(0))
+    return result
+
+
+def _halves(a: Register) -> npt.NDArray[np.float16]:
+    return np.ascontiguousarray(a).view(np.float16).reshape(-1, 2)
+
+
+def _packed(halves: npt.NDArray[np.float64]) -> Register:
+    return np.ascontiguousarray(halves.astype(np.float16)).view(np.uint32).reshape(-1)
+
+
+INSTRUCTIONS = {
+    "mov.b32": lambda a: a,
+    "prmt.b32": _prmt,
+    "lop3.b32": _lop3,
+    "and.b32": lambda a, b: a & b,
+    "sub.u32": lambda a, b: a - b,
+    "shl.b32": lambda a, b: a << b,
+    "shr.u32": lambda a, b: a >> b,
+    "add.rn.f16x2": lambda a, b: _packed(_halves(a).astype(np.float64) + _halves(b)),
+    "fma.rn.f16x2": lambda a, b, c: _packed(_halves(a).astype(np.float64) * _halves(b) + _halves(c)),
+}

@@ -1,0 +1,246 @@
+"""Words of codes to half-precision levels in packed machine instructions: the fast path on NVIDIA GPUs.
+
+`prmt.b32` looks four bytes up at once in a table of eight, its selectors being packed nibbles. A level takes two
+lookups, one for each of its bytes; `prmt` then interleaves four low and four high bytes to two pairs of levels, half2.
+The text works on any two words A and B that a thread holds and gives pairs (A_j, B_j) of their fields j. Four bits look
+up magnitudes, and take their sign from the top bit: levels are symmetric about zero. Even levels of four bits need no
+table: a code in the mantissa of 1024 is a number.
+
+`levels` gives eight tiles, tile j those of field j of each word of a token (see `layout.py`).
+`tests/triton_kernels/test_lookup.py` runs the text without a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import padded_words, words_per_token
+from .codes import load_words
+
+
+def _text(*lines: str) -> tl.constexpr:
+    """Assembly with registers r0 to r15 of its own."""
+    return tl.constexpr("{\n.reg .b32 r<16>;\n" + "\n".join(f"{line};" for line in lines) + "\n}")
+
+
+def _registers(outputs: int, inputs: int) -> tl.constexpr:
+    return tl.constexpr(",".join(["=&r"] * outputs + ["r"] * inputs))
+
+
+def _pairs(selectors: str, table: tuple[str, str, str, str], outputs: tuple[str, str], signs: str = "") -> list[str]:
+    """Levels of codes [A_i, A_j, B_i, B_j], the low 16 bits of `selectors`: pairs (A_i, B_i) and (A_j, B_j).
+
+    table: low bytes of the first four levels, low bytes of the others, and their high bytes.
+    signs: a register with the sign bits of the four levels, inverted, where the table holds magnitudes.
+    """
+    low, low_rest, high, high_rest = table
+    return [
+        f"prmt.b32 r14, {low}, {low_rest}, {selectors}",
+        f"prmt.b32 r15, {high}, {high_rest}, {selectors}",
+        *([f"lop3.b32 r15, r15, {signs}, 0x80808080, 0xd2"] if signs else []),
+        f"prmt.b32 {outputs[0]}, r14, r15, 0x6240",
+        f"prmt.b32 {outputs[1]}, r14, r15, 0x7351",
+    ]
+
+
+def _one_bit() -> tl.constexpr:
+    """The inverted bit becomes the sign of one half."""
+    lines = [
+        "lop3.b32 r0, $10, $11, 0x0f0f, 0xe4",
+        "prmt.b32 r0, $8, $9, r0",  # bytes A B A B
+        "prmt.b32 r0, r0, 0, 0x1100",
+    ]
+    for j in range(8):
+        lines += [f"shl.b32 r1, r0, {7 - j}", f"lop3.b32 ${j}, r1, 0x80008000, 0xb800b800, 0x6a"]
+    return _text(*lines)
+
+
+def _two_bits() -> tl.constexpr:
+    lines = [
+        "prmt.b32 r0, $8, 0, 0x3120",  # bytes of A and B in turn
+        "and.b32 r1, r0, 0x33333333",  # even fields
+        "shr.u32 r2, r0, 2",
+        "and.b32 r2, r2, 0x33333333",  # odd fields
+        "shr.u32 r3, r1, 16",
+        "shr.u32 r4, r2, 16",
+    ]
+    table = ("$9", "$9", "$11", "$11")
+    for selectors, field in (("r1", 0), ("r2", 1), ("r3", 4), ("r4", 5)):
+        lines += _pairs(selectors, table, (f"${field}", f"${field + 2}"))
+    return _text(*lines)
+
+
+def _three_bits() -> tl.constexpr:
+    """The bit of a code's high plane moves to bit 2 of the nibble that has the low ones."""
+    lines = [
+        "lop3.b32 r0, $11, $12, 0x0f0f, 0xe4",
+        "prmt.b32 r0, $9, $10, r0",  # bytes A B A B of the high plane
+        "shl.b32 r1, r0, 4",
+        "lop3.b32 r1, r1, r0, 0x0000ffff, 0xe4",  # the bits of fields 2, 3 and 6, 7 at 6 and 7 of a byte
+        "shr.u32 r2, r1, 2",  # those of fields 0, 1 and 4, 5 at 2 and 3
+        "lop3.b32 r1, r2, r1, 0x0f0f0f0f, 0xe4",
+        "prmt.b32 r2, $8, 0, 0x3120",  # bytes of A and B in turn of the low plane
+        "and.b32 r3, r1, 0x44444444",
+        "lop3.b32 r3, r2, 0x33333333, r3, 0xea",  # even fields
+        "shr.u32 r1, r1, 1",
+        "shr.u32 r2, r2, 2",
+        "and.b32 r1, r1, 0x44444444",
+        "lop3.b32 r4, r2, 0x33333333, r1, 0xea",  # odd fields
+        "shr.u32 r5, r3, 16",
+        "shr.u32 r6, r4, 16",
+    ]
+    for selectors, field in (("r3", 0), ("r4", 1), ("r5", 4), ("r6", 5)):
+        lines += _pairs(selectors, ("$13", "$15", "$17", "$19"), (f"${field}", f"${field + 2}"))
+    return _text(*lines)
+
+
+def _four_bits() -> tl.constexpr:
+    lines = []
+    for half, places in ((0, "0x5140"), (1, "0x7362")):
+        lines += [
+            f"prmt.b32 r0, $8, $9, {places}",  # bytes of A and B in turn
+            "and.b32 r1, r0, 0x88888888",
+            "shr.u32 r2, r1, 3",
+            "sub.u32 r2, r1, r2",  # 7 where the top bit is set
+            "lop3.b32 r3, r0, r2, 0x77777777, 0x82",  # (code ^ ~r2) & 7: counted from zero outwards
+            "shl.b32 r4, r0, 4",
+            "shr.u32 r5, r3, 16",
+        ]
+        for part, selectors, signs in ((0, "r3", "0x5140"), (2, "r5", "0x7362")):
+            lines += [f"prmt.b32 r6, r4, r0, {signs}"]
+            field = 4 * half + part
+            lines += _pairs(selectors, ("$10", "$12", "$14", "$16"), (f"${field}", f"${field + 1}"), "r6")
+    return _text(*lines)
+
+
+def _four_even_bits() -> tl.constexpr:
+    """4 (code - 7.5): codes at bits 2 or 6 of the mantissa of 1024, less 1054, or a sixteenth less 94; all exact."""
+    lines = ["mov.b32 r4, 0xe41ee41e", "mov.b32 r5, 0x2c002c00", "mov.b32 r6, 0xd5e0d5e0"]
+    for half, places in ((0, "0x5410"), (1, "0x7632")):
+        lines += [f"prmt.b32 r0, $8, $9, {places}", "shl.b32 r1, r0, 2", "shr.u32 r2, r0, 6"]
+        for part, register in ((0, "r1"), (2, "r2")):
+            field = 4 * half + part
+            lines += [
+                f"lop3.b32 r3, {register}, 0x003c003c, 0x64006400, 0xea",
+                f"add.rn.f16x2 ${field}, r3, r4",
+                f"lop3.b32 r3, {register}, 0x03c003c0, 0x64006400, 0xea",
+                f"fma.rn.f16x2 ${field + 1}, r3, r5, r6",
+            ]
+    return _text(*lines)
+
+
+ONE_BIT, ONE_BIT_REGISTERS = _one_bit(), _registers(8, 4)
+TWO_BITS, TWO_BITS_REGISTERS = _two_bits(), _registers(8, 5)
+THREE_BITS, THREE_BITS_REGISTERS = _three_bits(), _registers(8, 13)
+FOUR_BITS, FOUR_BITS_REGISTERS = _four_bits(), _registers(8, 10)
+FOUR_EVEN_BITS, FOUR_EVEN_BITS_REGISTERS = _four_even_bits(), _registers(8, 2)
+
+
+@triton.constexpr_function
+def unit(bits):
+    """The difference between neighbouring levels that are even, as `levels` gives them."""
+    return 4 if bits == 4 else 1
+
+
+def fits(width: int, bits: int) -> bool:
+    """Whether `levels` can unpack components of so many channels and bits."""
+    words = words_per_token(width)
+    return bits <= 4 and padded_words(width) >= 16 and (bits in (2, 4) or words % 4 == 0)
+
+
+@triton.jit
+def load_bytes(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
+    """Words of a plane of one bit, int32 `[T, PADDED]`, each with its three neighbours: it is byte `c % 4` of column c.
+
+    Loaded as bytes they would make the tensor cores' operands four tokens deep, and every other operand to be moved.
+    """
+    p_fours = p_words.to(tl.pointer_type(tl.int32), bitcast=True)
+    b_fours = load_words(p_fours, o_row, o_t, m_t, WORDS // 4, PADDED // 4, COUNT // 4)
+    b_fours = tl.broadcast_to(b_fours[:, :, None], [o_t.shape[0], PADDED // 4, 4])
+    return tl.reshape(b_fours, [o_t.shape[0], PADDED])
+
+
+@triton.jit
+def levels(
+    p_low, p_high, words, o_row, o_t, m_t,
+    FIRST: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr,
+    WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Eight tiles of float16 levels; the table of uneven ones is in `words` from `FIRST` on, as `byte_table` has it.
+
+    Even ones are the codes less half the largest, times `unit`. The last of `words` is the
+    tile of `byte_places`, where a plane has one bit.
+    """
+    if BITS == 1:
+        b_words = load_bytes(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_levels = tl.inline_asm_elementwise(
+            ONE_BIT, ONE_BIT_REGISTERS, [b_words, words[len(words) - 1]],
+            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif BITS == 2:
+        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_levels = tl.inline_asm_elementwise(
+            TWO_BITS, TWO_BITS_REGISTERS, [b_words, words[FIRST], words[FIRST + 1]],
+            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif BITS == 3:
+        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_high = load_bytes(p_high, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_levels = tl.inline_asm_elementwise(
+            THREE_BITS, THREE_BITS_REGISTERS,
+            [b_words, b_high, words[len(words) - 1],
+             words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
+            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif EVEN:
+        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_levels = tl.inline_asm_elementwise(
+            FOUR_EVEN_BITS, FOUR_EVEN_BITS_REGISTERS, [b_words], dtype=(tl.float16,) * 8, is_pure=True, pack=2
+        )
+    else:
+        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_levels = tl.inline_asm_elementwise(
+            FOUR_BITS, FOUR_BITS_REGISTERS,
+            [b_words, words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
+            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
+        )  # fmt: skip
+    return b_levels
+
+
+@triton.jit
+def scaled(b_levels, b_scale, b_zero):
+    """`levels * scale + zero` in float16, two at a time; scale and zero broadcast to the levels' shape."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [b_levels, b_scale, b_zero],
+        dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+def warps(width: int) -> int:
+    """Warps that hold the sums of so many channels in registers."""
+    return max(1, padded_words(width) // 16)
+
+
+def even_words(bits: int, words: int, device: torch.device) -> tuple[torch.Tensor | None, int]:
+    """`KernelSide.words` and `places` for one component of even codes."""
+    parts = []
+    if bits in (2, 3):
+        parts.append(byte_table((torch.arange(2**bits) - (2**bits - 1) / 2) * unit(bits), bits))
+    places = words if bits in (1, 3) else 0
+    if places:
+        parts.append(byte_places(places))
+    return (torch.cat(parts).to(device) if parts else None), places
+
+
+def byte_places(words: int) -> torch.Tensor:
+    """`prmt`'s selectors of bytes A B A B: nibbles 0 and 2 of A's entry, 1 and 3 of B's; int32 `[words]`."""
+    own = torch.arange(words, dtype=torch.int32) % 4
+    return own | (4 + own) << 4 | own << 8 | (4 + own) << 12
+
+
+def byte_table(levels: torch.Tensor, bits: int) -> torch.Tensor:
+    """Ascending levels as `prmt`'s tables, int32: low bytes, then high bytes, of those from zero up for four bits."""
+    halves = levels[len(levels) // 2 :].half() if bits == 4 else levels.half()
+    return halves.view(torch.uint8).view(-1, 2).T.contiguous().view(torch.int32).flatten()
