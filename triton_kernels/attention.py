@@ -138,8 +138,8 @@ def attend_kernel(
     K_WIDTHS: tl.constexpr, V_WIDTHS: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
     BIAS: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
-    CAUSAL: tl.constexpr, ROW_BLOCKS: tl.constexpr, ROPE_WIDTH: tl.constexpr, BOUNDED: tl.constexpr,
+    PRECISION: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, DENSE_BLOCK: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, ROW_BLOCKS: tl.constexpr, ROPE_WIDTH: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     i_s, i_h, i_b = tl.program_id(0), tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - 1
@@ -209,12 +209,12 @@ def attend_kernel(
         b_m, b_l, b_dense = _dense_segment(
             b_query, p_sink_k + i_bh * n_sinks * DK, p_sink_v + i_bh * n_sinks * DV, DK, DV, n_sinks,
             p_mask, o_m, s_mask_t, o_n, m_r, 0, count, scaling, softcap, b_m, b_l, b_dense,
-            DK, DV, MASK, SOFTCAP, False, BLOCK, PRECISION,
+            DK, DV, MASK, SOFTCAP, False, DENSE_BLOCK, PRECISION,
         )  # fmt: skip
         b_m, b_l, b_dense = _dense_segment(
             b_query, p_tail_k + i_bh * tail_k_capacity * DK, p_tail_v + i_bh * tail_v_capacity * DV, DK, DV, n_tail,
             p_mask, o_m, s_mask_t, o_n, m_r, n_sinks + n_packed, count, scaling, softcap, b_m, b_l, b_dense,
-            DK, DV, MASK, SOFTCAP, CAUSAL, BLOCK, PRECISION,
+            DK, DV, MASK, SOFTCAP, CAUSAL, DENSE_BLOCK, PRECISION,
         )  # fmt: skip
         p_dense += i_bh * rows * DV
         tl.store(p_dense + o_r[:, None] * DV + o_v[None, :], b_dense, mask=m_r[:, None] & (o_v < DV)[None, :])

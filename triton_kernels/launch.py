@@ -111,7 +111,7 @@ def attend_arguments(
         EVEN=keys.packed % tile.tokens == split_tokens % tile.tokens == 0 and keys.count is None, FAST=fast,
         DK=dk, DV=dv, DK_PAD=max(16, triton.next_power_of_2(dk)), DV_PAD=max(16, triton.next_power_of_2(dv)),
         DTYPE=tl.float32 if exact else tl.float16, PRECISION="ieee" if exact or amd else "tf32",
-        M=tile_rows, BLOCK=tile.tokens, MASK=mask_kind, SOFTCAP=softcap is not None, CAUSAL=count > 1,
+        M=tile_rows, BLOCK=tile.tokens, DENSE_BLOCK=16, MASK=mask_kind, SOFTCAP=softcap is not None, CAUSAL=count > 1,
         ROW_BLOCKS=row_blocks, ROPE_WIDTH=0 if keys.track is None else keys.track.buffer.shape[2],
         BOUNDED=keys.count is not None,
         num_warps=tile.warps, num_stages=tile.stages,

@@ -124,7 +124,7 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
         tables=tuple(component.levels for component in codec.components),
         words=torch.cat(words) if words else None,
         places=places,
-        warps=max(2 if len(meta) > 2 else 1, *map(lookup.warps, widths)),
+        warps=max(sum(widths) // 128 if len(meta) > 2 else 1, *map(lookup.warps, widths)),
         query_map=with_mean(basis.mT, codec.mean) if keys else None,
         bias=codec.mean is not None,
         output_map=None if keys else basis.contiguous(),
