@@ -138,8 +138,9 @@ def attend_kernel(
     K_WIDTHS: tl.constexpr, V_WIDTHS: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
     BIAS: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, DENSE_BLOCK: tl.constexpr, MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, ROW_BLOCKS: tl.constexpr, ROPE_WIDTH: tl.constexpr, BOUNDED: tl.constexpr,
+    PRECISION: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, DENSE_BLOCK: tl.constexpr,
+    MASK: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, ROW_BLOCKS: tl.constexpr, ROPE_WIDTH: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):  # fmt: skip
     i_s, i_h, i_b = tl.program_id(0), tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - 1
