@@ -35,8 +35,9 @@ from kvcache_compress.view import SideSegments
 RESULTS = Path(__file__).parent / "results" / "kernels.json"
 TOLERANCE = 0.05
 """Largest growth of the instructions per element that `--check` lets pass."""
-KNOWN_STACK = {"prod-2.5bit, D=256": 64, "prod-k3v2, D=256": 64}
-"""Variants that ptxas gives a few words of stack for loop invariants, and the bytes that are allowed."""
+KNOWN_STACK = {"prod-2.5bit, D=256": 720}
+"""Variants that spill, and the bytes that are allowed: the queries and sums of four components of 256 numbers in all
+take more registers than there are, however many warps share them."""
 
 
 @dataclass(frozen=True)

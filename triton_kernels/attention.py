@@ -101,15 +101,22 @@ def _softmax_step(b_s, b_m, b_l):
 def _dense_segment(
     b_q, p_k, p_v, s_k, s_v, tokens, p_mask, o_m, s_mask, o_n, m_r, first, count, scaling, softcap, b_m, b_l, b_acc,
     DK: tl.constexpr, DV: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over dense tokens. TF32 holds 16-bit operands exactly, so it serves them; float32 needs `ieee`."""
+    """Online softmax over dense tokens.
+
+    With FAST the scores of 16-bit queries and keys are products of 16-bit operands, as exact as any. Weights are multiplied in TF32, which holds
+    16-bit values exactly and more of the weights than 16 bits do; float32 needs `ieee`.
+    """
     o_k, o_v = tl.arange(0, b_q.shape[1]), tl.arange(0, b_acc.shape[1])
     for start in range(0, tokens, BLOCK):
         o_t = start + tl.arange(0, BLOCK)
         m_t = o_t < tokens
         b_k = tl.load(p_k + o_t[:, None] * s_k + o_k[None, :], mask=m_t[:, None] & (o_k < DK)[None, :], other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k.to(tl.float32)), input_precision=PRECISION)
+        if FAST and b_k.dtype == b_q.dtype:
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        else:
+            b_s = tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision=PRECISION)
         b_s = _logits(
             b_s * scaling, p_mask, o_m, s_mask, o_t, m_t, o_n, m_r, first, count, softcap, MASK, SOFTCAP, CAUSAL, False
         )
@@ -205,17 +212,17 @@ def attend_kernel(
         o_k, o_v = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
         p_q += i_bh * rows * DK
         m_q = m_r[:, None] & (o_k < DK)[None, :]
-        b_query = tl.load(p_q + o_r[:, None] * DK + o_k[None, :], mask=m_q, other=0.0).to(tl.float32)
+        b_query = tl.load(p_q + o_r[:, None] * DK + o_k[None, :], mask=m_q, other=0.0)
         b_dense = tl.zeros([M, DV_PAD], tl.float32)
         b_m, b_l, b_dense = _dense_segment(
             b_query, p_sink_k + i_bh * n_sinks * DK, p_sink_v + i_bh * n_sinks * DV, DK, DV, n_sinks,
             p_mask, o_m, s_mask_t, o_n, m_r, 0, count, scaling, softcap, b_m, b_l, b_dense,
-            DK, DV, MASK, SOFTCAP, False, DENSE_BLOCK, PRECISION,
+            DK, DV, MASK, SOFTCAP, False, DENSE_BLOCK, PRECISION, FAST,
         )  # fmt: skip
         b_m, b_l, b_dense = _dense_segment(
             b_query, p_tail_k + i_bh * tail_k_capacity * DK, p_tail_v + i_bh * tail_v_capacity * DV, DK, DV, n_tail,
             p_mask, o_m, s_mask_t, o_n, m_r, n_sinks + n_packed, count, scaling, softcap, b_m, b_l, b_dense,
-            DK, DV, MASK, SOFTCAP, CAUSAL, DENSE_BLOCK, PRECISION,
+            DK, DV, MASK, SOFTCAP, CAUSAL, DENSE_BLOCK, PRECISION, FAST,
         )  # fmt: skip
         p_dense += i_bh * rows * DV
         tl.store(p_dense + o_r[:, None] * DV + o_v[None, :], b_dense, mask=m_r[:, None] & (o_v < DV)[None, :])
