@@ -105,8 +105,8 @@ def _dense_segment(
 ):  # fmt: skip
     """Online softmax over dense tokens.
 
-    With FAST the scores of 16-bit queries and keys are products of 16-bit operands, as exact as any. Weights are multiplied in TF32, which holds
-    16-bit values exactly and more of the weights than 16 bits do; float32 needs `ieee`.
+    With FAST the scores of 16-bit queries and keys are products of 16-bit operands, as exact as any. Weights are
+    multiplied in TF32, which holds 16-bit values exactly and more of the weights than 16 bits do; float32 needs `ieee`.
     """
     o_k, o_v = tl.arange(0, b_q.shape[1]), tl.arange(0, b_acc.shape[1])
     for start in range(0, tokens, BLOCK):
