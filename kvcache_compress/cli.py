@@ -120,6 +120,32 @@ def calibrate(
 
 
 @app.command()
+def bench(
+    model: Annotated[
+        str, typer.Option(help="Shape: llama-3.1-8b, qwen2.5-7b, smollm2-135m, or that of a hub id or a folder.")
+    ] = "llama-3.1-8b",
+    preset: Annotated[list[str] | None, typer.Option(help="Preset or YAML file; repeatable.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable.", min=1)] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Packed tokens of each sequence; repeatable.", min=1)] = None,
+    repeats: Annotated[int, typer.Option(help="Calls, of which the median is taken.", min=1)] = 20,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as is usual on the device.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; a GPU where there is one.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file for the figures.", dir_okay=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG file for a plot.", dir_okay=False)] = None,
+) -> None:
+    """Time attention over compressed caches on this machine, beside PyTorch's over the full one."""
+    from .bench.command import run_bench
+
+    named: dict[str, Any] = {"repeats": repeats, "dtype": dtype, "device": device, "output": output, "plot": plot}
+    try:
+        rows = run_bench(console, model, preset or [], batch or [1], tokens or [], **named)
+    except (ValueError, ImportError, OSError) as error:
+        _fail(error)
+    if any(row.error is not None for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor() -> None:
     """Show versions, devices and which backend would run."""
     import torch

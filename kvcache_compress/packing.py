@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from .layout import CODES_PER_WORD, PLANE_WORD, PLANES, words_per_token
@@ -33,3 +35,49 @@ def unpack(planes: tuple[torch.Tensor, ...], bits: int) -> torch.Tensor:
     if codes is None:
         raise ValueError("no bit planes to unpack")
     return codes
+
+
+def look_up(planes: tuple[torch.Tensor, ...], bits: int, levels: tuple[float, ...]) -> torch.Tensor:
+    """Levels of packed codes, float32 `[..., width]`, in memory order (see `memory_order`).
+
+    Much faster than `levels[unpack(planes, bits)]`: a byte of the low plane, with what belongs to it of the high one,
+    is the index of two or four levels at once in a table that all callers with these levels share. Reads bytes of
+    words, on a little-endian machine.
+    """
+    low, words = PLANES[bits][0], planes[0].shape[-1]
+    index = planes[0].view(torch.uint8).unflatten(-1, (words, -1)).long()
+    if low == 1:
+        index = torch.cat([index & 15, index >> 4], -1)
+    elif bits > low:
+        taken = _codes_at_once(bits) * (bits - low)
+        places = taken * torch.arange(index.shape[-1], device=index.device)
+        index |= ((planes[1].long().unsqueeze(-1) >> places) & (2**taken - 1)) << 8
+    found = _level_table(levels, bits, index.device).index_select(0, index.flatten())
+    return found.view(torch.float32).view(*planes[0].shape[:-1], CODES_PER_WORD * words)
+
+
+def memory_order(x: torch.Tensor) -> torch.Tensor:
+    """Channels `[..., width]` in the order of their codes in memory: all of a word, then those of the next."""
+    return x.unflatten(-1, (CODES_PER_WORD, -1)).transpose(-1, -2).flatten(-2)
+
+
+def channel_order(x: torch.Tensor) -> torch.Tensor:
+    """Inverse of `memory_order`."""
+    return x.unflatten(-1, (-1, CODES_PER_WORD)).transpose(-1, -2).flatten(-2)
+
+
+def _codes_at_once(bits: int) -> int:
+    """Codes in a byte of the low plane; of single bits, half a byte."""
+    return {4: 2, 2: 4, 1: 4}[PLANES[bits][0]]
+
+
+@lru_cache(maxsize=64)
+def _level_table(levels: tuple[float, ...], bits: int, device: torch.device) -> torch.Tensor:
+    """The levels of all runs of `_codes_at_once` codes, each run one number of 8 or 16 bytes."""
+    low, count = PLANES[bits][0], _codes_at_once(bits)
+    place, index = torch.arange(count, device=device), torch.arange(2 ** (count * bits), device=device)[:, None]
+    codes = (index >> (low * place)) & (2**low - 1)
+    if bits > low:
+        codes |= ((index >> (8 + (bits - low) * place)) & (2 ** (bits - low) - 1)) << low
+    table = torch.tensor(levels, dtype=torch.float32, device=device)[codes]
+    return table.view(torch.int64 if count == 2 else torch.complex128).squeeze(-1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcache_compress.packing import pack, unpack
+from kvcache_compress.packing import channel_order, look_up, memory_order, pack, unpack
 
 
 def test_four_bits_by_hand() -> None:
@@ -53,6 +53,20 @@ def test_round_trip(bits: int, width: int) -> None:
     planes = pack(codes, bits)
     assert torch.equal(unpack(planes, bits), codes)
     assert sum(plane.nbytes for plane in planes) * 8 == codes.numel() * bits
+
+
+@pytest.mark.parametrize("width", [8, 16, 40, 64, 80, 128])
+@pytest.mark.parametrize("bits", range(1, 7))
+def test_look_up_gives_the_levels_of_the_codes(bits: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (2, 3, 17, width), generator=generator)
+    levels = torch.randn(2**bits, generator=generator)
+    # A run of tokens of a longer buffer, as a store hands it out.
+    planes = tuple(plane[:, :, 4:12] for plane in pack(codes, bits))
+    found = look_up(planes, bits, tuple(levels.tolist()))
+    assert found.dtype == torch.float32
+    assert torch.equal(channel_order(found), levels[codes[:, :, 4:12]])
+    assert torch.equal(memory_order(levels[codes[:, :, 4:12]]), found)
 
 
 @pytest.mark.parametrize("bits", range(1, 7))

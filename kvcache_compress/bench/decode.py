@@ -26,11 +26,11 @@ class DecodeTime:
     """One measurement.
 
     Attributes:
-        cache: preset, or `full` for scaled dot-product attention over 16-bit keys and values.
+        cache: preset, or `full` for scaled dot-product attention over uncompressed keys and values.
         shape: name of the model's shape.
         milliseconds: median time of one layer and step.
         gigabytes_per_second: bytes that the layer stores over that time.
-        bits: stored bits per number, everything in the layer counted.
+        bits: stored bits per number, everything in the layer counted; 16 or 32 for `full`.
         speedup: over `full` of the same batch and length; `bound` is what the bytes would allow.
         error: why there are no figures.
     """
@@ -47,22 +47,31 @@ class DecodeTime:
     error: str | None = None
 
 
-def full_time(name: str, shape: Shape, batch: int, tokens: int, device: torch.device, repeats: int = 20) -> DecodeTime:
-    """PyTorch's attention with grouped queries over bfloat16 keys and values, flash where there is one."""
+def full_time(
+    name: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, repeats: int = 20
+) -> DecodeTime:
+    """PyTorch's attention with grouped queries over uncompressed keys and values, flash where there is one."""
     heads = (shape.query_heads, shape.kv_heads, shape.kv_heads)
     query, keys, values = (
-        torch.randn(batch, count, length, shape.head_dim, device=device, dtype=torch.bfloat16)
+        torch.randn(batch, count, length, shape.head_dim, device=device, dtype=dtype)
         for count, length in zip(heads, (1, tokens, tokens), strict=True)
     )
     attend = torch.nn.functional.scaled_dot_product_attention
     with sdpa_kernel(BACKENDS[device.type]):
         time = median_ms(lambda: attend(query, keys, values, enable_gqa=True), device, repeats)
     size = keys.nbytes + values.nbytes
-    return DecodeTime("full", name, batch, tokens, time, size / time / 1e6, 16.0, 1.0, 1.0)
+    return DecodeTime("full", name, batch, tokens, time, size / time / 1e6, 8.0 * dtype.itemsize, 1.0, 1.0)
 
 
 def compressed_time(
-    preset: str, name: str, shape: Shape, batch: int, tokens: int, device: torch.device, repeats: int = 20
+    preset: str,
+    name: str,
+    shape: Shape,
+    batch: int,
+    tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    repeats: int = 20,
 ) -> DecodeTime:
     """Fused attention as a model calls it, over random codes, with the preset's dense windows beside `tokens` packed.
 
@@ -72,14 +81,14 @@ def compressed_time(
     plan = middle_layer(load_config(preset))
     keys, values = (
         encoded_side(
-            plan.side(side).method, plan.side(side).options(), side, shape.head_dim, torch.bfloat16,
+            plan.side(side).method, plan.side(side).options(), side, shape.head_dim, dtype,
             heads=shape.kv_heads, packed=tokens, windows=(plan.sink_tokens, plan.recent_tokens), codes="random",
             batch=batch, device=device,
         )
         for side in ("keys", "values")
     )  # fmt: skip
     view = PackedKV(keys, values, "keys", resolve_backend("triton" if interpreting() else "auto", device))
-    query = torch.randn(batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=torch.bfloat16)
+    query = torch.randn(batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
     time = median_ms(lambda: view.attend(query, None, shape.head_dim**-0.5, None, None), device, repeats)
     size = _stored(keys) + _stored(values)
     numbers = 2 * batch * shape.kv_heads * view.shape[2] * shape.head_dim
@@ -93,17 +102,21 @@ def measure_decode(
     lengths: Sequence[int],
     device: torch.device,
     repeats: int = 20,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[DecodeTime]:
-    """Full and compressed attention for every combination, as they are measured; what fails is a row that says why."""
+    """Full and compressed attention of a model in `dtype` for every combination, as they are measured.
+
+    What fails is a row that says why.
+    """
     for (name, shape), batch, tokens in itertools.product(shapes.items(), batches, lengths):
-        call = (name, shape, batch, tokens, device, repeats)
+        call = (name, shape, batch, tokens, device, dtype, repeats)
         full = _or_error("full", call, lambda: full_time(*call))  # noqa: B023 - called at once
         yield full
         for preset in presets:
             found = _or_error(preset, call, lambda: compressed_time(preset, *call))  # noqa: B023
-            if found.milliseconds and found.bits and full.milliseconds:
+            if found.milliseconds and found.bits and full.milliseconds and full.bits:
                 speedup = full.milliseconds / found.milliseconds
-                found = replace(found, speedup=speedup, bound=16 / found.bits)
+                found = replace(found, speedup=speedup, bound=full.bits / found.bits)
             yield found
 
 

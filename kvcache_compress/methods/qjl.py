@@ -197,16 +197,16 @@ class QJLCodec(Codec):
         return fields
 
     def _parts(self, fields: Fields) -> Iterator[tuple[Instance, torch.Tensor, torch.Tensor]]:
-        """Instance, signs `[B, H, T, rows]` and scale `[B, H, T]` of each sketch, float32."""
+        """Instance, signs `[B, H, T, rows]` in memory order and scale `[B, H, T]` of each sketch, float32."""
         for index, part in enumerate(self.instances):
-            yield (
-                part,
-                self._levels[packing.unpack(fields[2 * index : 2 * index + 1], 1)],
-                fields[2 * index + 1].float(),
-            )
+            signs = packing.look_up(fields[2 * index : 2 * index + 1], 1, (-1.0, 1.0))
+            yield part, signs, fields[2 * index + 1].float()
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        x = torch.cat([signs * scale[..., None] for _, signs, scale in self._parts(fields)], -1) @ self._ready_basis()
+        rows = self._ready_basis().mT
+        x = torch.zeros((), device=rows.device)
+        for part, signs, scale in self._parts(fields):
+            x = x + (signs * scale[..., None]) @ packing.memory_order(rows[..., part.span]).mT
         return x if self.mean is None else x + self.mean[:, None]
 
     def map_query(self, query: torch.Tensor) -> torch.Tensor:
@@ -217,11 +217,12 @@ class QJLCodec(Codec):
     def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         scores = torch.zeros((), device=mapped.device)
         for part, signs, scale in self._parts(fields):
-            scores = scores + (mapped[..., part.span] @ signs.mT) * scale[:, :, None]
+            scores = scores + (packing.memory_order(mapped[..., part.span]) @ signs.mT) * scale[:, :, None]
         return scores if self.mean is None else scores + mapped[..., -1:]
 
     def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
-        return torch.cat([(weights * scale[:, :, None]) @ signs for _, signs, scale in self._parts(fields)], -1)
+        sums = [(weights * scale[:, :, None]) @ signs for _, signs, scale in self._parts(fields)]
+        return torch.cat([packing.channel_order(part) for part in sums], -1)
 
     def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
         return accumulated @ self._ready_basis()

@@ -84,6 +84,8 @@ class Component:
     sketch: bool
     levels: torch.Tensor
     """float32 `[2 ** bits]` on the device."""
+    values: tuple[float, ...]
+    """The same numbers."""
 
     @property
     def rows(self) -> slice:
@@ -154,7 +156,8 @@ class TurboQuantCodec(Codec):
         for index, (width, set_bits) in enumerate(self.sets):
             for bits, sketch in component_bits(self.options, set_bits):
                 levels = torch.tensor([-1.0, 1.0]) if sketch else codebook(width, bits).float()
-                components.append(Component(bits, width, start, index, sketch, levels.to(self.context.device)))
+                values = tuple(levels.tolist())
+                components.append(Component(bits, width, start, index, sketch, levels.to(self.context.device), values))
                 start += width
         return tuple(components)
 
@@ -241,17 +244,21 @@ class TurboQuantCodec(Codec):
         return fields
 
     def _parts(self, fields: Fields) -> Iterator[tuple[Component, torch.Tensor, torch.Tensor]]:
-        """Component, levels `[B, H, T, width]` and scale `[B, H, T]` of each component, float32."""
+        """Component, levels `[B, H, T, width]` in memory order and scale `[B, H, T]` of each component, float32."""
         at = 0
         for component in self.components:
             planes = len(PLANES[component.bits])
-            codes = packing.unpack(fields[at : at + planes], component.bits)
-            yield component, component.levels[codes], fields[at + planes].float()
+            levels = packing.look_up(fields[at : at + planes], component.bits, component.values)
+            yield component, levels, fields[at + planes].float()
             at += planes + 1
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        parts = [levels * scale[..., None] for _, levels, scale in self._parts(fields)]
-        x = torch.cat(parts, -1) @ self._ready_basis()
+        rows = self._ready_basis().mT
+        parts = [
+            (levels * scale[..., None]) @ packing.memory_order(rows[..., component.rows]).mT
+            for component, levels, scale in self._parts(fields)
+        ]
+        x = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
         return x if self.mean is None else x + self.mean[:, None]
 
     def map_query(self, query: torch.Tensor) -> torch.Tensor:
@@ -261,14 +268,15 @@ class TurboQuantCodec(Codec):
 
     def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         parts = [
-            (mapped[..., component.rows] @ levels.mT) * scale[:, :, None]
+            (packing.memory_order(mapped[..., component.rows]) @ levels.mT) * scale[:, :, None]
             for component, levels, scale in self._parts(fields)
         ]
         scores = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
         return scores if self.mean is None else scores + mapped[..., -1:]
 
     def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
-        return torch.cat([(weights * scale[:, :, None]) @ levels for _, levels, scale in self._parts(fields)], -1)
+        sums = [(weights * scale[:, :, None]) @ levels for _, levels, scale in self._parts(fields)]
+        return torch.cat([packing.channel_order(part) for part in sums], -1)
 
     def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
         return accumulated @ self._ready_basis()

@@ -1,0 +1,88 @@
+"""`kvcache-compress bench`, with few tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, T5Config
+from typer.testing import CliRunner
+
+from kvcache_compress.bench import command
+from kvcache_compress.bench.decode import DecodeTime
+from kvcache_compress.bench.layers import SHAPES, Shape
+from kvcache_compress.bench.plot import decode_plot
+from kvcache_compress.cli import app
+
+runner = CliRunner(env={"COLUMNS": "200", "HF_HUB_OFFLINE": "1"})
+FEW = ["bench", "--model", "smollm2-135m", "--tokens", "64", "--repeats", "1", "--device", "cpu"]
+
+
+def test_table_file_and_plot(tmp_path: Path) -> None:
+    output, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    chosen = ["--preset", "turboquant-4bit", "--preset", "kivi-2bit", "--batch", "1", "--batch", "2"]
+    result = runner.invoke(app, [*FEW, *chosen, "--output", str(output), "--plot", str(plot)])
+    assert result.exit_code == 0, result.output
+    assert "9 query heads, 3 key/value heads of 64. A copy" in result.output
+    found = json.loads(output.read_text())
+    rows = found["decode"]
+    assert [(row["cache"], row["batch"]) for row in rows] == [
+        (name, batch) for batch in (1, 2) for name in ("full", "turboquant-4bit", "kivi-2bit")
+    ]
+    assert (found["dtype"], found["shape"]["kv_heads"], rows[0]["bits"]) == ("float32", 3, 32)
+    assert all(row["milliseconds"] > 0 for row in rows)
+    # 64 tokens of 4.25 bits at D = 64, and 16 + 64 of 32 bits.
+    assert rows[1]["bits"] == pytest.approx((64 * 4.25 + 80 * 32) / 144)
+    assert rows[1]["bound"] == pytest.approx(32 / rows[1]["bits"])
+    assert rows[1]["speedup"] == pytest.approx(rows[0]["milliseconds"] / rows[1]["milliseconds"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.png"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_models_in_16_bits(dtype: str) -> None:
+    result = runner.invoke(app, [*FEW, "--preset", "turboquant-4bit", "--dtype", dtype])
+    assert result.exit_code == 0, result.output
+    assert f"on cpu, {dtype}" in result.output
+    assert "16.00" in result.output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--preset", "turboquant-5bits"], "did you mean"),
+        (["--device", "tpu"], "device='tpu': allowed 'cpu'"),
+        (["--dtype", "int8"], "dtype='int8': allowed float32, bfloat16, float16"),
+        (["--model", "no/such-model"], "error: "),
+        (["--plot", "no/such/folder/plot.png"], "there is no folder no/such/folder"),
+        (["--tokens", "0"], "Invalid value for '--tokens'"),
+    ],
+)
+def test_wrong_arguments_are_messages(wrong: list[str], message: str) -> None:
+    result = runner.invoke(app, [*FEW, *wrong])
+    assert result.exit_code in (1, 2)
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_shape_of_a_folder_and_of_what_cannot_be_compressed(tmp_path: Path) -> None:
+    LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=32, hidden_size=64).save_pretrained(tmp_path)
+    assert command.shape_of(str(tmp_path)) == Shape(8, 2, 32)
+    assert command.shape_of("qwen2.5-7b") == SHAPES["qwen2.5-7b"]
+    T5Config().save_pretrained(tmp_path)
+    result = runner.invoke(app, [*FEW, "--model", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "encoder-decoder" in result.output
+
+
+def test_a_failed_measurement_is_a_row_and_an_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = [DecodeTime("full", "smollm2-135m", 1, 64, 1.0, 2.0, 32.0, 1.0, 1.0)]
+    rows += [DecodeTime("turboquant-4bit", "smollm2-135m", 1, 64, error="out of memory: 80 GiB")]
+    monkeypatch.setattr(command, "measure_decode", lambda *_: iter(rows))
+    result = runner.invoke(app, [*FEW, "--plot", str(tmp_path / "plot.png")])
+    assert result.exit_code == 1
+    assert "turboquant-4bit, batch 1 x 64 tokens: out of memory: 80 GiB" in result.output
+    assert (tmp_path / "plot.png").is_file()
+    with pytest.raises(ValueError, match="every measurement failed"):
+        decode_plot(rows[1:], "nothing", tmp_path / "none.png")
