@@ -36,8 +36,8 @@ RESULTS = Path(__file__).parent / "results" / "kernels.json"
 TOLERANCE = 0.05
 """Largest growth of the instructions per element that `--check` lets pass."""
 KNOWN_STACK = {"prod-2.5bit, D=256": 720}
-"""Variants that spill, and the bytes that are allowed: the queries and sums of four components of 256 numbers in all
-take more registers than there are, however many warps share them."""
+"""Variants that spill, and the bytes that are allowed: queries and sums of four components, 512 numbers in all, take
+more registers than four warps have."""
 
 
 @dataclass(frozen=True)

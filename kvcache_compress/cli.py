@@ -128,7 +128,9 @@ def bench(
     batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable.", min=1)] = None,
     tokens: Annotated[list[int] | None, typer.Option(help="Packed tokens of each sequence; repeatable.", min=1)] = None,
     repeats: Annotated[int, typer.Option(help="Calls, of which the median is taken.", min=1)] = 20,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as is usual on the device.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16, on a CPU also float32; as is usual there.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; a GPU where there is one.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file for the figures.", dir_okay=False)] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG file for a plot.", dir_okay=False)] = None,

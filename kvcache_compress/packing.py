@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import sys
 
 import torch
 
@@ -37,23 +37,44 @@ def unpack(planes: tuple[torch.Tensor, ...], bits: int) -> torch.Tensor:
     return codes
 
 
-def look_up(planes: tuple[torch.Tensor, ...], bits: int, levels: tuple[float, ...]) -> torch.Tensor:
+def look_up(planes: tuple[torch.Tensor, ...], bits: int, table: torch.Tensor) -> torch.Tensor:
     """Levels of packed codes, float32 `[..., width]`, in memory order (see `memory_order`).
 
-    Much faster than `levels[unpack(planes, bits)]`: a byte of the low plane, with what belongs to it of the high one,
-    is the index of two or four levels at once in a table that all callers with these levels share. Reads bytes of
-    words, on a little-endian machine.
+    What `levels[unpack(planes, bits)]` gives, by fewer steps: two or four codes are one index into the `level_table`.
+    The words of a token lie side by side, as a store holds them.
     """
-    low, words = PLANES[bits][0], planes[0].shape[-1]
+    low, count, words = PLANES[bits][0], _codes_at_once(bits), planes[0].shape[-1]
     index = planes[0].view(torch.uint8).unflatten(-1, (words, -1)).long()
-    if low == 1:
-        index = torch.cat([index & 15, index >> 4], -1)
-    elif bits > low:
-        taken = _codes_at_once(bits) * (bits - low)
+    if count * low == 4:
+        index = torch.stack([index & 15, index >> 4], -1).flatten(-2)
+    if bits > low:
+        taken = count * (bits - low)
         places = taken * torch.arange(index.shape[-1], device=index.device)
-        index |= ((planes[1].long().unsqueeze(-1) >> places) & (2**taken - 1)) << 8
-    found = _level_table(levels, bits, index.device).index_select(0, index.flatten())
+        index |= ((planes[1].long().unsqueeze(-1) >> places) & (2**taken - 1)) << (count * low)
+    found = table.index_select(0, index.flatten())
     return found.view(torch.float32).view(*planes[0].shape[:-1], CODES_PER_WORD * words)
+
+
+def level_table(levels: torch.Tensor, bits: int) -> torch.Tensor:
+    """What `look_up` needs for `levels` `[2 ** bits]`: all runs of so many codes, each run one number of 8 or 16 bytes.
+
+    Raises:
+        RuntimeError: on a big-endian machine, where the bytes of a word lie the other way round.
+    """
+    if sys.byteorder != "little":
+        raise RuntimeError("packed codes are read byte by byte, which needs a little-endian machine")
+    low, count = PLANES[bits][0], _codes_at_once(bits)
+    place = torch.arange(count, device=levels.device)
+    index = torch.arange(2 ** (count * bits), device=levels.device)[:, None]
+    codes = (index >> (low * place)) & (2**low - 1)
+    if bits > low:
+        codes |= ((index >> (count * low + (bits - low) * place)) & (2 ** (bits - low) - 1)) << low
+    return levels.float()[codes].view(torch.int64 if count == 2 else torch.complex128).squeeze(-1)
+
+
+def _codes_at_once(bits: int) -> int:
+    """Codes that are looked up together: as many as keep the table small beside a codec's other constants."""
+    return 4 if bits <= 2 else 2
 
 
 def memory_order(x: torch.Tensor) -> torch.Tensor:
@@ -64,20 +85,3 @@ def memory_order(x: torch.Tensor) -> torch.Tensor:
 def channel_order(x: torch.Tensor) -> torch.Tensor:
     """Inverse of `memory_order`."""
     return x.unflatten(-1, (-1, CODES_PER_WORD)).transpose(-1, -2).flatten(-2)
-
-
-def _codes_at_once(bits: int) -> int:
-    """Codes in a byte of the low plane; of single bits, half a byte."""
-    return {4: 2, 2: 4, 1: 4}[PLANES[bits][0]]
-
-
-@lru_cache(maxsize=64)
-def _level_table(levels: tuple[float, ...], bits: int, device: torch.device) -> torch.Tensor:
-    """The levels of all runs of `_codes_at_once` codes, each run one number of 8 or 16 bytes."""
-    low, count = PLANES[bits][0], _codes_at_once(bits)
-    place, index = torch.arange(count, device=device), torch.arange(2 ** (count * bits), device=device)[:, None]
-    codes = (index >> (low * place)) & (2**low - 1)
-    if bits > low:
-        codes |= ((index >> (8 + (bits - low) * place)) & (2 ** (bits - low) - 1)) << low
-    table = torch.tensor(levels, dtype=torch.float32, device=device)[codes]
-    return table.view(torch.int64 if count == 2 else torch.complex128).squeeze(-1)

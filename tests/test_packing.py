@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcache_compress.packing import channel_order, look_up, memory_order, pack, unpack
+from kvcache_compress.packing import channel_order, level_table, look_up, memory_order, pack, unpack
 
 
 def test_four_bits_by_hand() -> None:
@@ -63,7 +63,7 @@ def test_look_up_gives_the_levels_of_the_codes(bits: int, width: int) -> None:
     levels = torch.randn(2**bits, generator=generator)
     # A run of tokens of a longer buffer, as a store hands it out.
     planes = tuple(plane[:, :, 4:12] for plane in pack(codes, bits))
-    found = look_up(planes, bits, tuple(levels.tolist()))
+    found = look_up(planes, bits, level_table(levels, bits))
     assert found.dtype == torch.float32
     assert torch.equal(channel_order(found), levels[codes[:, :, 4:12]])
     assert torch.equal(memory_order(levels[codes[:, :, 4:12]]), found)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers import AutoConfig
 
 from ..cache import decoder_layers, head_dim_of, kv_heads_of
 from ..config import load_config
 from ..eval.drawing import require_matplotlib
-from ..eval.results import circumstances, write_atomically
+from ..eval.results import circumstances, without_folders, write_atomically
 from .decode import DecodeTime, measure_decode
 from .layers import SHAPES, Shape
 from .plot import decode_plot
@@ -23,14 +25,15 @@ from .timing import copy_bandwidth
 
 PRESETS = ("turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "kivi-2bit", "qjl-3bit", "polarquant-rope-4bit")
 LENGTHS = {"cuda": (8_192, 32_768, 131_072), "cpu": (1_024, 4_096, 16_384)}
-DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
+DTYPES = {"cuda": ("bfloat16", "float16"), "cpu": ("float32", "bfloat16", "float16")}
+"""Of a model, the usual one first; PyTorch has no flash attention in float32 on a GPU to compare with."""
 
 
-def shape_of(model: str) -> Shape:
+def attention_shape(model: str) -> Shape:
     """A shape by its name in `SHAPES`, or from the config of a hub id or a folder.
 
     Raises:
-        ValueError: a model that cannot be compressed, or none of that name.
+        ValueError: a model that cannot be compressed.
         OSError: nothing of that name.
     """
     if model in SHAPES:
@@ -42,9 +45,9 @@ def shape_of(model: str) -> Shape:
 def run_bench(
     console: Console,
     model: str,
-    presets: Sequence[str],
-    batches: Sequence[int],
-    lengths: Sequence[int],
+    presets: Sequence[str] = (),
+    batches: Sequence[int] = (1,),
+    lengths: Sequence[int] = (),
     *,
     repeats: int = 20,
     dtype: str | None = None,
@@ -55,12 +58,12 @@ def run_bench(
     """Measures one layer's attention over the full cache and each preset's, and prints a table.
 
     Args:
-        model: what `shape_of` takes.
-        presets: names or YAML files; some of the presets when empty.
-        batches, lengths: sequences, and packed tokens in each; those that suit the device when `lengths` is empty.
+        model: what `attention_shape` takes.
+        presets: names or YAML files; `PRESETS` when empty.
+        batches, lengths: sequences, and packed tokens in each; `LENGTHS` of the device when `lengths` is empty.
         repeats: calls of which the median is taken.
-        dtype: of the model, `float32`, `bfloat16` or `float16`; the device's usual one when None.
-        device: the GPU where there is one when None.
+        dtype: of the model; the device's usual one when None.
+        device: `cpu` or `cuda`; the GPU where there is one when None.
         output: JSON file for all figures and how they were measured.
         plot: PNG file for milliseconds against tokens.
 
@@ -68,14 +71,15 @@ def run_bench(
         ValueError, OSError: an argument that cannot be; before anything is measured.
         ImportError: a plot is wanted and matplotlib is not installed.
     """
-    shape = shape_of(model)
+    shape = attention_shape(model)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.split(":")[0] not in LENGTHS or (device != "cpu" and not torch.cuda.is_available()):
+    if device not in LENGTHS or (device == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"device={device!r}: allowed 'cpu', and 'cuda' where there is a GPU")
-    place = torch.device(device)
-    dtype = dtype or DTYPES[place.type]
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype={dtype!r}: allowed float32, bfloat16, float16")
+    dtype = dtype or DTYPES[device][0]
+    if dtype not in DTYPES[device]:
+        raise ValueError(f"dtype={dtype!r} on {device}: allowed {', '.join(DTYPES[device])}")
+    if plot is not None and plot.suffix != ".png":
+        raise ValueError(f"plot={plot}: allowed are names that end in .png")
     for path in (output, plot):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}")
@@ -84,42 +88,45 @@ def run_bench(
     presets = list(dict.fromkeys(presets or PRESETS))
     for preset in presets:
         load_config(preset)
+    batches, lengths = sorted({*batches}), sorted({*(lengths or LENGTHS[device])})
 
-    bandwidth = copy_bandwidth(place)
+    place, name = torch.device(device), without_folders(model)
     rows: list[DecodeTime] = []
-    measured = measure_decode(
-        presets, {model: shape}, batches, lengths or LENGTHS[place.type], place, repeats, getattr(torch, dtype)
-    )
-    with console.status("measuring the full cache ..."):
+    with console.status("measuring ...") as status:
+        bandwidth = copy_bandwidth(place)
+        measured = measure_decode(presets, {name: shape}, batches, lengths, place, repeats, getattr(torch, dtype))
         for row in measured:
-            rows.append(row)
-    console.print(_table(rows, bandwidth, f"decode attention of one layer of {model} on {place}, {dtype}"))
+            rows.append(replace(row, cache=Path(row.cache).name))
+            status.update(escape(f"measuring ... {rows[-1].cache}, batch {row.batch} x {row.tokens} tokens done"))
+    title = f"decode attention of one layer of {name} on {device}, {dtype}"
+    console.print(_table(rows, bandwidth, title))
     heads = f"{shape.query_heads} query heads, {shape.kv_heads} key/value heads of {shape.head_dim}"
     console.print(f"{heads}. A copy in this memory reads and writes {bandwidth:.1f} GB/s.")
     for row in rows:
         if row.error is not None:
-            console.print(f"{row.cache}, batch {row.batch} x {row.tokens} tokens: {row.error}", style="red")
+            text = f"{row.cache}, batch {row.batch} x {row.tokens} tokens: {row.error}"
+            console.print(escape(text), style="red")
     if output is not None:
         found = {**circumstances(place), "dtype": dtype, "copy_gigabytes_per_second": round(bandwidth, 1)}
-        found |= {"shape": asdict(shape), "repeats": repeats, "decode": [asdict(row) for row in rows]}
+        found |= {"heads": asdict(shape), "repeats": repeats, "decode": [asdict(row) for row in rows]}
         write_atomically(output, json.dumps(found, indent=1) + "\n")
-        console.print(f"written: {output}")
-    if plot is not None:
-        decode_plot(rows, f"one layer of {model} on {place}, {dtype}", plot)
-        console.print(f"written: {plot}")
+        console.print(f"written: {escape(str(output))}")
+    if plot is not None and any(row.milliseconds is not None for row in rows):
+        decode_plot(rows, title, plot)
+        console.print(f"written: {escape(str(plot))}")
     return rows
 
 
 def _table(rows: Sequence[DecodeTime], bandwidth: float, title: str) -> Table:
-    table = Table(title=title)
-    headings = ("cache", "batch", "tokens", "bits", "ms", "GB/s", "of a copy's", "speed-up", "bound")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
+    """The figures in 80 columns; `copy`: bandwidth in relation to that of a copy."""
+    table = Table(title=escape(title), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("cache", "B x tokens", "bits", "ms", "GB/s", "copy", "speed-up", "bound"):
+        table.add_column(heading, justify="left" if heading == "cache" else "right", overflow="fold")
     for row in rows:
         cells = ["-"] * 6
         if row.milliseconds is not None and row.gigabytes_per_second is not None:
             share = row.gigabytes_per_second / bandwidth
-            cells = [f"{row.bits:.2f}", f"{row.milliseconds:.3f}", f"{row.gigabytes_per_second:.1f}", f"{share:.0%}"]
+            cells = [f"{row.bits:.2f}", f"{row.milliseconds:.3f}", f"{row.gigabytes_per_second:.3g}", f"{share:.1%}"]
             cells += [f"{x:.2f}x" if x is not None else "-" for x in (row.speedup, row.bound)]
-        table.add_row(row.cache, str(row.batch), str(row.tokens), *cells)
+        table.add_row(escape(row.cache), f"{row.batch} x {row.tokens}", *cells)
     return table

@@ -109,10 +109,15 @@ def encoded_side(
         packed: tokens that are compressed.
         windows: dense tokens before and after them.
         codes: `encoded` from random tokens, or `random` codes and scales, for lengths that would take long to encode.
+
+    Raises:
+        ValueError: a head dimension that the method cannot take, or tokens that are not whole groups.
     """
     device = device or torch.device("cpu")
     first, last = windows
     codec = build_codec(method, options, side, head_dim, heads, dtype, device)
+    if packed % codec.group:
+        raise ValueError(f"{packed} packed tokens for {method}: allowed multiples of {codec.group}")
     count = packed if codes == "encoded" else max(128, *windows)
     tokens = torch.randn(batch, heads, count, head_dim, device=device).to(dtype)
     codec.prepare(tokens)

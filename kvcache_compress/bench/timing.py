@@ -37,9 +37,8 @@ def median_ms(call: Callable[[], Any], device: torch.device, repeats: int = 20, 
 
 
 def copy_bandwidth(device: torch.device, size: int = 4 << 30) -> float:
-    """GB/s of a copy within the device's memory, of `size` bytes read and as many written."""
-    if device.type != "cuda":
-        size = min(size, 256 << 20)
+    """GB/s of a copy within the device's memory, of `size` bytes at most read and as many written."""
+    size = min(size, torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 256 << 20)
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return 2 * size / median_ms(lambda: target.copy_(source), device, repeats=10) / 1e6

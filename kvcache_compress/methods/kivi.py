@@ -95,9 +95,8 @@ class KIVICodec(Codec):
         return (*planes, scale, zero)
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        bits = self.options.bits
-        codes = packing.look_up(fields[: len(PLANES[bits])], bits, tuple(range(2**bits)))
-        grouped, axis = self._grouped(packing.channel_order(codes))
+        codes = packing.unpack(fields[: len(PLANES[self.options.bits])], self.options.bits)
+        grouped, axis = self._grouped(codes.float())
         scale, zero = (field.float().unsqueeze(axis) for field in fields[-2:])
         return (grouped * scale + zero).flatten(axis - 1, axis)
 

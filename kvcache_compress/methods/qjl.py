@@ -123,6 +123,7 @@ class QJLCodec(Codec):
             for index, part in enumerate(self.instances)
         )
         self._levels = torch.tensor([-1.0, 1.0], device=context.device)
+        self._table = packing.level_table(self._levels, 1)
         self._center = chosen_center(options.center, context)
         self.mean: torch.Tensor | None = None
         self.basis: torch.Tensor | None = None
@@ -199,7 +200,7 @@ class QJLCodec(Codec):
     def _parts(self, fields: Fields) -> Iterator[tuple[Instance, torch.Tensor, torch.Tensor]]:
         """Instance, signs `[B, H, T, rows]` in memory order and scale `[B, H, T]` of each sketch, float32."""
         for index, part in enumerate(self.instances):
-            signs = packing.look_up(fields[2 * index : 2 * index + 1], 1, (-1.0, 1.0))
+            signs = packing.look_up(fields[2 * index : 2 * index + 1], 1, self._table)
             yield part, signs, fields[2 * index + 1].float()
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
@@ -233,7 +234,8 @@ class QJLCodec(Codec):
         return qjl_side(self)
 
     def constants(self) -> dict[str, torch.Tensor]:
-        held = {"levels": self._levels, "basis": self.basis, "members": self._members, "mean": self.mean}
+        held = {"levels": self._levels, "table": self._table, "basis": self.basis}
+        held |= {"members": self._members, "mean": self.mean}
         held |= {f"sketch{i}": sketch for i, sketch in enumerate(self._sketches)}
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 

@@ -84,8 +84,8 @@ class Component:
     sketch: bool
     levels: torch.Tensor
     """float32 `[2 ** bits]` on the device."""
-    values: tuple[float, ...]
-    """The same numbers."""
+    table: torch.Tensor
+    """Of the levels, for `packing.look_up`."""
 
     @property
     def rows(self) -> slice:
@@ -156,8 +156,8 @@ class TurboQuantCodec(Codec):
         for index, (width, set_bits) in enumerate(self.sets):
             for bits, sketch in component_bits(self.options, set_bits):
                 levels = torch.tensor([-1.0, 1.0]) if sketch else codebook(width, bits).float()
-                values = tuple(levels.tolist())
-                components.append(Component(bits, width, start, index, sketch, levels.to(self.context.device), values))
+                held = (x.to(self.context.device) for x in (levels, packing.level_table(levels, bits)))
+                components.append(Component(bits, width, start, index, sketch, *held))
                 start += width
         return tuple(components)
 
@@ -248,7 +248,7 @@ class TurboQuantCodec(Codec):
         at = 0
         for component in self.components:
             planes = len(PLANES[component.bits])
-            levels = packing.look_up(fields[at : at + planes], component.bits, component.values)
+            levels = packing.look_up(fields[at : at + planes], component.bits, component.table)
             yield component, levels, fields[at + planes].float()
             at += planes + 1
 
@@ -290,7 +290,8 @@ class TurboQuantCodec(Codec):
         held = {"basis": self.basis, "mean": self.mean}
         held |= {f"sketch{i}": sketch for i, sketch in enumerate(self._sketches)}
         held |= {f"rotation{i}": rows for i, rows in enumerate(self._set_rows or self._rotations)}
-        held |= {f"levels{i}": component.levels for i, component in enumerate(self.components)}
+        for i, component in enumerate(self.components):
+            held |= {f"levels{i}": component.levels, f"table{i}": component.table}
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from transformers import LlamaConfig, T5Config
 from typer.testing import CliRunner
 
@@ -15,7 +16,7 @@ from kvcache_compress.bench.layers import SHAPES, Shape
 from kvcache_compress.bench.plot import decode_plot
 from kvcache_compress.cli import app
 
-runner = CliRunner(env={"COLUMNS": "200", "HF_HUB_OFFLINE": "1"})
+runner = CliRunner(env={"COLUMNS": "80"})
 FEW = ["bench", "--model", "smollm2-135m", "--tokens", "64", "--repeats", "1", "--device", "cpu"]
 
 
@@ -25,12 +26,14 @@ def test_table_file_and_plot(tmp_path: Path) -> None:
     result = runner.invoke(app, [*FEW, *chosen, "--output", str(output), "--plot", str(plot)])
     assert result.exit_code == 0, result.output
     assert "9 query heads, 3 key/value heads of 64. A copy" in result.output
+    assert "…" not in result.output, "figures are cut off"
+    assert all(f"{row['milliseconds']:.3f}" in result.output for row in json.loads(output.read_text())["decode"])
     found = json.loads(output.read_text())
     rows = found["decode"]
     assert [(row["cache"], row["batch"]) for row in rows] == [
         (name, batch) for batch in (1, 2) for name in ("full", "turboquant-4bit", "kivi-2bit")
     ]
-    assert (found["dtype"], found["shape"]["kv_heads"], rows[0]["bits"]) == ("float32", 3, 32)
+    assert (found["dtype"], found["heads"]["kv_heads"], rows[0]["bits"]) == ("float32", 3, 32)
     assert all(row["milliseconds"] > 0 for row in rows)
     # 64 tokens of 4.25 bits at D = 64, and 16 + 64 of 32 bits.
     assert rows[1]["bits"] == pytest.approx((64 * 4.25 + 80 * 32) / 144)
@@ -38,6 +41,21 @@ def test_table_file_and_plot(tmp_path: Path) -> None:
     assert rows[1]["speedup"] == pytest.approx(rows[0]["milliseconds"] / rows[1]["milliseconds"])
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.png"}
+
+
+def test_tokens_that_are_no_whole_groups_are_said() -> None:
+    result = runner.invoke(app, [*FEW, "--preset", "kivi-2bit", "--tokens", "100"])
+    assert result.exit_code == 1
+    assert "100 packed tokens for kivi: allowed multiples of 32" in " ".join(result.output.split())
+
+
+def test_names_of_files_are_shown_without_folders(tmp_path: Path) -> None:
+    preset, output = tmp_path / "[red]own.yaml", tmp_path / "bench.json"
+    preset.write_text("keys: {method: turboquant, bits: 4}\nvalues: {method: turboquant, bits: 2}\n")
+    result = runner.invoke(app, [*FEW, "--preset", str(preset), "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    assert "[red]own.yaml" in result.output
+    assert str(tmp_path) not in output.read_text().replace(json.dumps(str(output)), "")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -52,24 +70,25 @@ def test_models_in_16_bits(dtype: str) -> None:
     ("wrong", "message"),
     [
         (["--preset", "turboquant-5bits"], "did you mean"),
-        (["--device", "tpu"], "device='tpu': allowed 'cpu'"),
-        (["--dtype", "int8"], "dtype='int8': allowed float32, bfloat16, float16"),
-        (["--model", "no/such-model"], "error: "),
+        (["--device", "cuda:1"], "device='cuda:1': allowed 'cpu'"),
+        (["--dtype", "int8"], "dtype='int8' on cpu: allowed float32, bfloat16, float16"),
+        (["--model", "/no/such/folder"], "/no/such/folder"),
         (["--plot", "no/such/folder/plot.png"], "there is no folder no/such/folder"),
+        (["--plot", "plot.svg"], "allowed are names that end in .png"),
         (["--tokens", "0"], "Invalid value for '--tokens'"),
     ],
 )
 def test_wrong_arguments_are_messages(wrong: list[str], message: str) -> None:
     result = runner.invoke(app, [*FEW, *wrong])
-    assert result.exit_code in (1, 2)
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == (2 if "--tokens" in wrong else 1)
     assert message in result.output
-    assert "Traceback" not in result.output
 
 
 def test_shape_of_a_folder_and_of_what_cannot_be_compressed(tmp_path: Path) -> None:
     LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=32, hidden_size=64).save_pretrained(tmp_path)
-    assert command.shape_of(str(tmp_path)) == Shape(8, 2, 32)
-    assert command.shape_of("qwen2.5-7b") == SHAPES["qwen2.5-7b"]
+    assert command.attention_shape(str(tmp_path)) == Shape(8, 2, 32)
+    assert command.attention_shape("qwen2.5-7b") == SHAPES["qwen2.5-7b"]
     T5Config().save_pretrained(tmp_path)
     result = runner.invoke(app, [*FEW, "--model", str(tmp_path)])
     assert result.exit_code == 1
@@ -84,5 +103,21 @@ def test_a_failed_measurement_is_a_row_and_an_exit_code(monkeypatch: pytest.Monk
     assert result.exit_code == 1
     assert "turboquant-4bit, batch 1 x 64 tokens: out of memory: 80 GiB" in result.output
     assert (tmp_path / "plot.png").is_file()
-    with pytest.raises(ValueError, match="every measurement failed"):
-        decode_plot(rows[1:], "nothing", tmp_path / "none.png")
+
+
+def test_every_tick_of_the_plot_is_a_plain_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """matplotlib labels minor ticks of a narrow range on its own, in a notation that is shown as it is."""
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    lengths = (8192, 131072, 32768)
+    rows = [DecodeTime("full", "llama", 1, tokens, 3 + tokens / 1e5, 2.0, 16.0, 1.0, 1.0) for tokens in lengths]
+    for shown in (rows[:1], rows):
+        decode_plot(shown, "a layer", tmp_path / "plot.png")
+        (ax,) = figures.pop().axes
+        labels = [text.get_text() for axis in (ax.xaxis, ax.yaxis) for text in axis.get_ticklabels(which="both")]
+        assert {f"{row.tokens:,}" for row in shown} <= set(labels)
+        assert any(label.replace(".", "").isdigit() for label in labels)
+        assert not any("$" in label for label in labels)
+        (line,) = ax.lines
+        assert list(line.get_xdata()) == sorted(row.tokens for row in shown)
