@@ -58,8 +58,8 @@ def test_estimates_by_hand() -> None:
     assert packed_bits(config, 128) == pytest.approx(8 * 66 / 128)
     per_head = 80 * 2 * 128 * 2 + (1000 - 80) * 2 * 66
     assert cache_bytes(config, layers=3, kv_heads=2, head_dim=128, tokens=1000) == 3 * 2 * per_head
-    # A rotation and 16 levels per side; no sinks, so that keys are not centred.
-    constants = 3 * 2 * (128 * 128 + 16) * 4
+    # A rotation, 16 levels and the 256 pairs of them per side; no sinks, so that keys are not centred.
+    constants = 3 * 2 * ((128 * 128 + 16) * 4 + 256 * 8)
     assert constant_bytes(config, 3, 2, 128) == constants
     assert total_bytes(config, 3, 2, 128, 1000) == 3 * 2 * per_head + constants
 

@@ -45,8 +45,8 @@ def test_turboquant_by_hand() -> None:
     assert report.used_bytes == dense + 2 * (codes + scales)
     # Held: the sinks, room for the window and one flush in the tail, and a packed part with an eighth to spare.
     assert report.allocated_bytes == 2 * (ROWS * (4 + 40) * DIM * 4 + ROWS * 36 * 34)
-    # Per side a rotation and 16 levels, and the keys' mean.
-    assert report.constant_bytes == 2 * (DIM * DIM * 4 + 16 * 4) + HEADS * DIM * 4
+    # Per side a rotation, 16 levels and the 256 pairs of them, and the keys' mean.
+    assert report.constant_bytes == 2 * (DIM * DIM * 4 + 16 * 4 + 256 * 8) + HEADS * DIM * 4
     assert report.total_bytes == report.allocated_bytes + report.constant_bytes
     numbers = 2 * ROWS * TOKENS * DIM
     assert report.bf16_bytes == 2 * numbers
