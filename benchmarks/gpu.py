@@ -56,15 +56,15 @@ def check_kernels() -> str:
     return summary
 
 
-def collect(title: str, found: Iterable[Any], rows: list[dict[str, Any]]) -> None:
-    """Prints and keeps measurements as they come."""
+def collect(title: str, found: Iterable[Any], rows: list[dict[str, Any]], bandwidth: float | None = None) -> None:
+    """Prints and keeps measurements as they come; `bandwidth` is that of a copy, in GB/s, where it was measured."""
     print(f"\n{title}", flush=True)
     for row in found:
         rows.append(asdict(row))
-        print(_line(row), flush=True)
+        print(_line(row, bandwidth), flush=True)
 
 
-def _line(row: DecodeTime | ModelTime) -> str:
+def _line(row: DecodeTime | ModelTime, bandwidth: float | None) -> str:
     where = f"{row.cache:22} B {row.batch:2} x {row.tokens:6}: "
     if row.error is not None:
         return where + row.error
@@ -75,7 +75,8 @@ def _line(row: DecodeTime | ModelTime) -> str:
             f"{row.fill_seconds:.2f} s"
         )
     speed = "" if row.speedup is None else f", {row.speedup:.2f}x of {row.bound:.2f}x"
-    figures = f"{row.milliseconds:8.3f} ms, {row.gigabytes_per_second:7.1f} GB/s at {row.bits:.2f} bits"
+    share = "" if bandwidth is None else f" ({row.gigabytes_per_second / bandwidth:.0%} of a copy's)"
+    figures = f"{row.milliseconds:8.3f} ms, {row.gigabytes_per_second:7.1f} GB/s{share} at {row.bits:.2f} bits"
     return f"{row.shape:13} {where}{figures}{speed}"
 
 
@@ -104,7 +105,8 @@ def main(
         if "decode" in parts:
             shapes, batches, lengths = (SMALL, [1], [128]) if small else (SHAPES, [1, 8, 32], [8192, 32768, 131072])
             found = measure_decode(presets, shapes, batches, lengths, device, 2 if small else 20)
-            collect("decode attention of one layer", found, results["decode"])
+            bandwidth = results.get("copy_gigabytes_per_second")
+            collect("decode attention of one layer", found, results["decode"], bandwidth)
         if "models" in parts:
             sizes = (SMALL["small"], 2, 64, 64) if small else (SHAPES["llama-3.1-8b"], 32, 4096, 14336)
             lengths = [160] if small else [8192, 32768, 131072]
