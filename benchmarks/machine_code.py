@@ -1,6 +1,6 @@
 """Machine code of every kernel, compiled ahead of time; needs no GPU.
 
-    python benchmarks/machine_code.py --output benchmarks/results/kernels.json   # all variants, about ten minutes
+    python benchmarks/machine_code.py --output benchmarks/results/kernels.json   # all variants, about forty minutes
     python benchmarks/machine_code.py --table                                    # the committed figures as Markdown
     python benchmarks/machine_code.py --check                                    # compile again and compare
 

@@ -14,23 +14,15 @@ from kvcache_compress.triton_kernels import lookup
 
 TOKENS = 64
 TEXTS = {
-    (1, True): lookup.ONE_BIT,
-    (2, True): lookup.TWO_BITS,
-    (2, False): lookup.TWO_BITS,
-    (3, True): lookup.THREE_BITS,
-    (3, False): lookup.THREE_BITS,
-    (4, True): lookup.FOUR_EVEN_BITS,
-    (4, False): lookup.FOUR_BITS,
+    (1, True): (lookup.ONE_BIT, lookup.ONE_BIT_REGISTERS),
+    (2, True): (lookup.TWO_BITS, lookup.TWO_BITS_REGISTERS),
+    (2, False): (lookup.TWO_BITS, lookup.TWO_BITS_REGISTERS),
+    (3, True): (lookup.THREE_BITS, lookup.THREE_BITS_REGISTERS),
+    (3, False): (lookup.THREE_BITS, lookup.THREE_BITS_REGISTERS),
+    (4, True): (lookup.FOUR_EVEN_BITS, lookup.FOUR_EVEN_BITS_REGISTERS),
+    (4, False): (lookup.FOUR_BITS, lookup.FOUR_BITS_REGISTERS),
 }
-CONSTRAINTS = {
-    (1, True): lookup.ONE_BIT_REGISTERS,
-    (2, True): lookup.TWO_BITS_REGISTERS,
-    (2, False): lookup.TWO_BITS_REGISTERS,
-    (3, True): lookup.THREE_BITS_REGISTERS,
-    (3, False): lookup.THREE_BITS_REGISTERS,
-    (4, True): lookup.FOUR_EVEN_BITS_REGISTERS,
-    (4, False): lookup.FOUR_BITS_REGISTERS,
-}
+"""Assembly and register constraints by bits, and whether the levels are even."""
 
 
 def paired(words: torch.Tensor, keys: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -75,8 +67,9 @@ def test_text_gives_the_levels_of_the_codes(width: int, bits: int, even: bool, k
         levels = (torch.arange(2**bits) - (2**bits - 1) / 2).half() * lookup.unit(bits)
     table = [] if even and bits in (1, 4) else lookup.byte_table(levels, bits).tolist()
     operands = registers(bits, planes, table, keys)
-    assert len(operands) == CONSTRAINTS[bits, even].value.count(",r")
-    outputs = ptx.run(TEXTS[bits, even].value, operands, 8)
+    text, constraints = TEXTS[bits, even]
+    assert len(operands) == constraints.value.count(",r")
+    outputs = ptx.run(text.value, operands, 8)
     expected = levels[codes].view(TOKENS, 8, words_per_token(width))
     for field, output in enumerate(outputs):
         a, b = paired(expected[:, field].contiguous(), keys)
