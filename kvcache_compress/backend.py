@@ -1,10 +1,11 @@
-"""Which code runs the packed part: Triton kernels or their torch twins. Resolved once per layer, logged once."""
+"""Which code attends to packed tokens: Triton, C++ or torch. Resolved once per layer, logged once."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -12,10 +13,10 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from .codec import Backend
+from .codec import Backend, Codec
 
 logger = logging.getLogger(__name__)
-BackendChoice: TypeAlias = Literal["auto", "triton", "torch"]
+BackendChoice: TypeAlias = Literal["auto", "triton", "cpp", "torch"]
 
 
 def interpreting() -> bool:
@@ -24,7 +25,9 @@ def interpreting() -> bool:
 
 
 def check_backend(choice: BackendChoice) -> None:
-    """Raises `ValueError` at construction where an explicit `backend="triton"` cannot be had."""
+    """Raises `ValueError` at construction where an explicit `backend` cannot be had."""
+    if choice == "cpp" and (problem := _cpp_problem()):
+        raise ValueError(f'backend="cpp" cannot be had: {problem}; use backend="torch" or "auto"')
     if choice != "triton":
         return
     if find_spec("triton") is None:
@@ -36,17 +39,34 @@ def check_backend(choice: BackendChoice) -> None:
         )
 
 
-def resolve_backend(choice: BackendChoice, device: torch.device) -> Backend:
-    """The backend for tensors on `device`."""
+def resolve_backend(choice: BackendChoice, device: torch.device, codecs: Iterable[Codec] = ()) -> Backend:
+    """The backend for tensors on `device` that these codecs encode."""
     backend: Backend = "torch"
+    without_cpp = [codec.name for codec in codecs if not codec.on_cpp]
     if choice == "triton":
         if device.type != "cuda" and not interpreting():
             raise ValueError(f'backend="triton" cannot be had for tensors on {device.type}: a GPU is needed')
         backend = "triton"
+    elif choice == "cpp":
+        if device.type != "cpu" or without_cpp:
+            for_what = f"method {without_cpp[0]!r}" if without_cpp else f"tensors on {device.type}"
+            raise ValueError(f'backend="cpp" cannot be had for {for_what}; use backend="auto"')
+        backend = "cpp"
     elif choice == "auto" and device.type == "cuda" and find_spec("triton") is not None:
         backend = "triton"
+    elif choice == "auto" and device.type == "cpu" and not without_cpp:
+        backend = "torch" if _cpp_problem() else "cpp"
     _log_once(backend, device.type)
     return backend
+
+
+@cache
+def _cpp_problem() -> str | None:
+    """Why there is no C++ code, which is compiled now if it never was; None where there is."""
+    problem: str | None = importlib.import_module(".cpu_kernels.build", __package__).problem()
+    if problem:
+        logger.warning("no C++ attention on CPUs, which makes compressed caches slower: %s", problem)
+    return problem
 
 
 @contextmanager

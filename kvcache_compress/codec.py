@@ -17,10 +17,11 @@ from .layout import Field
 from .rope import Rope, RopeLayout
 
 if TYPE_CHECKING:
+    from .cpu_kernels.operands import CPUSide
     from .triton_kernels.operands import KernelSide
 
 Side: TypeAlias = Literal["keys", "values"]
-Backend: TypeAlias = Literal["triton", "torch"]
+Backend: TypeAlias = Literal["triton", "cpp", "torch"]
 Fields: TypeAlias = tuple[torch.Tensor, ...]
 """Stored tensors of a run of tokens, in the order of `Codec.fields`,
 each `[B, H, tokens / field.tokens, *field.shape]`."""
@@ -71,12 +72,15 @@ class Codec(ABC):
     """What is stored, from which every byte count comes."""
     group: int = 1
     """Tokens that are encoded together."""
+    on_cpp: ClassVar[bool] = False
+    """Whether the C++ attention can decode what is stored."""
 
     def __init__(self, options: Any, context: CodecContext) -> None:
         self.options = options
         self.context = context
         self.statistics: Statistics = {}
         self._kernel_side: KernelSide | None = None
+        self._cpu_side: CPUSide | None = None
 
     @classmethod
     @abstractmethod
@@ -137,6 +141,15 @@ class Codec(ABC):
         if self._kernel_side is None:
             self._kernel_side = self.build_kernel_side()
         return self._kernel_side
+
+    def build_cpu_side(self) -> CPUSide:
+        """This side's operands for the C++ attention; of a codec with `on_cpp`."""
+        raise NotImplementedError(f"{self.name} has no C++ decoder")
+
+    def cpu_side(self) -> CPUSide:
+        if self._cpu_side is None:
+            self._cpu_side = self.build_cpu_side()
+        return self._cpu_side
 
     def constants(self) -> dict[str, torch.Tensor]:
         """Tensors held per layer besides the stored tokens and `statistics`: rotations, means, codebooks."""

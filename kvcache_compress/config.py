@@ -138,7 +138,7 @@ class CompressionConfig(BaseModel):
     keys, values: the method of each side.
     sink_tokens, recent_tokens: first and last tokens kept in full precision.
     quantize_generated: whether decode steps pack tokens; if not, only prompts do, and what was generated before them.
-    backend: `auto` (Triton on a GPU, else torch), `triton` or `torch`.
+    backend: `auto` (Triton on GPUs, C++ on CPUs, else torch), `triton`, `cpp` or `torch`.
     seed: of every random rotation and sketch.
     max_cache_len: room for so many tokens is made at once and never more, so that shapes do not change (CUDA graphs).
     offloading: whether layers wait on the CPU while others work, as with `transformers.DynamicCache(offloading=True)`.

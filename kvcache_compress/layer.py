@@ -74,12 +74,12 @@ class CompressedLayer(CacheLayerMixin):
         """Builds codecs and empty buffers for tensors like these, `[B, H, T, D]`."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size = key_states.shape[0]
-        self.backend = resolve_backend(self.config.backend, self.device)
         if self.track is not None:
             self.track = self.track.at(self.device, self.index)
             self.leads_track = self.track.leader == self.index
         given: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
         codecs = {side: self._codec(side, self.plan.side(side), x) for side, x in given.items()}
+        self.backend = resolve_backend(self.config.backend, self.device, codecs.values())
         self.group = math.lcm(*(codec.group for codec in codecs.values()))
         self.flush_tokens = math.lcm(FLUSH_TOKENS, self.group)
         capacity = self.plan.recent_tokens + self.flush_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,10 +68,16 @@ class SideSegments:
             out[:, :, begin - start : end - start] = part
 
 
+_ATTENTION: dict[Backend, str] = {
+    "triton": ".triton_kernels.launch",
+    "cpp": ".cpu_kernels.launch",
+    "torch": ".reference",
+}
+
+
+@cache
 def _attention(backend: Backend) -> Callable[..., torch.Tensor]:
-    if backend == "torch":
-        return importlib.import_module(".reference", __package__).attend
-    return importlib.import_module(".triton_kernels.launch", __package__).attend
+    return importlib.import_module(_ATTENTION[backend], __package__).attend
 
 
 class PackedKV:

@@ -172,7 +172,7 @@ def test_turboquant_bits(bits: float) -> None:
         ({"keys": {"method": "none", "bits": 4}}, "unknown key 'bits' for none"),
         ({"sink_tokens": -1}, "sink_tokens=-1"),
         ({"recent_tokens": "many"}, "recent_tokens='many'"),
-        ({"backend": "cuda"}, "backend='cuda'.*'auto', 'triton' or 'torch'"),
+        ({"backend": "cuda"}, "backend='cuda'.*'auto', 'triton', 'cpp' or 'torch'"),
         ({"seed": -1}, "seed=-1"),
         ({"recent": 5}, "unknown key 'recent' in the config: allowed keys, values"),
         ({"layers": [{"match": 0, "bits": 4}]}, "unknown key 'layers.0.bits'.*allowed match, method"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..backend import interpreting, resolve_backend
+from ..backend import BackendChoice, interpreting, resolve_backend
 from ..config import load_config
 from ..eval.results import error_message
 from ..view import PackedKV, SideSegments
@@ -87,7 +87,9 @@ def compressed_time(
         )
         for side in ("keys", "values")
     )  # fmt: skip
-    view = PackedKV(keys, values, "keys", resolve_backend("triton" if interpreting() else "auto", device))
+    choice: BackendChoice = "triton" if interpreting() else "auto"
+    backend = resolve_backend(choice, device, (keys.codec, values.codec))
+    view = PackedKV(keys, values, "keys", backend)
     query = torch.randn(batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
     time = median_ms(lambda: view.attend(query, None, shape.head_dim**-0.5, None, None), device, repeats)
     size = _stored(keys) + _stored(values)

@@ -20,6 +20,7 @@ from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
 from ..registry import register_method
 
 if TYPE_CHECKING:
+    from ..cpu_kernels.operands import CPUSide
     from ..triton_kernels.operands import KernelSide
 
 
@@ -51,6 +52,7 @@ class KIVICodec(Codec):
     name: ClassVar[str] = "kivi"
     Options: ClassVar[type[MethodOptions]] = KIVIOptions
     options: KIVIOptions
+    on_cpp: ClassVar[bool] = True
 
     def __init__(self, options: KIVIOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -116,6 +118,12 @@ class KIVICodec(Codec):
         from ..triton_kernels.kivi import kivi_side
 
         return kivi_side(self)
+
+    def build_cpu_side(self) -> CPUSide:
+        from ..cpu_kernels.operands import CPUSide
+
+        group = self.options.group_size
+        return CPUSide("groups", (self.options.bits, *((group, 1) if self.context.side == "keys" else (1, group))))
 
 
 def quantize(

@@ -11,6 +11,7 @@ from ..layout import Field
 from ..registry import register_method
 
 if TYPE_CHECKING:
+    from ..cpu_kernels.operands import CPUSide
     from ..triton_kernels.operands import KernelSide
 
 
@@ -27,6 +28,7 @@ class DenseCodec(Codec):
 
     name: ClassVar[str] = "none"
     Options: ClassVar[type[MethodOptions]] = DenseOptions
+    on_cpp: ClassVar[bool] = True
 
     def __init__(self, options: DenseOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -58,3 +60,8 @@ class DenseCodec(Codec):
         from ..triton_kernels.dense import dense_side
 
         return dense_side(self.context.head_dim, self.context.device)
+
+    def build_cpu_side(self) -> CPUSide:
+        from ..cpu_kernels.operands import CPUSide
+
+        return CPUSide("dense")

@@ -26,6 +26,7 @@ from ..scalar import quantize
 from ..sketch import SketchKind, sketch_constant, sketch_matrix
 
 if TYPE_CHECKING:
+    from ..cpu_kernels.operands import CPUSide
     from ..triton_kernels.operands import KernelSide
 
 MAX_RATIO = 4
@@ -112,6 +113,7 @@ class QJLCodec(Codec):
     name: ClassVar[str] = "qjl"
     Options: ClassVar[type[MethodOptions]] = QJLOptions
     options: QJLOptions
+    on_cpp: ClassVar[bool] = True
 
     def __init__(self, options: QJLOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -232,6 +234,12 @@ class QJLCodec(Codec):
         from ..triton_kernels.qjl import qjl_side
 
         return qjl_side(self)
+
+    def build_cpu_side(self) -> CPUSide:
+        from ..cpu_kernels.operands import level_side
+
+        count = len(self.instances)
+        return level_side([1] * count, [self._levels] * count, self._ready_basis(), self.mean)
 
     def constants(self) -> dict[str, torch.Tensor]:
         held = {"levels": self._levels, "table": self._table, "basis": self.basis}

@@ -30,6 +30,7 @@ from ..scalar import Scalar, quantize
 from ..sketch import SketchKind, sketch_constant, sketch_matrix
 
 if TYPE_CHECKING:
+    from ..cpu_kernels.operands import CPUSide
     from ..triton_kernels.operands import KernelSide
 
 
@@ -116,6 +117,7 @@ class TurboQuantCodec(Codec):
     name: ClassVar[str] = "turboquant"
     Options: ClassVar[type[MethodOptions]] = TurboQuantOptions
     options: TurboQuantOptions
+    on_cpp: ClassVar[bool] = True
 
     def __init__(self, options: TurboQuantOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -285,6 +287,12 @@ class TurboQuantCodec(Codec):
         from ..triton_kernels.turboquant import turboquant_side
 
         return turboquant_side(self)
+
+    def build_cpu_side(self) -> CPUSide:
+        from ..cpu_kernels.operands import level_side
+
+        bits, levels = [c.bits for c in self.components], [c.levels for c in self.components]
+        return level_side(bits, levels, self._ready_basis(), self.mean)
 
     def constants(self) -> dict[str, torch.Tensor]:
         held = {"basis": self.basis, "mean": self.mean}

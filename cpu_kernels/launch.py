@@ -1,0 +1,38 @@
+"""Calling the C++ attention. `attend` is the twin of the one in `reference.py`."""
+
+from __future__ import annotations
+
+import torch
+
+from ..view import SideSegments
+from . import build
+
+
+def attend(
+    query: torch.Tensor,
+    keys: SideSegments,
+    values: SideSegments,
+    mask: torch.Tensor | None = None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same arguments and result as `reference.attend`.
+
+    Raises:
+        RuntimeError: the C++ code cannot be compiled or loaded here.
+    """
+    if problem := build.problem():
+        raise RuntimeError(f"the CPU kernels cannot be had: {problem}")
+    k_side, v_side = keys.codec.cpu_side(), values.codec.cpu_side()
+    if mask is not None:
+        mask = mask.expand(*query.shape[:3], keys.shape[2])
+    packed = keys.packed if keys.count is None else min(keys.packed, int(keys.count))
+    return torch.ops.kvcache_compress_cpu.attend.default(
+        query if query.stride(3) == 1 else query.contiguous(),
+        keys.store.buffers, k_side.levels, k_side.code, k_side.basis, k_side.mean,
+        values.store.buffers, v_side.levels, v_side.code, v_side.basis,
+        keys.sinks, values.sinks, keys.tail, values.tail,
+        mask, None if sinks is None else sinks.float().contiguous(), packed, keys.packed, scaling, softcap or 0.0,
+    )  # fmt: skip

@@ -1,0 +1,104 @@
+// Eight numbers at a time: what the decoders and the attention loop need of the processor.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace kvcache_compress {
+
+constexpr int64_t LANES = 8;
+using Floats = float __attribute__((vector_size(4 * LANES)));
+using Ints = int32_t __attribute__((vector_size(4 * LANES)));
+
+inline int64_t whole_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
+template <class Vector, class Number>
+inline Vector load(const Number* from) {
+  Vector x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+inline Floats load(const float* from) { return load<Floats>(from); }
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+// Eight words of 32, 16 or 8 bits.
+inline Ints load_words(const int32_t* from) { return load<Ints>(from); }
+
+inline Ints load_words(const int16_t* from) {
+  using Words = int16_t __attribute__((vector_size(2 * LANES)));
+  return __builtin_convertvector(load<Words>(from), Ints);
+}
+
+inline Ints load_words(const uint8_t* from) {
+  using Words = uint8_t __attribute__((vector_size(LANES)));
+  return __builtin_convertvector(load<Words>(from), Ints);
+}
+
+// The first `count` numbers alone.
+inline void store(float* to, Floats x, int64_t count) {
+  std::memcpy(to, &x, count < LANES ? count * sizeof(float) : sizeof x);
+}
+
+// COUNT levels, of which there are at least LANES, to be looked up by LANES codes.
+template <int COUNT>
+class Table {
+ public:
+  explicit Table(const float* levels) {
+    for (int i = 0; i < VECTORS; ++i) levels_[i] = load(levels + i * LANES);
+  }
+
+  Floats operator[](Ints codes) const {
+#ifdef __AVX2__
+    Floats found = _mm256_permutevar8x32_ps(levels_[0], (__m256i)codes);
+    for (int i = 1; i < VECTORS; ++i) {
+      const Floats next = _mm256_permutevar8x32_ps(levels_[i], (__m256i)codes);
+      found = codes >= static_cast<int>(i * LANES) ? next : found;
+    }
+#else
+    Floats found;
+    for (int lane = 0; lane < LANES; ++lane) found[lane] = levels_[codes[lane] / LANES][codes[lane] % LANES];
+#endif
+    return found;
+  }
+
+ private:
+  static constexpr int VECTORS = COUNT > LANES ? COUNT / LANES : 1;
+  Floats levels_[VECTORS];
+};
+
+// The sums of four vectors.
+inline void sum_each(const Floats (&x)[4], float* sums) {
+#ifdef __AVX2__
+  const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+#else
+  for (int i = 0; i < 4; ++i) {
+    sums[i] = 0;
+    for (int lane = 0; lane < LANES; ++lane) sums[i] += x[i][lane];
+  }
+#endif
+}
+
+// 2^x for x <= 0 with a relative error of 2e-7, and 0 for what is no normal number; NaN stays NaN.
+inline Floats exp2(Floats x) {
+  constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  const Floats shifted = x + ROUND;
+  const Floats f = x - (shifted - ROUND);
+  // Taylor's polynomial of 2^f on [-1/2, 1/2].
+  Floats y = f * 1.5403530e-4f + 1.3333558e-3f;
+  y = y * f + 9.6181291e-3f;
+  y = y * f + 5.5504109e-2f;
+  y = y * f + 2.4022651e-1f;
+  y = y * f + 6.9314718e-1f;
+  y = y * f + 1.0f;
+  const Ints power = ((Ints)shifted - (Ints)(Floats{} + ROUND) + 127) << 23;
+  return x < -126.0f ? Floats{} : y * (Floats)power;
+}
+
+}  // namespace kvcache_compress

@@ -1,0 +1,115 @@
+"""The C++ attention against `reference.attend` and against plain attention over decoded tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from attention_cases import BARS, CASES, F32, Case, error, kivi, make_mask, plain_attention, segments, tq
+
+from kvcache_compress import reference
+from kvcache_compress.cpu_kernels import launch
+from kvcache_compress.registry import get_method
+from kvcache_compress.view import SideSegments
+
+ON_CPP = {
+    name: case
+    for name, case in CASES.items()
+    if all(get_method(method).on_cpp for method, _ in (case.keys, case.values))
+}
+ON_CPP |= {
+    "many-splits-of-many-tiles": Case(tq(4), tq(2), packed=3000, head_dim=128, groups=2),
+    "more-rows-than-a-task": Case(tq(3), kivi(4), count=16, groups=7, packed=600, mask="bool"),
+    "float64": Case(dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", ON_CPP)
+def test_equals_reference_and_plain_attention(name: str, make_side: Callable[..., SideSegments]) -> None:
+    case = ON_CPP[name]
+    torch.manual_seed(len(name))
+    keys, values = segments(case, make_side)
+    heads = case.groups * keys.sinks.shape[1]
+    query = torch.randn(2, heads, case.count, case.head_dim).to(case.dtype)
+    mask = make_mask(case, 2, heads, keys.shape[2])
+    sinks = torch.randn(heads) if case.sinks else None
+    call = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "sinks": sinks}
+    out = launch.attend(query, keys, values, mask, **call)
+    expected = plain_attention(query, keys, values, mask, case, sinks)
+    bar = BARS.get(case.dtype, BARS[F32])
+    assert out.shape == expected.shape
+    assert out.dtype == case.dtype
+    assert error(out, expected) <= bar
+    assert error(out, reference.attend(query, keys, values, mask, **call)) <= bar
+
+
+def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegments]) -> None:
+    keys, values = segments(Case(), make_side)
+    query = torch.randn(2, 6, 1, 64)
+    mask = torch.ones(2, 1, 1, keys.shape[2], dtype=torch.bool)
+    mask[1] = False
+    out = launch.attend(query, keys, values, mask, scaling=0.125)
+    assert out[0].abs().sum() > 0
+    assert (out[1] == 0).all()
+
+
+def test_rows_hidden_by_the_lowest_number_are_averages(make_side: Callable[..., SideSegments]) -> None:
+    """As in plain attention, where the logits all become that number."""
+    keys, values = segments(Case(), make_side)
+    query = torch.randn(2, 6, 1, 64)
+    mask = torch.full((2, 1, 1, keys.shape[2]), torch.finfo(torch.float32).min)
+    out = launch.attend(query, keys, values, mask, scaling=0.125)
+    torch.testing.assert_close(out, values.dense().mean(2)[:, None].repeat_interleave(3, 2), atol=1e-5, rtol=1e-4)
+
+
+def test_queries_of_any_strides(make_side: Callable[..., SideSegments]) -> None:
+    case = Case(count=3)
+    keys, values = segments(case, make_side)
+    query = torch.randn(2, 6, 3, 64)
+    out = launch.attend(query, keys, values, None, scaling=0.125)
+    for strided in (query.transpose(1, 2).contiguous().transpose(1, 2), query.mT.contiguous().mT):
+        assert torch.equal(launch.attend(strided, keys, values, None, scaling=0.125), out)
+
+
+def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> None:
+    """A view of an earlier step sees its own tokens only; one of a fixed capacity has slots without a token."""
+    keys, values = segments(Case(), make_side)
+    query = torch.randn(2, 6, 1, 64)
+    before = [SideSegments(side.sinks, side.store, 40, side.tail, side.codec) for side in (keys, values)]
+    expected = plain_attention(query, *before, None, Case(), None)
+    assert error(launch.attend(query, *before, None, scaling=0.125), expected) <= BARS[F32]
+    count = torch.tensor(40)
+    room = [SideSegments(side.sinks, side.store, 64, side.tail, side.codec, count=count) for side in (keys, values)]
+    holds = torch.arange(room[0].shape[2])
+    mask = ((holds < 3 + 40) | (holds >= 3 + 64))[None, None, None]
+    assert error(launch.attend(query, *room, mask, scaling=0.125), expected) <= BARS[F32]
+
+
+def test_result_does_not_depend_on_threads(make_side: Callable[..., SideSegments]) -> None:
+    """One thread takes another number of splits."""
+    keys, values = segments(Case(packed=3000), make_side)
+    query = torch.randn(2, 6, 1, 64)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            found.append(launch.attend(query, keys, values, None, scaling=0.125))
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found[2], found[0], atol=1e-6, rtol=1e-5)
+
+
+def test_empty_batch(make_side: Callable[..., SideSegments]) -> None:
+    keys, values = (make_side(*tq(4), side, 64, 32, batch=0) for side in ("keys", "values"))
+    assert launch.attend(torch.randn(0, 6, 1, 64), keys, values, None, scaling=0.125).shape == (0, 1, 6, 64)
+
+
+def test_not_a_number_in_the_tail_shows(make_side: Callable[..., SideSegments]) -> None:
+    keys, values = segments(Case(), make_side)
+    keys.tail[1, 0, 2, 5] = torch.nan
+    out = launch.attend(torch.randn(2, 6, 1, 64), keys, values, None, scaling=0.125)
+    assert out[1, :, :3].isnan().all()
+    assert out[0].isfinite().all()
+    assert out[1, :, 3:].isfinite().all()

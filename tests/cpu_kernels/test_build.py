@@ -1,0 +1,78 @@
+"""Compiling the C++ code, and what happens where that cannot be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from small_model import method_config, small_model
+
+from kvcache_compress import CompressedCache, backend
+from kvcache_compress.cpu_kernels import build
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing compiled, and nothing known of that. No test may load the code then: a process can do so but once."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    build.problem.cache_clear()
+    backend._cpp_problem.cache_clear()
+    yield
+    build.problem.cache_clear()
+    backend._cpp_problem.cache_clear()
+
+
+@pytest.mark.usefixtures("anew")
+def test_compiles_once(tmp_path: Path) -> None:
+    library = build._library()
+    assert [path.name for path in tmp_path.iterdir()] == [library.name]
+    written = library.stat().st_mtime_ns
+    assert build._library() == library
+    assert library.stat().st_mtime_ns == written
+
+
+@pytest.mark.usefixtures("anew")
+@pytest.mark.parametrize(
+    ("compiler", "message"),
+    [("no-such-compiler", "no-such-compiler"), ("false", "false: exit status 1"), ("c++ -DINF=", "error: ")],
+)
+def test_without_a_compiler(
+    compiler: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An explicit choice is refused; `auto` says why and runs in torch."""
+    monkeypatch.setenv("CXX", compiler)
+    model = small_model()
+    with pytest.raises(ValueError, match=f'backend="cpp" cannot be had: .*{message}'):
+        CompressedCache(model.config, {**method_config("turboquant"), "backend": "cpp"})
+    cache = CompressedCache(model.config, method_config("turboquant"))
+    x = torch.randn(1, 2, 20, 32)
+    with caplog.at_level(logging.WARNING, "kvcache_compress"):
+        cache.update(x, x, 0)
+        cache.update(x, x, 1)
+    assert [layer.backend for layer in cache.layers] == ["torch", "torch"]
+    assert caplog.text.count("no C++ attention") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("anew")
+def test_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    assert "file" in str(build.problem())
+
+
+@pytest.mark.usefixtures("anew")
+def test_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    assert build.problem() == "PyTorch 2.9.1 is older than 2.10"
+
+
+def test_method_without_a_decoder() -> None:
+    model = small_model()
+    x = torch.randn(1, 2, 20, 32)
+    cache = CompressedCache(model.config, {**method_config("commvq"), "backend": "cpp"})
+    with pytest.raises(ValueError, match="backend=\"cpp\" cannot be had for method 'commvq'"):
+        cache.update(x, x, 0)
