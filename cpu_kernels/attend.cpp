@@ -10,7 +10,7 @@
 namespace kvcache_compress {
 namespace {
 
-constexpr int64_t MAX_ROWS = 64;           // of a task
+constexpr int64_t MAX_ROWS = 128;          // of a task
 constexpr int64_t MIN_SPLIT_TOKENS = 256;  // shorter splits would cost more to merge than they save
 constexpr int64_t TASKS_PER_THREAD = 8;
 
@@ -184,6 +184,10 @@ std::unique_ptr<Decoder> packed_decoder(const std::vector<Tensor>& fields, const
       return std::make_unique<LevelDecoder>(fields, levels, options);
     case 2:
       return std::make_unique<GroupDecoder>(fields, options[0], options[1], options[2]);
+    case 3:
+      return std::make_unique<PairDecoder>(fields, levels, options);
+    case 4:
+      return std::make_unique<TreeDecoder>(fields, levels, options);
     default:
       STD_TORCH_CHECK(false, "no such form of packed tokens");
       return nullptr;

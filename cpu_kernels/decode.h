@@ -100,6 +100,11 @@ class DenseDecoder : public Decoder {
   void (*widen_)(const void*, int64_t, float*);
 };
 
+// Some words of a token: `count` from number `first` on.
+struct Words {
+  int64_t first, count;
+};
+
 // A field of a store, [B, H, rows, numbers].
 class Field {
  public:
@@ -114,6 +119,8 @@ class Field {
   const Number* row(const Head& head, int64_t row) const {
     return reinterpret_cast<const Number*>(data_ + ((head.batch * heads_ + head.head) * rows_ + row) * bytes_);
   }
+
+  Words words() const { return {0, numbers}; }
 
   int64_t numbers;
 
@@ -140,28 +147,35 @@ inline const Word* readable(const Word* words, int64_t count, Word (&room)[MAX_W
   return room;
 }
 
-// Calls `emit(channel, codes, lanes)` for each run of LANES channels of a token, of which `lanes` may be written. Where
-// words are no whole LANES, a run may reach into the next part of the token, whose own runs follow.
+// Calls `emit(channel, codes, lanes)` for each run of LANES channels of a token, of which `lanes` may be written: up to
+// the token's end. Where words are no whole LANES, a run reaches into the next parts, whose own runs follow.
 template <int BITS, class Emit>
-[[gnu::always_inline]] inline void each_run(const Field* planes, const Head& head, int64_t token, Emit emit) {
+[[gnu::always_inline]] inline void each_run(const Field* planes, const Head& head, int64_t token, const Words& own,
+                                            Emit emit) {
   using P = Planes<BITS>;
   typename P::LowWord low_room[MAX_WORDS];
   typename P::HighWord high_room[MAX_WORDS];
-  const int64_t words = planes[0].numbers;
-  const auto* low = readable(planes[0].row<typename P::LowWord>(head, token), words, low_room);
+  const int64_t words = own.count;
+  const auto* low = readable(planes[0].row<typename P::LowWord>(head, token) + own.first, words, low_room);
   const typename P::HighWord* high = nullptr;
-  if constexpr (P::HIGH > 0) high = readable(planes[1].row<typename P::HighWord>(head, token), words, high_room);
-  for (int64_t word = (words - 1) / LANES * LANES; word >= 0; word -= LANES) {
-    const Ints low_words = load_words(low + word);
-    Ints high_words = {};
-    if constexpr (P::HIGH > 0) high_words = load_words(high + word);
-#pragma GCC unroll 8
-    for (int part = 0; part < CODES_PER_WORD; ++part) {
-      Ints codes = (low_words >> (P::LOW * part)) & ((1 << P::LOW) - 1);
-      if constexpr (P::HIGH > 0) codes |= ((high_words >> (P::HIGH * part)) & ((1 << P::HIGH) - 1)) << P::LOW;
-      emit(part * words + word, codes, part < CODES_PER_WORD - 1 ? LANES : std::min(words - word, LANES));
-    }
+  if constexpr (P::HIGH > 0) {
+    high = readable(planes[1].row<typename P::HighWord>(head, token) + own.first, words, high_room);
   }
+  const auto runs = [&]<bool WHOLE>() __attribute__((always_inline)) {
+    for (int64_t word = (words - 1) / LANES * LANES; word >= 0; word -= LANES) {
+      const Ints low_words = load_words(low + word);
+      Ints high_words = {};
+      if constexpr (P::HIGH > 0) high_words = load_words(high + word);
+#pragma GCC unroll 8
+      for (int part = 0; part < CODES_PER_WORD; ++part) {
+        Ints codes = (low_words >> (P::LOW * part)) & ((1 << P::LOW) - 1);
+        if constexpr (P::HIGH > 0) codes |= ((high_words >> (P::HIGH * part)) & ((1 << P::HIGH) - 1)) << P::LOW;
+        const int64_t channel = part * words + word;
+        emit(channel, codes, WHOLE ? LANES : std::min(LANES, CODES_PER_WORD * words - channel));
+      }
+    }
+  };
+  words % LANES == 0 ? runs.template operator()<true>() : runs.template operator()<false>();
 }
 
 // `call` with the number of bits as a template argument.
@@ -188,7 +202,7 @@ inline void with_bits(int64_t bits, Call call) {
 inline int64_t plane_count(int64_t bits) { return bits == 3 || bits >= 5 ? 2 : 1; }
 
 // Sums of components `scale * levels[codes]`, each along rows of its own: TurboQuant and QJL.
-// Fields of a component: its planes, then its scale. `levels` has 2^bits numbers, and at least LANES.
+// Fields of a component: its planes, then its scale. Its levels are [2^bits].
 class LevelDecoder : public Decoder {
  public:
   LevelDecoder(const std::vector<Tensor>& fields, const std::vector<Tensor>& levels, const std::vector<int64_t>& bits) {
@@ -208,7 +222,7 @@ class LevelDecoder : public Decoder {
         for (int64_t t = 0; t < count; ++t) {
           const float scale = *part.fields.back().row<Half>(head, first + t);
           float* to = tile + t * width + part.start;
-          each_run<BITS>(part.fields.data(), head, first + t,
+          each_run<BITS>(part.fields.data(), head, first + t, part.fields[0].words(),
                          [&] [[gnu::always_inline]] (int64_t channel, Ints codes, int64_t lanes) {
                            store(to + channel, table[codes] * scale, lanes);
                          });
@@ -245,7 +259,7 @@ class GroupDecoder : public Decoder {
           spread(zeros.row<Half>(head, t / tokens_), zero.data());
         }
         float* to = tile + (t - first) * width;
-        each_run<BITS>(fields_.data(), head, t,
+        each_run<BITS>(fields_.data(), head, t, fields_[0].words(),
                        [&] [[gnu::always_inline]] (int64_t channel, Ints codes, int64_t lanes) {
                          const Floats x = __builtin_convertvector(codes, Floats);
                          store(to + channel, x * load(&scale[channel]) + load(&zero[channel]), lanes);

@@ -31,8 +31,8 @@ def attend(
     packed = keys.packed if keys.count is None else min(keys.packed, int(keys.count))
     return torch.ops.kvcache_compress_cpu.attend.default(
         query if query.stride(3) == 1 else query.contiguous(),
-        keys.store.buffers, k_side.levels, k_side.code, k_side.basis, k_side.mean,
-        values.store.buffers, v_side.levels, v_side.code, v_side.basis,
+        keys.store.buffers, k_side.tables, k_side.code, k_side.basis, k_side.mean,
+        values.store.buffers, v_side.tables, v_side.code, v_side.basis,
         keys.sinks, values.sinks, keys.tail, values.tail,
         mask, None if sinks is None else sinks.float().contiguous(), packed, keys.packed, scaling, softcap or 0.0,
     )  # fmt: skip

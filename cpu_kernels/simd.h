@@ -45,12 +45,12 @@ inline void store(float* to, Floats x, int64_t count) {
   std::memcpy(to, &x, count < LANES ? count * sizeof(float) : sizeof x);
 }
 
-// COUNT levels, of which there are at least LANES, to be looked up by LANES codes.
+// COUNT levels, `stride` numbers apart, to be looked up by LANES codes.
 template <int COUNT>
 class Table {
  public:
-  explicit Table(const float* levels) {
-    for (int i = 0; i < VECTORS; ++i) levels_[i] = load(levels + i * LANES);
+  explicit Table(const float* levels, int64_t stride = 1) {
+    for (int i = 0; i < COUNT; ++i) levels_[i / LANES][i % LANES] = levels[i * stride];
   }
 
   Floats operator[](Ints codes) const {
@@ -62,14 +62,17 @@ class Table {
     }
 #else
     Floats found;
-    for (int lane = 0; lane < LANES; ++lane) found[lane] = levels_[codes[lane] / LANES][codes[lane] % LANES];
+    for (int lane = 0; lane < LANES; ++lane) {
+      const int code = codes[lane] & (COUNT - 1);  // lanes without a code hold anything
+      found[lane] = levels_[code / LANES][code % LANES];
+    }
 #endif
     return found;
   }
 
  private:
   static constexpr int VECTORS = COUNT > LANES ? COUNT / LANES : 1;
-  Floats levels_[VECTORS];
+  Floats levels_[VECTORS] = {};
 };
 
 // The sums of four vectors.

@@ -5,7 +5,7 @@
 #include <limits>
 #include <optional>
 
-#include "decode.h"
+#include "polar.h"
 
 namespace kvcache_compress {
 
@@ -28,6 +28,10 @@ class Mask {
   void apply(int64_t batch, int64_t head, int64_t query, int64_t first, int64_t count, float* logits) const {
     const int64_t at = batch * stride_[0] + head * stride_[1] + query * stride_[2] + first * stride_[3];
     const char* from = data_ + at * bytes_;
+    if (widen_ == nullptr && stride_[3] == 1) {
+      for (int64_t t = 0; t < count; ++t) logits[t] = from[t] != 0 ? logits[t] : -INF;
+      return;
+    }
     for (int64_t t = 0; t < count; ++t, from += stride_[3] * bytes_) {
       if (widen_ == nullptr) {
         if (*from == 0) logits[t] = -INF;
@@ -75,36 +79,76 @@ struct Partial {
   float* sums = nullptr;
 };
 
-// scores[r * stride + t] = q[r] · k[t] for `count` tokens, and for up to three beyond them, which must be readable.
-inline void score(const float* q, int64_t rows, const float* k, int64_t count, int64_t width, float* scores,
-                  int64_t stride) {
-  for (int64_t t = 0; t < count; t += 4) {
-    for (int64_t r = 0; r < rows; ++r) {
-      Floats sums[4] = {};
-      for (int64_t c = 0; c < width; c += LANES) {
-        const Floats x = load(q + r * width + c);
-        for (int i = 0; i < 4; ++i) sums[i] += x * load(k + (t + i) * width + c);
-      }
-      sum_each(sums, scores + r * stride + t);
+// Rows that share what is loaded of a tile, as many as registers allow: their sums take four registers each.
+constexpr int64_t BLOCK_ROWS = 3;
+
+// Calls `call` with blocks of up to BLOCK_ROWS rows, their number as a template argument, without a single row last.
+template <class Call>
+inline void each_block(int64_t rows, Call call) {
+  for (int64_t r = 0; r < rows;) {
+    const int64_t left = rows - r;
+    if (left == 3 || left > 4) {
+      call.template operator()<3>(r);
+      r += 3;
+    } else if (left > 1) {
+      call.template operator()<2>(r);
+      r += 2;
+    } else {
+      call.template operator()<1>(r);
+      r += 1;
     }
   }
 }
 
-// sums[...VECTORS * LANES] += the sum over tokens of weights[t] * v[t * width...].
-template <int VECTORS>
-inline void add_weighted(const float* weights, const float* v, int64_t count, int64_t width, float* sums) {
-  Floats x[VECTORS];
-  for (int i = 0; i < VECTORS; ++i) x[i] = load(sums + i * LANES);
-  for (int64_t t = 0; t < count; ++t) {
-    for (int i = 0; i < VECTORS; ++i) x[i] += load(v + t * width + i * LANES) * weights[t];
+// scores[r * stride + t] = q[r] · k[t] for `count` tokens, and for up to three beyond them, which must be readable.
+inline void score(const float* q, int64_t rows, const float* k, int64_t count, int64_t width, float* scores,
+                  int64_t stride) {
+  each_block(rows, [&]<int ROWS>(int64_t first) {
+    for (int64_t t = 0; t < count; t += 4) {
+      Floats sums[ROWS][4] = {};
+      for (int64_t c = 0; c < width; c += LANES) {
+        Floats x[ROWS];
+        for (int r = 0; r < ROWS; ++r) x[r] = load(q + (first + r) * width + c);
+        for (int i = 0; i < 4; ++i) {
+          const Floats y = load(k + (t + i) * width + c);
+          for (int r = 0; r < ROWS; ++r) sums[r][i] += x[r] * y;
+        }
+      }
+      for (int r = 0; r < ROWS; ++r) sum_each(sums[r], scores + (first + r) * stride + t);
+    }
+  });
+}
+
+// sums[r * width...] += the sum over tokens of weights[r * stride + t] * v[t * width...], for VECTORS * LANES channels.
+template <int ROWS, int VECTORS>
+inline void add_weighted(const float* weights, int64_t stride, const float* v, int64_t count, int64_t width,
+                         float* const (&sums)[ROWS]) {
+  Floats x[ROWS][VECTORS];
+  for (int r = 0; r < ROWS; ++r) {
+    for (int i = 0; i < VECTORS; ++i) x[r][i] = load(sums[r] + i * LANES);
   }
-  for (int i = 0; i < VECTORS; ++i) store(sums + i * LANES, x[i]);
+  for (int64_t t = 0; t < count; ++t) {
+    for (int i = 0; i < VECTORS; ++i) {
+      const Floats y = load(v + t * width + i * LANES);
+      for (int r = 0; r < ROWS; ++r) x[r][i] += y * weights[r * stride + t];
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    for (int i = 0; i < VECTORS; ++i) store(sums[r] + i * LANES, x[r][i]);
+  }
 }
 
 // Turns the logits of a row, with room for whole LANES, into weights relative to the largest logit so far; what was
 // summed relative to a smaller one shrinks.
 inline void weigh(float* logits, int64_t count, int64_t width, Partial& part) {
-  const float top = std::max(part.top, *std::max_element(logits, logits + count));
+  std::fill(logits + count, logits + whole_lanes(count), -INF);
+  Floats tops = Floats{} - INF;
+  for (int64_t t = 0; t < count; t += LANES) {
+    const Floats x = load(logits + t);
+    tops = x > tops ? x : tops;
+  }
+  float top = part.top;
+  for (int lane = 0; lane < LANES; ++lane) top = std::max(top, tops[lane]);
   if (top == -INF) {
     std::fill_n(logits, count, 0.0f);
     return;
@@ -115,7 +159,6 @@ inline void weigh(float* logits, int64_t count, int64_t width, Partial& part) {
     part.total *= shrink;
     for (int64_t c = 0; c < width; ++c) part.sums[c] *= shrink;
   }
-  std::fill(logits + count, logits + whole_lanes(count), -INF);
   Floats total = {};
   for (int64_t t = 0; t < count; t += LANES) {
     const Floats weights = exp2(load(logits + t) - top);
@@ -151,14 +194,19 @@ inline void attend_run(const Step& step, const Rows& rows, const float* q, const
       weigh(row, count, v_width, parts[r]);
     }
     run.values.decode(rows.head, t, count, decoded.get());
-    for (int64_t r = 0; r < rows.count; ++r) {
-      const float* weights = logits.get() + r * MAX_TILE;
+    each_block(rows.count, [&]<int ROWS>(int64_t first) {
+      const float* weights = logits.get() + first * MAX_TILE;
+      float* sums[ROWS];
+      for (int r = 0; r < ROWS; ++r) sums[r] = parts[first + r].sums;
       int64_t c = 0;
-      for (; c + 4 * LANES <= v_width; c += 4 * LANES) {
-        add_weighted<4>(weights, decoded.get() + c, count, v_width, parts[r].sums + c);
-      }
-      for (; c < v_width; c += LANES) add_weighted<1>(weights, decoded.get() + c, count, v_width, parts[r].sums + c);
-    }
+      const auto add = [&]<int VECTORS>() {
+        add_weighted<ROWS, VECTORS>(weights, MAX_TILE, decoded.get() + c, count, v_width, sums);
+        for (float*& x : sums) x += VECTORS * LANES;
+        c += VECTORS * LANES;
+      };
+      while (c + 4 * LANES <= v_width) add.template operator()<4>();
+      while (c < v_width) add.template operator()<1>();
+    });
   }
 }
 

@@ -1,8 +1,8 @@
 """Our attention function in Transformers: registered by name, switched on per model, and its dispatch.
 
 Without packed tokens (prefill) the model's previous attention runs on the fresh tensors. With packed tokens and a few
-queries the fused path runs over the compressed cache. Anything else - many queries, options that the fused path does
-not know - decodes one layer and runs the previous attention with its own mask.
+queries, in C++ any number of them, the fused path runs over the compressed cache. Anything else - many queries, options
+that the fused path does not know - decodes one layer and runs the previous attention with its own mask.
 """
 
 from __future__ import annotations
@@ -76,8 +76,11 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention as Transformers calls it: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]`."""
-    fusable = isinstance(value, PackedKV) and _fusable(query, attention_mask, dropout, kwargs)
-    if isinstance(key, PackedKV) and fusable:
+    if (
+        isinstance(key, PackedKV)
+        and isinstance(value, PackedKV)
+        and _fusable(key, query, attention_mask, dropout, kwargs)
+    ):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return key.attend(query, attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux")), None
     dense_key = key.dense() if isinstance(key, PackedKV) else key
@@ -103,9 +106,11 @@ def _under_previous_name(config: PreTrainedConfig) -> Iterator[None]:
         config._attn_implementation_internal = ours
 
 
-def _fusable(query: torch.Tensor, mask: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
-    """Whether the fused path computes exactly what was asked for."""
-    if query.shape[2] > MAX_DECODE_TOKENS or dropout or not (mask is None or isinstance(mask, torch.Tensor)):
+def _fusable(key: PackedKV, query: torch.Tensor, mask: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
+    """Whether the fused path computes exactly what was asked for, and not more slowly than on a decoded layer."""
+    if query.shape[2] > MAX_DECODE_TOKENS and key.backend != "cpp":
+        return False
+    if dropout or not (mask is None or isinstance(mask, torch.Tensor)):
         return False
     if kwargs.get("is_causal") is False:
         return False

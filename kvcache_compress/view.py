@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -75,7 +74,6 @@ _ATTENTION: dict[Backend, str] = {
 }
 
 
-@cache
 def _attention(backend: Backend) -> Callable[..., torch.Tensor]:
     return importlib.import_module(_ATTENTION[backend], __package__).attend
 

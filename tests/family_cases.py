@@ -17,7 +17,7 @@ from commvq_files import FOLDER, codebook_file, random_codebooks
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvcache_compress import CompressedCache, CompressionConfig, compress, load_config, reference
+from kvcache_compress import CompressedCache, CompressionConfig, compress, load_config, view
 from kvcache_compress.commvq_file import describe_model, write_codebooks
 from kvcache_compress.layer import CompressedLayer
 
@@ -226,8 +226,12 @@ def logits(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
 
 
 def both_ways(model: PreTrainedModel, config: CompressionConfig) -> tuple[torch.Tensor, torch.Tensor, CompressedCache]:
-    """Logits with fused attention off and on, and the latter's cache. Positions are handed over in both."""
+    """Logits with fused attention off and on, and the latter's cache. Positions are handed over in both.
+
+    In torch, where chunks of prompts get the same attention in both: another's rounding flips a code now and then.
+    """
     found = []
+    config = config.model_copy(update={"backend": "torch"})
     for fused in (False, True):
         with compress(model, config, fused=fused):
             cache = CompressedCache(model.config, config)
@@ -285,7 +289,7 @@ def check(family: str, config: CompressionConfig, largest_loss: float) -> bool:
 
     Returns whether fused attention was used.
     """
-    with mock.patch.object(reference, "attend", wraps=reference.attend) as attend:
+    with mock.patch.object(view, "_attention", wraps=view._attention) as attention:
         unfused, fused, cache = both_ways(model(family), config)
     assert cache.packed_tokens == 64, f"{cache.packed_tokens} tokens packed"
     torch.testing.assert_close(fused, unfused, atol=1e-4, rtol=0)
@@ -294,4 +298,4 @@ def check(family: str, config: CompressionConfig, largest_loss: float) -> bool:
     for ours, own in zip(cache.layers, DynamicCache(config=model(family).config).layers, strict=True):
         full = isinstance(own, DynamicLayer) and not own.is_sliding
         assert isinstance(ours, CompressedLayer) if full else type(ours) is type(own)
-    return attend.call_count > 0
+    return attention.call_count > 0

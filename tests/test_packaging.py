@@ -22,6 +22,8 @@ def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
         "py.typed",
         "configs/turboquant-4bit.yaml",
         "triton_kernels/attention.py",
+        "cpu_kernels/attend.cpp",
+        "cpu_kernels/softmax.h",
         "eval/default_text.txt",
         "eval/report.html.j2",
         "eval/longbench_prompts.yaml",
@@ -29,8 +31,9 @@ def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
     assert all(f"kvcache_compress/{name}" in names for name in expected)
 
 
-def test_the_folder_refuses_another_name() -> None:
-    """Imported from the repository's root as `triton_kernels`, the folder says why it cannot be."""
-    done = subprocess.run([sys.executable, "-c", "import triton_kernels"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("folder", ["triton_kernels", "cpu_kernels"])
+def test_the_folder_refuses_another_name(folder: str) -> None:
+    """Imported from the repository's root under its own name, the folder says why it cannot be."""
+    done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
-    assert "installed as kvcache_compress.triton_kernels" in done.stderr
+    assert f"installed as kvcache_compress.{folder}" in done.stderr

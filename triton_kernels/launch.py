@@ -6,13 +6,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from ..backend import interpreting
 from ..view import SideSegments
 from .attention import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, attend_kernel, merge_kernel
-from .operands import AMD, KernelSide, launch_options
+from .operands import AMD, KernelSide, launch_options, next_power_of_2
 from .query import map_query_arguments, map_query_kernel
 
 MAX_TILE_ROWS = 32
@@ -77,8 +76,8 @@ def attend_arguments(
     exact = query.dtype == torch.float32
     operand = torch.float32 if exact else torch.float16
     tile = tile_shape(k_side, v_side, exact)
-    tile_rows = min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16, triton.next_power_of_2(rows)))
-    row_blocks = triton.cdiv(rows, tile_rows)
+    tile_rows = min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16, next_power_of_2(rows)))
+    row_blocks = -(-rows // tile_rows)
     split_tokens, splits = split_sizes(keys.packed, tile, batch * heads * row_blocks, query.device)
     v_stride = sum(v_side.widths)
     fast = not (exact or amd or interpreting())
@@ -109,7 +108,7 @@ def attend_arguments(
         V_WORDS=0 if v_words is None else len(v_words) - v_side.places, V_PLACES=v_side.places if fast else 0,
         K_WIDTHS=k_side.widths, V_WIDTHS=v_side.widths, K_STRIDE=mapped["W"], V_STRIDE=v_stride, BIAS=k_side.bias,
         EVEN=keys.packed % tile.tokens == split_tokens % tile.tokens == 0 and keys.count is None, FAST=fast,
-        DK=dk, DV=dv, DK_PAD=max(16, triton.next_power_of_2(dk)), DV_PAD=max(16, triton.next_power_of_2(dv)),
+        DK=dk, DV=dv, DK_PAD=max(16, next_power_of_2(dk)), DV_PAD=max(16, next_power_of_2(dv)),
         DTYPE=tl.float32 if exact else tl.float16, PRECISION="ieee" if exact or amd else "tf32",
         M=tile_rows, BLOCK=tile.tokens, DENSE_BLOCK=16, MASK=mask_kind, SOFTCAP=softcap is not None, CAUSAL=count > 1,
         ROW_BLOCKS=row_blocks, ROPE_WIDTH=0 if keys.track is None else keys.track.buffer.shape[2],
@@ -140,8 +139,8 @@ def merge_arguments(
         p_map=attended["p_acc"] if output_map is None else output_map,
         p_sinks=attended["p_acc"] if sinks is None else sinks, p_out=out,
         splits=splits, s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
-        W=attended["V_STRIDE"], DV=dv, DV_PAD=triton.next_power_of_2(dv),
-        S_PAD=max(16, triton.next_power_of_2(splits + 1)), CHUNK=16,
+        W=attended["V_STRIDE"], DV=dv, DV_PAD=next_power_of_2(dv),
+        S_PAD=max(16, next_power_of_2(splits + 1)), CHUNK=16,
         HAS_MAP=output_map is not None, HAS_SINKS=sinks is not None,
     )  # fmt: skip
     return (query_heads // heads * count, batch * heads), arguments

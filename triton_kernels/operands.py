@@ -12,6 +12,11 @@ from ..layout import code_order, padded_width, padded_words
 AMD = torch.version.hip is not None
 
 
+def next_power_of_2(n: int) -> int:
+    """As Triton's own, which takes ten times as long since it is a function of its language too."""
+    return 1 << (n - 1).bit_length()
+
+
 def launch_options(amd: bool = AMD) -> dict[str, int]:
     """Options of every launch. Left alone, ptxas aims at a round number of registers and spills words to meet it."""
     return {} if amd else {"maxnreg": 255}

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .attention import LOG2E
-from .operands import KernelSide, launch_options
+from .operands import KernelSide, launch_options, next_power_of_2
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def map_query_arguments(
     own = side.query_map
     assert own is None or own.is_contiguous()
     chunk = min(width & -width, 64)
-    padded = triton.next_power_of_2(dim)
+    padded = next_power_of_2(dim)
     arguments: dict[str, Any] = dict(
         p_q=query, p_map=query if own is None else own, p_bound=query if own is None else side.query_bound(),
         p_mapped=query.new_empty(batch, heads, rows, width, dtype=torch.float32 if exact else torch.float16),
@@ -86,4 +86,4 @@ def map_query_arguments(
         CHUNK=chunk, DEPTH=min(32, padded),
         M=16, HAS_MAP=own is not None, BIAS=side.bias, NORMALISE=not exact, **launch_options(),
     )  # fmt: skip
-    return (width // chunk, triton.cdiv(rows, 16), batch * heads), arguments
+    return (width // chunk, -(-rows // 16), batch * heads), arguments

@@ -23,6 +23,7 @@ from ..rotation import RotationKind, random_rotation
 from ..scalar import SCALE_MAX, Scalar
 
 if TYPE_CHECKING:
+    from ..cpu_kernels.operands import CPUSide
     from ..triton_kernels.operands import KernelSide
 
 RADIUS_CODES = 256
@@ -96,6 +97,7 @@ class PolarQuantRecursiveCodec(Codec):
     name: ClassVar[str] = "polarquant_recursive"
     Options: ClassVar[type[MethodOptions]] = PolarQuantRecursiveOptions
     options: PolarQuantRecursiveOptions
+    on_cpp: ClassVar[bool] = True
 
     def __init__(self, options: PolarQuantRecursiveOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -226,6 +228,19 @@ class PolarQuantRecursiveCodec(Codec):
         from ..triton_kernels.polarquant_recursive import polarquant_side
 
         return polarquant_side(self)
+
+    def build_cpu_side(self) -> CPUSide:
+        from ..cpu_kernels.operands import cpu_side
+
+        options = [
+            number
+            for level in self.tree.levels
+            for number in (level.bits, level.count, level.field, level.offset, level.words, level.base)
+        ]
+        tables = [book.points for book in self._ready_books()]
+        if self.radius_table is not None:
+            tables.append(self.radius_table)
+        return cpu_side("tree", options, tables, self.basis[None], self.mean)
 
     def constants(self) -> dict[str, torch.Tensor]:
         held: dict[str, torch.Tensor] = {"basis": self.basis}

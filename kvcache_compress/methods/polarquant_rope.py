@@ -21,6 +21,7 @@ from ..rope import RopeLayout
 from ..scalar import SCALE_MAX
 
 if TYPE_CHECKING:
+    from ..cpu_kernels.operands import CPUSide
     from ..triton_kernels.operands import KernelSide
 
 
@@ -79,6 +80,7 @@ class PolarQuantRopeCodec(Codec):
     name: ClassVar[str] = "polarquant_rope"
     Options: ClassVar[type[MethodOptions]] = PolarQuantRopeOptions
     options: PolarQuantRopeOptions
+    on_cpp: ClassVar[bool] = True
 
     def __init__(self, options: PolarQuantRopeOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -197,10 +199,10 @@ class PolarQuantRopeCodec(Codec):
         """float32 `[H or 1, W, head_dim]`, rows of code space."""
         return self._build_basis() if self._basis is None else self._basis
 
-    def _build_basis(self) -> torch.Tensor:
+    def _build_basis(self, score_function: str | None = None) -> torch.Tensor:
         unit = torch.eye(self.context.head_dim, device=self.context.device)
         parts = torch.stack(self.pairs.split(unit))  # [2, head_dim, pairs]
-        if self.options.score_function == "table":
+        if (score_function or self.options.score_function) == "table":
             parts = torch.einsum("ac,cdp->adp", self.points[: len(self.points) // 2], parts)
         if self.options.radius_scale == "group":
             return parts.transpose(1, 2).flatten(0, 1).unsqueeze(0)
@@ -236,6 +238,16 @@ class PolarQuantRopeCodec(Codec):
         from ..triton_kernels.polarquant_rope import polarquant_rope_side
 
         return polarquant_rope_side(self)
+
+    def build_cpu_side(self) -> CPUSide:
+        """Of the score function `direct`, which is what suits it."""
+        from ..cpu_kernels.operands import cpu_side
+
+        own = self.options
+        tokens = self.group if own.radius_scale == "group" else 0
+        options = (own.angle_bits, own.radius_bits, tokens, int(own.scalar == "match"), round(2 * own.offset))
+        basis = self.basis() if own.score_function == "direct" else self._build_basis("direct")
+        return cpu_side("pairs", options, [self.points], basis, self.mean)
 
     def constants(self) -> dict[str, torch.Tensor]:
         held = {"points": self.points, "scale": self.scale, "mean": self.mean, "basis": self._basis}

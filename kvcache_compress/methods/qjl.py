@@ -236,10 +236,10 @@ class QJLCodec(Codec):
         return qjl_side(self)
 
     def build_cpu_side(self) -> CPUSide:
-        from ..cpu_kernels.operands import level_side
+        from ..cpu_kernels.operands import cpu_side
 
         count = len(self.instances)
-        return level_side([1] * count, [self._levels] * count, self._ready_basis(), self.mean)
+        return cpu_side("levels", [1] * count, [self._levels] * count, self._ready_basis(), self.mean)
 
     def constants(self) -> dict[str, torch.Tensor]:
         held = {"levels": self._levels, "table": self._table, "basis": self.basis}

@@ -289,10 +289,10 @@ class TurboQuantCodec(Codec):
         return turboquant_side(self)
 
     def build_cpu_side(self) -> CPUSide:
-        from ..cpu_kernels.operands import level_side
+        from ..cpu_kernels.operands import cpu_side
 
-        bits, levels = [c.bits for c in self.components], [c.levels for c in self.components]
-        return level_side(bits, levels, self._ready_basis(), self.mean)
+        bits, levels = (c.bits for c in self.components), (c.levels for c in self.components)
+        return cpu_side("levels", bits, levels, self._ready_basis(), self.mean)
 
     def constants(self) -> dict[str, torch.Tensor]:
         held = {"basis": self.basis, "mean": self.mean}

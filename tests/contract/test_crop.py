@@ -34,8 +34,12 @@ def test_inside_the_tail_is_exact(case: Any, ids: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("removed", [39, 40, 52, 72, LENGTH, LENGTH + 40])
 def test_anywhere(case: Any, ids: torch.Tensor, removed: int) -> None:
-    """The whole tail, the edge of the packed part, inside it, a sink, everything, more than everything; then on."""
-    cache, oracle = case.cache(), case.oracle()
+    """The whole tail, the edge of the packed part, inside it, a sink, everything, more than everything; then on.
+
+    In torch, where chunks of prompts get the oracle's own attention: another's rounding flips a code now and then, and
+    these sizes pack what chunks computed.
+    """
+    cache, oracle = case.cache(backend="torch"), case.oracle()
     for one in (cache, oracle):
         grown(case, one, ids)
         assert (cache.packed_tokens if one is cache else 32) == 32

@@ -1,12 +1,14 @@
 """Prefill, decoding and everything between: the logits of a compressed cache are those of the oracle."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcache_compress import enable_fused_attention, reference
+from kvcache_compress import enable_fused_attention, view
+from kvcache_compress.codec import Backend
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 
@@ -115,23 +117,28 @@ def test_no_sinks_and_no_window(case: Any, ids: torch.Tensor) -> None:
 
 
 def test_fused_path_is_taken(case: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused attention serves decode steps over packed tokens, once per compressed layer, and nothing else."""
+    """Fused attention serves decode steps over packed tokens, once per compressed layer; in C++ prompts' chunks too."""
     calls: list[int] = []
-    attend = reference.attend
+    attention = view._attention
 
-    def counted(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(query.shape[2])
-        return attend(query, *args, **kwargs)
+    def counted(backend: Backend) -> Callable[..., torch.Tensor]:
+        def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            calls.append(query.shape[2])
+            return attention(backend)(query, *args, **kwargs)
 
-    monkeypatch.setattr(reference, "attend", counted)
+        return attend
+
+    monkeypatch.setattr(view, "_attention", counted)
     cache = case.cache()
-    compressed = sum(hasattr(layer, "packed_tokens") for layer in cache.layers)
     case.feed(cache, ids[:, :60])
     assert calls == []
+    backends = [layer.backend for layer in cache.layers if hasattr(layer, "packed_tokens")]
+    assert set(backends) <= {"cpp", "torch"}
     case.feed(cache, ids[:, 60:90])
-    assert calls == [], "a chunk of a prompt takes the dense path"
+    assert calls == [30] * backends.count("cpp") * case.fused
+    calls.clear()
     case.feed(cache, ids[:, 90:97], [1, 6])
-    assert calls == ([1] * compressed + [6] * compressed if case.fused else [])
+    assert calls == ([1] * len(backends) + [6] * len(backends)) * case.fused
 
 
 def test_fused_is_switched_in_mid_generation(unfused: Any, ids: torch.Tensor) -> None:

@@ -7,21 +7,29 @@ from collections.abc import Callable
 import pytest
 import torch
 from attention_cases import BARS, CASES, F32, Case, error, kivi, make_mask, plain_attention, segments, tq
+from method_cases import declared
 
 from kvcache_compress import reference
 from kvcache_compress.cpu_kernels import launch
 from kvcache_compress.registry import get_method
 from kvcache_compress.view import SideSegments
 
-ON_CPP = {
-    name: case
-    for name, case in CASES.items()
-    if all(get_method(method).on_cpp for method, _ in (case.keys, case.values))
-}
-ON_CPP |= {
+CALLS = CASES | {
     "many-splits-of-many-tiles": Case(tq(4), tq(2), packed=3000, head_dim=128, groups=2),
     "more-rows-than-a-task": Case(tq(3), kivi(4), count=16, groups=7, packed=600, mask="bool"),
     "float64": Case(dtype=torch.float64),
+    **{
+        f"words-of-{width}-codes": Case(
+            tq(2.5, outlier_fraction=width / 32), tq(3.5, outlier_fraction=width / 32), head_dim=32
+        )
+        for width in (8, 16, 24)
+    },
+    **{f"{name}-32": Case(*pair, head_dim=32) for name, pair in declared("KERNEL_PAIRS").items()},
+}
+ON_CPP = {
+    name: case
+    for name, case in CALLS.items()
+    if all(get_method(method).on_cpp for method, _ in (case.keys, case.values))
 }
 
 

@@ -1,0 +1,50 @@
+"""Decode steps and prefill of SmolLM2 on this machine's CPU with ours, Transformers' and no compression.
+
+    python benchmarks/cpu.py                       # to benchmarks/results/cpu.json
+    python benchmarks/cpu.py --tokens 512 --steps 4 --output F
+
+About ten minutes on two cores. Nothing else should run beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from kvcache_compress.bench.steps import measure_steps
+from kvcache_compress.eval.resolve import resolve_cache
+from kvcache_compress.eval.results import circumstances, write_atomically
+from kvcache_compress.models import load_model
+
+RESULTS = Path(__file__).resolve().parent / "results" / "cpu.json"
+CACHES = ("full", "turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "kivi-4bit", "qjl-3bit", "hqq-4", "quanto-4")
+
+
+def main(
+    cache: Annotated[list[str], typer.Option(help="Caches to measure; the first is the yardstick.")] = [*CACHES],  # noqa: B006
+    tokens: Annotated[list[int], typer.Option(help="Lengths of the prompt.")] = [4096, 8000],  # noqa: B006
+    steps: Annotated[int, typer.Option(help="Steps per cache; 32 hold one packing of new tokens.")] = 32,
+    prefills: Annotated[int, typer.Option(help="Prompts per cache.")] = 2,
+    output: Annotated[Path, typer.Option(help="JSON file.")] = RESULTS,
+) -> None:
+    model, _ = load_model("smollm2-135m")
+    found = []
+    for count in tokens:
+        ids = torch.randint(1000, model.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
+        for row in measure_steps(model, [resolve_cache(name) for name in cache], ids, steps, prefills):
+            found.append(asdict(row))
+            print(
+                row.error
+                or f"{count} {row.cache}: {row.step_ms:.1f} ms, {row.ratio:.2f}x; prompt {row.prefill_ratio:.2f}x"
+            )
+    result = {"model": "SmolLM2-135M, float32", "threads": torch.get_num_threads(), "steps": steps, "rows": found}
+    write_atomically(output, json.dumps(result | circumstances(torch.device("cpu")), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,87 @@
+"""Decode steps of a real model with several caches, in turns, so that a machine's moods meet all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from ..attention import disable_fused_attention, enable_fused_attention
+from ..eval.caches import CacheSpec
+from ..eval.results import error_message
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One cache at one length.
+
+    Attributes:
+        cache: its name.
+        tokens: of the prompt.
+        step_ms: median time of a decode step.
+        ratio: of a step to that of the first cache in the same turn, the median over the turns.
+        prefill_seconds: of the prompt in one piece.
+        prefill_ratio: of that to the first cache's.
+        error: why there are no figures.
+    """
+
+    cache: str
+    tokens: int
+    step_ms: float | None = None
+    ratio: float | None = None
+    prefill_seconds: float | None = None
+    prefill_ratio: float | None = None
+    error: str | None = None
+
+
+@torch.inference_mode()
+def measure_steps(
+    model: PreTrainedModel, specs: Sequence[CacheSpec], ids: torch.Tensor, steps: int = 32, prefills: int = 1
+) -> list[StepTime]:
+    """Fills a cache of each kind with the prompt `ids` `[B, T]`, then decodes `steps` tokens with each, in turns.
+
+    Compressed caches are attended to directly. The prompt runs `prefills` times per cache, also in turns, and the
+    fastest counts. The first cache, which must not fail, is what the others are compared with.
+    """
+    caches: dict[str, Cache] = {}
+    prompts: dict[str, list[float]] = {spec.name: [] for spec in specs}
+    times: dict[str, list[float]] = {spec.name: [] for spec in specs}
+    errors: dict[str, str] = {}
+
+    def forward(name: str, tokens: torch.Tensor, into: dict[str, list[float]]) -> None:
+        begun = time.perf_counter()
+        try:
+            model(tokens, past_key_values=caches[name], logits_to_keep=1)
+        except Exception as error:
+            errors[name] = error_message(error)
+        into[name].append(time.perf_counter() - begun)
+
+    enable_fused_attention(model)
+    try:
+        for _ in range(prefills):
+            for spec in specs:
+                caches[spec.name] = spec.make(model)
+                forward(spec.name, ids, prompts)
+        for _ in range(steps):
+            for name in prompts:
+                forward(name, ids[:, -1:], times)
+    finally:
+        disable_fused_attention(model)
+    first = specs[0].name
+    return [
+        StepTime(name, ids.shape[1], error=errors[name])
+        if name in errors
+        else StepTime(
+            name,
+            ids.shape[1],
+            1e3 * statistics.median(times[name]),
+            statistics.median(x / y for x, y in zip(times[name], times[first], strict=True)),
+            min(prompts[name]),
+            min(prompts[name]) / min(prompts[first]),
+        )
+        for name in prompts
+    ]
