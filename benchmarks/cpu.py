@@ -3,7 +3,7 @@
     python benchmarks/cpu.py                       # to benchmarks/results/cpu.json
     python benchmarks/cpu.py --tokens 512 --steps 4 --output F
 
-About ten minutes on two cores. Nothing else should run beside it.
+About ten minutes on two cores, during which nothing else should run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(
     cache: Annotated[list[str], typer.Option(help="Caches to measure; the first is the yardstick.")] = [*CACHES],  # noqa: B006
     tokens: Annotated[list[int], typer.Option(help="Lengths of the prompt.")] = [4096, 8000],  # noqa: B006
     steps: Annotated[int, typer.Option(help="Steps per cache; 32 hold one packing of new tokens.")] = 32,
-    prefills: Annotated[int, typer.Option(help="Prompts per cache.")] = 2,
+    prefills: Annotated[int, typer.Option(help="Prompts per cache.")] = 1,
     output: Annotated[Path, typer.Option(help="JSON file.")] = RESULTS,
 ) -> None:
     model, _ = load_model("smollm2-135m")
