@@ -33,7 +33,7 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON file.")] = RESULTS,
 ) -> None:
     model, _ = load_model("smollm2-135m")
-    found = []
+    where, found = circumstances(torch.device("cpu")), []
     for count in tokens:
         ids = torch.randint(1000, model.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
         for row in measure_steps(model, [resolve_cache(name) for name in cache], ids, steps, prefills):
@@ -42,8 +42,8 @@ def main(
                 row.error
                 or f"{count} {row.cache}: {row.step_ms:.1f} ms, {row.ratio:.2f}x; prompt {row.prefill_ratio:.2f}x"
             )
-    result = {"model": "SmolLM2-135M, float32", "threads": torch.get_num_threads(), "steps": steps, "rows": found}
-    write_atomically(output, json.dumps(result | circumstances(torch.device("cpu")), indent=1) + "\n")
+    result = {"model": "SmolLM2-135M, float32", "steps": steps, "rows": found}
+    write_atomically(output, json.dumps(result | where, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 COMPARISON = RESULTS / "smollm2"
 DISTORTION = RESULTS / "distortion.json"
+CPU = RESULTS / "cpu.json"
 LEADING = "wikitext"
 
 PAPER = ("0.36, 1.57", "0.117, 0.56", "0.03, 0.18", "0.009, 0.047")
@@ -114,13 +115,30 @@ def distortion_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def render(readme: str, table: Table, distortion: dict[str, Any]) -> str:
+def cpu_table(result: dict[str, Any]) -> str:
+    """Time of a decode step, and of it and of the prompt in relation to the full cache's, by length."""
+    lengths = sorted({row["tokens"] for row in result["rows"]})
+    headings = [f"{heading}, {count:,} tokens" for count in lengths for heading in ("step", "of full", "prompt")]
+    lines = [f"| cache | {' | '.join(headings)} |", "|---|" + "---:|" * len(headings)]
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(result["rows"], key=lambda row: row["tokens"]):
+        rows.setdefault(row["cache"], []).append(row)
+    for name, cells in rows.items():
+        figures = (f"{c['step_ms']:.0f} ms | {c['ratio']:.2f}x | {c['prefill_ratio']:.2f}x" for c in cells)
+        lines.append(f"| {name} | {' | '.join(figures)} |")
+    hardware = f"{result['hardware']['threads']} threads, {result['hardware']['cpu']}"
+    where = f"{result['model']}, {hardware}, medians of {result['steps']} steps in turns, {result['date'][:10]}"
+    return "\n".join([*lines, "", f"{where}; `{result['command']}`."])
+
+
+def render(readme: str, table: Table, distortion: dict[str, Any], cpu: dict[str, Any]) -> str:
     """The README with the text between its markers replaced."""
     texts = {
         "headline": headline(table),
         "perplexity": perplexity(table),
         "tasks": tasks(table),
         "distortion": distortion_table(distortion),
+        "cpu": cpu_table(cpu),
     }
     for name, text in texts.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
@@ -128,17 +146,18 @@ def render(readme: str, table: Table, distortion: dict[str, Any]) -> str:
     return readme
 
 
-def results() -> tuple[Table, dict[str, Any]]:
+def results() -> tuple[Table, dict[str, Any], dict[str, Any]]:
     """The committed results that the README shows."""
     (table,) = tables(read_cells(COMPARISON))
-    return table, json.loads(DISTORTION.read_text(encoding="utf-8"))
+    distortion, cpu = (json.loads(path.read_text(encoding="utf-8")) for path in (DISTORTION, CPU))
+    return table, distortion, cpu
 
 
 def main() -> int:
     path = ROOT / "README.md"
     old = path.read_text(encoding="utf-8")
-    table, distortion = results()
-    new = render(old, table, distortion)
+    table, distortion, cpu = results()
+    new = render(old, table, distortion, cpu)
     if "--check" in sys.argv[1:]:
         return int(new != old)
     path.write_text(new, encoding="utf-8")

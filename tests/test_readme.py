@@ -60,6 +60,17 @@ def test_every_preset_is_in_the_comparison(table: Table) -> None:
     assert set(preset_names()) <= everywhere
 
 
+def test_cpu_figures_keep_their_bounds(script: dict[str, Any]) -> None:
+    """The project's targets: with four bits a step takes less time than with the full cache, a prompt hardly more."""
+    rows = {(row["tokens"], row["cache"]): row for row in script["results"]()[2]["rows"]}
+    assert rows[4096, "turboquant-4bit"]["ratio"] <= 0.9
+    assert rows[8000, "turboquant-4bit"]["ratio"] <= 0.8
+    for tokens in (4096, 8000):
+        ours = rows[tokens, "turboquant-4bit"]
+        assert ours["prefill_ratio"] <= 1.1
+        assert rows[tokens, "hqq-4"]["ratio"] >= 1.6 * ours["ratio"]
+
+
 def test_yaml_snippet_is_a_config(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     (text,) = snippets("yaml")

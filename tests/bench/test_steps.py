@@ -1,0 +1,73 @@
+"""Timing of decode steps with several caches in turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_model import VOCAB, small_model
+from transformers import Cache, PreTrainedModel
+
+from kvcache_compress import view
+from kvcache_compress.bench.steps import measure_steps
+from kvcache_compress.eval.caches import CacheSpec, full_cache
+from kvcache_compress.eval.resolve import resolve_cache
+from kvcache_compress.layer import ATTENTION_NAME
+
+
+class Broken(Cache):
+    """Takes a prompt, and no step."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, ...]:
+        if keys.shape[2] == 1:
+            raise RuntimeError("no step")
+        return keys, values
+
+
+def test_every_cache_gets_the_prompt_and_all_steps() -> None:
+    model = small_model()
+    made: list[Cache] = []
+
+    def watched(name: str) -> CacheSpec:
+        spec = resolve_cache(name)
+
+        def make(model: PreTrainedModel) -> Cache:
+            made.append(spec.make(model))
+            return made[-1]
+
+        return replace(spec, make=make)
+
+    ids = torch.randint(1, VOCAB, (1, 120))
+    specs = [watched("full"), watched("turboquant-4bit@sinks=4,recent=8")]
+    rows = measure_steps(model, specs, ids, steps=3, prefills=2)
+    assert [(row.cache, row.tokens, row.error) for row in rows] == [(spec.name, 120, None) for spec in specs]
+    assert rows[0].ratio == rows[0].prefill_ratio == 1
+    assert all(row.step_ms > 0 and row.prefill_seconds > 0 for row in rows)
+    assert [cache.get_seq_length() for cache in made] == [120, 120, 123, 123]
+    assert made[-1].packed_tokens > 0
+    assert model.config._attn_implementation != ATTENTION_NAME
+
+
+def test_a_cache_that_fails_says_why() -> None:
+    broken = replace(full_cache(), name="broken", make=lambda model: Broken())
+    full, failed = measure_steps(small_model(), [full_cache(), broken], torch.randint(1, VOCAB, (1, 20)), steps=2)
+    assert failed.error == "RuntimeError: no step"
+    assert failed.step_ms is None
+    assert full.step_ms is not None
+
+
+def test_fused_attention_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise what is timed is the decoding of the cache."""
+    calls: list[str] = []
+    attention = view._attention
+    monkeypatch.setattr(view, "_attention", lambda backend: calls.append(backend) or attention(backend))
+    spec = resolve_cache("turboquant-4bit@sinks=4,recent=8")
+    measure_steps(small_model(), [full_cache(), spec], torch.randint(1, VOCAB, (1, 64)), steps=2)
+    assert len(calls) == 2 * 2
