@@ -5,6 +5,8 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <functional>
+
 #include "softmax.h"
 
 namespace kvcache_compress {
@@ -61,7 +63,11 @@ struct Layer {
 class Attention {
  public:
   Attention(const Step& step, const Layer& layer, const Tensor& query, double scaling)
-      : step_(step), layer_(layer), query_(query), scale_(static_cast<float>(scaling) * LOG2E) {
+      : step_(step),
+        layer_(layer),
+        query_(query),
+        widen_(conversion(query.scalar_type()).widen),
+        scale_(static_cast<float>(scaling) * LOG2E) {
     rows_ = std::min(step.rows(), MAX_ROWS);
     row_blocks_ = (step.rows() + rows_ - 1) / rows_;
     const int64_t wanted = TASKS_PER_THREAD * torch::stable::get_num_threads() / blocks();
@@ -141,12 +147,11 @@ class Attention {
   std::vector<float> queries(const Rows& rows) const {
     const int64_t width = layer_.sink_k.width;
     const auto* data = static_cast<const char*>(query_.const_data_ptr());
-    const auto widen = conversion(query_.scalar_type()).widen;
     std::vector<float> q(rows.count * width);
     for (int64_t r = 0; r < rows.count; ++r) {
       const auto [head, query] = query_of(rows, r);
       const int64_t at = rows.head.batch * query_.stride(0) + head * query_.stride(1) + query * query_.stride(2);
-      widen(data + at * query_.element_size(), query_.size(3), &q[r * width]);
+      widen_(data + at * query_.element_size(), query_.size(3), &q[r * width]);
     }
     for (float& x : q) x *= scale_;
     return q;
@@ -168,6 +173,7 @@ class Attention {
   const Step& step_;
   const Layer& layer_;
   const Tensor& query_;
+  void (*widen_)(const void*, int64_t, float*);
   float scale_;
   int64_t rows_, row_blocks_, splits_, width_;
   std::vector<Partial> partials_;  // [block][split][row]
@@ -200,6 +206,13 @@ Tensor attend(const Tensor& query, std::vector<Tensor> k_fields, std::vector<Ten
               std::optional<Tensor> v_basis, const Tensor& sink_k, const Tensor& sink_v, const Tensor& tail_k,
               const Tensor& tail_v, std::optional<Tensor> mask, std::optional<Tensor> logits, int64_t packed,
               int64_t room, double scaling, double softcap) {
+  STD_TORCH_CHECK(query.size(0) == sink_k.size(0), "queries of ", query.size(0), " sequences for a cache of ",
+                  sink_k.size(0));
+  STD_TORCH_CHECK(query.size(1) % sink_k.size(1) == 0, query.size(1), " query heads for ", sink_k.size(1),
+                  " key/value heads");
+  STD_TORCH_CHECK(query.size(3) == sink_k.size(3), "queries of ", query.size(3), " numbers for keys of ",
+                  sink_k.size(3));
+  STD_TORCH_CHECK(!logits || logits->numel() == query.size(1), "one learned sink per query head is needed");
   const int64_t heads = sink_k.size(1), sinks = sink_k.size(2), tail = tail_k.size(2);
   Step step{query.size(0),          heads, query.size(1) / heads, query.size(2), sinks + room + tail,
             float(softcap) * LOG2E, {}};

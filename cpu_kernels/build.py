@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import subprocess
 import tempfile
@@ -35,7 +36,7 @@ def problem() -> str | None:
     except subprocess.CalledProcessError as error:
         lines = (line for line in error.stderr.splitlines() if "error" in line)
         return f"{error.cmd[0]}: {next(lines, f'exit status {error.returncode}')}"
-    except OSError as error:
+    except (OSError, ImportError) as error:
         return str(error)
     return None
 
@@ -46,7 +47,7 @@ def _library() -> Path:
     compiler = shlex.split(cpp_extension.get_cxx_compiler())
     avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     flags = (*_FLAGS, *(_AVX2_FLAGS if avx2 else ()))
-    key = hashlib.sha256(repr((torch.__version__, compiler, flags)).encode())
+    key = hashlib.sha256(repr((torch.__version__, platform.machine(), compiler, flags)).encode())
     for source in sorted(path for path in _SOURCES.iterdir() if path.suffix in (".cpp", ".h")):
         key.update(source.read_bytes())
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
@@ -59,6 +60,6 @@ def _library() -> Path:
             command = [*compiler, *flags, str(_SOURCES / "attend.cpp"), "-o", str(built)]
             command += [f"-I{path}" for path in cpp_extension.include_paths()]
             command += [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu", "-lc10"]
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
             built.replace(library)
     return library

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -20,7 +21,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t CODES_PER_WORD = 8;
-constexpr int64_t MAX_WORDS = 256;
 
 // `n` numbers of a stored dtype as float32, and back.
 template <class Number>
@@ -139,12 +139,13 @@ struct Planes {
   using HighWord = Word<HIGH>;
 };
 
-// A row of words that may be read LANES at a time to its end: itself, or a copy in `room`.
+// LANES words, of which but `count` are there.
 template <class Word>
-inline const Word* readable(const Word* words, int64_t count, Word (&room)[MAX_WORDS]) {
-  if (count % LANES == 0) return words;
+inline Ints load_words(const Word* words, int64_t count) {
+  if (count >= LANES) return load_words(words);
+  Word room[LANES] = {};
   std::memcpy(room, words, count * sizeof(Word));
-  return room;
+  return load_words(room);
 }
 
 // Calls `emit(channel, codes, lanes)` for each run of LANES channels of a token, of which `lanes` may be written: up to
@@ -153,19 +154,16 @@ template <int BITS, class Emit>
 [[gnu::always_inline]] inline void each_run(const Field* planes, const Head& head, int64_t token, const Words& own,
                                             Emit emit) {
   using P = Planes<BITS>;
-  typename P::LowWord low_room[MAX_WORDS];
-  typename P::HighWord high_room[MAX_WORDS];
   const int64_t words = own.count;
-  const auto* low = readable(planes[0].row<typename P::LowWord>(head, token) + own.first, words, low_room);
+  const auto* low = planes[0].row<typename P::LowWord>(head, token) + own.first;
   const typename P::HighWord* high = nullptr;
-  if constexpr (P::HIGH > 0) {
-    high = readable(planes[1].row<typename P::HighWord>(head, token) + own.first, words, high_room);
-  }
+  if constexpr (P::HIGH > 0) high = planes[1].row<typename P::HighWord>(head, token) + own.first;
   const auto runs = [&]<bool WHOLE>() __attribute__((always_inline)) {
     for (int64_t word = (words - 1) / LANES * LANES; word >= 0; word -= LANES) {
-      const Ints low_words = load_words(low + word);
+      const int64_t left = WHOLE ? LANES : words - word;
+      const Ints low_words = load_words(low + word, left);
       Ints high_words = {};
-      if constexpr (P::HIGH > 0) high_words = load_words(high + word);
+      if constexpr (P::HIGH > 0) high_words = load_words(high + word, left);
 #pragma GCC unroll 8
       for (int part = 0; part < CODES_PER_WORD; ++part) {
         Ints codes = (low_words >> (P::LOW * part)) & ((1 << P::LOW) - 1);

@@ -83,12 +83,13 @@ class TreeDecoder : public Decoder {
   void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
     const int64_t stride = width + LANES;
     std::vector<float> radii(count * stride), joined(count * stride);
+    std::vector<int32_t> codes(width + 2 * LANES);
     for (int64_t t = 0; t < count; ++t) roots(head, first + t, &radii[t * stride]);
     for (auto level = levels_.rbegin(); level != levels_.rend(); ++level) {
       with_bits(level->bits, [&]<int BITS>() {
         const Table<1 << BITS> cosines(level->points, 2), sines(level->points + 1, 2);
         for (int64_t t = 0; t < count; ++t) {
-          expand<BITS>(*level, head, first + t, cosines, sines, &radii[t * stride], &joined[t * stride]);
+          expand<BITS>(*level, head, first + t, cosines, sines, codes.data(), &radii[t * stride], &joined[t * stride]);
         }
       });
       radii.swap(joined);
@@ -118,8 +119,7 @@ class TreeDecoder : public Decoder {
   // Radii of a level become those below it, [radius cos | radius sin]. Both may be read and written LANES beyond.
   template <int BITS>
   void expand(const Level& level, const Head& head, int64_t token, const Table<1 << BITS>& cosines,
-              const Table<1 << BITS>& sines, const float* radii, float* joined) const {
-    int32_t codes[MAX_WORDS * CODES_PER_WORD + LANES];
+              const Table<1 << BITS>& sines, int32_t* codes, const float* radii, float* joined) const {
     each_run<BITS>(
         level.planes, head, token, level.words,
         [&] [[gnu::always_inline]] (int64_t slot, Ints run, int64_t) { std::memcpy(codes + slot, &run, sizeof run); });

@@ -149,10 +149,6 @@ inline void weigh(float* logits, int64_t count, int64_t width, Partial& part) {
   }
   float top = part.top;
   for (int lane = 0; lane < LANES; ++lane) top = std::max(top, tops[lane]);
-  if (top == -INF) {
-    std::fill_n(logits, count, 0.0f);
-    return;
-  }
   if (top > part.top) {
     const float shrink = std::exp2(part.top - top);
     part.top = top;
@@ -161,7 +157,7 @@ inline void weigh(float* logits, int64_t count, int64_t width, Partial& part) {
   }
   Floats total = {};
   for (int64_t t = 0; t < count; t += LANES) {
-    const Floats weights = exp2(load(logits + t) - top);
+    const Floats weights = exp2(load(logits + t) - std::max(top, LOWEST));
     store(logits + t, weights);
     total += weights;
   }

@@ -1,8 +1,9 @@
 """Our attention function in Transformers: registered by name, switched on per model, and its dispatch.
 
 Without packed tokens (prefill) the model's previous attention runs on the fresh tensors. With packed tokens and a few
-queries, in C++ any number of them, the fused path runs over the compressed cache. Anything else - many queries, options
-that the fused path does not know - decodes one layer and runs the previous attention with its own mask.
+queries, in C++ any number of them, the fused path runs over the compressed cache. Anything else - many queries,
+gradients, options that the fused path does not know - decodes one layer and runs the previous attention with its own
+mask.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def attention_forward(
     if (
         isinstance(key, PackedKV)
         and isinstance(value, PackedKV)
-        and _fusable(key, query, attention_mask, dropout, kwargs)
+        and _fusable(module, key, query, attention_mask, dropout, kwargs)
     ):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return key.attend(query, attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux")), None
@@ -106,13 +107,17 @@ def _under_previous_name(config: PreTrainedConfig) -> Iterator[None]:
         config._attn_implementation_internal = ours
 
 
-def _fusable(key: PackedKV, query: torch.Tensor, mask: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
-    """Whether the fused path computes exactly what was asked for, and not more slowly than on a decoded layer."""
-    if query.shape[2] > MAX_DECODE_TOKENS and key.backend != "cpp":
+def _fusable(
+    module: torch.nn.Module, key: PackedKV, query: torch.Tensor, mask: Any, dropout: float, kwargs: dict[str, Any]
+) -> bool:
+    """Whether the fused path computes exactly what was asked for, and in C++ no more slowly than on a decoded layer."""
+    if query.shape[2] > MAX_DECODE_TOKENS and (key.backend != "cpp" or query.dtype != torch.float32):
+        return False
+    if query.requires_grad and torch.is_grad_enabled():
         return False
     if dropout or not (mask is None or isinstance(mask, torch.Tensor)):
         return False
-    if kwargs.get("is_causal") is False:
+    if kwargs.get("is_causal", mask is not None or getattr(module, "is_causal", True)) is False:
         return False
     known = _WITHOUT_EFFECT | {"softcap", "s_aux"}
     return all(value is None or value is False or name in known for name, value in kwargs.items())

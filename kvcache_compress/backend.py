@@ -24,10 +24,16 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def check_backend(choice: BackendChoice) -> None:
-    """Raises `ValueError` at construction where an explicit `backend` cannot be had."""
-    if choice == "cpp" and (problem := _cpp_problem()):
-        raise ValueError(f'backend="cpp" cannot be had: {problem}; use backend="torch" or "auto"')
+def check_backend(choice: BackendChoice, codecs: Iterable[type[Codec]]) -> None:
+    """Raises `ValueError` at construction where an explicit `backend` cannot be had, or not for one of the codecs."""
+    if choice == "cpp":
+        for codec in codecs:
+            if not codec.on_cpp:
+                raise ValueError(
+                    f'backend="cpp" cannot be had for method {codec.name!r}; use backend="torch" or "auto"'
+                )
+        if problem := _cpp_problem():
+            raise ValueError(f'backend="cpp" cannot be had: {problem}; use backend="torch" or "auto"')
     if choice != "triton":
         return
     if find_spec("triton") is None:
@@ -42,19 +48,18 @@ def check_backend(choice: BackendChoice) -> None:
 def resolve_backend(choice: BackendChoice, device: torch.device, codecs: Iterable[Codec] = ()) -> Backend:
     """The backend for tensors on `device` that these codecs encode."""
     backend: Backend = "torch"
-    without_cpp = [codec.name for codec in codecs if not codec.on_cpp]
+    on_cpp = all(codec.on_cpp for codec in codecs)
     if choice == "triton":
         if device.type != "cuda" and not interpreting():
             raise ValueError(f'backend="triton" cannot be had for tensors on {device.type}: a GPU is needed')
         backend = "triton"
     elif choice == "cpp":
-        if device.type != "cpu" or without_cpp:
-            for_what = f"method {without_cpp[0]!r}" if without_cpp else f"tensors on {device.type}"
-            raise ValueError(f'backend="cpp" cannot be had for {for_what}; use backend="auto"')
+        if device.type != "cpu":
+            raise ValueError(f'backend="cpp" cannot be had for tensors on {device.type}; use backend="auto"')
         backend = "cpp"
     elif choice == "auto" and device.type == "cuda" and find_spec("triton") is not None:
         backend = "triton"
-    elif choice == "auto" and device.type == "cpu" and not without_cpp:
+    elif choice == "auto" and device.type == "cpu" and on_cpp:
         backend = "torch" if _cpp_problem() else "cpp"
     _log_once(backend, device.type)
     return backend

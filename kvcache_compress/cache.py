@@ -50,7 +50,6 @@ class CompressedCache(Cache):
 
     def __init__(self, model_config: PreTrainedConfig, config: CompressionConfig | str | dict[str, Any]) -> None:
         self.config = load_config(config)
-        check_backend(self.config.backend)
         self.decoder_config, layers = decoder_layers(model_config, self.config.max_cache_len)
         plans = self.config.plan(_layer_types(self.decoder_config, layers))
         chosen = {
@@ -59,6 +58,7 @@ class CompressedCache(Cache):
             if is_full_attention(layer) and plans[index].compresses
         }
         rope = _check_plans(chosen, self.decoder_config)
+        check_backend(self.config.backend, (plan.side(side).codec() for plan in chosen.values() for side in SIDES))
         self.rope_track = None
         if rope and any(plan.rope_use(side) == "factors" for plan in chosen.values() for side in SIDES):
             self.rope_track = RopeTrack(self.decoder_config, rope)

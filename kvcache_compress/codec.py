@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -108,6 +107,7 @@ class Codec(ABC):
     def set_statistics(self, statistics: Statistics) -> None:
         """Sets what follows from `measure`'s result: that of `prepare`, or one that was saved."""
         self.statistics = statistics
+        self._kernel_side = self._cpu_side = None
 
     @abstractmethod
     def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
@@ -180,9 +180,15 @@ class Codec(ABC):
         codec.prepare(torch.randn(1, heads, 128, head_dim, generator=torch.Generator().manual_seed(0)))
         return codec.constant_bytes()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the sides, whose tensors are the codec's own and would not be after pickling."""
+        return self.__dict__ | {"_kernel_side": None, "_cpu_side": None}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Codec:
         """Shares the tensors, which no codec changes in place; `prepare` of one copy leaves the other alone."""
-        return copy.copy(self)
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
 
     def bits_per_number(self) -> float:
         """Stored bits per number, everything that is stored per token or group counted."""

@@ -65,6 +65,7 @@ class PendingKV(PackedKV):
     def __init__(
         self, number: int, stored: torch.Tensor, both: tuple[torch.Tensor, torch.Tensor], tokens: int, side: Side
     ) -> None:
+        self.backend = "torch"  # The operator finds the layer's own.
         self.number = number
         self.stored = stored
         self.both = both

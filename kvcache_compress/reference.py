@@ -56,7 +56,7 @@ def attend(
 
 
 def _scores(rows: torch.Tensor, keys: SideSegments) -> torch.Tensor:
-    mapped = keys.codec.map_query(rows)
+    mapped = keys.codec.map_query(rows) if keys.packed else rows
     parts = [rows @ keys.sinks.float().mT]
     for start in range(0, keys.packed, CHUNK_TOKENS):
         stop = min(start + CHUNK_TOKENS, keys.packed)

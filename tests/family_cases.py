@@ -225,13 +225,15 @@ def logits(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
     return torch.cat(parts, 1)[mask.bool()]
 
 
-def both_ways(model: PreTrainedModel, config: CompressionConfig) -> tuple[torch.Tensor, torch.Tensor, CompressedCache]:
+def both_ways(
+    model: PreTrainedModel, config: CompressionConfig, backend: str = "torch"
+) -> tuple[torch.Tensor, torch.Tensor, CompressedCache]:
     """Logits with fused attention off and on, and the latter's cache. Positions are handed over in both.
 
-    In torch, where chunks of prompts get the same attention in both: another's rounding flips a code now and then.
+    In torch chunks of prompts get the same attention in both; in C++ another's rounding flips a code now and then.
     """
     found = []
-    config = config.model_copy(update={"backend": "torch"})
+    config = config.model_copy(update={"backend": backend})
     for fused in (False, True):
         with compress(model, config, fused=fused):
             cache = CompressedCache(model.config, config)
@@ -295,6 +297,8 @@ def check(family: str, config: CompressionConfig, largest_loss: float) -> bool:
     torch.testing.assert_close(fused, unfused, atol=1e-4, rtol=0)
     loss = (unfused - exact(family)).norm() / exact(family).norm()
     assert 1e-3 < loss < largest_loss, f"compression changes the logits by {loss:.2g}"
+    in_cpp = both_ways(model(family), config, "auto")[1]
+    assert (in_cpp - unfused).norm() <= 2e-3 * unfused.norm()
     for ours, own in zip(cache.layers, DynamicCache(config=model(family).config).layers, strict=True):
         full = isinstance(own, DynamicLayer) and not own.is_sliding
         assert isinstance(ours, CompressedLayer) if full else type(ours) is type(own)

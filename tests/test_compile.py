@@ -26,6 +26,33 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+SHORT = {
+    "turboquant": {"keys": {"method": "turboquant", "center": "on"}, "values": {"method": "turboquant", "bits": 2.5}},
+    "polarquant_recursive": {
+        side: {"method": "polarquant_recursive", "bits": [4, 3, 2], "radius_bits": 8} for side in ("keys", "values")
+    },
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", SHORT)
+def test_steps_before_anything_is_packed(method: str) -> None:
+    """What attention keeps of a codec must not be from before the codec's statistics."""
+    model = small_model(1)
+    enable_fused_attention(model)
+    config = {**SHORT[method], "sink_tokens": 4, "recent_tokens": 8}
+    ids = torch.randint(1, VOCAB, (2, 10 + 60), generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    logits = []
+    for step in (model, compiled):
+        cache = CompressedCache(model.config, config)
+        model(input_ids=ids[:, :10], past_key_values=cache)
+        parts = [step(input_ids=ids[:, at : at + 1], past_key_values=cache).logits for at in range(10, ids.shape[1])]
+        logits.append(torch.cat(parts, 1))
+        assert cache.packed_tokens == 32
+    torch.testing.assert_close(logits[1], logits[0], **TOLERANCE)
+
+
 @torch.no_grad()
 def decode(step: Any, model: PreTrainedModel, cache: CompressedCache, ids: torch.Tensor) -> torch.Tensor:
     """Logits of a left-padded prompt of 60 tokens, run as it is, and of single tokens through `step`.

@@ -176,7 +176,10 @@ def test_gradients_on(case: Any, ids: torch.Tensor) -> None:
     sizes = [60, 10, 1, 9, *[3] * 7]
     with torch.enable_grad():
         got = case.feed(cache, ids[:, :101], sizes)
+        last = case.model.model.layers[-1].self_attn.q_proj.weight
+        (gradient,) = torch.autograd.grad(got[:, -1].square().sum(), [last])
     assert got.requires_grad
+    assert gradient.abs().sum() > 0
     assert not any(state.tail.buffer.requires_grad for layer in compressed(cache) for state in layer.sides.values())
     assert not any(tensor.requires_grad for layer in compressed(cache) for tensor in stored(layer))
     torch.testing.assert_close(got.detach(), case.feed(expected, ids[:, :101], sizes), **TOLERANCE)

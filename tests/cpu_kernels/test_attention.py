@@ -14,9 +14,10 @@ from kvcache_compress.cpu_kernels import launch
 from kvcache_compress.registry import get_method
 from kvcache_compress.view import SideSegments
 
+pytestmark = pytest.mark.usefixtures("built")
 CALLS = CASES | {
     "many-splits-of-many-tiles": Case(tq(4), tq(2), packed=3000, head_dim=128, groups=2),
-    "more-rows-than-a-task": Case(tq(3), kivi(4), count=16, groups=7, packed=600, mask="bool"),
+    "more-rows-than-a-task": Case(tq(3), kivi(4), count=50, groups=7, packed=600, mask="bool"),
     "float64": Case(dtype=torch.float64),
     **{
         f"words-of-{width}-codes": Case(
@@ -109,6 +110,34 @@ def test_result_does_not_depend_on_threads(make_side: Callable[..., SideSegments
     torch.testing.assert_close(found[2], found[0], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("dim", "rows"), [(520, 2080), (576, 2128)])
+def test_more_words_than_usual(dim: int, rows: int, make_side: Callable[..., SideSegments]) -> None:
+    case = Case(("qjl", {"sketch_dim": rows}), tq(4), head_dim=dim, packed=33)
+    keys, values = segments(case, make_side)
+    query = torch.randn(2, 6, 1, dim)
+    out = launch.attend(query, keys, values, None, scaling=dim**-0.5)
+    assert error(out, plain_attention(query, keys, values, None, case, None)) <= BARS[F32]
+
+
+def test_what_does_not_fit_is_refused(make_side: Callable[..., SideSegments]) -> None:
+    keys, values = segments(Case(), make_side)
+    for shape, message in (((3, 6, 1, 64), "3 sequences"), ((2, 5, 1, 64), "5 query"), ((2, 6, 1, 72), "72 numbers")):
+        with pytest.raises(RuntimeError, match=message):
+            launch.attend(torch.randn(shape), keys, values, None, scaling=0.125)
+    with pytest.raises(RuntimeError, match="one learned sink per query head"):
+        launch.attend(torch.randn(2, 6, 1, 64), keys, values, None, scaling=0.125, sinks=torch.randn(2))
+    with pytest.raises(RuntimeError, match="floating point"):
+        launch.attend(torch.ones(2, 6, 1, 64, dtype=torch.int64), keys, values, None, scaling=0.125)
+
+
+def test_integer_mask_is_added(make_side: Callable[..., SideSegments]) -> None:
+    keys, values = segments(Case(), make_side)
+    query, mask = torch.randn(2, 6, 1, 64), torch.zeros(1, 1, 1, keys.shape[2], dtype=torch.int64)
+    mask[..., ::2] = -3
+    out = launch.attend(query, keys, values, mask, scaling=0.125)
+    assert error(out, reference.attend(query, keys, values, mask, scaling=0.125)) <= BARS[F32]
+
+
 def test_empty_batch(make_side: Callable[..., SideSegments]) -> None:
     keys, values = (make_side(*tq(4), side, 64, 32, batch=0) for side in ("keys", "values"))
     assert launch.attend(torch.randn(0, 6, 1, 64), keys, values, None, scaling=0.125).shape == (0, 1, 6, 64)
@@ -121,3 +150,7 @@ def test_not_a_number_in_the_tail_shows(make_side: Callable[..., SideSegments]) 
     assert out[1, :, :3].isnan().all()
     assert out[0].isfinite().all()
     assert out[1, :, 3:].isfinite().all()
+    query = torch.randn(2, 6, 1, 64)
+    query[0, 4] = torch.nan
+    out = launch.attend(query, *segments(Case(), make_side), None, scaling=0.125)
+    assert [bool(head.isnan().all()) for head in out[0, 0]] == [False, False, False, False, True, False]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +28,7 @@ def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     backend._cpp_problem.cache_clear()
 
 
-@pytest.mark.usefixtures("anew")
+@pytest.mark.usefixtures("built", "anew")
 def test_compiles_once(tmp_path: Path) -> None:
     library = build._library()
     assert [path.name for path in tmp_path.iterdir()] == [library.name]
@@ -70,9 +73,21 @@ def test_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.problem() == "PyTorch 2.9.1 is older than 2.10"
 
 
+@pytest.mark.usefixtures("built")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="that is what all tests here run")
+def test_without_vector_extensions() -> None:
+    """The code for other processors, in a process of its own."""
+    tests = [str(Path(__file__).with_name("test_attention.py")), "-k", "(6-bit or polar or kivi-3) and equals"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *tests]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "SKIPPED" not in done.stdout
+
+
+@pytest.mark.usefixtures("built")
 def test_method_without_a_decoder() -> None:
-    model = small_model()
-    x = torch.randn(1, 2, 20, 32)
-    cache = CompressedCache(model.config, {**method_config("commvq"), "backend": "cpp"})
+    config = {**method_config("commvq"), "backend": "cpp"}
     with pytest.raises(ValueError, match="backend=\"cpp\" cannot be had for method 'commvq'"):
-        cache.update(x, x, 0)
+        CompressedCache(small_model().config, config)
