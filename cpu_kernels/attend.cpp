@@ -180,29 +180,29 @@ class Attention {
   std::unique_ptr<float[]> sums_;
 };
 
-std::unique_ptr<Decoder> packed_decoder(const std::vector<Tensor>& fields, const std::vector<Tensor>& levels,
+std::unique_ptr<Decoder> packed_decoder(const std::vector<Tensor>& fields, const std::vector<Tensor>& tables,
                                         const std::vector<int64_t>& form) {
   const std::vector<int64_t> options(form.begin() + 1, form.end());
   switch (form[0]) {
     case 0:
       return std::make_unique<DenseDecoder>(fields[0]);
     case 1:
-      return std::make_unique<LevelDecoder>(fields, levels, options);
+      return std::make_unique<LevelDecoder>(fields, tables, options);
     case 2:
       return std::make_unique<GroupDecoder>(fields, options[0], options[1], options[2]);
     case 3:
-      return std::make_unique<PairDecoder>(fields, levels, options);
+      return std::make_unique<PairDecoder>(fields, tables, options);
     case 4:
-      return std::make_unique<TreeDecoder>(fields, levels, options);
+      return std::make_unique<TreeDecoder>(fields, tables, options);
     default:
       STD_TORCH_CHECK(false, "no such form of packed tokens");
       return nullptr;
   }
 }
 
-Tensor attend(const Tensor& query, std::vector<Tensor> k_fields, std::vector<Tensor> k_levels,
+Tensor attend(const Tensor& query, std::vector<Tensor> k_fields, std::vector<Tensor> k_tables,
               std::vector<int64_t> k_form, std::optional<Tensor> k_basis, std::optional<Tensor> mean,
-              std::vector<Tensor> v_fields, std::vector<Tensor> v_levels, std::vector<int64_t> v_form,
+              std::vector<Tensor> v_fields, std::vector<Tensor> v_tables, std::vector<int64_t> v_form,
               std::optional<Tensor> v_basis, const Tensor& sink_k, const Tensor& sink_v, const Tensor& tail_k,
               const Tensor& tail_v, std::optional<Tensor> mask, std::optional<Tensor> logits, int64_t packed,
               int64_t room, double scaling, double softcap) {
@@ -217,7 +217,7 @@ Tensor attend(const Tensor& query, std::vector<Tensor> k_fields, std::vector<Ten
   Step step{query.size(0),          heads, query.size(1) / heads, query.size(2), sinks + room + tail,
             float(softcap) * LOG2E, {}};
   if (mask) step.mask.emplace(*mask);
-  const auto keys = packed_decoder(k_fields, k_levels, k_form), values = packed_decoder(v_fields, v_levels, v_form);
+  const auto keys = packed_decoder(k_fields, k_tables, k_form), values = packed_decoder(v_fields, v_tables, v_form);
   const Layer layer{*keys,
                     *values,
                     DenseDecoder(sink_k),
@@ -249,8 +249,8 @@ Tensor attend(const Tensor& query, std::vector<Tensor> k_fields, std::vector<Ten
 
 STABLE_TORCH_LIBRARY(kvcache_compress_cpu, m) {
   m.def(
-      "attend(Tensor query, Tensor[] k_fields, Tensor[] k_levels, int[] k_form, Tensor? k_basis, Tensor? mean, "
-      "Tensor[] v_fields, Tensor[] v_levels, int[] v_form, Tensor? v_basis, Tensor sink_k, Tensor sink_v, "
+      "attend(Tensor query, Tensor[] k_fields, Tensor[] k_tables, int[] k_form, Tensor? k_basis, Tensor? mean, "
+      "Tensor[] v_fields, Tensor[] v_tables, int[] v_form, Tensor? v_basis, Tensor sink_k, Tensor sink_v, "
       "Tensor tail_k, Tensor tail_v, Tensor? mask, Tensor? logits, int packed, int room, float scaling, "
       "float softcap) -> Tensor");
 }
