@@ -6,7 +6,6 @@ import torch
 
 from ..view import SideSegments
 from . import build
-from .operands import CPUSide
 
 
 def attend(
@@ -26,17 +25,15 @@ def attend(
     """
     if problem := build.problem():
         raise RuntimeError(f"the CPU kernels cannot be had: {problem}")
-    # Codecs may not be prepared while nothing is packed; any side serves then.
-    k_side, v_side = (x.codec.cpu_side() if x.packed else CPUSide("dense") for x in (keys, values))
-    k_fields, v_fields = (x.store.buffers if x.packed else [x.sinks] for x in (keys, values))
+    k_side, v_side = keys.codec.cpu_side(), values.codec.cpu_side()
     if mask is not None:
         mask = mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.float()
         mask = mask.expand(*query.shape[:3], keys.shape[2])
     packed = keys.packed if keys.count is None else min(keys.packed, int(keys.count))
     return torch.ops.kvcache_compress_cpu.attend.default(
         query if query.stride(3) == 1 else query.contiguous(),
-        k_fields, k_side.tables, k_side.code, k_side.basis, k_side.mean,
-        v_fields, v_side.tables, v_side.code, v_side.basis,
+        keys.store.buffers, k_side.tables, k_side.code, k_side.basis, k_side.mean,
+        values.store.buffers, v_side.tables, v_side.code, v_side.basis,
         keys.sinks, values.sinks, keys.tail, values.tail,
         mask, None if sinks is None else sinks.float().contiguous(), packed, keys.packed, scaling, softcap or 0.0,
     )  # fmt: skip

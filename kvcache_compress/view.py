@@ -131,8 +131,9 @@ class PackedKV:
             count, tokens = query.shape[2], self.keys.shape[2]
             causal = torch.ones(count, tokens, dtype=torch.bool, device=mask.device).tril(tokens - count)
             mask = causal & mask[:, None, None, -tokens:].bool()
+        backend: Backend = self.backend if self.keys.packed else "torch"  # Codecs may not be prepared before they pack.
         with on_device(query):
-            return _attention(self.backend)(
+            return _attention(backend)(
                 query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, sinks=sinks
             )
 
