@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -33,7 +34,7 @@ class CPUSide:
     basis: torch.Tensor | None = None
     mean: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def code(self) -> list[int]:
         """The form and its options as the operator takes them."""
         return [_FORMS.index(self.form), *self.options]

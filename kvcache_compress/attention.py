@@ -110,7 +110,7 @@ def _under_previous_name(config: PreTrainedConfig) -> Iterator[None]:
 def _fusable(
     module: torch.nn.Module, key: PackedKV, query: torch.Tensor, mask: Any, dropout: float, kwargs: dict[str, Any]
 ) -> bool:
-    """Whether the fused path computes exactly what was asked for, and in C++ no more slowly than on a decoded layer."""
+    """Whether the fused path computes exactly what was asked for, and of long chunks whether it is about as fast."""
     if query.shape[2] > MAX_DECODE_TOKENS and (key.backend != "cpp" or query.dtype != torch.float32):
         return False
     if query.requires_grad and torch.is_grad_enabled():
