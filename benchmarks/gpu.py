@@ -47,6 +47,7 @@ def check_kernels() -> str:
     # Without the second pytest would find the sources, which lack the folders that are installed into the package.
     environment |= {"KVCACHE_COMPRESS_TEST_DEVICE": "cuda", "PYTHONSAFEPATH": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     tests = [f"tests/triton_kernels/test_{name}.py" for name in ("codes", "encode", "query", "attention", "generation")]
+    tests.append("tests/test_tiled.py")
     command = [sys.executable, "-m", "pytest", *tests, "-n", str(min(8, os.cpu_count() or 1)), "--maxfail", "20"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=480)
     print(done.stdout[-6000:], done.stderr[-2000:], sep="\n")

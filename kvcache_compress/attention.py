@@ -1,9 +1,9 @@
 """Our attention function in Transformers: registered by name, switched on per model, and its dispatch.
 
 Without packed tokens (prefill) the model's previous attention runs on the fresh tensors. With packed tokens and a few
-queries, in C++ any number of them, the fused path runs over the compressed cache. Anything else - many queries,
-gradients, options that the fused path does not know - decodes one layer and runs the previous attention with its own
-mask.
+queries, in C++ any number of them, the fused path runs over the compressed cache; many queries attend to long caches
+tile by tile. Anything else - gradients, options that these do not know - decodes one layer and runs the previous
+attention with its own mask.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import CompressedCache
 from .config import CompressionConfig, load_config
-from .layer import ATTENTION_NAME, MAX_DECODE_TOKENS, CompressedLayer
-from .view import PackedKV
+from .layer import ATTENTION_NAME, CompressedLayer
+from .view import MAX_DECODE_TOKENS, PackedKV
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +110,8 @@ def _under_previous_name(config: PreTrainedConfig) -> Iterator[None]:
 def _fusable(
     module: torch.nn.Module, key: PackedKV, query: torch.Tensor, mask: Any, dropout: float, kwargs: dict[str, Any]
 ) -> bool:
-    """Whether the fused path computes exactly what was asked for, and of long chunks whether it is about as fast."""
-    if query.shape[2] > MAX_DECODE_TOKENS and (key.backend != "cpp" or query.dtype != torch.float32):
+    """Whether the fused path computes exactly what was asked for, and of many queries whether there is one."""
+    if query.shape[2] > MAX_DECODE_TOKENS and key.way(query, kwargs.get("softcap")) is None:
         return False
     if query.requires_grad and torch.is_grad_enabled():
         return False

@@ -18,10 +18,10 @@ from . import ops
 from .backend import on_device
 from .checks import LONGEST, longest, not_packable
 from .codec import Side
-from .layer import MAX_DECODE_TOKENS, CompressedLayer
+from .layer import CompressedLayer
 from .side import SideState
 from .slots import SlotKV, Slots
-from .view import PackedKV, SideSegments
+from .view import MAX_DECODE_TOKENS, PackedKV, SideSegments
 
 NOT_FINITE, FULL = 1, 2
 

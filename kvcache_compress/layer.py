@@ -21,12 +21,10 @@ from .config import CompressionConfig, LayerPlan, SideConfig
 from .rope import RopeLayout
 from .rope_track import RopeTrack
 from .side import SideState
-from .view import PackedKV, SideSegments
+from .view import MAX_DECODE_TOKENS, PackedKV, SideSegments
 
 ATTENTION_NAME = "kvcache_compress"
 """Name under which our attention is registered; `update()` returns `PackedKV` while a decoder's config bears it."""
-MAX_DECODE_TOKENS = 16
-"""An update of at most so many tokens is a decode step (or a speculative verification); more are a part of a prompt."""
 CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 """Early versions of Transformers 5 crop to a length where later ones remove a count."""
 FLUSH_TOKENS = 32

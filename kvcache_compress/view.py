@@ -17,6 +17,11 @@ from .store import PackedStore
 
 CHUNK_TOKENS = 2048
 """Packed tokens decoded at a time; a multiple of every group size."""
+TILE_TOKENS = 4 * CHUNK_TOKENS
+"""Packed tokens that many queries attend to at a time. Each tile reads and writes the output once to merge it, and
+decoded keys and values once per block of queries; with so many tokens the former is the lesser by far."""
+MAX_DECODE_TOKENS = 16
+"""Queries of a decode step, at most: one, or those of speculative decoding. More are a part of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -48,34 +53,45 @@ class SideSegments:
 
     def dense(self) -> torch.Tensor:
         """Everything decoded, `[B, H, T, D]` in the model's dtype."""
-        if not self.packed:
-            return torch.cat([self.sinks, self.tail], dim=2)
-        batch, heads, tokens, dim = self.shape
-        first = self.sinks.shape[2]
-        whole = self.tail.new_empty(batch, heads, tokens, dim)
-        whole[:, :, :first] = self.sinks
-        self.decode_into(whole[:, :, first : first + self.packed], 0)
-        whole[:, :, first + self.packed :] = self.tail
+        return self.tile(0, self.packed)
+
+    def tile(self, start: int, stop: int) -> torch.Tensor:
+        """Packed tokens `[start, stop)`, whole groups, decoded: `[B, H, T, D]` in the model's dtype.
+
+        The sinks come with the first of them and the tail with the last.
+        """
+        sinks = self.sinks[:, :, : None if start == 0 else 0]
+        tail = self.tail[:, :, : None if stop == self.packed else 0]
+        if start == stop:
+            return torch.cat([sinks, tail], dim=2)
+        first, last = sinks.shape[2], sinks.shape[2] + stop - start
+        whole = tail.new_empty(*tail.shape[:2], last + tail.shape[2], tail.shape[3])
+        whole[:, :, :first] = sinks
+        self.decode_into(whole[:, :, first:last], start)
+        whole[:, :, last:] = tail
         return whole
 
     def decode_into(self, out: torch.Tensor, start: int) -> None:
-        """Decodes packed tokens from `start` on, whole groups, into `out` `[B, H, packed - start, D]`."""
-        for begin in range(start, self.packed, CHUNK_TOKENS):
-            end = min(begin + CHUNK_TOKENS, self.packed)
+        """Decodes packed tokens from `start` on, whole groups, into `out` `[B, H, tokens, D]`."""
+        stop = start + out.shape[2]
+        for begin in range(start, stop, CHUNK_TOKENS):
+            end = min(begin + CHUNK_TOKENS, stop)
             with on_device(out):
                 part = self.codec.decode(self.store.read(begin, end), self.rope(begin, end))
             out[:, :, begin - start : end - start] = part
 
 
-_ATTENTION: dict[Backend, str] = {
+_ATTENTION = {
     "triton": ".triton_kernels.launch",
     "cpp": ".cpu_kernels.launch",
     "torch": ".reference",
+    "tiles": ".tiled",
 }
+"""Modules with a function `attend` each: that of the backends, and one for many queries."""
 
 
-def _attention(backend: Backend) -> Callable[..., torch.Tensor]:
-    return importlib.import_module(_ATTENTION[backend], __package__).attend
+def _attention(way: str) -> Callable[..., torch.Tensor]:
+    return importlib.import_module(_ATTENTION[way], __package__).attend
 
 
 class PackedKV:
@@ -115,6 +131,18 @@ class PackedKV:
         """This side decoded, `[B, H, T, D]`."""
         return self._segments().dense()
 
+    def way(self, query: torch.Tensor, softcap: float | None) -> str | None:
+        """What attends to the layer without decoding all of it; None where nothing does, or where it is no gain."""
+        if not self.keys.packed:
+            return "torch"  # Codecs may not be prepared before they pack.
+        if query.shape[2] <= MAX_DECODE_TOKENS or (self.backend == "cpp" and query.dtype == torch.float32):
+            return self.backend
+        same_width = self.keys.sinks.shape[3] == self.values.sinks.shape[3]
+        known = query.dtype != torch.float64 and (query.is_cuda or (query.device.type == "cpu" and same_width))
+        if known and softcap is None and self.keys.count is None and self.keys.packed > TILE_TOKENS:
+            return "tiles"
+        return None
+
     def attend(
         self,
         query: torch.Tensor,
@@ -125,17 +153,16 @@ class PackedKV:
     ) -> torch.Tensor:
         """Attention of queries `[B, Hq, n, Dk]` over both sides, `[B, n, Hq, Dv]`; see `reference.attend`.
 
-        `mask` may also be a flash attention's padding mask, `[B, T]`.
+        `mask` may also be a flash attention's padding mask, `[B, T]`. Queries must be such that there is a `way`.
         """
         if mask is not None and mask.ndim == 2:
             count, tokens = query.shape[2], self.keys.shape[2]
             causal = torch.ones(count, tokens, dtype=torch.bool, device=mask.device).tril(tokens - count)
             mask = causal & mask[:, None, None, -tokens:].bool()
-        backend: Backend = self.backend if self.keys.packed else "torch"  # Codecs may not be prepared before they pack.
+        way = self.way(query, softcap)
+        assert way is not None
         with on_device(query):
-            return _attention(backend)(
-                query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, sinks=sinks
-            )
+            return _attention(way)(query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, sinks=sinks)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
