@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --small --output F   # every part in small, also without a GPU (TRITON_INTERPRET=1)
 
 Correctness is the kernel tests on the device (`KVCACHE_COMPRESS_TEST_DEVICE=cuda pytest tests/triton_kernels`), which
-must pass before anything is timed. Not measured yet: encode throughput, the longest context that fits, prefill,
-FlashInfer and FlashAttention, presets beyond those named here.
+must pass before anything is timed. Decode attention of FlashAttention and FlashInfer is measured where they are
+installed. Presets beyond those named here are not measured unless asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,8 +23,10 @@ import torch
 import typer
 
 from kvcache_compress.bench.decode import DecodeTime, measure_decode
+from kvcache_compress.bench.encode import EncodeTime, measure_encode
 from kvcache_compress.bench.layers import SHAPES, Shape
 from kvcache_compress.bench.models import ModelTime, measure_models, random_llama
+from kvcache_compress.bench.prompts import LongestContext, PrefillTime, measure_longest, measure_prefill
 from kvcache_compress.bench.timing import copy_bandwidth
 from kvcache_compress.eval.results import circumstances, git_commit, write_atomically
 
@@ -35,6 +37,8 @@ PRESETS = (
     "polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit",
 )  # fmt: skip
 SMALL = {"small": Shape(4, 2, 64)}
+LONGEST = ("turboquant-4bit", "turboquant-2bit")
+PARTS = ("check", "bandwidth", "decode", "encode", "models", "prefill", "longest")
 
 
 def check_kernels() -> str:
@@ -65,27 +69,58 @@ def collect(title: str, found: Iterable[Any], rows: list[dict[str, Any]], bandwi
         print(_line(row, bandwidth), flush=True)
 
 
-def _line(row: DecodeTime | ModelTime, bandwidth: float | None) -> str:
-    where = f"{row.cache:22} B {row.batch:2} x {row.tokens:6}: "
+def _line(row: DecodeTime | EncodeTime | ModelTime | PrefillTime | LongestContext, bandwidth: float | None) -> str:
+    batch = getattr(row, "batch", 1)
+    where = f"{row.cache:22} B {batch:2} x {row.tokens:6}: "
+    if isinstance(row, LongestContext):
+        return f"{where}cache {row.cache_gib:.2f} GiB; then: {row.end}"
     if row.error is not None:
         return where + row.error
     if isinstance(row, ModelTime):
-        peak = "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
         return (
-            f"{where}{row.tokens_per_second:8.1f} tokens/s, cache {row.cache_gib:.2f} GiB{peak}, filled in "
+            f"{where}{row.tokens_per_second:8.1f} tokens/s, cache {row.cache_gib:.2f} GiB{_peak(row)}, filled in "
             f"{row.fill_seconds:.2f} s"
         )
+    if isinstance(row, PrefillTime):
+        ratio = "" if row.ratio is None else f", {row.ratio:.3f}x of full"
+        return f"{where}{row.seconds:8.3f} s in chunks of {row.chunk}{ratio}{_peak(row)}"
+    if isinstance(row, EncodeTime):
+        return f"{row.shape:13} {where}{row.milliseconds:8.3f} ms, {row.gigabytes_per_second:7.1f} GB/s of input"
     speed = "" if row.speedup is None else f", {row.speedup:.2f}x of {row.bound:.2f}x"
     share = "" if bandwidth is None else f" ({row.gigabytes_per_second / bandwidth:.0%} of a copy's)"
     figures = f"{row.milliseconds:8.3f} ms, {row.gigabytes_per_second:7.1f} GB/s{share} at {row.bits:.2f} bits"
     return f"{row.shape:13} {where}{figures}{speed}"
 
 
+def _peak(row: ModelTime | PrefillTime) -> str:
+    return "" if row.peak_gib is None else f", peak {row.peak_gib:.1f} GiB"
+
+
+def measure_llama(
+    parts: Sequence[str], presets: Sequence[str], small: bool, device: torch.device, results: dict[str, Any]
+) -> None:
+    """Decoding, prompts and the longest context of a model of Llama-3.1-8B's shape, which is made once."""
+    sizes = (SMALL["small"], 2, 64, 64) if small else (SHAPES["llama-3.1-8b"], 32, 4096, 14336)
+    model = random_llama(*sizes, device)
+    if "models" in parts:
+        lengths = [160] if small else [8192, 32768, 131072]
+        collect("a whole model", measure_models(model, presets[:4], [1], lengths), results["models"])
+    if "prefill" in parts:
+        tokens, chunks = (160, [160, 64]) if small else (32768, [32768, 4096])
+        found = measure_prefill(model, presets[:4], tokens, chunks)
+        collect("a whole model's prompt", found, results["prefill"])
+    if "longest" in parts:
+        piece, most = (128, 256) if small else (131072, 1 << 23)
+        tried = [name for name in presets if name in LONGEST] or presets[:1]
+        found = measure_longest(model, tried, piece, most)
+        collect("the longest context that fits beside the weights", found, results["longest"])
+
+
 def main(
     output: Annotated[Path | None, typer.Option(help="JSON file; the committed one only for a whole run.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Tiny sizes, no kernel tests; runs without a GPU.")] = False,
     preset: Annotated[list[str] | None, typer.Option(help="Presets to measure.")] = None,
-    part: Annotated[list[str] | None, typer.Option(help="Of check, bandwidth, decode, models; all by default.")] = None,
+    part: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(PARTS)}; all by default.")] = None,
 ) -> None:
     """Checks the kernels on the device and measures them."""
     if not small and not torch.cuda.is_available():
@@ -93,10 +128,12 @@ def main(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if output is None and (small or preset or part):
         raise typer.BadParameter("--output is needed for --small, --preset and --part")
-    parts = part or ["check", "bandwidth", "decode", "models"]
+    parts = part or PARTS
+    if unknown := {*parts} - {*PARTS}:
+        raise typer.BadParameter(f"--part {', '.join(sorted(unknown))}: allowed {', '.join(PARTS)}")
     presets = preset or (["turboquant-4bit", "kivi-2bit"] if small else list(PRESETS))
     results: dict[str, Any] = {**circumstances(device), "commit": git_commit(__file__), "check": "skipped"}
-    results |= {"finished": False, "decode": [], "models": []}
+    results |= {"finished": False} | {name: [] for name in PARTS[2:]}
     if "check" in parts and not small:
         results["check"] = check_kernels()
     if "bandwidth" in parts:
@@ -108,11 +145,12 @@ def main(
             found = measure_decode(presets, shapes, batches, lengths, device, 2 if small else 20)
             bandwidth = results.get("copy_gigabytes_per_second")
             collect("decode attention of one layer", found, results["decode"], bandwidth)
-        if "models" in parts:
-            sizes = (SMALL["small"], 2, 64, 64) if small else (SHAPES["llama-3.1-8b"], 32, 4096, 14336)
-            lengths = [160] if small else [8192, 32768, 131072]
-            model = random_llama(*sizes, device)
-            collect("a whole model", measure_models(model, presets[:4], [1], lengths), results["models"])
+        if "encode" in parts:
+            shapes, tokens = (SMALL, 128) if small else (SHAPES, 32768)
+            found = measure_encode(presets, shapes, 1, tokens, device, 2 if small else 5)
+            collect("encoding a prompt's keys and values, one layer", found, results["encode"])
+        if {"models", "prefill", "longest"} & {*parts}:
+            measure_llama(parts, presets, small, device, results)
         results["finished"] = True
     finally:
         path = output or RESULTS

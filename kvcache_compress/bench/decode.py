@@ -15,6 +15,7 @@ from ..config import load_config
 from ..eval.results import error_message
 from ..view import PackedKV, SideSegments
 from .layers import Shape, encoded_side, middle_layer
+from .peers import PEERS, installed
 from .timing import median_ms
 
 BACKENDS = {"cuda": [SDPBackend.FLASH_ATTENTION], "cpu": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]}
@@ -26,11 +27,11 @@ class DecodeTime:
     """One measurement.
 
     Attributes:
-        cache: preset, or `full` for scaled dot-product attention over uncompressed keys and values.
+        cache: preset; or, over uncompressed keys and values, `full` for PyTorch's attention, or another library's name.
         shape: name of the model's shape.
         milliseconds: median time of one layer and step.
         gigabytes_per_second: bytes that the layer stores over that time.
-        bits: stored bits per number, everything in the layer counted; 16 or 32 for `full`.
+        bits: stored bits per number, everything in the layer counted; 16 or 32 where nothing is compressed.
         speedup: over `full` of the same batch and length; `bound` is what the bytes would allow.
         error: why there are no figures.
     """
@@ -48,19 +49,34 @@ class DecodeTime:
 
 
 def full_time(
-    name: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, repeats: int = 20
+    library: str,
+    name: str,
+    shape: Shape,
+    batch: int,
+    tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    repeats: int = 20,
 ) -> DecodeTime:
-    """PyTorch's attention with grouped queries over uncompressed keys and values, flash where there is one."""
-    heads = (shape.query_heads, shape.kv_heads, shape.kv_heads)
-    query, keys, values = (
-        torch.randn(batch, count, length, shape.head_dim, device=device, dtype=dtype)
-        for count, length in zip(heads, (1, tokens, tokens), strict=True)
-    )
-    attend = torch.nn.functional.scaled_dot_product_attention
+    """A library's attention with grouped queries over uncompressed keys and values.
+
+    `full` is PyTorch's, flash where there is one; the others are those of `PEERS`.
+    """
+    query = torch.randn(batch, shape.query_heads, shape.head_dim, device=device, dtype=dtype)
+    size = (batch, tokens, shape.kv_heads, shape.head_dim)
+    if library == "full":
+        size = (batch, shape.kv_heads, tokens, shape.head_dim)
+    keys, values = (torch.randn(size, device=device, dtype=dtype) for _ in range(2))
+    attend = (_torch if library == "full" else PEERS[library])(query, keys, values)
     with sdpa_kernel(BACKENDS[device.type]):
-        time = median_ms(lambda: attend(query, keys, values, enable_gqa=True), device, repeats)
-    size = keys.nbytes + values.nbytes
-    return DecodeTime("full", name, batch, tokens, time, size / time / 1e6, 8.0 * dtype.itemsize, 1.0, 1.0)
+        time = median_ms(attend, device, repeats)
+    stored = keys.nbytes + values.nbytes
+    return DecodeTime(library, name, batch, tokens, time, stored / time / 1e6, 8.0 * dtype.itemsize)
+
+
+def _torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return lambda: attend(query[:, :, None], keys, values, enable_gqa=True)
 
 
 def compressed_time(
@@ -108,14 +124,16 @@ def measure_decode(
 ) -> Iterator[DecodeTime]:
     """Full and compressed attention of a model in `dtype` for every combination, as they are measured.
 
-    What fails is a row that says why.
+    On a GPU also that of other libraries that are installed. What fails is a row that says why.
     """
+    libraries = installed() if device.type == "cuda" else []
     for (name, shape), batch, tokens in itertools.product(shapes.items(), batches, lengths):
         call = (name, shape, batch, tokens, device, dtype, repeats)
-        full = _or_error("full", call, lambda: full_time(*call))  # noqa: B023 - called at once
-        yield full
-        for preset in presets:
-            found = _or_error(preset, call, lambda: compressed_time(preset, *call))  # noqa: B023
+        full = DecodeTime("full", name, batch, tokens)
+        for cache in ("full", *libraries, *presets):
+            measure = compressed_time if cache in presets else full_time
+            found = _or_error(cache, call, lambda: measure(cache, *call))  # noqa: B023 - called at once
+            full = found if cache == "full" else full
             if found.milliseconds and found.bits and full.milliseconds and full.bits:
                 speedup = full.milliseconds / found.milliseconds
                 found = replace(found, speedup=speedup, bound=full.bits / found.bits)

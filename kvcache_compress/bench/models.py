@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -69,72 +69,90 @@ def measure_models(
     model: PreTrainedModel, presets: Sequence[str], batches: Sequence[int], lengths: Sequence[int]
 ) -> Iterator[ModelTime]:
     """Decoding from the full cache and from each preset's, as they are measured; what fails says why."""
-    config = model.config
-    makers: dict[str, Callable[[], Cache]] = {"full": partial(DynamicCache, config=config)}
-    for preset in presets:
-        makers[preset] = partial(CompressedCache.from_config, config, load_config(preset))
     for batch in batches:
         for tokens in lengths:
-            for name, make in makers.items():
+            for name, make in cache_makers(model, presets).items():
                 try:
-                    found = _measure(model, name, make, batch, tokens)
+                    with on_model(model, name):
+                        found = _measure(model, name, make, batch, tokens)
                 except Exception as error:
                     found = ModelTime(name, batch, tokens, error=error_message(error))
                 yield found
-                gc.collect()
-                if model.device.type == "cuda":
-                    torch.cuda.empty_cache()
 
 
-@torch.inference_mode()
-def _measure(model: PreTrainedModel, name: str, make: Callable[[], Cache], batch: int, tokens: int) -> ModelTime:
-    fused = name != "full"
+def cache_makers(model: PreTrainedModel, presets: Sequence[str]) -> dict[str, Callable[[], Cache]]:
+    """By name: `full`, Transformers' own cache, and each preset's."""
+    makers: dict[str, Callable[[], Cache]] = {"full": partial(DynamicCache, config=model.config)}
+    for preset in presets:
+        makers[preset] = partial(CompressedCache.from_config, model.config, load_config(preset))
+    return makers
+
+
+@contextmanager
+def on_model(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """With the model's GPU as the current one, and fused attention for all caches but `full`; frees memory after."""
+    fused, on_gpu = name != "full", model.device.type == "cuda"
     if fused:
         enable_fused_attention(model)
-    device = model.device
-    on_gpu = device.type == "cuda"
-    synchronize: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
     try:
-        _fill(model, make(), batch, min(tokens, FILL_TOKENS), synchronize)  # compiles the encoders
-        cache = make()
-        with torch.cuda.device(device) if on_gpu else nullcontext():
-            before = torch.cuda.memory_allocated() if on_gpu else 0
-            fill_seconds = _fill(model, cache, batch, tokens, synchronize)
-            held = torch.cuda.memory_allocated() - before if on_gpu else _bytes(cache)
-            ids = torch.randint(1000, (batch, 1), device=device)
-            for _ in range(3):
-                model(input_ids=ids, past_key_values=cache)
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats()
-            synchronize()
-            begun = time.perf_counter()
-            for _ in range(STEPS):
-                ids = model(input_ids=ids, past_key_values=cache).logits[:, -1:].argmax(-1)
-            synchronize()
-            seconds = time.perf_counter() - begun
-            peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
+        with torch.cuda.device(model.device if on_gpu else -1), torch.inference_mode():
+            yield
     finally:
         if fused:
             disable_fused_attention(model)
-    return ModelTime(name, batch, tokens, STEPS * batch / seconds, fill_seconds, held / 2**30, peak)
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
 
 
-def _fill(model: PreTrainedModel, cache: Cache, batch: int, tokens: int, synchronize: Callable[[], None]) -> float:
+def synchronize(model: PreTrainedModel) -> None:
+    """Waits for the model's GPU, if it is on one."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
+def peak_gib(model: PreTrainedModel) -> float | None:
+    """The most that its GPU held since `torch.cuda.reset_peak_memory_stats`; None where it is on none."""
+    return torch.cuda.max_memory_allocated(model.device) / 2**30 if model.device.type == "cuda" else None
+
+
+def _measure(model: PreTrainedModel, name: str, make: Callable[[], Cache], batch: int, tokens: int) -> ModelTime:
+    on_gpu = model.device.type == "cuda"
+    fill(model, make(), batch, min(tokens, FILL_TOKENS))  # compiles the encoders
+    cache = make()
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    fill_seconds = fill(model, cache, batch, tokens)
+    held = torch.cuda.memory_allocated() - before if on_gpu else cache_bytes(cache)
+    ids = torch.randint(1000, (batch, 1), device=model.device)
+    for _ in range(3):
+        model(input_ids=ids, past_key_values=cache)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    synchronize(model)
+    begun = time.perf_counter()
+    for _ in range(STEPS):
+        ids = model(input_ids=ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+    synchronize(model)
+    seconds = time.perf_counter() - begun
+    return ModelTime(name, batch, tokens, STEPS * batch / seconds, fill_seconds, held / 2**30, peak_gib(model))
+
+
+def fill(model: PreTrainedModel, cache: Cache, batch: int, tokens: int) -> float:
     """Gives every layer random keys and values, a piece at a time: seconds of `update` alone."""
     config, seconds = model.config, 0.0
     for layer in range(config.num_hidden_layers):
         for start in range(0, tokens, FILL_TOKENS):
             size = (batch, config.num_key_value_heads, min(FILL_TOKENS, tokens - start), config.head_dim)
             keys, values = (torch.randn(size, device=model.device, dtype=model.dtype) for _ in range(2))
-            synchronize()
+            synchronize(model)
             begun = time.perf_counter()
             cache.update(keys, values, layer)
-            synchronize()
+            synchronize(model)
             seconds += time.perf_counter() - begun
     return seconds
 
 
-def _bytes(cache: Cache) -> int:
+def cache_bytes(cache: Cache) -> int:
     if isinstance(cache, CompressedCache):
         return cache.memory_report().total_bytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

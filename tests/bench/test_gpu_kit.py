@@ -7,14 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from kvcache_compress.bench import decode, models
+from kvcache_compress.bench import decode, encode, models, prompts
 from kvcache_compress.bench.layers import SHAPES, Shape, encoded_side
 from kvcache_compress.bench.timing import copy_bandwidth, median_ms
 from kvcache_compress.config import load_config, preset_names
+from kvcache_compress.layer import ATTENTION_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -36,6 +38,19 @@ def test_the_kit_in_small(tmp_path: Path) -> None:
     assert [row["cache"] for row in found["models"]] == ["full", "turboquant-4bit"]
     assert all(row["tokens_per_second"] > 0 for row in found["models"])
     assert all(row["cache_gib"] > 0 for row in found["models"])
+    assert [(row["cache"], row["tokens"]) for row in found["encode"]] == [("turboquant-4bit", 128)]
+    encoded = found["encode"][0]
+    size = 2 * 2 * 128 * 64 * 2  # both sides, heads, tokens, channels, bytes
+    assert encoded["gigabytes_per_second"] == pytest.approx(size / encoded["milliseconds"] / 1e6)
+    prompts = [(row["cache"], row["tokens"], row["chunk"]) for row in found["prefill"]]
+    assert prompts == [(name, 160, chunk) for chunk in (160, 64) for name in ("full", "turboquant-4bit")]
+    for dense, packed in (found["prefill"][:2], found["prefill"][2:]):
+        assert packed["ratio"] == pytest.approx(packed["seconds"] / dense["seconds"])
+    longest = {row["cache"]: row for row in found["longest"]}
+    # Two pieces of 128 tokens, and a step after each.
+    assert [row["tokens"] for row in longest.values()] == [258, 258]
+    assert longest["full"]["cache_gib"] * 2**30 == 2 * 2 * 258 * 2 * 64 * 2
+    assert longest["turboquant-4bit"]["cache_gib"] < longest["full"]["cache_gib"]
     assert found["copy_gigabytes_per_second"] > 0
     share = ours["gigabytes_per_second"] / found["copy_gigabytes_per_second"]
     assert f" GB/s ({share:.0%} of a copy's) at 8.77 bits" in done.stdout
@@ -74,10 +89,33 @@ def test_a_failure_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     assert (full.milliseconds, full.error) == (None, "out of memory: Tried to allocate 80 GiB")
     assert (ours.cache, ours.speedup, ours.bound, ours.error) == ("kivi-4bit", None, None, None)
     assert "kivi-9bit" in unknown.error
-    monkeypatch.setattr(models, "_fill", too_large)
+    monkeypatch.setattr(models, "fill", too_large)
+    monkeypatch.setattr(prompts, "_prefill", too_large)
+    monkeypatch.setattr(encode, "_encode_time", too_large)
     model = models.random_llama(TINY["tiny"], 1, 64, 64, CPU)
-    found = list(models.measure_models(model, ["kivi-4bit"], [1], [64]))
-    assert [(row.cache, row.error) for row in found] == [(name, full.error) for name in ("full", "kivi-4bit")]
+    for found in (
+        models.measure_models(model, ["kivi-4bit"], [1], [64]),
+        prompts.measure_prefill(model, ["kivi-4bit"], 64, [64]),
+    ):
+        assert [(row.cache, row.error) for row in found] == [(name, full.error) for name in ("full", "kivi-4bit")]
+    assert [row.error for row in encode.measure_encode(["kivi-4bit"], TINY, 1, 64, CPU, 1)] == [full.error]
+    assert model.config._attn_implementation != ATTENTION_NAME
+
+
+def test_the_longest_context_ends_where_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill, filled = prompts.fill, []
+
+    def fill_twice(model: Any, cache: Any, batch: int, tokens: int) -> float:
+        filled.append(cache)
+        if filled.count(cache) > 2:
+            raise torch.OutOfMemoryError("Tried to allocate 80 GiB")
+        return fill(model, cache, batch, tokens)
+
+    monkeypatch.setattr(prompts, "fill", fill_twice)
+    model = models.random_llama(TINY["tiny"], 1, 64, 64, CPU)
+    for found in prompts.measure_longest(model, ["kivi-4bit"], 64, 64_000):
+        assert (found.tokens, found.end) == (130, "out of memory: Tried to allocate 80 GiB")
+        assert found.cache_gib > 0
 
 
 def test_median_of_the_repeats_alone() -> None:

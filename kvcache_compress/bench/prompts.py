@@ -1,0 +1,112 @@
+"""What a prompt costs: whole models with random weights take one, in one piece and in chunks, and the longest context.
+
+On a GPU; on a CPU the same code runs, for tests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from ..eval.results import error_message
+from .models import cache_bytes, cache_makers, fill, on_model, peak_gib, synchronize
+
+
+@dataclass(frozen=True)
+class PrefillTime:
+    """One cache, one prompt of random tokens.
+
+    Attributes:
+        cache: preset, or `full`.
+        tokens: of the prompt.
+        chunk: tokens of the prompt per forward pass.
+        seconds: of the whole prompt.
+        ratio: of that to the full cache's in chunks of the same size.
+        peak_gib: the device's most meanwhile, weights included; None where it does not count.
+        error: why there are no figures.
+    """
+
+    cache: str
+    tokens: int
+    chunk: int
+    seconds: float | None = None
+    ratio: float | None = None
+    peak_gib: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class LongestContext:
+    """The most tokens from which a step could be decoded, tried in whole pieces.
+
+    Attributes:
+        cache: preset, or `full`.
+        tokens: in the cache.
+        cache_gib: what it held.
+        end: why no more were tried.
+    """
+
+    cache: str
+    tokens: int
+    cache_gib: float
+    end: str
+
+
+def measure_prefill(
+    model: PreTrainedModel, presets: Sequence[str], tokens: int, chunks: Sequence[int]
+) -> Iterator[PrefillTime]:
+    """A prompt of `tokens` for the full cache and each preset's, `chunk` tokens at a time; what fails says why."""
+    ids = torch.randint(1000, (1, tokens), device=model.device)
+    for chunk in chunks:
+        full: PrefillTime | None = None
+        for name, make in cache_makers(model, presets).items():
+            found = PrefillTime(name, tokens, chunk)
+            try:
+                with on_model(model, name):
+                    _prefill(model, make(), ids[:, : min(tokens, 2 * chunk)], chunk)  # compiles what must be
+                    if model.device.type == "cuda":
+                        torch.cuda.reset_peak_memory_stats()
+                    seconds = _prefill(model, make(), ids, chunk)
+                    found = replace(found, seconds=seconds, peak_gib=peak_gib(model))
+            except Exception as error:
+                found = replace(found, error=error_message(error))
+            full = full or found
+            if found.seconds and full.seconds:
+                found = replace(found, ratio=found.seconds / full.seconds)
+            yield found
+
+
+def _prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int) -> float:
+    synchronize(model)
+    begun = time.perf_counter()
+    for part in ids.split(chunk, dim=1):
+        model(input_ids=part, past_key_values=cache, logits_to_keep=1)
+    synchronize(model)
+    return time.perf_counter() - begun
+
+
+def measure_longest(model: PreTrainedModel, presets: Sequence[str], piece: int, most: int) -> Iterator[LongestContext]:
+    """Fills the full cache and each preset's with pieces of random tokens, and decodes a step after each.
+
+    Until memory is out, or `most` tokens were filled in.
+    """
+    for name, make in cache_makers(model, presets).items():
+        with on_model(model, name):
+            yield _longest(model, name, make, piece, most)
+
+
+def _longest(model: PreTrainedModel, name: str, make: Callable[[], Cache], piece: int, most: int) -> LongestContext:
+    cache, ids = make(), torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    found = LongestContext(name, 0, 0.0, f"no more than {most} were tried")
+    for _ in range(most // piece):
+        try:
+            fill(model, cache, 1, piece)
+            model(input_ids=ids, past_key_values=cache)
+            found = replace(found, tokens=cache.get_seq_length(), cache_gib=cache_bytes(cache) / 2**30)
+        except Exception as error:
+            return replace(found, end=error_message(error))
+    return found
