@@ -6,10 +6,10 @@ import importlib
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -74,15 +74,23 @@ def _cpp_problem() -> str | None:
     return problem
 
 
-@contextmanager
-def on_device(x: torch.Tensor) -> Iterator[None]:
+def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
     """For codecs and attention: makes the device of `x` the current one, since Triton launches there, and switches
     autocast off, under which float32 arithmetic would be done in 16 bits."""
     kind = x.device.type
     narrows = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return _changed(x.device if elsewhere else None, kind if narrows else None) if narrows or elsewhere else _AS_IT_IS
+
+
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
+
+
+@contextmanager
+def _changed(device: torch.device | None, autocast: str | None) -> Iterator[None]:
     with (
-        torch.cuda.device(x.device) if x.is_cuda else nullcontext(),
-        torch.autocast(kind, enabled=False) if narrows else nullcontext(),
+        nullcontext() if device is None else torch.cuda.device(device),
+        nullcontext() if autocast is None else torch.autocast(autocast, enabled=False),
     ):
         yield
 

@@ -234,10 +234,10 @@ class CompressedLayer(CacheLayerMixin):
         return tails
 
     def _flush_tail(self) -> None:
-        tails = {side: state.tail.view() for side, state in self._sides.items()}
-        leaving = self._leaving(tails["keys"].shape[2])
+        leaving = self._leaving(self._sides["keys"].tail.tokens)
         if not leaving:
             return
+        tails = {side: state.tail.view() for side, state in self._sides.items()}
         self._check_packable(tails, leaving)
         for side, tail in tails.items():
             state = self._sides[side]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -91,7 +92,12 @@ _ATTENTION = {
 
 
 def _attention(way: str) -> Callable[..., torch.Tensor]:
-    return importlib.import_module(_ATTENTION[way], __package__).attend
+    return _module(_ATTENTION[way]).attend
+
+
+@cache
+def _module(name: str) -> Any:
+    return importlib.import_module(name, __package__)
 
 
 class PackedKV:

@@ -12,6 +12,7 @@ from ..backend import interpreting
 from ..view import SideSegments
 from .attention import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, attend_kernel, merge_kernel
 from .operands import AMD, KernelSide, launch_options, next_power_of_2
+from .plan import Plan, are_aligned
 from .query import map_query_arguments, map_query_kernel
 
 MAX_TILE_ROWS = 32
@@ -22,6 +23,7 @@ RESIDENT_WARPS = 8
 MAX_SPLITS = 128
 MIN_SPLIT_TOKENS = 256
 """Shorter splits would write and merge as much as they read."""
+INPUT_POINTERS = ("p_q", "p_sink_k", "p_sink_v", "p_tail_k", "p_tail_v", "p_rope", "p_mask", "p_packed")
 
 
 class Tile(NamedTuple):
@@ -44,13 +46,52 @@ def attend(
 ) -> torch.Tensor:
     """The kernels' launcher; the same arguments and result as its twin, `reference.attend`."""
     query = query.contiguous()
-    map_grid, mapping = map_query_arguments(query, keys.codec.kernel_side(), keys.sinks.shape[1], scaling)
-    map_query_kernel[map_grid](**mapping)
-    grid, arguments = attend_arguments(query, keys, values, mask, mapping, scaling=scaling, softcap=softcap)
-    attend_kernel[grid](**arguments)
-    merge_grid, merging = merge_arguments(query, keys, values, sinks, arguments, grid[0] - 1)
-    merge_kernel[merge_grid](**merging)
-    return merging["p_out"].to(query.dtype)
+    k_side, v_side = keys.codec.kernel_side(), values.codec.kernel_side()
+    inputs, mask_kind = attend_inputs(query, keys, values, mask)
+    pointers = [inputs[name] for name in INPUT_POINTERS]
+    pointers += inputs["k_fields"] + inputs["v_fields"]
+    if sinks is not None:
+        inputs["p_sinks"] = sinks
+        pointers.append(sinks)
+    aligned = are_aligned(pointers)
+    key = (
+        v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.sinks.dtype, keys.tail.dtype,
+        values.sinks.dtype, values.tail.dtype, keys.packed, keys.count is None, mask_kind, inputs["p_mask"].dtype,
+        inputs["s_mask_t"], scaling, softcap, None if sinks is None else sinks.dtype, aligned,
+    )  # fmt: skip
+    if k_side.plan is None or k_side.plan.key != key:
+        map_grid, mapping = map_query_arguments(query, k_side, keys.sinks.shape[1], scaling)
+        grid, arguments = attend_arguments(query, keys, values, mask, mapping, scaling=scaling, softcap=softcap)
+        merge_grid, merging = merge_arguments(query, keys, values, sinks, arguments, grid[0] - 1)
+        outputs = {name: arguments[name] for name in ("p_mapped", "p_rows", "p_acc", "p_dense", "p_stats")}
+        outputs["p_out"] = merging["p_out"]
+        launches = (
+            (map_query_kernel, map_grid, mapping),
+            (attend_kernel, grid, arguments),
+            (merge_kernel, (*merge_grid, 1), merging),
+        )
+        k_side.plan = Plan(key, launches, inputs, outputs, repeat=aligned)
+    return k_side.plan.run(inputs)["p_out"].to(query.dtype)
+
+
+def attend_inputs(
+    query: torch.Tensor, keys: SideSegments, values: SideSegments, mask: torch.Tensor | None
+) -> tuple[dict[str, Any], int]:
+    """Arguments of `attend_kernel` that change from step to step, and the kind of the mask."""
+    mask_operand, mask_kind, mask_strides = _mask_operand(mask, query, keys.shape[2])
+    tail_k, tail_k_capacity = _rows_of(keys.tail)
+    tail_v, tail_v_capacity = _rows_of(values.tail)
+    inputs = dict(  # noqa: C408 - named as the kernel's parameters are
+        p_q=query, k_fields=tuple(keys.store.buffers), v_fields=tuple(values.store.buffers),
+        p_sink_k=keys.sinks.contiguous(), p_sink_v=values.sinks.contiguous(), p_tail_k=tail_k, p_tail_v=tail_v,
+        p_rope=query if keys.track is None else keys.track.buffer, p_mask=mask_operand,
+        p_packed=query if keys.count is None else keys.count, n_tail=keys.tail.shape[2],
+        k_capacity=keys.store.capacity, v_capacity=values.store.capacity,
+        tail_k_capacity=tail_k_capacity, tail_v_capacity=tail_v_capacity,
+        rope_capacity=0 if keys.track is None else keys.track.buffer.shape[1],
+        s_mask_b=mask_strides[0], s_mask_h=mask_strides[1], s_mask_n=mask_strides[2], s_mask_t=mask_strides[3],
+    )  # fmt: skip
+    return inputs, mask_kind
 
 
 def attend_arguments(
@@ -82,26 +123,15 @@ def attend_arguments(
     v_stride = sum(v_side.widths)
     fast = not (exact or amd or interpreting())
     k_words, v_words = (side.words if fast else None for side in (k_side, v_side))
-    mask_operand, mask_kind, mask_strides = _mask_operand(mask, query, keys.shape[2])
-    tail_k, tail_k_capacity = _rows_of(keys.tail)
-    tail_v, tail_v_capacity = _rows_of(values.tail)
-    arguments = dict(
-        p_q=query, p_mapped=mapped["p_mapped"], p_rows=mapped["p_rows"],
-        k_fields=tuple(keys.store.buffers), k_tables=k_side.tables_as(operand),
-        p_k_words=query if k_words is None else k_words,
-        v_fields=tuple(values.store.buffers), v_tables=v_side.tables_as(operand),
-        p_v_words=query if v_words is None else v_words,
-        p_sink_k=keys.sinks.contiguous(), p_sink_v=values.sinks.contiguous(), p_tail_k=tail_k, p_tail_v=tail_v,
-        p_rope=query if keys.track is None else keys.track.buffer, p_mask=mask_operand,
-        p_packed=query if keys.count is None else keys.count,
+    inputs, mask_kind = attend_inputs(query, keys, values, mask)
+    arguments = inputs | dict(
+        p_mapped=mapped["p_mapped"], p_rows=mapped["p_rows"],
+        k_tables=k_side.tables_as(operand), p_k_words=query if k_words is None else k_words,
+        v_tables=v_side.tables_as(operand), p_v_words=query if v_words is None else v_words,
         p_acc=query.new_empty(batch, heads, splits, rows, v_stride, dtype=torch.float32),
         p_dense=query.new_empty(batch, heads, rows, dv, dtype=torch.float32),
         p_stats=query.new_empty(batch, heads, splits + 1, rows, 2, dtype=torch.float32),
-        n_sinks=keys.sinks.shape[2], n_packed=keys.packed, n_tail=keys.tail.shape[2],
-        k_capacity=keys.store.capacity, v_capacity=values.store.capacity,
-        tail_k_capacity=tail_k_capacity, tail_v_capacity=tail_v_capacity,
-        rope_capacity=0 if keys.track is None else keys.track.buffer.shape[1], split_tokens=split_tokens,
-        s_mask_b=mask_strides[0], s_mask_h=mask_strides[1], s_mask_n=mask_strides[2], s_mask_t=mask_strides[3],
+        n_sinks=keys.sinks.shape[2], n_packed=keys.packed, split_tokens=split_tokens,
         scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value, G=groups, N=count,
         SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K_META=k_side.meta, V_META=v_side.meta,
         K_WORDS=0 if k_words is None else len(k_words) - k_side.places, K_PLACES=k_side.places if fast else 0,
@@ -141,7 +171,7 @@ def merge_arguments(
         splits=splits, s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
         W=attended["V_STRIDE"], DV=dv, DV_PAD=next_power_of_2(dv),
         S_PAD=max(16, next_power_of_2(splits + 1)), CHUNK=16,
-        HAS_MAP=output_map is not None, HAS_SINKS=sinks is not None,
+        HAS_MAP=output_map is not None, HAS_SINKS=sinks is not None, enable_fp_fusion=True,
     )  # fmt: skip
     return (query_heads // heads * count, batch * heads), arguments
 

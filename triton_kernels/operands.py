@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..layout import code_order, padded_width, padded_words
+from .plan import Plan
 
 AMD = torch.version.hip is not None
 
@@ -17,12 +18,15 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def launch_options(amd: bool = AMD) -> dict[str, int]:
-    """Options of every launch. Left alone, ptxas aims at a round number of registers and spills words to meet it."""
-    return {} if amd else {"maxnreg": 255}
+def launch_options(amd: bool = AMD, fusion: bool = True) -> dict[str, Any]:
+    """Options of every launch. Left alone, ptxas aims at a round number of registers and spills words to meet it.
+
+    Whether multiplications and additions are fused is said, since Triton's default changes with version 3.10.
+    """
+    return {"enable_fp_fusion": fusion} | ({} if amd else {"maxnreg": 255})
 
 
-@dataclass
+@dataclass(eq=False)
 class KernelSide:
     """One side's device functions and constant operands.
 
@@ -36,6 +40,7 @@ class KernelSide:
     query_map: float32 `[H or 1, D, sum(widths) (+ 1)]`, contiguous, queries to code space; None is the identity.
     bias: whether the last column of `query_map` gives a term that is added to all scores of a query.
     output_map: float32 `[H or 1, sum(widths), D]`, code space to outputs; None is the identity.
+    plan: of a side of keys, the launches of the last step, which the next ones repeat.
     """
 
     score: Any
@@ -50,6 +55,7 @@ class KernelSide:
     query_map: torch.Tensor | None = None
     bias: bool = False
     output_map: torch.Tensor | None = None
+    plan: Plan | None = None
     _bound: torch.Tensor | None = None
     _cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 

@@ -159,6 +159,6 @@ def encode_arguments(
         p_bounds=torch.cat([book.bounds for book in books]), p_points=torch.cat([book.points for book in books]),
         N=rows, LEVELS=level_meta(tree), SHARED=tuple(shared), BOUNDS=tuple(starts), LOWER=books[0].lower,
         D=dim, ODD=odd, PAD=pad, ROOTS=tree.roots, BLOCK=block,
-        enable_fp_fusion=False, **launch_options(),
+        **launch_options(fusion=False),
     )  # fmt: skip
     return (triton.cdiv(rows, block),), arguments, tuple(planes)

@@ -1,0 +1,125 @@
+"""Repeated launches are those that Triton would make: run by test_plan.py in a process whose kernels are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from fake_driver import Launched, launches_of, use_fake_driver
+
+from kvcache_compress.bench.layers import encoded_side
+from kvcache_compress.methods.turboquant import TurboQuantOptions
+from kvcache_compress.triton_kernels import launch
+
+KERNELS = (launch.map_query_kernel, launch.attend_kernel, launch.merge_kernel)
+OUTPUTS = {"p_mapped", "p_rows", "p_acc", "p_dense", "p_stats", "p_out"}
+DIM = 64
+
+
+def check_equal(ours: list[Launched], theirs: list[Launched]) -> None:
+    """Same code, grids, numbers and tensors; those that the call makes itself are the same ones in all its kernels."""
+    own: dict[int, int] = {}
+
+    def check(name: str, x: Any, y: Any) -> None:
+        if isinstance(x, tuple):
+            assert len(x) == len(y), name
+            for a, b in zip(x, y, strict=True):
+                check(name, a, b)
+        elif isinstance(x, torch.Tensor):
+            assert (x.dtype, x.data_ptr() % 16) == (y.dtype, y.data_ptr() % 16), name
+            if name in OUTPUTS or x.data_ptr() in own:
+                assert x.shape == y.shape, name
+                assert own.setdefault(x.data_ptr(), y.data_ptr()) == y.data_ptr(), name
+            else:
+                assert x.data_ptr() == y.data_ptr(), name
+        else:
+            assert x == y, (name, x, y)
+
+    assert len(ours) == len(theirs) == len(KERNELS)
+    for kernel, one, other in zip(KERNELS, ours, theirs, strict=True):
+        assert (one.name, one.code, one.grid) == (other.name, other.code, other.grid)
+        assert one.name == kernel.__name__
+        for name, x, y in zip(kernel.arg_names, one.arguments, other.arguments, strict=True):
+            check(name, x, y)
+
+
+class Layer:
+    """Keys and values with a tail that grows in a buffer, and the calls of a decode step."""
+
+    def __init__(self, packed: int) -> None:
+        sides: tuple[Literal["keys", "values"], ...] = ("keys", "values")
+        self.keys, self.values = (
+            encoded_side(
+                "turboquant", TurboQuantOptions(bits=4), name, DIM, torch.bfloat16,
+                packed=packed, windows=(4, 8), codes="random",
+            )
+            for name in sides
+        )  # fmt: skip
+        self.grow(8, 40)
+
+    def grow(self, tokens: int, room: int) -> None:
+        """Another tail of so many tokens in a buffer of so much room."""
+        self.keys, self.values = (
+            replace(side, tail=torch.zeros(1, 2, room, DIM, dtype=torch.bfloat16)[:, :, :tokens])
+            for side in (self.keys, self.values)
+        )
+
+    def step(self, count: int = 1, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None) -> bool:
+        """A step's launches, checked against Triton's own: whether it was one that repeated an earlier step's."""
+        query = torch.zeros(1, 6, count, DIM, dtype=torch.bfloat16)
+        call: Callable[[], torch.Tensor] = lambda: launch.attend(  # noqa: E731
+            query, self.keys, self.values, mask, scaling=0.125, sinks=sinks
+        )
+        side = self.keys.codec.kernel_side()
+        known = side.plan
+        ours = launches_of(call)
+        plan = side.plan
+        assert plan is not None
+        repeated = plan is known and all(one.compiled is not None for one in plan.launches)
+        side.plan = None
+        check_equal(ours, launches_of(call))
+        side.plan = plan
+        return repeated
+
+
+def tokens(layer: Layer) -> int:
+    return layer.keys.shape[2]
+
+
+def main() -> None:
+    use_fake_driver()
+    layer = Layer(512)
+    assert not layer.step()
+    assert layer.step()
+    layer.grow(9, 40)
+    assert layer.step()
+    layer.grow(16, 64)  # numbers that Triton would have made constants of, or marked as multiples of 16
+    assert layer.step()
+    layer.grow(1, 1)
+    assert layer.step()
+    for side in (layer.keys, layer.values):  # the same tokens in other memory, with more room
+        side.store.buffers = [torch.zeros_like(x).repeat(1, 1, 2, *[1] * (x.ndim - 3)) for x in side.store.buffers]
+    assert layer.step()
+    layer.keys, layer.values = (replace(side, packed=480) for side in (layer.keys, layer.values))
+    assert not layer.step()  # whole tiles no more, other splits
+    assert layer.step()
+
+    mask = torch.ones(1, 1, 2, 1024, dtype=torch.bool)
+    sinks = torch.zeros(6)
+    assert not layer.step(2, mask[..., : tokens(layer)], sinks)
+    layer.grow(12, 40)
+    assert layer.step(2, mask[..., : tokens(layer)], sinks)
+    assert not layer.step(2, mask[..., 1 : tokens(layer) + 1], sinks)  # begins at no multiple of 16 bytes:
+    assert not layer.step(2, mask[..., 3 : tokens(layer) + 3], sinks)  # left to Triton each time
+    assert not layer.step(2, mask[..., : tokens(layer)].bfloat16(), sinks)
+    assert not layer.step(2, None, sinks)
+    assert not layer.step(1, None, None)
+    other = Layer(512)
+    assert not other.step()
+    print("all launches are as Triton's")
+
+
+if __name__ == "__main__":
+    main()
