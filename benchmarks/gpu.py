@@ -36,6 +36,7 @@ PRESETS = (
     "turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "turboquant-k3v2", "kivi-4bit", "kivi-2bit",
     "polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit",
 )  # fmt: skip
+CHECKED = ("codes", "encode", "query", "append", "attention", "generation")
 SMALL = {"small": Shape(4, 2, 64)}
 LONGEST = ("turboquant-4bit", "turboquant-2bit")
 PARTS = ("check", "bandwidth", "decode", "encode", "models", "prefill", "longest")
@@ -50,7 +51,7 @@ def check_kernels() -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # Without the second pytest would find the sources, which lack the folders that are installed into the package.
     environment |= {"KVCACHE_COMPRESS_TEST_DEVICE": "cuda", "PYTHONSAFEPATH": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    tests = [f"tests/triton_kernels/test_{name}.py" for name in ("codes", "encode", "query", "attention", "generation")]
+    tests = [f"tests/triton_kernels/test_{name}.py" for name in CHECKED]
     tests.append("tests/test_tiled.py")
     command = [sys.executable, "-m", "pytest", *tests, "-n", str(min(8, os.cpu_count() or 1)), "--maxfail", "20"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=480)

@@ -29,6 +29,7 @@ from kvcache_compress.codec import MethodOptions, Side
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.registry import get_method
 from kvcache_compress.triton_kernels import aot, attention, launch
+from kvcache_compress.triton_kernels.append import append_arguments, append_inputs, append_kernel
 from kvcache_compress.triton_kernels.query import map_query_arguments, map_query_kernel
 from kvcache_compress.view import SideSegments
 
@@ -128,6 +129,12 @@ def attention_arguments(variant: Variant, amd: bool) -> tuple[dict[str, Any], di
     return attend, launch.merge_arguments(query, keys, values, None, attend, launch.MAX_SPLITS)[1], mapping
 
 
+def step_append_arguments() -> dict[str, Any]:
+    """Arguments of `append_kernel` for a token's keys and values."""
+    fresh, room = (torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16) for _ in range(2))
+    return append_arguments(append_inputs(fresh, fresh, room, room))
+
+
 def encode_variants() -> dict[str, tuple[Side, str, MethodOptions, int]]:
     """Every method's encoders, from its presets (the same codec once), and scalars and sizes beyond them."""
     variants: dict[str, tuple[Side, str, MethodOptions, int]] = {}
@@ -185,6 +192,8 @@ def measure(targets: list[str], only: list[str]) -> Table:
                 arguments = attention_arguments(variant, amd=target.startswith("gfx"))
                 for part, kernel, given in zip(names, kernels, arguments, strict=True):
                     add(part, target, kernel, given)
+        if not only or "append" in only:
+            add("append", target, append_kernel, step_append_arguments())
         for name, encoder in encode_variants().items():
             if not only or name in only:
                 for number, (kernel, arguments) in enumerate(encode_launches(*encoder)):

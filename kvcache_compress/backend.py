@@ -68,7 +68,7 @@ def resolve_backend(choice: BackendChoice, device: torch.device, codecs: Iterabl
 @cache
 def _cpp_problem() -> str | None:
     """Why there is no C++ code, which is compiled now if it never was; None where there is."""
-    problem: str | None = importlib.import_module(".cpu_kernels.build", __package__).problem()
+    problem: str | None = part(".cpu_kernels.build").problem()
     if problem:
         logger.warning("no C++ attention on CPUs, which makes compressed caches slower: %s", problem)
     return problem
@@ -93,6 +93,12 @@ def _changed(device: torch.device | None, autocast: str | None) -> Iterator[None
         nullcontext() if autocast is None else torch.autocast(autocast, enabled=False),
     ):
         yield
+
+
+@cache
+def part(name: str) -> Any:
+    """A module of this package that is imported when it is needed, such as `.triton_kernels.launch`."""
+    return importlib.import_module(name, __package__)
 
 
 @cache

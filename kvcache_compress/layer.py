@@ -20,7 +20,7 @@ from .codec import Codec, CodecContext, Side
 from .config import CompressionConfig, LayerPlan, SideConfig
 from .rope import RopeLayout
 from .rope_track import RopeTrack
-from .side import SideState
+from .side import SideState, append
 from .view import MAX_DECODE_TOKENS, PackedKV, SideSegments
 
 ATTENTION_NAME = "kvcache_compress"
@@ -212,11 +212,12 @@ class CompressedLayer(CacheLayerMixin):
         return PackedKV(keys, values, side, self.backend)
 
     def _append(self, fresh: dict[Side, torch.Tensor], sinks: int) -> dict[Side, torch.Tensor]:
-        for side, x in fresh.items():
-            state = self._sides[side]
-            if sinks:
+        if sinks:
+            for side, x in fresh.items():
+                state = self._sides[side]
                 state.sinks = torch.cat([state.sinks, x[:, :, :sinks]], 2)
-            state.tail.append(x[:, :, sinks:] if sinks else x)
+            fresh = {side: x[:, :, sinks:] for side, x in fresh.items()}
+        append(self._sides, fresh, self.backend)
         return {side: self._sides[side].tail.view() for side in fresh}
 
     def _append_prompt(self, fresh: dict[Side, torch.Tensor], sinks: int) -> dict[Side, torch.Tensor]:

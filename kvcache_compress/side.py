@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from .backend import on_device
-from .codec import Backend, Codec
+from .backend import on_device, part
+from .codec import Backend, Codec, Side
 from .rope import Rope
 from .rope_track import RopeTrack
 from .store import PackedStore, TailBuffer
-from .view import SideSegments
+from .view import MAX_DECODE_TOKENS, SideSegments
 
 CHUNK_TOKENS = 4096
 """Tokens encoded at a time, so that a long prompt needs little memory beside itself; a multiple of every group."""
@@ -79,6 +79,8 @@ class SideState:
 
     def widen(self, dtype: torch.dtype) -> None:
         """Holds dense tokens in a dtype that loses nothing of `dtype` either, as concatenation would."""
+        if dtype == self.sinks.dtype:
+            return
         wider = torch.promote_types(self.sinks.dtype, dtype)
         if wider != self.sinks.dtype:
             self.sinks = self.sinks.to(wider)
@@ -101,3 +103,15 @@ class SideState:
         self.tail.replace(cut[:, :, : packed - whole].to(self.tail.buffer.dtype))
         self.store.truncate(whole)
         self.sinks = self.sinks[:, :, :sinks]
+
+
+def append(sides: Mapping[Side, SideState], fresh: Mapping[Side, torch.Tensor], backend: Backend) -> None:
+    """Adds new tokens `[B, H, n, D]` to the tails of both sides. Triton copies those of a step in one launch."""
+    new = [(x, sides[side].tail.extend(x.shape[2])) for side, x in fresh.items()]
+    (keys, k_room), (values, v_room) = new
+    if backend == "triton" and 0 < keys.shape[2] <= MAX_DECODE_TOKENS and keys.stride(3) == values.stride(3) == 1:
+        with on_device(keys):
+            part(".triton_kernels.append").append(keys, values, k_room, v_room)
+        return
+    for x, room in new:
+        room.copy_(x)

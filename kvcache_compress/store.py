@@ -112,11 +112,15 @@ class TailBuffer:
         return self.buffer[:, :, : self.tokens]
 
     def append(self, x: torch.Tensor) -> None:
-        if x.shape[2] > self.room:
-            self._resize(grown_capacity(self.tokens + x.shape[2], 1))
+        self.extend(x.shape[2]).copy_(x)
+
+    def extend(self, count: int) -> torch.Tensor:
+        """Holds `count` more tokens, which the caller writes to what this returns, `[B, H, count, D]`."""
+        if count > self.room:
+            self._resize(grown_capacity(self.tokens + count, 1))
         self.buffer = _writable(self.buffer)
-        self.buffer[:, :, self.tokens : self.tokens + x.shape[2]] = x
-        self.tokens += x.shape[2]
+        self.tokens += count
+        return self.buffer[:, :, self.tokens - count : self.tokens]
 
     def _resize(self, capacity: int) -> None:
         batch, heads, _, dim = self.buffer.shape

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
-from .backend import on_device
+from .backend import on_device, part
 from .codec import Backend, Codec, Side
 from .rope import Rope
 from .rope_track import RopeTrack
@@ -92,12 +90,7 @@ _ATTENTION = {
 
 
 def _attention(way: str) -> Callable[..., torch.Tensor]:
-    return _module(_ATTENTION[way]).attend
-
-
-@cache
-def _module(name: str) -> Any:
-    return importlib.import_module(name, __package__)
+    return part(_ATTENTION[way]).attend
 
 
 class PackedKV:

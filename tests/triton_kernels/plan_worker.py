@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from fake_driver import Launched, launches_of, use_fake_driver
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
 
+from kvcache_compress import CompressedCache
+from kvcache_compress.attention import AttentionName, attention_forward
 from kvcache_compress.bench.layers import encoded_side
 from kvcache_compress.methods.turboquant import TurboQuantOptions
 from kvcache_compress.triton_kernels import launch
@@ -84,6 +89,46 @@ class Layer:
         return repeated
 
 
+class Operators(TorchDispatchMode):
+    """PyTorch's operators that do work on a device: all but new empty tensors and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_view = isinstance(out, torch.Tensor) and any(x.alias_info is not None for x in func._schema.returns)
+        if not (is_view or "empty" in func.name()):
+            self.names.append(func.name())
+        return out
+
+
+def check_launches_of_a_step() -> None:
+    """Four in a layer of a model whose cache is compressed, and nothing of PyTorch's."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": DIM, "hidden_size": 6 * DIM}
+    config = LlamaConfig(num_hidden_layers=3, **sizes)
+    config._attn_implementation = AttentionName("sdpa")
+    cache = CompressedCache.from_config(config, "turboquant-4bit")
+    layer = cache.layers[1]
+    prompt, step = (torch.zeros(1, 2, tokens, DIM, dtype=torch.bfloat16) for tokens in (700, 1))
+    cache.update(prompt, prompt, 1)
+    layer.backend = "triton"  # from here on: no kernel of the fake driver's computes what a prompt needs
+    query = torch.zeros(1, 6, 1, DIM, dtype=torch.bfloat16)
+    module = SimpleNamespace(config=config, is_causal=True)
+
+    def decode() -> None:
+        keys, values = cache.update(step, step, 1)
+        attention_forward(module, query, keys, values, None, scaling=0.125)
+
+    decode()  # which sets what stays
+    for _ in range(3):
+        with Operators() as operators:
+            launched = launches_of(decode)
+        assert [one.name for one in launched] == ["append_kernel", *(kernel.__name__ for kernel in KERNELS)]
+        assert operators.names == [], operators.names
+
+
 def tokens(layer: Layer) -> int:
     return layer.keys.shape[2]
 
@@ -118,6 +163,7 @@ def main() -> None:
     assert not layer.step(1, None, None)
     other = Layer(512)
     assert not other.step()
+    check_launches_of_a_step()
     print("all launches are as Triton's")
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import BARS, BF16, CASES, F32, Case, error, make_mask, plain_attention, segments
+from attention_cases import BARS, BF16, CASES, F16, F32, Case, error, kivi, make_mask, plain_attention, segments, tq
+from segment_makers import DEVICE
 
 from kvcache_compress import reference
 from kvcache_compress.triton_kernels import launch
@@ -76,4 +78,39 @@ def test_result_does_not_depend_on_splits(
     whole = launch.attend(query, keys, values, None, scaling=0.125)
     for split in ((16, 6), (19, 6), (96, 3)):
         monkeypatch.setattr(launch, "split_sizes", lambda *_, split=split: split)
+        keys.codec.kernel_side().plan = None
         torch.testing.assert_close(launch.attend(query, keys, values, None, scaling=0.125), whole)
+
+
+def test_steps_that_follow_each_other(make_side: Callable[..., SideSegments]) -> None:
+    """Their launches are those of the first of them, with other tensors and a longer tail."""
+    case = Case(kivi(4), tq(3), dtype=BF16)
+    keys, values = segments(case, make_side)
+    plans = []
+    for tail in range(1, 6):
+        step = [replace(one, tail=one.tail[:, :, :tail]) for one in (keys, values)]
+        query = torch.randn(2, 6, 1, 64).to(case.dtype)
+        out = launch.attend(query, *step, None, scaling=0.125)
+        assert error(out, plain_attention(query, *step, None, case, None)) <= BARS[BF16]
+        plans.append(keys.codec.kernel_side().plan)
+    assert all(plan is plans[0] for plan in plans)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
+def test_in_a_cuda_graph(make_side: Callable[..., SideSegments]) -> None:
+    """Replayed with another query and more tokens than when it was captured."""
+    case = Case(tq(4), tq(4), dtype=F16)
+    keys, values = segments(case, make_side)
+    count = torch.tensor(40)
+    full = [replace(side, count=count) for side in (keys, values)]
+    query = torch.randn(2, 6, 1, 64).to(case.dtype)
+    for _ in range(2):
+        launch.attend(query, *full, None, scaling=0.125)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch.attend(query, *full, None, scaling=0.125)
+    query.copy_(torch.randn(2, 6, 1, 64))
+    count.fill_(56)
+    graph.replay()
+    parts = [replace(side, packed=56) for side in (keys, values)]
+    assert error(out, plain_attention(query, *parts, None, case, None)) <= BARS[F16]
