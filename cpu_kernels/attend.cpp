@@ -16,21 +16,24 @@ constexpr int64_t MAX_ROWS = 128;          // of a task
 constexpr int64_t MIN_SPLIT_TOKENS = 256;  // shorter splits would cost more to merge than they save
 constexpr int64_t TASKS_PER_THREAD = 8;
 
-// A basis of code space, [1 or H, W, D]; none where code space is a head's own space.
+// A basis of code space, [1 or H, W, D]; none where code space is a head's own space. That of keys is float32 and
+// contiguous.
 class Basis {
  public:
   explicit Basis(const std::optional<Tensor>& rows) {
     if (!rows) return;
-    data_ = rows->const_data_ptr<float>();
+    data_ = static_cast<const char*>(rows->const_data_ptr());
     width_ = rows->size(1), dim_ = rows->size(2);
-    step_ = rows->size(0) == 1 ? 0 : width_ * dim_;
+    head_ = rows->size(0) == 1 ? 0 : rows->stride(0) * rows->element_size();
+    row_ = rows->stride(1) * rows->element_size();
+    widen_ = conversion(rows->scalar_type()).widen;
   }
 
   // Query rows [count][D] in code space, [count][W].
   std::vector<float> map(int64_t head, std::vector<float> q, int64_t count) const {
     if (data_ == nullptr) return q;
     std::vector<float> mapped(count * width_);
-    score(q.data(), count, data_ + head * step_, width_, dim_, mapped.data(), width_);
+    score(q.data(), count, reinterpret_cast<const float*>(data_ + head * head_), width_, dim_, mapped.data(), width_);
     return mapped;
   }
 
@@ -40,15 +43,17 @@ class Basis {
       std::transform(x.begin(), x.end(), coordinates.begin(), x.begin(), std::plus<float>());
       return;
     }
-    const float* row = data_ + head * step_;
-    for (int64_t w = 0; w < width_; ++w, row += dim_) {
-      for (int64_t d = 0; d < dim_; ++d) x[d] += row[d] * coordinates[w];
+    std::vector<float> axis(dim_);
+    for (int64_t w = 0; w < width_; ++w) {
+      widen_(data_ + head * head_ + w * row_, dim_, axis.data());
+      for (int64_t d = 0; d < dim_; ++d) x[d] += axis[d] * coordinates[w];
     }
   }
 
  private:
-  const float* data_ = nullptr;
-  int64_t width_ = 0, dim_ = 0, step_ = 0;
+  const char* data_ = nullptr;
+  int64_t width_ = 0, dim_ = 0, head_ = 0, row_ = 0;  // the last two in bytes
+  void (*widen_)(const void*, int64_t, float*) = nullptr;
 };
 
 // The three segments of a layer.

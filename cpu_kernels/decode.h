@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Exception.h>
-#include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
 #include <memory>
@@ -16,7 +15,6 @@
 namespace kvcache_compress {
 
 using torch::headeronly::BFloat16;
-using torch::headeronly::Half;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -26,7 +24,11 @@ constexpr int64_t CODES_PER_WORD = 8;
 template <class Number>
 void widen(const void* from, int64_t n, float* to) {
   const auto* x = static_cast<const Number*>(from);
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(x[i]);
+  int64_t i = 0;
+  if constexpr (std::is_same_v<Number, Half>) {
+    for (; i + LANES <= n; i += LANES) store(to + i, load(x + i));
+  }
+  for (; i < n; ++i) to[i] = static_cast<float>(x[i]);
 }
 
 template <class Number>
@@ -108,16 +110,18 @@ struct Words {
 // A field of a store, [B, H, rows, numbers].
 class Field {
  public:
-  explicit Field(const Tensor& x) : data_(static_cast<const char*>(x.const_data_ptr())), heads_(x.size(1)) {
-    STD_TORCH_CHECK(x.is_contiguous(), "a field of packed tokens must be contiguous");
-    rows_ = x.size(2);
+  explicit Field(const Tensor& x)
+      : data_(static_cast<const char*>(x.const_data_ptr())),
+        batch_(x.stride(0) * x.element_size()),
+        head_(x.stride(1) * x.element_size()),
+        row_(x.stride(2) * x.element_size()) {
     numbers = x.dim() == 4 ? x.size(3) : 1;
-    bytes_ = numbers * x.element_size();
+    STD_TORCH_CHECK(numbers == 1 || x.stride(3) == 1, "the numbers of a field must lie side by side");
   }
 
   template <class Number>
   const Number* row(const Head& head, int64_t row) const {
-    return reinterpret_cast<const Number*>(data_ + ((head.batch * heads_ + head.head) * rows_ + row) * bytes_);
+    return reinterpret_cast<const Number*>(data_ + head.batch * batch_ + head.head * head_ + row * row_);
   }
 
   Words words() const { return {0, numbers}; }
@@ -126,7 +130,7 @@ class Field {
 
  private:
   const char* data_;
-  int64_t heads_, rows_, bytes_;
+  int64_t batch_, head_, row_;
 };
 
 // The bit planes of codes of BITS bits: see layout.py.

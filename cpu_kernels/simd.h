@@ -1,6 +1,8 @@
 // Eight numbers at a time: what the decoders and the attention loop need of the processor.
 #pragma once
 
+#include <torch/headeronly/util/Half.h>
+
 #include <cstdint>
 #include <cstring>
 
@@ -9,6 +11,8 @@
 #endif
 
 namespace kvcache_compress {
+
+using torch::headeronly::Half;
 
 constexpr int64_t LANES = 8;
 using Floats = float __attribute__((vector_size(4 * LANES)));
@@ -24,6 +28,24 @@ inline Vector load(const Number* from) {
 }
 
 inline Floats load(const float* from) { return load<Floats>(from); }
+
+inline Floats load(const Half* from) {
+#ifdef __AVX2__
+  return _mm256_cvtph_ps(load<__m128i>(from));
+#else
+  Floats x;
+  for (int lane = 0; lane < LANES; ++lane) x[lane] = static_cast<float>(from[lane]);
+  return x;
+#endif
+}
+
+// The first `count` numbers alone; zeros take the place of the others.
+inline Floats load(const Half* from, int64_t count) {
+  if (count >= LANES) return load(from);
+  Half room[LANES] = {};
+  std::memcpy(room, from, count * sizeof(Half));
+  return load(room);
+}
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
