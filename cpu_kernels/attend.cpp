@@ -7,6 +7,7 @@
 
 #include <functional>
 
+#include "commvq.h"
 #include "softmax.h"
 
 namespace kvcache_compress {
@@ -199,6 +200,12 @@ std::unique_ptr<Decoder> packed_decoder(const std::vector<Tensor>& fields, const
       return std::make_unique<PairDecoder>(fields, tables, options);
     case 4:
       return std::make_unique<TreeDecoder>(fields, tables, options);
+    case 5:
+      return std::make_unique<AdditiveDecoder>(fields, tables[0]);
+    case 6:
+      return std::make_unique<ComplexDecoder>(fields, tables);
+    case 7:
+      return std::make_unique<BitDecoder>(fields);
     default:
       STD_TORCH_CHECK(false, "no such form of packed tokens");
       return nullptr;

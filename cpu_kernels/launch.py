@@ -32,8 +32,16 @@ def attend(
     packed = keys.packed if keys.count is None else min(keys.packed, int(keys.count))
     return torch.ops.kvcache_compress_cpu.attend.default(
         query if query.stride(3) == 1 else query.contiguous(),
-        keys.store.buffers, k_side.tables, k_side.code, k_side.basis, k_side.mean,
-        values.store.buffers, v_side.tables, v_side.code, v_side.basis,
+        _fields(keys), k_side.tables, k_side.code, k_side.basis, k_side.mean,
+        _fields(values), v_side.tables, v_side.code, v_side.basis,
         keys.sinks, values.sinks, keys.tail, values.tail,
         mask, None if sinks is None else sinks.float().contiguous(), packed, keys.packed, scaling, softcap or 0.0,
     )  # fmt: skip
+
+
+def _fields(side: SideSegments) -> list[torch.Tensor]:
+    """What is stored, and cos and sin of the packed tokens, `[B, H, T, 2 * rotary]`, where the codec asks for them."""
+    if side.track is None:
+        return side.store.buffers
+    _, heads, first, _ = side.sinks.shape
+    return [*side.store.buffers, side.track.buffer[:, None, first:].expand(-1, heads, -1, -1)]

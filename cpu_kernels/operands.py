@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch.nn import functional
 
-Form: TypeAlias = Literal["dense", "levels", "groups", "pairs", "tree"]
+Form: TypeAlias = Literal["dense", "levels", "groups", "pairs", "tree", "additive", "complex", "bits"]
 _FORMS: tuple[Form, ...] = get_args(Form)
 _LANES = 8
 """Numbers that the C++ code takes at a time."""
@@ -18,13 +18,13 @@ _LANES = 8
 
 @dataclass(frozen=True)
 class CPUSide:
-    """How one side's fields are decoded; see the decoders in `decode.h` and `polar.h`.
+    """How one side's fields are decoded; see the decoders in `decode.h`, `polar.h` and `commvq.h`.
 
     form: which decoder.
     options: its options.
-    tables: its tables, float32, contiguous: the codec's own, so that they take no memory beside it.
-    basis: float32 `[H or 1, W, D]`, contiguous, D rounded up to a multiple of eight: the axes of code space; None is
-        the identity.
+    tables: its tables, contiguous: the codec's own, so that they take no memory beside it.
+    basis: `[H or 1, W, D]`, D rounded up to a multiple of eight: the axes of code space; None is the identity. That of
+        keys is float32 and contiguous; that of values of any dtype, the numbers of an axis side by side.
     mean: float32 `[H, D]`, contiguous: what was subtracted from the tokens.
     """
 

@@ -73,6 +73,8 @@ class Codec(ABC):
     """Tokens that are encoded together."""
     on_cpp: ClassVar[bool] = False
     """Whether the C++ attention can decode what is stored."""
+    chunks_on_cpp: bool = True
+    """Whether it suits chunks of prompts too: not where code space is much wider than a head."""
 
     def __init__(self, options: Any, context: CodecContext) -> None:
         self.options = options

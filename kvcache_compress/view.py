@@ -134,7 +134,8 @@ class PackedKV:
         """What attends to the layer without decoding all of it; None where nothing does, or where it is no gain."""
         if not self.keys.packed:
             return "torch"  # Codecs may not be prepared before they pack.
-        if query.shape[2] <= MAX_DECODE_TOKENS or (self.backend == "cpp" and query.dtype == torch.float32):
+        in_cpp = self.backend == "cpp" and query.dtype == torch.float32 and self.values.codec.chunks_on_cpp
+        if query.shape[2] <= MAX_DECODE_TOKENS or in_cpp:
             return self.backend
         same_width = self.keys.sinks.shape[3] == self.values.sinks.shape[3]
         known = query.dtype != torch.float64 and (query.is_cuda or (query.device.type == "cpu" and same_width))

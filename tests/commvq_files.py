@@ -58,17 +58,21 @@ def codebook_file(
     value_shape: tuple[int, int] = (5, 16),
     encoder_bits: int = 0,
     heads: int = HEADS,
+    weighed: bool = False,
 ) -> str:
-    """A file with random codebooks, made at its first use."""
+    """A file with random codebooks, made at its first use; with `weighed`, also with weights of the pairs of keys."""
     sizes = {"hidden_size": heads * head_dim, "num_hidden_layers": LAYERS, "num_attention_heads": heads}
     if head_dim == 32:
         sizes = CONTRACT_MODEL
     config = LlamaConfig(**sizes)
-    path = FOLDER / f"{head_dim}-{groups}-{key_shape}-{value_shape}-{encoder_bits}-{heads}.safetensors"
+    path = FOLDER / f"{head_dim}-{groups}-{key_shape}-{value_shape}-{encoder_bits}-{heads}-{weighed}.safetensors"
     with torch.device("cpu"):
         tensors = random_codebooks(config, groups, key_shape, value_shape)
         if encoder_bits:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("keys")}
             tensors |= random_encoder(config, encoder_bits)
+        if weighed:
+            weights = torch.rand(heads, head_dim // 2, generator=torch.Generator().manual_seed(head_dim)) + 0.5
+            tensors |= {f"keys.{layer}.weights": weights for layer in range(config.num_hidden_layers)}
     write_codebooks(describe_model(config, path), tensors)
     return str(path)

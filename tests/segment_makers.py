@@ -17,6 +17,7 @@ from method_cases import half_layout, random_track
 
 from kvcache_compress.codec import Codec, CodecContext, Side
 from kvcache_compress.registry import get_method
+from kvcache_compress.rope import RopeLayout
 from kvcache_compress.store import PackedStore
 from kvcache_compress.view import SideSegments
 
@@ -37,7 +38,10 @@ def poison() -> Iterator[None]:
 
 @pytest.fixture
 def make_codec() -> CodecMaker:
-    """`make_codec(method, options, side, head_dim, heads=2, dtype=float32)`: a codec, not yet prepared."""
+    """`make_codec(method, options, side, head_dim, heads=2, dtype=float32, layout=...)`: a codec, not yet prepared.
+
+    `layout` has the model's rotary pairs, by default those of Llama.
+    """
 
     def make(
         method: str,
@@ -46,11 +50,12 @@ def make_codec() -> CodecMaker:
         head_dim: int,
         heads: int = 2,
         dtype: torch.dtype = torch.float32,
+        layout: RopeLayout | None = None,
     ) -> Codec:
         codec = get_method(method)
         options = options(head_dim) if callable(options) else options
-        layout = half_layout(head_dim)
-        context = CodecContext(side, head_dim, heads, 3, 0, 16, dtype, DEVICE, layout)
+        layout = layout or half_layout(head_dim)
+        context = CodecContext(side, head_dim, heads, 2, 0, 16, dtype, DEVICE, layout)
         return codec(codec.Options(**options), context)
 
     return make
@@ -76,8 +81,9 @@ def make_side(make_codec: CodecMaker) -> SideMaker:
         sinks: int = 3,
         tail: int = 5,
         dtype: torch.dtype = torch.float32,
+        layout: RopeLayout | None = None,
     ) -> SideSegments:
-        codec = make_codec(method, options, side, head_dim, heads, dtype)
+        codec = make_codec(method, options, side, head_dim, heads, dtype, layout)
         scale = torch.rand(heads, 1, head_dim) + 0.5
         tokens = torch.randn(batch, heads, sinks + packed + tail + 64, head_dim) * scale
         if side == "keys":
@@ -87,7 +93,7 @@ def make_side(make_codec: CodecMaker) -> SideMaker:
         store = PackedStore(codec.fields, batch, heads, DEVICE)
         track = None
         if codec.rope_use(codec.options, side) == "factors":
-            track = random_track(half_layout(head_dim), batch, sinks + packed + tail)
+            track = random_track(layout or half_layout(head_dim), batch, sinks + packed + tail)
         if packed:
             rope = None if track is None else track.read(sinks, sinks + packed)
             store.append(codec.encode(tokens[:, :, sinks : sinks + packed], rope), packed, growing=True)

@@ -36,6 +36,7 @@ from ..registry import register_method
 from ..scalar import SCALE_MAX, Scalar, stored_scalar
 
 if TYPE_CHECKING:
+    from ..cpu_kernels.operands import CPUSide
     from ..triton_kernels.operands import KernelSide
 
 DEFAULT_BITS = 2.0
@@ -72,6 +73,7 @@ class CommVQCodec(Codec):
     name: ClassVar[str] = "commvq"
     Options: ClassVar[type[MethodOptions]] = CommVQOptions
     options: CommVQOptions
+    on_cpp: ClassVar[bool] = True
 
     def __init__(self, options: CommVQOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -85,13 +87,16 @@ class CommVQCodec(Codec):
         if context.heads < header.kv_heads:
             tensors = {name: tensor[heads].clone() for name, tensor in tensors.items()}
         self.encoder = {} if "codebooks" in tensors else tensors
+        self.chunks_on_cpp = not self.encoder
         self.weights = tensors.get("weights")
         """float16 `[H, D / 2]`, by which the pairs of keys are scaled before coding; None without."""
         self.codebooks: torch.Tensor | None = None
         """float16 `[H, G, R, N, 2, g]` for keys, `[H, G, R, N, w]` for values; None with the encoder."""
         if not self.encoder:
             books = tensors["codebooks"][:, :, : header.rounds(context.side, options.bits)]
-            self.codebooks = (books.mT if context.side == "keys" else books).contiguous()
+            books = books.mT if context.side == "keys" else books
+            # A copy even where the order stays: tensors of a file start anywhere, and rows should fill cache lines.
+            self.codebooks = books.clone(memory_format=torch.contiguous_format)
 
     @classmethod
     def layout(cls, options: CommVQOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
@@ -237,7 +242,10 @@ class CommVQCodec(Codec):
 
     def output_map(self) -> torch.Tensor:
         """The encoder's codebook by heads, float32 `[H, bits, D]`."""
-        return self.encoder["codebook"].float().unflatten(1, (self.context.heads, -1)).transpose(0, 1)
+        return self._codebook_by_heads().float()
+
+    def _codebook_by_heads(self) -> torch.Tensor:
+        return self.encoder["codebook"].unflatten(1, (self.context.heads, -1)).transpose(0, 1)
 
     def _encode_bits(self, x: torch.Tensor) -> Fields:
         """Bits of whole tokens, an equal share of them stored with each head; a scalar per head and token."""
@@ -260,6 +268,21 @@ class CommVQCodec(Codec):
         from ..triton_kernels.commvq import commvq_side
 
         return commvq_side(self)
+
+    def build_cpu_side(self) -> CPUSide:
+        """Keys' code space has their pairs, real parts first; that of the encoder all bits of a token."""
+        from ..cpu_kernels.operands import CPUSide
+
+        if self.codebooks is None:
+            return CPUSide("bits", basis=self._codebook_by_heads())
+        if self.context.side == "values":
+            return CPUSide("additive", tables=(self.codebooks,))
+        assert self.context.rope is not None
+        order = self.context.rope.order
+        sorted_already = order == tuple(range(len(order)))
+        basis = None if sorted_already else torch.eye(len(order), device=self.codebooks.device)[[*order]][None]
+        tables = (self.codebooks,) if self.weights is None else (self.codebooks, self.weights)
+        return CPUSide("complex", tables=tables, basis=basis)
 
     def constants(self) -> dict[str, torch.Tensor]:
         if self.codebooks is None:

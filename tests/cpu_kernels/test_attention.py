@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from attention_cases import BARS, CASES, F32, Case, error, kivi, make_mask, plain_attention, segments, tq
+from commvq_files import codebook_file
 from method_cases import declared
 
 from kvcache_compress import reference
 from kvcache_compress.cpu_kernels import launch
-from kvcache_compress.registry import get_method
+from kvcache_compress.rope import RopeLayout
 from kvcache_compress.view import SideSegments
 
 pytestmark = pytest.mark.usefixtures("built")
+
+
+def commvq(head_dim: int, **shape: Any) -> tuple[str, dict[str, Any]]:
+    return "commvq", {"codebooks": codebook_file(head_dim, **shape)}
+
+
 CALLS = CASES | {
     "many-splits-of-many-tiles": Case(tq(4), tq(2), packed=3000, head_dim=128, groups=2),
     "more-rows-than-a-task": Case(tq(3), kivi(4), count=50, groups=7, packed=600, mask="bool"),
@@ -26,17 +34,20 @@ CALLS = CASES | {
         for width in (8, 16, 24)
     },
     **{f"{name}-32": Case(*pair, head_dim=32) for name, pair in declared("KERNEL_PAIRS").items()},
-}
-ON_CPP = {
-    name: case
-    for name, case in CALLS.items()
-    if all(get_method(method).on_cpp for method, _ in (case.keys, case.values))
+    **{
+        f"commvq-{name}": Case(commvq(64, **shape), commvq(64, **shape), count=3, mask="bool")
+        for name, shape in {
+            "pairs-by-themselves": {"groups": 32, "key_shape": (2, 8), "value_shape": (2, 8)},
+            "two-centres": {"key_shape": (1, 2), "value_shape": (1, 2)},
+            "as-calibrated": {"key_shape": (11, 64), "value_shape": (21, 64), "weighed": True},
+        }.items()
+    },
 }
 
 
-@pytest.mark.parametrize("name", ON_CPP)
+@pytest.mark.parametrize("name", CALLS)
 def test_equals_reference_and_plain_attention(name: str, make_side: Callable[..., SideSegments]) -> None:
-    case = ON_CPP[name]
+    case = CALLS[name]
     torch.manual_seed(len(name))
     keys, values = segments(case, make_side)
     heads = case.groups * keys.sinks.shape[1]
@@ -70,6 +81,30 @@ def test_rows_hidden_by_the_lowest_number_are_averages(make_side: Callable[..., 
     mask = torch.full((2, 1, 1, keys.shape[2]), torch.finfo(torch.float32).min)
     out = launch.attend(query, keys, values, mask, scaling=0.125)
     torch.testing.assert_close(out, values.dense().mean(2)[:, None].repeat_interleave(3, 2), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rotary", [4, 20, 32])
+def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callable[..., SideSegments]) -> None:
+    """As in GLM 4 and GPT-NeoX; positions differ per row."""
+    rest = range(2 * rotary, 64)
+    real, imaginary = range(0, 2 * rotary, 2), range(1, 2 * rotary, 2)
+    order = (*real, *rest[: len(rest) // 2], *imaginary, *rest[len(rest) // 2 :])
+    layout = RopeLayout(order, rotary, tuple(range(rotary)))
+    keys = make_side(*commvq(64, weighed=True), "keys", 64, 50, layout=layout)
+    values = make_side(*tq(4), "values", 64, 50)
+    query = torch.randn(2, 6, 1, 64)
+    out = launch.attend(query, keys, values, None, scaling=0.125)
+    assert error(out, plain_attention(query, keys, values, None, Case(), None)) <= BARS[F32]
+
+
+@pytest.mark.parametrize("bits", [0, 192])
+def test_codebooks_are_not_copied(bits: int, make_side: Callable[..., SideSegments]) -> None:
+    """Neither residual ones nor, with `bits`, that of the encoder."""
+    side = commvq(64, encoder_bits=bits, weighed=True)
+    keys, values = segments(Case(side, side), make_side)
+    held = [keys.codec.constant_bytes(), values.codec.constant_bytes()]
+    launch.attend(torch.randn(2, 6, 1, 64), keys, values, None, scaling=0.125)
+    assert [keys.codec.constant_bytes(), values.codec.constant_bytes()] == held
 
 
 def test_queries_of_any_strides(make_side: Callable[..., SideSegments]) -> None:

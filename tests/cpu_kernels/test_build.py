@@ -15,6 +15,7 @@ from small_model import method_config, small_model
 
 from kvcache_compress import CompressedCache, backend
 from kvcache_compress.cpu_kernels import build
+from kvcache_compress.registry import get_method
 
 
 @pytest.fixture
@@ -77,7 +78,8 @@ def test_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="that is what all tests here run")
 def test_without_vector_extensions() -> None:
     """The code for other processors, in a process of its own."""
-    tests = [str(Path(__file__).with_name("test_attention.py")), "-k", "(6-bit or polar or kivi-3) and equals"]
+    chosen = "(6-bit or polar or kivi-3 or commvq) and equals"
+    tests = [str(Path(__file__).with_name("test_attention.py")), "-k", chosen]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *tests]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
     root = Path(__file__).resolve().parents[2]
@@ -87,7 +89,12 @@ def test_without_vector_extensions() -> None:
 
 
 @pytest.mark.usefixtures("built")
-def test_method_without_a_decoder() -> None:
-    config = {**method_config("commvq"), "backend": "cpp"}
-    with pytest.raises(ValueError, match="backend=\"cpp\" cannot be had for method 'commvq'"):
-        CompressedCache(small_model().config, config)
+def test_method_without_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a new one is at first: an explicit choice is refused, and `auto` takes torch."""
+    monkeypatch.setattr(get_method("qjl"), "on_cpp", False)
+    config, model = method_config("qjl"), small_model()
+    with pytest.raises(ValueError, match="backend=\"cpp\" cannot be had for method 'qjl'"):
+        CompressedCache(model.config, {**config, "backend": "cpp"})
+    cache, x = CompressedCache(model.config, config), torch.randn(1, 2, 20, 32)
+    cache.update(x, x, 0)
+    assert cache.layers[0].backend == "torch"

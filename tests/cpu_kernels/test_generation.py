@@ -19,7 +19,7 @@ def poison() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("method", ["turboquant", "kivi", "qjl", "polarquant_rope", "polarquant_recursive"])
+@pytest.mark.parametrize("method", ["turboquant", "kivi", "qjl", "polarquant_rope", "polarquant_recursive", "commvq"])
 @pytest.mark.parametrize("changes", [{}, {"max_cache_len": 160}, {"layers": [{"match": [0], "keys": "none"}]}])
 def test_generation_equals_the_torch_backend(
     method: str, changes: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

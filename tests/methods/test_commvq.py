@@ -52,7 +52,10 @@ CONTRACT = {
 }
 KERNEL_PAIRS = {
     "commvq": (commvq(), commvq()),
-    "commvq-groups": (commvq(groups=2, key_shape=(2, 64)), commvq(groups=2, value_shape=(4, 64), scalar="norm")),
+    "commvq-groups": (
+        commvq(groups=2, key_shape=(2, 64), weighed=True),
+        commvq(groups=2, value_shape=(4, 64), scalar="norm"),
+    ),
     "commvq-none": (commvq(key_shape=(2, 8), scalar="norm"), ("none", {})),
     "none-commvq-encoder": (("none", {}), ("commvq", encoder)),
     "turboquant-commvq": (("turboquant", {"bits": 3}), commvq(value_shape=(3, 256))),
