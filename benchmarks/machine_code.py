@@ -124,7 +124,8 @@ def attention_arguments(variant: Variant, amd: bool) -> tuple[dict[str, Any], di
     keys, values = segments(variant, "keys"), segments(variant, "values")
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
     _, mapping = map_query_arguments(query, keys.codec.kernel_side(), 2, 0.1)
-    _, attend = launch.attend_arguments(query, keys, values, None, mapping, scaling=0.1, softcap=None, amd=amd)
+    inputs = launch.attend_inputs(query, keys, values, None)
+    _, attend = launch.attend_arguments(query, keys, values, *inputs, mapping, scaling=0.1, softcap=None, amd=amd)
     attend["EVEN"] &= variant.even
     return attend, launch.merge_arguments(query, keys, values, None, attend, launch.MAX_SPLITS)[1], mapping
 

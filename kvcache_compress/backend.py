@@ -68,7 +68,7 @@ def resolve_backend(choice: BackendChoice, device: torch.device, codecs: Iterabl
 @cache
 def _cpp_problem() -> str | None:
     """Why there is no C++ code, which is compiled now if it never was; None where there is."""
-    problem: str | None = part(".cpu_kernels.build").problem()
+    problem: str | None = load_part(".cpu_kernels.build").problem()
     if problem:
         logger.warning("no C++ attention on CPUs, which makes compressed caches slower: %s", problem)
     return problem
@@ -96,7 +96,7 @@ def _changed(device: torch.device | None, autocast: str | None) -> Iterator[None
 
 
 @cache
-def part(name: str) -> Any:
+def load_part(name: str) -> Any:
     """A module of this package that is imported when it is needed, such as `.triton_kernels.launch`."""
     return importlib.import_module(name, __package__)
 

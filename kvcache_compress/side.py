@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from .backend import on_device, part
+from .backend import load_part, on_device
 from .codec import Backend, Codec, Side
 from .rope import Rope
 from .rope_track import RopeTrack
@@ -107,11 +107,13 @@ class SideState:
 
 def append(sides: Mapping[Side, SideState], fresh: Mapping[Side, torch.Tensor], backend: Backend) -> None:
     """Adds new tokens `[B, H, n, D]` to the tails of both sides. Triton copies those of a step in one launch."""
-    new = [(x, sides[side].tail.extend(x.shape[2])) for side, x in fresh.items()]
+    new = [(x, sides[side].tail.room_for(x.shape[2])) for side, x in fresh.items()]
     (keys, k_room), (values, v_room) = new
     if backend == "triton" and 0 < keys.shape[2] <= MAX_DECODE_TOKENS and keys.stride(3) == values.stride(3) == 1:
         with on_device(keys):
-            part(".triton_kernels.append").append(keys, values, k_room, v_room)
-        return
-    for x, room in new:
-        room.copy_(x)
+            load_part(".triton_kernels.append").append(keys, values, k_room, v_room)
+    else:
+        for x, room in new:
+            room.copy_(x)
+    for side, x in fresh.items():
+        sides[side].tail.tokens += x.shape[2]

@@ -112,15 +112,15 @@ class TailBuffer:
         return self.buffer[:, :, : self.tokens]
 
     def append(self, x: torch.Tensor) -> None:
-        self.extend(x.shape[2]).copy_(x)
+        self.room_for(x.shape[2]).copy_(x)
+        self.tokens += x.shape[2]
 
-    def extend(self, count: int) -> torch.Tensor:
-        """Holds `count` more tokens, which the caller writes to what this returns, `[B, H, count, D]`."""
+    def room_for(self, count: int) -> torch.Tensor:
+        """Where the next tokens go, `[B, H, count, D]`; they are held once `tokens` counts them."""
         if count > self.room:
             self._resize(grown_capacity(self.tokens + count, 1))
         self.buffer = _writable(self.buffer)
-        self.tokens += count
-        return self.buffer[:, :, self.tokens - count : self.tokens]
+        return self.buffer[:, :, self.tokens : self.tokens + count]
 
     def _resize(self, capacity: int) -> None:
         batch, heads, _, dim = self.buffer.shape

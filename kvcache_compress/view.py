@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
-from .backend import on_device, part
+from .backend import load_part, on_device
 from .codec import Backend, Codec, Side
 from .rope import Rope
 from .rope_track import RopeTrack
@@ -16,9 +16,8 @@ from .store import PackedStore
 
 CHUNK_TOKENS = 2048
 """Packed tokens decoded at a time; a multiple of every group size."""
-TILE_TOKENS = 4 * CHUNK_TOKENS
-"""Packed tokens that many queries attend to at a time. Each tile reads and writes the output once to merge it, and
-decoded keys and values once per block of queries; with so many tokens the former is the lesser by far."""
+MAX_CPP_QUERIES = 256
+"""Queries of a chunk that C++ attends with; for more of them PyTorch's attention over decoded tokens is faster."""
 MAX_DECODE_TOKENS = 16
 """Queries of a decode step, at most: one, or those of speculative decoding. More are a part of a prompt."""
 
@@ -52,23 +51,23 @@ class SideSegments:
 
     def dense(self) -> torch.Tensor:
         """Everything decoded, `[B, H, T, D]` in the model's dtype."""
-        return self.tile(0, self.packed)
+        if not self.packed:
+            return torch.cat([self.sinks, self.tail], dim=2)
+        whole = self.tail.new_empty(self.shape)
+        first = self.sinks.shape[2]
+        whole[:, :, :first] = self.sinks
+        self.decode_into(whole[:, :, first : first + self.packed], 0)
+        whole[:, :, first + self.packed :] = self.tail
+        return whole
 
     def tile(self, start: int, stop: int) -> torch.Tensor:
-        """Packed tokens `[start, stop)`, whole groups, decoded: `[B, H, T, D]` in the model's dtype.
-
-        The sinks come with the first of them and the tail with the last.
-        """
+        """Packed tokens `[start, stop)`, whole groups, decoded in the model's dtype; the sinks before the first."""
         sinks = self.sinks[:, :, : None if start == 0 else 0]
-        tail = self.tail[:, :, : None if stop == self.packed else 0]
-        if start == stop:
-            return torch.cat([sinks, tail], dim=2)
-        first, last = sinks.shape[2], sinks.shape[2] + stop - start
-        whole = tail.new_empty(*tail.shape[:2], last + tail.shape[2], tail.shape[3])
-        whole[:, :, :first] = sinks
-        self.decode_into(whole[:, :, first:last], start)
-        whole[:, :, last:] = tail
-        return whole
+        batch, heads, first, dim = sinks.shape
+        tile = self.tail.new_empty(batch, heads, first + stop - start, dim)
+        tile[:, :, :first] = sinks
+        self.decode_into(tile[:, :, first:], start)
+        return tile
 
     def decode_into(self, out: torch.Tensor, start: int) -> None:
         """Decodes packed tokens from `start` on, whole groups, into `out` `[B, H, tokens, D]`."""
@@ -80,7 +79,8 @@ class SideSegments:
             out[:, :, begin - start : end - start] = part
 
 
-_ATTENTION = {
+Way: TypeAlias = Backend | Literal["tiles"]
+_ATTENTION: dict[Way, str] = {
     "triton": ".triton_kernels.launch",
     "cpp": ".cpu_kernels.launch",
     "torch": ".reference",
@@ -89,8 +89,8 @@ _ATTENTION = {
 """Modules with a function `attend` each: that of the backends, and one for many queries."""
 
 
-def _attention(way: str) -> Callable[..., torch.Tensor]:
-    return part(_ATTENTION[way]).attend
+def _attention(way: Way) -> Callable[..., torch.Tensor]:
+    return load_part(_ATTENTION[way]).attend
 
 
 class PackedKV:
@@ -130,18 +130,14 @@ class PackedKV:
         """This side decoded, `[B, H, T, D]`."""
         return self._segments().dense()
 
-    def way(self, query: torch.Tensor, softcap: float | None) -> str | None:
+    def way(self, query: torch.Tensor, softcap: float | None) -> Way | None:
         """What attends to the layer without decoding all of it; None where nothing does, or where it is no gain."""
         if not self.keys.packed:
             return "torch"  # Codecs may not be prepared before they pack.
-        in_cpp = self.backend == "cpp" and query.dtype == torch.float32 and self.values.codec.chunks_on_cpp
-        if query.shape[2] <= MAX_DECODE_TOKENS or in_cpp:
+        short = query.shape[2] <= MAX_CPP_QUERIES and query.dtype == torch.float32 and self.values.codec.chunks_on_cpp
+        if query.shape[2] <= MAX_DECODE_TOKENS or (self.backend == "cpp" and short):
             return self.backend
-        same_width = self.keys.sinks.shape[3] == self.values.sinks.shape[3]
-        known = query.dtype != torch.float64 and (query.is_cuda or (query.device.type == "cpu" and same_width))
-        if known and softcap is None and self.keys.count is None and self.keys.packed > TILE_TOKENS:
-            return "tiles"
-        return None
+        return "tiles" if load_part(".tiled").suits(query, self.keys, self.values, softcap) else None
 
     def attend(
         self,
@@ -153,14 +149,13 @@ class PackedKV:
     ) -> torch.Tensor:
         """Attention of queries `[B, Hq, n, Dk]` over both sides, `[B, n, Hq, Dv]`; see `reference.attend`.
 
-        `mask` may also be a flash attention's padding mask, `[B, T]`. Queries must be such that there is a `way`.
+        `mask` may also be a flash attention's padding mask, `[B, T]`.
         """
-        if mask is not None and mask.ndim == 2:
+        way = self.way(query, softcap) or self.backend
+        if mask is not None and mask.ndim == 2 and way != "tiles":
             count, tokens = query.shape[2], self.keys.shape[2]
             causal = torch.ones(count, tokens, dtype=torch.bool, device=mask.device).tril(tokens - count)
             mask = causal & mask[:, None, None, -tokens:].bool()
-        way = self.way(query, softcap)
-        assert way is not None
         with on_device(query):
             return _attention(way)(query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, sinks=sinks)
 

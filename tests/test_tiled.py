@@ -1,5 +1,7 @@
 """Attention of many queries over tiles of a compressed layer, and which calls take that way."""
 
+# ruff: noqa: F811 - fixtures
+
 from __future__ import annotations
 
 import math
@@ -28,8 +30,8 @@ from method_cases import declared
 from segment_makers import DEVICE, make_codec, make_side, poison  # noqa: F401
 from small_model import VOCAB, small_model
 
-from kvcache_compress import CompressedCache, enable_fused_attention, tiled, view
-from kvcache_compress.view import SideSegments
+from kvcache_compress import CompressedCache, enable_fused_attention, reference, tiled
+from kvcache_compress.view import PackedKV, SideSegments
 
 TILE = 64
 """Tokens of a tile here, a multiple of every group size."""
@@ -55,11 +57,11 @@ CALLS = {
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled, "TILE_TOKENS", TILE)
-    monkeypatch.setattr(view, "TILE_TOKENS", TILE)
+    monkeypatch.setattr(tiled, "BLOCK_QUERIES", 16)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_equals_plain_attention(name: str, make_side: Callable[..., SideSegments]) -> None:  # noqa: F811
+def test_equals_plain_attention(name: str, make_side: Callable[..., SideSegments]) -> None:
     case = CALLS[name]
     torch.manual_seed(len(name))
     keys, values = segments(case, make_side)
@@ -93,7 +95,7 @@ def _decoded_whole(
     return out.transpose(1, 2)
 
 
-def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegments]) -> None:  # noqa: F811
+def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegments]) -> None:
     case = Case(packed=160, count=20)
     keys, values = segments(case, make_side)
     query = torch.randn(2, 6, 20, 64)
@@ -107,7 +109,7 @@ def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegme
     assert error(out, expected) <= BARS[F32]
 
 
-def test_a_tile_that_a_row_does_not_see(make_side: Callable[..., SideSegments]) -> None:  # noqa: F811
+def test_a_tile_that_a_row_does_not_see(make_side: Callable[..., SideSegments]) -> None:
     """Large logits in it must not weigh."""
     case = Case(packed=160, count=20)
     keys, values = segments(case, make_side)
@@ -143,18 +145,94 @@ def test_chunks_of_a_prompt_never_decode_a_layer(
     backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[int] = []
-    tile = SideSegments.tile
+    whole: list[torch.Size] = []
+    tile, dense = SideSegments.tile, SideSegments.dense
 
-    def watched(self: SideSegments, start: int, stop: int) -> torch.Tensor:
+    def watched_tile(self: SideSegments, start: int, stop: int) -> torch.Tensor:
         decoded.append(stop - start)
         return tile(self, start, stop)
 
-    monkeypatch.setattr(SideSegments, "tile", watched)
+    def watched_dense(self: SideSegments) -> torch.Tensor:
+        whole.append(self.shape)
+        return dense(self)
+
+    monkeypatch.setattr(SideSegments, "tile", watched_tile)
+    monkeypatch.setattr(SideSegments, "dense", watched_dense)
     ours, _ = _chunks(backend, dtype)
-    assert decoded
-    assert max(decoded) == TILE
-    decoded.clear()
-    monkeypatch.setattr(view, "TILE_TOKENS", 1 << 20)
-    dense, _ = _chunks(backend, dtype)
-    assert max(decoded) > 2 * TILE
-    assert error(ours, dense) <= (1e-5 if dtype == F32 else 1e-2)
+    assert (max(decoded), whole) == (TILE, [])
+    monkeypatch.setattr(tiled, "TILE_TOKENS", 1 << 20)
+    theirs, _ = _chunks(backend, dtype)
+    assert whole
+    assert error(ours, theirs) <= (1e-5 if dtype == F32 else 1e-2)
+
+
+@pytest.mark.parametrize("least", [-2e4, -1e30, torch.finfo(torch.float32).min, -torch.inf])
+def test_additive_masks_of_any_size(least: float, make_side: Callable[..., SideSegments]) -> None:
+    """A row that is hidden by a number everywhere sees all tokens alike; by infinity, none."""
+    case = Case(packed=160, count=20)
+    keys, values = segments(case, make_side)
+    query = torch.randn(2, 6, 20, 64)
+    mask = torch.zeros(2, 1, 20, keys.shape[2])
+    mask[0, :, 3:, 100:] = least
+    mask[1, :, 2] = least
+    out = tiled.attend(query, keys, values, mask, scaling=0.125)
+    expected = reference.attend(query, keys, values, mask, scaling=0.125)
+    kept = torch.ones(2, 20, dtype=torch.bool)
+    kept[1, 2] = False
+    assert error(out[kept], expected[kept]) <= 1e-5
+    assert out.isfinite().all()
+    assert out[1, 2].eq(0).all() == (least == -torch.inf)
+    if least == -2e4:  # beside which float32 holds nine bits of the logits' fractions; beside lower numbers, nothing
+        assert error(out[1, 2], expected[1, 2]) <= 2e-3
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_padding_mask_of_flash_attention(padded: bool, make_side: Callable[..., SideSegments]) -> None:
+    case = Case(packed=160, count=40)
+    keys, values = segments(case, make_side)
+    query = torch.randn(2, 6, 40, 64)
+    mask = torch.ones(2, keys.shape[2] + 9, dtype=torch.long)[:, 9:]
+    mask[1, :100] = 1 - padded
+    allowed = torch.ones(40, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - 40) & mask[:, None, None].bool()
+    out = PackedKV(keys, values, "keys", "torch").attend(query, mask, 0.125, None, None)
+    assert error(out, plain_attention(query, keys, values, allowed, case, None)) <= BARS[F32]
+
+
+@pytest.mark.parametrize(
+    ("way", "changes"),
+    [
+        ("torch", {"count": 16}),
+        ("tiles", {"count": 17}),
+        ("cpp", {"backend": "cpp", "count": 256}),
+        ("tiles", {"backend": "cpp", "count": 257}),
+        ("tiles", {"backend": "cpp", "count": 40, "dtype": BF16}),
+        (None, {"packed": TILE}),
+        ("cpp", {"backend": "cpp", "packed": TILE}),
+        ("torch", {"packed": 0}),
+        (None, {"softcap": 5.0}),
+        (None, {"dtype": torch.float64}),
+        (None, {"value_dim": 96}),
+        (None, {"fixed": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU takes other widths")
+def test_which_calls_take_tiles(
+    way: str | None, changes: dict[str, Any], make_side: Callable[..., SideSegments]
+) -> None:
+    call = {name: x for name, x in changes.items() if name not in ("backend", "fixed")}
+    case = Case(**{"packed": TILE + 32, "count": 17} | call)
+    keys, values = segments(case, make_side)
+    if "fixed" in changes:
+        keys = replace(keys, count=torch.tensor(40))
+    query = torch.zeros(2, 6, case.count, 64, dtype=case.dtype)
+    assert PackedKV(keys, values, "keys", changes.get("backend", "torch")).way(query, case.softcap) == way
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="on CPUs PyTorch has no attention for them that gives its logarithm")
+def test_values_of_another_width(make_side: Callable[..., SideSegments]) -> None:
+    case = Case(packed=160, count=40, head_dim=96, value_dim=64, dtype=F16)
+    keys, values = segments(case, make_side)
+    query = torch.randn(2, 6, 40, 96).to(F16)
+    out = tiled.attend(query, keys, values, None, scaling=96**-0.5)
+    assert error(out, plain_attention(query, keys, values, None, case, None)) <= BARS[F16]

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .operands import launch_options, next_power_of_2
+from .operands import AMD, launch_options, next_power_of_2
 from .plan import Launch
 
 _POINTERS = ("p_k", "p_v", "p_k_out", "p_v_out")
@@ -52,13 +52,14 @@ def append(keys: torch.Tensor, values: torch.Tensor, k_room: torch.Tensor, v_roo
     launch = _launches.get(key)
     if launch is None:
         grid = (keys.shape[0] * keys.shape[1], 2, 1)
-        launch = _launches[key] = Launch(append_kernel, grid, append_arguments(inputs), inputs, repeat=True)
+        launch = _launches[key] = Launch(append_kernel, grid, append_arguments(inputs), inputs, repeat=not AMD)
     launch(inputs)
 
 
 def append_inputs(*tensors: torch.Tensor) -> dict[str, Any]:
     """Pointers and strides of keys, values and the rooms for them, as `append_kernel` names them."""
-    assert all(x.stride(3) == 1 for x in tensors)
+    if any(x.stride(3) != 1 for x in tensors):
+        raise ValueError(f"strides {[x.stride() for x in tensors]}: the numbers of a head must lie side by side")
     strides = (stride for x in tensors for stride in x.stride()[:3])
     return dict(zip(_POINTERS + _STRIDES, (*tensors, *strides), strict=True))
 

@@ -23,7 +23,9 @@ RESIDENT_WARPS = 8
 MAX_SPLITS = 128
 MIN_SPLIT_TOKENS = 256
 """Shorter splits would write and merge as much as they read."""
-INPUT_POINTERS = ("p_q", "p_sink_k", "p_sink_v", "p_tail_k", "p_tail_v", "p_rope", "p_mask", "p_packed")
+OUTPUTS = ("p_mapped", "p_rows", "p_acc", "p_dense", "p_stats", "p_out")
+MAX_PLANS = 8
+"""Kept for a layer: one per number of queries and of packed tokens, and the latter grows for ever."""
 
 
 class Tile(NamedTuple):
@@ -48,30 +50,31 @@ def attend(
     query = query.contiguous()
     k_side, v_side = keys.codec.kernel_side(), values.codec.kernel_side()
     inputs, mask_kind = attend_inputs(query, keys, values, mask)
-    pointers = [inputs[name] for name in INPUT_POINTERS]
-    pointers += inputs["k_fields"] + inputs["v_fields"]
-    if sinks is not None:
-        inputs["p_sinks"] = sinks
-        pointers.append(sinks)
-    aligned = are_aligned(pointers)
+    given = inputs if sinks is None else inputs | {"p_sinks": sinks}
+    aligned = are_aligned(given.values())
     key = (
         v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.sinks.dtype, keys.tail.dtype,
         values.sinks.dtype, values.tail.dtype, keys.packed, keys.count is None, mask_kind, inputs["p_mask"].dtype,
         inputs["s_mask_t"], scaling, softcap, None if sinks is None else sinks.dtype, aligned,
     )  # fmt: skip
-    if k_side.plan is None or k_side.plan.key != key:
+    plan = k_side.plans.get(key)
+    if plan is None:
         map_grid, mapping = map_query_arguments(query, k_side, keys.sinks.shape[1], scaling)
-        grid, arguments = attend_arguments(query, keys, values, mask, mapping, scaling=scaling, softcap=softcap)
+        grid, arguments = attend_arguments(
+            query, keys, values, inputs, mask_kind, mapping, scaling=scaling, softcap=softcap
+        )
         merge_grid, merging = merge_arguments(query, keys, values, sinks, arguments, grid[0] - 1)
-        outputs = {name: arguments[name] for name in ("p_mapped", "p_rows", "p_acc", "p_dense", "p_stats")}
-        outputs["p_out"] = merging["p_out"]
         launches = (
             (map_query_kernel, map_grid, mapping),
             (attend_kernel, grid, arguments),
             (merge_kernel, (*merge_grid, 1), merging),
         )
-        k_side.plan = Plan(key, launches, inputs, outputs, repeat=aligned)
-    return k_side.plan.run(inputs)["p_out"].to(query.dtype)
+        outputs = {name: (arguments | merging)[name] for name in OUTPUTS}
+        plan = Plan(launches, given, outputs, repeat=aligned and not AMD)
+        if len(k_side.plans) == MAX_PLANS:
+            k_side.plans.clear()
+        k_side.plans[key] = plan
+    return plan.run(given)["p_out"].to(query.dtype)
 
 
 def attend_inputs(
@@ -98,7 +101,8 @@ def attend_arguments(
     query: torch.Tensor,
     keys: SideSegments,
     values: SideSegments,
-    mask: torch.Tensor | None,
+    inputs: dict[str, Any],
+    mask_kind: int,
     mapped: dict[str, Any],
     *,
     scaling: float,
@@ -107,7 +111,8 @@ def attend_arguments(
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Grid and arguments of `attend_kernel`, its result buffers among them.
 
-    `query` is contiguous and `mapped` what `map_query_kernel` filled for it; `amd` for AMD's GPUs.
+    `query` is contiguous, `inputs` and `mask_kind` are what `attend_inputs` gives, and `mapped` is what
+    `map_query_kernel` filled; `amd` for AMD's GPUs.
     """
     batch, query_heads, count, dk = query.shape
     heads = keys.sinks.shape[1]
@@ -123,7 +128,6 @@ def attend_arguments(
     v_stride = sum(v_side.widths)
     fast = not (exact or amd or interpreting())
     k_words, v_words = (side.words if fast else None for side in (k_side, v_side))
-    inputs, mask_kind = attend_inputs(query, keys, values, mask)
     arguments = inputs | dict(
         p_mapped=mapped["p_mapped"], p_rows=mapped["p_rows"],
         k_tables=k_side.tables_as(operand), p_k_words=query if k_words is None else k_words,

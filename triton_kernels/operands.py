@@ -19,7 +19,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def launch_options(amd: bool = AMD, fusion: bool = True) -> dict[str, Any]:
-    """Options of every launch. Left alone, ptxas aims at a round number of registers and spills words to meet it.
+    """Options of launches. Left alone, ptxas aims at a round number of registers and spills words to meet it.
 
     Whether multiplications and additions are fused is said, since Triton's default changes with version 3.10.
     """
@@ -40,7 +40,7 @@ class KernelSide:
     query_map: float32 `[H or 1, D, sum(widths) (+ 1)]`, contiguous, queries to code space; None is the identity.
     bias: whether the last column of `query_map` gives a term that is added to all scores of a query.
     output_map: float32 `[H or 1, sum(widths), D]`, code space to outputs; None is the identity.
-    plan: of a side of keys, the launches of the last step, which the next ones repeat.
+    plans: of a side of keys, launches that later steps repeat, by what they have in common.
     """
 
     score: Any
@@ -55,7 +55,7 @@ class KernelSide:
     query_map: torch.Tensor | None = None
     bias: bool = False
     output_map: torch.Tensor | None = None
-    plan: Plan | None = None
+    plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     _bound: torch.Tensor | None = None
     _cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 

@@ -2,7 +2,8 @@
 
 Triton's own launch looks at all arguments, 60 of the attention kernel, to find the compiled kernel for their types,
 alignments and constants: about 25 microseconds. A plan remembers the kernel and what is constant. Whoever keeps it
-compares all else that Triton looks at, by the plan's key.
+compares all else that Triton looks at. On AMD's GPUs that is the size of each tensor's memory too, so nothing is
+repeated there.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from typing import Any
 import torch
 
 
-def are_aligned(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether all begin at multiples of 16 bytes, which Triton compiles for."""
+def are_aligned(values: Iterable[Any]) -> bool:
+    """Whether all tensors, also those in tuples, begin at multiples of 16 bytes, which Triton compiles for."""
     bits = 0
-    for x in tensors:
-        bits |= x.data_ptr()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            bits |= value.data_ptr()
+        elif isinstance(value, tuple):
+            for x in value:
+                bits |= x.data_ptr()
     return bits % 16 == 0
 
 
@@ -49,16 +54,15 @@ class Launch:
             return
         changing = {name: given[source] for name, source in self.changing.items()}
         compiled = self.kernel[self.grid](**self.constant, **changing)
-        if self.repeat and compiled is not None:  # which it is in Triton's interpreter
+        if self.repeat and compiled is not None:  # Triton's interpreter compiles nothing
             self.compiled = compiled[self.grid]
 
 
 class Plan:
-    """The launches of one call, and the buffers that they fill, for all calls of the same `key`."""
+    """The launches of one call, and the buffers that they fill, for all calls like it."""
 
     def __init__(
         self,
-        key: tuple[Any, ...],
         launches: Sequence[tuple[Any, tuple[int, int, int], dict[str, Any]]],
         inputs: dict[str, Any],
         outputs: dict[str, torch.Tensor],
@@ -66,9 +70,8 @@ class Plan:
     ) -> None:
         """Of a call whose kernels, grids and arguments are `launches`, `inputs` and `outputs` being among the latter.
 
-        `repeat`: whether compiled kernels may be launched again, all tensors being aligned in each call of this key.
+        `repeat`: whether compiled kernels may be launched again, as Triton would choose the same for each such call.
         """
-        self.key = key
         self.launches = [Launch(*launch, inputs | outputs, repeat) for launch in launches]
         self.outputs = {name: (x.shape, x.dtype) for name, x in outputs.items()}
 

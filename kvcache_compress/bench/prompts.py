@@ -96,17 +96,19 @@ def measure_longest(model: PreTrainedModel, presets: Sequence[str], piece: int, 
     """
     for name, make in cache_makers(model, presets).items():
         with on_model(model, name):
-            yield _longest(model, name, make, piece, most)
+            found = _longest(model, name, make, piece, most)
+        yield found
 
 
 def _longest(model: PreTrainedModel, name: str, make: Callable[[], Cache], piece: int, most: int) -> LongestContext:
-    cache, ids = make(), torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     found = LongestContext(name, 0, 0.0, f"no more than {most} were tried")
-    for _ in range(most // piece):
-        try:
+    try:
+        cache = make()
+        for _ in range(most // piece):
             fill(model, cache, 1, piece)
             model(input_ids=ids, past_key_values=cache)
             found = replace(found, tokens=cache.get_seq_length(), cache_gib=cache_bytes(cache) / 2**30)
-        except Exception as error:
-            return replace(found, end=error_message(error))
+    except Exception as error:
+        found = replace(found, end=error_message(error))
     return found
