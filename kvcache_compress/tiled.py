@@ -22,8 +22,8 @@ BLOCK_QUERIES = 1024
 
 
 def suits(query: torch.Tensor, keys: SideSegments, values: SideSegments, softcap: float | None) -> bool:
-    """Whether `attend` can, and decodes less than the whole layer at a time."""
-    if softcap is not None or keys.count is not None or keys.packed <= TILE_TOKENS:
+    """Whether `attend` can."""
+    if softcap is not None or keys.count is not None:
         return False
     dims = keys.sinks.shape[3], values.sinks.shape[3]
     if query.device.type == "cpu":

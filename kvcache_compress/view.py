@@ -16,8 +16,8 @@ from .store import PackedStore
 
 CHUNK_TOKENS = 2048
 """Packed tokens decoded at a time; a multiple of every group size."""
-MAX_CPP_QUERIES = 256
-"""Queries of a chunk that C++ attends with; for more of them PyTorch's attention over decoded tokens is faster."""
+MAX_CPP_QUERIES = 128
+"""Queries of a chunk that C++ attends with; for more of them PyTorch's attention over decoded tiles is faster."""
 MAX_DECODE_TOKENS = 16
 """Queries of a decode step, at most: one, or those of speculative decoding. More are a part of a prompt."""
 
@@ -137,7 +137,9 @@ class PackedKV:
         short = query.shape[2] <= MAX_CPP_QUERIES and query.dtype == torch.float32 and self.values.codec.chunks_on_cpp
         if query.shape[2] <= MAX_DECODE_TOKENS or (self.backend == "cpp" and short):
             return self.backend
-        return "tiles" if load_part(".tiled").suits(query, self.keys, self.values, softcap) else None
+        tiled = load_part(".tiled")
+        long = self.keys.packed > tiled.TILE_TOKENS or self.backend == "cpp"
+        return "tiles" if long and tiled.suits(query, self.keys, self.values, softcap) else None
 
     def attend(
         self,
