@@ -1,12 +1,18 @@
 """Bit planes in registers: unpacking for the attention kernel, packing for the encode kernels (see `layout.py`).
 
-The codes of a tile of tokens come as a tuple of tiles. Where a plane has at least 16 words per token, which is as deep
-as the tensor cores' operands, there are eight tiles `[T, words]`, tile j the fields j of all words: unpacking moves no
-number from one thread to another. Below that there is one tile `[T, 8 * words]`.
+The codes of a tile of tokens come as a tuple of tiles, each of one field of all words, in code order: unpacking moves
+no number from one thread to another. Where a token has fewer than 16 words, which is as deep as the tensor cores'
+operands, a tile has several fields, one after the other.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.constexpr_function
+def tile_width(words):
+    """Columns of a tile of codes with so many words per token, padding included."""
+    return max(16, words)
 
 
 @triton.jit
@@ -34,31 +40,29 @@ def load_codes(
     p_low, p_high, o_row, o_t, m_t,
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile of tokens, int32: eight tiles `[T, PADDED]`, or one `[T, 8 * PADDED]`, in code order."""
+    """Codes of a tile of tokens, int32: tiles `[T, tile_width]` in code order."""
     b_low = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT).to(tl.int32)
     b_high = b_low
     if BITS == 3 or BITS > 4:
         b_high = load_words(p_high, o_row, o_t, m_t, WORDS, PADDED, COUNT).to(tl.int32)
+    FIELDS: tl.constexpr = tile_width(PADDED) // PADDED
     b_codes = ()
-    if PADDED >= 16:
-        for j in tl.static_range(8):
-            b_codes = b_codes + (fields_of(b_low, b_high, j, BITS),)
-    else:
-        o_j = tl.arange(0, 8)[None, :, None]
-        b_all = fields_of(b_low[:, None, :], b_high[:, None, :], o_j, BITS)
-        b_codes = (tl.reshape(b_all, [o_t.shape[0], 8 * PADDED]),)
+    for i in tl.static_range(8 // FIELDS):
+        if FIELDS == 1:
+            b_tile = fields_of(b_low, b_high, i, BITS)
+        else:
+            o_j = (i * FIELDS + tl.arange(0, FIELDS))[None, :, None]
+            b_tile = fields_of(b_low[:, None, :], b_high[:, None, :], o_j, BITS)
+            b_tile = tl.reshape(b_tile, [o_t.shape[0], FIELDS * PADDED])
+        b_codes = b_codes + (b_tile,)
     return b_codes
 
 
 @triton.jit
 def tile_channels(i: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
     """Channels of tile `i` of `load_codes`, and which of its columns are no padding."""
-    if PADDED >= 16:
-        o_c = tl.arange(0, PADDED)
-        o_d, m_d = i * WORDS + o_c, o_c < WORDS
-    else:
-        o_p = tl.arange(0, 8 * PADDED)
-        o_d, m_d = o_p // PADDED * WORDS + o_p % PADDED, o_p % PADDED < WORDS
+    o_p = i * tile_width(PADDED) + tl.arange(0, tile_width(PADDED))
+    o_d, m_d = o_p // PADDED * WORDS + o_p % PADDED, o_p % PADDED < WORDS
     return o_d, m_d
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_token
 from . import lookup
-from .codes import load_codes, store_codes, tile_channels
+from .codes import load_codes, store_codes, tile_channels, tile_width
 from .operands import KernelSide, code_tiles, in_code_order, launch_options
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def decoded(
     """Tiles of decoded tokens (see `codes.py`); a scale is shared by `TOKENS` tokens and `CHANNELS` channels."""
     SCALE: tl.constexpr = 1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2
     HALF: tl.constexpr = (2**BITS - 1) / 2
+    SPAN: tl.constexpr = WORDS * tile_width(PADDED) // PADDED
     if FAST and FITS:
         b_codes = lookup.levels(
             fields[0], fields[SCALE - 1], words, o_row, o_t, m_t, 0, BITS, True, WORDS, PADDED, WORDS
@@ -46,8 +47,8 @@ def decoded(
         else:
             o_g = ((o_row + o_t) // TOKENS)[:, None] * (8 * WORDS // CHANNELS)
             m_s = m_t[:, None]
-        if CHANNELS % WORDS == 0 and len(b_codes) > 1:
-            o_s = o_g + i * WORDS // CHANNELS
+        if divides(SPAN, CHANNELS):
+            o_s = o_g + i * SPAN // CHANNELS
         else:
             o_s = o_g + (o_d // CHANNELS)[None, :]
             if PADDED != WORDS:

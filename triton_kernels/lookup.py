@@ -6,7 +6,7 @@ The text works on any two words A and B that a thread holds and gives pairs (A_j
 up magnitudes, and take their sign from the top bit: levels are symmetric about zero. Even levels of four bits need no
 table: a code in the mantissa of 1024 is a number.
 
-`levels` gives eight tiles, tile j those of field j of each word of a token (see `layout.py`).
+`levels` gives tiles of fields j of the words of a token (see `codes.py`).
 `tests/triton_kernels/test_lookup.py` runs the text without a GPU.
 """
 
@@ -131,6 +131,8 @@ def _four_even_bits() -> tl.constexpr:
     return _text(*lines)
 
 
+HALF = _text("lop3.b32 r0, $3, $4, 0x00ff, 0xe4", "prmt.b32 $0, $1, $2, r0")
+HALF_REGISTERS = _registers(1, 4)
 ONE_BIT, ONE_BIT_REGISTERS = _one_bit(), _registers(8, 4)
 TWO_BITS, TWO_BITS_REGISTERS = _two_bits(), _registers(8, 5)
 THREE_BITS, THREE_BITS_REGISTERS = _three_bits(), _registers(8, 13)
@@ -146,8 +148,10 @@ def unit(bits):
 
 def fits(width: int, bits: int) -> bool:
     """Whether `levels` can unpack components of so many channels and bits."""
-    words = words_per_token(width)
-    return bits <= 4 and padded_words(width) >= 16 and (bits in (2, 4) or words % 4 == 0)
+    words, padded = words_per_token(width), padded_words(width)
+    if bits > 4 or padded < 8:
+        return False
+    return words % 4 == 0 or bits == 4 or (bits == 2 and padded >= 16)
 
 
 @triton.jit
@@ -163,12 +167,32 @@ def load_bytes(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit
+def load_halves(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
+    """Words of a plane of two bits, int16 `[T, PADDED]`, out of words of 32 bits.
+
+    With few of them to a token the compiler would load them one by one, and move every level instead of the words.
+    """
+    if PADDED >= 16:
+        b_words = load_words(p_words, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+    else:
+        p_twos = p_words.to(tl.pointer_type(tl.int32), bitcast=True)
+        b_twos = load_words(p_twos, o_row, o_t, m_t, WORDS // 2, PADDED // 2, COUNT // 2)
+        b_twos = tl.broadcast_to(b_twos[:, :, None], [o_t.shape[0], PADDED // 2, 2])
+        b_places = tl.where(tl.arange(0, PADDED)[None, :] % 2 == 0, 0x5410, 0x7632)
+        b_words = tl.inline_asm_elementwise(
+            HALF, HALF_REGISTERS, [tl.reshape(b_twos, [o_t.shape[0], PADDED]), b_places],
+            dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return b_words
+
+
+@triton.jit
 def levels(
     p_low, p_high, words, o_row, o_t, m_t,
     FIRST: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr,
     WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Eight tiles of float16 levels; the table of uneven ones is in `words` from `FIRST` on, as `byte_table` has it.
+    """Tiles of float16 levels; the table of uneven ones is in `words` from `FIRST` on, as `byte_table` has it.
 
     Even ones are the codes less half the largest, times `unit`. The last of `words` is the
     tile of `byte_places`, where a plane has one bit.
@@ -180,13 +204,13 @@ def levels(
             dtype=(tl.float16,) * 8, is_pure=True, pack=2,
         )  # fmt: skip
     elif BITS == 2:
-        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_words = load_halves(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
         b_levels = tl.inline_asm_elementwise(
             TWO_BITS, TWO_BITS_REGISTERS, [b_words, words[FIRST], words[FIRST + 1]],
             dtype=(tl.float16,) * 8, is_pure=True, pack=2,
         )  # fmt: skip
     elif BITS == 3:
-        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_words = load_halves(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
         b_high = load_bytes(p_high, o_row, o_t, m_t, WORDS, PADDED, COUNT)
         b_levels = tl.inline_asm_elementwise(
             THREE_BITS, THREE_BITS_REGISTERS,
@@ -206,7 +230,19 @@ def levels(
             [b_words, words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
             dtype=(tl.float16,) * 8, is_pure=True, pack=2,
         )  # fmt: skip
+    if PADDED < 16:
+        b_levels = joined(b_levels)
     return b_levels
+
+
+@triton.jit
+def joined(b_tiles):
+    """Tiles of fewer columns than `tile_width` put beside each other in twos: a thread keeps the numbers it has."""
+    b_pairs = ()
+    for i in tl.static_range(len(b_tiles) // 2):
+        b_pair = tl.permute(tl.join(b_tiles[2 * i], b_tiles[2 * i + 1]), [0, 2, 1])
+        b_pairs = b_pairs + (tl.reshape(b_pair, [b_pair.shape[0], 2 * b_pair.shape[2]]),)
+    return b_pairs
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..layout import code_order, padded_width, padded_words
+from .codes import tile_width
 from .plan import Plan
 
 AMD = torch.version.hip is not None
@@ -87,8 +88,8 @@ def with_mean(query_map: torch.Tensor, mean: torch.Tensor | None) -> torch.Tenso
 
 def code_tiles(width: int) -> tuple[int, ...]:
     """Widths of the tiles that `load_codes` makes of `width` codes per token."""
-    words = padded_words(width)
-    return (words,) * 8 if words >= 16 else (8 * words,)
+    tile = tile_width(padded_words(width))
+    return (tile,) * (padded_width(width) // tile)
 
 
 def in_code_order(basis: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:

@@ -78,10 +78,10 @@ def score(
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
     p_scale = fields[SCALE if META[5] else 0]
     TILES: tl.constexpr = len(b_angles)
+    HALF: tl.constexpr = 2 ** (ANGLE_BITS - 1)
     for j in tl.static_range(TILES):
         b_radii = radii(b_steps[j], p_scale, o_row, j, b_q[0].dtype, WORDS, PADDED, META[4], META[5])
         if META[7]:
-            HALF: tl.constexpr = 2 ** (ANGLE_BITS - 1)
             b_signed = tl.where(b_angles[j] < HALF, b_radii, -b_radii)
             for i in tl.static_range(HALF):
                 b_chosen = tl.where((b_angles[j] & (HALF - 1)) == i, b_signed, 0.0)

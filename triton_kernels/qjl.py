@@ -72,7 +72,7 @@ def qjl_side(codec: QJLCodec) -> KernelSide:
         for first in range(0, words, CHUNK_WORDS):
             count = min(CHUNK_WORDS, words - first)
             padded = max(2, triton.next_power_of_2(count))
-            fits = words % 4 == 0 and lookup.fits(CODES_PER_WORD * count, 1)
+            fits = words % 4 == 0 and padded == CHUNK_WORDS
             meta.append((2 * index, words, first, count, padded, first + count == words, len(widths), fits))
             chunk = rows.new_zeros(len(rows), CODES_PER_WORD, padded, rows.shape[-1])
             chunk[:, :, :count] = rows[:, :, first : first + count]

@@ -10,6 +10,7 @@ import triton.language as tl
 from kvcache_compress import packing
 from kvcache_compress.layout import PLANE_WORD, PLANES, code_order, padded_width, padded_words, words_per_token
 from kvcache_compress.triton_kernels.codes import load_codes, store_codes, tile_channels
+from kvcache_compress.triton_kernels.lookup import joined
 
 # Channels 0 to 15 make two words: word 0 holds the even channels and word 1 the odd ones, the first channel lowest.
 CHANNEL = list(range(16))
@@ -31,10 +32,23 @@ def load_kernel(
     o_t = tl.arange(0, BLOCK)
     b_codes = load_codes(p_low, p_high, 0, o_t, o_t < N, BITS, WORDS, PADDED, WORDS)
     for i in tl.static_range(len(b_codes)):
-        o_c = i * PADDED + tl.arange(0, b_codes[i].shape[1])
+        o_c = i * b_codes[i].shape[1] + tl.arange(0, b_codes[i].shape[1])
         o_d, m_d = tile_channels(i, WORDS, PADDED)
         tl.store(p_out + o_t[:, None] * (8 * PADDED) + o_c[None, :], b_codes[i], mask=(o_t < N)[:, None])
         tl.store(p_channels + o_c, tl.where(m_d, o_d, -1))
+
+
+@triton.jit
+def join_kernel(p_tiles, p_out, BLOCK: tl.constexpr, PADDED: tl.constexpr):
+    o_t, o_c = tl.arange(0, BLOCK)[:, None], tl.arange(0, PADDED)[None, :]
+    b_tiles = ()
+    for j in tl.static_range(8):
+        b_tile = tl.load(p_tiles + o_t * (8 * PADDED) + j * PADDED + o_c)
+        b_tiles = b_tiles + (b_tile,)  # noqa: RUF005 - Triton knows no unpacking
+    b_joined = joined(b_tiles)
+    for i in tl.static_range(len(b_joined)):
+        o_p = i * b_joined[i].shape[1] + tl.arange(0, b_joined[i].shape[1])[None, :]
+        tl.store(p_out + o_t * (8 * PADDED) + o_p, b_joined[i])
 
 
 @triton.jit
@@ -97,7 +111,7 @@ def test_words_worked_out_by_hand(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", PLANES)
-@pytest.mark.parametrize("width", [8, 40, 48, 80, 128])
+@pytest.mark.parametrize("width", [8, 32, 40, 48, 64, 80, 128])
 def test_kernels_equal_packing(bits: int, width: int) -> None:
     codes = torch.randint(
         0, 2**bits, (5, width), generator=torch.Generator(torch.get_default_device()).manual_seed(width)
@@ -105,6 +119,13 @@ def test_kernels_equal_packing(bits: int, width: int) -> None:
     planes = stored(codes, bits)
     assert all(torch.equal(*pair) for pair in zip(planes, packing.pack(codes, bits), strict=True))
     assert torch.equal(loaded(planes, bits, width), in_kernel_order(codes))
+
+
+def test_joined_tiles_of_fields_are_in_code_order() -> None:
+    tiles = torch.arange(4 * 64, dtype=torch.int32).view(4, 64)
+    out = torch.empty_like(tiles)
+    join_kernel[(1,)](p_tiles=tiles, p_out=out, BLOCK=4, PADDED=8)
+    assert torch.equal(out, tiles)
 
 
 @pytest.mark.parametrize("width", [8, 16, 24, 48, 80, 96, 128, 256])

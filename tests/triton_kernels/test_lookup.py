@@ -36,6 +36,19 @@ def as_words(values: np.ndarray, bits: int) -> np.ndarray:
     return values.astype(np.int64).astype(np.uint64).astype(np.uint32) & np.uint32(2**bits - 1)
 
 
+def halves(plane: torch.Tensor, keys: bool) -> np.ndarray:
+    """Words of 16 bits, two in a register, as Triton holds them: loaded as they are, or out of words of 32 bits."""
+    a, b = (as_words(part, 16) for part in paired(plane, keys))
+    both = a | b << np.uint32(16)
+    if plane.shape[-1] < 16:
+        twos = plane.contiguous().view(torch.int32).repeat_interleave(2, -1)
+        places = torch.tensor([0x5410, 0x7632], dtype=torch.int32).repeat(TOKENS, plane.shape[-1] // 2)
+        held = [as_words(part, 32) for tile in (twos, places) for part in paired(tile, keys)]
+        picked = ptx.run(lookup.HALF.value, {f"${1 + i}": register for i, register in enumerate(held)}, 1)[0]
+        assert np.array_equal(picked, both)
+    return both
+
+
 def registers(bits: int, planes: tuple[torch.Tensor, ...], table: list[int], keys: bool) -> dict[str, np.ndarray]:
     """What Triton hands to the text: `pack=2` elements of every argument, two of 16 bits in one register."""
     words = planes[0].shape[-1]
@@ -43,8 +56,7 @@ def registers(bits: int, planes: tuple[torch.Tensor, ...], table: list[int], key
     if bits == 4:
         held += [as_words(part, 32) for part in paired(planes[0], keys)]
     elif bits > 1:
-        a, b = (as_words(part, 16) for part in paired(planes[0], keys))
-        held.append(a | b << np.uint32(16))
+        held.append(halves(planes[0], keys))
     if bits in (1, 3):
         fours = planes[-1].contiguous().view(torch.int32).repeat_interleave(4, -1)
         held += [as_words(part, 32) for part in paired(fours, keys)]
@@ -57,7 +69,7 @@ def registers(bits: int, planes: tuple[torch.Tensor, ...], table: list[int], key
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
 @pytest.mark.parametrize(("bits", "even"), TEXTS)
-@pytest.mark.parametrize("width", [96, 128, 256])
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
 def test_text_gives_the_levels_of_the_codes(width: int, bits: int, even: bool, keys: bool) -> None:
     generator = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 2**bits, (TOKENS, width), generator=generator, device="cpu")
@@ -92,8 +104,9 @@ def test_only_levels_symmetric_about_zero_are_looked_up_by_magnitude() -> None:
 
 
 def test_what_fits() -> None:
-    assert all(lookup.fits(width, bits) for width, bits in ((128, 3), (96, 1), (80, 4)))
+    assert all(lookup.fits(width, bits) for width, bits in ((128, 3), (96, 1), (80, 4), (64, 3)))
     assert not lookup.fits(80, 3), "ten bytes per token are no whole int32 words"
-    assert not lookup.fits(64, 4), "eight words per token are less deep than the tensor cores' operands"
+    assert not lookup.fits(40, 2), "five words of 16 bits are no whole int32 words"
+    assert not lookup.fits(32, 4), "of four words per token a thread of the tensor cores has no pair"
     assert not lookup.fits(128, 5)
     assert all(len(PLANES[bits]) == 1 or bits == 3 for bits in PLANES if lookup.fits(128, bits))
