@@ -133,6 +133,7 @@ CASES |= {
     "padding-beyond-a-tile": Case(mask="bool", hidden=44),
     "additive-beyond-a-tile": Case(mask="float", hidden=44),
     "additive-beyond-a-tile-bfloat16": Case(mask="float", hidden=44, dtype=BF16),
+    "finite-beyond-a-tile": Case(mask="finite", hidden=44),
     "rows-that-differ": Case(mask="bool", hidden=44, rows_differ=True, count=3),
     "rows-that-differ-float16": Case(tq(2), tq(2), mask="float", hidden=44, rows_differ=True, count=3, dtype=F16),
     "additive-causal": Case(prod(2), kivi(4), count=3, mask="float"),
@@ -171,7 +172,8 @@ def make_mask(case: Case, batch: int, heads: int, tokens: int) -> torch.Tensor |
         allowed[0, :, 0, : case.hidden] = False
     if case.mask == "bool":
         return allowed
-    additive = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    least = -3e4 if case.mask == "finite" else torch.finfo(torch.float32).min
+    additive = torch.zeros(allowed.shape).masked_fill(~allowed, least)
     if case.mask == "per head":
         additive = additive + torch.randn(1, heads, 1, tokens)
     return additive.to(case.dtype)

@@ -1,4 +1,4 @@
-"""An interpreter for the few PTX instructions of `lookup.py`, so that its text can be run without a GPU.
+"""An interpreter for the few PTX instructions of `lookup.py` and `directions.py`, to run their text without a GPU.
 
 Semantics as in NVIDIA's PTX ISA (sections on `prmt`, `lop3`, `shl`, `shr` and half precision arithmetic). A register
 is a uint32 array, one entry per thread.
@@ -10,8 +10,25 @@ import re
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Register = npt.NDArray[np.uint32]
+
+
+def held(tile: torch.Tensor, keys: bool) -> list[Register]:
+    """Registers in which a thread holds elements A and B of each pair of an integer tile `[tokens, words]`.
+
+    Those of words of 32 bits; elements of 16 bits share one. Keys have their pairs in a token, values in a word.
+    """
+    a, b = (tile if keys else tile.T).reshape(-1, 2).to(torch.int64).numpy().T
+    if tile.dtype == torch.int16:
+        return [((a & 0xFFFF) | (b & 0xFFFF) << 16).astype(np.uint32)]
+    return [part.astype(np.uint64).astype(np.uint32) for part in (a & 0xFFFFFFFF, b & 0xFFFFFFFF)]
+
+
+def constants(words: list[int], size: int) -> list[Register]:
+    """Words that all elements share, as registers of pairs."""
+    return [np.full(size, word & 0xFFFFFFFF, np.uint32) for word in words for _ in range(2)]
 
 
 def run(text: str, operands: dict[str, Register], outputs: int) -> list[Register]:
@@ -66,6 +83,7 @@ INSTRUCTIONS = {
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
     "sub.u32": lambda a, b: a - b,
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,

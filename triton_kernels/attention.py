@@ -88,10 +88,16 @@ def _logits(
 
 
 @triton.jit
+def _finite(b_m):
+    """The reference of the softmax, or 0 where no logit has come yet."""
+    return tl.where(b_m == float("-inf"), 0.0, b_m)
+
+
+@triton.jit
 def _softmax_step(b_s, b_m, b_l):
     """One step of the online softmax: weights of this tile, factor on what was summed before, new maximum and sum."""
     b_new = tl.maximum(b_m, tl.max(b_s, 1))
-    b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_safe = _finite(b_new)
     b_p = tl.exp2(b_s - b_safe[:, None])
     b_factor = tl.exp2(b_m - b_safe)
     return b_p, b_factor, b_new, b_l * b_factor + tl.sum(b_p, 1)
@@ -159,8 +165,12 @@ def attend_kernel(
     o_m = i_b.to(tl.int64) * s_mask_b + (i_h * G + o_r // N).to(tl.int64) * s_mask_h + o_n * s_mask_n
     count = n_sinks + n_packed + n_tail - N
     b_m = tl.full([M], float("-inf"), tl.float32)
-    b_l = tl.zeros([M], tl.float32)
+    b_total = tl.zeros([M], tl.float32)
     if i_s < splits:
+        # Logits are made relative to the reference as they are computed, unless they may lie far away from each other.
+        ABSOLUTE: tl.constexpr = SOFTCAP or MASK == FLOAT_MASK
+        # Every eighth token has a sum of its own: tokens of different threads are added up after the loop.
+        b_l = tl.zeros([M, 8], tl.float32)
         p_rows += i_bh * rows * 2
         b_factor = tl.load(p_rows + o_r * 2, mask=m_r, other=0.0)
         b_bias = tl.load(p_rows + o_r * 2 + 1, mask=m_r, other=0.0)
@@ -182,26 +192,31 @@ def attend_kernel(
                 b_q, k_fields, k_tables, k_words, p_rope + start * ROPE_WIDTH, i_h,
                 i_bh * k_capacity + start, o_t, m_t, K_META, PRECISION, FAST,
             )  # fmt: skip
-            b_s = b_s * b_factor[:, None]
-            if BIAS:
-                b_s += b_bias[:, None]
+            b_base = tl.zeros_like(b_m) if ABSOLUTE else _finite(b_m)
+            b_offset = b_bias - b_base if BIAS else -b_base
             b_s = _logits(
-                b_s, p_mask, o_m, s_mask_t, o_t, m_t, o_n, m_r, n_sinks + start, count, softcap,
-                MASK, SOFTCAP, False, EVEN,
+                b_s * b_factor[:, None] + b_offset[:, None], p_mask, o_m, s_mask_t, o_t, m_t, o_n, m_r,
+                n_sinks + start, count, softcap, MASK, SOFTCAP, False, EVEN,
             )  # fmt: skip
-            b_top = tl.max(b_s, 1)
-            if tl.max((b_top > b_m).to(tl.int32), 0) > 0:
-                b_new = tl.where(b_top > b_m, b_top + HEADROOM, b_m)
-                b_decay = tl.exp2(b_m - tl.where(b_new == float("-inf"), 0.0, b_new))
-                b_l *= b_decay
+            m_larger = tl.max(tl.reshape(b_s, [M, BLOCK // 8, 8]), 1) > (b_m - b_base)[:, None]
+            if tl.max(m_larger.to(tl.int32)) > 0:
+                b_top = tl.max(b_s, 1)
+                b_new = tl.where(b_top > b_m - b_base, b_base + b_top + HEADROOM, b_m)
+                if not ABSOLUTE:
+                    b_s += (b_base - _finite(b_new))[:, None]
+                b_decay = tl.exp2(b_m - _finite(b_new))
+                b_l *= b_decay[:, None]
                 b_acc = _rescaled(b_acc, b_decay)
                 b_m = b_new
-            b_p = tl.exp2(b_s - tl.where(b_m == float("-inf"), 0.0, b_m)[:, None])
-            b_l += tl.sum(b_p, 1)
+            if ABSOLUTE:
+                b_s -= _finite(b_m)[:, None]
+            b_p = tl.exp2(b_s)
+            b_l += tl.sum(tl.reshape(b_p, [M, BLOCK // 8, 8]), 1)
             b_acc = ACCUMULATE(
                 b_p, v_fields, v_tables, v_words, i_h, v_capacity, i_bh * v_capacity + start, o_t, m_t, b_acc,
                 V_META, DTYPE, PRECISION, FAST,
             )  # fmt: skip
+        b_total = tl.sum(b_l, 1)
         p_acc += ((i_bh * splits + i_s) * rows) * V_STRIDE
         base = 0
         for i in tl.static_range(len(V_WIDTHS)):
@@ -214,21 +229,21 @@ def attend_kernel(
         m_q = m_r[:, None] & (o_k < DK)[None, :]
         b_query = tl.load(p_q + o_r[:, None] * DK + o_k[None, :], mask=m_q, other=0.0)
         b_dense = tl.zeros([M, DV_PAD], tl.float32)
-        b_m, b_l, b_dense = _dense_segment(
+        b_m, b_total, b_dense = _dense_segment(
             b_query, p_sink_k + i_bh * n_sinks * DK, p_sink_v + i_bh * n_sinks * DV, DK, DV, n_sinks,
-            p_mask, o_m, s_mask_t, o_n, m_r, 0, count, scaling, softcap, b_m, b_l, b_dense,
+            p_mask, o_m, s_mask_t, o_n, m_r, 0, count, scaling, softcap, b_m, b_total, b_dense,
             DK, DV, MASK, SOFTCAP, False, DENSE_BLOCK, PRECISION, FAST,
         )  # fmt: skip
-        b_m, b_l, b_dense = _dense_segment(
+        b_m, b_total, b_dense = _dense_segment(
             b_query, p_tail_k + i_bh * tail_k_capacity * DK, p_tail_v + i_bh * tail_v_capacity * DV, DK, DV, n_tail,
-            p_mask, o_m, s_mask_t, o_n, m_r, n_sinks + n_packed, count, scaling, softcap, b_m, b_l, b_dense,
+            p_mask, o_m, s_mask_t, o_n, m_r, n_sinks + n_packed, count, scaling, softcap, b_m, b_total, b_dense,
             DK, DV, MASK, SOFTCAP, CAUSAL, DENSE_BLOCK, PRECISION, FAST,
         )  # fmt: skip
         p_dense += i_bh * rows * DV
         tl.store(p_dense + o_r[:, None] * DV + o_v[None, :], b_dense, mask=m_r[:, None] & (o_v < DV)[None, :])
     p_stats += ((i_bh * (splits + 1) + i_s) * rows + o_r) * 2
     tl.store(p_stats, b_m, mask=m_r)
-    tl.store(p_stats + 1, b_l, mask=m_r)
+    tl.store(p_stats + 1, b_total, mask=m_r)
 
 
 @triton.jit(do_not_specialize=("splits",))

@@ -101,7 +101,7 @@ def kivi_side(codec: KIVICodec) -> KernelSide:
     meta = (bits, words_per_token(width), padded_words(width), tokens, channels, fits)
     side = KernelSide(score, accumulate, meta, code_tiles(width))
     if fits:
-        side.words, side.places = lookup.even_words(bits, padded_words(width), codec.context.device)
+        side.words, side.places = lookup.even_words(bits, width, codec.context.device)
         side.warps = lookup.warps(width)
     if padded_width(width) != width:
         identity = torch.eye(width, device=codec.context.device).unsqueeze(0)

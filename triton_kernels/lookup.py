@@ -20,16 +20,16 @@ from ..layout import padded_words, words_per_token
 from .codes import load_words
 
 
-def _text(*lines: str) -> tl.constexpr:
+def text(*lines: str) -> tl.constexpr:
     """Assembly with registers r0 to r15 of its own."""
     return tl.constexpr("{\n.reg .b32 r<16>;\n" + "\n".join(f"{line};" for line in lines) + "\n}")
 
 
-def _registers(outputs: int, inputs: int) -> tl.constexpr:
+def registers(outputs: int, inputs: int) -> tl.constexpr:
     return tl.constexpr(",".join(["=&r"] * outputs + ["r"] * inputs))
 
 
-def _pairs(selectors: str, table: tuple[str, str, str, str], outputs: tuple[str, str], signs: str = "") -> list[str]:
+def pairs(selectors: str, table: tuple[str, str, str, str], outputs: tuple[str, str], signs: str = "") -> list[str]:
     """Levels of codes [A_i, A_j, B_i, B_j], the low 16 bits of `selectors`: pairs (A_i, B_i) and (A_j, B_j).
 
     table: low bytes of the first four levels, low bytes of the others, and their high bytes.
@@ -54,7 +54,7 @@ def _one_bit() -> tl.constexpr:
     ]
     for j in range(8):
         lines += [f"shl.b32 r1, r0, {7 - j}", f"lop3.b32 ${j}, r1, 0x80008000, 0xb800b800, 0x6a"]
-    return _text(*lines)
+    return text(*lines)
 
 
 def _two_bits() -> tl.constexpr:
@@ -68,8 +68,8 @@ def _two_bits() -> tl.constexpr:
     ]
     table = ("$9", "$9", "$11", "$11")
     for selectors, field in (("r1", 0), ("r2", 1), ("r3", 4), ("r4", 5)):
-        lines += _pairs(selectors, table, (f"${field}", f"${field + 2}"))
-    return _text(*lines)
+        lines += pairs(selectors, table, (f"${field}", f"${field + 2}"))
+    return text(*lines)
 
 
 def _three_bits() -> tl.constexpr:
@@ -92,8 +92,8 @@ def _three_bits() -> tl.constexpr:
         "shr.u32 r6, r4, 16",
     ]
     for selectors, field in (("r3", 0), ("r4", 1), ("r5", 4), ("r6", 5)):
-        lines += _pairs(selectors, ("$13", "$15", "$17", "$19"), (f"${field}", f"${field + 2}"))
-    return _text(*lines)
+        lines += pairs(selectors, ("$13", "$15", "$17", "$19"), (f"${field}", f"${field + 2}"))
+    return text(*lines)
 
 
 def _four_bits() -> tl.constexpr:
@@ -111,8 +111,8 @@ def _four_bits() -> tl.constexpr:
         for part, selectors, signs in ((0, "r3", "0x5140"), (2, "r5", "0x7362")):
             lines += [f"prmt.b32 r6, r4, r0, {signs}"]
             field = 4 * half + part
-            lines += _pairs(selectors, ("$10", "$12", "$14", "$16"), (f"${field}", f"${field + 1}"), "r6")
-    return _text(*lines)
+            lines += pairs(selectors, ("$10", "$12", "$14", "$16"), (f"${field}", f"${field + 1}"), "r6")
+    return text(*lines)
 
 
 def _four_even_bits() -> tl.constexpr:
@@ -128,16 +128,16 @@ def _four_even_bits() -> tl.constexpr:
                 f"lop3.b32 r3, {register}, 0x03c003c0, 0x64006400, 0xea",
                 f"fma.rn.f16x2 ${field + 1}, r3, r5, r6",
             ]
-    return _text(*lines)
+    return text(*lines)
 
 
-HALF = _text("lop3.b32 r0, $3, $4, 0x00ff, 0xe4", "prmt.b32 $0, $1, $2, r0")
-HALF_REGISTERS = _registers(1, 4)
-ONE_BIT, ONE_BIT_REGISTERS = _one_bit(), _registers(8, 4)
-TWO_BITS, TWO_BITS_REGISTERS = _two_bits(), _registers(8, 5)
-THREE_BITS, THREE_BITS_REGISTERS = _three_bits(), _registers(8, 13)
-FOUR_BITS, FOUR_BITS_REGISTERS = _four_bits(), _registers(8, 10)
-FOUR_EVEN_BITS, FOUR_EVEN_BITS_REGISTERS = _four_even_bits(), _registers(8, 2)
+HALF = text("prmt.b32 r0, $3, $4, 0x0072", "prmt.b32 $0, $1, $2, r0")
+HALF_REGISTERS = registers(1, 4)
+ONE_BIT, ONE_BIT_REGISTERS = _one_bit(), registers(8, 4)
+TWO_BITS, TWO_BITS_REGISTERS = _two_bits(), registers(8, 5)
+THREE_BITS, THREE_BITS_REGISTERS = _three_bits(), registers(8, 13)
+FOUR_BITS, FOUR_BITS_REGISTERS = _four_bits(), registers(8, 10)
+FOUR_EVEN_BITS, FOUR_EVEN_BITS_REGISTERS = _four_even_bits(), registers(8, 2)
 
 
 @triton.constexpr_function
@@ -148,10 +148,8 @@ def unit(bits):
 
 def fits(width: int, bits: int) -> bool:
     """Whether `levels` can unpack components of so many channels and bits."""
-    words, padded = words_per_token(width), padded_words(width)
-    if bits > 4 or padded < 8:
-        return False
-    return words % 4 == 0 or bits == 4 or (bits == 2 and padded >= 16)
+    whole = bits == 4 or words_per_token(width) % 4 == 0 or places_needed(width, bits) == 0
+    return bits <= 4 and padded_words(width) >= 8 and whole
 
 
 @triton.jit
@@ -167,7 +165,7 @@ def load_bytes(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit
-def load_halves(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
+def load_halves(p_words, b_places, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
     """Words of a plane of two bits, int16 `[T, PADDED]`, out of words of 32 bits.
 
     With few of them to a token the compiler would load them one by one, and move every level instead of the words.
@@ -178,7 +176,6 @@ def load_halves(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.conste
         p_twos = p_words.to(tl.pointer_type(tl.int32), bitcast=True)
         b_twos = load_words(p_twos, o_row, o_t, m_t, WORDS // 2, PADDED // 2, COUNT // 2)
         b_twos = tl.broadcast_to(b_twos[:, :, None], [o_t.shape[0], PADDED // 2, 2])
-        b_places = tl.where(tl.arange(0, PADDED)[None, :] % 2 == 0, 0x5410, 0x7632)
         b_words = tl.inline_asm_elementwise(
             HALF, HALF_REGISTERS, [tl.reshape(b_twos, [o_t.shape[0], PADDED]), b_places],
             dtype=tl.int16, is_pure=True, pack=2,
@@ -194,8 +191,8 @@ def levels(
 ):  # fmt: skip
     """Tiles of float16 levels; the table of uneven ones is in `words` from `FIRST` on, as `byte_table` has it.
 
-    Even ones are the codes less half the largest, times `unit`. The last of `words` is the
-    tile of `byte_places`, where a plane has one bit.
+    Even ones are the codes less half the largest, times `unit`. The last of `words` is the tile of `places`, if any
+    are needed.
     """
     if BITS == 1:
         b_words = load_bytes(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
@@ -204,13 +201,13 @@ def levels(
             dtype=(tl.float16,) * 8, is_pure=True, pack=2,
         )  # fmt: skip
     elif BITS == 2:
-        b_words = load_halves(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_words = load_halves(p_low, words[len(words) - 1], o_row, o_t, m_t, WORDS, PADDED, COUNT)
         b_levels = tl.inline_asm_elementwise(
             TWO_BITS, TWO_BITS_REGISTERS, [b_words, words[FIRST], words[FIRST + 1]],
             dtype=(tl.float16,) * 8, is_pure=True, pack=2,
         )  # fmt: skip
     elif BITS == 3:
-        b_words = load_halves(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_words = load_halves(p_low, words[len(words) - 1], o_row, o_t, m_t, WORDS, PADDED, COUNT)
         b_high = load_bytes(p_high, o_row, o_t, m_t, WORDS, PADDED, COUNT)
         b_levels = tl.inline_asm_elementwise(
             THREE_BITS, THREE_BITS_REGISTERS,
@@ -254,26 +251,47 @@ def scaled(b_levels, b_scale, b_zero):
     )  # fmt: skip
 
 
+@triton.jit
+def product(b_x, b_y):
+    """`x * y` in float16, two at a time; y broadcasts to the shape of x."""
+    return tl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [b_x, b_y], dtype=tl.float16, is_pure=True, pack=2
+    )  # fmt: skip
+
+
 def warps(width: int) -> int:
     """Warps that hold the sums of so many channels in registers."""
     return max(1, padded_words(width) // 16)
 
 
-def even_words(bits: int, words: int, device: torch.device) -> tuple[torch.Tensor | None, int]:
+def even_tables(bits: int) -> list[torch.Tensor]:
+    """The table that `levels` needs for even codes, if any."""
+    return [byte_table((torch.arange(2**bits) - (2**bits - 1) / 2) * unit(bits), bits)] if bits in (2, 3) else []
+
+
+def even_words(bits: int, width: int, device: torch.device) -> tuple[torch.Tensor | None, int]:
     """`KernelSide.words` and `places` for one component of even codes."""
-    parts = []
-    if bits in (2, 3):
-        parts.append(byte_table((torch.arange(2**bits) - (2**bits - 1) / 2) * unit(bits), bits))
-    places = words if bits in (1, 3) else 0
-    if places:
-        parts.append(byte_places(places))
-    return (torch.cat(parts).to(device) if parts else None), places
+    parts, count = even_tables(bits), places_needed(width, bits)
+    if count:
+        parts.append(places(count))
+    return (torch.cat(parts).to(device) if parts else None), count
 
 
-def byte_places(words: int) -> torch.Tensor:
-    """`prmt`'s selectors of bytes A B A B: nibbles 0 and 2 of A's entry, 1 and 3 of B's; int32 `[words]`."""
+def places_needed(width: int, bits: int) -> int:
+    """How many `places` the words of a component of so many channels and bits need."""
+    words = padded_words(width)
+    return words if bits in (1, 3) or (bits == 2 and words < 16) else 0
+
+
+def places(words: int) -> torch.Tensor:
+    """`prmt`'s selectors for words that are parts of words of 32 bits, int32 `[words]`.
+
+    In the low half those of bytes A B A B: nibbles 0 and 2 of A's entry, 1 and 3 of B's. In the high half those of
+    halves A B: the low byte of A's, the high one of B's.
+    """
     own = torch.arange(words, dtype=torch.int32) % 4
-    return own | (4 + own) << 4 | own << 8 | (4 + own) << 12
+    half = 0x5410 + 0x2222 * (own % 2)
+    return own | (4 + own) << 4 | own << 8 | (4 + own) << 12 | half << 16
 
 
 def byte_table(levels: torch.Tensor, bits: int) -> torch.Tensor:

@@ -84,7 +84,7 @@ def qjl_side(codec: QJLCodec) -> KernelSide:
         None,
         tuple(meta),
         tuple(widths),
-        words=lookup.byte_places(CHUNK_WORDS).to(basis.device),
+        words=lookup.places(CHUNK_WORDS).to(basis.device),
         places=CHUNK_WORDS,
         query_map=query_map.contiguous(),
         bias=codec.mean is not None,

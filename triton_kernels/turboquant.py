@@ -27,23 +27,21 @@ if TYPE_CHECKING:
 @triton.jit
 def component_levels(
     fields, p_levels, words, o_row, o_t, m_t, DTYPE: tl.constexpr, FAST: tl.constexpr,
-    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, AT: tl.constexpr, STEP: tl.constexpr,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, AT: tl.constexpr, EVEN: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of a component's levels (see `codes.py`) and the scale per token; levels `STEP` apart need no lookup."""
+    """Tiles of a component's levels (see `codes.py`) and the scale per token; even levels need no lookup."""
     SCALE: tl.constexpr = AT + (1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2)
-    b_scale = tl.load(fields[SCALE] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
-    if STEP > 0:
-        b_scale *= STEP
+    b_scale = tl.load(fields[SCALE] + o_row + o_t, mask=m_t, other=0.0)
     if FAST and FIRST >= 0:
         b_levels = lookup.levels(
-            fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, FIRST, BITS, STEP > 0, WORDS, PADDED, WORDS
+            fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, FIRST, BITS, EVEN, WORDS, PADDED, WORDS
         )
     else:
         b_levels = ()
         b_codes = load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED, WORDS)
         for i in tl.static_range(len(b_codes)):
-            if STEP > 0:
+            if EVEN:
                 b_tile = (b_codes[i].to(DTYPE) - (2**BITS - 1) / 2) * lookup.unit(BITS)
             else:
                 b_tile = tl.load(p_levels + b_codes[i])
@@ -62,6 +60,7 @@ def score(
             fields, tables[i], words, o_row, o_t, m_t, b_q[0].dtype, FAST,
             META[i][0], META[i][1], META[i][2], META[i][3], META[i][4], META[i][5],
         )  # fmt: skip
+        b_scale = b_scale.to(tl.float32)
         if b_q[0].dtype == tl.float32:
             # Chained: left independent, the operands of all components are loaded at once, more than registers hold.
             for j in tl.static_range(len(b_levels)):
@@ -86,7 +85,10 @@ def accumulate(
             fields, tables[i], words, o_row, o_t, m_t, DTYPE, FAST,
             META[i][0], META[i][1], META[i][2], META[i][3], META[i][4], META[i][5],
         )  # fmt: skip
-        b_weights = (b_p * b_scale[None, :]).to(DTYPE)
+        if FAST:
+            b_weights = lookup.product(b_p.to(DTYPE), b_scale[None, :])
+        else:
+            b_weights = (b_p * b_scale.to(tl.float32)[None, :]).to(DTYPE)
         for j in tl.static_range(len(b_levels)):
             b_sums = b_sums + (tl.dot(b_weights, b_levels[j], b_acc[META[i][6] + j], input_precision=PRECISION),)
     return b_sums
@@ -95,27 +97,31 @@ def accumulate(
 def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
     """Operands of a prepared TurboQuant codec."""
     keys = codec.context.side == "keys"
-    meta, words, tiles = [], [], []
+    meta, words, tiles, units = [], [], [], []
     at, places = 0, 0
     for component in codec.components:
         width, bits, levels = component.width, component.bits, component.levels
         even = bits == 1 or codec.options.codebook == "uniform"
-        step = float(levels[1] - levels[0]) if even else 0.0
+        unit = float(levels[1] - levels[0]) / lookup.unit(bits) if even else 1.0
         first = -1
-        if lookup.fits(width, bits) and (bits not in (1, 3) or places in (0, padded_words(width))):
+        needed = lookup.places_needed(width, bits)
+        if lookup.fits(width, bits) and (needed in (0, places) or not places):
             first = sum(map(len, words))
             if bits in (2, 3) or not even:
-                words.append(lookup.byte_table(levels / step if even else levels, bits))
-            if bits in (1, 3):
-                places = padded_words(width)
-        unit_step = step / lookup.unit(bits)
-        meta.append((bits, words_per_token(width), padded_words(width), at, unit_step, first, len(tiles)))
+                words.append(lookup.byte_table(levels / unit, bits))
+            places = needed or places
+        meta.append((bits, words_per_token(width), padded_words(width), at, even, first, len(tiles)))
         tiles += code_tiles(width)
+        units.append(unit)
         at += len(PLANES[bits]) + 1
     if places:
-        words.append(lookup.byte_places(places).to(codec.context.device))
+        words.append(lookup.places(places).to(codec.context.device))
     widths = tuple(component.width for component in codec.components)
-    basis = in_code_order(codec.constants()["basis"], widths)
+    basis = codec.constants()["basis"]
+    if units != [1.0] * len(units):
+        parts = basis.split(widths, 1)
+        basis = torch.cat([unit * part for unit, part in zip(units, parts, strict=True)], 1)
+    basis = in_code_order(basis, widths)
     return KernelSide(
         score,
         accumulate,
@@ -124,7 +130,7 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
         tables=tuple(component.levels for component in codec.components),
         words=torch.cat(words) if words else None,
         places=places,
-        tokens=16 if len(meta) > 2 else 32,
+        tokens=16 if len(meta) > 2 else 64 if sum(tiles) <= 64 else 32,
         warps=max(sum(widths) // 256 if len(meta) > 2 else 1, *map(lookup.warps, widths)),
         query_map=with_mean(basis.mT, codec.mean) if keys else None,
         bias=codec.mean is not None,

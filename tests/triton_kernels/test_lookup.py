@@ -25,45 +25,28 @@ TEXTS = {
 """Assembly and register constraints by bits, and whether the levels are even."""
 
 
-def paired(words: torch.Tensor, keys: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Words A and B of each pair that a thread holds, of a tile `[T, words]`: neighbours in a token, or in a word."""
-    tile = words.reshape(TOKENS, -1)
-    tile = tile if keys else tile.T.contiguous()
-    return tile.reshape(-1, 2)[:, 0].numpy(), tile.reshape(-1, 2)[:, 1].numpy()
-
-
-def as_words(values: np.ndarray, bits: int) -> np.ndarray:
-    return values.astype(np.int64).astype(np.uint64).astype(np.uint32) & np.uint32(2**bits - 1)
-
-
-def halves(plane: torch.Tensor, keys: bool) -> np.ndarray:
-    """Words of 16 bits, two in a register, as Triton holds them: loaded as they are, or out of words of 32 bits."""
-    a, b = (as_words(part, 16) for part in paired(plane, keys))
-    both = a | b << np.uint32(16)
+def halves(plane: torch.Tensor, keys: bool) -> ptx.Register:
+    """Words of 16 bits, two in a register: loaded as they are, or out of words of 32 bits."""
+    (both,) = ptx.held(plane, keys)
     if plane.shape[-1] < 16:
         twos = plane.contiguous().view(torch.int32).repeat_interleave(2, -1)
-        places = torch.tensor([0x5410, 0x7632], dtype=torch.int32).repeat(TOKENS, plane.shape[-1] // 2)
-        held = [as_words(part, 32) for tile in (twos, places) for part in paired(tile, keys)]
-        picked = ptx.run(lookup.HALF.value, {f"${1 + i}": register for i, register in enumerate(held)}, 1)[0]
+        registers = ptx.held(twos, keys) + ptx.held(lookup.places(plane.shape[-1]).expand(TOKENS, -1), keys)
+        (picked,) = ptx.run(lookup.HALF.value, {f"${1 + i}": register for i, register in enumerate(registers)}, 1)
         assert np.array_equal(picked, both)
     return both
 
 
-def registers(bits: int, planes: tuple[torch.Tensor, ...], table: list[int], keys: bool) -> dict[str, np.ndarray]:
+def operands(bits: int, planes: tuple[torch.Tensor, ...], table: list[int], keys: bool) -> dict[str, ptx.Register]:
     """What Triton hands to the text: `pack=2` elements of every argument, two of 16 bits in one register."""
-    words = planes[0].shape[-1]
-    held: list[np.ndarray] = []
+    held: list[ptx.Register] = []
     if bits == 4:
-        held += [as_words(part, 32) for part in paired(planes[0], keys)]
+        held += ptx.held(planes[0], keys)
     elif bits > 1:
         held.append(halves(planes[0], keys))
     if bits in (1, 3):
-        fours = planes[-1].contiguous().view(torch.int32).repeat_interleave(4, -1)
-        held += [as_words(part, 32) for part in paired(fours, keys)]
-        places = lookup.byte_places(words).expand(TOKENS, -1)
-        held += [as_words(part, 32) for part in paired(places, keys)]
-    for word in table:
-        held += 2 * [np.full(len(held[0]), word & 0xFFFFFFFF, np.uint32)]
+        held += ptx.held(planes[-1].contiguous().view(torch.int32).repeat_interleave(4, -1), keys)
+        held += ptx.held(lookup.places(planes[0].shape[-1]).expand(TOKENS, -1), keys)
+    held += ptx.constants(table, len(held[0]))
     return {f"${8 + i}": register for i, register in enumerate(held)}
 
 
@@ -78,14 +61,13 @@ def test_text_gives_the_levels_of_the_codes(width: int, bits: int, even: bool, k
     if even:
         levels = (torch.arange(2**bits) - (2**bits - 1) / 2).half() * lookup.unit(bits)
     table = [] if even and bits in (1, 4) else lookup.byte_table(levels, bits).tolist()
-    operands = registers(bits, planes, table, keys)
+    inputs = operands(bits, planes, table, keys)
     text, constraints = TEXTS[bits, even]
-    assert len(operands) == constraints.value.count(",r")
-    outputs = ptx.run(text.value, operands, 8)
-    expected = levels[codes].view(TOKENS, 8, words_per_token(width))
+    assert len(inputs) == constraints.value.count(",r")
+    outputs = ptx.run(text.value, inputs, 8)
+    expected = levels[codes].view(torch.int16).view(TOKENS, 8, words_per_token(width))
     for field, output in enumerate(outputs):
-        a, b = paired(expected[:, field].contiguous(), keys)
-        assert np.array_equal(output.view(np.float16).reshape(-1, 2), np.stack([a, b], 1))
+        assert np.array_equal(output, ptx.held(expected[:, field], keys)[0])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
