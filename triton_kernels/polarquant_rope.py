@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..layout import PLANE_WORD, PLANES, padded_words, words_per_token
+from . import directions, lookup
 from .codes import load_codes, store_codes, tile_channels
 from .operands import KernelSide, code_tiles, in_code_order, launch_options, with_mean
 
@@ -35,23 +36,25 @@ def as_numbers(b_codes, DTYPE: tl.constexpr):
 
 @triton.jit
 def radii(
-    b_codes, p_scale, o_row, i: tl.constexpr, DTYPE: tl.constexpr,
-    WORDS: tl.constexpr, PADDED: tl.constexpr, OFFSET: tl.constexpr, TOKENS: tl.constexpr,
+    b_steps, p_scale, o_row, i: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
+    UNIT: tl.constexpr, OFFSET: tl.constexpr, TOKENS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Radii of tile `i` of codes. A tile starts at a multiple of its size, so its tokens share one group."""
-    b_steps = as_numbers(b_codes, DTYPE)
+    """Radii `(steps / UNIT + OFFSET) scale` of tile `i`, whose tokens share one group: it starts at a multiple of its
+    size."""
     if TOKENS == 0:
-        b_radii = b_steps + OFFSET
+        b_scale = tl.full([1, 1], 1.0, b_steps.dtype)
     else:
-        tl.static_assert(b_codes.shape[0] <= TOKENS)
+        tl.static_assert(b_steps.shape[0] <= TOKENS)
         o_d, m_d = tile_channels(i, WORDS, PADDED)
-        b_scale = tl.load(p_scale + o_row // TOKENS * (8 * WORDS) + o_d, mask=m_d, other=0.0).to(DTYPE)
-        b_radii = b_steps * b_scale[None, :] + (b_scale * OFFSET)[None, :]
-    return b_radii
+        p_scale += o_row // TOKENS * (8 * WORDS)
+        b_scale = tl.load(p_scale + o_d[None, :], mask=m_d[None, :], other=0.0).to(b_steps.dtype)
+    b_zero = b_scale * OFFSET
+    b_scale *= 1 / UNIT
+    return lookup.scaled(b_steps, b_scale, b_zero) if FAST else b_steps * b_scale + b_zero
 
 
 @triton.jit
-def directions(p_points, b_angles, DTYPE: tl.constexpr):
+def points(p_points, b_angles, DTYPE: tl.constexpr):
     """cos and sin of angle codes from `[angles, 2]` numbers; in 16 bits one lookup gives both."""
     if tl.float16 == DTYPE:
         b_both = tl.load(p_points.to(tl.pointer_type(tl.int32), bitcast=True) + b_angles)
@@ -64,32 +67,64 @@ def directions(p_points, b_angles, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def score(
-    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
-    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+def unpacked_scores(
+    b_q, fields, p_points, p_scale, o_row, o_t, m_t,
+    META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    ANGLE_BITS: tl.constexpr = META[0]
-    WORDS: tl.constexpr = META[2]
-    PADDED: tl.constexpr = META[3]
-    AT: tl.constexpr = 1 if (ANGLE_BITS == 2 or ANGLE_BITS == 4) else 2
-    SCALE: tl.constexpr = AT + (1 if (META[1] == 2 or META[1] == 4) else 2)
-    b_angles = load_codes(fields[0], fields[AT - 1], o_row, o_t, m_t, ANGLE_BITS, WORDS, PADDED, WORDS)
-    b_steps = load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, META[1], WORDS, PADDED, WORDS)
+    """Scores by codes: the portable way, and either score function."""
+    b_angles = load_codes(fields[0], fields[AT - 1], o_row, o_t, m_t, META[0], META[2], META[3], META[2])
+    b_steps = load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, META[1], META[2], META[3], META[2])
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
-    p_scale = fields[SCALE if META[5] else 0]
     TILES: tl.constexpr = len(b_angles)
-    HALF: tl.constexpr = 2 ** (ANGLE_BITS - 1)
+    HALF: tl.constexpr = 2 ** (META[0] - 1)
     for j in tl.static_range(TILES):
-        b_radii = radii(b_steps[j], p_scale, o_row, j, b_q[0].dtype, WORDS, PADDED, META[4], META[5])
+        b_steps_j = as_numbers(b_steps[j], b_q[0].dtype)
+        b_radii = radii(b_steps_j, p_scale, o_row, j, META[2], META[3], 1, META[4], META[5], False)
         if META[7]:
             b_signed = tl.where(b_angles[j] < HALF, b_radii, -b_radii)
             for i in tl.static_range(HALF):
                 b_chosen = tl.where((b_angles[j] & (HALF - 1)) == i, b_signed, 0.0)
                 b_s = tl.dot(b_q[i * TILES + j], tl.trans(b_chosen), b_s, input_precision=PRECISION)
         else:
-            b_cos, b_sin = directions(tables[0], b_angles[j], b_q[0].dtype)
+            b_cos, b_sin = points(p_points, b_angles[j], b_q[0].dtype)
             b_s = tl.dot(b_q[j], tl.trans(b_radii * b_cos), b_s, input_precision=PRECISION)
             b_s = tl.dot(b_q[TILES + j], tl.trans(b_radii * b_sin), b_s, input_precision=PRECISION)
+    return b_s
+
+
+@triton.jit
+def looked_up_scores(
+    b_q, fields, words, p_scale, o_row, o_t, m_t,
+    META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores by `directions.py` and `lookup.py`; the table of radii follows that of angles in `words`."""
+    b_points = directions.directions(fields[0], fields[AT - 1], words, o_row, o_t, m_t, META[0], META[2], META[3])
+    b_steps = lookup.levels(
+        fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, 8, META[1], True, META[2], META[3], META[2]
+    )
+    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    TILES: tl.constexpr = len(b_steps)
+    OFFSET: tl.constexpr = META[4] + (2 ** META[1] - 1) / 2
+    for j in tl.static_range(TILES):
+        b_radii = radii(b_steps[j], p_scale, o_row, j, META[2], META[3], lookup.unit(META[1]), OFFSET, META[5], True)
+        b_x, b_y = lookup.product(b_points[j], b_radii), lookup.product(b_points[TILES + j], b_radii)
+        b_s = tl.dot(b_q[j], tl.trans(b_x), b_s, input_precision=PRECISION)
+        b_s = tl.dot(b_q[TILES + j], tl.trans(b_y), b_s, input_precision=PRECISION)
+    return b_s
+
+
+@triton.jit
+def score(
+    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    AT: tl.constexpr = 1 if (META[0] == 2 or META[0] == 4) else 2
+    SCALE: tl.constexpr = AT + (1 if (META[1] == 2 or META[1] == 4) else 2)
+    p_scale = fields[SCALE if META[5] else 0]
+    if FAST and META[8]:
+        b_s = looked_up_scores(b_q, fields, words, p_scale, o_row, o_t, m_t, META, AT, SCALE, PRECISION)
+    else:
+        b_s = unpacked_scores(b_q, fields, tables[0], p_scale, o_row, o_t, m_t, META, AT, SCALE, PRECISION)
     if META[6]:
         b_s *= tl.load(fields[len(fields) - 1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)[None, :]
     return b_s
@@ -99,13 +134,14 @@ def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
     """Operands of a prepared codec."""
     options, pairs = codec.options, codec.pairs.pairs
     table = options.score_function == "table"
+    fast = not table and lookup.fits(pairs, options.radius_bits) and directions.fits(codec.points, pairs)
     meta = (
         options.angle_bits, options.radius_bits, words_per_token(pairs), padded_words(pairs), options.offset,
-        0 if options.radius_scale == "channel" else options.group_size, options.scalar == "match", table,
+        0 if options.radius_scale == "channel" else options.group_size, options.scalar == "match", table, fast,
     )  # fmt: skip
     parts = 2 ** (options.angle_bits - 1) if table else 2
     basis = in_code_order(codec.basis(), (pairs,) * parts)
-    return KernelSide(
+    side = KernelSide(
         score,
         None,
         meta,
@@ -115,6 +151,11 @@ def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
         query_map=with_mean(basis.mT, codec.mean).contiguous(),
         bias=codec.mean is not None,
     )
+    if fast:
+        side.places = padded_words(pairs)
+        words = [directions.tables(codec.points), *lookup.even_tables(options.radius_bits)]
+        side.words = torch.cat([*words, lookup.places(side.places)]).to(codec.points.device)
+    return side
 
 
 @triton.jit(do_not_specialize=("N",))
