@@ -7,10 +7,14 @@ is a uint32 array, one entry per thread.
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
 
 Register = npt.NDArray[np.uint32]
 
@@ -29,6 +33,27 @@ def held(tile: torch.Tensor, keys: bool) -> list[Register]:
 def constants(words: list[int], size: int) -> list[Register]:
     """Words that all elements share, as registers of pairs."""
     return [np.full(size, word & 0xFFFFFFFF, np.uint32) for word in words for _ in range(2)]
+
+
+def create_inline_asm(
+    _builder: Any, text: str, _constraints: str, handles: list[Any], types: list[Any], _pure: bool, pack: int
+) -> Any:
+    """What Triton's interpreter lacks: assembly of pairs of neighbouring elements, of 16 or 32 bits."""
+    assert pack == 2
+    registers: list[Register] = []
+    for handle in handles:
+        words = np.ascontiguousarray(handle.data).reshape(-1).view(np.uint32)
+        registers += [words] if handle.data.itemsize == 2 else list(words.reshape(-1, 2).T)
+    first = len(types)
+    outputs = run(text, {f"${first + i}": register for i, register in enumerate(registers)}, first)
+    results = [
+        TensorHandle(
+            output.view(np.float16 if kind.scalar == tl.float16 else np.int16).reshape(handles[0].data.shape),
+            kind.scalar,
+        )
+        for output, kind in zip(outputs, types, strict=True)
+    ]
+    return SimpleNamespace(get_result=results.__getitem__)
 
 
 def run(text: str, operands: dict[str, Register], outputs: int) -> list[Register]:
@@ -88,5 +113,6 @@ INSTRUCTIONS = {
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
     "add.rn.f16x2": lambda a, b: _packed(_halves(a).astype(np.float64) + _halves(b)),
+    "mul.rn.f16x2": lambda a, b: _packed(_halves(a).astype(np.float64) * _halves(b)),
     "fma.rn.f16x2": lambda a, b, c: _packed(_halves(a).astype(np.float64) * _halves(b) + _halves(c)),
 }

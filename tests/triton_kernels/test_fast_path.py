@@ -1,0 +1,62 @@
+"""The attention kernel's fast path without a GPU: in Triton's interpreter, with the assembly run by `ptx.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ptx
+import pytest
+import torch
+from attention_cases import BARS, F16, PAIRS, Case, error, kivi, plain_attention, segments, tq
+from segment_makers import DEVICE
+from triton.runtime.interpreter import InterpreterBuilder
+
+from kvcache_compress.triton_kernels import launch
+from kvcache_compress.view import SideSegments
+
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU runs it in all tests of 16 bits")
+
+
+def rope(angle: int, radius: int, **options: Any) -> tuple[str, dict[str, Any]]:
+    return "polarquant_rope", {"angle_bits": angle, "radius_bits": radius, **options}
+
+
+PAPER = {"radius_scale": "channel", "reconstruction": "edge"}
+ROPE = {
+    "rope-4-4": (rope(4, 4, group_size=32), kivi(2)),
+    "rope-5-3": (rope(5, 3), tq(4)),
+    "rope-5-2": (rope(5, 2, scalar="match", center="on"), tq(2)),
+    "rope-4-2-paper": (rope(4, 2, **PAPER), tq(3)),
+    "rope-5-4-edge": (rope(5, 4, reconstruction="edge"), tq(1)),
+}
+SIDES = ("1-bit", "2-bit", "3-bit", "4-bit", "uniform", "uniform-2", "prod-3-2", "kivi-2-4", "kivi-3", "2.5-3.5")
+CASES = {f"{name}-{dim}": Case(*PAIRS[name], head_dim=dim, dtype=F16) for name in SIDES for dim in (64, 128)}
+CASES |= {f"{name}-128": Case(*pair, head_dim=128, dtype=F16) for name, pair in ROPE.items()}
+CASES |= {
+    "prod-fractional-128": Case(*PAIRS["prod-fractional"], head_dim=128, dtype=F16),
+    "qjl-128": Case(("qjl", {"sketch_ratio": 3}), tq(4), head_dim=128, dtype=F16),
+    "4-bit-96": Case(head_dim=96, dtype=F16),
+    "3-bit-256": Case(tq(3), tq(2), head_dim=256, dtype=F16),
+    "rope-5-3-256": Case(*ROPE["rope-5-3"], head_dim=256, dtype=F16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fast_path_equals_plain_attention(
+    name: str, make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+
+    def create(builder: Any, text: str, *arguments: Any) -> Any:
+        texts.append(text)
+        return ptx.create_inline_asm(builder, text, *arguments)
+
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create)
+    torch.manual_seed(len(name))
+    keys, values = segments(CASES[name], make_side)
+    query = torch.randn(2, 6, 1, CASES[name].head_dim).to(F16)
+    out = launch.attend(query, keys, values, None, scaling=CASES[name].head_dim ** -0.5)
+    assert error(out, plain_attention(query, keys, values, None, CASES[name], None)) <= BARS[F16]
+    assert texts
