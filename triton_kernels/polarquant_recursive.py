@@ -6,7 +6,7 @@
 
 A single radius per token stays out of the tree: it multiplies the score and the weight. With coordinate i numbered
 `i // ODD * PAD + i % ODD`, ODD the odd part of the head dimension and PAD its next power of two, all tiles are powers
-of two and pairing by halves stays as it is.
+of two and pairing by halves stays as it is. `polar_columns.py` has a faster way for 128 channels.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ..polar_tree import PolarTree
+from . import lookup, polar_columns
 from .operands import KernelSide, with_mean
 
 if TYPE_CHECKING:
@@ -63,6 +64,13 @@ def points(p_points, b_codes, START: tl.constexpr):
 
 
 @triton.jit
+def halves(b_x):
+    """Low and high half of `[T, W]`."""
+    T: tl.constexpr = b_x.shape[0]
+    return tl.split(tl.permute(tl.reshape(b_x, [T, 2, b_x.shape[1] // 2]), [0, 2, 1]))
+
+
+@triton.jit
 def stored_radii(fields, tables, i_h, o_i, m_i, FIELD: tl.constexpr, CODED: tl.constexpr):
     """Radii at `o_i`, float32; 8-bit ones through their head's table."""
     b_radii = tl.load(fields[FIELD] + o_i, mask=m_i, other=0)
@@ -100,13 +108,32 @@ def tree_tile(fields, tables, i_h, o_row, o_t, m_t, LEVELS: tl.constexpr, SHAPE:
 
 
 @triton.jit
+def tiles(
+    fields, tables, words, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr
+):  # fmt: skip
+    """Tiles of code space, and the radius of each token that is left out: two tiles, or eight of 16 columns."""
+    if FAST and META[2]:
+        b_tiles = polar_columns.column_tiles(fields, tables[len(tables) - 1], words, o_row, o_t, m_t, META[0])
+        b_scale = stored_radii(fields, tables, i_h, o_row + o_t, m_t, META[1][3], META[1][4])
+    else:
+        b_low, b_high, b_scale = tree_tile(fields, tables, i_h, o_row, o_t, m_t, META[0], META[1], DTYPE)
+        b_tiles = (b_low, b_high)
+        if META[2]:
+            b_0, b_2 = halves(b_low)
+            b_4, b_6 = halves(b_high)
+            b_tiles = halves(b_0) + halves(b_2) + halves(b_4) + halves(b_6)
+    return b_tiles, b_scale
+
+
+@triton.jit
 def score(
     b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    b_low, b_high, b_scale = tree_tile(fields, tables, i_h, o_row, o_t, m_t, META[0], META[1], b_q[0].dtype)
-    b_s = tl.dot(b_q[0], tl.trans(b_low), input_precision=PRECISION)
-    b_s = tl.dot(b_q[1], tl.trans(b_high), b_s, input_precision=PRECISION)
+    b_tiles, b_scale = tiles(fields, tables, words, i_h, o_row, o_t, m_t, META, b_q[0].dtype, FAST)
+    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    for i in tl.static_range(len(b_tiles)):
+        b_s = tl.dot(b_q[i], tl.trans(b_tiles[i]), b_s, input_precision=PRECISION)
     return b_s * b_scale[None, :]
 
 
@@ -115,10 +142,15 @@ def accumulate(
     b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    b_low, b_high, b_scale = tree_tile(fields, tables, i_h, o_row, o_t, m_t, META[0], META[1], DTYPE)
-    b_weights = (b_p * b_scale[None, :]).to(DTYPE)
-    b_low_acc = tl.dot(b_weights, b_low, b_acc[0], input_precision=PRECISION)
-    return (b_low_acc, tl.dot(b_weights, b_high, b_acc[1], input_precision=PRECISION))
+    b_tiles, b_scale = tiles(fields, tables, words, i_h, o_row, o_t, m_t, META, DTYPE, FAST)
+    if FAST:
+        b_weights = lookup.product(b_p.to(DTYPE), b_scale.to(DTYPE)[None, :])
+    else:
+        b_weights = (b_p * b_scale[None, :]).to(DTYPE)
+    b_sums = ()
+    for i in tl.static_range(len(b_tiles)):
+        b_sums = b_sums + (tl.dot(b_weights, b_tiles[i], b_acc[i], input_precision=PRECISION),)
+    return b_sums
 
 
 def padding(head_dim: int) -> tuple[int, int]:
@@ -147,13 +179,20 @@ def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
     tables = (torch.cat([book.points for book in codec.books]),)
     if codec.radius_table is not None:
         tables += (codec.radius_table,)
+    fast = polar_columns.fits(tree, codec.books)
+    if fast:
+        tables += (polar_columns.coarse_table(codec.books).to(device),)
+    shape = (odd, pad, tree.roots, len(codec.fields) - 1, codec.radius_table is not None)
     return KernelSide(
         score,
         accumulate,
-        (level_meta(tree), (odd, pad, tree.roots, len(codec.fields) - 1, codec.radius_table is not None)),
-        (width // 2, width // 2),
+        (level_meta(tree), shape, fast),
+        (16,) * 8 if fast else (width // 2, width // 2),
         tables=tables,
-        warps=2,
+        words=polar_columns.words(codec.books).to(device) if fast else None,
+        places=8 if fast else 0,
+        tokens=16 if fast else 32,
+        warps=1 if fast else 2,
         query_map=with_mean(basis.mT, codec.mean).contiguous(),
         bias=codec.mean is not None,
         output_map=basis,

@@ -12,14 +12,7 @@ from ..layout import PLANE_WORD, PLANES
 from ..polar_codebooks import AngleCodebook
 from ..polar_tree import PolarTree
 from .operands import launch_options
-from .polarquant_recursive import level_meta, padding, points
-
-
-@triton.jit
-def halves(b_x):
-    """Low and high half of `[T, W]`."""
-    T: tl.constexpr = b_x.shape[0]
-    return tl.split(tl.permute(tl.reshape(b_x, [T, 2, b_x.shape[1] // 2]), [0, 2, 1]))
+from .polarquant_recursive import halves, level_meta, padding, points
 
 
 @triton.jit

@@ -12,7 +12,8 @@ from attention_cases import BARS, F16, PAIRS, Case, error, kivi, plain_attention
 from segment_makers import DEVICE
 from triton.runtime.interpreter import InterpreterBuilder
 
-from kvcache_compress.triton_kernels import launch
+from kvcache_compress.codec import Codec
+from kvcache_compress.triton_kernels import launch, polar_columns
 from kvcache_compress.view import SideSegments
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU runs it in all tests of 16 bits")
@@ -20,6 +21,10 @@ pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU runs it in a
 
 def rope(angle: int, radius: int, **options: Any) -> tuple[str, dict[str, Any]]:
     return "polarquant_rope", {"angle_bits": angle, "radius_bits": radius, **options}
+
+
+def tree(*bits: int, **options: Any) -> tuple[str, dict[str, Any]]:
+    return "polarquant_recursive", {"bits": bits, **options}
 
 
 PAPER = {"radius_scale": "channel", "reconstruction": "edge"}
@@ -36,6 +41,8 @@ CASES |= {f"{name}-128": Case(*pair, head_dim=128, dtype=F16) for name, pair in 
 CASES |= {
     "prod-fractional-128": Case(*PAIRS["prod-fractional"], head_dim=128, dtype=F16),
     "qjl-128": Case(("qjl", {"sketch_ratio": 3}), tq(4), head_dim=128, dtype=F16),
+    "tree-128": Case(tree(4, 3, 2), tree(4, 2), head_dim=128, dtype=F16),
+    "tree-of-16-bit-radii-128": Case(tree(4, 2, center="on"), tree(4, 3, 2, radius_bits=16), head_dim=128, dtype=F16),
     "4-bit-96": Case(head_dim=96, dtype=F16),
     "3-bit-256": Case(tq(3), tq(2), head_dim=256, dtype=F16),
     "rope-5-3-256": Case(*ROPE["rope-5-3"], head_dim=256, dtype=F16),
@@ -60,3 +67,15 @@ def test_fast_path_equals_plain_attention(
     out = launch.attend(query, keys, values, None, scaling=CASES[name].head_dim ** -0.5)
     assert error(out, plain_attention(query, keys, values, None, CASES[name], None)) <= BARS[F16]
     assert texts
+
+
+def test_which_trees_are_undone_in_columns(make_codec: Callable[..., Codec]) -> None:
+    def fits(dim: int, **options: Any) -> bool:
+        codec = make_codec("polarquant_recursive", options, "keys", dim)
+        return polar_columns.fits(codec.tree, codec.books)
+
+    assert fits(128)
+    assert fits(128, bits=(4, 2))
+    assert not fits(64)
+    assert not fits(128, levels=4, bits=(4, 2, 2, 2), radius_bits=16), "its rows of 14 bytes are no whole words"
+    assert not fits(128, bits=(4, 4, 2))
