@@ -19,7 +19,19 @@ METHODS = ["polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit
 
 
 # Instructions per element on sm_90 that the codes of these presets must not exceed (docs/kernels.md).
-BUDGET = {"turboquant-4bit": 4, "turboquant-2bit": 3, "turboquant-k3v2": 3, "turboquant-k4v2": 4, "qjl-3bit": 6}
+BUDGET = {
+    "turboquant-4bit": 4,
+    "turboquant-3bit": 3,
+    "turboquant-2bit": 3,
+    "turboquant-k3v2": 3,
+    "turboquant-k4v2": 4,
+    "turboquant-2.5bit": 3.2,
+    "turboquant-3.5bit": 4,
+    "turboquant-4bit, D=64": 4,
+    "uniform-4bit": 2.5,
+    "polarquant-rope-4bit": 6,
+    "qjl-3bit": 6,
+}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
