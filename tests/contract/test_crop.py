@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import assert_close_but_for_flips
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 LENGTH = 75
@@ -52,7 +53,7 @@ def test_anywhere(case: Any, ids: torch.Tensor, removed: int) -> None:
         torch.testing.assert_close(layer.values[:, :, :left], twin.values, **TOLERANCE)
     sizes = [18, 2, 12, 45, 1]
     rest = ids[:, 100 : 100 + sum(sizes)]
-    torch.testing.assert_close(case.feed(cache, rest, sizes), case.feed(oracle, rest, sizes), **TOLERANCE)
+    assert_close_but_for_flips(case.feed(cache, rest, sizes), case.feed(oracle, rest, sizes))
     assert cache.packed_tokens > 0
 
 
