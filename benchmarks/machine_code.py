@@ -36,9 +36,9 @@ from kvcache_compress.view import SideSegments
 RESULTS = Path(__file__).parent / "results" / "kernels.json"
 TOLERANCE = 0.05
 """Largest growth of the instructions per element that `--check` lets pass."""
-KNOWN_STACK = {"prod-2.5bit, D=256": 536, "prod-2.5bit, float32": 56}
-"""Variants that spill, and the bytes that are allowed: queries and sums of four components, 512 numbers in all, or 256
-of float32 (on sm_100 only), take more registers than there are."""
+KNOWN_STACK = {"prod-2.5bit, D=256": 536, "prod-2.5bit, float32": 56, "turboquant-2.5bit, D=256": 88}
+"""Variants that spill, and the bytes that are allowed: queries and sums of two or four components, 512 numbers in all,
+or 256 of float32 (on sm_100 only), take more registers than there are."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ def attention_variants() -> dict[str, Variant]:
         "turboquant-4bit, D=96": Variant(four, four, 96),
         "turboquant-4bit, D=256": Variant(four, four, 256),
         "kivi-4bit, D=256": Variant(kivi_side, kivi_side, 256),
+        "turboquant-2.5bit, D=256": Variant(side_of("turboquant", bits=2.5), side_of("turboquant", bits=2.5), 256),
         "prod-2.5bit, D=256": Variant(prod[2.5], prod[2.5], 256),
         "prod-k3v2, D=256": Variant(prod[3], prod[2], 256),
         "turboquant-4bit, float32": Variant(four, four, **exact),

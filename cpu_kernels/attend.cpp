@@ -225,6 +225,9 @@ Tensor attend(const Tensor& query, std::vector<Tensor> k_fields, std::vector<Ten
   STD_TORCH_CHECK(query.size(3) == sink_k.size(3), "queries of ", query.size(3), " numbers for keys of ",
                   sink_k.size(3));
   STD_TORCH_CHECK(!logits || logits->numel() == query.size(1), "one learned sink per query head is needed");
+  STD_TORCH_CHECK(
+      !k_basis || (k_basis->scalar_type() == torch::headeronly::ScalarType::Float && k_basis->is_contiguous()),
+      "a basis of keys must be float32 and contiguous");
   const int64_t heads = sink_k.size(1), sinks = sink_k.size(2), tail = tail_k.size(2);
   Step step{query.size(0),          heads, query.size(1) / heads, query.size(2), sinks + room + tail,
             float(softcap) * LOG2E, {}};

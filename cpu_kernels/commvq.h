@@ -34,6 +34,8 @@ class Codebooks {
         bits_(std::countr_zero(static_cast<uint64_t>(books.size(3)))),
         starts_(stride) {
     STD_TORCH_CHECK(books.is_contiguous(), "codebooks must be contiguous");
+    STD_TORCH_CHECK(std::has_single_bit(static_cast<uint64_t>(books.size(3))) && bits_ <= 8,
+                    "a codebook must have a power of two of rows, at most 256");
     for (int64_t i = 0; i < groups * terms; ++i) starts_[i] = i / parts * books.size(3) * row_;
   }
 

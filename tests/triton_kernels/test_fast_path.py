@@ -8,7 +8,7 @@ from typing import Any
 import ptx
 import pytest
 import torch
-from attention_cases import BARS, F16, PAIRS, Case, error, kivi, plain_attention, segments, tq
+from attention_cases import BARS, F16, PAIRS, Case, error, kivi, make_mask, plain_attention, segments, tq
 from segment_makers import DEVICE
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -47,13 +47,31 @@ CASES |= {
     "3-bit-256": Case(tq(3), tq(2), head_dim=256, dtype=F16),
     "rope-5-3-256": Case(*ROPE["rope-5-3"], head_dim=256, dtype=F16),
 }
+HIDDEN: dict[str, Any] = {"count": 3, "mask": "bool", "hidden": 44, "rows_differ": True, "packed": 97, "dtype": F16}
+WHOLE = HIDDEN | {"packed": 96}  # groups of 32
+CASES |= {
+    "hidden-4-bit-64": Case(**HIDDEN),
+    "hidden-3-bit-128": Case(tq(3), tq(3), head_dim=128, **HIDDEN),
+    "hidden-tree-128": Case(tree(4, 3, 2), tree(4, 2), head_dim=128, **HIDDEN),
+    "hidden-rope-128": Case(rope(5, 3, group_size=32), tq(4), head_dim=128, **WHOLE),
+    "hidden-prod-128": Case(*PAIRS["prod-fractional"], head_dim=128, **HIDDEN),
+    "hidden-qjl-96": Case(("qjl", {"sketch_ratio": 3}), tq(4), head_dim=96, **HIDDEN),
+    "hidden-4-bit-80": Case(tq(4), tq(2), head_dim=80, **HIDDEN),
+    "hidden-4-bit-112": Case(tq(4), tq(1), head_dim=112, **HIDDEN),
+    "hidden-kivi-96": Case(kivi(2), kivi(3), head_dim=96, **WHOLE),
+    "hidden-values-of-128": Case(tq(3), tq(2.5), value_dim=128, **HIDDEN),
+    "additive": Case(**HIDDEN | {"mask": "float"}),
+    "finite": Case(**HIDDEN | {"mask": "finite"}),
+    "softcap": Case(softcap=5.0, **HIDDEN),
+    "many-queries": Case(groups=5, **HIDDEN | {"count": 9}),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_fast_path_equals_plain_attention(
     name: str, make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = []
+    case, texts = CASES[name], []
 
     def create(builder: Any, text: str, *arguments: Any) -> Any:
         texts.append(text)
@@ -62,10 +80,12 @@ def test_fast_path_equals_plain_attention(
     monkeypatch.setattr(launch, "interpreting", lambda: False)
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create)
     torch.manual_seed(len(name))
-    keys, values = segments(CASES[name], make_side)
-    query = torch.randn(2, 6, 1, CASES[name].head_dim).to(F16)
-    out = launch.attend(query, keys, values, None, scaling=CASES[name].head_dim ** -0.5)
-    assert error(out, plain_attention(query, keys, values, None, CASES[name], None)) <= BARS[F16]
+    keys, values = segments(case, make_side)
+    heads = 2 * case.groups
+    query = torch.randn(2, heads, case.count, case.head_dim).to(F16)
+    mask = make_mask(case, 2, heads, keys.shape[2])
+    out = launch.attend(query, keys, values, mask, scaling=case.head_dim**-0.5, softcap=case.softcap)
+    assert error(out, plain_attention(query, keys, values, mask, case, None)) <= BARS[F16]
     assert texts
 
 
