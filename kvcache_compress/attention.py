@@ -1,8 +1,8 @@
 """Our attention function in Transformers: registered by name, switched on per model, and its dispatch.
 
 Without packed tokens (prefill) the model's previous attention runs on the fresh tensors. With packed tokens and a few
-queries, in C++ any number of them, the fused path runs over the compressed cache; many queries attend to long caches
-tile by tile. Anything else - gradients, options that these do not know - decodes one layer and runs the previous
+queries, in C++ a few more, the fused path runs over the compressed cache; many queries attend to long caches tile by
+tile. Anything else - gradients, options that these do not know - decodes one layer and runs the previous
 attention with its own mask.
 """
 

@@ -15,10 +15,10 @@ import torch
 from .view import CHUNK_TOKENS, SideSegments
 
 TILE_TOKENS = 4 * CHUNK_TOKENS
-"""Tokens attended to at a time. Each tile reads and writes the output once to merge it, and keys and values once per
-block of queries; with so many tokens the former is the lesser by far."""
+"""Tokens attended to at a time. Each tile reads and writes the output once to merge it: fewer of them cost less."""
 BLOCK_QUERIES = 1024
-"""Queries of one call of PyTorch's attention, so that its mask has no more than 8 million numbers."""
+"""Queries of one call of PyTorch's attention. They bound its mask: 8 million numbers per sequence, and per head for a
+mask that differs by head."""
 
 
 def suits(query: torch.Tensor, keys: SideSegments, values: SideSegments, softcap: float | None) -> bool:
@@ -30,8 +30,9 @@ def suits(query: torch.Tensor, keys: SideSegments, values: SideSegments, softcap
         return dims[0] == dims[1] and query.dtype != torch.float64
     if query.device.type != "cuda" or any(dim % 8 for dim in dims):
         return False
-    narrow = query.dtype in (torch.float32, torch.float16)
-    return narrow or (query.dtype == torch.bfloat16 and torch.cuda.get_device_capability(query.device)[0] >= 8)
+    if query.dtype == torch.bfloat16:
+        return torch.cuda.get_device_capability(query.device)[0] >= 8
+    return query.dtype in (torch.float32, torch.float16)
 
 
 def attend(
@@ -101,7 +102,7 @@ def _allowed(
         allowed = torch.ones(size, dtype=torch.bool, device=query.device).tril(seen - begin)[None, None]
     if mask is None:
         return allowed
-    padding = mask[:, None, None, begin:end].bool()
+    padding = mask[:, None, None, -tokens:][..., begin:end].bool()
     return padding.expand(-1, -1, rows.stop - rows.start, -1) if allowed is None else padding & allowed
 
 

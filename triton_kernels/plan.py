@@ -1,7 +1,7 @@
 """Launches that are repeated from step to step, without working out again what does not change.
 
 Triton's own launch looks at all arguments, 60 of the attention kernel, to find the compiled kernel for their types,
-alignments and constants: about 25 microseconds. A plan remembers the kernel and what is constant. Whoever keeps it
+alignments and constants. A plan remembers the kernel and what is constant. Whoever keeps it
 compares all else that Triton looks at. On AMD's GPUs that is the size of each tensor's memory too, so nothing is
 repeated there.
 """
