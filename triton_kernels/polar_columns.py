@@ -108,34 +108,36 @@ def coarse_table(books: tuple[AngleCodebook, ...]) -> torch.Tensor:
 
 
 @triton.jit
-def column_tiles(fields, p_coarse, words, o_row, o_t, m_t, LEVELS: tl.constexpr):
-    """Eight tiles `[T, 16]` of unit vectors in code space."""
+def column_tiles(fields, p_coarse, words, o_row, o_t, m_t, META: tl.constexpr):
+    """Eight tiles `[T, 16]` of unit vectors in code space; `META` as in `polarquant_recursive.py`."""
     b_places = words[len(words) - 1]
     T: tl.constexpr = o_t.shape[0]
-    p_twos = fields[LEVELS[2][1]].to(tl.pointer_type(tl.int32), bitcast=True)
-    b_rest = load_words(p_twos + LEVELS[3][3] // 2, o_row, o_t, m_t, LEVELS[3][2] // 2, 1, 1)
+    p_twos = fields[META[3][1]].to(tl.pointer_type(tl.int32), bitcast=True)
+    b_rest = load_words(p_twos + META[4][3] // 2, o_row, o_t, m_t, META[4][2] // 2, 1, 1)
     b_column = b_places >> 24
     b_codes = (b_rest >> b_column) & 3 | (b_rest >> (14 + (b_column & 6))) & 12
     b_codes |= (b_rest >> (20 + (b_column & 2))) & 48 | (b_rest >> 22) & 192
-    b_both = tl.load(p_coarse.to(tl.pointer_type(tl.int32), bitcast=True) + (b_codes + b_column * 128))
+    # A column's table first: it lies in the same place in every turn.
+    p_column = p_coarse.to(tl.pointer_type(tl.int32), bitcast=True) + b_column * 128
+    b_both = tl.load(p_column + b_codes)
     b_radii = (
         b_both.to(tl.int16).to(tl.float16, bitcast=True),
         (b_both >> 16).to(tl.int16).to(tl.float16, bitcast=True),
     )
-    b_third = load_words(p_twos + LEVELS[2][3] // 2, o_row, o_t, m_t, LEVELS[2][2] // 2, 1, 1)
-    FIRST: tl.constexpr = 8 + (8 if LEVELS[1][0] == 3 else 4)
+    b_third = load_words(p_twos + META[3][3] // 2, o_row, o_t, m_t, META[3][2] // 2, 1, 1)
+    FIRST: tl.constexpr = 8 + (8 if META[2][0] == 3 else 4)
     b_points = tl.inline_asm_elementwise(
         LEVEL_3, LEVEL_3_REGISTERS,
         [b_third >> (b_places >> 16 & 255), words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
         dtype=(tl.float16,) * 4, is_pure=True, pack=2,
     )  # fmt: skip
     b_radii = undone(b_radii, b_points)
-    p_second = fields[LEVELS[1][1]].to(tl.pointer_type(tl.int32), bitcast=True)
-    b_second = load_words(p_second + LEVELS[1][3] // 2, o_row, o_t, m_t, LEVELS[1][2] // 2, 2, 2)
+    p_second = fields[META[2][1]].to(tl.pointer_type(tl.int32), bitcast=True)
+    b_second = load_words(p_second + META[2][3] // 2, o_row, o_t, m_t, META[2][2] // 2, 2, 2)
     b_second = tl.reshape(tl.broadcast_to(b_second[:, None, :, None], [T, 2, 2, 2]), [T, 8])
     b_second = b_second >> (b_places & 255)
-    if LEVELS[1][0] == 3:
-        p_high = fields[LEVELS[1][1] + 1].to(tl.pointer_type(tl.int32), bitcast=True)
+    if META[2][0] == 3:
+        p_high = fields[META[2][1] + 1].to(tl.pointer_type(tl.int32), bitcast=True)
         b_high = load_words(p_high, o_row, o_t, m_t, 1, 1, 1) >> (b_places >> 8 & 255)
         b_points = tl.inline_asm_elementwise(
             LEVEL_2_OF_3, LEVEL_2_OF_3_REGISTERS,
@@ -148,7 +150,7 @@ def column_tiles(fields, p_coarse, words, o_row, o_t, m_t, LEVELS: tl.constexpr)
             dtype=(tl.float16,) * 8, is_pure=True, pack=2,
         )  # fmt: skip
     b_radii = undone(b_radii, b_points)
-    b_points = directions.unjoined(fields[LEVELS[0][1]], fields[0], words, o_row, o_t, m_t, 4, 8, 8)
+    b_points = directions.unjoined(fields[META[1][1]], fields[0], words, o_row, o_t, m_t, 4, 8, 8)
     return lookup.joined(undone(b_radii, b_points))
 
 

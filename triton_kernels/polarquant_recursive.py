@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def level_codes(fields, o_row, o_t, m_t, LEVEL: tl.constexpr, ODD: tl.constexpr, PAD: tl.constexpr):
-    """Codes of one level, int32 `[T, COUNT // ODD * PAD]`; `LEVEL` as in `level_meta`."""
+def level_codes(fields, o_row, o_t, m_t, META: tl.constexpr, AT: tl.constexpr, ODD: tl.constexpr, PAD: tl.constexpr):
+    """Codes of level `AT`, int32 `[T, COUNT // ODD * PAD]`."""
+    LEVEL: tl.constexpr = META[1 + AT]
     BITS: tl.constexpr = LEVEL[0]
     FIELD: tl.constexpr = LEVEL[1]
     WORDS: tl.constexpr = LEVEL[4]
@@ -80,12 +81,13 @@ def stored_radii(fields, tables, i_h, o_i, m_i, FIELD: tl.constexpr, CODED: tl.c
 
 
 @triton.jit
-def tree_tile(fields, tables, i_h, o_row, o_t, m_t, LEVELS: tl.constexpr, SHAPE: tl.constexpr, DTYPE: tl.constexpr):
+def tree_tile(fields, tables, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr):
     """Low and high half of a tile in code space, each `[T, W]`, and the radius of each token that is left out."""
+    SHAPE: tl.constexpr = META[0]
     ODD: tl.constexpr = SHAPE[0]
     PAD: tl.constexpr = SHAPE[1]
     ROOTS: tl.constexpr = SHAPE[2]
-    DEPTH: tl.constexpr = len(LEVELS)
+    DEPTH: tl.constexpr = len(META) - 1
     SINGLE: tl.constexpr = ROOTS == 1
     if SINGLE:
         b_scale = stored_radii(fields, tables, i_h, o_row + o_t, m_t, SHAPE[3], SHAPE[4])
@@ -96,8 +98,8 @@ def tree_tile(fields, tables, i_h, o_row, o_t, m_t, LEVELS: tl.constexpr, SHAPE:
         b_r = stored_radii(fields, tables, i_h, (o_row + o_t)[:, None] * ROOTS + o_i[None, :], m_r, SHAPE[3], SHAPE[4])
         b_scale = tl.full([o_t.shape[0]], 1.0, tl.float32)
     for i in tl.static_range(DEPTH):
-        b_codes = level_codes(fields, o_row, o_t, m_t, LEVELS[DEPTH - 1 - i], ODD, PAD)
-        b_pair = points(tables[0], b_codes, LEVELS[DEPTH - 1 - i][7])
+        b_codes = level_codes(fields, o_row, o_t, m_t, META, DEPTH - 1 - i, ODD, PAD)
+        b_pair = points(tables[0], b_codes, META[DEPTH - i][7])
         if i > 0 or not SINGLE:
             b_pair = b_pair * (b_r[:, :, None] if i < DEPTH - 1 else b_r.to(DTYPE)[:, :, None])
         if i < DEPTH - 1:
@@ -111,14 +113,18 @@ def tree_tile(fields, tables, i_h, o_row, o_t, m_t, LEVELS: tl.constexpr, SHAPE:
 def tiles(
     fields, tables, words, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
-    """Tiles of code space, and the radius of each token that is left out: two tiles, or eight of 16 columns."""
-    if FAST and META[2]:
-        b_tiles = polar_columns.column_tiles(fields, tables[len(tables) - 1], words, o_row, o_t, m_t, META[0])
-        b_scale = stored_radii(fields, tables, i_h, o_row + o_t, m_t, META[1][3], META[1][4])
+    """Tiles of code space, and the radius of each token that is left out: two tiles, or eight of 16 columns.
+
+    `META[0]` is the shape of the tree, last whether `polar_columns.py` undoes it, and `META[ℓ]` level ℓ as in
+    `level_meta`. It is handed on whole: Triton 3.6 takes no tuple out of another one as an argument.
+    """
+    if FAST and META[0][5]:
+        b_tiles = polar_columns.column_tiles(fields, tables[len(tables) - 1], words, o_row, o_t, m_t, META)
+        b_scale = stored_radii(fields, tables, i_h, o_row + o_t, m_t, META[0][3], META[0][4])
     else:
-        b_low, b_high, b_scale = tree_tile(fields, tables, i_h, o_row, o_t, m_t, META[0], META[1], DTYPE)
+        b_low, b_high, b_scale = tree_tile(fields, tables, i_h, o_row, o_t, m_t, META, DTYPE)
         b_tiles = (b_low, b_high)
-        if META[2]:
+        if META[0][5]:
             b_0, b_2 = halves(b_low)
             b_4, b_6 = halves(b_high)
             b_tiles = halves(b_0) + halves(b_2) + halves(b_4) + halves(b_6)
@@ -182,11 +188,11 @@ def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
     fast = polar_columns.fits(tree, codec.books)
     if fast:
         tables += (polar_columns.coarse_table(codec.books).to(device),)
-    shape = (odd, pad, tree.roots, len(codec.fields) - 1, codec.radius_table is not None)
+    shape = (odd, pad, tree.roots, len(codec.fields) - 1, codec.radius_table is not None, fast)
     return KernelSide(
         score,
         accumulate,
-        (level_meta(tree), shape, fast),
+        (shape, *level_meta(tree)),
         (16,) * 8 if fast else (width // 2, width // 2),
         tables=tables,
         words=polar_columns.words(codec.books).to(device) if fast else None,

@@ -18,9 +18,10 @@ from .polarquant_recursive import halves, level_meta, padding, points
 @triton.jit
 def store_plane(
     b_codes, p_plane, o_n, m_n, SHIFT: tl.constexpr, PLANE: tl.constexpr,
-    LEVEL: tl.constexpr, ODD: tl.constexpr, PAD: tl.constexpr,
+    LEVELS: tl.constexpr, AT: tl.constexpr, ODD: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Packs bits `[SHIFT, SHIFT + PLANE)` of a level with whole words, int32 `[T, 8 * words]`, into their plane."""
+    """Packs bits `[SHIFT, SHIFT + PLANE)` of level `AT`, int32 `[T, 8 * words]`, into their plane."""
+    LEVEL: tl.constexpr = LEVELS[AT]
     SIZE: tl.constexpr = LEVEL[4] // ODD * PAD
     b_parts = (tl.reshape(b_codes, [b_codes.shape[0], 8, SIZE]) >> SHIFT) & (2**PLANE - 1)
     b_words = tl.sum(b_parts << (PLANE * tl.arange(0, 8))[None, :, None], 1)
@@ -31,17 +32,24 @@ def store_plane(
 
 
 @triton.jit
-def store_whole(b_codes, fields, o_n, m_n, LEVEL: tl.constexpr, ODD: tl.constexpr, PAD: tl.constexpr):
-    """Stores a level with whole words."""
+def store_whole(
+    b_codes, fields, o_n, m_n, LEVELS: tl.constexpr, AT: tl.constexpr, ODD: tl.constexpr, PAD: tl.constexpr
+):  # fmt: skip
+    """Stores level `AT`, which has whole words."""
+    LEVEL: tl.constexpr = LEVELS[AT]
     LOW: tl.constexpr = 4 if LEVEL[0] >= 4 else (2 if LEVEL[0] >= 2 else 1)
-    store_plane(b_codes, fields[LEVEL[1]], o_n, m_n, 0, LOW, LEVEL, ODD, PAD)
+    store_plane(b_codes, fields[LEVEL[1]], o_n, m_n, 0, LOW, LEVELS, AT, ODD, PAD)
     if LEVEL[0] > LOW:
-        store_plane(b_codes, fields[LEVEL[1] + 1], o_n, m_n, LOW, LEVEL[0] - LOW, LEVEL, ODD, PAD)
+        store_plane(b_codes, fields[LEVEL[1] + 1], o_n, m_n, LOW, LEVEL[0] - LOW, LEVELS, AT, ODD, PAD)
 
 
 @triton.jit
-def word_part(b_codes, WORD: tl.constexpr, PLANE: tl.constexpr, SHIFT: tl.constexpr, LEVEL: tl.constexpr, ODD, PAD):
-    """What a level's codes, int32 `[T, W]`, add to word `WORD` of those that it shares: int32 `[T]`."""
+def word_part(
+    b_codes, WORD: tl.constexpr, PLANE: tl.constexpr, SHIFT: tl.constexpr, LEVELS: tl.constexpr, AT: tl.constexpr,
+    ODD: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """What the codes of level `AT`, int32 `[T, W]`, add to word `WORD` of those that it shares: int32 `[T]`."""
+    LEVEL: tl.constexpr = LEVELS[AT]
     o_c = tl.arange(0, b_codes.shape[1])
     o_i = LEVEL[5] + o_c // PAD * ODD + o_c % PAD
     m_i = (o_c % PAD < ODD) & (o_i % LEVEL[4] == WORD)
@@ -50,13 +58,18 @@ def word_part(b_codes, WORD: tl.constexpr, PLANE: tl.constexpr, SHIFT: tl.conste
 
 
 @triton.jit
-def store_shared(b_levels, fields, o_n, m_n, LEVELS: tl.constexpr, SHARED: tl.constexpr, ODD, PAD):
-    """Stores the words that coarse levels share in one plane; `SHARED` as in `encode_arguments`."""
-    for w in tl.static_range(SHARED[6]):
+def store_shared(
+    b_levels, fields, o_n, m_n, LEVELS: tl.constexpr, PLACES: tl.constexpr, PLACE: tl.constexpr,
+    ODD: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """Stores the words that coarse levels share in one plane: number `PLACE` of `SHARED` in `encode_arguments`."""
+    SHARED: tl.constexpr = PLACES[PLACE]
+    WORDS: tl.constexpr = SHARED[6]
+    for w in tl.static_range(WORDS):
         b_word = tl.zeros([o_n.shape[0]], tl.int32)
         for i in tl.static_range(len(LEVELS)):
             if LEVELS[i][1] == SHARED[1] and LEVELS[i][6] != 8 * LEVELS[i][4]:
-                b_word += word_part(b_levels[i], w, SHARED[2], SHARED[3], LEVELS[i], ODD, PAD)
+                b_word += word_part(b_levels[i], w, SHARED[2], SHARED[3], LEVELS, i, ODD, PAD)
         p_word = fields[SHARED[0]] + o_n * SHARED[4] + SHARED[5] + w
         tl.store(p_word, b_word.to(p_word.dtype.element_ty), mask=m_n)
 
@@ -107,9 +120,9 @@ def encode_kernel(
         b_cross = b_low * b_cos + b_high * b_sin
     for i in tl.static_range(len(LEVELS)):
         if LEVELS[i][6] == 8 * LEVELS[i][4]:
-            store_whole(b_levels[i], fields, o_n, m_n, LEVELS[i], ODD, PAD)
+            store_whole(b_levels[i], fields, o_n, m_n, LEVELS, i, ODD, PAD)
     for i in tl.static_range(len(SHARED)):
-        store_shared(b_levels, fields, o_n, m_n, LEVELS, SHARED[i], ODD, PAD)
+        store_shared(b_levels, fields, o_n, m_n, LEVELS, SHARED, i, ODD, PAD)
     o_r = tl.arange(0, ROOTS // ODD * PAD)
     o_i = o_n[:, None] * ROOTS + (o_r // PAD * ODD + o_r % PAD)[None, :]
     m_i = m_n[:, None] & (o_r % PAD < ODD)[None, :]

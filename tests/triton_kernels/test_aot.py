@@ -25,18 +25,24 @@ BUDGET = {
     "turboquant-2bit": 3,
     "turboquant-k3v2": 3,
     "turboquant-k4v2": 4,
-    "turboquant-2.5bit": 3.2,
+    "turboquant-2.5bit": 3,
     "turboquant-3.5bit": 4,
     "turboquant-4bit, D=64": 4,
     "uniform-4bit": 2.5,
+    "kivi-4bit": 3.5,
+    "kivi-2bit": 3.2,
     "polarquant-rope-4bit": 6,
     "qjl-3bit": 6,
 }
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+OLDEST_TRITON = Path(sys.prefix) / "oldest-triton"
+"""Where the Makefile puts the oldest Triton that is supported, beside the one of the environment."""
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs the benchmark in a process that compiles: this one interprets."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
     return subprocess.run(
         [sys.executable, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, check=False
     )
@@ -66,6 +72,20 @@ def test_every_method_compiles_without_spills(tmp_path: Path) -> None:
     kernels = json.loads(output.read_text())["kernels"]
     assert set(names) <= set(kernels)
     assert all(figures["sm_90"]["stack_bytes"] == 0 for figures in kernels.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OLDEST_TRITON.exists(), reason="make venv installs the oldest Triton where there is one")
+def test_every_method_compiles_on_the_oldest_triton(tmp_path: Path) -> None:
+    output = tmp_path / "kernels.json"
+    presets = [*METHODS, "turboquant-2.5bit", "kivi-4bit", "commvq-paper", "polarquant-paper-offline"]
+    names = [*presets, *(f"encode keys of {preset}" for preset in presets)]
+    only = [part for name in names for part in ("--only", name)]
+    result = run("--target", "sm_90", "--output", str(output), *only, PYTHONPATH=str(OLDEST_TRITON))
+    assert result.returncode == 0, result.stdout + result.stderr
+    written = json.loads(output.read_text())
+    assert written["versions"]["triton"].startswith("3.5.")
+    assert set(names) <= set(written["kernels"])
 
 
 @pytest.mark.parametrize("name", BUDGET)
