@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def level_codes(fields, o_row, o_t, m_t, META: tl.constexpr, AT: tl.constexpr, ODD: tl.constexpr, PAD: tl.constexpr):
-    """Codes of level `AT`, int32 `[T, COUNT // ODD * PAD]`."""
+    """Codes of level number `AT`, from 0, int32 `[T, COUNT // ODD * PAD]`."""
     LEVEL: tl.constexpr = META[1 + AT]
     BITS: tl.constexpr = LEVEL[0]
     FIELD: tl.constexpr = LEVEL[1]
