@@ -71,7 +71,7 @@ std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const T
         planes.pack(vector, [&] [[gnu::always_inline]] (int64_t channel, int64_t lanes) {
           const Floats x = load_lanes(from + channel, lanes);
           const Ints codes = nearest(x);
-          const Floats y = first_lanes(table[codes], lanes);
+          const Floats y = keep_lanes(table[codes], lanes);
           own += x * x, cross += x * y, point += y * y;
           return codes;
         });

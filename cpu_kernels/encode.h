@@ -7,18 +7,21 @@
 
 namespace kvcache_compress {
 
+inline Ints first_lanes(int64_t lanes) { return Ints{0, 1, 2, 3, 4, 5, 6, 7} < static_cast<int32_t>(lanes); }
+
 // The first `lanes` numbers alone; zeros take the place of the others.
 inline Floats load_lanes(const float* from, int64_t lanes) {
   if (lanes >= LANES) return load(from);
+#ifdef __AVX2__
+  return _mm256_maskload_ps(from, (__m256i)first_lanes(lanes));
+#else
   float room[LANES] = {};
   std::memcpy(room, from, lanes * sizeof(float));
   return load(room);
+#endif
 }
 
-inline Floats first_lanes(Floats x, int64_t lanes) {
-  constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7};
-  return lanes >= LANES ? x : (LANE < static_cast<int32_t>(lanes) ? x : Floats{});
-}
+inline Floats keep_lanes(Floats x, int64_t lanes) { return lanes >= LANES ? x : (first_lanes(lanes) ? x : Floats{}); }
 
 // The low bits of LANES numbers as words of 32, 16 or 8 bits.
 inline Ints narrow_words(Ints x, int32_t) { return x; }
