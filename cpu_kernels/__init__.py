@@ -1,4 +1,4 @@
-"""Attention over compressed caches on CPUs, in C++ that is compiled on first use."""
+"""Encoding of tokens and attention over compressed caches on CPUs, in C++ that is compiled on first use."""
 
 if __name__ != "kvcache_compress.cpu_kernels":
     raise ImportError(

@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
@@ -41,6 +42,17 @@ def problem() -> str | None:
     return None
 
 
+def operators() -> Any:
+    """The operators.
+
+    Raises:
+        RuntimeError: the C++ code cannot be compiled or loaded here.
+    """
+    if reason := problem():
+        raise RuntimeError(f"the CPU kernels cannot be had: {reason}")
+    return torch.ops.kvcache_compress_cpu
+
+
 def _library() -> Path:
     from torch.utils import cpp_extension  # Slow to import.
 
@@ -57,7 +69,7 @@ def _library() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch, library.name)
-            command = [*compiler, *flags, str(_SOURCES / "attend.cpp"), "-o", str(built)]
+            command = [*compiler, *flags, *map(str, sorted(_SOURCES.glob("*.cpp"))), "-o", str(built)]
             command += [f"-I{path}" for path in cpp_extension.include_paths()]
             command += [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu", "-lc10"]
             subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")

@@ -242,6 +242,13 @@ class LevelDecoder : public Decoder {
   std::vector<Component> components_;
 };
 
+// Numbers that `channels` channels each share, to all `width` channels of a token.
+inline void spread(const Half* from, int64_t channels, int64_t width, float* to) {
+  for (int64_t channel = 0; channel < width; channel += channels) {
+    std::fill_n(to + channel, channels, static_cast<float>(*from++));
+  }
+}
+
 // `code * scale + zero` with a scale and a zero point for `tokens` tokens and `channels` channels: KIVI.
 // Fields: the planes, scale, zero.
 class GroupDecoder : public Decoder {
@@ -257,8 +264,8 @@ class GroupDecoder : public Decoder {
     with_bits(bits_, [&]<int BITS>() {
       for (int64_t t = first; t < first + count; ++t) {
         if (t == first || t % tokens_ == 0) {
-          spread(scales.row<Half>(head, t / tokens_), scale.data());
-          spread(zeros.row<Half>(head, t / tokens_), zero.data());
+          spread(scales.row<Half>(head, t / tokens_), channels_, width, scale.data());
+          spread(zeros.row<Half>(head, t / tokens_), channels_, width, zero.data());
         }
         float* to = tile + (t - first) * width;
         each_run<BITS>(fields_.data(), head, t, fields_[0].words(),
@@ -271,12 +278,6 @@ class GroupDecoder : public Decoder {
   }
 
  private:
-  void spread(const Half* from, float* to) const {
-    for (int64_t channel = 0; channel < width; channel += channels_) {
-      std::fill_n(to + channel, channels_, static_cast<float>(*from++));
-    }
-  }
-
   std::vector<Field> fields_;
   int64_t bits_, tokens_, channels_;
 };

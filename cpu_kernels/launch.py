@@ -23,14 +23,12 @@ def attend(
     Raises:
         RuntimeError: the C++ code cannot be compiled or loaded here.
     """
-    if problem := build.problem():
-        raise RuntimeError(f"the CPU kernels cannot be had: {problem}")
     k_side, v_side = keys.codec.cpu_side(), values.codec.cpu_side()
     if mask is not None:
         mask = mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.float()
         mask = mask.expand(*query.shape[:3], keys.shape[2])
     packed = keys.packed if keys.count is None else min(keys.packed, int(keys.count))
-    return torch.ops.kvcache_compress_cpu.attend.default(
+    return build.operators().attend.default(
         query if query.stride(3) == 1 else query.contiguous(),
         _fields(keys), k_side.tables, k_side.code, k_side.basis, k_side.mean,
         _fields(values), v_side.tables, v_side.code, v_side.basis,

@@ -1,19 +1,19 @@
-"""Which code attends to packed tokens: Triton, C++ or torch. Resolved once per layer, logged once."""
+"""Which code encodes tokens and attends to packed ones: Triton, C++ or torch. Resolved once per layer, logged once."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
-from .codec import Backend, Codec
+from .codec import Backend, Codec, Fields
 
 logger = logging.getLogger(__name__)
 BackendChoice: TypeAlias = Literal["auto", "triton", "cpp", "torch"]
@@ -70,7 +70,7 @@ def _cpp_problem() -> str | None:
     """Why there is no C++ code, which is compiled now if it never was; None where there is."""
     problem: str | None = load_part(".cpu_kernels.build").problem()
     if problem:
-        logger.warning("no C++ attention on CPUs, which makes compressed caches slower: %s", problem)
+        logger.warning("no C++ code on CPUs, which makes compressed caches slower: %s", problem)
     return problem
 
 
@@ -99,6 +99,16 @@ def _changed(device: torch.device | None, autocast: str | None) -> Iterator[None
 def load_part(name: str) -> Any:
     """A module of this package that is imported when it is needed, such as `.triton_kernels.launch`."""
     return importlib.import_module(name, __package__)
+
+
+def quantizer(backend: Backend, twin: Callable[..., Fields], triton: str, cpp: str) -> Callable[..., Fields]:
+    """What does on a backend what `twin` does in torch: `quantize` of the module `triton` in `triton_kernels`, or the
+    function `cpp` of `cpu_kernels/encode.py`."""
+    if backend == "triton":
+        return cast(Callable[..., Fields], load_part(f".triton_kernels.{triton}").quantize)
+    if backend == "cpp":
+        return cast(Callable[..., Fields], getattr(load_part(".cpu_kernels.encode"), cpp))
+    return twin
 
 
 @cache

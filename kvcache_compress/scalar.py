@@ -7,11 +7,19 @@ from typing import Literal
 import torch
 
 from . import packing
-from .codec import Fields
+from .backend import quantizer
+from .codec import Backend, Fields
 from .lloyd_max import boundaries
 
 Scalar = Literal["norm", "match", "unbiased", "least_squares"]
 SCALE_MAX = torch.finfo(torch.float16).max
+
+
+def quantize_on(
+    backend: Backend, z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar
+) -> Fields:
+    """`quantize` by what a backend has for it."""
+    return quantizer(backend, quantize, "turboquant", "quantize_levels")(z, norm, levels, bits, scalar)
 
 
 def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:

@@ -4,7 +4,7 @@ A file `tests/methods/test_<method>.py` may define
 
 - `CONTRACT`: name to `{"keys": ..., "values": ...}`, the configurations that `tests/contract` runs every operation on;
 - `KERNEL_PAIRS`: name to `((method, options), (method, options))`, keys and values for the attention kernel;
-- `ENCODERS`: `(method, options)` or `(method, options, side)` whose kernel and torch encoders must agree.
+- `ENCODERS`: `(method, options)` or `(method, options, side)` whose encoders in Triton, C++ and torch must agree.
 
 Options of the latter two may be a function of the head dimension.
 """

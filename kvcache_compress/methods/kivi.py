@@ -13,6 +13,7 @@ from pydantic import field_validator
 from transformers import PreTrainedConfig
 
 from .. import packing
+from ..backend import quantizer
 from ..cache import CompressedCache
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
 from ..config import config_from_options
@@ -88,13 +89,8 @@ class KIVICodec(Codec):
         zero = low.clamp(-limit, limit).to(torch.float16)
         scale = ((high - low) / (2**self.options.bits - 1)).clamp(max=limit).to(torch.float16)
         tokens, channels = (self.options.group_size, 1) if axis == 3 else (1, self.options.group_size)
-        if backend == "triton":
-            from ..triton_kernels.kivi import quantize as quantize_kernel
-
-            planes = quantize_kernel(x.float(), scale, zero, self.options.bits, tokens, channels)
-        else:
-            planes = quantize(x.float(), scale, zero, self.options.bits, tokens, channels)
-        return (*planes, scale, zero)
+        quantize_on = quantizer(backend, quantize, "kivi", "quantize_groups")
+        return (*quantize_on(x.float(), scale, zero, self.options.bits, tokens, channels), scale, zero)
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         codes = packing.unpack(fields[: len(PLANES[self.options.bits])], self.options.bits)

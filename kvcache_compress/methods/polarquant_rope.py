@@ -13,6 +13,7 @@ import torch
 from pydantic import field_validator
 
 from .. import packing
+from ..backend import quantizer
 from ..centring import Center, chosen_center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
 from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
@@ -156,14 +157,8 @@ class PolarQuantRopeCodec(Codec):
         turns = torch.atan2(imaginary, real) * (2 ** (self.options.angle_bits - 1) / math.pi)
         stored = self._stored_scale(radius)
         steps = radius / self._token_scale(stored).clamp_min(1e-30)
-        bits = (self.options.angle_bits, self.options.radius_bits)
-        if backend == "triton":
-            from ..triton_kernels.polarquant_rope import quantize as quantize_kernel
-
-            planes = quantize_kernel(turns, steps, *bits)
-        else:
-            planes = quantize(turns, steps, *bits)
-        fields = (*planes, *stored)
+        quantize_on = quantizer(backend, quantize, "polarquant_rope", "quantize_pairs")
+        fields = (*quantize_on(turns, steps, self.options.angle_bits, self.options.radius_bits), *stored)
         if self.options.scalar == "match":
             length = self._polar(fields)[1].norm(dim=-1).clamp_min(1e-30)
             fields += ((radius.norm(dim=-1) / length).clamp(max=SCALE_MAX).to(torch.float16),)

@@ -22,7 +22,7 @@ from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, S
 from ..config import config_from_options
 from ..layout import CODES_PER_WORD, Field, code_fields
 from ..registry import register_method
-from ..scalar import quantize
+from ..scalar import quantize_on
 from ..sketch import SketchKind, sketch_constant, sketch_matrix
 
 if TYPE_CHECKING:
@@ -189,14 +189,10 @@ class QJLCodec(Codec):
             if self.options.scalar == "norm":
                 stored = norm * sketch_constant(self.options.sketch, part.channels, part.rows)
             else:
-                point = torch.where(sketched > 0, 1.0, -1.0) @ self._ready_basis()[:, part.span]
+                signs = (sketched > 0).float() * 2 - 1
+                point = signs @ self._ready_basis()[:, part.span]
                 stored = norm / point.norm(dim=-1).clamp_min(1e-30)
-            if backend == "triton":
-                from ..triton_kernels.turboquant import quantize as quantize_kernel
-
-                fields += quantize_kernel(sketched, stored, self._levels, 1, "norm")
-            else:
-                fields += quantize(sketched, stored, self._levels, 1, "norm")
+            fields += quantize_on(backend, sketched, stored, self._levels, 1, "norm")
         return fields
 
     def _parts(self, fields: Fields) -> Iterator[tuple[Instance, torch.Tensor, torch.Tensor]]:

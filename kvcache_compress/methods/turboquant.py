@@ -26,7 +26,7 @@ from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
 from ..lloyd_max import lloyd_max_levels, uniform_levels
 from ..registry import register_method
 from ..rotation import RotationKind, random_rotation
-from ..scalar import Scalar, quantize
+from ..scalar import Scalar, quantize_on
 from ..sketch import SketchKind, sketch_constant, sketch_matrix
 
 if TYPE_CHECKING:
@@ -237,12 +237,14 @@ class TurboQuantCodec(Codec):
                     continue
                 if component.sketch:
                     length = residual.norm(dim=-1) * norm * sketch_constant(self.options.sketch, component.width)
-                    fields += _quantize(backend, residual @ self._sketches[index].mT, length, component, "norm")
+                    sketched = residual @ self._sketches[index].mT
+                    fields += quantize_on(backend, sketched, length, component.levels, component.bits, "norm")
                 else:
-                    part = _quantize(backend, direction, norm, component, self.scalar)
+                    part = quantize_on(backend, direction, norm, component.levels, component.bits, self.scalar)
                     fields += part
                     if self._sketches:
-                        residual = direction - component.levels[packing.unpack(part[:-1], component.bits)]
+                        point = packing.look_up(part[:-1], component.bits, component.table)
+                        residual = direction - packing.channel_order(point)
         return fields
 
     def _parts(self, fields: Fields) -> Iterator[tuple[Component, torch.Tensor, torch.Tensor]]:
@@ -301,14 +303,6 @@ class TurboQuantCodec(Codec):
         for i, component in enumerate(self.components):
             held |= {f"levels{i}": component.levels, f"table{i}": component.table}
         return {name: tensor for name, tensor in held.items() if tensor is not None}
-
-
-def _quantize(backend: Backend, z: torch.Tensor, norm: torch.Tensor, component: Component, scalar: Scalar) -> Fields:
-    if backend == "triton":
-        from ..triton_kernels.turboquant import quantize as quantize_kernel
-
-        return quantize_kernel(z, norm, component.levels, component.bits, scalar)
-    return quantize(z, norm, component.levels, component.bits, scalar)
 
 
 class TurboQuantCache(CompressedCache):

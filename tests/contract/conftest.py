@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvcache_compress import CompressedCache, CompressionConfig, disable_fused_attention, enable_fused_attention
+from kvcache_compress.backend import resolve_backend
 from kvcache_compress.codec import Codec, CodecContext
 from kvcache_compress.config import LayerPlan, load_config
 from kvcache_compress.layer import ATTENTION_NAME
@@ -117,12 +118,13 @@ class OracleLayer(DynamicLayer):
         if not leaving:
             return
         both = []
+        backend = resolve_backend(self.config.backend, self.keys.device, self.codecs)
         for codec, x in zip(self.codecs, (self.keys, self.values), strict=True):
             tail = x[:, :, start:]
             if not self.prepared:
                 codec.prepare(tail)
             rope = (self.rope.keys[:, 0, start : start + leaving], self.rope.values[:, 0, start : start + leaving])
-            decoded = codec.decode(codec.encode(tail[:, :, :leaving], rope), rope).to(x.dtype)
+            decoded = codec.decode(codec.encode(tail[:, :, :leaving], rope, backend), rope).to(x.dtype)
             both.append(torch.cat([x[:, :, :start], decoded, tail[:, :, leaving:]], 2))
         self.keys, self.values = both
         self.prepared = True

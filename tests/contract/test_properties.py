@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from small_model import HEAD_DIM, HEADS, method_config, small_config
 
 from kvcache_compress import CompressedCache
+from kvcache_compress.backend import resolve_backend
 from kvcache_compress.codec import CodecContext
 from kvcache_compress.config import LayerPlan, load_config
 from kvcache_compress.rope import rope_layout, rotary_embedding
@@ -63,6 +64,7 @@ class LayerModel:
             )
             self.codecs[side] = chosen.codec()(chosen.options(), context)
         self.group = math.lcm(*(codec.group for codec in self.codecs.values())) if self.codecs else 1
+        self.backend = resolve_backend("auto", torch.device("cpu"), self.codecs.values())
 
     @property
     def tokens(self) -> int:
@@ -95,7 +97,7 @@ class LayerModel:
             if not self.prepared:
                 codec.prepare(x[:, :, start:])
             rope = factors(len(x), start, start + leaving)
-            decoded = codec.decode(codec.encode(x[:, :, start : start + leaving], rope), rope)
+            decoded = codec.decode(codec.encode(x[:, :, start : start + leaving], rope, self.backend), rope)
             self.x[side] = torch.cat([x[:, :, :start], decoded, x[:, :, start + leaving :]], 2)
         self.prepared = True
         self.packed += leaving

@@ -7,42 +7,15 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from method_cases import declared_list, half_layout, random_track
+from encode_cases import SIDES, assert_equal_fields, unit_vectors
+from method_cases import half_layout, random_track
 
 from kvcache_compress import scalar
-from kvcache_compress.codec import Codec, Fields
-from kvcache_compress.lloyd_max import boundaries, lloyd_max_levels, uniform_levels
+from kvcache_compress.codec import Codec
+from kvcache_compress.lloyd_max import lloyd_max_levels, uniform_levels
 from kvcache_compress.methods import kivi
 from kvcache_compress.triton_kernels.kivi import quantize as kivi_kernel
 from kvcache_compress.triton_kernels.turboquant import quantize as turboquant_kernel
-
-
-def last_places(ours: torch.Tensor, theirs: torch.Tensor) -> int:
-    """Largest difference of two positive float16 tensors in units in the last place."""
-    return int((ours.view(torch.int16).int() - theirs.view(torch.int16).int()).abs().max())
-
-
-def assert_equal_fields(ours: Fields, theirs: Fields) -> None:
-    assert len(ours) == len(theirs)
-    for mine, yours in zip(ours, theirs, strict=True):
-        assert mine.shape == yours.shape
-        assert mine.dtype == yours.dtype
-        if mine.dtype == torch.float16:
-            assert mine.isfinite().all()
-            assert last_places(mine, yours) <= 1
-        else:
-            assert torch.equal(mine, yours)
-
-
-def unit_vectors(width: int, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Directions `[2, 1, 9, width]` and norms; among them ties between levels and a zero vector."""
-    x = torch.randn(2, 1, 9, width, generator=torch.Generator(torch.get_default_device()).manual_seed(width))
-    norm = x.norm(dim=-1)
-    z = x / norm[..., None]
-    bounds = boundaries(levels)
-    z[0, 0, 0] = bounds[torch.arange(width) % len(bounds)]
-    z[1, 0, 3], norm[1, 0, 3] = 0.0, 0.0
-    return z, norm
 
 
 @pytest.mark.parametrize("bits", range(1, 7))
@@ -76,22 +49,6 @@ def test_kivi_codes(bits: int, width: int, tokens: int, channels: int) -> None:
     scale = ((grouped.amax(axis) - grouped.amin(axis)) / (2**bits - 1)).half()
     expected = kivi.quantize(x, scale, zero, bits, tokens, channels)
     assert_equal_fields(kivi_kernel(x, scale, zero, bits, tokens, channels), expected)
-
-
-CODECS: list[tuple[str, dict[str, Any]]] = [
-    ("turboquant", {"bits": 4}),
-    ("turboquant", {"bits": 3, "codebook": "uniform", "rotation": "haar"}),
-    ("turboquant", {"bits": 2.5, "scalar": "least_squares"}),
-    ("turboquant", {"bits": 3.5, "outlier_fraction": 0.25}),
-    ("turboquant", {"bits": 3, "estimator": "prod"}),
-    ("turboquant", {"bits": 2.5, "estimator": "prod", "sketch": "gaussian"}),
-    ("kivi", {"bits": 2}),
-    ("kivi", {"bits": 3, "group_size": 16}),
-    ("none", {}),
-    *(entry[:2] for entry in declared_list("ENCODERS") if len(entry) == 2),
-]
-SIDES = [(*codec, side) for codec in CODECS for side in ("keys", "values")]
-SIDES += [entry for entry in declared_list("ENCODERS") if len(entry) == 3]
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])

@@ -1,0 +1,157 @@
+// Codes of tokens on CPUs, the twins of the methods' `quantize`: found and packed in one pass.
+#include "encode.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <cmath>
+
+namespace kvcache_compress {
+namespace {
+
+constexpr int64_t TASK_NUMBERS = 8192;  // fewer are not worth a thread
+constexpr float SCALE_MAX = 65504.0f;
+
+// Calls `encode(first, end)` for ranges of the vectors x [..., D], in parallel.
+template <class Encode>
+void each_range(const Tensor& x, Encode encode) {
+  const int64_t width = std::max<int64_t>(1, x.size(x.dim() - 1));
+  torch::stable::parallel_for(0, x.numel() / width, std::max<int64_t>(1, TASK_NUMBERS / width), encode);
+}
+
+// What is stored per vector, in the order of `scalar.Scalar`.
+enum class Scalar : int64_t { NORM, MATCH, UNBIASED, LEAST_SQUARES };
+
+float sum(Floats x) {
+  float total = 0;
+  for (int lane = 0; lane < LANES; ++lane) total += x[lane];
+  return total;
+}
+
+// Of a vector norm · z with code point p, from the terms of z·z, z·p and p·p.
+float stored_scalar(Scalar scalar, float norm, Floats own, Floats cross, Floats point) {
+  switch (scalar) {
+    case Scalar::NORM:
+      break;
+    case Scalar::MATCH:
+      norm = norm / std::sqrt(sum(point));
+      break;
+    case Scalar::UNBIASED:
+      norm = norm * sum(own) / std::max(sum(cross), 1e-12f);
+      break;
+    case Scalar::LEAST_SQUARES:
+      norm = norm * sum(cross) / sum(point);
+      break;
+  }
+  return std::min(norm, SCALE_MAX);
+}
+
+// Planes of the levels [2^bits] nearest to z [..., D], and the scalars for norms [...].
+std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const Tensor& levels, int64_t bits,
+                                    int64_t scalar) {
+  const int64_t width = z.size(z.dim() - 1);
+  STD_TORCH_CHECK(z.is_contiguous() && norm.is_contiguous(), "contiguous tensors are needed");
+  STD_TORCH_CHECK(z.numel() == norm.numel() * width, norm.numel(), " norms for ", z.numel(), " numbers");
+  STD_TORCH_CHECK(levels.numel() == 1 << bits, levels.numel(), " levels for ", bits, " bits");
+  const float *numbers = z.const_data_ptr<float>(), *norms = norm.const_data_ptr<float>();
+  const auto* points = levels.const_data_ptr<float>();
+  const Tensor scales = empty_field(z, 0, ScalarType::Half);
+  auto* stored = static_cast<Half*>(scales.mutable_data_ptr());
+  std::vector<Tensor> fields;
+  with_bits(bits, [&]<int BITS>() {
+    constexpr int COUNT = 1 << BITS;
+    float bounds[COUNT];
+    for (int i = 0; i + 1 < COUNT; ++i) bounds[i] = (points[i + 1] + points[i]) / 2;
+    const Nearest<BITS> nearest(bounds);
+    const Table<COUNT> table(points);
+    const PlaneWriter<BITS> planes(z);
+    each_range(z, [&](int64_t vector, int64_t end) {
+      for (; vector < end; ++vector) {
+        const float* from = numbers + vector * width;
+        Floats own = {}, cross = {}, point = {};
+        planes.pack(vector, [&] [[gnu::always_inline]] (int64_t channel, int64_t lanes) {
+          const Floats x = load_lanes(from + channel, lanes);
+          const Ints codes = nearest(x);
+          const Floats y = keep_lanes(table[codes], lanes);
+          own += x * x, cross += x * y, point += y * y;
+          return codes;
+        });
+        stored[vector] = stored_scalar(Scalar(scalar), norms[vector], own, cross, point);
+      }
+    });
+    fields = planes.fields();
+  });
+  fields.push_back(scales);
+  return fields;
+}
+
+// Planes of x [B, H, T, D] for scales and zero points [B, H, T / tokens, D / channels].
+std::vector<Tensor> quantize_groups(const Tensor& x, const Tensor& scale, const Tensor& zero, int64_t bits,
+                                    int64_t tokens, int64_t channels) {
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "float32 is needed");
+  const int64_t heads = x.size(1), count = x.size(2), width = x.size(3);
+  STD_TORCH_CHECK(scale.size(2) * tokens == count && scale.size(3) * channels == width, scale.size(2), "x",
+                  scale.size(3), " groups for ", count, "x", width, " numbers");
+  const Field numbers(x), scales(scale), zeros(zero);
+  std::vector<Tensor> fields;
+  with_bits(bits, [&]<int BITS>() {
+    const PlaneWriter<BITS> planes(x);
+    each_range(x, [&](int64_t first, int64_t end) {
+      std::vector<float> steps(width + LANES), starts(width + LANES);
+      for (int64_t vector = first; vector < end; ++vector) {
+        const int64_t row = vector / count, token = vector % count;
+        const Head head{row / heads, row % heads};
+        if (vector == first || token % tokens == 0) {
+          spread(scales.row<Half>(head, token / tokens), channels, width, steps.data());
+          spread(zeros.row<Half>(head, token / tokens), channels, width, starts.data());
+          for (float& step : steps) step = std::max(step, 1e-30f);
+        }
+        const auto* from = numbers.row<float>(head, token);
+        planes.pack(vector, [&] [[gnu::always_inline]] (int64_t channel, int64_t lanes) {
+          const Floats offset = load_lanes(from + channel, lanes) - load(&starts[channel]);
+          return __builtin_convertvector(clamp(offset / load(&steps[channel]) + 0.5f, (1 << BITS) - 1), Ints);
+        });
+      }
+    });
+    fields = planes.fields();
+  });
+  return fields;
+}
+
+// Planes of angles `turns` and of radii `steps`, each [..., pairs] in cells: an angle counts from its cell of any turn.
+std::vector<Tensor> quantize_pairs(const Tensor& turns, const Tensor& steps, int64_t angle_bits, int64_t radius_bits) {
+  std::vector<Tensor> fields;
+  const auto add = [&](const Tensor& x, int64_t bits, auto code) {
+    STD_TORCH_CHECK(x.is_contiguous(), "contiguous tensors are needed");
+    const auto* numbers = x.const_data_ptr<float>();
+    const int64_t width = x.size(x.dim() - 1);
+    with_bits(bits, [&]<int BITS>() {
+      const PlaneWriter<BITS> planes(x);
+      each_range(x, [&](int64_t vector, int64_t end) {
+        for (; vector < end; ++vector) {
+          planes.pack(vector, [&] [[gnu::always_inline]] (int64_t channel, int64_t lanes) {
+            return code(load_lanes(numbers + vector * width + channel, lanes), (1 << BITS) - 1);
+          });
+        }
+      });
+      fields.insert(fields.end(), planes.fields().begin(), planes.fields().end());
+    });
+  };
+  add(turns, angle_bits, [](Floats x, int) { return floor(x); });
+  add(steps, radius_bits, [](Floats x, float most) { return __builtin_convertvector(clamp(x, most), Ints); });
+  return fields;
+}
+
+}  // namespace
+}  // namespace kvcache_compress
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) {
+  m.def("quantize_levels(Tensor z, Tensor norm, Tensor levels, int bits, int scalar) -> Tensor[]");
+  m.def("quantize_groups(Tensor x, Tensor scale, Tensor zero, int bits, int tokens, int channels) -> Tensor[]");
+  m.def("quantize_pairs(Tensor turns, Tensor steps, int angle_bits, int radius_bits) -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {
+  m.impl("quantize_levels", TORCH_BOX(&kvcache_compress::quantize_levels));
+  m.impl("quantize_groups", TORCH_BOX(&kvcache_compress::quantize_groups));
+  m.impl("quantize_pairs", TORCH_BOX(&kvcache_compress::quantize_pairs));
+}

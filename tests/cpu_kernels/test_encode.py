@@ -1,0 +1,178 @@
+"""The C++ encoders against their torch twins: codes to the bit, stored scalars to one unit in the last place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+from encode_cases import SIDES, assert_equal_fields, last_places, unit_vectors
+from method_cases import half_layout
+from small_model import method_config, small_model
+
+from kvcache_compress import CompressedCache, scalar
+from kvcache_compress.codec import Codec
+from kvcache_compress.config import load_config, preset_names
+from kvcache_compress.cpu_kernels import encode
+from kvcache_compress.lloyd_max import lloyd_max_levels, uniform_levels
+from kvcache_compress.methods import kivi, polarquant_rope
+
+pytestmark = pytest.mark.usefixtures("built")
+
+IN_CPP = ("turboquant", "kivi", "qjl", "polarquant_rope")
+CASES = [entry for entry in SIDES if entry[0] in IN_CPP]
+for _name in preset_names():
+    for _side in ("keys", "values"):
+        _part = load_config(_name).model_dump()[_side]
+        _method = _part.pop("method")
+        CASES += [(_method, _part, _side)] if _method in IN_CPP else []
+
+
+@pytest.mark.parametrize("bits", range(1, 7))
+@pytest.mark.parametrize("width", [8, 48, 64, 72, 80, 96, 128, 256])
+@pytest.mark.parametrize("kind", get_args(scalar.Scalar))
+def test_levels(kind: scalar.Scalar, width: int, bits: int) -> None:
+    levels = lloyd_max_levels(width, bits).float() if width % 16 else uniform_levels(width, bits).float()
+    z, norm = unit_vectors(width, levels)
+    z[0, 0, 0] = -z[0, 0, 1]
+    norm[0, 0, 1] = 1e6
+    expected = scalar.quantize(z, norm, levels, bits, kind)
+    assert_equal_fields(encode.quantize_levels(z, norm, levels, bits, kind), expected)
+
+
+@pytest.mark.parametrize("bits", range(1, 7))
+def test_ties_take_the_level_below(bits: int) -> None:
+    """All boundaries, their neighbours among the numbers, and those beyond all levels."""
+    levels = lloyd_max_levels(64, bits).float()
+    bounds = scalar.boundaries(levels)
+    infinity = torch.full_like(bounds, torch.inf)
+    near = torch.cat([bounds, bounds.nextafter(infinity), bounds.nextafter(-infinity), -infinity, infinity])
+    z = torch.cat([near, near.new_zeros(-len(near) % 64)]).view(-1, 64)
+    ours = encode.quantize_levels(z, z[:, 0].contiguous(), levels, bits, "norm")
+    assert all(map(torch.equal, ours[:-1], scalar.quantize(z, z[:, 0], levels, bits, "norm")[:-1]))
+
+
+@pytest.mark.parametrize("kind", get_args(scalar.Scalar))
+def test_not_a_number(kind: scalar.Scalar) -> None:
+    """It takes the last level, and its vector's scalar shows it."""
+    levels = lloyd_max_levels(64, 4).float()
+    z, norm = unit_vectors(64, levels)
+    z[0, 0, 2, 5], z[1, 0, 4], norm[1, 0, 7] = torch.nan, torch.nan, torch.nan
+    ours, theirs = encode.quantize_levels(z, norm, levels, 4, kind), scalar.quantize(z, norm, levels, 4, kind)
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1].isnan(), theirs[1].isnan())
+    assert ours[1].isnan().any()
+    assert last_places(ours[1].nan_to_num(), theirs[1].nan_to_num()) <= 1
+
+
+@pytest.mark.parametrize("bits", range(1, 7))
+@pytest.mark.parametrize(
+    ("width", "tokens", "channels"), [(128, 32, 1), (80, 16, 1), (72, 16, 1), (64, 1, 32), (96, 1, 16), (80, 1, 16)]
+)
+def test_groups(bits: int, width: int, tokens: int, channels: int) -> None:
+    x = torch.randn(2, 2, 64, width, generator=torch.Generator().manual_seed(bits))
+    x[0, 0, :32, :32] = 3.0
+    x[1, 1, 40] *= 1e4
+    grouped = x.unflatten(2, (-1, tokens)) if tokens > 1 else x.unflatten(3, (-1, channels))
+    axis = 3 if tokens > 1 else 4
+    zero = grouped.amin(axis).half()
+    scale = ((grouped.amax(axis) - grouped.amin(axis)) / (2**bits - 1)).half()
+    x[0, 1, 3, 5] = torch.nan
+    expected = kivi.quantize(x, scale, zero, bits, tokens, channels)
+    assert_equal_fields(encode.quantize_groups(x, scale, zero, bits, tokens, channels), expected)
+
+
+@pytest.mark.parametrize(("angle_bits", "radius_bits"), [(2, 6), (3, 5), (4, 4), (5, 3), (6, 2)])
+@pytest.mark.parametrize("pairs", [8, 40, 64])
+def test_pairs(pairs: int, angle_bits: int, radius_bits: int) -> None:
+    """Angles of several turns either way, radii below and beyond the cells, and whole numbers of either."""
+    turns = torch.linspace(-70, 70, 6 * pairs).view(2, 1, 3, pairs)
+    steps = torch.linspace(-2, 66, 6 * pairs).view(2, 1, 3, pairs)
+    turns[0, 0, 1], steps[0, 0, 1] = turns[0, 0, 1].round(), steps[0, 0, 1].round()
+    turns[1, 0, 1, 3], steps[1, 0, 1, 4] = torch.nan, torch.nan
+    expected = polarquant_rope.quantize(turns, steps, angle_bits, radius_bits)
+    assert_equal_fields(encode.quantize_pairs(turns, steps, angle_bits, radius_bits), expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("method", "options", "side"), CASES)
+def test_codecs_encode_alike(
+    method: str, options: Any, side: Any, dtype: torch.dtype, head_dim: int, make_codec: Callable[..., Codec]
+) -> None:
+    codec = make_codec(method, options, side, head_dim, dtype=dtype, layout=half_layout(head_dim))
+    x = torch.randn(2, 2, 256, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x[0, 1, 5] = 0.0
+    codec.prepare(x)
+    part = x[:, :, 64:192]
+    expected = codec.encode(part)
+    assert_equal_fields(codec.encode(part, backend="cpp"), expected)
+    for strided in (part.transpose(1, 2).contiguous().transpose(1, 2), part.mT.contiguous().mT):
+        assert_equal_fields(codec.encode(strided, backend="cpp"), expected)
+    empty = codec.encode(part[:0], backend="cpp")
+    assert [(x.shape, x.dtype) for x in empty] == [(x[:0].shape, x.dtype) for x in expected]
+
+
+def test_codes_do_not_depend_on_threads() -> None:
+    levels = lloyd_max_levels(64, 3).float()
+    z, norm = torch.randn(2, 3, 1000, 64) / 8, torch.rand(2, 3, 1000)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(encode.quantize_levels(z, norm, levels, 3, "unbiased"))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
+@pytest.mark.parametrize(
+    ("method", "taken"),
+    [
+        ("turboquant", ["quantize_levels"] * 2),
+        ("kivi", ["quantize_groups"] * 2),
+        ("qjl", ["quantize_levels", "quantize_groups"]),
+        ("polarquant_rope", ["quantize_pairs", "quantize_levels"]),
+    ],
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_caches_take_it(method: str, taken: list[str], grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, and the chunk that leaves the recent window later; not where torch is asked for."""
+    calls: list[str] = []
+    for name in ("quantize_levels", "quantize_groups", "quantize_pairs"):
+        monkeypatch.setattr(encode, name, _counted(name, getattr(encode, name), calls))
+    config, model = {**method_config(method), "sink_tokens": 4, "recent_tokens": 8}, small_model()
+    packed = {}
+    prompt, step = (torch.randn(1, 2, count, 32, requires_grad=grad) for count in (64, 1))
+    for backend in ("torch", "auto", "cpp"):
+        cache = CompressedCache(model.config, {**config, "backend": backend})
+        cache.update(prompt, prompt, 0)
+        for _ in range(33):
+            cache.update(step, step, 0)
+        packed[backend] = cache.layers[0].packed_tokens
+    assert packed == dict.fromkeys(packed, 64)
+    assert calls == 2 * 2 * taken
+
+
+def _counted(name: str, function: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
+    def counted(*args: Any) -> Any:
+        calls.append(name)
+        return function(*args)
+
+    return counted
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    levels, z, norm = lloyd_max_levels(64, 4).float(), torch.randn(3, 64), torch.rand(3)
+    for message, call in {
+        "2 norms for 192 numbers": lambda: encode.quantize_levels(z, norm[:2], levels, 4, "norm"),
+        "16 levels for 3 bits": lambda: encode.quantize_levels(z, norm, levels, 3, "norm"),
+        "1 to 6 bits": lambda: encode.quantize_levels(z, norm, torch.randn(128), 7, "norm"),
+        "groups for": lambda: encode.quantize_groups(
+            z[None, None], z[None, None].half(), z[None, None].half(), 4, 32, 1
+        ),
+    }.items():
+        with pytest.raises(RuntimeError, match=message):
+            call()

@@ -1,0 +1,55 @@
+"""Vectors and codecs for the tests of the encode kernels and of the C++ encoders, and what equal fields are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from method_cases import declared_list
+
+from kvcache_compress.codec import Fields
+from kvcache_compress.lloyd_max import boundaries
+
+
+def last_places(ours: torch.Tensor, theirs: torch.Tensor) -> int:
+    """Largest difference of two positive float16 tensors in units in the last place."""
+    return int((ours.view(torch.int16).int() - theirs.view(torch.int16).int()).abs().max())
+
+
+def assert_equal_fields(ours: Fields, theirs: Fields) -> None:
+    assert len(ours) == len(theirs)
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert mine.shape == yours.shape
+        assert mine.dtype == yours.dtype
+        if mine.dtype == torch.float16:
+            assert mine.isfinite().all()
+            assert last_places(mine, yours) <= 1
+        else:
+            assert torch.equal(mine, yours)
+
+
+def unit_vectors(width: int, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Directions `[2, 1, 9, width]` and norms; among them ties between levels and a zero vector."""
+    x = torch.randn(2, 1, 9, width, generator=torch.Generator(torch.get_default_device()).manual_seed(width))
+    norm = x.norm(dim=-1)
+    z = x / norm[..., None]
+    bounds = boundaries(levels)
+    z[0, 0, 0] = bounds[torch.arange(width) % len(bounds)]
+    z[1, 0, 3], norm[1, 0, 3] = 0.0, 0.0
+    return z, norm
+
+
+CODECS: list[tuple[str, dict[str, Any]]] = [
+    ("turboquant", {"bits": 4}),
+    ("turboquant", {"bits": 3, "codebook": "uniform", "rotation": "haar"}),
+    ("turboquant", {"bits": 2.5, "scalar": "least_squares"}),
+    ("turboquant", {"bits": 3.5, "outlier_fraction": 0.25}),
+    ("turboquant", {"bits": 3, "estimator": "prod"}),
+    ("turboquant", {"bits": 2.5, "estimator": "prod", "sketch": "gaussian"}),
+    ("kivi", {"bits": 2}),
+    ("kivi", {"bits": 3, "group_size": 16}),
+    ("none", {}),
+    *(entry[:2] for entry in declared_list("ENCODERS") if len(entry) == 2),
+]
+SIDES = [(*codec, side) for codec in CODECS for side in ("keys", "values")]
+SIDES += [entry for entry in declared_list("ENCODERS") if len(entry) == 3]
