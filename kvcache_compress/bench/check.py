@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,7 +30,8 @@ class KernelCheck:
         cache: preset.
         shape: name of the model's shape.
         tokens: packed ones.
-        attention_error: RMS of the difference to the reference in float32, relative to the RMS of the output.
+        attention_error: RMS of the difference to the reference in float32, relative to the RMS of the output; None
+            where there is NaN or infinity.
         differing_codes: share of the stored words that differ, scalars by more than a unit in the last place.
         error: why the kernels may not be timed.
     """
@@ -83,7 +85,7 @@ def check_kernels(
         problem = f"{different:.1e} of the stored words differ: allowed {CODES_BAR:g}"
     elif not _appends(shape, device, dtype):
         problem = "appended keys and values are not those that were given"
-    return KernelCheck(cache, name, tokens, error, different, problem)
+    return KernelCheck(cache, name, tokens, error if math.isfinite(error) else None, different, problem)
 
 
 def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:

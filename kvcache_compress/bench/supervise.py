@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -19,6 +20,8 @@ ROW_SECONDS = 150.0
 """No row takes so long; a worker that is silent for longer hangs."""
 SPARE = 0.03
 """Share of the time in which no row is begun any more, so that the last one can end."""
+THREADS = "2"
+"""Of PyTorch in a worker: several of them share the processor, which only builds codecs."""
 Keep = Callable[[Job, dict[str, Any]], None]
 
 
@@ -38,7 +41,8 @@ def measure_all(
     end = time.monotonic() + seconds
     left = list(jobs)
     while left and (remaining := end - time.monotonic()) > 0:
-        worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = os.environ | {"OMP_NUM_THREADS": THREADS}
+        worker = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         current: Job | None = None
         begun = False
         try:

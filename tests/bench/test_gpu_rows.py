@@ -11,21 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import fake_devices
 
-from kvcache_compress.bench import check, decode, encode, worker
+from kvcache_compress.bench import worker
 from kvcache_compress.bench.gpu_table import tables
 from kvcache_compress.bench.jobs import KEYS, SHARES, SIZES, Job, needs, plan_jobs, without_check
-from kvcache_compress.bench.layers import Shape
 from kvcache_compress.bench.result_file import ResultFile, hash_sources
 from kvcache_compress.bench.supervise import measure_all
 from kvcache_compress.bench.worker import Budget, run_jobs
 from kvcache_compress.config import preset_names
 
-CPU = torch.device("cpu")
-ONE_OF_EACH_METHOD = (
-    "turboquant-2.5bit", "kivi-2bit", "polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-1bit",
-)  # fmt: skip
 WHERE = {"command": "c", "date": "d", "minutes": 8, "commit": "1", "sources": "s", "versions": {}, "hardware": {}}
 WHERE |= {"small": False}
 
@@ -195,6 +189,25 @@ def test_a_file_of_the_same_code_is_continued(tmp_path: Path) -> None:
     assert [row["date"] for row in contents["runs"]] == ["d", "later"]
 
 
+def test_tables_show_failures_and_say_why(tmp_path: Path) -> None:
+    names = ("full", "kivi-2bit", "kivi-4bit", "qjl-3bit")
+    jobs = [Job("decode", (name, "llama-3.1-8b", 8, 32768)) for name in names]
+    found = ResultFile(tmp_path / "gpu.json", WHERE, [Job("bandwidth", ("copy",)), *jobs])
+    found.keep(Job("bandwidth", ("copy",)), {"cache": "copy", "gigabytes_per_second": 4000.0, "error": None})
+    for job, time, bits in zip(jobs, (1.0, 0.25), (16.0, 3.2), strict=False):
+        found.keep(job, job.named | {"milliseconds": time, "gigabytes_per_second": 3000.0, "bits": bits, "error": None})
+    found.keep(jobs[2], jobs[2].named | {"error": "out of memory: 80 GiB"})
+    found.close()
+    text = tables(found.contents())
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[lines.index("8 x 32768") :][1:4] == [
+        "full 1.000 1.00x 75%", "kivi-2bit 0.250 4.00x 75%", "kivi-4bit failed",
+    ]  # fmt: skip
+    assert any(line.startswith("decode kivi-4bit") and line.endswith("out of memory: 80 GiB") for line in lines)
+    assert lines[-1] == "decode qjl-3bit llama-3.1-8b 8 32768 time"
+    assert found.contents()["decode"][1]["bound"] == 5
+
+
 @pytest.mark.parametrize("changed", [{"sources": "t"}, {"hardware": {"accelerator": "B200"}}, {"versions": {"a": 1}}])
 def test_a_file_of_other_code_or_another_device_is_kept_aside(tmp_path: Path, changed: dict[str, Any]) -> None:
     path, jobs = tmp_path / "gpu.json", jobs_of("longest", 1)
@@ -261,44 +274,3 @@ def test_only_what_is_right_is_timed() -> None:
         assert without_check(job, {right: {"error": None}}, main) is None
         both = {right: {"error": None}, wrong: {"error": "attention differs by 0.5"}}
         assert without_check(job, both, main) == "not timed: check failed: attention differs by 0.5"
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.01, float("nan")])
-def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    attend = check.PackedKV.attend
-    monkeypatch.setattr(check.PackedKV, "attend", lambda *arguments: attend(*arguments) * factor)
-    found = check.check_kernels("turboquant-2bit", "tiny", Shape(4, 2, 64), 64, CPU)
-    assert (found.error is None) == (factor == 1)
-    if found.error is not None:
-        assert found.error.startswith("attention differs by")
-
-
-def test_wrong_codes_and_appended_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    words, scalars = torch.arange(1000, dtype=torch.int32), torch.linspace(1, 2, 1000).half()
-    assert check.differing((words, scalars), (words, scalars)) == 0
-    other = words.clone()
-    other[3] ^= 16
-    next_place = (scalars.view(torch.int16) + 1).view(torch.float16)
-    assert check.differing((other, scalars), (words, next_place)) == 1 / 2000
-    two_places = (scalars.view(torch.int16) + 2).view(torch.float16)
-    assert check.differing((words, scalars), (words, two_places)) == 0.5
-    call = ("turboquant-2bit", "tiny", Shape(4, 2, 64), 64, CPU)
-    monkeypatch.setattr(check, "differing", lambda *_: 0.5)
-    assert check.check_kernels(*call).error == "5.0e-01 of the stored words differ: allowed 0.001"
-    monkeypatch.undo()
-    monkeypatch.setattr(check, "_appends", lambda *_: False)
-    assert "appended" in str(check.check_kernels(*call).error)
-
-
-@pytest.mark.parametrize("name", ["uniform-4bit", *ONE_OF_EACH_METHOD])
-def test_rows_mix_no_devices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that refuses tensors of others, by PyTorch's operators, since no kernel runs there."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    shape = Shape(4, 2, 64)
-    with fake_devices() as (device, _):
-        row = decode.compressed_time(name, "tiny", shape, 2, 64, device, torch.float32, repeats=1)
-        assert row.bits is not None
-        assert encode.encode_time(name, "tiny", shape, 2, 64, device, 1, torch.float32).milliseconds is not None
-        monkeypatch.setattr(check, "_appends", lambda *_: True)
-        found = check.check_kernels(name, "tiny", shape, 64, device, torch.float32)
-        assert (found.error, found.differing_codes) == (None, 0.0)
