@@ -82,7 +82,7 @@ def _run(job: Job, measure: Callable[[Job], Any], emit: Emit) -> bool:
     try:
         row = job.named | asdict(measure(job))
     except Exception as error:
-        row = job.named | {"error": error_message(error)[:LONGEST_MESSAGE]}
+        row = job.named | {"error": one_line(error)}
     emit({"row": row})
     if row.get("error") is None:
         return True
@@ -94,6 +94,17 @@ def _run(job: Job, measure: Callable[[Job], Any], emit: Emit) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong; and the error at the bottom of it, which says more where Triton quotes a whole kernel first."""
+    root: BaseException = error
+    while (below := root.__cause__ or root.__context__) is not None:
+        root = below
+    text = error_message(error)
+    if root is not error:
+        text = f"{text[: LONGEST_MESSAGE // 2]} ... {' '.join(f'{type(root).__name__}: {root}'.split())}"
+    return text[:LONGEST_MESSAGE]
 
 
 class Measurements:

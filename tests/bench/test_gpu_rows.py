@@ -109,6 +109,15 @@ def test_a_row_that_fails_does_not_lose_the_others(monkeypatch: pytest.MonkeyPat
     assert len(errors) == 2
 
 
+def test_the_cause_of_an_error_is_said_after_a_long_message() -> None:
+    error = RuntimeError("def kernel(\n" + "x" * 1000)
+    error.__cause__ = AttributeError("'int' object\nhas no attribute 'type'")
+    text = worker.one_line(error)
+    assert text.startswith("RuntimeError: def kernel( xxx")
+    assert text.endswith("x ... AttributeError: 'int' object has no attribute 'type'")
+    assert worker.one_line(ValueError("short")) == "short"
+
+
 STAND_IN = """
 import json, os, signal, sys
 task = json.load(sys.stdin)
