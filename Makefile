@@ -35,9 +35,12 @@ format: $(VENV)/.tests
 kernels: $(VENV)/.tests
 	$(BIN)/python benchmarks/machine_code.py --output benchmarks/results/kernels.json
 
-# Checks and measures the kernels on the GPU of this machine, with its own Python and what that has installed.
+# Checks and measures the kernels on the GPU of this machine, with its own Python: nothing is installed or fetched.
 bench-gpu:
-	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --target build/bench --upgrade .
+	rm -rf build/bench
+	mkdir -p build/bench
+	cp -r kvcache_compress build/bench/
+	cp -r triton_kernels cpu_kernels configs eval build/bench/kvcache_compress/
 	PYTHONPATH=build/bench $(PYTHON) benchmarks/gpu.py
 
 venv: $(VENV)/.tests

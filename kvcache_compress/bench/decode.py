@@ -11,10 +11,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..backend import BackendChoice, interpreting, resolve_backend
-from ..config import load_config
 from ..eval.results import error_message
 from ..view import PackedKV, SideSegments
-from .layers import Shape, encoded_side, middle_layer
+from .layers import Shape, encoded_side, middle_layer, named_config
 from .peers import PEERS, installed
 from .timing import median_ms
 
@@ -94,7 +93,7 @@ def compressed_time(
     Raises:
         ValueError: a preset that does not fit the shape.
     """
-    plan = middle_layer(load_config(preset))
+    plan = middle_layer(named_config(preset))
     keys, values = (
         encoded_side(
             plan.side(side).method, plan.side(side).options(), side, shape.head_dim, dtype,
@@ -134,10 +133,14 @@ def measure_decode(
             measure = compressed_time if cache in presets else full_time
             found = _or_error(cache, call, lambda: measure(cache, *call))  # noqa: B023 - called at once
             full = found if cache == "full" else full
-            if found.milliseconds and found.bits and full.milliseconds and full.bits:
-                speedup = full.milliseconds / found.milliseconds
-                found = replace(found, speedup=speedup, bound=full.bits / found.bits)
-            yield found
+            yield beside(found, full)
+
+
+def beside(found: DecodeTime, full: DecodeTime) -> DecodeTime:
+    """`found` with its speed-up over `full`, and what the bytes would allow, where both have figures."""
+    if found.milliseconds and found.bits and full.milliseconds and full.bits:
+        return replace(found, speedup=full.milliseconds / found.milliseconds, bound=full.bits / found.bits)
+    return found
 
 
 def _or_error(cache: str, call: tuple[Any, ...], measure: Callable[[], DecodeTime]) -> DecodeTime:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..backend import BackendChoice, interpreting, resolve_backend
-from ..config import CompressionConfig, load_config
-from ..eval.results import error_message
 from ..side import SideState
-from .layers import Shape, encoded_side, middle_layer
+from .layers import Shape, encoded_side, middle_layer, named_config
 from .timing import median_ms
+
+FLUSHES = 16
+"""Four milliseconds, in which Python queues all launches of a prompt that is encoded in chunks."""
 
 
 @dataclass(frozen=True)
@@ -37,36 +37,23 @@ class EncodeTime:
     error: str | None = None
 
 
-def measure_encode(
-    presets: Sequence[str],
-    shapes: dict[str, Shape],
+@torch.inference_mode()
+def encode_time(
+    preset: str,
+    name: str,
+    shape: Shape,
     batch: int,
     tokens: int,
     device: torch.device,
     repeats: int = 20,
     dtype: torch.dtype = torch.bfloat16,
-) -> Iterator[EncodeTime]:
-    """Encoding a prompt of `tokens` for every preset and shape, as it is measured; what fails says why."""
-    for name, shape in shapes.items():
-        for preset in presets:
-            try:
-                time, size = _encode_time(load_config(preset), shape, batch, tokens, device, repeats, dtype)
-                yield EncodeTime(preset, name, batch, tokens, time, size / time / 1e6)
-            except Exception as error:
-                yield EncodeTime(preset, name, batch, tokens, error=error_message(error))
+) -> EncodeTime:
+    """Encoding the keys and values of `tokens` tokens.
 
-
-def _encode_time(
-    config: CompressionConfig,
-    shape: Shape,
-    batch: int,
-    tokens: int,
-    device: torch.device,
-    repeats: int,
-    dtype: torch.dtype,
-) -> tuple[float, int]:
-    """Milliseconds, and bytes of the keys and values."""
-    plan = middle_layer(config)
+    Raises:
+        ValueError: a preset that does not fit the shape.
+    """
+    plan = middle_layer(named_config(preset))
     choice: BackendChoice = "triton" if interpreting() else "auto"
     states: list[tuple[SideState, torch.Tensor]] = []
     for side in ("keys", "values"):
@@ -76,6 +63,7 @@ def _encode_time(
         )  # fmt: skip
         x = torch.randn(batch, shape.kv_heads, tokens, shape.head_dim, device=device, dtype=dtype)
         state = SideState(made.codec, x, 0, made.track)
+        state.prepared = True  # the codec was, and fractional bits can be only once
         state.store.fix(tokens)
         states.append((state, x))
     backend = resolve_backend(choice, device, [state.codec for state, _ in states])
@@ -85,5 +73,5 @@ def _encode_time(
             state.store.truncate(0)
             state.pack(x, tokens, backend, growing=False)
 
-    with torch.inference_mode():
-        return median_ms(encode, device, repeats), sum(x.nbytes for _, x in states)
+    time, size = median_ms(encode, device, repeats, flushes=FLUSHES), sum(x.nbytes for _, x in states)
+    return EncodeTime(preset, name, batch, tokens, time, size / time / 1e6)

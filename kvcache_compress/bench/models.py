@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +14,12 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 
 from ..attention import disable_fused_attention, enable_fused_attention
 from ..cache import CompressedCache
-from ..config import load_config
-from ..eval.results import error_message
-from .layers import Shape
+from .layers import Shape, named_config
 
 STEPS = 32
 """As many as pass between two packings of tokens in the presets, so that each is counted with its share."""
-FILL_TOKENS = 8192
+FILL_TOKENS = 32_768
+"""Handed to a cache at a time: with few of them the time would be that of Python's calls."""
 
 
 @dataclass(frozen=True)
@@ -65,27 +64,17 @@ def random_llama(shape: Shape, layers: int, hidden: int, intermediate: int, devi
     return model.eval()
 
 
-def measure_models(
-    model: PreTrainedModel, presets: Sequence[str], batches: Sequence[int], lengths: Sequence[int]
-) -> Iterator[ModelTime]:
-    """Decoding from the full cache and from each preset's, as they are measured; what fails says why."""
-    for batch in batches:
-        for tokens in lengths:
-            for name, make in cache_makers(model, presets).items():
-                try:
-                    with on_model(model, name):
-                        found = _measure(model, name, make, batch, tokens)
-                except Exception as error:
-                    found = ModelTime(name, batch, tokens, error=error_message(error))
-                yield found
+def model_time(model: PreTrainedModel, name: str, batch: int, tokens: int) -> ModelTime:
+    """Decoding from a cache that holds `tokens` tokens: `full`, or a preset's."""
+    with on_model(model, name):
+        return _measure(model, name, cache_maker(model, name), batch, tokens)
 
 
-def cache_makers(model: PreTrainedModel, presets: Sequence[str]) -> dict[str, Callable[[], Cache]]:
-    """By name: `full`, Transformers' own cache, and each preset's."""
-    makers: dict[str, Callable[[], Cache]] = {"full": partial(DynamicCache, config=model.config)}
-    for preset in presets:
-        makers[preset] = partial(CompressedCache.from_config, model.config, load_config(preset))
-    return makers
+def cache_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
+    """Makes empty caches: Transformers' own for `full`, else a preset's."""
+    if name == "full":
+        return partial(DynamicCache, config=model.config)
+    return partial(CompressedCache.from_config, model.config, named_config(name))
 
 
 @contextmanager
@@ -118,7 +107,8 @@ def peak_gib(model: PreTrainedModel) -> float | None:
 
 def _measure(model: PreTrainedModel, name: str, make: Callable[[], Cache], batch: int, tokens: int) -> ModelTime:
     on_gpu = model.device.type == "cuda"
-    fill(model, make(), batch, min(tokens, FILL_TOKENS))  # compiles the encoders
+    fill(model, make(), batch, min(tokens, 8192))  # compiles the encoders
+    gc.collect()
     cache = make()
     before = torch.cuda.memory_allocated() if on_gpu else 0
     fill_seconds = fill(model, cache, batch, tokens)

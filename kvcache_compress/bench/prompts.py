@@ -6,14 +6,14 @@ On a GPU; on a CPU the same code runs, for tests.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import Cache, PreTrainedModel
 
 from ..eval.results import error_message
-from .models import cache_bytes, cache_makers, fill, on_model, peak_gib, synchronize
+from .models import cache_bytes, cache_maker, fill, on_model, peak_gib, synchronize
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PrefillTime:
         tokens: of the prompt.
         chunk: tokens of the prompt per forward pass.
         seconds: of the whole prompt.
-        ratio: of that to the full cache's in chunks of the same size.
+        ratio: of that to the full cache's in chunks of the same size, where both were measured.
         peak_gib: the device's most meanwhile, weights included; None where it does not count.
         error: why there are no figures.
     """
@@ -56,28 +56,16 @@ class LongestContext:
     end: str
 
 
-def measure_prefill(
-    model: PreTrainedModel, presets: Sequence[str], tokens: int, chunks: Sequence[int]
-) -> Iterator[PrefillTime]:
-    """A prompt of `tokens` for the full cache and each preset's, `chunk` tokens at a time; what fails says why."""
+def prefill_time(model: PreTrainedModel, name: str, tokens: int, chunk: int) -> PrefillTime:
+    """A prompt of `tokens` for the full cache or a preset's, `chunk` tokens at a time."""
     ids = torch.randint(1000, (1, tokens), device=model.device)
-    for chunk in chunks:
-        full: PrefillTime | None = None
-        for name, make in cache_makers(model, presets).items():
-            found = PrefillTime(name, tokens, chunk)
-            try:
-                with on_model(model, name):
-                    _prefill(model, make(), ids[:, : min(tokens, 2 * chunk)], chunk)  # compiles what must be
-                    if model.device.type == "cuda":
-                        torch.cuda.reset_peak_memory_stats()
-                    seconds = _prefill(model, make(), ids, chunk)
-                    found = replace(found, seconds=seconds, peak_gib=peak_gib(model))
-            except Exception as error:
-                found = replace(found, error=error_message(error))
-            full = full or found
-            if found.seconds and full.seconds:
-                found = replace(found, ratio=found.seconds / full.seconds)
-            yield found
+    make = cache_maker(model, name)
+    with on_model(model, name):
+        _prefill(model, make(), ids[:, : min(tokens, 2 * chunk)], chunk)  # compiles what must be
+        if model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = _prefill(model, make(), ids, chunk)
+        return PrefillTime(name, tokens, chunk, seconds, peak_gib=peak_gib(model))
 
 
 def _prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int) -> float:
@@ -89,26 +77,24 @@ def _prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int
     return time.perf_counter() - begun
 
 
-def measure_longest(model: PreTrainedModel, presets: Sequence[str], piece: int, most: int) -> Iterator[LongestContext]:
-    """Fills the full cache and each preset's with pieces of random tokens, and decodes a step after each.
+def longest_context(
+    model: PreTrainedModel, name: str, piece: int, most: int, late: Callable[[], bool] = lambda: False
+) -> LongestContext:
+    """Fills the full cache or a preset's with pieces of random tokens, and decodes a step after each.
 
-    Until memory is out, or `most` tokens were filled in.
+    Until memory is out, `most` tokens were filled in, or it is `late`.
     """
-    for name, make in cache_makers(model, presets).items():
-        with on_model(model, name):
-            found = _longest(model, name, make, piece, most)
-        yield found
-
-
-def _longest(model: PreTrainedModel, name: str, make: Callable[[], Cache], piece: int, most: int) -> LongestContext:
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     found = LongestContext(name, 0, 0.0, f"no more than {most} were tried")
-    try:
-        cache = make()
-        for _ in range(most // piece):
-            fill(model, cache, 1, piece)
-            model(input_ids=ids, past_key_values=cache)
-            found = replace(found, tokens=cache.get_seq_length(), cache_gib=cache_bytes(cache) / 2**30)
-    except Exception as error:
-        found = replace(found, end=error_message(error))
+    with on_model(model, name):
+        try:
+            cache = cache_maker(model, name)()
+            for _ in range(most // piece):
+                if late():
+                    return replace(found, end="time: more were not tried")
+                fill(model, cache, 1, piece)
+                model(input_ids=ids, past_key_values=cache)
+                found = replace(found, tokens=cache.get_seq_length(), cache_gib=cache_bytes(cache) / 2**30)
+        except Exception as error:
+            found = replace(found, end=error_message(error))
     return found

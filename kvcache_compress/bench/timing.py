@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +15,21 @@ FLUSH_BYTES = 1 << 30
 queued, so that Python's time is not in the measurement unless it is longer."""
 
 
-def median_ms(call: Callable[[], Any], device: torch.device, repeats: int = 20, warmup: int = 3) -> float:
-    """Median milliseconds of a call, by the device's events where it is a GPU, whose L2 then holds nothing of use."""
+@dataclass(frozen=True)
+class CopyBandwidth:
+    """GB/s of a copy within the device's memory, bytes read and written together."""
+
+    gigabytes_per_second: float | None = None
+    error: str | None = None
+
+
+def median_ms(
+    call: Callable[[], Any], device: torch.device, repeats: int = 20, warmup: int = 3, flushes: int = 1
+) -> float:
+    """Median milliseconds of a call, by the device's events where it is a GPU, whose L2 then holds nothing of use.
+
+    `flushes`: how often `FLUSH_BYTES` are written before a call, more for one that keeps Python longer.
+    """
     for _ in range(warmup):
         call()
     times = []
@@ -23,7 +37,8 @@ def median_ms(call: Callable[[], Any], device: torch.device, repeats: int = 20, 
     for _ in range(repeats):
         if device.type == "cuda":
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flushed.zero_()
+            for _ in range(flushes):
+                flushed.zero_()
             start.record()
             call()
             stop.record()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_compress.bench import decode, encode, models, prompts
+from kvcache_compress.bench import decode, models, prompts
 from kvcache_compress.bench.layers import SHAPES, Shape, encoded_side
 from kvcache_compress.bench.timing import copy_bandwidth, median_ms
 from kvcache_compress.config import load_config, preset_names
@@ -29,6 +30,10 @@ def test_the_kit_in_small(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())
+    assert [(row["cache"], row["tokens"], row["error"]) for row in found["check"]] == [
+        ("turboquant-4bit", tokens, None) for tokens in (128, 160)
+    ]
+    assert all(0 < row["attention_error"] < 2.5e-3 and row["differing_codes"] == 0 for row in found["check"])
     assert [(row["cache"], row["tokens"]) for row in found["decode"]] == [("full", 128), ("turboquant-4bit", 128)]
     full, ours = found["decode"]
     assert ours["speedup"] == pytest.approx(full["milliseconds"] / ours["milliseconds"])
@@ -51,10 +56,52 @@ def test_the_kit_in_small(tmp_path: Path) -> None:
     assert [row["tokens"] for row in longest.values()] == [258, 258]
     assert longest["full"]["cache_gib"] * 2**30 == 2 * 2 * 258 * 2 * 64 * 2
     assert longest["turboquant-4bit"]["cache_gib"] < longest["full"]["cache_gib"]
-    assert found["copy_gigabytes_per_second"] > 0
-    share = ours["gigabytes_per_second"] / found["copy_gigabytes_per_second"]
-    assert f" GB/s ({share:.0%} of a copy's) at 8.77 bits" in done.stdout
-    assert (found["check"], found["finished"]) == ("skipped", True)
+    copied = found["bandwidth"][0]["gigabytes_per_second"]
+    cell = f"{ours['milliseconds']:.3f} {ours['speedup']:5.2f}x {ours['gigabytes_per_second'] / copied:4.0%}"
+    assert re.search(rf"^turboquant-4bit +{re.escape(cell)}$", done.stdout, re.MULTILINE)
+    assert found["finished"]
+    assert {path.name for path in output.parent.iterdir()} == {"gpu.json"}
+    table = subprocess.run([*command[:2], "--output", str(output), "--table"], cwd=ROOT, capture_output=True, text=True)
+    assert table.stdout.strip() in done.stdout
+
+
+def test_a_run_that_is_killed_leaves_its_rows_and_another_goes_on(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    command = [sys.executable, "benchmarks/gpu.py", "--small", "--output", str(output), "--preset", "turboquant-4bit"]
+    command += ["--part", "decode"]
+    killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert killed.stdout is not None
+    next(line for line in killed.stdout if line.startswith("check"))
+    killed.kill()
+    killed.wait()
+    before = json.loads(output.read_text())
+    assert [row["error"] for row in before["check"]] == [None]  # of the one that decoding needs
+    assert {row["error"] for row in before["decode"]} == {"not measured: the run ended before"}
+    assert not before["finished"]
+
+    done = subprocess.run([*command, "--part", "bandwidth"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    after = json.loads(output.read_text())
+    assert after["check"] == before["check"]
+    assert [row["error"] for row in after["decode"]] == [None, None]
+    assert after["bandwidth"][0]["gigabytes_per_second"] > 0
+    assert after["finished"]
+    assert len(after["runs"]) == 2
+
+
+def test_without_time_every_row_is_named(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    command = [sys.executable, "benchmarks/gpu.py", "--small", "--output", str(output), "--minutes", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(output.read_text())
+    assert {row["error"] for row in found["check"] + found["bandwidth"]} == {"not measured: time"}
+    assert {row["error"] for row in found["decode"] if row["cache"] == "full"} == {"not measured: time"}
+    assert {row["error"] for row in found["encode"]} == {"not measured: its kernels were not checked"}
+    assert not found["finished"]
+    named = done.stdout.partition("not measured, and why")[2]
+    assert "decode full small 1 128 time" in named
+    assert "decode kivi-2bit small 1 128 its kernels were not checked" in named
 
 
 def test_without_a_gpu_only_small(tmp_path: Path) -> None:
@@ -80,29 +127,29 @@ def test_every_preset_can_be_filled_at_random(preset: str) -> None:
         assert made.dense().isfinite().all()
 
 
-def test_a_failure_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(*_: object) -> None:
-        raise torch.OutOfMemoryError("Tried to allocate 80 GiB")
+def too_large(*_: object) -> None:
+    raise torch.OutOfMemoryError("Tried to allocate 80 GiB")
 
+
+def test_a_failure_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "full_time", too_large)
     full, ours, unknown = decode.measure_decode(["kivi-4bit", "kivi-9bit"], TINY, [1], [64], CPU, 1)
     assert (full.milliseconds, full.error) == (None, "out of memory: Tried to allocate 80 GiB")
     assert (ours.cache, ours.speedup, ours.bound, ours.error) == ("kivi-4bit", None, None, None)
     assert "kivi-9bit" in unknown.error
+
+
+def test_a_model_has_its_attention_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "fill", too_large)
     monkeypatch.setattr(prompts, "_prefill", too_large)
-    monkeypatch.setattr(encode, "_encode_time", too_large)
     model = models.random_llama(TINY["tiny"], 1, 64, 64, CPU)
-    for found in (
-        models.measure_models(model, ["kivi-4bit"], [1], [64]),
-        prompts.measure_prefill(model, ["kivi-4bit"], 64, [64]),
-    ):
-        assert [(row.cache, row.error) for row in found] == [(name, full.error) for name in ("full", "kivi-4bit")]
-    assert [row.error for row in encode.measure_encode(["kivi-4bit"], TINY, 1, 64, CPU, 1)] == [full.error]
-    assert model.config._attn_implementation != ATTENTION_NAME
+    for call in (models.model_time, prompts.prefill_time):
+        with pytest.raises(torch.OutOfMemoryError):
+            call(model, "kivi-4bit", 1, 64)
+        assert model.config._attn_implementation != ATTENTION_NAME
 
 
-def test_the_longest_context_ends_where_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_context_ends_where_memory_or_time_does(monkeypatch: pytest.MonkeyPatch) -> None:
     fill, filled = prompts.fill, []
 
     def fill_twice(model: Any, cache: Any, batch: int, tokens: int) -> float:
@@ -113,9 +160,13 @@ def test_the_longest_context_ends_where_memory_does(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(prompts, "fill", fill_twice)
     model = models.random_llama(TINY["tiny"], 1, 64, 64, CPU)
-    for found in prompts.measure_longest(model, ["kivi-4bit"], 64, 64_000):
+    for name in ("full", "kivi-4bit"):
+        found = prompts.longest_context(model, name, 64, 64_000)
         assert (found.tokens, found.end) == (130, "out of memory: Tried to allocate 80 GiB")
         assert found.cache_gib > 0
+    late = iter([False, True])
+    found = prompts.longest_context(model, "full", 64, 64_000, lambda: next(late))
+    assert (found.tokens, found.end) == (65, "time: more were not tried")
 
 
 def test_median_of_the_repeats_alone() -> None:

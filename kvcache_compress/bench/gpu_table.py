@@ -1,0 +1,93 @@
+"""What the kit found, as text: a line for each row as it comes, and tables of a whole result file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .jobs import KEYS, Job
+from .result_file import measured
+
+TITLES = {
+    "check": "kernels against PyTorch's operators",
+    "bandwidth": "copy within the device's memory",
+    "decode": "decode attention of one layer",
+    "encode": "encoding a prompt's keys and values, one layer",
+    "models": "a whole model",
+    "prefill": "a whole model's prompt",
+    "longest": "the longest context that fits beside the weights",
+}
+
+
+def line(part: str, row: Mapping[str, Any]) -> str:
+    """A row of a part in one line."""
+    where = f"{part:9} {row['cache']:26} {row.get('shape', ''):13}"
+    if "batch" in row:
+        where += f" B {row['batch']:2}"
+    if "tokens" in row:
+        where += f" x {row['tokens']:7}"
+    return f"{where}: {row['error'] if row.get('error') is not None else _figures(part, row)}"
+
+
+def _figures(part: str, row: Mapping[str, Any]) -> str:
+    peak = "" if row.get("peak_gib") is None else f", peak {row['peak_gib']:.1f} GiB"
+    if part == "check":
+        return f"attention differs by {row['attention_error']:.1e}, codes by {row['differing_codes']:.1e}"
+    if part == "bandwidth":
+        return f"{row['gigabytes_per_second']:.1f} GB/s, read and written"
+    if part == "decode":
+        times = f"{row['milliseconds']:8.3f} ms, {row['gigabytes_per_second']:7.1f} GB/s at {row['bits']:.2f} bits"
+        return times + ("" if row.get("speedup") is None else f", {row['speedup']:.2f}x of {row['bound']:.2f}x")
+    if part == "encode":
+        return f"{row['milliseconds']:8.3f} ms, {row['gigabytes_per_second']:7.1f} GB/s of input"
+    if part == "models":
+        filled = f"cache {row['cache_gib']:.2f} GiB{peak}, filled in {row['fill_seconds']:.2f} s"
+        return f"{row['tokens_per_second']:8.1f} tokens/s, {filled}"
+    if part == "prefill":
+        ratio = "" if row.get("ratio") is None else f", {row['ratio']:.3f}x of full"
+        return f"{row['seconds']:8.3f} s in chunks of {row['chunk']}{ratio}{peak}"
+    return f"cache {row['cache_gib']:.2f} GiB; then: {row['end']}"
+
+
+def tables(contents: Mapping[str, Any]) -> str:
+    """All of a result file: decoding as a table per shape, the other parts line by line, and what was not measured."""
+    texts = []
+    copied = next((row.get("gigabytes_per_second") for row in contents["bandwidth"]), None)
+    for part in KEYS:
+        rows = [row for row in contents[part] if measured(row)]
+        if rows:
+            texts.append(f"\n{TITLES[part]}")
+            texts += _decode_tables(rows, copied) if part == "decode" else [line(part, row) for row in rows]
+    left = [(part, row) for part in KEYS for row in contents[part] if not measured(row)]
+    if left:
+        texts += [
+            "\nnot measured, and why",
+            *(f"{Job.of(part, row)}{row['error'].partition(':')[2]}" for part, row in left),
+        ]
+    return "\n".join(texts)
+
+
+def _decode_tables(rows: Sequence[Mapping[str, Any]], copied: float | None) -> list[str]:
+    """Milliseconds, speed-up over `full` and share of a copy's bandwidth: caches down, batch and tokens across."""
+    texts = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        mine = {(row["cache"], row["batch"], row["tokens"]): row for row in rows if row["shape"] == shape}
+        sizes = sorted({key[1:] for key in mine})
+        texts.append(f"{shape}: ms, times full, share of a copy's bandwidth")
+        texts.append(f"{'':20}" + "".join(f"{f'{batch} x {tokens}':>21}" for batch, tokens in sizes))
+        for cache in dict.fromkeys(key[0] for key in mine):
+            texts.append(
+                f"{cache[:20]:20}" + "".join(f"{_cell(mine.get((cache, *size)), copied):>21}" for size in sizes)
+            )
+        texts += [line("decode", row) for row in mine.values() if row.get("error") is not None]
+    return texts
+
+
+def _cell(row: Mapping[str, Any] | None, copied: float | None) -> str:
+    if row is None:
+        return "-"
+    if row.get("error") is not None:
+        return "failed"
+    share = "" if copied is None else f" {row['gigabytes_per_second'] / copied:4.0%}"
+    speedup = f" {row['speedup']:5.2f}x" if row.get("speedup") is not None else ""
+    return f"{row['milliseconds']:.3f}{speedup}{share}"

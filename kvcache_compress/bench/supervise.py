@@ -1,0 +1,104 @@
+"""Worker processes that measure, watched from one that has no part in it: what they print is kept as it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from .jobs import NOT_MEASURED, Job
+
+WORKER = (sys.executable, "-P", "-m", "kvcache_compress.bench.worker")
+ROW_SECONDS = 150.0
+"""No row takes so long; a worker that is silent for longer hangs."""
+SPARE = 0.03
+"""Share of the time in which no row is begun any more, so that the last one can end."""
+THREADS = "2"
+"""Of PyTorch in a worker: several of them share the processor, which only builds codecs."""
+Keep = Callable[[Job, dict[str, Any]], None]
+
+
+def measure_all(
+    jobs: Sequence[Job],
+    seconds: float,
+    small: bool,
+    keep: Keep,
+    command: Sequence[str] = WORKER,
+    row_seconds: float = ROW_SECONDS,
+) -> None:
+    """Gives `keep` a row for every job that was begun within so many seconds, whatever becomes of the workers.
+
+    Raises:
+        RuntimeError: a worker ended before it began a job.
+    """
+    end = time.monotonic() + seconds
+    left = list(jobs)
+    while left and (remaining := end - time.monotonic()) > 0:
+        environment = os.environ | {"OMP_NUM_THREADS": THREADS}
+        worker = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        current: Job | None = None
+        begun = False
+        try:
+            assert worker.stdin is not None
+            with contextlib.suppress(BrokenPipeError), worker.stdin:
+                json.dump({"jobs": left, "seconds": remaining * (1 - SPARE), "small": small}, worker.stdin)
+            for event in _events(worker, end, row_seconds):
+                if "begin" in event:
+                    current, begun = _job(event["begin"]), True
+                elif current is not None:
+                    keep(current, event["row"])
+                    left.remove(current)
+                    current = None
+        except queue.Empty:
+            if current is not None:
+                late = time.monotonic() >= end
+                why = f"{NOT_MEASURED} time" if late else f"no result within {row_seconds:g} s"
+                keep(current, current.named | {"error": why})
+                left.remove(current)
+                current = None
+            elif not begun and time.monotonic() < end:
+                raise RuntimeError(f"the measuring process was silent for {row_seconds:g} s") from None
+        finally:
+            worker.kill()
+            code = worker.wait()
+        if current is not None:
+            keep(current, current.named | {"error": f"the measuring process ended: {_ending(code)}"})
+            left.remove(current)
+        elif code == 0:
+            return
+        elif not begun:
+            raise RuntimeError(f"the measuring process ended before its first row: {_ending(code)}")
+
+
+def _job(values: Any) -> Job:
+    part, rest = values
+    return Job(part, tuple(rest))
+
+
+def _ending(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
+def _events(worker: subprocess.Popen[str], end: float, row_seconds: float) -> Iterator[dict[str, Any]]:
+    """What a worker prints until it ends; raises `queue.Empty` where it is silent for too long, or at the end."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (line := lines.get(timeout=max(0.001, min(row_seconds, end - time.monotonic())))) is not None:
+        if line.endswith("\n"):  # else it died while it printed
+            yield json.loads(line)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a device that hangs may not let go of its process
+        worker.wait(timeout=10)
