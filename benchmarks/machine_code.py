@@ -125,16 +125,20 @@ def attention_arguments(variant: Variant, amd: bool) -> tuple[dict[str, Any], di
     keys, values = segments(variant, "keys"), segments(variant, "values")
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
     _, mapping = map_query_arguments(query, keys.codec.kernel_side(), 2, 0.1)
-    inputs = launch.attend_inputs(query, keys, values, None)
-    _, attend = launch.attend_arguments(query, keys, values, *inputs, mapping, scaling=0.1, softcap=None, amd=amd)
+    sizes = launch.sizes_of(query, keys, values)
+    inputs = launch.attend_inputs(query, keys, values, None, sizes.split_tokens)
+    _, attend = launch.attend_arguments(
+        query, keys, values, *inputs, mapping, sizes, scaling=0.1, softcap=None, amd=amd
+    )
     attend["EVEN"] &= variant.even
-    return attend, launch.merge_arguments(query, keys, values, None, attend, launch.MAX_SPLITS)[1], mapping
+    out = torch.empty(1, variant.count, 2 * variant.groups, variant.head_dim, dtype=variant.dtype)
+    return attend, launch.merge_arguments(query, keys, values, None, attend, launch.MAX_SPLITS, out)[1], mapping
 
 
 def step_append_arguments() -> dict[str, Any]:
     """Arguments of `append_kernel` for a token's keys and values."""
     fresh, room = (torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16) for _ in range(2))
-    return append_arguments(append_inputs(fresh, fresh, room, room))
+    return append_arguments(append_inputs(fresh, fresh, room, room, 0))
 
 
 def encode_variants() -> dict[str, tuple[Side, str, MethodOptions, int]]:
