@@ -27,7 +27,10 @@ import typer
 from kvcache_compress.bench.layers import build_codec, encoded_side, middle_layer
 from kvcache_compress.codec import MethodOptions, Side
 from kvcache_compress.config import load_config, preset_names
+from kvcache_compress.fixed_step import StepBuffers, Windows
 from kvcache_compress.registry import get_method
+from kvcache_compress.side import SideState
+from kvcache_compress.slots import Slots
 from kvcache_compress.triton_kernels import aot, attention, launch
 from kvcache_compress.triton_kernels.append import append_arguments, append_inputs, append_kernel
 from kvcache_compress.triton_kernels.query import map_query_arguments, map_query_kernel
@@ -125,16 +128,46 @@ def attention_arguments(variant: Variant, amd: bool) -> tuple[dict[str, Any], di
     keys, values = segments(variant, "keys"), segments(variant, "values")
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
     _, mapping = map_query_arguments(query, keys.codec.kernel_side(), 2, 0.1)
-    inputs = launch.attend_inputs(query, keys, values, None)
-    _, attend = launch.attend_arguments(query, keys, values, *inputs, mapping, scaling=0.1, softcap=None, amd=amd)
+    sizes = launch.sizes_of(query, keys, values)
+    inputs = launch.attend_inputs(query, keys, values, None, sizes.split_tokens)
+    _, attend = launch.attend_arguments(
+        query, keys, values, *inputs, mapping, sizes, scaling=0.1, softcap=None, amd=amd
+    )
     attend["EVEN"] &= variant.even
-    return attend, launch.merge_arguments(query, keys, values, None, attend, launch.MAX_SPLITS)[1], mapping
+    out = torch.empty(1, variant.count, 2 * variant.groups, variant.head_dim, dtype=variant.dtype)
+    return attend, launch.merge_arguments(query, keys, values, None, attend, launch.MAX_SPLITS, out)[1], mapping
 
 
 def step_append_arguments() -> dict[str, Any]:
     """Arguments of `append_kernel` for a token's keys and values."""
     fresh, room = (torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16) for _ in range(2))
-    return append_arguments(append_inputs(fresh, fresh, room, room))
+    return append_arguments(append_inputs(fresh, fresh, room, room, 0))
+
+
+def fixed_step_launches() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """The kernels of a step of fixed capacity that a growing cache does without, and their arguments."""
+    sides: dict[Side, SideState] = {}
+    tokens = torch.randn(1, 2, 512, 128).bfloat16()
+    both: tuple[Side, Side] = ("keys", "values")
+    for side in both:
+        codec = build_codec(*side_of("turboquant", bits=4), side, 128, 2, torch.bfloat16)
+        sides[side] = SideState(codec, tokens, 96, None)
+        sides[side].prepare(tokens)
+        sides[side].store.fix(512)
+    buffers = StepBuffers(sides, Windows(16, 480, 112, 64, 32, 496))
+    slots = Slots(16, 480, 112, 496, buffers.length, buffers.packed)
+    keys, values = (
+        SideSegments(buffers.sinks[side], state.store, 480, buffers.ring[side], 112, state.codec, None, buffers.packed)
+        for side, state in sides.items()
+    )
+
+    def step() -> None:
+        buffers.step(sides, dict.fromkeys(both, tokens[:, :, :1]), "triton", None)
+        launch.attend(tokens[:, :, :1].repeat(1, 2, 1, 1), keys, values, None, scaling=0.1, slots=slots)
+
+    names = {"write_slots_kernel": "write slots", "store_groups_kernel": "store groups", "map_step_kernel": "map step"}
+    launches = ((kernel.__name__, (kernel, arguments)) for kernel, arguments in aot.captured_launches(step))
+    return {names[name]: call for name, call in launches if name in names}
 
 
 def encode_variants() -> dict[str, tuple[Side, str, MethodOptions, int]]:
@@ -196,6 +229,9 @@ def measure(targets: list[str], only: list[str]) -> Table:
                     add(part, target, kernel, given)
         if not only or "append" in only:
             add("append", target, append_kernel, step_append_arguments())
+        for name, call in fixed_step_launches().items():
+            if not only or name in only:
+                add(name, target, *call)
         for name, encoder in encode_variants().items():
             if not only or name in only:
                 for number, (kernel, arguments) in enumerate(encode_launches(*encoder)):

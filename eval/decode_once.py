@@ -34,12 +34,12 @@ class _Decoded:
         self.state: SideState = weakref.proxy(state)  # which holds this object, and all that is decoded
         self.packed = state.sinks[:, :, :0]
 
-    def segments(self, packed: int, tail: torch.Tensor) -> SideSegments:
+    def segments(self, packed: int, tail: torch.Tensor, tokens: int) -> SideSegments:
         state = self.state
-        return _Kept(state.sinks, state.store, packed, tail, state.codec, state.track, decoded=self)
+        return _Kept(state.sinks, state.store, packed, tail, tokens, state.codec, state.track, decoded=self)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Kept(SideSegments):
     decoded: _Decoded | None = None
 
@@ -47,7 +47,7 @@ class _Kept(SideSegments):
         assert self.decoded is not None
         known = self.decoded.packed
         if (start := known.shape[2]) < self.packed:
-            fresh = self.tail.new_empty(*known.shape[:2], self.packed - start, known.shape[3])
+            fresh = self.tail_buffer.new_empty(*known.shape[:2], self.packed - start, known.shape[3])
             self.decode_into(fresh, start)
             self.decoded.packed = torch.cat([known, fresh], dim=2)
         return torch.cat([self.sinks, self.decoded.packed[:, :, : self.packed], self.tail], dim=2)

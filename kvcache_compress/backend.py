@@ -78,11 +78,12 @@ def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
     """For codecs and attention: makes the device of `x` the current one, since Triton launches there, and switches
     autocast off, under which float32 arithmetic would be done in 16 bits."""
     kind = x.device.type
-    narrows = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    narrows = _has_autocast(kind) and torch.is_autocast_enabled(kind)
     elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
     return _changed(x.device if elsewhere else None, kind if narrows else None) if narrows or elsewhere else _AS_IT_IS
 
 
+_has_autocast = cache(torch.amp.is_autocast_available)
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 

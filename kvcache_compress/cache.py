@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -120,16 +119,15 @@ class CompressedCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
         """As in `transformers.Cache`. Where a layer refuses its tokens, those before it give theirs back."""
-        update = functools.partial(super().update, key_states, value_states, layer_idx, *args, **kwargs)
         if torch.compiler.is_compiling():
             if self._offloading is not None:
                 raise ValueError("offloading=True: allowed False where the model is compiled")
-            return update()
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         try:
             if self._offloading is None:
-                return update()
+                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
             with self._offloading.at_work(self.layers, layer_idx):
-                return update()
+                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except Exception:
             self._step_back(layer_idx)
             raise

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from .codec import Side
 
+CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+"""Early versions of Transformers 5 crop to a length where later ones remove a count."""
 LONGEST = torch.finfo(torch.float16).max
 """Longest vector that can be packed: norms and scales are stored in 16 bits."""
 
@@ -84,6 +87,25 @@ def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.T
                 f"{side} for layer {layer} have D={x.shape[3]} on {x.device}: the cache holds "
                 f"D={old.shape[3]} on {old.device}"
             )
+
+
+def check_batch(new: int, held: int) -> None:
+    """Raises `ValueError` for tokens of another batch than those that a layer holds."""
+    if new != held:
+        raise ValueError(
+            f"batch of {new} for a cache that holds {held}: use batch_select_indices or "
+            "batch_repeat_interleave to change it, or reset() to start anew"
+        )
+
+
+def tokens_after_crop(tokens_to_remove: Any, length: int) -> int:
+    """How many of `length` tokens a crop leaves; raises `ValueError` for counts that are not allowed."""
+    count = operator.index(tokens_to_remove)
+    if count > 0 and CROPS_TO_LENGTH:
+        count = min(0, count - length)
+    if count > 0:
+        raise ValueError(f"tokens_to_remove={count}: allowed zero or a negative count, which removes that many tokens")
+    return max(0, length + count)
 
 
 def row_numbers(name: str, rows: Any, batch: int) -> torch.Tensor:

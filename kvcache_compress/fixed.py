@@ -15,15 +15,13 @@ from typing import Any
 import torch
 
 from . import ops
-from .backend import on_device
-from .checks import LONGEST, longest, not_packable
+from .checks import not_packable
 from .codec import Side
+from .fixed_step import FULL, StepBuffers, Windows
 from .layer import CompressedLayer
 from .side import SideState
 from .slots import SlotKV, Slots
 from .view import MAX_DECODE_TOKENS, PackedKV, SideSegments
-
-NOT_FINITE, FULL = 1, 2
 
 
 class FixedCapacityLayer(CompressedLayer):
@@ -54,31 +52,26 @@ class FixedCapacityLayer(CompressedLayer):
             state.store.fix(self.capacity + self.group)
         if self.track is not None:
             self.track.reserve(self.plan.sink_tokens + self.capacity, key_states)
-        counters = (torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(4))
-        self._length, self._packed, self._fault, self.cumulative_length = counters
+        self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
         torch._dynamo.mark_static_address(self.cumulative_length)
         self._allocate()
 
     @torch.inference_mode(False)
     def _allocate(self) -> None:
-        """The buffers that steps write, each with one place more for what is to be nowhere."""
-        sinks, ring = self.plan.sink_tokens + 1, self.ring_tokens + 1
-        self._sinks: dict[Side, torch.Tensor] = {}
-        self._ring: dict[Side, torch.Tensor] = {}
-        for side, state in self._sides.items():
-            batch, heads, _, dim = state.sinks.shape
-            self._sinks[side] = state.sinks.new_zeros(batch, heads, sinks, dim)
-            self._ring[side] = state.sinks.new_zeros(batch, heads, ring, dim)
+        plan = self.plan
+        windows = Windows(
+            plan.sink_tokens, self.capacity, self.ring_tokens, plan.recent_tokens, self.flush_tokens, self.max_cache_len
+        )
+        self._buffers = StepBuffers(self._sides, windows)
 
     def _freeze(self) -> None:
         """Sets up buffers and counters for steps, and encodes what left the window but is not packed yet."""
         if self._frozen:
             return
         keys = self._sides["keys"]
-        if any(not _alike(self._ring[side], state.sinks) for side, state in self._sides.items()):
+        if not self._buffers.fit(self._sides):
             self._allocate()
-        packed, tail, sinks = keys.store.tokens, keys.tail.tokens, int(keys.sinks.shape[2])
-        slots = (torch.arange(packed, packed + tail) % self.ring_tokens).to(keys.sinks.device)
+        packed, tail = keys.store.tokens, keys.tail.tokens
         for side, state in self._sides.items():
             self._prepare(state)
             group = state.codec.group
@@ -86,12 +79,7 @@ class FixedCapacityLayer(CompressedLayer):
             if early:
                 state.pack(state.tail.view(), early, self.backend, growing=False)
                 state.store.truncate(packed)
-            self._sinks[side][:, :, :sinks] = state.sinks
-            self._ring[side].index_copy_(2, slots, state.tail.view())
-            state.sinks = self._sinks[side][:, :, :sinks]
-            state.tail.clear()
-        self._length.fill_(sinks + packed + tail)
-        self._packed.fill_(packed)
+            self._buffers.load(side, state, packed)
         self._frozen = True
 
     def _settle(self) -> None:
@@ -114,15 +102,16 @@ class FixedCapacityLayer(CompressedLayer):
         self._checks.raise_for_known()
         if not self._frozen:
             return
-        if fault := int(self._fault):
+        buffers = self._buffers
+        if fault := int(buffers.fault.amax()):
             self._raise(fault)
-        length, packed = int(self._length), int(self._packed)
+        length, packed = int(buffers.length), int(buffers.packed)
         sinks = min(length, self.plan.sink_tokens)
-        slots = (torch.arange(packed, length - sinks) % self.ring_tokens).to(self._packed.device)
+        slots = buffers.slots(packed, length - sinks)
         for side, state in self._sides.items():
-            state.sinks = self._sinks[side][:, :, :sinks]
+            state.sinks = buffers.sinks[side][:, :, :sinks]
             state.store.truncate(packed)
-            state.tail.replace(self._ring[side].index_select(2, slots))
+            state.tail.replace(buffers.ring[side].index_select(2, slots))
         if self.track is not None and self.leads_track:
             self.track.tokens = length
         self._frozen = False
@@ -145,10 +134,9 @@ class FixedCapacityLayer(CompressedLayer):
             return updated
         if not self.fused or key_states.shape[2] > MAX_DECODE_TOKENS:
             dense = self.dense_step(key_states, value_states)
-            self.cumulative_length.copy_(self._length)
+            self.cumulative_length.copy_(self._buffers.length)
             return dense
-        self.store(key_states, value_states)
-        self.cumulative_length.copy_(self._length)
+        self._store(key_states, value_states, self.cumulative_length)
         return self.view("keys"), self.view("values")
 
     def _is_step(self, key_states: torch.Tensor) -> bool:
@@ -157,12 +145,18 @@ class FixedCapacityLayer(CompressedLayer):
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[SideSegments, SideSegments]:
         """As in the base class. The segments of a step are `view`'s; those of a prompt hold its tokens as given."""
+        return self._store(key_states, value_states, None)
+
+    def _store(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, total: torch.Tensor | None
+    ) -> tuple[SideSegments, SideSegments]:
+        """`store`, after which `total` int64 `[]` is the number of tokens."""
         self._check_shapes(key_states, value_states)
         fresh: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
         if self._is_step(key_states):
             self._widen(fresh)
             self._freeze()
-            self._step(fresh)
+            self._step(fresh, total)
             keys, values = (self._slots_of(side) for side in fresh)
             return keys, values
         self._thaw()
@@ -174,12 +168,15 @@ class FixedCapacityLayer(CompressedLayer):
         segments = super().store(key_states, value_states)
         self._settle()
         self._freeze()
+        if total is not None:
+            total.copy_(self._buffers.length)
         return segments
 
     def _widen(self, fresh: dict[Side, torch.Tensor]) -> None:
         """Makes room for numbers of a wider dtype than those that are there."""
         for side, x in fresh.items():
-            if torch.promote_types(x.dtype, self._ring[side].dtype) != self._ring[side].dtype:
+            held = self._buffers.ring[side].dtype
+            if x.dtype != held and torch.promote_types(x.dtype, held) != held:
                 self._thaw()
                 self._sides[side].widen(x.dtype)
 
@@ -193,16 +190,17 @@ class FixedCapacityLayer(CompressedLayer):
 
     def view(self, side: Side) -> PackedKV:
         self._freeze()
-        sinks, room = self.plan.sink_tokens, self.max_cache_len
-        slots = Slots(sinks, self.capacity, self.ring_tokens, room, self._length, self._packed)
+        windows, buffers = self._buffers.windows, self._buffers
+        slots = Slots(windows.sinks, windows.capacity, windows.ring, windows.room, buffers.length, buffers.packed)
         return SlotKV(self._slots_of("keys"), self._slots_of("values"), side, self.backend, slots)
 
     def _slots_of(self, side: Side) -> SideSegments:
         """All that steps write, whether it holds a token or not."""
-        state = self._sides[side]
-        sinks = self._sinks[side][:, :, : self.plan.sink_tokens]
-        ring = self._ring[side][:, :, : self.ring_tokens]
-        return SideSegments(sinks, state.store, self.capacity, ring, state.codec, state.track, self._packed)
+        state, buffers = self._sides[side], self._buffers
+        return SideSegments(
+            buffers.sinks[side], state.store, self.capacity, buffers.ring[side], self.ring_tokens, state.codec,
+            state.track, buffers.packed,
+        )  # fmt: skip
 
     @property
     def sides(self) -> dict[Side, SideState]:
@@ -211,13 +209,11 @@ class FixedCapacityLayer(CompressedLayer):
 
     @property
     def packed_tokens(self) -> int:
-        return int(self._packed) if self._frozen else super().packed_tokens
+        return int(self._buffers.packed) if self._frozen else super().packed_tokens
 
     @property
     def spare_bytes(self) -> int:
-        if not self._sides:
-            return 0
-        return sum(x.nbytes for x in (*self._sinks.values(), *self._ring.values()))
+        return self._buffers.bytes() if self._sides else 0
 
     def _dense(self, side: Side) -> torch.Tensor | None:
         self._thaw()
@@ -234,54 +230,15 @@ class FixedCapacityLayer(CompressedLayer):
             super()._apply(change)
         self._settle()
 
-    def _step(self, fresh: dict[Side, torch.Tensor]) -> None:
-        """A decode step of n tokens; every shape depends on n alone, and no value is read back."""
-        count, sinks = fresh["keys"].shape[2], self.plan.sink_tokens
-        self._check(fresh, count)
-        positions = torch.arange(count, device=self._length.device) + self._length
-        kept = self._length - sinks - self._packed
-        leaving = (kept - self.plan.recent_tokens).clamp_min(0) // self.flush_tokens * self.flush_tokens
-        self._packed.add_(leaving)
-        self._length.add_(count)
-        sink_slots = positions.clamp(max=sinks)
-        ring_slots = torch.where(positions < sinks, self.ring_tokens, (positions - sinks) % self.ring_tokens)
+    def _step(self, fresh: dict[Side, torch.Tensor], total: torch.Tensor | None) -> None:
+        """A decode step; raises at once where that needs no waiting."""
+        buffers = self._buffers
+        if self.device.type == "cpu" and (fault := int(buffers.check(fresh))):
+            self._raise(fault)
         if self.track is not None:
+            positions = torch.arange(fresh["keys"].shape[2], device=buffers.length.device) + buffers.length
             self.track.write(positions, fresh["keys"], again=not self.leads_track)
-        for side, x in fresh.items():
-            x = x.to(self._ring[side].dtype)
-            self._sinks[side].index_copy_(2, sink_slots, x)
-            self._ring[side].index_copy_(2, ring_slots, x)
-            self._encode_leaving(side, count)
-
-    def _check(self, fresh: dict[Side, torch.Tensor], count: int) -> None:
-        """Notes what must not be stored; raises at once where that needs no waiting."""
-        lengths = [longest(x) for x in fresh.values()]
-        good = torch.stack(lengths).amax() <= LONGEST
-        fault = torch.where(good, 0, NOT_FINITE)
-        fault = torch.where(self._length + count > self.max_cache_len, FULL, fault)
-        if self.device.type == "cpu":
-            if int(fault):
-                self._raise(int(fault))
-        else:
-            self._fault.copy_(torch.maximum(self._fault, fault))
-
-    def _encode_leaving(self, side: Side, count: int) -> None:
-        """Encodes the groups that the last of `count` tokens to leave the recent window made whole."""
-        state = self._sides[side]
-        group = state.codec.group
-        stop = self._length - self.plan.sink_tokens - self.plan.recent_tokens
-        device = stop.device
-        groups = stop // group - torch.arange((count - 1) // group + 1, device=device) - 1
-        new = (groups * group >= self._packed) & ((groups + 1) * group > stop - count)
-        new &= (groups >= 0) & ((groups + 1) * group <= self.capacity)
-        tokens = (groups[:, None] * group + torch.arange(group, device=device)).flatten()
-        rope = None
-        if state.track is not None:
-            rope = state.track.gather((tokens + self.plan.sink_tokens).clamp_min(0))
-        x = self._ring[side].index_select(2, tokens % self.ring_tokens)
-        with on_device(x):
-            encoded = state.codec.encode(x, rope, self.backend)
-        state.store.write(torch.where(new, groups, self.capacity // group), encoded, group)
+        buffers.step(self._sides, fresh, self.backend, total)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.max_cache_len, 0
@@ -294,7 +251,3 @@ class FixedCapacityLayer(CompressedLayer):
         return self.max_cache_len
 
     get_max_cache_shape = get_max_length
-
-
-def _alike(ring: torch.Tensor, sinks: torch.Tensor) -> bool:
-    return (ring.shape[0], ring.device, ring.dtype) == (sinks.shape[0], sinks.device, sinks.dtype)

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from . import ops
 from .backend import resolve_backend
-from .checks import PackableChecks, check_states
+from .checks import PackableChecks, check_batch, check_states, tokens_after_crop
 from .codec import Codec, CodecContext, Side
 from .config import CompressionConfig, LayerPlan, SideConfig
 from .rope import RopeLayout
 from .rope_track import RopeTrack
-from .side import SideState, append
+from .side import SideState, append, crop, pack
 from .view import MAX_DECODE_TOKENS, PackedKV, SideSegments
 
 ATTENTION_NAME = "kvcache_compress"
 """Name under which our attention is registered; `update()` returns `PackedKV` while a decoder's config bears it."""
-CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
-"""Early versions of Transformers 5 crop to a length where later ones remove a count."""
 FLUSH_TOKENS = 32
 """Tokens that leave the recent window together, so that the cost of encoding is spread over as many steps."""
 
@@ -67,6 +63,7 @@ class CompressedLayer(CacheLayerMixin):
         self.number = ops.register(self, getattr(self, "number", None))
         self._sides: dict[Side, SideState] = {}
         self._checks = PackableChecks(self.index)
+        self._accepted: tuple[Any, ...] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Builds codecs and empty buffers for tensors like these, `[B, H, T, D]`."""
@@ -113,7 +110,11 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def fused(self) -> bool:
-        return bool(self.decoder_config._attn_implementation == ATTENTION_NAME)
+        config = self.decoder_config
+        if torch.compiler.is_compiling():
+            return bool(config._attn_implementation == ATTENTION_NAME)
+        # The same without the config's own look at each attribute, which takes 3 us: every layer asks at every step.
+        return bool(object.__getattribute__(config, "_attn_implementation_internal") == ATTENTION_NAME)
 
     @property
     def packed_tokens(self) -> int:
@@ -131,7 +132,7 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def values(self) -> torch.Tensor | None:
-        """All values, decoded: `[B, H, T, D]`. None before the first update."""
+        """All values, as `keys`."""
         return self._dense("values")
 
     def _dense(self, side: Side) -> torch.Tensor | None:
@@ -140,8 +141,7 @@ class CompressedLayer(CacheLayerMixin):
         self.prefetch()
         if self.config.offloading and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        state = self._sides[side]
-        return state.segments(state.store.tokens, state.tail.view()).dense()
+        return self._sides[side].everything().dense()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -156,7 +156,7 @@ class CompressedLayer(CacheLayerMixin):
         """
         if torch.compiler.is_compiling():
             return self._update_when_run(key_states, value_states)
-        length = self.get_seq_length()
+        length = self._host_length()
         keys, values = self.store(key_states, value_states)
         if not length:
             return key_states, value_states
@@ -176,30 +176,43 @@ class CompressedLayer(CacheLayerMixin):
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[SideSegments, SideSegments]:
         """`update` without a view: stores `[B, H, T, D]` and returns the segments that this step attends to."""
-        self._check_shapes(key_states, value_states)
-        if not self.is_initialized or (key_states.shape[0] != self.batch_size and not self._host_length()):
-            self.lazy_initialization(key_states, value_states)
-        if key_states.shape[0] != self.batch_size:
-            raise ValueError(
-                f"batch of {key_states.shape[0]} for a cache that holds {self.batch_size}: use batch_select_indices or "
-                "batch_repeat_interleave to change it, or reset() to start anew"
-            )
-        given: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
-        for side, x in given.items():
-            self._sides[side].widen(x.dtype)
-        fresh = {side: x.to(self._sides[side].sinks.dtype) for side, x in given.items()}
-        tokens = key_states.shape[2]
+        keys, values = self._accept(key_states, value_states)
+        tokens = keys.shape[2]
         prompt = tokens > MAX_DECODE_TOKENS
         self._checks.raise_for_known()
         if self.track is not None:
-            self.track.extend(self._host_length(), fresh["keys"], again=not self.leads_track)
+            self.track.extend(self._host_length(), keys, again=not self.leads_track)
         if not prompt and self.config.quantize_generated:
             self._flush_tail()
-        sinks = min(self.plan.sink_tokens - self._sides["keys"].sinks.shape[2], tokens)
-        packed = self.packed_tokens
-        tails = self._append_prompt(fresh, sinks) if prompt else self._append(fresh, sinks)
-        keys, values = (self._sides[side].segments(packed, tails[side]) for side in fresh)
-        return keys, values
+        k_side, v_side = self._sides.values()
+        sinks = min(self.plan.sink_tokens - k_side.sinks.shape[2], tokens)
+        packed = k_side.store.tokens
+        if prompt:
+            k_tail, v_tail = self._append_prompt(keys, values, sinks)
+            return k_side.segments(packed, k_tail, k_tail.shape[2]), v_side.segments(packed, v_tail, v_tail.shape[2])
+        append(self._sides, keys, values, sinks, self.backend)
+        return k_side.everything(), v_side.everything()
+
+    def _accept(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """New keys and values in the dtypes that the layer holds, without gradients, and the layer ready for them.
+
+        Raises where they do not fit; those that are like the ones before them do.
+        """
+        like = None
+        if type(keys) is type(values) is torch.Tensor:
+            like = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
+        if like is None or like != self._accepted:
+            self._check_shapes(keys, values)
+            if not self.is_initialized or (keys.shape[0] != self.batch_size and not self._host_length()):
+                self.lazy_initialization(keys, values)
+            check_batch(keys.shape[0], self.batch_size)
+            k_side, v_side = self._sides.values()
+            k_side.widen(keys.dtype)
+            v_side.widen(values.dtype)
+            held = k_side.sinks.dtype, v_side.sinks.dtype
+            self._accepted = like if held == (keys.dtype, values.dtype) else None
+            keys, values = keys.to(held[0]), values.to(held[1])
+        return keys.detach() if keys.requires_grad else keys, values.detach() if values.requires_grad else values
 
     def dense_step(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`store` with what the step attends to decoded, `[B, H, T, D]`."""
@@ -208,42 +221,28 @@ class CompressedLayer(CacheLayerMixin):
 
     def view(self, side: Side) -> PackedKV:
         """All that the layer holds, as a step of a few tokens that was stored last attends to it."""
-        keys, values = (state.segments(state.store.tokens, state.tail.view()) for state in self._sides.values())
+        keys, values = (state.everything() for state in self._sides.values())
         return PackedKV(keys, values, side, self.backend)
 
-    def _append(self, fresh: dict[Side, torch.Tensor], sinks: int) -> dict[Side, torch.Tensor]:
-        if sinks:
-            for side, x in fresh.items():
-                state = self._sides[side]
-                state.sinks = torch.cat([state.sinks, x[:, :, :sinks]], 2)
-            fresh = {side: x[:, :, sinks:] for side, x in fresh.items()}
-        append(self._sides, fresh, self.backend)
-        return {side: self._sides[side].tail.view() for side in fresh}
-
-    def _append_prompt(self, fresh: dict[Side, torch.Tensor], sinks: int) -> dict[Side, torch.Tensor]:
-        """Appends a part of a prompt, and packs at once what the recent window does not hold."""
+    def _append_prompt(self, keys: torch.Tensor, values: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends a part of a prompt, and packs at once what the recent window does not hold; both tails with all."""
+        fresh: dict[Side, torch.Tensor] = {"keys": keys, "values": values}
         tails = {side: torch.cat([self._sides[side].tail.view(), x[:, :, sinks:]], 2) for side, x in fresh.items()}
         leaving = self._leaving(tails["keys"].shape[2])
-        if not leaving:
-            return self._append(fresh, sinks)
-        self._check_packable(tails, leaving)
-        for side, tail in tails.items():
-            state = self._sides[side]
-            state.sinks = torch.cat([state.sinks, fresh[side][:, :, :sinks]], 2)
-            state.pack(tail, leaving, self.backend, self.config.quantize_generated)
-            state.tail.replace(tail[:, :, leaving:])
-        return tails
+        if leaving:
+            self._check_packable(tails, leaving)
+            append(self._sides, keys[:, :, :sinks], values[:, :, :sinks], sinks, self.backend)
+            pack(self._sides, tails, leaving, self.backend, self.config.quantize_generated)
+        else:
+            append(self._sides, keys, values, sinks, self.backend)
+        return tails["keys"], tails["values"]
 
     def _flush_tail(self) -> None:
         leaving = self._leaving(self._sides["keys"].tail.tokens)
-        if not leaving:
-            return
-        tails = {side: state.tail.view() for side, state in self._sides.items()}
-        self._check_packable(tails, leaving)
-        for side, tail in tails.items():
-            state = self._sides[side]
-            state.pack(tail, leaving, self.backend, growing=True)
-            state.tail.replace(tail[:, :, leaving:])
+        if leaving:
+            tails = {side: state.tail.view() for side, state in self._sides.items()}
+            self._check_packable(tails, leaving)
+            pack(self._sides, tails, leaving, self.backend, growing=True)
 
     def _leaving(self, tail_tokens: int) -> int:
         return max(0, tail_tokens - self.plan.recent_tokens) // self.flush_tokens * self.flush_tokens
@@ -288,26 +287,12 @@ class CompressedLayer(CacheLayerMixin):
 
         Where Transformers itself still crops to a length, a positive count is that length.
         """
-        tokens_to_remove = operator.index(tokens_to_remove)
-        if tokens_to_remove > 0 and CROPS_TO_LENGTH:
-            tokens_to_remove = min(0, tokens_to_remove - self._host_length())
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"tokens_to_remove={tokens_to_remove}: allowed zero or a negative count, which removes that many tokens"
-            )
-        if tokens_to_remove == 0 or not self._sides:
-            return
-        keys = self._sides["keys"]
-        left = max(0, self._host_length() + tokens_to_remove)
-        sinks = min(left, int(keys.sinks.shape[2]))
-        packed = min(left - sinks, keys.store.tokens)
-        for state in self._sides.values():
-            if packed < state.store.tokens or sinks < state.sinks.shape[2]:
-                state.crop(sinks, packed, self.group)
-            else:
-                state.tail.truncate(left - sinks - packed)
+        left = tokens_after_crop(tokens_to_remove, self._host_length())
+        if self._sides and left < self._host_length():
+            crop(self._sides, left, self.group)
 
     def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._accepted = None
         for state in self._sides.values():
             state.apply(change)
         if self._sides:

@@ -86,8 +86,13 @@ class SideState:
             self.sinks = self.sinks.to(wider)
             self.tail.apply(lambda x: x.to(wider))
 
-    def segments(self, packed: int, tail: torch.Tensor) -> SideSegments:
-        return SideSegments(self.sinks, self.store, packed, tail, self.codec, self.track)
+    def segments(self, packed: int, tail: torch.Tensor, tokens: int) -> SideSegments:
+        """With the first `packed` tokens of the store, and the first `tokens` of a contiguous `tail`."""
+        return SideSegments(self.sinks, self.store, packed, tail, tokens, self.codec, self.track)
+
+    def everything(self) -> SideSegments:
+        """All that the side holds."""
+        return self.segments(self.store.tokens, self.tail.buffer, self.tail.tokens)
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.sinks = change(self.sinks)
@@ -105,15 +110,48 @@ class SideState:
         self.sinks = self.sinks[:, :, :sinks]
 
 
-def append(sides: Mapping[Side, SideState], fresh: Mapping[Side, torch.Tensor], backend: Backend) -> None:
-    """Adds new tokens `[B, H, n, D]` to the tails of both sides. Triton copies those of a step in one launch."""
-    new = [(x, sides[side].tail.room_for(x.shape[2])) for side, x in fresh.items()]
-    (keys, k_room), (values, v_room) = new
-    if backend == "triton" and 0 < keys.shape[2] <= MAX_DECODE_TOKENS and keys.stride(3) == values.stride(3) == 1:
+def append(
+    sides: Mapping[Side, SideState], keys: torch.Tensor, values: torch.Tensor, sinks: int, backend: Backend
+) -> None:
+    """Adds new tokens `[B, H, n, D]`, the first `sinks` of them to the sinks of both sides, the others to the tails.
+
+    Triton copies those of a step to the tails in one launch.
+    """
+    k_side, v_side = sides["keys"], sides["values"]
+    if sinks:
+        k_side.sinks = torch.cat([k_side.sinks, keys[:, :, :sinks]], 2)
+        v_side.sinks = torch.cat([v_side.sinks, values[:, :, :sinks]], 2)
+        keys, values = keys[:, :, sinks:], values[:, :, sinks:]
+    count = keys.shape[2]
+    if backend == "triton" and 0 < count <= MAX_DECODE_TOKENS and keys.stride(3) == values.stride(3) == 1:
+        k_tail, v_tail = k_side.tail, v_side.tail
+        k_tail.reserve(count)
+        v_tail.reserve(count)
         with on_device(keys):
-            load_part(".triton_kernels.append").append(keys, values, k_room, v_room)
+            load_part(".triton_kernels.append").append(keys, values, k_tail.buffer, v_tail.buffer, k_tail.tokens)
+        k_tail.tokens += count
+        v_tail.tokens += count
     else:
-        for x, room in new:
-            room.copy_(x)
-    for side, x in fresh.items():
-        sides[side].tail.tokens += x.shape[2]
+        k_side.tail.append(keys)
+        v_side.tail.append(values)
+
+
+def pack(
+    sides: Mapping[Side, SideState], tails: Mapping[Side, torch.Tensor], leaving: int, backend: Backend, growing: bool
+) -> None:
+    """Encodes the first `leaving` tokens of `tails` `[B, H, T, D]`; the others are the tails from now on."""
+    for side, tail in tails.items():
+        sides[side].pack(tail, leaving, backend, growing)
+        sides[side].tail.replace(tail[:, :, leaving:])
+
+
+def crop(sides: Mapping[Side, SideState], left: int, group: int) -> None:
+    """Keeps the first `left` tokens. Exact within the tail; a packed group that is cut is decoded."""
+    keys = sides["keys"]
+    sinks = min(left, keys.sinks.shape[2])
+    packed = min(left - sinks, keys.store.tokens)
+    for state in sides.values():
+        if packed < state.store.tokens or sinks < state.sinks.shape[2]:
+            state.crop(sinks, packed, group)
+        else:
+            state.tail.truncate(left - sinks - packed)

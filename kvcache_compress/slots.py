@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .backend import load_part, on_device
 from .codec import Backend, Side
 from .view import PackedKV, SideSegments
 
@@ -68,7 +69,7 @@ class SlotKV(PackedKV):
     def dense(self) -> torch.Tensor:
         tokens, holds = self.slots.tokens()
         batch, heads, room, dim = self.shape
-        by_token = self._segments().tail.new_zeros(batch, heads, room + 1, dim)
+        by_token = self._segments().tail_buffer.new_zeros(batch, heads, room + 1, dim)
         by_token.index_copy_(2, torch.where(holds, tokens, room), super().dense())
         return by_token[:, :, :room].contiguous()
 
@@ -80,4 +81,9 @@ class SlotKV(PackedKV):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        return super().attend(query, self.slots.mask(mask, query.shape[2]), scaling, softcap, sinks)
+        if self.way(query, softcap) != "triton":
+            return super().attend(query, self.slots.mask(mask, query.shape[2]), scaling, softcap, sinks)
+        with on_device(query):
+            return load_part(".triton_kernels.launch").attend(
+                query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, sinks=sinks, slots=self.slots
+            )

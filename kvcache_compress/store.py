@@ -104,23 +104,20 @@ class TailBuffer:
         self.least = capacity
         self.buffer = like.new_empty(batch, heads, capacity, dim)
 
-    @property
-    def room(self) -> int:
-        return self.buffer.shape[2] - self.tokens
-
     def view(self) -> torch.Tensor:
         return self.buffer[:, :, : self.tokens]
 
     def append(self, x: torch.Tensor) -> None:
-        self.room_for(x.shape[2]).copy_(x)
-        self.tokens += x.shape[2]
+        count = x.shape[2]
+        self.reserve(count)
+        self.buffer[:, :, self.tokens : self.tokens + count] = x
+        self.tokens += count
 
-    def room_for(self, count: int) -> torch.Tensor:
-        """Where the next tokens go, `[B, H, count, D]`; they are held once `tokens` counts them."""
-        if count > self.room:
+    def reserve(self, count: int) -> None:
+        """Makes room in `buffer` for `count` more tokens, which are held once `tokens` counts them."""
+        if self.tokens + count > self.buffer.shape[2]:
             self._resize(grown_capacity(self.tokens + count, 1))
         self.buffer = _writable(self.buffer)
-        return self.buffer[:, :, self.tokens : self.tokens + count]
 
     def _resize(self, capacity: int) -> None:
         batch, heads, _, dim = self.buffer.shape

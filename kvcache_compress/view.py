@@ -22,7 +22,7 @@ MAX_DECODE_TOKENS = 16
 """Queries of a decode step, at most: one, or those of speculative decoding. More are a part of a prompt."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SideSegments:
     """One side of a layer in a step: `sinks | packed | tail`, oldest first.
 
@@ -32,12 +32,18 @@ class SideSegments:
     sinks: torch.Tensor
     store: PackedStore
     packed: int
-    tail: torch.Tensor
+    tail_buffer: torch.Tensor
+    """Contiguous `[B, H, room, D]`, of which the first `tail_tokens` are the tail."""
+    tail_tokens: int
     codec: Codec
     track: RopeTrack | None = None
     """cos and sin of all tokens, where the codec asks for them."""
     count: torch.Tensor | None = None
     """Where `packed` is room that may be partly empty: how many tokens are there, int64 `[]`."""
+
+    @property
+    def tail(self) -> torch.Tensor:
+        return self.tail_buffer[:, :, : self.tail_tokens]
 
     def rope(self, start: int, stop: int) -> Rope | None:
         """cos and sin of packed tokens `[start, stop)`."""
@@ -47,13 +53,13 @@ class SideSegments:
     @property
     def shape(self) -> torch.Size:
         batch, heads, sinks, dim = self.sinks.shape
-        return torch.Size((batch, heads, sinks + self.packed + self.tail.shape[2], dim))
+        return torch.Size((batch, heads, sinks + self.packed + self.tail_tokens, dim))
 
     def dense(self) -> torch.Tensor:
         """Everything decoded, `[B, H, T, D]` in the model's dtype."""
         if not self.packed:
             return torch.cat([self.sinks, self.tail], dim=2)
-        whole = self.tail.new_empty(self.shape)
+        whole = self.tail_buffer.new_empty(self.shape)
         first = self.sinks.shape[2]
         whole[:, :, :first] = self.sinks
         self.decode_into(whole[:, :, first : first + self.packed], 0)
@@ -64,7 +70,7 @@ class SideSegments:
         """Packed tokens `[start, stop)`, whole groups, decoded in the model's dtype; the sinks before the first."""
         sinks = self.sinks[:, :, : None if start == 0 else 0]
         batch, heads, first, dim = sinks.shape
-        tile = self.tail.new_empty(batch, heads, first + stop - start, dim)
+        tile = self.tail_buffer.new_empty(batch, heads, first + stop - start, dim)
         tile[:, :, :first] = sinks
         self.decode_into(tile[:, :, first:], start)
         return tile
@@ -116,11 +122,11 @@ class PackedKV:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._segments().tail.dtype
+        return self._segments().tail_buffer.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._segments().tail.device
+        return self._segments().tail_buffer.device
 
     @property
     def ndim(self) -> int:

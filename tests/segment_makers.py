@@ -65,7 +65,7 @@ def make_codec() -> CodecMaker:
 def make_side(make_codec: CodecMaker) -> SideMaker:
     """`make_side(method, options, side, head_dim, packed, ...)`: one side of a layer with random tokens in it.
 
-    The store has room for more tokens than are packed, and the tail is a view of a bigger buffer; both hold poison
+    The store has room for more tokens than are packed, and the tail lies in a bigger buffer; both hold poison
     beyond what is used.
     """
 
@@ -99,6 +99,6 @@ def make_side(make_codec: CodecMaker) -> SideMaker:
             store.append(codec.encode(tokens[:, :, sinks : sinks + packed], rope), packed, growing=True)
         buffer = torch.empty(batch, heads, tail + 11, head_dim, dtype=dtype)
         buffer[:, :, :tail] = tokens[:, :, sinks + packed : sinks + packed + tail]
-        return SideSegments(tokens[:, :, :sinks].contiguous(), store, packed, buffer[:, :, :tail], codec, track)
+        return SideSegments(tokens[:, :, :sinks].contiguous(), store, packed, buffer, tail, codec, track)
 
     return make

@@ -340,7 +340,7 @@ def test_centring_is_for_keys_alone() -> None:
 def test_crop_to_a_length_as_early_versions_do(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = CompressedCache(llama(), {**TURBOQUANT, **SMALL})
     cache.update(states(60), states(60), 0)
-    monkeypatch.setattr("kvcache_compress.layer.CROPS_TO_LENGTH", True)
+    monkeypatch.setattr("kvcache_compress.checks.CROPS_TO_LENGTH", True)
     cache.layers[0].crop(50)
     assert (cache.get_seq_length(), cache.packed_tokens) == (50, 32)
     cache.layers[0].crop(80)

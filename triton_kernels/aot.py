@@ -24,7 +24,7 @@ TARGETS = {
 }
 _POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8",
+    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8",
 }  # fmt: skip
 
 

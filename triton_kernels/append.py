@@ -9,59 +9,64 @@ import triton
 import triton.language as tl
 
 from .operands import AMD, launch_options, next_power_of_2
-from .plan import Launch
+from .plan import Plan, addresses
 
-_POINTERS = ("p_k", "p_v", "p_k_out", "p_v_out")
-_STRIDES = tuple(f"s_{name}_{axis}" for name in ("k", "v", "ko", "vo") for axis in "bht")
+_MOVING = (*(f"s_{name}_{axis}" for name in ("k", "v") for axis in "bht"), "k_capacity", "v_capacity", "at")
 
 
 @triton.jit
-def _copy(p_from, p_to, s_b, s_h, s_t, s_ob, s_oh, s_ot, i_b, i_h, N: tl.constexpr, N_PAD: tl.constexpr,
+def _copy(p_from, p_to, s_b, s_h, s_t, capacity, at, i_b, i_h, H: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr,
           D: tl.constexpr, D_PAD: tl.constexpr):  # fmt: skip
     o_n, o_d = tl.arange(0, N_PAD)[:, None], tl.arange(0, D_PAD)[None, :]
     m_x = (o_n < N) & (o_d < D)
     b_x = tl.load(p_from + i_b * s_b + i_h * s_h + o_n * s_t + o_d, mask=m_x)
-    tl.store(p_to + i_b * s_ob + i_h * s_oh + o_n * s_ot + o_d, b_x, mask=m_x)
+    tl.store(p_to + ((i_b * H + i_h) * capacity + at + o_n) * D + o_d, b_x, mask=m_x)
 
 
-@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_POINTERS)
+@triton.jit(do_not_specialize=_MOVING, do_not_specialize_on_alignment=("p_k", "p_v", "p_k_out", "p_v_out"))
 def append_kernel(
-    p_k, p_v, p_k_out, p_v_out,
-    s_k_b, s_k_h, s_k_t, s_v_b, s_v_h, s_v_t, s_ko_b, s_ko_h, s_ko_t, s_vo_b, s_vo_h, s_vo_t,
+    p_k, p_v, p_k_out, p_v_out, s_k_b, s_k_h, s_k_t, s_v_b, s_v_h, s_v_t, k_capacity, v_capacity, at,
     H: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
     """`N` tokens of one head; the keys in programs `(·, 0)`, the values in programs `(·, 1)`."""
     i_b, i_h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
     if tl.program_id(1) == 0:
-        _copy(p_k, p_k_out, s_k_b, s_k_h, s_k_t, s_ko_b, s_ko_h, s_ko_t, i_b, i_h, N, N_PAD, DK, DK_PAD)
+        _copy(p_k, p_k_out, s_k_b, s_k_h, s_k_t, k_capacity, at, i_b, i_h, H, N, N_PAD, DK, DK_PAD)
     else:
-        _copy(p_v, p_v_out, s_v_b, s_v_h, s_v_t, s_vo_b, s_vo_h, s_vo_t, i_b, i_h, N, N_PAD, DV, DV_PAD)
+        _copy(p_v, p_v_out, s_v_b, s_v_h, s_v_t, v_capacity, at, i_b, i_h, H, N, N_PAD, DV, DV_PAD)
 
 
-_launches: dict[tuple[Any, ...], Launch] = {}
+_plans: dict[tuple[Any, ...], Plan] = {}
 
 
-def append(keys: torch.Tensor, values: torch.Tensor, k_room: torch.Tensor, v_room: torch.Tensor) -> None:
-    """Copies a step's `keys` and `values` `[B, H, n, D]` to where the tails have room for them, of any strides.
+def append(keys: torch.Tensor, values: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, at: int) -> None:
+    """Copies a step's `keys` and `values` `[B, H, n, D]` to tokens `[at, at + n)` of buffers `[B, H, capacity, D]`.
 
-    Numbers of a head must lie side by side, and be of the tails' dtype.
+    The numbers of a head lie side by side. Buffers are contiguous, and of the dtypes of what is copied.
     """
-    inputs = append_inputs(keys, values, k_room, v_room)
+    inputs = append_inputs(keys, values, k_buffer, v_buffer, at)
     key = (keys.shape, values.shape[3], keys.dtype, values.dtype, keys.device)
-    launch = _launches.get(key)
-    if launch is None:
+    plan = _plans.get(key)
+    if plan is None:
         grid = (keys.shape[0] * keys.shape[1], 2, 1)
-        launch = _launches[key] = Launch(append_kernel, grid, append_arguments(inputs), inputs, repeat=not AMD)
-    launch(inputs)
+        plan = _plans[key] = Plan([(append_kernel, grid, append_arguments(inputs))], inputs, {}, repeat=not AMD)
+    plan.run(inputs, addresses(inputs)[0], keys.device)
 
 
-def append_inputs(*tensors: torch.Tensor) -> dict[str, Any]:
-    """Pointers and strides of keys, values and the rooms for them, as `append_kernel` names them."""
-    if any(x.stride(3) != 1 for x in tensors):
-        raise ValueError(f"strides {[x.stride() for x in tensors]}: the numbers of a head must lie side by side")
-    strides = (stride for x in tensors for stride in x.stride()[:3])
-    return dict(zip(_POINTERS + _STRIDES, (*tensors, *strides), strict=True))
+def append_inputs(
+    keys: torch.Tensor, values: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, at: int
+) -> dict[str, Any]:
+    """Arguments of `append_kernel` that change from step to step."""
+    s_k_b, s_k_h, s_k_t, s_k_d = keys.stride()
+    s_v_b, s_v_h, s_v_t, s_v_d = values.stride()
+    if not s_k_d == s_v_d == 1:
+        raise ValueError(f"strides {s_k_d} and {s_v_d}: the numbers of a head must lie side by side")
+    return dict(  # noqa: C408 - named as the kernel's parameters are
+        p_k=keys, p_v=values, p_k_out=k_buffer, p_v_out=v_buffer,
+        s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t,
+        k_capacity=k_buffer.shape[2], v_capacity=v_buffer.shape[2], at=at,
+    )  # fmt: skip
 
 
 def append_arguments(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,13 @@ import torch
 import triton.language as tl
 
 from ..backend import interpreting
+from ..slots import Slots
 from ..view import SideSegments
 from .attention import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, attend_kernel, merge_kernel
 from .operands import AMD, KernelSide, launch_options, next_power_of_2
-from .plan import Plan, are_aligned
+from .plan import Plan, addresses, kept
 from .query import map_query_arguments, map_query_kernel
+from .slot_mask import SlotMask
 
 MAX_TILE_ROWS = 32
 """Query rows of a program of more than two warps, else 16: more of them take more registers than there are, and the
@@ -23,9 +25,10 @@ RESIDENT_WARPS = 8
 MAX_SPLITS = 128
 MIN_SPLIT_TOKENS = 256
 """Shorter splits would write and merge as much as they read."""
-OUTPUTS = ("p_mapped", "p_rows", "p_acc", "p_dense", "p_stats", "p_out")
-MAX_PLANS = 8
-"""Kept for a layer: one per number of queries and of packed tokens, and the latter grows for ever."""
+SCRATCH = ("p_mapped", "p_rows", "p_acc", "p_dense", "p_stats")
+"""What a kernel fills for the next one."""
+OUT_DTYPE = torch.float32 if interpreting() else None
+"""Triton's interpreter truncates to bfloat16, where hardware rounds."""
 
 
 class Tile(NamedTuple):
@@ -34,6 +37,14 @@ class Tile(NamedTuple):
     tokens: int
     warps: int
     stages: int
+
+
+class Sizes(NamedTuple):
+    """Packed tokens of a split, the number of splits, and whether packed tokens fill all tiles."""
+
+    split_tokens: int
+    splits: int
+    even: bool
 
 
 def attend(
@@ -45,53 +56,66 @@ def attend(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    slots: Slots | None = None,
 ) -> torch.Tensor:
-    """The kernels' launcher; the same arguments and result as its twin, `reference.attend`."""
+    """The kernels' launcher; the same arguments and result as its twin, `reference.attend`.
+
+    With `slots`, those of a layer of fixed capacity, `mask` is one over tokens, as `Slots.mask` takes it.
+    """
     query = query.contiguous()
     k_side, v_side = keys.codec.kernel_side(), values.codec.kernel_side()
-    inputs, mask_kind = attend_inputs(query, keys, values, mask)
-    given = inputs if sinks is None else inputs | {"p_sinks": sinks}
-    aligned = are_aligned(given.values())
+    call = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.count is None)
+    sizes = k_side.sizes.get((keys.packed, call))
+    if sizes is None:
+        sizes = kept(k_side.sizes, (keys.packed, call), sizes_of(query, keys, values))
+    over_slots = None if slots is None else SlotMask(mask, query, slots)
+    if over_slots is not None:
+        mask = over_slots.tensor
+    inputs, mask_kind = attend_inputs(query, keys, values, mask, sizes.split_tokens)
+    batch, heads, count, _ = query.shape
+    out = query.new_empty(batch, count, heads, values.sinks.shape[3], dtype=OUT_DTYPE or query.dtype)
+    given = inputs | ({"p_out": out} if sinks is None else {"p_out": out, "p_sinks": sinks})
+    if over_slots is not None:
+        given |= over_slots.inputs
+    found, aligned = addresses(given)
     key = (
-        v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.sinks.dtype, keys.tail.dtype,
-        values.sinks.dtype, values.tail.dtype, keys.packed, keys.count is None, mask_kind, inputs["p_mask"].dtype,
+        call, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
         inputs["s_mask_t"], scaling, softcap, None if sinks is None else sinks.dtype, aligned,
+        None if over_slots is None else over_slots.key,
     )  # fmt: skip
     plan = k_side.plans.get(key)
     if plan is None:
         map_grid, mapping = map_query_arguments(query, k_side, keys.sinks.shape[1], scaling)
         grid, arguments = attend_arguments(
-            query, keys, values, inputs, mask_kind, mapping, scaling=scaling, softcap=softcap
+            query, keys, values, inputs, mask_kind, mapping, sizes, scaling=scaling, softcap=softcap
         )
-        merge_grid, merging = merge_arguments(query, keys, values, sinks, arguments, grid[0] - 1)
-        launches = (
-            (map_query_kernel, map_grid, mapping),
+        merge_grid, merging = merge_arguments(query, keys, values, sinks, arguments, sizes.splits, out)
+        calls = (
+            (map_query_kernel, map_grid, mapping) if over_slots is None else over_slots.call(map_grid, mapping, inputs),
             (attend_kernel, grid, arguments),
             (merge_kernel, (*merge_grid, 1), merging),
         )
-        outputs = {name: (arguments | merging)[name] for name in OUTPUTS}
-        plan = Plan(launches, given, outputs, repeat=aligned and not AMD)
-        if len(k_side.plans) == MAX_PLANS:
-            k_side.plans.clear()
-        k_side.plans[key] = plan
-    return plan.run(given)["p_out"].to(query.dtype)
+        scratch = {name: arguments[name] for name in SCRATCH}
+        plan = kept(k_side.plans, key, Plan(calls, given, scratch, repeat=aligned and not AMD))
+    plan.run(given, found, query.device)
+    return out if OUT_DTYPE is None else out.to(query.dtype)
 
 
 def attend_inputs(
-    query: torch.Tensor, keys: SideSegments, values: SideSegments, mask: torch.Tensor | None
+    query: torch.Tensor, keys: SideSegments, values: SideSegments, mask: torch.Tensor | None, split_tokens: int
 ) -> tuple[dict[str, Any], int]:
     """Arguments of `attend_kernel` that change from step to step, and the kind of the mask."""
-    mask_operand, mask_kind, mask_strides = _mask_operand(mask, query, keys.shape[2])
-    tail_k, tail_k_capacity = _rows_of(keys.tail)
-    tail_v, tail_v_capacity = _rows_of(values.tail)
+    mask_operand, mask_kind, mask_strides = _mask_operand(mask, query, keys)
+    k_store, v_store, k_tail, v_tail = keys.store, values.store, keys.tail_buffer, values.tail_buffer
+    rope = None if keys.track is None else keys.track.buffer
     inputs = dict(  # noqa: C408 - named as the kernel's parameters are
-        p_q=query, k_fields=tuple(keys.store.buffers), v_fields=tuple(values.store.buffers),
-        p_sink_k=keys.sinks.contiguous(), p_sink_v=values.sinks.contiguous(), p_tail_k=tail_k, p_tail_v=tail_v,
-        p_rope=query if keys.track is None else keys.track.buffer, p_mask=mask_operand,
-        p_packed=query if keys.count is None else keys.count, n_tail=keys.tail.shape[2],
-        k_capacity=keys.store.capacity, v_capacity=values.store.capacity,
-        tail_k_capacity=tail_k_capacity, tail_v_capacity=tail_v_capacity,
-        rope_capacity=0 if keys.track is None else keys.track.buffer.shape[1],
+        p_q=query, k_fields=tuple(k_store.buffers), v_fields=tuple(v_store.buffers),
+        p_sink_k=keys.sinks.contiguous(), p_sink_v=values.sinks.contiguous(), p_tail_k=k_tail, p_tail_v=v_tail,
+        p_rope=query if rope is None else rope, p_mask=mask_operand,
+        p_packed=query if keys.count is None else keys.count, n_packed=keys.packed, n_tail=keys.tail_tokens,
+        split_tokens=split_tokens, k_capacity=k_store.capacity,
+        v_capacity=v_store.capacity, tail_k_capacity=k_tail.shape[2], tail_v_capacity=v_tail.shape[2],
+        rope_capacity=0 if rope is None else rope.shape[1],
         s_mask_b=mask_strides[0], s_mask_h=mask_strides[1], s_mask_n=mask_strides[2], s_mask_t=mask_strides[3],
     )  # fmt: skip
     return inputs, mask_kind
@@ -104,6 +128,7 @@ def attend_arguments(
     inputs: dict[str, Any],
     mask_kind: int,
     mapped: dict[str, Any],
+    sizes: Sizes,
     *,
     scaling: float,
     softcap: float | None,
@@ -111,8 +136,8 @@ def attend_arguments(
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Grid and arguments of `attend_kernel`, its result buffers among them.
 
-    `query` is contiguous, `inputs` and `mask_kind` are what `attend_inputs` gives, and `mapped` is what
-    `map_query_kernel` filled; `amd` for AMD's GPUs.
+    `query` is contiguous, `inputs` and `mask_kind` are what `attend_inputs` gives, `mapped` is what
+    `map_query_kernel` filled, and `sizes` are those of the splits; `amd` for AMD's GPUs.
     """
     batch, query_heads, count, dk = query.shape
     heads = keys.sinks.shape[1]
@@ -122,26 +147,25 @@ def attend_arguments(
     exact = query.dtype == torch.float32
     operand = torch.float32 if exact else torch.float16
     tile = tile_shape(k_side, v_side, exact)
-    tile_rows = min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16, next_power_of_2(rows)))
+    tile_rows = _tile_rows(tile, rows)
     row_blocks = -(-rows // tile_rows)
-    split_tokens, splits = split_sizes(keys.packed, tile, batch * heads * row_blocks, query.device)
     v_stride = sum(v_side.widths)
-    fast = not (exact or amd or interpreting())
+    fast = not (exact or amd or OUT_DTYPE is not None)
     k_words, v_words = (side.words if fast else None for side in (k_side, v_side))
     arguments = inputs | dict(
         p_mapped=mapped["p_mapped"], p_rows=mapped["p_rows"],
         k_tables=k_side.tables_as(operand), p_k_words=query if k_words is None else k_words,
         v_tables=v_side.tables_as(operand), p_v_words=query if v_words is None else v_words,
-        p_acc=query.new_empty(batch, heads, splits, rows, v_stride, dtype=torch.float32),
+        p_acc=query.new_empty(batch, heads, sizes.splits, rows, v_stride, dtype=torch.float32),
         p_dense=query.new_empty(batch, heads, rows, dv, dtype=torch.float32),
-        p_stats=query.new_empty(batch, heads, splits + 1, rows, 2, dtype=torch.float32),
-        n_sinks=keys.sinks.shape[2], n_packed=keys.packed, split_tokens=split_tokens,
-        scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value, G=groups, N=count,
+        p_stats=query.new_empty(batch, heads, sizes.splits + 1, rows, 2, dtype=torch.float32),
+        n_sinks=keys.sinks.shape[2], scaling=scaling * LOG2E.value,
+        softcap=(softcap or 0.0) * LOG2E.value, G=groups, N=count,
         SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K_META=k_side.meta, V_META=v_side.meta,
         K_WORDS=0 if k_words is None else len(k_words) - k_side.places, K_PLACES=k_side.places if fast else 0,
         V_WORDS=0 if v_words is None else len(v_words) - v_side.places, V_PLACES=v_side.places if fast else 0,
         K_WIDTHS=k_side.widths, V_WIDTHS=v_side.widths, K_STRIDE=mapped["W"], V_STRIDE=v_stride, BIAS=k_side.bias,
-        EVEN=keys.packed % tile.tokens == split_tokens % tile.tokens == 0 and keys.count is None, FAST=fast,
+        EVEN=sizes.even, FAST=fast,
         DK=dk, DV=dv, DK_PAD=max(16, next_power_of_2(dk)), DV_PAD=max(16, next_power_of_2(dv)),
         DTYPE=tl.float32 if exact else tl.float16, PRECISION="ieee" if exact or amd else "tf32",
         M=tile_rows, BLOCK=tile.tokens, DENSE_BLOCK=16, MASK=mask_kind, SOFTCAP=softcap is not None, CAUSAL=count > 1,
@@ -150,7 +174,7 @@ def attend_arguments(
         num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(amd),
     )  # fmt: skip
-    return (splits + 1, heads * row_blocks, batch), arguments
+    return (sizes.splits + 1, heads * row_blocks, batch), arguments
 
 
 def merge_arguments(
@@ -160,14 +184,13 @@ def merge_arguments(
     sinks: torch.Tensor | None,
     attended: dict[str, Any],
     splits: int,
+    out: torch.Tensor,
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid and arguments of `merge_kernel` for the buffers that `attend_kernel` filled."""
+    """Grid and arguments of `merge_kernel` for the buffers that `attend_kernel` filled, and `out` `[B, n, Hq, Dv]`."""
     batch, query_heads, count, _ = query.shape
     heads, dv = keys.sinks.shape[1], values.sinks.shape[3]
     output_map = values.codec.kernel_side().output_map
     shared = output_map is None or output_map.shape[0] == 1
-    # Triton's interpreter truncates to bfloat16, where hardware rounds.
-    out = query.new_empty(batch, count, query_heads, dv, dtype=torch.float32 if interpreting() else query.dtype)
     arguments = dict(  # noqa: C408 - named as the kernel's parameters are
         p_acc=attended["p_acc"], p_dense=attended["p_dense"], p_stats=attended["p_stats"],
         p_map=attended["p_acc"] if output_map is None else output_map,
@@ -192,6 +215,10 @@ def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
     return Tile(min(k_side.tokens, v_side.tokens), min(warps, 8), 2)
 
 
+def _tile_rows(tile: Tile, rows: int) -> int:
+    return min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16, next_power_of_2(rows)))
+
+
 def split_sizes(packed: int, tile: Tile, programs: int, device: torch.device) -> tuple[int, int]:
     """Tokens per split (a multiple of the tile's) and number of splits: as many warps as fit, but no short splits."""
     wanted = _processors(device) * max(1, RESIDENT_WARPS // tile.warps) // programs
@@ -201,6 +228,18 @@ def split_sizes(packed: int, tile: Tile, programs: int, device: torch.device) ->
     return split_blocks * tile.tokens, -(-blocks // split_blocks)
 
 
+def sizes_of(query: torch.Tensor, keys: SideSegments, values: SideSegments) -> Sizes:
+    """The splits of a call's packed tokens."""
+    batch, query_heads, count, _ = query.shape
+    heads = keys.sinks.shape[1]
+    rows = query_heads // heads * count
+    tile = tile_shape(keys.codec.kernel_side(), values.codec.kernel_side(), query.dtype == torch.float32)
+    programs = batch * heads * -(-rows // _tile_rows(tile, rows))
+    split_tokens, splits = split_sizes(keys.packed, tile, programs, query.device)
+    even = keys.count is None and keys.packed % tile.tokens == split_tokens % tile.tokens == 0
+    return Sizes(split_tokens, splits, even)
+
+
 @cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
@@ -208,18 +247,12 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _rows_of(tail: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The tail with its heads at a fixed distance of so many tokens: as it is where it is a view of a tail buffer."""
-    _, heads, _, dim = tail.shape
-    if tail.stride()[2:] == (dim, 1) and tail.stride(0) == heads * tail.stride(1) and tail.stride(1) % dim == 0:
-        return tail, tail.stride(1) // dim
-    return tail.contiguous(), tail.shape[2]
-
-
-def _mask_operand(mask: torch.Tensor | None, query: torch.Tensor, tokens: int) -> tuple[Any, int, tuple[int, ...]]:
+def _mask_operand(
+    mask: torch.Tensor | None, query: torch.Tensor, keys: SideSegments
+) -> tuple[torch.Tensor, int, tuple[int, ...]]:
     if mask is None:
         return query, NO_MASK.value, (0, 0, 0, 0)
-    mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], tokens)
+    mask = mask.expand(*query.shape[:3], keys.shape[2])
     if mask.dtype == torch.bool:
         return mask.view(torch.uint8), BOOL_MASK.value, mask.stride()
     return mask, FLOAT_MASK.value, mask.stride()

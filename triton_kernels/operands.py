@@ -41,7 +41,7 @@ class KernelSide:
     query_map: float32 `[H or 1, D, sum(widths) (+ 1)]`, contiguous, queries to code space; None is the identity.
     bias: whether the last column of `query_map` gives a term that is added to all scores of a query.
     output_map: float32 `[H or 1, sum(widths), D]`, code space to outputs; None is the identity.
-    plans: of a side of keys, launches that later steps repeat, by what they have in common.
+    plans, sizes: of a side of keys, launches that later steps repeat and sizes of splits, by what calls have in common.
     """
 
     score: Any
@@ -57,6 +57,7 @@ class KernelSide:
     bias: bool = False
     output_map: torch.Tensor | None = None
     plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
+    sizes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     _bound: torch.Tensor | None = None
     _cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 

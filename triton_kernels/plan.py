@@ -1,85 +1,138 @@
 """Launches that are repeated from step to step, without working out again what does not change.
 
 Triton's own launch looks at all arguments, 60 of the attention kernel, to find the compiled kernel for their types,
-alignments and constants. A plan remembers the kernel and what is constant. Whoever keeps it
-compares all else that Triton looks at. On AMD's GPUs that is the size of each tensor's memory too, so nothing is
-repeated there.
+alignments and constants. A plan remembers the kernel and what is constant, and hands over addresses where Triton takes
+tensors. Whoever keeps it compares all else that Triton looks at. On AMD's GPUs that is the size of each tensor's memory
+too, so nothing is repeated there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from triton import knobs
+from triton.runtime.driver import driver
+
+ALIGNMENT = 256
+"""Bytes, in scratch memory; Triton compiles for multiples of 16."""
+MAX_KEPT = 8
+"""Kept by a layer of what differs between its calls: numbers of tokens grow for ever."""
+KernelCall: TypeAlias = tuple[Any, tuple[int, int, int], dict[str, Any]]
+"""A kernel, its grid and its arguments by name."""
+Kept = TypeVar("Kept")
 
 
-def are_aligned(values: Iterable[Any]) -> bool:
-    """Whether all tensors, also those in tuples, begin at multiples of 16 bytes, which Triton compiles for."""
+def kept(store: dict[Any, Kept], key: Any, value: Kept) -> Kept:
+    """`value`, which `store` keeps from now on."""
+    if len(store) == MAX_KEPT:
+        store.clear()
+    store[key] = value
+    return value
+
+
+def addresses(values: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The addresses of all tensors among `values`, also of those in tuples, and whether all of them are aligned."""
+    found = {}
     bits = 0
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            bits |= value.data_ptr()
-        elif isinstance(value, tuple):
-            for x in value:
-                bits |= x.data_ptr()
-    return bits % 16 == 0
+    for name, x in values.items():
+        if type(x) is not int:
+            if type(x) is tuple:
+                x = tuple([part.data_ptr() for part in x])
+                for address in x:
+                    bits |= address
+            else:
+                x = x.data_ptr()
+                bits |= x
+        found[name] = x
+    return found, bits % 16 == 0
+
+
+def _address(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_address(part) for part in x)
+    return x.data_ptr() if isinstance(x, torch.Tensor) else x
 
 
 class Launch:
     """A kernel, its grid and those of its arguments that stay; Triton launches it once, then its compiled form."""
 
-    def __init__(
-        self, kernel: Any, grid: tuple[int, int, int], arguments: dict[str, Any], given: dict[str, Any], repeat: bool
-    ) -> None:
+    def __init__(self, call: KernelCall, given: dict[str, Any]) -> None:
         """`given`: arguments, by name, that each call gives anew; where others are the same tensor, these too."""
+        self.kernel, self.grid, arguments = call
         sources = {id(x): name for name, x in given.items() if isinstance(x, torch.Tensor)}
         self.changing = {
             name: name if name in given else sources[id(x)]
             for name, x in arguments.items()
             if name in given or id(x) in sources
         }
-        self.kernel, self.grid, self.repeat = kernel, grid, repeat
         self.constant = {name: x for name, x in arguments.items() if name not in self.changing}
-        self.places = [(kernel.arg_names.index(name), source) for name, source in self.changing.items()]
-        self.values = [self.constant.get(name) for name in kernel.arg_names]
+        self.places = [(self.kernel.arg_names.index(name), source) for name, source in self.changing.items()]
+        self.values = [_address(self.constant.get(name)) for name in self.kernel.arg_names]
         self.compiled: Any = None
 
-    def __call__(self, given: dict[str, Any]) -> None:
-        if self.compiled is not None:
-            values = self.values.copy()
-            for place, source in self.places:
-                values[place] = given[source]
-            self.compiled(*values)
-            return
+    def first(self, given: dict[str, Any]) -> None:
+        """Launches it by Triton, with tensors."""
         changing = {name: given[source] for name, source in self.changing.items()}
-        compiled = self.kernel[self.grid](**self.constant, **changing)
-        if self.repeat and compiled is not None:  # Triton's interpreter compiles nothing
-            self.compiled = compiled[self.grid]
+        self.compiled = self.kernel[self.grid](**self.constant, **changing)
+
+    def again(self, given: dict[str, Any], stream: int, profiled: bool) -> None:
+        """Launches it as it was compiled, with addresses; through Triton where a profiler asks for more than that."""
+        values = self.values.copy()
+        for place, source in self.places:
+            values[place] = given[source]
+        compiled = self.compiled
+        if profiled:
+            compiled[self.grid](*values, stream=stream)
+        else:
+            compiled.run(*self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
 
 
 class Plan:
-    """The launches of one call, and the buffers that they fill, for all calls like it."""
+    """The launches of one call, and the memory that they fill, for all calls like it."""
 
     def __init__(
         self,
-        launches: Sequence[tuple[Any, tuple[int, int, int], dict[str, Any]]],
+        calls: Sequence[KernelCall],
         inputs: dict[str, Any],
-        outputs: dict[str, torch.Tensor],
+        scratch: dict[str, torch.Tensor],
         repeat: bool,
     ) -> None:
-        """Of a call whose kernels, grids and arguments are `launches`, `inputs` and `outputs` being among the latter.
+        """Of a call of kernels, `inputs` and `scratch`, which is what they fill for each other, among their arguments.
 
         `repeat`: whether compiled kernels may be launched again, as Triton would choose the same for each such call.
         """
-        self.launches = [Launch(*launch, inputs | outputs, repeat) for launch in launches]
-        self.outputs = {name: (x.shape, x.dtype) for name, x in outputs.items()}
+        self.launches = [Launch(call, inputs | scratch) for call in calls]
+        self.repeat = repeat
+        self.scratch = {name: (x.shape, x.dtype) for name, x in scratch.items()}
+        self.offsets: list[tuple[str, int]] = []
+        self.bytes = 0
+        for name, x in scratch.items():
+            self.offsets.append((name, self.bytes))
+            self.bytes += -(-x.nbytes // ALIGNMENT) * ALIGNMENT
 
-    def run(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Launches all kernels, and gives the buffers that they fill."""
-        like = inputs["p_q"]
-        outputs = {name: like.new_empty(shape, dtype=dtype) for name, (shape, dtype) in self.outputs.items()}
-        given = inputs | outputs
+    @property
+    def compiled(self) -> bool:
+        """Whether the kernels are known; Triton's interpreter compiles nothing."""
+        return self.repeat and self.launches[-1].compiled is not None
+
+    def run(self, inputs: dict[str, Any], found: dict[str, Any], device: torch.device) -> None:
+        """Launches all kernels; `found` are the addresses of `inputs`."""
+        if not self.compiled:
+            fresh = {
+                name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.scratch.items()
+            }
+            for launch in self.launches:
+                launch.first(inputs | fresh)
+            return
+        if self.bytes:
+            memory = torch.empty(self.bytes, dtype=torch.uint8, device=device)
+            start = memory.data_ptr()
+            for name, offset in self.offsets:
+                found[name] = start + offset
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        profiled = bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
         for launch in self.launches:
-            launch(given)
-        return outputs
+            launch.again(found, stream, profiled)

@@ -20,13 +20,12 @@ from .operands import KernelSide, launch_options, next_power_of_2
 
 
 @triton.jit
-def map_query_kernel(
-    p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads,
+def map_query(
+    p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads, i_w, i_r, i_bh,
     D: tl.constexpr, D_PAD: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
     DEPTH: tl.constexpr, M: tl.constexpr, HAS_MAP: tl.constexpr, BIAS: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """`M` query rows of one head and `CHUNK` of the `W` columns of code space; `COLUMNS` with that of the bias."""
-    i_w, i_r, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_r, o_d = i_r * M + tl.arange(0, M), tl.arange(0, D_PAD)
     o_w = i_w * CHUNK + tl.arange(0, CHUNK)
     m_r = o_r < rows
@@ -61,6 +60,19 @@ def map_query_kernel(
         o_row = (i_bh * rows + o_r) * 2
         tl.store(p_rows + o_row, b_top * scaling, mask=m_r)
         tl.store(p_rows + o_row + 1, b_bias * scaling, mask=m_r)
+
+
+@triton.jit
+def map_query_kernel(
+    p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads,
+    D: tl.constexpr, D_PAD: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    DEPTH: tl.constexpr, M: tl.constexpr, HAS_MAP: tl.constexpr, BIAS: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    map_query(
+        p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads,
+        tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64),
+        D, D_PAD, W, COLUMNS, CHUNK, DEPTH, M, HAS_MAP, BIAS, NORMALISE,
+    )  # fmt: skip
 
 
 def map_query_arguments(

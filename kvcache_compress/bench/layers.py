@@ -153,5 +153,5 @@ def encoded_side(
             else:
                 buffer.random_()
     return SideSegments(
-        tokens[:, :, :first].contiguous(), store, packed, tokens[:, :, :last].contiguous(), codec, track
+        tokens[:, :, :first].contiguous(), store, packed, tokens[:, :, :last].contiguous(), last, codec, track
     )

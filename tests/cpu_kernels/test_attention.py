@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,11 +121,11 @@ def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> Non
     """A view of an earlier step sees its own tokens only; one of a fixed capacity has slots without a token."""
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
-    before = [SideSegments(side.sinks, side.store, 40, side.tail, side.codec) for side in (keys, values)]
+    before = [replace(side, packed=40) for side in (keys, values)]
     expected = plain_attention(query, *before, None, Case(), None)
     assert error(launch.attend(query, *before, None, scaling=0.125), expected) <= BARS[F32]
     count = torch.tensor(40)
-    room = [SideSegments(side.sinks, side.store, 64, side.tail, side.codec, count=count) for side in (keys, values)]
+    room = [replace(side, packed=64, count=count) for side in (keys, values)]
     holds = torch.arange(room[0].shape[2])
     mask = ((holds < 3 + 40) | (holds >= 3 + 64))[None, None, None]
     assert error(launch.attend(query, *room, mask, scaling=0.125), expected) <= BARS[F32]

@@ -35,12 +35,11 @@ def test_equals_copies(count: int, dims: tuple[int, int], dtype: torch.dtype, tr
         given.append(x if transposed else x.contiguous())
     tails = [TailBuffer(x, 21) for x in given]
     sides = {name: Side(tail) for name, tail in zip(SIDES, tails, strict=True)}
-    fresh = dict(zip(sides, given, strict=True))
     for tail, x in zip(tails, given, strict=True):
         tail.buffer.fill_(7)
         tail.append(x[:, :, :1])
     before = [tail.buffer.clone() for tail in tails]
-    append(sides, fresh, "triton")
+    append(sides, *given, 0, "triton")
     for tail, x, old in zip(tails, given, before, strict=True):
         old[:, :, 1 : 1 + count] = x
         torch.testing.assert_close(tail.buffer, old, atol=0, rtol=0)
@@ -52,7 +51,7 @@ def test_only_steps_take_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "append", lambda keys, *_: calls.append(keys.shape[2]))
     for count in (0, 1, 16, 17):
         x = torch.randn(1, 2, count, 64)
-        append({name: Side(TailBuffer(x, 40)) for name in SIDES}, dict.fromkeys(SIDES, x), "triton")
+        append({name: Side(TailBuffer(x, 40)) for name in SIDES}, x, x, 0, "triton")
     columns = torch.randn(1, 2, 64, 4).mT
-    append({name: Side(TailBuffer(columns, 40)) for name in SIDES}, dict.fromkeys(SIDES, columns), "triton")
+    append({name: Side(TailBuffer(columns, 40)) for name in SIDES}, columns, columns, 0, "triton")
     assert calls == [1, 16]

@@ -65,7 +65,7 @@ def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> Non
     """A view of an earlier step sees its own tokens only, however many were appended since."""
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
-    before = [SideSegments(side.sinks, side.store, 40, side.tail, side.codec, side.track) for side in (keys, values)]
+    before = [replace(side, packed=40) for side in (keys, values)]
     out = launch.attend(query, *before, None, scaling=0.125)
     assert error(out, plain_attention(query, *before, None, Case(), None)) <= BARS[F32]
 
@@ -78,7 +78,7 @@ def test_result_does_not_depend_on_splits(
     whole = launch.attend(query, keys, values, None, scaling=0.125)
     for split in ((16, 6), (19, 6), (96, 3)):
         monkeypatch.setattr(launch, "split_sizes", lambda *_, split=split: split)
-        keys.codec.kernel_side().plans.clear()
+        keys.codec.kernel_side().sizes.clear()
         torch.testing.assert_close(launch.attend(query, keys, values, None, scaling=0.125), whole)
 
 
@@ -88,7 +88,7 @@ def test_steps_that_follow_each_other(make_side: Callable[..., SideSegments]) ->
     keys, values = segments(case, make_side)
     plans = []
     for tail in range(1, 6):
-        step = [replace(one, tail=one.tail[:, :, :tail]) for one in (keys, values)]
+        step = [replace(one, tail_tokens=tail) for one in (keys, values)]
         query = torch.randn(2, 6, 1, 64).to(case.dtype)
         out = launch.attend(query, *step, None, scaling=0.125)
         assert error(out, plain_attention(query, *step, None, case, None)) <= BARS[BF16]

@@ -1,0 +1,170 @@
+"""A decode step of a layer of fixed capacity: what it writes, with operators of PyTorch or with Triton's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .backend import load_part, on_device
+from .checks import LONGEST, longest
+from .codec import Backend, Side
+from .rope import Rope
+from .side import SideState
+
+NOT_FINITE, FULL = 1, 2
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Numbers of tokens: `sinks | capacity | ring`, and of the ring the window of `recent` ones.
+
+    `flush` tokens count as packed together; the layer takes `room` in all.
+    """
+
+    sinks: int
+    capacity: int
+    ring: int
+    recent: int
+    flush: int
+    room: int
+
+
+class StepBuffers:
+    """Dense tokens and counters of a layer, which its steps write in place.
+
+    sinks, ring: `[B, H, sinks, D]` and `[B, H, ring + 1, D]`, the last one for what is to be nowhere.
+    length, packed: tokens, int64 `[]`, and fault `[2 B H]`, `NOT_FINITE` or `FULL` where something went wrong: views of
+        `counts` `[3, 2 B H]`, in which each program of a kernel has its own.
+    """
+
+    def __init__(self, sides: Mapping[Side, SideState], windows: Windows) -> None:
+        self.windows = windows
+        self.sinks: dict[Side, torch.Tensor] = {}
+        self.ring: dict[Side, torch.Tensor] = {}
+        for side, state in sides.items():
+            batch, heads, _, dim = state.sinks.shape
+            self.sinks[side] = state.sinks.new_zeros(batch, heads, windows.sinks, dim)
+            self.ring[side] = state.sinks.new_zeros(batch, heads, windows.ring + 1, dim)
+        device = sides["keys"].sinks.device
+        self.counts = torch.zeros(3, 2 * batch * heads, dtype=torch.int64, device=device)
+        self.length, self.packed, self.fault = self.counts[0, 0], self.counts[1, 0], self.counts[2]
+
+    def fit(self, sides: Mapping[Side, SideState]) -> bool:
+        """Whether they are of the batch, the device and the dtypes of these sides."""
+        held = {side: state.sinks for side, state in sides.items()}
+        return all(
+            (x.shape[0], x.device, x.dtype) == (held[side].shape[0], held[side].device, held[side].dtype)
+            for side, x in self.ring.items()
+        )
+
+    def load(self, side: Side, state: SideState, packed: int) -> None:
+        """Takes the sinks and the tail of a side of which so many tokens are packed."""
+        sinks, tail = state.sinks.shape[2], state.tail.tokens
+        self.sinks[side][:, :, :sinks] = state.sinks
+        self.ring[side].index_copy_(2, self.slots(packed, packed + tail), state.tail.view())
+        state.sinks = self.sinks[side][:, :, :sinks]
+        state.tail.clear()
+        self.counts[0].fill_(sinks + packed + tail)
+        self.counts[1].fill_(packed)
+
+    def slots(self, start: int, stop: int) -> torch.Tensor:
+        """Where in the ring tokens `[start, stop)` after the sinks lie."""
+        return (torch.arange(start, stop) % self.windows.ring).to(self.counts.device)
+
+    def bytes(self) -> int:
+        return sum(x.nbytes for x in (*self.sinks.values(), *self.ring.values()))
+
+    def check(self, fresh: Mapping[Side, torch.Tensor]) -> torch.Tensor:
+        """What is wrong with a step's tokens, int64 `[]`; 0 for nothing."""
+        good = torch.stack([longest(x) for x in fresh.values()]).amax() <= LONGEST
+        fault = torch.where(good, 0, NOT_FINITE)
+        return torch.where(self.length + fresh["keys"].shape[2] > self.windows.room, FULL, fault)
+
+    def step(
+        self,
+        sides: Mapping[Side, SideState],
+        fresh: Mapping[Side, torch.Tensor],
+        backend: Backend,
+        total: torch.Tensor | None,
+    ) -> None:
+        """Writes n tokens, and encodes the groups that the last n to leave the recent window made whole.
+
+        Every shape depends on n alone, and no value is read back. `total` int64 `[]` becomes the number of tokens.
+        """
+        fresh = {side: x.to(self.ring[side].dtype) for side, x in fresh.items()}
+        if backend == "triton":
+            self._step_in_triton(sides, fresh, total)
+            return
+        windows, count = self.windows, fresh["keys"].shape[2]
+        self.fault.copy_(torch.maximum(self.fault, self.check(fresh)))
+        positions = torch.arange(count, device=self.length.device) + self.length
+        ring_slots = torch.where(positions < windows.sinks, windows.ring, (positions - windows.sinks) % windows.ring)
+        for side, x in fresh.items():
+            self._write_sinks(self.sinks[side], x)
+            self.ring[side].index_copy_(2, ring_slots, x)
+        waiting = self.length - windows.sinks - self.packed - windows.recent
+        self.packed.add_(waiting.clamp_min(0) // windows.flush * windows.flush)
+        self.length.add_(count)
+        if total is not None:
+            total.copy_(self.length)
+        for side, state in sides.items():
+            x, groups = self._leaving(side, state.codec.group, count)
+            state.store.write(groups, self._encode(state, x, count, backend), state.codec.group)
+
+    def _write_sinks(self, sinks: torch.Tensor, x: torch.Tensor) -> None:
+        """Those of the new tokens that are sinks: each sink asks which of them it is."""
+        count = x.shape[2]
+        age = torch.arange(sinks.shape[2], device=sinks.device) - self.length
+        new = (age >= 0) & (age < count)
+        sinks.copy_(torch.where(new[:, None], x.index_select(2, age.clamp(0, count - 1)), sinks))
+
+    def _leaving(self, side: Side, group: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of the groups that `count` tokens may complete, and the numbers of these groups.
+
+        Groups that are none, or not complete, have the number after the last, where nothing is read.
+        """
+        windows = self.windows
+        stop = self.length - windows.sinks - windows.recent
+        groups = stop // group - torch.arange((count - 1) // group + 1, device=stop.device) - 1
+        new = (groups * group >= self.packed) & ((groups + 1) * group > stop - count)
+        new &= (groups >= 0) & ((groups + 1) * group <= windows.capacity)
+        x = self.ring[side].index_select(2, _tokens(groups, group) % windows.ring)
+        return x, torch.where(new, groups, windows.capacity // group)
+
+    def _encode(self, state: SideState, x: torch.Tensor, count: int, backend: Backend) -> tuple[torch.Tensor, ...]:
+        """The groups that leave the window with the last `count` tokens, encoded."""
+        with on_device(x):
+            return state.codec.encode(x, self._rope(state, count), backend)
+
+    def _rope(self, state: SideState, count: int) -> Rope | None:
+        if state.track is None:
+            return None
+        group, windows = state.codec.group, self.windows
+        stop = self.length - windows.sinks - windows.recent
+        groups = stop // group - torch.arange((count - 1) // group + 1, device=stop.device) - 1
+        return state.track.gather((_tokens(groups, group) + windows.sinks).clamp_min(0))
+
+    def _step_in_triton(
+        self, sides: Mapping[Side, SideState], fresh: Mapping[Side, torch.Tensor], total: torch.Tensor | None
+    ) -> None:
+        """The same by one kernel, and one that stores what was encoded."""
+        kernels, windows = load_part(".triton_kernels.slots"), self.windows
+        states, count = list(sides.values()), fresh["keys"].shape[2]
+        with on_device(self.counts):
+            leaving = kernels.write_slots(
+                list(fresh.values()), list(self.sinks.values()), list(self.ring.values()),
+                [state.codec.group for state in states], self.counts, total,
+                recent=windows.recent, flush=windows.flush, room=windows.room, capacity=windows.capacity,
+                longest=LONGEST,
+            )  # fmt: skip
+            encoded = [self._encode(state, x, count, "triton") for state, (x, _) in zip(states, leaving, strict=True)]
+            kernels.store_groups(
+                encoded, [tuple(state.store.buffers) for state in states], [groups for _, groups in leaving],
+                [state.store.capacity // state.codec.group for state in states],
+            )  # fmt: skip
+
+
+def _tokens(groups: torch.Tensor, group: int) -> torch.Tensor:
+    return (groups[:, None] * group + torch.arange(group, device=groups.device)).flatten()
