@@ -101,8 +101,8 @@ def _store_side(
     if i_g < GROUPS:
         group = tl.load(p_groups + i_g)
         for i in tl.static_range(len(SIZES)):
-            for start in tl.static_range(0, SIZES[i], BLOCK):
-                o_x = start + tl.arange(0, BLOCK)
+            for j in tl.static_range((SIZES[i] + BLOCK - 1) // BLOCK):
+                o_x = j * BLOCK + tl.arange(0, BLOCK)
                 m_x = o_x < SIZES[i]
                 b_x = tl.load(fields[i] + (i_bh * GROUPS + i_g) * SIZES[i] + o_x, mask=m_x)
                 tl.store(buffers[i] + (i_bh * room + group) * SIZES[i] + o_x, b_x, mask=m_x)
