@@ -53,12 +53,18 @@ def run(results: ResultFile, minutes: float, small: bool, main_shape: str) -> No
         results.keep(job, row)
         print(line(job.part, row), flush=True)
 
+    def check(jobs: Sequence[Job]) -> None:
+        try:
+            measure_all(jobs, 60 * minutes * CHECK_SHARE, small, keep)
+        except (RuntimeError, OSError) as error:  # its rows stay unchecked, and the other processes go on
+            print(f"a checking process did not start: {error}", flush=True)
+
     checks = [job for job in results.jobs if job.part == "check"]
     checkers = min(1 if small else CHECKERS, os.cpu_count() or 1, len(checks))
     if checks:
         with ThreadPoolExecutor(checkers) as pool:
             parts = [checks[first::checkers] for first in range(checkers)]
-            list(pool.map(lambda part: measure_all(part, 60 * minutes * CHECK_SHARE, small, keep), parts))
+            list(pool.map(check, parts))
     ready: list[Job] = []
     for job in (job for job in results.jobs if job.part != "check"):
         problem = without_check(job, results.rows, main_shape)

@@ -49,7 +49,7 @@ float stored_scalar(Scalar scalar, float norm, Floats own, Floats cross, Floats 
 std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const Tensor& levels, int64_t bits,
                                     int64_t scalar) {
   const int64_t width = z.size(z.dim() - 1);
-  STD_TORCH_CHECK(z.is_contiguous() && norm.is_contiguous(), "contiguous tensors are needed");
+  STD_TORCH_CHECK(z.is_contiguous() && norm.is_contiguous() && levels.is_contiguous(), "contiguous tensors are needed");
   STD_TORCH_CHECK(z.numel() == norm.numel() * width, norm.numel(), " norms for ", z.numel(), " numbers");
   STD_TORCH_CHECK(levels.numel() == 1 << bits, levels.numel(), " levels for ", bits, " bits");
   const float *numbers = z.const_data_ptr<float>(), *norms = norm.const_data_ptr<float>();
@@ -88,6 +88,12 @@ std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const T
 std::vector<Tensor> quantize_groups(const Tensor& x, const Tensor& scale, const Tensor& zero, int64_t bits,
                                     int64_t tokens, int64_t channels) {
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "float32 is needed");
+  for (const Tensor& field : {scale, zero}) {
+    STD_TORCH_CHECK(field.scalar_type() == ScalarType::Half, "scales and zero points in float16 are needed");
+    STD_TORCH_CHECK(field.size(0) == x.size(0) && field.size(1) == x.size(1), "heads of ", field.size(0), "x",
+                    field.size(1), " for ", x.size(0), "x", x.size(1));
+    STD_TORCH_CHECK(field.size(2) == scale.size(2) && field.size(3) == scale.size(3), "scales and zero points differ");
+  }
   const int64_t heads = x.size(1), count = x.size(2), width = x.size(3);
   STD_TORCH_CHECK(scale.size(2) * tokens == count && scale.size(3) * channels == width, scale.size(2), "x",
                   scale.size(3), " groups for ", count, "x", width, " numbers");

@@ -22,9 +22,11 @@ _PACKAGES = ("kvcache_compress", "torch", "transformers", "triton", "hqq", "opti
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file that others see either as it was or complete."""
-    unfinished = Path(tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")[1])
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    unfinished = Path(name)
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
         unfinished.chmod(0o644)  # temporary files are private to their owner
         unfinished.replace(path)
     except BaseException:

@@ -178,6 +178,7 @@ class FixedCapacityLayer(CompressedLayer):
             held = self._buffers.ring[side].dtype
             if x.dtype != held and torch.promote_types(x.dtype, held) != held:
                 self._thaw()
+                self._accepted = None
                 self._sides[side].widen(x.dtype)
 
     def dense_step(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,6 +69,7 @@ class CompressedLayer(CacheLayerMixin):
         """Builds codecs and empty buffers for tensors like these, `[B, H, T, D]`."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size = key_states.shape[0]
+        self._accepted = None
         if self.track is not None:
             self.track = self.track.at(self.device, self.index)
             self.leads_track = self.track.leader == self.index

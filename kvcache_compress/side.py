@@ -118,22 +118,24 @@ def append(
     Triton copies those of a step to the tails in one launch.
     """
     k_side, v_side = sides["keys"], sides["values"]
+    k_tail, v_tail = k_side.tail, v_side.tail
+    count = keys.shape[2] - sinks
+    # For both before either has more tokens: there may be memory for one of them only.
+    k_tail.reserve(count)
+    v_tail.reserve(count)
     if sinks:
-        k_side.sinks = torch.cat([k_side.sinks, keys[:, :, :sinks]], 2)
-        v_side.sinks = torch.cat([v_side.sinks, values[:, :, :sinks]], 2)
+        k_side.sinks, v_side.sinks = (
+            torch.cat([side.sinks, x[:, :, :sinks]], 2) for side, x in ((k_side, keys), (v_side, values))
+        )
         keys, values = keys[:, :, sinks:], values[:, :, sinks:]
-    count = keys.shape[2]
     if backend == "triton" and 0 < count <= MAX_DECODE_TOKENS and keys.stride(3) == values.stride(3) == 1:
-        k_tail, v_tail = k_side.tail, v_side.tail
-        k_tail.reserve(count)
-        v_tail.reserve(count)
         with on_device(keys):
             load_part(".triton_kernels.append").append(keys, values, k_tail.buffer, v_tail.buffer, k_tail.tokens)
         k_tail.tokens += count
         v_tail.tokens += count
     else:
-        k_side.tail.append(keys)
-        v_side.tail.append(values)
+        k_tail.append(keys)
+        v_tail.append(values)
 
 
 def pack(

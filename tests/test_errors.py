@@ -17,6 +17,7 @@ from kvcache_compress import (
     enable_fused_attention,
 )
 from kvcache_compress.registry import get_method, register_method
+from kvcache_compress.store import TailBuffer
 
 TURBOQUANT: dict[str, Any] = {"keys": {"method": "turboquant"}, "values": {"method": "turboquant"}}
 SMALL: dict[str, Any] = {"sink_tokens": 4, "recent_tokens": 8}
@@ -345,3 +346,24 @@ def test_crop_to_a_length_as_early_versions_do(monkeypatch: pytest.MonkeyPatch) 
     assert (cache.get_seq_length(), cache.packed_tokens) == (50, 32)
     cache.layers[0].crop(80)
     assert cache.get_seq_length() == 50
+
+
+def test_no_memory_for_one_side_leaves_both_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CompressedCache(llama(), {**TURBOQUANT, **SMALL, "quantize_generated": False, "backend": "torch"})
+    layer, resize = cache.layers[0], TailBuffer._resize
+    cache.update(torch.randn(1, 2, 40, 64), torch.randn(1, 2, 40, 64), 0)
+    values = layer.sides["values"].tail
+
+    def refuse(tail: TailBuffer, capacity: int) -> None:
+        if tail is values:
+            raise torch.OutOfMemoryError("no room")
+        resize(tail, capacity)
+
+    monkeypatch.setattr(TailBuffer, "_resize", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        for _ in range(1000):
+            cache.update(torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64), 0)
+    monkeypatch.undo()
+    tokens = cache.get_seq_length()
+    keys, stored = cache.update(torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64), 0)
+    assert keys.shape[2] == stored.shape[2] == tokens + 1

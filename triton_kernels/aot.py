@@ -79,6 +79,7 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: t
         items = (
             [((index, i), item) for i, item in enumerate(value)] if isinstance(value, tuple) else [((index,), value)]
         )
+        special &= not parameter.do_not_specialize_on_alignment
         attributes |= {path: [["tt.divisibility", 16]] for path, item in items if special and _divisible(item)}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=TARGETS[target], options=options)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .operands import AMD, launch_options, next_power_of_2
-from .plan import Plan, addresses
+from .plan import MAX_SHARED, Plan, addresses, kept
 
 _MOVING = (*(f"s_{name}_{axis}" for name in ("k", "v") for axis in "bht"), "k_capacity", "v_capacity", "at")
 
@@ -46,11 +46,12 @@ def append(keys: torch.Tensor, values: torch.Tensor, k_buffer: torch.Tensor, v_b
     The numbers of a head lie side by side. Buffers are contiguous, and of the dtypes of what is copied.
     """
     inputs = append_inputs(keys, values, k_buffer, v_buffer, at)
-    key = (keys.shape, values.shape[3], keys.dtype, values.dtype, keys.device)
+    key = (keys.shape, values.shape[3], keys.dtype, values.dtype, k_buffer.dtype, v_buffer.dtype, keys.device)
     plan = _plans.get(key)
     if plan is None:
         grid = (keys.shape[0] * keys.shape[1], 2, 1)
-        plan = _plans[key] = Plan([(append_kernel, grid, append_arguments(inputs))], inputs, {}, repeat=not AMD)
+        plan = Plan([(append_kernel, grid, append_arguments(inputs))], inputs, {}, repeat=not AMD)
+        kept(_plans, key, plan, MAX_SHARED)
     plan.run(inputs, addresses(inputs)[0], keys.device)
 
 

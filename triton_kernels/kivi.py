@@ -1,11 +1,4 @@
-"""KIVI's device functions and encode kernel: `x = code * scale + zero`, grouped along tokens or channels.
-
-Values have a scale s and a zero point z for a token's group g of channels. Where a tile of codes lies in one group, the
-weights take the scales, and the zero points have a tile of sums of their own, which the output map adds to all
-channels of their group; `c` is the middle code:
-
-    accumulate:  acc_i += (p[t] s_g[t]) (codes_i[t] - c),  acc_zero,g += p[t] (z_g[t] + c s_g[t])
-"""
+"""KIVI's device functions and encode kernel: `x = code * scale + zero`, grouped along tokens or channels."""
 
 from __future__ import annotations
 
@@ -22,10 +15,6 @@ from .operands import KernelSide, code_tiles, in_code_order, launch_options
 
 if TYPE_CHECKING:
     from ..methods.kivi import KIVICodec
-
-
-MAX_GROUPS = 4
-"""Of a token's channels, whose weights fit into registers beside each other."""
 
 
 @triton.constexpr_function
@@ -108,82 +97,26 @@ def accumulate(
     b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    if META[6]:
-        b_sums = accumulate_groups(
-            b_p, fields, words, o_row, o_t, m_t, b_acc, DTYPE, PRECISION, FAST,
-            META[0], META[1], META[2], META[5], META[6],
-        )  # fmt: skip
-    else:
-        b_v = decoded(fields, words, o_row, o_t, m_t, DTYPE, FAST, META[0], META[1], META[2], META[3], META[4], META[5])
-        b_sums = ()
-        for i in tl.static_range(len(b_v)):
-            b_sums = b_sums + (tl.dot(b_p.to(DTYPE), b_v[i], b_acc[i], input_precision=PRECISION),)
+    b_v = decoded(fields, words, o_row, o_t, m_t, DTYPE, FAST, META[0], META[1], META[2], META[3], META[4], META[5])
+    b_sums = ()
+    for i in tl.static_range(len(b_v)):
+        b_sums = b_sums + (tl.dot(b_p.to(DTYPE), b_v[i], b_acc[i], input_precision=PRECISION),)
     return b_sums
 
 
-@triton.jit
-def accumulate_groups(
-    b_p, fields, words, o_row, o_t, m_t, b_acc, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
-    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, FITS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """`accumulate` where each of the `GROUPS` groups of a token's channels has tiles of its own."""
-    SCALE: tl.constexpr = 1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2
-    HALF: tl.constexpr = (2**BITS - 1) / 2
-    UNIT: tl.constexpr = lookup.unit(BITS)
-    if FAST and FITS:
-        b_levels = lookup.levels(
-            fields[0], fields[SCALE - 1], words, o_row, o_t, m_t, 0, BITS, True, WORDS, PADDED, WORDS
-        )
-    else:
-        b_codes = load_codes(fields[0], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED, WORDS)
-        b_levels = ()
-        for i in tl.static_range(len(b_codes)):
-            b_levels = b_levels + (((b_codes[i].to(tl.float32) - HALF) * UNIT).to(DTYPE),)
-    p_scale, p_zero = fields[SCALE] + o_row * GROUPS, fields[SCALE + 1] + o_row * GROUPS
-    b_sums = ()
-    for g in tl.static_range(GROUPS):
-        b_scale = tl.load(p_scale + o_t * GROUPS + g, mask=m_t, other=0.0)
-        if FAST:
-            b_weights = lookup.product(b_p.to(DTYPE), b_scale[None, :])
-        else:
-            b_weights = (b_p * b_scale.to(tl.float32)[None, :]).to(DTYPE)
-        for j in tl.static_range(len(b_levels) // GROUPS):
-            b_tile = b_levels[g * (len(b_levels) // GROUPS) + j]
-            b_sum = b_acc[g * (len(b_levels) // GROUPS) + j]
-            b_sums = b_sums + (tl.dot(b_weights, b_tile, b_sum, input_precision=PRECISION),)
-    o_g = tl.arange(0, 16)
-    m_g = m_t[:, None] & (o_g < GROUPS)[None, :]
-    b_scale = tl.load(p_scale + o_t[:, None] * GROUPS + o_g[None, :], mask=m_g, other=0.0)
-    b_zero = tl.load(p_zero + o_t[:, None] * GROUPS + o_g[None, :], mask=m_g, other=0.0)
-    if FAST:
-        b_zero = middle(b_scale, b_zero, BITS)
-    else:
-        b_zero = (b_zero.to(tl.float32) + HALF * b_scale.to(tl.float32)).to(DTYPE)
-    return b_sums + (tl.dot(b_p.to(DTYPE), b_zero, b_acc[len(b_levels)], input_precision=PRECISION),)
-
-
 def kivi_side(codec: KIVICodec) -> KernelSide:
-    """Operands of a KIVI codec: code space is the head's own space, up to padding; of values also their zero points."""
-    width, group, bits = codec.context.head_dim, codec.options.group_size, codec.options.bits
-    keys, device = codec.context.side == "keys", codec.context.device
+    """Operands of a KIVI codec: code space is the head's own space, up to padding."""
+    width, group = codec.context.head_dim, codec.options.group_size
+    keys, bits = codec.context.side == "keys", codec.options.bits
     tokens, channels = (group, 1) if keys else (1, group)
-    fits, tiles, groups = lookup.fits(width, bits), code_tiles(width), width // group
-    whole = padded_width(width) == width
-    if keys or not whole or group % tiles[0] or groups > MAX_GROUPS:
-        groups = 0
-    meta = (bits, words_per_token(width), padded_words(width), tokens, channels, fits, groups)
-    side = KernelSide(score, accumulate, meta, tiles)
+    fits = lookup.fits(width, bits)
+    meta = (bits, words_per_token(width), padded_words(width), tokens, channels, fits)
+    side = KernelSide(score, accumulate, meta, code_tiles(width))
     if fits:
-        side.words, side.places = lookup.even_words(bits, width, device)
+        side.words, side.places = lookup.even_words(bits, width, codec.context.device)
         side.warps = lookup.warps(width)
-    if groups:
-        channel = torch.arange(width, device=device)
-        side.widths = (*tiles, 16)
-        side.output_map = torch.zeros(1, width + 16, width, device=device)
-        side.output_map[0, channel, channel] = 1 / lookup.unit(bits)
-        side.output_map[0, width + channel // group, channel] = 1.0
-    elif not whole:
-        identity = torch.eye(width, device=device).unsqueeze(0)
+    if padded_width(width) != width:
+        identity = torch.eye(width, device=codec.context.device).unsqueeze(0)
         side.output_map = in_code_order(identity, (width,)).contiguous()
         side.query_map = side.output_map.mT.contiguous()
     return side

@@ -80,7 +80,8 @@ def attend(
     found, aligned = addresses(given)
     key = (
         call, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
-        inputs["s_mask_t"], scaling, softcap, None if sinks is None else sinks.dtype, aligned,
+        inputs["p_mask"].device, inputs["s_mask_t"], scaling, softcap,
+        None if sinks is None else (sinks.dtype, sinks.device), aligned,
         None if over_slots is None else over_slots.key,
     )  # fmt: skip
     plan = k_side.plans.get(key)

@@ -17,16 +17,16 @@ from triton.runtime.driver import driver
 
 ALIGNMENT = 256
 """Bytes, in scratch memory; Triton compiles for multiples of 16."""
-MAX_KEPT = 8
-"""Kept by a layer of what differs between its calls: numbers of tokens grow for ever."""
+MAX_KEPT, MAX_SHARED = 8, 256
+"""Kept by a layer, and by all layers together, of what differs between calls: numbers of tokens grow for ever."""
 KernelCall: TypeAlias = tuple[Any, tuple[int, int, int], dict[str, Any]]
 """A kernel, its grid and its arguments by name."""
 Kept = TypeVar("Kept")
 
 
-def kept(store: dict[Any, Kept], key: Any, value: Kept) -> Kept:
+def kept(store: dict[Any, Kept], key: Any, value: Kept, most: int = MAX_KEPT) -> Kept:
     """`value`, which `store` keeps from now on."""
-    if len(store) == MAX_KEPT:
+    if len(store) >= most:
         store.clear()
     store[key] = value
     return value

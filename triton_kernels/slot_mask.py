@@ -93,6 +93,8 @@ class SlotMask:
         given, (s_b, s_h, s_n, s_t), tokens = slots.length, (0, 0, 0, 0), 0
         if mask is not None:
             batch, tokens = mask.shape[0], mask.shape[-1]
+            if mask.ndim == 4:
+                mask = mask.expand(-1, -1, query.shape[2], -1)
             given = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
             if mask.ndim == 2:
                 (s_b, s_t), self.kind = mask.stride(), PADDING.value
@@ -106,7 +108,7 @@ class SlotMask:
             p_given=given, p_length=slots.length,
             s_given_b=s_b, s_given_h=s_h, s_given_n=s_n, s_given_t=s_t, tokens=tokens,
         )  # fmt: skip
-        self.key = (self.kind, given.dtype, self.tensor.shape, slots.sinks, slots.capacity, slots.ring)
+        self.key = (self.kind, given.dtype, given.device, self.tensor.shape, slots.sinks, slots.capacity, slots.ring)
 
     def call(self, grid: tuple[int, int, int], mapping: dict[str, Any], given: dict[str, Any]) -> KernelCall:
         """`map_step_kernel` for grid and arguments of `map_query_kernel`, and those of `attend_kernel`."""

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .operands import AMD, launch_options, next_power_of_2
-from .plan import Plan, addresses
+from .plan import MAX_SHARED, Plan, addresses, kept
 
 ROWS = tl.constexpr(16)
 """Tokens that leave the recent window, copied at a time."""
@@ -139,7 +139,8 @@ def _run(kernel: Any, grid: tuple[int, int, int], inputs: dict[str, Any], consta
     key = (kernel, grid, dtypes, tuple(constants.values()), device, aligned)
     if key not in _plans:
         arguments = inputs | constants | {"num_warps": 4} | launch_options()
-        _plans[key] = Plan([(kernel, grid, arguments)], inputs, {}, repeat=aligned and not AMD)
+        plan = Plan([(kernel, grid, arguments)], inputs, {}, repeat=aligned and not AMD)
+        kept(_plans, key, plan, MAX_SHARED)
     _plans[key].run(inputs, found, device)
 
 

@@ -37,7 +37,8 @@ def _figures(part: str, row: Mapping[str, Any]) -> str:
         return f"{row['gigabytes_per_second']:.1f} GB/s, read and written"
     if part == "decode":
         times = f"{row['milliseconds']:8.3f} ms, {row['gigabytes_per_second']:7.1f} GB/s at {row['bits']:.2f} bits"
-        return times + ("" if row.get("speedup") is None else f", {row['speedup']:.2f}x of {row['bound']:.2f}x")
+        speedup = "" if row.get("speedup") is None else f", {row['speedup']:.2f}x"
+        return f"{times}{speedup}, bound {16 / row['bits']:.2f}x"
     if part == "encode":
         return f"{row['milliseconds']:8.3f} ms, {row['gigabytes_per_second']:7.1f} GB/s of input"
     if part == "models":
@@ -68,26 +69,23 @@ def tables(contents: Mapping[str, Any]) -> str:
 
 
 def _decode_tables(rows: Sequence[Mapping[str, Any]], copied: float | None) -> list[str]:
-    """Milliseconds, speed-up over `full` and share of a copy's bandwidth: caches down, batch and tokens across."""
-    texts = []
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        mine = {(row["cache"], row["batch"], row["tokens"]): row for row in rows if row["shape"] == shape}
-        sizes = sorted({key[1:] for key in mine})
-        texts.append(f"{shape}: ms, times full, share of a copy's bandwidth")
-        texts.append(f"{'':20}" + "".join(f"{f'{batch} x {tokens}':>21}" for batch, tokens in sizes))
-        for cache in dict.fromkeys(key[0] for key in mine):
-            texts.append(
-                f"{cache[:20]:20}" + "".join(f"{_cell(mine.get((cache, *size)), copied):>21}" for size in sizes)
-            )
-        texts += [line("decode", row) for row in mine.values() if row.get("error") is not None]
+    """A table per shape and batch: caches down, tokens across."""
+    texts = ["each: ms, times full's speed, of what the smaller number of bytes allows, GB/s, share of a copy's"]
+    for shape, batch in dict.fromkeys((row["shape"], row["batch"]) for row in rows):
+        mine = [row for row in rows if (row["shape"], row["batch"]) == (shape, batch)]
+        cells = {(row["cache"], row["tokens"]): _cell(row, copied) for row in mine}
+        lengths = sorted({row["tokens"] for row in mine})
+        texts.append(f"{f'{shape}, batch {batch}':28}" + "".join(f"{tokens:>42}" for tokens in lengths))
+        for cache in dict.fromkeys(row["cache"] for row in mine):
+            texts.append(f"{cache:28}" + "".join(f"{cells.get((cache, tokens), '-'):>42}" for tokens in lengths))
+        texts += [line("decode", row) for row in mine if row.get("error") is not None]
     return texts
 
 
-def _cell(row: Mapping[str, Any] | None, copied: float | None) -> str:
-    if row is None:
-        return "-"
+def _cell(row: Mapping[str, Any], copied: float | None) -> str:
     if row.get("error") is not None:
         return "failed"
+    speedup = "" if row.get("speedup") is None else f"{row['speedup']:.2f}x of "
     share = "" if copied is None else f" {row['gigabytes_per_second'] / copied:4.0%}"
-    speedup = f" {row['speedup']:5.2f}x" if row.get("speedup") is not None else ""
-    return f"{row['milliseconds']:.3f}{speedup}{share}"
+    figures = f"{row['milliseconds']:.3f} {speedup}{16 / row['bits']:.2f}x"
+    return f"{figures} {row['gigabytes_per_second']:.1f} GB/s{share}"

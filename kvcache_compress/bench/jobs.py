@@ -57,7 +57,7 @@ class Sizes:
     batches: tuple[int, ...]
     lengths: tuple[int, ...]
     uneven: int
-    """Tokens of a second check of the model's caches, which fill no whole tiles."""
+    """Tokens of a second check of the model's caches, which fill no whole tiles (but groups, where there are any)."""
     encode_tokens: int
     model: tuple[int, int, int]
     model_lengths: tuple[int, ...]
@@ -69,11 +69,11 @@ class Sizes:
 
 
 SIZES = Sizes(
-    SHAPES, (1, 8, 32), (8_192, 32_768, 131_072), 8_192 + 32, 32_768, (32, 4096, 14336), (8_192, 32_768, 131_072),
+    SHAPES, (1, 8, 32), (8_192, 32_768, 131_072), 8_192 + 21, 32_768, (32, 4096, 14336), (8_192, 32_768, 131_072),
     32_768, (32_768, 4_096), 131_072, 1 << 23, 20,
 )  # fmt: skip
 SMALL_SIZES = Sizes(
-    {"small": Shape(4, 2, 64)}, (1,), (128,), 128 + 32, 128, (2, 64, 64), (160,), 160, (160, 64), 128, 256, 2
+    {"small": Shape(4, 2, 64)}, (1,), (128,), 128 + 21, 128, (2, 64, 64), (160,), 160, (160, 64), 128, 256, 2
 )  # fmt: skip
 
 
@@ -125,9 +125,17 @@ def without_check(job: Job, rows: Mapping[Job, Mapping[str, Any]], main: str) ->
         if not checks or any(str(row.get("error")).startswith(NOT_MEASURED) for row in checks):
             return f"{NOT_MEASURED} its kernels were not checked"
         if failed := [row["error"] for row in checks if row.get("error") is not None]:
-            return f"not timed: check failed: {failed[0]}"
+            return CHECK_FAILED + str(failed[0])
     return None
 
 
 NOT_MEASURED = "not measured:"
 """How the errors of rows begin for which there was no time; a later run measures them."""
+ENDED, SILENT = "the measuring process ended:", "no result within"
+"""How the errors of rows begin whose process died or hung, which need not be theirs; a later run measures them too."""
+CHECK_FAILED = "not timed: check failed: "
+
+
+def planned_again(row: Mapping[str, Any]) -> bool:
+    """Whether a later run measures a row that is in the file; also one whose check's process died or hung."""
+    return str(row.get("error")).removeprefix(CHECK_FAILED).startswith((NOT_MEASURED, ENDED, SILENT))

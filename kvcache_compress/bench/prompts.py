@@ -13,6 +13,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from ..eval.results import error_message
+from .jobs import NOT_MEASURED
 from .models import cache_bytes, cache_maker, fill, on_model, peak_gib, synchronize
 
 
@@ -48,12 +49,14 @@ class LongestContext:
         tokens: in the cache.
         cache_gib: what it held.
         end: why no more were tried.
+        error: why the figures are not final.
     """
 
     cache: str
     tokens: int
     cache_gib: float
     end: str
+    error: str | None = None
 
 
 def prefill_time(model: PreTrainedModel, name: str, tokens: int, chunk: int) -> PrefillTime:
@@ -82,7 +85,10 @@ def longest_context(
 ) -> LongestContext:
     """Fills the full cache or a preset's with pieces of random tokens, and decodes a step after each.
 
-    Until memory is out, `most` tokens were filled in, or it is `late`.
+    Until memory is out, `most` tokens were filled in, or it is `late`; then a later run measures it.
+
+    Raises:
+        Exception: what fails for another reason than memory, or with no tokens at all.
     """
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     found = LongestContext(name, 0, 0.0, f"no more than {most} were tried")
@@ -91,10 +97,13 @@ def longest_context(
             cache = cache_maker(model, name)()
             for _ in range(most // piece):
                 if late():
-                    return replace(found, end="time: more were not tried")
+                    return replace(found, end="time", error=f"{NOT_MEASURED} time, {found.tokens} tokens fit")
                 fill(model, cache, 1, piece)
                 model(input_ids=ids, past_key_values=cache)
                 found = replace(found, tokens=cache.get_seq_length(), cache_gib=cache_bytes(cache) / 2**30)
         except Exception as error:
-            found = replace(found, end=error_message(error))
+            end = error_message(error)
+            if "out of memory" not in end or not found.tokens:
+                raise
+            found = replace(found, end=end)
     return found

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..eval.results import write_atomically
 from .decode import DecodeTime, beside
-from .jobs import KEYS, NOT_MEASURED, Job
+from .jobs import KEYS, NOT_MEASURED, Job, planned_again
 
 COMPARED = ("sources", "versions", "hardware", "small")
 """What must be the same for a file to be continued. The commit need not be: the sources say what ran."""
@@ -30,8 +30,9 @@ def hash_sources(root: Path) -> str:
 class ResultFile:
     """Rows by job. Those that are planned and not measured yet are in the file too, and say so.
 
-    A file of other code, versions or hardware is not continued but kept, as `NAME.previous.json`. In one that is,
-    rows that were measured or failed stay; those that were not measured are planned again.
+    A file of other code, versions or hardware is not continued but kept, as `NAME.previous.json`, the next
+    as `NAME.previous-2.json`. In one that is, rows that were measured or failed stay; those that were not measured, or
+    whose process died or hung, are planned again.
     """
 
     def __init__(self, path: Path, where: Mapping[str, Any], jobs: Sequence[Job]) -> None:
@@ -56,13 +57,17 @@ class ResultFile:
             differs = ", ".join(key for key in COMPARED if found.get(key) != self.where.get(key))
             if not differs:
                 rows = [(part, row) for part in KEYS for row in found[part]]
-                self.rows = {Job.of(part, row): row for part, row in rows if measured(row)}
+                self.rows = {Job.of(part, row): row for part, row in rows if not planned_again(row)}
                 self.runs = found["runs"] + self.runs
         except (ValueError, TypeError, KeyError, AttributeError):
             self.rows, differs = {}, "no result file"
         if not differs:
             return None
-        self.path.replace(self.path.with_suffix(".previous.json"))
+        kept, number = self.path.with_suffix(".previous.json"), 1
+        while kept.exists():
+            number += 1
+            kept = self.path.with_suffix(f".previous-{number}.json")
+        self.path.replace(kept)
         return differs
 
     def keep(self, job: Job, row: dict[str, Any]) -> None:

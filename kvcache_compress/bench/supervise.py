@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .jobs import NOT_MEASURED, Job
+from .jobs import ENDED, NOT_MEASURED, SILENT, Job
 
 WORKER = (sys.executable, "-P", "-m", "kvcache_compress.bench.worker")
 ROW_SECONDS = 150.0
@@ -22,6 +22,8 @@ SPARE = 0.03
 """Share of the time in which no row is begun any more, so that the last one can end."""
 THREADS = "2"
 """Of PyTorch in a worker: several of them share the processor, which only builds codecs."""
+END_SECONDS = 10.0
+"""A device that hangs may not let go of its process."""
 Keep = Callable[[Job, dict[str, Any]], None]
 
 
@@ -35,31 +37,39 @@ def measure_all(
 ) -> None:
     """Gives `keep` a row for every job that was begun within so many seconds, whatever becomes of the workers.
 
+    Parts before the furthest that was begun have had their share: another worker takes what they left at the end.
+
     Raises:
         RuntimeError: a worker ended before it began a job.
     """
     end = time.monotonic() + seconds
     left = list(jobs)
+    parts = list(dict.fromkeys(job.part for job in jobs))
+    reached = 0
     while left and (remaining := end - time.monotonic()) > 0:
         environment = os.environ | {"OMP_NUM_THREADS": THREADS}
         worker = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        late = [job for job in left if job.part in parts[:reached]]
+        task = {"jobs": [job for job in left if job not in late], "late": late, "small": small}
         current: Job | None = None
         begun = False
         try:
             assert worker.stdin is not None
             with contextlib.suppress(BrokenPipeError), worker.stdin:
-                json.dump({"jobs": left, "seconds": remaining * (1 - SPARE), "small": small}, worker.stdin)
+                json.dump(task | {"seconds": remaining * (1 - SPARE)}, worker.stdin)
             for event in _events(worker, end, row_seconds):
                 if "begin" in event:
                     current, begun = _job(event["begin"]), True
+                    place = parts.index(current.part)
+                    reached = place if place >= reached else len(parts)  # back at one: all have had their share
                 elif current is not None:
                     keep(current, event["row"])
                     left.remove(current)
                     current = None
         except queue.Empty:
             if current is not None:
-                late = time.monotonic() >= end
-                why = f"{NOT_MEASURED} time" if late else f"no result within {row_seconds:g} s"
+                over = time.monotonic() >= end
+                why = f"{NOT_MEASURED} time" if over else f"{SILENT} {row_seconds:g} s"
                 keep(current, current.named | {"error": why})
                 left.remove(current)
                 current = None
@@ -67,9 +77,9 @@ def measure_all(
                 raise RuntimeError(f"the measuring process was silent for {row_seconds:g} s") from None
         finally:
             worker.kill()
-            code = worker.wait()
+            code = _wait(worker)
         if current is not None:
-            keep(current, current.named | {"error": f"the measuring process ended: {_ending(code)}"})
+            keep(current, current.named | {"error": f"{ENDED} {_ending(code)}"})
             left.remove(current)
         elif code == 0:
             return
@@ -82,7 +92,16 @@ def _job(values: Any) -> Job:
     return Job(part, tuple(rest))
 
 
-def _ending(code: int) -> str:
+def _wait(worker: subprocess.Popen[str]) -> int | None:
+    try:
+        return worker.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "killed, but still there"
     return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
@@ -100,5 +119,4 @@ def _events(worker: subprocess.Popen[str], end: float, row_seconds: float) -> It
     while (line := lines.get(timeout=max(0.001, min(row_seconds, end - time.monotonic())))) is not None:
         if line.endswith("\n"):  # else it died while it printed
             yield json.loads(line)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a device that hangs may not let go of its process
-        worker.wait(timeout=10)
+    _wait(worker)

@@ -4,7 +4,9 @@ After an illegal memory access a CUDA context answers nothing any more, and a cr
 whole process. Measuring in a process of its own, which is started again for the rows that are left, covers all of
 these by the same few lines; the file is written by the process that waits (`benchmarks/gpu.py`).
 
-    python -P -m kvcache_compress.bench.worker < JOBS    # {"jobs": [[part, [values]]], "seconds": 400, "small": false}
+    python -P -m kvcache_compress.bench.worker < JOBS
+
+`JOBS` is `{"jobs": [[part, [values]]], "late": [], "seconds": 400, "small": false}`.
 """
 
 from __future__ import annotations
@@ -55,13 +57,20 @@ class Budget:
         return self.clock() >= self.until
 
 
-def run_jobs(jobs: Sequence[Job], measure: Callable[[Job], Any], budget: Budget, emit: Emit) -> bool:
+def run_jobs(
+    jobs: Sequence[Job],
+    measure: Callable[[Job], Any],
+    budget: Budget,
+    emit: Emit,
+    already_late: Sequence[Job] = (),
+) -> bool:
     """Runs jobs part by part, each within its share, and at the end those that were late in what the others left.
 
+    `already_late`: those of parts that had their share in an earlier process.
     Emits `{"begin": job}` before each and `{"row": ...}` after it; a job that fails is a row that says why. False
     where the device does not work any more.
     """
-    late: list[Job] = []
+    late = list(already_late)
     parts = list(dict.fromkeys(job.part for job in jobs))
     for place, part in enumerate(parts):
         budget.begin(part, parts[place + 1 :])
@@ -142,7 +151,7 @@ class Measurements:
 def main(given: TextIO, out: TextIO) -> int:
     """Runs the jobs that `given` names; 1 where the device stopped working, so that another process must go on."""
     task = json.load(given)
-    jobs = [Job(part, tuple(values)) for part, values in task["jobs"]]
+    jobs, late = ([Job(part, tuple(values)) for part, values in task[name]] for name in ("jobs", "late"))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     budget = Budget(task["seconds"])
     measure = Measurements(SMALL_SIZES if task["small"] else SIZES, device, budget.over)
@@ -150,7 +159,7 @@ def main(given: TextIO, out: TextIO) -> int:
     def emit(event: dict[str, Any]) -> None:
         print(json.dumps(event), file=out, flush=True)
 
-    return 0 if run_jobs(jobs, measure, budget, emit) else 1
+    return 0 if run_jobs(jobs, measure, budget, emit, late) else 1
 
 
 if __name__ == "__main__":

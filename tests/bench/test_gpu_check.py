@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fake_device import fake_devices
 
+from kvcache_compress.backend import load_part
 from kvcache_compress.bench import check, decode, encode
 from kvcache_compress.bench.layers import Shape
 
@@ -20,9 +23,51 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch, factor: float
     attend = check.PackedKV.attend
     monkeypatch.setattr(check.PackedKV, "attend", lambda *arguments: attend(*arguments) * factor)
     found = check.check_kernels("turboquant-2bit", "tiny", Shape(4, 2, 64), 64, CPU)
-    assert (found.error is None) == (factor == 1)
+    assert (found.error is None) == (factor == 1), found.error
     if found.error is not None:
         assert found.error.startswith("attention differs by")
+
+
+@pytest.mark.parametrize("wrong", [1, 3])
+def test_every_call_is_compared(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    """Two by the launcher's own splits and two by more of them, each pair a first and a repeated launch."""
+    attend = check.PackedKV.attend
+    calls: list[int] = []
+    places: set[tuple[int, ...]] = set()
+
+    def attend_once_wrong(view: check.PackedKV, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        calls.append(len(view.keys.codec.kernel_side().plans))
+        places.add((query.data_ptr(), view.keys.tail.data_ptr(), view.values.sinks.data_ptr()))
+        return attend(view, query, *rest) * (1.5 if len(calls) == wrong + 1 else 1)
+
+    monkeypatch.setattr(check.PackedKV, "attend", attend_once_wrong)
+    found = check.check_kernels("turboquant-2bit", "tiny", Shape(4, 2, 64), 128, CPU)
+    assert str(found.error).startswith("attention differs by")
+    assert calls == [0, 1, 1, 2], "plans before each call"
+    assert len(places) == 2
+
+
+def test_groups_are_filled_up() -> None:
+    for name in ("turboquant-2bit", "polarquant-rope-4bit"):
+        found = check.check_kernels(name, "tiny", Shape(4, 2, 64), 64 + 21, CPU)
+        assert (found.tokens, found.error) == (85, None)
+
+
+@pytest.mark.parametrize("wrong", ["later", "elsewhere"])
+def test_appending_to_a_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    module = load_part(".triton_kernels.append")
+    append, shape = module.append, Shape(4, 2, 64)
+    assert check._appends(shape, CPU, torch.bfloat16)
+
+    def append_wrongly(keys: torch.Tensor, values: torch.Tensor, *rest: Any) -> None:
+        append(keys, values, *rest)
+        if wrong == "elsewhere":
+            rest[1][0, 0, 0, 0] = 1
+        elif rest[2] == 6:
+            rest[0][:, :, 6] = 0
+
+    monkeypatch.setattr(module, "append", append_wrongly)
+    assert not check._appends(shape, CPU, torch.bfloat16)
 
 
 def test_wrong_codes_and_appended_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,8 @@
-"""What the kit measures first, what a row that fails or a process that dies leaves, and what its clock does."""
+"""What the kit measures first, what a row that fails leaves, what its clock does, and its file."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from kvcache_compress.bench import worker
 from kvcache_compress.bench.gpu_table import tables
 from kvcache_compress.bench.jobs import KEYS, SHARES, SIZES, Job, needs, plan_jobs, without_check
 from kvcache_compress.bench.result_file import ResultFile, hash_sources
-from kvcache_compress.bench.supervise import measure_all
 from kvcache_compress.bench.worker import Budget, run_jobs
 from kvcache_compress.config import preset_names
 
@@ -46,7 +44,8 @@ def jobs_of(part: str, count: int) -> list[Job]:
 
 def timed_run(jobs: list[Job], seconds: float, cost: Callable[[Job], float]) -> list[Job]:
     """The jobs that were run on a clock that their costs move, in that order."""
-    clock, events = Clock(), []
+    clock = Clock()
+    events: list[dict[str, Any]] = []
 
     def measure(job: Job) -> Figure:
         clock.now += cost(job)
@@ -66,6 +65,19 @@ def test_a_part_stops_at_its_share_of_the_time() -> None:
     assert begun[:45] == decode[:45]
     assert begun[45:48] == encode
     assert begun[48:] == decode[45:50], "what encoding left goes to the rows that were late"
+
+
+def test_parts_that_had_their_share_come_last() -> None:
+    clock = Clock()
+    events: list[dict[str, Any]] = []
+
+    def measure(job: Job) -> Figure:
+        clock.now += 1.0
+        return Figure(1.0)
+
+    late, encode = jobs_of("decode", 3), jobs_of("encode", 2)
+    assert run_jobs(encode, measure, Budget(4, clock), events.append, late)
+    assert [event["begin"] for event in events if "begin" in event] == [*encode, *late[:2]]
 
 
 def test_time_that_a_part_does_not_need_is_left_to_those_after_it() -> None:
@@ -118,55 +130,6 @@ def test_the_cause_of_an_error_is_said_after_a_long_message() -> None:
     assert worker.one_line(ValueError("short")) == "short"
 
 
-STAND_IN = """
-import json, os, signal, sys
-task = json.load(sys.stdin)
-for part, values in task["jobs"]:
-    name = values[0]
-    if name == "nothing": sys.exit(3)
-    print(json.dumps({"begin": [part, values]}), flush=True)
-    if name == "killed": os.kill(os.getpid(), signal.SIGKILL)
-    if name == "hangs": signal.pause()
-    error = "illegal memory access" if name == "broken" else None
-    print(json.dumps({"row": {"cache": name, "process": os.getpid(), "error": error}}), flush=True)
-    if name == "broken": sys.exit(1)
-"""
-
-
-def supervised(names: list[str], seconds: float = 60.0, row_seconds: float = 30.0) -> dict[str, dict[str, Any]]:
-    """Rows by name of jobs that a process runs which dies of some of them."""
-    rows: dict[str, dict[str, Any]] = {}
-
-    def keep(job: Job, row: dict[str, Any]) -> None:
-        rows[str(job.values[0])] = row
-
-    jobs = [Job("longest", (name,)) for name in names]
-    measure_all(jobs, seconds, True, keep, [sys.executable, "-c", STAND_IN], row_seconds)
-    return rows
-
-
-def test_another_process_goes_on_after_one_that_dies() -> None:
-    rows = supervised(["a", "killed", "b", "broken", "c"])
-    errors = {name: row["error"] for name, row in rows.items()}
-    ended = "the measuring process ended: signal 9"
-    assert errors == {"a": None, "killed": ended, "b": None, "broken": "illegal memory access", "c": None}
-    assert rows["b"]["process"] == rows["broken"]["process"]
-    assert len({rows[name]["process"] for name in "abc"}) == 3
-
-
-def test_a_process_that_hangs_is_ended() -> None:
-    rows = supervised(["a", "hangs", "b"], row_seconds=1.0)
-    assert rows["hangs"] == {"cache": "hangs", "error": "no result within 1 s"}
-    assert rows["b"]["error"] is None
-    rows = supervised(["hangs", "b"], seconds=1.0)
-    assert rows == {"hangs": {"cache": "hangs", "error": "not measured: time"}}
-
-
-def test_a_process_that_does_not_start_is_an_error_and_not_tried_for_ever() -> None:
-    with pytest.raises(RuntimeError, match="ended before its first row: exit status 3"):
-        supervised(["nothing"])
-
-
 def test_the_file_holds_every_row_at_any_time(tmp_path: Path) -> None:
     path, jobs = tmp_path / "new" / "gpu.json", jobs_of("longest", 2)
     found = ResultFile(path, WHERE, jobs)
@@ -198,6 +161,17 @@ def test_a_file_of_the_same_code_is_continued(tmp_path: Path) -> None:
     assert [row["date"] for row in contents["runs"]] == ["d", "later"]
 
 
+def test_what_a_dead_process_left_is_planned_again(tmp_path: Path) -> None:
+    path, jobs = tmp_path / "gpu.json", jobs_of("longest", 5)
+    found = ResultFile(path, WHERE, jobs)
+    dead = ["the measuring process ended: signal 9", "no result within 150 s"]
+    dead.append(f"not timed: check failed: {dead[0]}")
+    for job, error in zip(jobs, [*dead, "out of memory", "not timed: check failed: attention differs"], strict=True):
+        found.keep(job, job.named | {"error": error})
+    found.close()
+    assert ResultFile(path, WHERE, jobs).jobs == jobs[:3]
+
+
 def test_tables_show_failures_and_say_why(tmp_path: Path) -> None:
     names = ("full", "kivi-2bit", "kivi-4bit", "qjl-3bit")
     jobs = [Job("decode", (name, "llama-3.1-8b", 8, 32768)) for name in names]
@@ -209,8 +183,9 @@ def test_tables_show_failures_and_say_why(tmp_path: Path) -> None:
     found.close()
     text = tables(found.contents())
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert lines[lines.index("8 x 32768") :][1:4] == [
-        "full 1.000 1.00x 75%", "kivi-2bit 0.250 4.00x 75%", "kivi-4bit failed",
+    assert lines[lines.index("llama-3.1-8b, batch 8 32768") :][1:4] == [
+        "full 1.000 1.00x of 1.00x 3000.0 GB/s 75%", "kivi-2bit 0.250 4.00x of 5.00x 3000.0 GB/s 75%",
+        "kivi-4bit failed",
     ]  # fmt: skip
     assert any(line.startswith("decode kivi-4bit") and line.endswith("out of memory: 80 GiB") for line in lines)
     assert lines[-1] == "decode qjl-3bit llama-3.1-8b 8 32768 time"
@@ -225,6 +200,10 @@ def test_a_file_of_other_code_or_another_device_is_kept_aside(tmp_path: Path, ch
     found = ResultFile(path, WHERE | changed, jobs)
     assert (found.differs, found.jobs) == (next(iter(changed)), jobs)
     assert (tmp_path / "gpu.previous.json").read_text() == old
+    second = path.read_text()
+    ResultFile(path, WHERE, jobs)
+    assert (tmp_path / "gpu.previous.json").read_text() == old
+    assert (tmp_path / "gpu.previous-2.json").read_text() == second
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"runs": []}'])
@@ -266,13 +245,13 @@ def test_what_is_asked_for_comes_first() -> None:
 def test_parts_bring_the_checks_that_they_need() -> None:
     assert plan_jobs(["kivi-2bit"], ["bandwidth"], SIZES) == [Job("bandwidth", ("copy",))]
     checks = [job.values for job in plan_jobs(["kivi-2bit"], ["models"], SIZES) if job.part == "check"]
-    assert checks == [("kivi-2bit", "llama-3.1-8b", 8192), ("kivi-2bit", "llama-3.1-8b", 8224)]
+    assert checks == [("kivi-2bit", "llama-3.1-8b", 8192), ("kivi-2bit", "llama-3.1-8b", SIZES.uneven)]
 
 
 def test_only_what_is_right_is_timed() -> None:
     timed = Job("decode", ("kivi-2bit", "llama-3.1-8b", 8, 32768))
     model, full = Job("models", ("kivi-2bit", 1, 8192)), Job("models", ("full", 1, 8192))
-    right, wrong = (Job("check", ("kivi-2bit", "llama-3.1-8b", tokens)) for tokens in (8192, 8224))
+    right, wrong = (Job("check", ("kivi-2bit", "llama-3.1-8b", tokens)) for tokens in (8192, SIZES.uneven))
     main = "llama-3.1-8b"
     assert needs(timed, main) == needs(model, main) == {("kivi-2bit", main)}
     assert without_check(full, {}, main) is None

@@ -173,6 +173,10 @@ def test_what_does_not_fit_is_refused() -> None:
         "groups for": lambda: encode.quantize_groups(
             z[None, None], z[None, None].half(), z[None, None].half(), 4, 32, 1
         ),
+        "points in float16": lambda: encode.quantize_groups(z[None, None], z[None, None], z[None, None], 4, 1, 1),
+        "heads of 1x1 for 2x1": lambda: encode.quantize_groups(
+            z.expand(2, 1, -1, -1), z[None, None].half(), z[None, None].half(), 4, 1, 1
+        ),
     }.items():
         with pytest.raises(RuntimeError, match=message):
             call()

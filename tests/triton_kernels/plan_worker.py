@@ -20,6 +20,7 @@ from kvcache_compress.bench.layers import encoded_side
 from kvcache_compress.config import load_config
 from kvcache_compress.methods.turboquant import TurboQuantOptions
 from kvcache_compress.triton_kernels import launch
+from kvcache_compress.triton_kernels.plan import Plan
 
 KERNELS = (launch.map_query_kernel, launch.attend_kernel, launch.merge_kernel)
 OUTPUTS = {"p_mapped", "p_rows", "p_acc", "p_dense", "p_stats", "p_out"}
@@ -159,6 +160,35 @@ def check_launches_of_fixed_capacity() -> None:
         assert ran == operators, ran
 
 
+def check_arguments_of_a_step(room: int | None) -> None:
+    """Repeated launches of all kernels of a step, what encodes aside, have Triton's own code, grids and arguments."""
+    layer, decode = decoding(room)
+    if room:
+        layer.device = torch.device("cuda")
+    seen: set[str] = set()
+    repeat = Plan.run
+
+    def run(plan: Plan, inputs: dict[str, Any], found: dict[str, Any], device: torch.device) -> None:
+        assert plan.compiled
+        ours = launches_of(lambda: repeat(plan, inputs, found, device))
+        given = inputs | {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in plan.scratch.items()}
+        theirs = launches_of(lambda: [each.first(given) for each in plan.launches])
+        for each, one, other in zip(plan.launches, ours, theirs, strict=True):
+            assert (one.name, one.code, one.grid) == (other.name, other.code, other.grid)
+            for name, x, y in zip(each.kernel.arg_names, one.arguments, other.arguments, strict=True):
+                if each.changing.get(name) not in plan.scratch:
+                    assert address(x) == address(y), (one.name, name)
+            seen.add(one.name)
+
+    for _ in range(2):
+        decode()
+    with mock.patch.object(Plan, "run", run):
+        for _ in range(3):
+            decode()
+    fixed = {"write_slots_kernel", "map_step_kernel", "store_groups_kernel"}
+    assert seen == {"attend_kernel", "merge_kernel"} | (fixed if room else {"append_kernel", "map_query_kernel"})
+
+
 def tokens(layer: Layer) -> int:
     return layer.keys.shape[2]
 
@@ -198,6 +228,8 @@ def main() -> None:
     assert not other.step()
     check_launches_of_a_step()
     check_launches_of_fixed_capacity()
+    check_arguments_of_a_step(None)
+    check_arguments_of_a_step(1024)
     print("all launches are as Triton's")
 
 

@@ -31,8 +31,8 @@ BUDGET = {
     "turboquant-3.5bit": 4,
     "turboquant-4bit, D=64": 4,
     "uniform-4bit": 2.5,
-    "kivi-4bit": 3.5,
-    "kivi-2bit": 3.2,
+    "kivi-4bit": 4.2,
+    "kivi-2bit": 4,
     "polarquant-rope-4bit": 6,
     "qjl-3bit": 6,
 }

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-
 OLDEST_TRITON = Path(sys.prefix) / "oldest-triton"
 
 

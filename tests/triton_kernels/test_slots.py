@@ -69,6 +69,19 @@ def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent
             assert (one != other).float().mean() < 1e-3  # a product summed in another order may flip a code
 
 
+def test_masks_of_one_row_serve_all_queries() -> None:
+    layers = [fixed_layer(backend, TURBOQUANT, 4, 8) for backend in ("torch", "triton")]
+    fresh, query = (torch.randn(2, heads, 3, DIM) for heads in (HEADS, HEADS * GROUPS))
+    mask = torch.rand(2, 1, 1, ROOM) > 0.5
+    outputs = []
+    for layer in layers:
+        layer._store(fresh, 2 * fresh, layer.cumulative_length)
+        outputs.append(layer.view("keys").attend(query, mask, 0.2, None, None))
+        with pytest.raises(RuntimeError):
+            layer.view("keys").attend(query, mask.expand(-1, -1, 9, -1), 0.2, None, None)
+    torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=1e-4)
+
+
 def test_faults_are_noted() -> None:
     layer = fixed_layer("triton", TURBOQUANT, 4, 8)
     fresh = torch.randn(2, HEADS, 2, DIM)
