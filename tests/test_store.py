@@ -114,7 +114,7 @@ def test_tail_writes_in_place(tail: TailBuffer) -> None:
     for step in range(8):
         tail.append(numbers(step, 1))
     assert tail.buffer.data_ptr() == pointer
-    assert tail.room == 0
+    assert tail.tokens == tail.buffer.shape[2]
     assert torch.equal(tail.view(), numbers(0, 8))
 
 

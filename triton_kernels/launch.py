@@ -27,8 +27,8 @@ MIN_SPLIT_TOKENS = 256
 """Shorter splits would write and merge as much as they read."""
 SCRATCH = ("p_mapped", "p_rows", "p_acc", "p_dense", "p_stats")
 """What a kernel fills for the next one."""
-OUT_DTYPE = torch.float32 if interpreting() else None
-"""Triton's interpreter truncates to bfloat16, where hardware rounds."""
+INTERPRETING = interpreting()
+"""Triton's interpreter has no assembly, and truncates to bfloat16 where hardware rounds."""
 
 
 class Tile(NamedTuple):
@@ -73,7 +73,9 @@ def attend(
         mask = over_slots.tensor
     inputs, mask_kind = attend_inputs(query, keys, values, mask, sizes.split_tokens)
     batch, heads, count, _ = query.shape
-    out = query.new_empty(batch, count, heads, values.sinks.shape[3], dtype=OUT_DTYPE or query.dtype)
+    out = query.new_empty(
+        batch, count, heads, values.sinks.shape[3], dtype=torch.float32 if INTERPRETING else query.dtype
+    )
     given = inputs | ({"p_out": out} if sinks is None else {"p_out": out, "p_sinks": sinks})
     if over_slots is not None:
         given |= over_slots.inputs
@@ -99,7 +101,7 @@ def attend(
         scratch = {name: arguments[name] for name in SCRATCH}
         plan = kept(k_side.plans, key, Plan(calls, given, scratch, repeat=aligned and not AMD))
     plan.run(given, found, query.device)
-    return out if OUT_DTYPE is None else out.to(query.dtype)
+    return out.to(query.dtype) if INTERPRETING else out
 
 
 def attend_inputs(
@@ -151,7 +153,7 @@ def attend_arguments(
     tile_rows = _tile_rows(tile, rows)
     row_blocks = -(-rows // tile_rows)
     v_stride = sum(v_side.widths)
-    fast = not (exact or amd or OUT_DTYPE is not None)
+    fast = not (exact or amd or INTERPRETING)
     k_words, v_words = (side.words if fast else None for side in (k_side, v_side))
     arguments = inputs | dict(
         p_mapped=mapped["p_mapped"], p_rows=mapped["p_rows"],

@@ -77,7 +77,7 @@ def test_fast_path_equals_plain_attention(
         texts.append(text)
         return ptx.create_inline_asm(builder, text, *arguments)
 
-    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(launch, "INTERPRETING", False)
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create)
     torch.manual_seed(len(name))
     keys, values = segments(case, make_side)
