@@ -126,8 +126,7 @@ class StepBuffers:
         Groups that are none, or not complete, have the number after the last, where nothing is read.
         """
         windows = self.windows
-        stop = self.length - windows.sinks - windows.recent
-        groups = stop // group - torch.arange((count - 1) // group + 1, device=stop.device) - 1
+        stop, groups = self._groups(group, count)
         new = (groups * group >= self.packed) & ((groups + 1) * group > stop - count)
         new &= (groups >= 0) & ((groups + 1) * group <= windows.capacity)
         x = self.ring[side].index_select(2, _tokens(groups, group) % windows.ring)
@@ -141,10 +140,13 @@ class StepBuffers:
     def _rope(self, state: SideState, count: int) -> Rope | None:
         if state.track is None:
             return None
-        group, windows = state.codec.group, self.windows
-        stop = self.length - windows.sinks - windows.recent
-        groups = stop // group - torch.arange((count - 1) // group + 1, device=stop.device) - 1
-        return state.track.gather((_tokens(groups, group) + windows.sinks).clamp_min(0))
+        _, groups = self._groups(state.codec.group, count)
+        return state.track.gather((_tokens(groups, state.codec.group) + self.windows.sinks).clamp_min(0))
+
+    def _groups(self, group: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many tokens after the sinks have left the recent window, and the groups that `count` may complete."""
+        stop = self.length - self.windows.sinks - self.windows.recent
+        return stop, stop // group - torch.arange((count - 1) // group + 1, device=stop.device) - 1
 
     def _step_in_triton(
         self, sides: Mapping[Side, SideState], fresh: Mapping[Side, torch.Tensor], total: torch.Tensor | None
