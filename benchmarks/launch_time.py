@@ -2,6 +2,7 @@
 
     python benchmarks/launch_time.py              # attention alone, the cache's update alone, and a layer's whole step
     python benchmarks/launch_time.py --profile    # and where the whole step's time goes
+    python benchmarks/launch_time.py --max-cache-len 16384    # of a cache of fixed capacity, without a CUDA graph
 
 Triton compiles for sm_90 and launches by its own launcher over a `libcuda` whose functions do nothing; tensors lie on
 the CPU, where an operator of PyTorch takes about as long as its launch on a GPU would. A C compiler is needed.
@@ -114,23 +115,28 @@ def attention_call(preset: str, shape: Shape, tokens: int) -> Callable[[], Any]:
     return lambda: launch.attend(query, keys, values, None, scaling=shape.head_dim**-0.5)
 
 
-def layer_calls(preset: str, shape: Shape, tokens: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def layer_calls(
+    preset: str, shape: Shape, tokens: int, room: int | None
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A step's `update` of a filled cache, and that followed by the attention function that a model calls."""
     config = LlamaConfig(
         num_hidden_layers=2 * LAYER, num_attention_heads=shape.query_heads, num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim, hidden_size=shape.query_heads * shape.head_dim, max_position_embeddings=1 << 20,
     )  # fmt: skip
     config._attn_implementation = AttentionName("sdpa")
-    cache = CompressedCache.from_config(config, preset)
+    chosen = load_config(preset)
+    cache = CompressedCache.from_config(config, chosen.model_copy(update={"max_cache_len": room}))
     module = SimpleNamespace(config=config, is_causal=True, training=False)
 
     def states(heads: int, count: int) -> torch.Tensor:
         return torch.randn(1, heads, count, shape.head_dim, dtype=torch.bfloat16)
 
-    plan = middle_layer(load_config(preset))
+    plan = middle_layer(chosen)
     prompt = plan.sink_tokens + tokens + plan.recent_tokens
     cache.update(states(shape.kv_heads, prompt), states(shape.kv_heads, prompt), LAYER)
     cache.layers[LAYER].backend = "triton"  # only now: the prompt is encoded by torch, the stub computes nothing
+    if room is not None:
+        cache.layers[LAYER].device = torch.device("cuda")  # where a step checks without waiting
     keys, values, query = states(shape.kv_heads, 1), states(shape.kv_heads, 1), states(shape.query_heads, 1)
 
     def update() -> tuple[Any, Any]:
@@ -142,15 +148,16 @@ def layer_calls(preset: str, shape: Shape, tokens: int) -> tuple[Callable[[], An
     return update, step
 
 
-def microseconds(call: Callable[[], Any], calls: int, rounds: int) -> float:
-    """Time of a call: the mean of so many, which holds the steps that encode, and of the rounds' means the median."""
-    means = []
-    for _ in range(rounds):
-        begun = time.perf_counter()
-        for _ in range(calls):
-            call()
-        means.append((time.perf_counter() - begun) / calls * 1e6)
-    return statistics.median(means)
+def microseconds(call: Callable[[], Any], calls: int, rounds: int) -> tuple[float, float]:
+    """Time of a call: the mean of so many, which holds the steps that encode, of the rounds' means the median; and the
+    median of all calls, which is that of a step that does not. The thread's own, as others may use its processor."""
+    times = []
+    for _ in range(calls * rounds):
+        begun = time.thread_time()
+        call()
+        times.append((time.thread_time() - begun) * 1e6)
+    means = (statistics.fmean(times[at : at + calls]) for at in range(0, len(times), calls))
+    return statistics.median(means), statistics.median(times)
 
 
 def print_profile(call: Callable[[], Any], calls: int, most: int = 40) -> None:
@@ -170,6 +177,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Packed tokens to begin with.")] = 8192,
     calls: Annotated[int, typer.Option(help="Per round; tokens are encoded every 32.")] = 640,
     rounds: Annotated[int, typer.Option(help="Of which the median is taken.")] = 7,
+    max_cache_len: Annotated[int | None, typer.Option(help="Of a cache of fixed capacity.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Print cProfile's breakdown of the whole step.")] = False,
 ) -> None:
     """Times the host's part of a decode step of one layer with 32 query and 8 key/value heads of 128."""
@@ -181,16 +189,16 @@ def main(
     unchecked = mock.patch.object(PackableChecks, "_raise_unless")
     with tempfile.TemporaryDirectory() as folder, unchecked:
         stub = use_stub(Path(folder))
-        update, step = layer_calls(preset, shape, tokens)
+        update, step = layer_calls(preset, shape, tokens, max_cache_len)
         named = {"attention alone": attention_call(preset, shape, tokens), "update alone": update, "whole step": step}
         print(f"{preset}, {tokens} packed tokens, Triton {triton.__version__}, torch {torch.__version__}")
         for name, call in named.items():
             for _ in range(64):  # compiles all kernels, and ends where a tail was just encoded
                 call()
             before = stub.launches()
-            time_us = microseconds(call, calls, rounds)
+            mean, median = microseconds(call, calls, rounds)
             made = (stub.launches() - before) / (calls * rounds)
-            print(f"{name:16} {time_us:7.1f} us, {made:.2f} launches")
+            print(f"{name:16} {mean:7.1f} us, median {median:7.1f} us, {made:.2f} launches")
         if profile:
             print_profile(step, calls)
 

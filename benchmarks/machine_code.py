@@ -13,6 +13,7 @@ constants, which leaves the packed loop alone; the loop of the real kernel whose
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -25,14 +26,17 @@ import torch
 import typer
 
 from kvcache_compress.bench.layers import build_codec, encoded_side, middle_layer
+from kvcache_compress.checks import LONGEST
 from kvcache_compress.codec import MethodOptions, Side
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.fixed_step import StepBuffers, Windows
 from kvcache_compress.registry import get_method
 from kvcache_compress.side import SideState
 from kvcache_compress.slots import Slots
+from kvcache_compress.store import PackedStore
 from kvcache_compress.triton_kernels import aot, attention, launch
 from kvcache_compress.triton_kernels.append import append_arguments, append_inputs, append_kernel
+from kvcache_compress.triton_kernels.encode import exact_precision, flush
 from kvcache_compress.triton_kernels.query import map_query_arguments, map_query_kernel
 from kvcache_compress.view import SideSegments
 
@@ -144,26 +148,40 @@ def step_append_arguments() -> dict[str, Any]:
     return append_arguments(append_inputs(fresh, fresh, room, room, 0))
 
 
-def fixed_step_launches() -> dict[str, tuple[Any, dict[str, Any]]]:
+def flush_launch() -> tuple[Any, dict[str, Any]]:
+    """What encodes the tokens that leave a tail, and its arguments."""
+    codec = build_codec(*side_of("turboquant", bits=4), "keys", 128, 2, torch.bfloat16)
+    tail = torch.randn(1, 2, 96, 128).bfloat16()
+    codec.prepare(tail)
+    fields = PackedStore(codec.fields, 1, 2, tail.device).room(32, growing=True)
+    good, encoder = torch.ones(4, dtype=torch.int32), codec.kernel_encoder()
+    assert encoder is not None
+    call = functools.partial(flush, encoder, tail, 32, 64, fields, 0, torch.empty_like(tail), good, LONGEST)
+    ((kernel, arguments),) = aot.captured_launches(call)
+    return kernel, arguments
+
+
+def fixed_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any, dict[str, Any]]]:
     """The kernels of a step of fixed capacity that a growing cache does without, and their arguments."""
     sides: dict[Side, SideState] = {}
     tokens = torch.randn(1, 2, 512, 128).bfloat16()
     both: tuple[Side, Side] = ("keys", "values")
     for side in both:
-        codec = build_codec(*side_of("turboquant", bits=4), side, 128, 2, torch.bfloat16)
+        method = keys if side == "keys" else side_of("turboquant", bits=4)
+        codec = build_codec(*method, side, 128, 2, torch.bfloat16)
         sides[side] = SideState(codec, tokens, 96, None)
         sides[side].prepare(tokens)
         sides[side].store.fix(512)
     buffers = StepBuffers(sides, Windows(16, 480, 112, 64, 32, 496))
     slots = Slots(16, 480, 112, 496, buffers.length, buffers.packed)
-    keys, values = (
+    layer = (
         SideSegments(buffers.sinks[side], state.store, 480, buffers.ring[side], 112, state.codec, None, buffers.packed)
         for side, state in sides.items()
     )
 
     def step() -> None:
         buffers.step(sides, dict.fromkeys(both, tokens[:, :, :1]), "triton", None)
-        launch.attend(tokens[:, :, :1].repeat(1, 2, 1, 1), keys, values, None, scaling=0.1, slots=slots)
+        launch.attend(tokens[:, :, :1].repeat(1, 2, 1, 1), *layer, None, scaling=0.1, slots=slots)
 
     names = {"write_slots_kernel": "write slots", "store_groups_kernel": "store groups", "map_step_kernel": "map step"}
     launches = ((kernel.__name__, (kernel, arguments)) for kernel, arguments in aot.captured_launches(step))
@@ -215,10 +233,14 @@ def measure(targets: list[str], only: list[str]) -> Table:
     table: Table = {}
 
     def add(name: str, target: str, kernel: Any, arguments: dict[str, Any]) -> None:
+        if arguments.get("PRECISION") == exact_precision(amd=False):
+            arguments = arguments | {"PRECISION": exact_precision(amd=target.startswith("gfx"))}
         code = aot.compile_for(kernel, arguments, target)
         density = packed_loop(arguments, code, target) if kernel is attention.attend_kernel else None
         table.setdefault(name, {})[target] = Figures(code.registers, code.stack_bytes, code.shared_bytes, density)
 
+    steps = fixed_step_launches(side_of("turboquant", bits=4)) | {"flush": flush_launch()}
+    steps["store groups"] = fixed_step_launches(side_of("kivi", bits=4))["store groups"]
     for target in targets:
         for name, variant in attention_variants().items():
             names = name, f"merge {name}", f"map query {name}"
@@ -229,7 +251,7 @@ def measure(targets: list[str], only: list[str]) -> Table:
                     add(part, target, kernel, given)
         if not only or "append" in only:
             add("append", target, append_kernel, step_append_arguments())
-        for name, call in fixed_step_launches().items():
+        for name, call in steps.items():
             if not only or name in only:
                 add(name, target, *call)
         for name, encoder in encode_variants().items():

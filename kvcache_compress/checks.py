@@ -17,6 +17,9 @@ CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameter
 LONGEST = torch.finfo(torch.float16).max
 """Longest vector that can be packed: norms and scales are stored in 16 bits."""
 
+FLAG_NUMBERS = 4
+"""Of a flag, so that each begins at a multiple of 16 bytes."""
+
 
 def longest(x: torch.Tensor) -> torch.Tensor:
     """Length of the longest of vectors `[..., D]`, at least float32 `[]`; NaN where there is one."""
@@ -39,30 +42,46 @@ class PackableChecks:
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
-        self._under_way: list[tuple[Side, torch.Tensor, torch.cuda.Event]] = []
+        self._under_way: list[tuple[tuple[Side, ...], torch.Tensor, torch.cuda.Event]] = []
+        self._flags: torch.Tensor | None = None
 
     def add(self, side: Side, x: torch.Tensor) -> None:
         """Checks vectors `[..., D]` for NaN, infinity and lengths that 16 bits cannot hold."""
         # NaN fails the comparison too.
-        good = longest(x) <= LONGEST
-        if x.device.type == "cpu":
-            self._raise_unless(bool(good), side)
+        self._found((side,), (longest(x) <= LONGEST).reshape(1))
+
+    def flags(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """One per side, int32, which a kernel makes 0 where it finds such vectors among those that it encodes."""
+        if self._flags is None or self._flags.device != device:
+            self._flags = torch.ones(2, FLAG_NUMBERS, dtype=torch.int32, device=device)
+        return self._flags[0], self._flags[1]
+
+    def add_flags(self) -> None:
+        """As `add`, for what a kernel has put in `flags`."""
+        assert self._flags is not None
+        self._found(("keys", "values"), self._flags)
+
+    def _found(self, sides: tuple[Side, ...], good: torch.Tensor) -> None:
+        if good.device.type == "cpu":
+            self._raise_unless(good, sides)
             return
-        on_host = torch.ones((), dtype=torch.bool, pin_memory=True)
+        on_host = torch.empty_like(good, device="cpu", pin_memory=True)
         on_host.copy_(good, non_blocking=True)
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(x.device))
-        self._under_way.append((side, on_host, event))
+        event.record(torch.cuda.current_stream(good.device))
+        self._under_way.append((sides, on_host, event))
 
     def raise_for_known(self) -> None:
         """Raises for the checks whose results have arrived; waits for none."""
         while self._under_way and self._under_way[0][2].query():
-            side, good, _ = self._under_way.pop(0)
-            self._raise_unless(bool(good), side)
+            sides, good, _ = self._under_way.pop(0)
+            self._raise_unless(good, sides)
 
-    def _raise_unless(self, good: bool, side: Side) -> None:
-        if not good:
-            raise not_packable(side, self.layer)
+    def _raise_unless(self, good: torch.Tensor, sides: tuple[Side, ...]) -> None:
+        for side, flags in zip(sides, good.tolist(), strict=True):
+            if not (all(flags) if isinstance(flags, list) else flags):
+                self._flags = None
+                raise not_packable(side, self.layer)
 
 
 def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from .rope import Rope, RopeLayout
 
 if TYPE_CHECKING:
     from .cpu_kernels.operands import CPUSide
-    from .triton_kernels.operands import KernelSide
+    from .triton_kernels.operands import KernelEncoder, KernelSide
 
 Side: TypeAlias = Literal["keys", "values"]
 Backend: TypeAlias = Literal["triton", "cpp", "torch"]
@@ -81,6 +81,7 @@ class Codec(ABC):
         self.context = context
         self.statistics: Statistics = {}
         self._kernel_side: KernelSide | None = None
+        self._kernel_encoder: KernelEncoder | None = None
         self._cpu_side: CPUSide | None = None
 
     @classmethod
@@ -109,7 +110,7 @@ class Codec(ABC):
     def set_statistics(self, statistics: Statistics) -> None:
         """Sets what follows from `measure`'s result: that of `prepare`, or one that was saved."""
         self.statistics = statistics
-        self._kernel_side = self._cpu_side = None
+        self._kernel_side = self._kernel_encoder = self._cpu_side = None
 
     @abstractmethod
     def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
@@ -143,6 +144,15 @@ class Codec(ABC):
         if self._kernel_side is None:
             self._kernel_side = self.build_kernel_side()
         return self._kernel_side
+
+    def build_kernel_encoder(self) -> KernelEncoder | None:
+        """How Triton encodes tokens, one by one, and stores them in one launch; None where it does by `encode`."""
+        return None
+
+    def kernel_encoder(self) -> KernelEncoder | None:
+        if self._kernel_encoder is None:
+            self._kernel_encoder = self.build_kernel_encoder()
+        return self._kernel_encoder
 
     def build_cpu_side(self) -> CPUSide:
         """This side's operands for the C++ attention; of a codec with `on_cpp`."""
@@ -184,7 +194,7 @@ class Codec(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the sides, whose tensors are the codec's own and would not be after pickling."""
-        return self.__dict__ | {"_kernel_side": None, "_cpu_side": None}
+        return self.__dict__ | {"_kernel_side": None, "_kernel_encoder": None, "_cpu_side": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Codec:
         """Shares the tensors, which no codec changes in place; `prepare` of one copy leaves the other alone."""

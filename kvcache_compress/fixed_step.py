@@ -91,6 +91,8 @@ class StepBuffers:
     ) -> None:
         """Writes n tokens, and encodes the groups that the last n to leave the recent window made whole.
 
+        Triton encodes them with those that count as packed from then on, where it can.
+
         Every shape depends on n alone, and no value is read back. `total` int64 `[]` becomes the number of tokens.
         """
         fresh = {side: x.to(self.ring[side].dtype) for side, x in fresh.items()}
@@ -151,21 +153,25 @@ class StepBuffers:
     def _step_in_triton(
         self, sides: Mapping[Side, SideState], fresh: Mapping[Side, torch.Tensor], total: torch.Tensor | None
     ) -> None:
-        """The same by one kernel, and one that stores what was encoded."""
+        """The same by one kernel; by one more where a side has no encoder for it, whose tokens are encoded apart."""
         kernels, windows = load_part(".triton_kernels.slots"), self.windows
         states, count = list(sides.values()), fresh["keys"].shape[2]
         with on_device(self.counts):
             leaving = kernels.write_slots(
                 list(fresh.values()), list(self.sinks.values()), list(self.ring.values()),
-                [state.codec.group for state in states], self.counts, total,
+                [state.codec.group for state in states], [state.codec.kernel_encoder() for state in states],
+                [tuple(state.store.buffers) for state in states], self.counts, total,
                 recent=windows.recent, flush=windows.flush, room=windows.room, capacity=windows.capacity,
                 longest=LONGEST,
             )  # fmt: skip
-            encoded = [self._encode(state, x, count, "triton") for state, (x, _) in zip(states, leaving, strict=True)]
-            kernels.store_groups(
-                encoded, [tuple(state.store.buffers) for state in states], [groups for _, groups in leaving],
-                [state.store.capacity // state.codec.group for state in states],
-            )  # fmt: skip
+            left = [(state, *copied) for state, copied in zip(states, leaving, strict=True) if copied is not None]
+            if left:
+                kernels.store_groups(
+                    [self._encode(state, x, count, "triton") for state, x, _ in left],
+                    [tuple(state.store.buffers) for state, _, _ in left],
+                    [groups for _, _, groups in left],
+                    [state.store.capacity // state.codec.group for state, _, _ in left],
+                )
 
 
 def _tokens(groups: torch.Tensor, group: int) -> torch.Tensor:

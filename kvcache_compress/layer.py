@@ -18,7 +18,7 @@ from .codec import Codec, CodecContext, Side
 from .config import CompressionConfig, LayerPlan, SideConfig
 from .rope import RopeLayout
 from .rope_track import RopeTrack
-from .side import SideState, append, crop, pack
+from .side import SideState, append, crop, flush, pack
 from .view import MAX_DECODE_TOKENS, PackedKV, SideSegments
 
 ATTENTION_NAME = "kvcache_compress"
@@ -240,7 +240,12 @@ class CompressedLayer(CacheLayerMixin):
 
     def _flush_tail(self) -> None:
         leaving = self._leaving(self._sides["keys"].tail.tokens)
-        if leaving:
+        if not leaving:
+            return
+        states = self._sides.values()
+        if self.backend == "triton" and all(state.prepared and state.codec.kernel_encoder() for state in states):
+            flush(self._sides, leaving, self._checks)
+        else:
             tails = {side: state.tail.view() for side, state in self._sides.items()}
             self._check_packable(tails, leaving)
             pack(self._sides, tails, leaving, self.backend, growing=True)

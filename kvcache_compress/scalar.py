@@ -19,7 +19,7 @@ def quantize_on(
     backend: Backend, z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar
 ) -> Fields:
     """`quantize` by what a backend has for it."""
-    return quantizer(backend, quantize, "turboquant", "quantize_levels")(z, norm, levels, bits, scalar)
+    return quantizer(backend, quantize, "turboquant_encode", "quantize_levels")(z, norm, levels, bits, scalar)
 
 
 def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:

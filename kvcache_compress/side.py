@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from .backend import load_part, on_device
+from .checks import LONGEST, PackableChecks
 from .codec import Backend, Codec, Side
 from .rope import Rope
 from .rope_track import RopeTrack
@@ -36,8 +37,12 @@ class SideState:
             part = x[:, :, start : min(start + CHUNK_TOKENS, tokens)]
             count, done = part.shape[2], self.store.tokens
             with on_device(part):
-                encoded = self.codec.encode(part, self._rope(done, done + count), backend)
-            self.store.append(encoded, count, growing)
+                if encoder := self.codec.kernel_encoder() if backend == "triton" else None:
+                    load_part(".triton_kernels.encode").encode(encoder, part, self.store.room(count, growing), done)
+                    self.store.tokens += count
+                else:
+                    encoded = self.codec.encode(part, self._rope(done, done + count), backend)
+                    self.store.append(encoded, count, growing)
 
     def prepare(self, x: torch.Tensor) -> None:
         """Sets what depends on data, unless it is set."""
@@ -145,6 +150,28 @@ def pack(
     for side, tail in tails.items():
         sides[side].pack(tail, leaving, backend, growing)
         sides[side].tail.replace(tail[:, :, leaving:])
+
+
+def flush(sides: Mapping[Side, SideState], leaving: int, checks: PackableChecks) -> None:
+    """`pack` of the first `leaving` tokens of the tails in one launch per side, which checks them as well.
+
+    For Triton, and sides that are prepared and have a `kernel_encoder`. Where `checks` raises at once nothing changes.
+    """
+    following = []
+    for state, good in zip(sides.values(), checks.flags(sides["keys"].sinks.device), strict=True):
+        tail, encoder = state.tail, state.codec.kernel_encoder()
+        kept = tail.tokens - leaving
+        following.append(tail.another(kept))
+        with on_device(tail.buffer):
+            load_part(".triton_kernels.encode").flush(
+                encoder, tail.buffer, leaving, kept, state.store.room(leaving, growing=True), state.store.tokens,
+                following[-1], good, LONGEST,
+            )  # fmt: skip
+    checks.add_flags()
+    for state, buffer in zip(sides.values(), following, strict=True):
+        state.store.tokens += leaving
+        state.tail.buffer = buffer
+        state.tail.tokens -= leaving
 
 
 def crop(sides: Mapping[Side, SideState], left: int, group: int) -> None:

@@ -54,12 +54,16 @@ class PackedStore:
 
     def append(self, encoded: Fields, tokens: int, growing: bool) -> None:
         """Appends `tokens` encoded tokens; see `reserve`."""
+        done = self.tokens + tokens
+        for field, buffer, new in zip(self.fields, self.room(tokens, growing), encoded, strict=True):
+            buffer[:, :, self.tokens // field.tokens : done // field.tokens] = new
+        self.tokens = done
+
+    def room(self, tokens: int, growing: bool) -> Fields:
+        """The buffers, with room for `tokens` more, which are held once `tokens` counts them; see `reserve`."""
         self.reserve(tokens, growing)
-        needed = self.tokens + tokens
-        for index, (field, new) in enumerate(zip(self.fields, encoded, strict=True)):
-            self.buffers[index] = buffer = _writable(self.buffers[index])
-            buffer[:, :, self.tokens // field.tokens : needed // field.tokens] = new
-        self.tokens = needed
+        self.buffers = [_writable(buffer) for buffer in self.buffers]
+        return tuple(self.buffers)
 
     def _grow(self, capacity: int) -> None:
         for index, (field, old) in enumerate(zip(self.fields, self.buffers, strict=True)):
@@ -127,10 +131,14 @@ class TailBuffer:
 
     def replace(self, x: torch.Tensor) -> None:
         """Holds a copy of `x` `[B, H, T, D]` and nothing else; views handed out before stay as they are."""
-        batch, heads, tokens, dim = x.shape
-        self.buffer = self.buffer.new_empty(batch, heads, max(tokens, self.least), dim)
+        self.buffer = self.another(x.shape[2], x.shape[0])
         self.tokens = 0
         self.append(x)
+
+    def another(self, tokens: int, batch: int | None = None) -> torch.Tensor:
+        """A buffer for so many tokens, with the room that there always is."""
+        own, heads, _, dim = self.buffer.shape
+        return self.buffer.new_empty(own if batch is None else batch, heads, max(tokens, self.least), dim)
 
     def truncate(self, tokens: int) -> None:
         self.tokens = tokens

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from method_cases import declared_list
 
-from kvcache_compress.codec import Fields
+from kvcache_compress.codec import Codec, Fields
 from kvcache_compress.lloyd_max import boundaries
 
 
@@ -26,6 +26,23 @@ def assert_equal_fields(ours: Fields, theirs: Fields) -> None:
             assert last_places(mine, yours) <= 1
         else:
             assert torch.equal(mine, yours)
+
+
+def assert_equal_but_for_ties(codec: Codec, ours: Fields, theirs: Fields) -> None:
+    """Of tokens that were rotated by sums in another order: at most a number in a thousand took another code.
+
+    Such a number lies on a boundary, so that what is decoded is about a step away, and no token is much worse for it.
+    """
+    different = total = 0
+    for mine, yours in zip(ours, theirs, strict=True):
+        assert (mine.shape, mine.dtype) == (yours.shape, yours.dtype)
+        if mine.dtype != torch.float16:
+            different += int((mine != yours).sum())
+            total += mine.numel()
+    assert different <= total // 1000, f"{different} of {total} words"
+    decoded, expected = codec.decode(ours), codec.decode(theirs)
+    same = (decoded - expected).norm(dim=-1) <= 2e-3 * expected.norm(dim=-1)
+    assert (~same).sum() <= different
 
 
 def unit_vectors(width: int, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

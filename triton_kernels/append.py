@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .operands import AMD, launch_options, next_power_of_2
-from .plan import MAX_SHARED, Plan, addresses, kept
+from .operands import launch_options, next_power_of_2
+from .plan import AMD, MAX_SHARED, Plan, addresses, kept
 
 _MOVING = (*(f"s_{name}_{axis}" for name in ("k", "v") for axis in "bht"), "k_capacity", "v_capacity", "at")
 

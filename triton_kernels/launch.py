@@ -12,8 +12,8 @@ from ..backend import interpreting
 from ..slots import Slots
 from ..view import SideSegments
 from .attention import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, attend_kernel, merge_kernel
-from .operands import AMD, KernelSide, launch_options, next_power_of_2
-from .plan import Plan, addresses, kept
+from .operands import KernelSide, launch_options, next_power_of_2
+from .plan import AMD, Plan, addresses, kept
 from .query import map_query_arguments, map_query_kernel
 from .slot_mask import SlotMask
 

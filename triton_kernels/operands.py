@@ -9,9 +9,7 @@ import torch
 
 from ..layout import code_order, padded_width, padded_words
 from .codes import tile_width
-from .plan import Plan
-
-AMD = torch.version.hip is not None
+from .plan import AMD, Plan
 
 
 def next_power_of_2(n: int) -> int:
@@ -78,6 +76,22 @@ class KernelSide:
         maps = (self.query_map, self.output_map, self.words, self._bound)
         cast = (table for tables in self._cast.values() for table in tables)
         return (*self.tables, *cast, *(table for table in maps if table is not None))
+
+
+@dataclass(frozen=True, eq=False)
+class KernelEncoder:
+    """How one side encodes tokens in a single launch.
+
+    encode: a Triton device function `(p_x, o_x, m_t, fields, o_row, tables, i_h, D, META, PRECISION)` that encodes the
+        tokens of head `i_h` whose `D` numbers begin at `p_x + o_x`, `[T]`, where `m_t`, and stores what becomes of them
+        as rows `o_row` of all fields.
+    meta: its compile-time parameters.
+    tables: constant tensors that it reads.
+    """
+
+    encode: Any
+    meta: tuple[Any, ...]
+    tables: tuple[torch.Tensor, ...]
 
 
 def with_mean(query_map: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from triton import knobs
 from triton.runtime.driver import driver
 
+AMD = torch.version.hip is not None
 ALIGNMENT = 256
 """Bytes, in scratch memory; Triton compiles for multiples of 16."""
 MAX_KEPT, MAX_SHARED = 8, 256
@@ -136,3 +137,24 @@ class Plan:
         profiled = bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
         for launch in self.launches:
             launch.again(found, stream, profiled)
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+
+
+def repeated(
+    kernel: Any, grid: tuple[int, int, int], inputs: dict[str, Any], constants: dict[str, Any], device: torch.device
+) -> None:
+    """Launches a kernel that needs no scratch memory, again where types, alignment and `constants` are as they were.
+
+    `inputs` are tensors, tuples of tensors, and numbers on which Triton does not specialise.
+    """
+    found, aligned = addresses(inputs)
+    tensors = [x for x in inputs.values() if type(x) is not int]
+    dtypes = tuple([tuple([part.dtype for part in x]) if type(x) is tuple else x.dtype for x in tensors])
+    key = (kernel, grid, dtypes, tuple(constants.values()), device, aligned)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan([(kernel, grid, inputs | constants)], inputs, {}, repeat=aligned and not AMD)
+        kept(_plans, key, plan, MAX_SHARED)
+    plan.run(inputs, found, device)

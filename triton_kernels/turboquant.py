@@ -1,4 +1,4 @@
-"""TurboQuant's device functions and encode kernel; also for every codec that is a sum of scalar-quantized components.
+"""TurboQuant's device functions; also for every codec that is a sum of scalar-quantized components.
 
 With components i along rows A_i of the basis, scales c_i[t], levels L_i (TurboQuant, Algorithms 1 and 2; section 4.3):
 
@@ -8,17 +8,16 @@ With components i along rows A_i of the basis, scales c_i[t], levels L_i (TurboQ
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from ..layout import PLANE_WORD, PLANES, padded_words, words_per_token
-from ..lloyd_max import boundaries
+from ..layout import PLANES, padded_words, words_per_token
 from . import lookup
-from .codes import load_codes, store_codes
-from .operands import KernelSide, code_tiles, in_code_order, launch_options, with_mean
+from .codes import load_codes
+from .operands import KernelSide, code_tiles, in_code_order, with_mean
 
 if TYPE_CHECKING:
     from ..methods.turboquant import TurboQuantCodec
@@ -136,59 +135,3 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
         bias=codec.mean is not None,
         output_map=None if keys else basis.contiguous(),
     )
-
-
-@triton.jit(do_not_specialize=("N",))
-def quantize_kernel(
-    p_z, p_norm, p_levels, p_bounds, p_low, p_high, p_scale, N,
-    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Nearest level of each coordinate, packed, and the stored scalar (see `scalar.quantize`)."""
-    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m_n = o_n < N
-    o_c = tl.arange(0, PADDED)
-    o_i = tl.arange(0, 8)[:, None] * WORDS + o_c[None, :]
-    m_z = m_n[:, None, None] & (o_c < WORDS)[None, None, :]
-    b_z = tl.load(p_z + o_n[:, None, None] * (8 * WORDS) + o_i[None, :, :], mask=m_z, other=0.0)
-    b_codes = tl.zeros([BLOCK, 8, PADDED], tl.int32)
-    for i in tl.static_range(2**BITS - 1):
-        b_codes = tl.where(b_z > tl.load(p_bounds + i), i + 1, b_codes)
-    store_codes(b_codes, p_low, p_high, o_n, m_n, BITS, WORDS, PADDED)
-    b_scale = tl.load(p_norm + o_n, mask=m_n, other=0.0)
-    if SCALAR != "norm":
-        b_point = tl.where(m_z, tl.load(p_levels + b_codes), 0.0)
-        b_cross = tl.sum(tl.sum(b_z * b_point, 2), 1)
-        b_square = tl.sum(tl.sum(b_point * b_point, 2), 1)
-        if SCALAR == "match":
-            b_scale = b_scale / tl.sqrt(b_square)
-        elif SCALAR == "unbiased":
-            b_scale = b_scale * tl.sum(tl.sum(b_z * b_z, 2), 1) / tl.maximum(b_cross, 1e-12)
-        else:
-            b_scale = b_scale * b_cross / b_square
-    tl.store(p_scale + o_n, tl.minimum(b_scale, 65504.0).to(tl.float16), mask=m_n)
-
-
-def quantize(
-    z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: str
-) -> tuple[torch.Tensor, ...]:
-    """`scalar.quantize` by the kernel: float32 `z` `[..., width]` and `norm` `[...]` to planes and scale."""
-    grid, arguments, fields = quantize_arguments(z, norm, levels, bits, scalar)
-    quantize_kernel[grid](**arguments)
-    return fields
-
-
-def quantize_arguments(
-    z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: str
-) -> tuple[tuple[int], dict[str, Any], tuple[torch.Tensor, ...]]:
-    """Grid and arguments of `quantize_kernel`, and the fields that it fills."""
-    shape, width = z.shape[:-1], z.shape[-1]
-    words = words_per_token(width)
-    planes = tuple(z.new_empty(*shape, words, dtype=PLANE_WORD[plane]) for plane in PLANES[bits])
-    scale = z.new_empty(shape, dtype=torch.float16)
-    block = 8 if width > 64 else 16
-    arguments = dict(
-        p_z=z.contiguous(), p_norm=norm.contiguous(), p_levels=levels, p_bounds=boundaries(levels),
-        p_low=planes[0], p_high=planes[-1], p_scale=scale, N=norm.numel(),
-        BITS=bits, WORDS=words, PADDED=padded_words(width), SCALAR=scalar, BLOCK=block, **launch_options(),
-    )  # fmt: skip
-    return (triton.cdiv(norm.numel(), block),), arguments, (*planes, scale)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import field_validator, model_validator
 from transformers import PreTrainedConfig
 
 from .. import packing
+from ..backend import load_part
 from ..cache import CompressedCache
 from ..centring import Center, chosen_center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
@@ -31,7 +32,7 @@ from ..sketch import SketchKind, sketch_constant, sketch_matrix
 
 if TYPE_CHECKING:
     from ..cpu_kernels.operands import CPUSide
-    from ..triton_kernels.operands import KernelSide
+    from ..triton_kernels.operands import KernelEncoder, KernelSide
 
 
 class TurboQuantOptions(MethodOptions):
@@ -129,7 +130,7 @@ class TurboQuantCodec(Codec):
         self.sets = channel_sets(options.bits, context.head_dim, options.outlier_fraction)
         self.components = self._build_components()
         self._rotations, self._sketches = self._build_rotations()
-        self._set_rows: tuple[torch.Tensor, ...] = ()
+        self.set_rows: tuple[torch.Tensor, ...] = ()
         self.basis: torch.Tensor | None = None
         if len(self.sets) == 1:
             self._set_basis(None)
@@ -198,7 +199,7 @@ class TurboQuantCodec(Codec):
             dim=1,
         )
         kept = {c.channel_set: self.basis[:, c.rows] for c in self.components if not c.sketch}
-        self._set_rows = tuple(kept.get(index, row) for index, row in enumerate(rows))
+        self.set_rows = tuple(kept.get(index, row) for index, row in enumerate(rows))
         self._rotations = ()
 
     def measure(self, x: torch.Tensor) -> Statistics:
@@ -224,11 +225,13 @@ class TurboQuantCodec(Codec):
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
         self._ready_basis()
+        if backend == "triton" and (encoder := self.kernel_encoder()):
+            return cast(Fields, load_part(".triton_kernels.encode").encoded(encoder, x, self.fields))
         x = x.float()
         if self.mean is not None:
             x = x - self.mean[:, None]
         fields: Fields = ()
-        for index, rows in enumerate(self._set_rows):
+        for index, rows in enumerate(self.set_rows):
             rotated = x @ rows.mT
             norm = rotated.norm(dim=-1)
             residual = direction = rotated / norm.clamp_min(1e-30)[..., None]
@@ -290,6 +293,11 @@ class TurboQuantCodec(Codec):
 
         return turboquant_side(self)
 
+    def build_kernel_encoder(self) -> KernelEncoder | None:
+        from ..triton_kernels.turboquant_encode import turboquant_encoder
+
+        return None if self._sketches else turboquant_encoder(self)
+
     def build_cpu_side(self) -> CPUSide:
         from ..cpu_kernels.operands import cpu_side
 
@@ -299,7 +307,7 @@ class TurboQuantCodec(Codec):
     def constants(self) -> dict[str, torch.Tensor]:
         held = {"basis": self.basis, "mean": self.mean}
         held |= {f"sketch{i}": sketch for i, sketch in enumerate(self._sketches)}
-        held |= {f"rotation{i}": rows for i, rows in enumerate(self._set_rows or self._rotations)}
+        held |= {f"rotation{i}": rows for i, rows in enumerate(self.set_rows or self._rotations)}
         for i, component in enumerate(self.components):
             held |= {f"levels{i}": component.levels, f"table{i}": component.table}
         return {name: tensor for name, tensor in held.items() if tensor is not None}

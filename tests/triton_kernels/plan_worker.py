@@ -104,12 +104,16 @@ class Operators(TorchDispatchMode):
         return out
 
 
-def decoding(room: int | None) -> tuple[Any, Callable[[], None]]:
+FLUSH = 32
+"""Steps of which one encodes."""
+
+
+def decoding(room: int | None, method: str = "turboquant-4bit") -> tuple[Any, Callable[[], None]]:
     """A filled layer of a model whose cache is compressed, and a decode step of it."""
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": DIM, "hidden_size": 6 * DIM}
     config = LlamaConfig(num_hidden_layers=3, **sizes)
     config._attn_implementation = AttentionName("sdpa")
-    preset = load_config("turboquant-4bit")
+    preset = load_config(method)
     cache = CompressedCache.from_config(config, preset.model_copy(update={"max_cache_len": room}))
     layer = cache.layers[1]
     prompt, step = (torch.zeros(1, 2, tokens, DIM, dtype=torch.bfloat16) for tokens in (700, 1))
@@ -141,28 +145,38 @@ def check_launches_of_a_step() -> None:
 
 
 def check_launches_of_fixed_capacity() -> None:
-    """Four in a layer too, and beside them what encodes and what stores that."""
+    """Four in a layer too, in every step; with a method that encodes apart also what does so and what stores it."""
+    four = ["write_slots_kernel", "map_step_kernel", "attend_kernel", "merge_kernel"]
     layer, decode = decoding(1024)
     layer.device = torch.device("cuda")  # where a step checks without waiting
+    decode()
+    for _ in range(FLUSH):
+        assert traced(decode) == (four, [])
+
+    layer, decode = decoding(1024, "polarquant-rope-4bit")
+    layer.device = torch.device("cuda")
 
     def encode() -> None:
         for state in layer._sides.values():
-            state.codec.encode(torch.zeros(1, 2, 1, DIM, dtype=torch.bfloat16), None, "triton")
+            state.codec.encode(torch.zeros(1, 2, state.codec.group, DIM, dtype=torch.bfloat16), None, "triton")
 
     decode()
     layer._freeze()
+    keys, values = (state.codec.kernel_encoder() for state in layer._sides.values())
+    assert keys is None
+    assert values is not None
     kernels, operators = traced(encode)
-    kernels = ["write_slots_kernel", *kernels, "store_groups_kernel", "map_step_kernel", "attend_kernel"]
+    kernels.remove("encode_kernel")  # that of the values, which are encoded as they are written
     operators = [name for name in operators if "zeros" not in name]
     for _ in range(3):
         launched, ran = traced(decode)
-        assert launched == [*kernels, "merge_kernel"], launched
+        assert launched == [four[0], *kernels, "store_groups_kernel", *four[1:]], launched
         assert ran == operators, ran
 
 
-def check_arguments_of_a_step(room: int | None) -> None:
-    """Repeated launches of all kernels of a step, what encodes aside, have Triton's own code, grids and arguments."""
-    layer, decode = decoding(room)
+def check_arguments_of_a_step(room: int | None, method: str) -> None:
+    """Repeated launches of all kernels of 32 steps have Triton's own code, grids and arguments."""
+    layer, decode = decoding(room, method)
     if room:
         layer.device = torch.device("cuda")
     seen: set[str] = set()
@@ -180,13 +194,18 @@ def check_arguments_of_a_step(room: int | None) -> None:
                     assert address(x) == address(y), (one.name, name)
             seen.add(one.name)
 
-    for _ in range(2):
+    for _ in range(FLUSH + 1):
         decode()
     with mock.patch.object(Plan, "run", run):
-        for _ in range(3):
+        for _ in range(FLUSH):
             decode()
-    fixed = {"write_slots_kernel", "map_step_kernel", "store_groups_kernel"}
-    assert seen == {"attend_kernel", "merge_kernel"} | (fixed if room else {"append_kernel", "map_query_kernel"})
+    expected = {"attend_kernel", "merge_kernel"}
+    expected |= {"write_slots_kernel", "map_step_kernel"} if room else {"append_kernel", "map_query_kernel"}
+    if room and method != "turboquant-4bit":
+        expected.add("store_groups_kernel")
+    if not room:
+        expected.add("encode_kernel")
+    assert seen == expected, seen
 
 
 def tokens(layer: Layer) -> int:
@@ -228,8 +247,8 @@ def main() -> None:
     assert not other.step()
     check_launches_of_a_step()
     check_launches_of_fixed_capacity()
-    check_arguments_of_a_step(None)
-    check_arguments_of_a_step(1024)
+    for room, method in ((None, "turboquant-4bit"), (1024, "turboquant-4bit"), (1024, "polarquant-rope-4bit")):
+        check_arguments_of_a_step(room, method)
     print("all launches are as Triton's")
 
 

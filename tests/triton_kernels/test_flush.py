@@ -1,0 +1,99 @@
+"""What leaves a tail: encoded, checked and moved by one kernel per side, as by PyTorch's operators."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+import pytest
+import torch
+from encode_cases import assert_equal_but_for_ties
+from small_model import small_model
+
+from kvcache_compress import CompressedCache
+from kvcache_compress.layer import CompressedLayer
+from kvcache_compress.triton_kernels import encode
+
+HEADS, DIM, PROMPT = 2, 48, 70
+OPTIONS: list[dict[str, Any]] = [
+    {"method": "turboquant", "bits": 4},
+    {"method": "turboquant", "bits": 2.5, "scalar": "least_squares"},
+]
+
+
+def filled(backend: str, options: dict[str, Any], recent: int = 10) -> CompressedLayer:
+    """One that holds a prompt and 31 more tokens, the same for every call: the next step encodes."""
+    config = {"keys": options, "values": options, "sink_tokens": 4, "recent_tokens": recent, "backend": "torch"}
+    layer = CompressedCache(small_model(1, head_dim=DIM).config, config).layers[0]
+    assert isinstance(layer, CompressedLayer)
+    tokens = torch.randn(2, HEADS, PROMPT + 40, DIM, generator=torch.Generator().manual_seed(0))
+    layer.update(tokens[:, :, :PROMPT], 2 * tokens[:, :, :PROMPT])
+    layer.backend = backend  # type: ignore[assignment]
+    at = PROMPT
+    while layer.sides["keys"].tail.tokens < recent + layer.flush_tokens:
+        step(layer, tokens[:, :, at : at + 1])
+        at += 1
+    return layer
+
+
+def step(layer: CompressedLayer, token: torch.Tensor) -> None:
+    layer.update(token, 2 * token)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["4", "2.5"])
+@pytest.mark.parametrize("recent", [0, 10])
+def test_equals_operators(options: dict[str, Any], recent: int) -> None:
+    ours, theirs = filled("triton", options, recent), filled("torch", options, recent)
+    before = ours.packed_tokens
+    token = torch.randn(2, HEADS, 1, DIM)
+    for layer in (ours, theirs):
+        step(layer, token)
+    assert ours.packed_tokens == theirs.packed_tokens == before + 32
+    sides: tuple[Literal["keys", "values"], ...] = ("keys", "values")
+    for name in sides:
+        mine, yours = ours.sides[name], theirs.sides[name]
+        assert torch.equal(mine.tail.view(), yours.tail.view())
+        stored = [side.store.read(0, ours.packed_tokens) for side in (mine, yours)]
+        assert_equal_but_for_ties(mine.codec, *stored)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 5e4])
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_what_cannot_be_packed_is_refused(bad: float, name: Literal["keys", "values"]) -> None:
+    """By the check in the kernel, and nothing is changed; in the other head nothing is wrong."""
+    layer = filled("triton", OPTIONS[0])
+    layer.sides[name].tail.buffer[1, 0, 31, [0, 40]] = bad
+    held = copy.deepcopy({side: state.tensors() for side, state in layer.sides.items()})
+    token = torch.randn(2, HEADS, 1, DIM)
+    with pytest.raises(ValueError, match=f"{name} of layer 0 hold NaN"):
+        step(layer, token)
+    for side, state in layer.sides.items():
+        for key, x in state.tensors().items():
+            torch.testing.assert_close(x, held[side][key], rtol=0, atol=0, equal_nan=True)
+    layer.sides[name].tail.buffer[1, 0, 31] = 1.0
+    packed = layer.packed_tokens
+    step(layer, token)
+    assert layer.packed_tokens == packed + 32
+
+
+def test_what_stays_is_not_checked() -> None:
+    layer = filled("triton", OPTIONS[0])
+    layer.sides["keys"].tail.buffer[0, 0, 32] = torch.nan
+    packed = layer.packed_tokens
+    step(layer, torch.randn(2, HEADS, 1, DIM))
+    assert layer.packed_tokens == packed + 32
+
+
+def test_writes_its_own_tokens_alone() -> None:
+    layer = filled("triton", OPTIONS[0])
+    state = layer.sides["keys"]
+    encoder = state.codec.kernel_encoder()
+    assert encoder is not None
+    x = torch.randn(2, HEADS, 37, DIM).transpose(1, 2).contiguous().transpose(1, 2)
+    fields = tuple(torch.full((2, HEADS, 50, *f.shape), 7, dtype=f.dtype) for f in state.codec.fields)
+    encode.encode(encoder, x, fields, 5)
+    expected = state.codec.encode(x, None, "torch")
+    assert_equal_but_for_ties(state.codec, tuple(field[:, :, 5:42] for field in fields), expected)
+    for field in fields:
+        assert (field[:, :, :5] == 7).all()
+        assert (field[:, :, 42:] == 7).all()

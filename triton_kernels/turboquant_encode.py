@@ -1,0 +1,157 @@
+"""TurboQuant's encoders: rotation, norm, nearest levels and stored scalar of a run of tokens in one launch.
+
+`encode_tokens` is also what a step of fixed capacity encodes with (`slots.py`): its contract is `KernelEncoder`'s.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import PLANE_WORD, PLANES, padded_words, words_per_token
+from ..lloyd_max import boundaries
+from .codes import store_codes
+from .operands import KernelEncoder, launch_options
+
+if TYPE_CHECKING:
+    from ..methods.turboquant import TurboQuantCodec
+
+SCALARS = ("norm", "match", "unbiased", "least_squares")
+"""By number, which Triton takes in tuples of tuples: there it takes no text."""
+NORM, MATCH, UNBIASED = (tl.constexpr(number) for number in range(3))
+
+
+@triton.jit
+def quantize_tile(
+    b_z, b_norm, m_z, p_levels, p_bounds, p_low, p_high, p_scale, o_n, m_n,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr,
+):  # fmt: skip
+    """Nearest level of each coordinate of `[T, 8, PADDED]`, packed, and the stored scalar (see `scalar.quantize`)."""
+    b_codes = tl.zeros(b_z.shape, tl.int32)
+    for i in tl.static_range(2**BITS - 1):
+        b_codes = tl.where(b_z > tl.load(p_bounds + i), i + 1, b_codes)
+    store_codes(b_codes, p_low, p_high, o_n, m_n, BITS, WORDS, PADDED)
+    b_scale = b_norm
+    if SCALAR != NORM:
+        b_point = tl.where(m_z, tl.load(p_levels + b_codes), 0.0)
+        b_cross = tl.sum(tl.sum(b_z * b_point, 2), 1)
+        b_square = tl.sum(tl.sum(b_point * b_point, 2), 1)
+        if SCALAR == MATCH:
+            b_scale = b_scale / tl.sqrt(b_square)
+        elif SCALAR == UNBIASED:
+            b_scale = b_scale * tl.sum(tl.sum(b_z * b_z, 2), 1) / tl.maximum(b_cross, 1e-12)
+        else:
+            b_scale = b_scale * b_cross / b_square
+    tl.store(p_scale + o_n, tl.minimum(b_scale, 65504.0).to(tl.float16), mask=m_n)
+
+
+@triton.jit(do_not_specialize=("N",))
+def quantize_kernel(
+    p_z, p_norm, p_levels, p_bounds, p_low, p_high, p_scale, N,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`quantize_tile` of vectors that are rotated and normalised already."""
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < N
+    o_c = tl.arange(0, PADDED)
+    o_i = tl.arange(0, 8)[:, None] * WORDS + o_c[None, :]
+    m_z = m_n[:, None, None] & (o_c < WORDS)[None, None, :]
+    b_z = tl.load(p_z + o_n[:, None, None] * (8 * WORDS) + o_i[None, :, :], mask=m_z, other=0.0)
+    b_norm = tl.load(p_norm + o_n, mask=m_n, other=0.0)
+    quantize_tile(b_z, b_norm, m_z, p_levels, p_bounds, p_low, p_high, p_scale, o_n, m_n, BITS, WORDS, PADDED, SCALAR)
+
+
+@triton.jit
+def rotated(
+    p_x, o_x, m_t, p_rows, p_mean, D: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, CENTRED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Tokens times the rows of a channel set, `[T, 8 * PADDED]`: channels in order of memory, padding zero."""
+    DEPTH: tl.constexpr = 32
+    o_c = tl.arange(0, 8 * PADDED)
+    m_c = o_c % PADDED < WORDS
+    o_w = o_c // PADDED * WORDS + o_c % PADDED
+    b_z = tl.zeros([o_x.shape[0], 8 * PADDED], tl.float32)
+    for start in range(0, D, DEPTH):
+        o_k = start + tl.arange(0, DEPTH)
+        m_k = o_k < D
+        b_x = tl.load(p_x + o_x[:, None] + o_k[None, :], mask=m_t[:, None] & m_k[None, :], other=0.0).to(tl.float32)
+        if CENTRED:
+            b_x -= tl.load(p_mean + o_k, mask=m_k, other=0.0)[None, :]
+        b_rows = tl.load(p_rows + o_w[:, None] * D + o_k[None, :], mask=m_c[:, None] & m_k[None, :], other=0.0)
+        b_z = tl.dot(b_x, tl.trans(b_rows), b_z, input_precision=PRECISION)
+    return b_z
+
+
+@triton.jit
+def encode_set(
+    p_x, o_x, m_t, p_rows, p_levels, p_bounds, p_mean, p_low, p_high, p_scale, o_row, D: tl.constexpr,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr, CENTRED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    b_z = rotated(p_x, o_x, m_t, p_rows, p_mean, D, WORDS, PADDED, CENTRED, PRECISION)
+    b_norm = tl.sqrt(tl.sum(b_z * b_z, 1))
+    b_z = tl.reshape(b_z / tl.maximum(b_norm, 1e-30)[:, None], [o_x.shape[0], 8, PADDED])
+    m_z = m_t[:, None, None] & (tl.arange(0, PADDED) < WORDS)[None, None, :]
+    quantize_tile(b_z, b_norm, m_z, p_levels, p_bounds, p_low, p_high, p_scale, o_row, m_t, BITS, WORDS, PADDED, SCALAR)
+
+
+@triton.jit
+def encode_tokens(
+    p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
+):
+    """One channel set after the other: `(bits, words, padded, planes, field, scalar, head stride of rows, centred)`.
+
+    `tables` are rows `[H or 1, width, D]`, levels and boundaries of each set, and the mean `[H, D]`.
+    """
+    for i in tl.static_range(len(META)):
+        encode_set(
+            p_x, o_x, m_t, tables[3 * i] + i_h * META[i][6], tables[3 * i + 1], tables[3 * i + 2],
+            tables[3 * len(META)] + i_h * D, fields[META[i][4]], fields[META[i][4] + META[i][3] - 1],
+            fields[META[i][4] + META[i][3]], o_row, D, META[i][0], META[i][1], META[i][2], META[i][5], META[i][7],
+            PRECISION,
+        )  # fmt: skip
+
+
+def turboquant_encoder(codec: TurboQuantCodec) -> KernelEncoder:
+    """Operands of a prepared TurboQuant codec without a sketch."""
+    meta, tables, at = [], [], 0
+    for component, rows in zip(codec.components, codec.set_rows, strict=True):
+        width, bits = component.width, component.bits
+        stride = rows.stride(0) if len(rows) > 1 else 0
+        words, planes, scalar = words_per_token(width), len(PLANES[bits]), SCALARS.index(codec.scalar)
+        meta.append((bits, words, padded_words(width), planes, at, scalar, stride, codec.mean is not None))
+        tables += [rows, component.levels, boundaries(component.levels)]
+        at += planes + 1
+    tables.append(tables[0] if codec.mean is None else codec.mean)
+    return KernelEncoder(encode_tokens, tuple(meta), tuple(tables))
+
+
+def quantize(
+    z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: str
+) -> tuple[torch.Tensor, ...]:
+    """`scalar.quantize` by the kernel: float32 `z` `[..., width]` and `norm` `[...]` to planes and scale."""
+    grid, arguments, fields = quantize_arguments(z, norm, levels, bits, scalar)
+    quantize_kernel[grid](**arguments)
+    return fields
+
+
+def quantize_arguments(
+    z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: str
+) -> tuple[tuple[int], dict[str, Any], tuple[torch.Tensor, ...]]:
+    """Grid and arguments of `quantize_kernel`, and the fields that it fills."""
+    shape, width = z.shape[:-1], z.shape[-1]
+    words = words_per_token(width)
+    planes = tuple(z.new_empty(*shape, words, dtype=PLANE_WORD[plane]) for plane in PLANES[bits])
+    scale = z.new_empty(shape, dtype=torch.float16)
+    block = 8 if width > 64 else 16
+    arguments = dict(
+        p_z=z.contiguous(), p_norm=norm.contiguous(), p_levels=levels, p_bounds=boundaries(levels),
+        p_low=planes[0], p_high=planes[-1], p_scale=scale, N=norm.numel(),
+        BITS=bits, WORDS=words, PADDED=padded_words(width), SCALAR=SCALARS.index(scalar), BLOCK=block,
+        **launch_options(),
+    )  # fmt: skip
+    return (triton.cdiv(norm.numel(), block),), arguments, (*planes, scale)
