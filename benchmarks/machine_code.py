@@ -240,7 +240,7 @@ def measure(targets: list[str], only: list[str]) -> Table:
         table.setdefault(name, {})[target] = Figures(code.registers, code.stack_bytes, code.shared_bytes, density)
 
     steps = fixed_step_launches(side_of("turboquant", bits=4)) | {"flush": flush_launch()}
-    steps["store groups"] = fixed_step_launches(side_of("kivi", bits=4))["store groups"]
+    steps["store groups"] = fixed_step_launches(side_of("qjl"))["store groups"]
     for target in targets:
         for name, variant in attention_variants().items():
             names = name, f"merge {name}", f"map query {name}"

@@ -146,13 +146,20 @@ class Codec(ABC):
         return self._kernel_side
 
     def build_kernel_encoder(self) -> KernelEncoder | None:
-        """How Triton encodes tokens, one by one, and stores them in one launch; None where it does by `encode`."""
+        """How Triton encodes tokens and stores them, in one launch; None where that takes `encode`."""
         return None
 
     def kernel_encoder(self) -> KernelEncoder | None:
         if self._kernel_encoder is None:
             self._kernel_encoder = self.build_kernel_encoder()
         return self._kernel_encoder
+
+    def _encoded_in_triton(self, x: torch.Tensor) -> Fields | None:
+        """`encode` by `kernel_encoder`, where there is one."""
+        from .triton_kernels.encode import encoded
+
+        encoder = self.kernel_encoder()
+        return None if encoder is None else encoded(encoder, x, self.fields)
 
     def build_cpu_side(self) -> CPUSide:
         """This side's operands for the C++ attention; of a codec with `on_cpp`."""

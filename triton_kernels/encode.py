@@ -59,14 +59,20 @@ def flush_kernel(
 
 
 def encode(encoder: KernelEncoder, x: torch.Tensor, fields: tuple[torch.Tensor, ...], at: int) -> None:
-    """Encodes `x` `[B, H, T, D]` as tokens `[at, at + T)` of `fields`, each `[B, H, capacity, *shape]`, contiguous."""
+    """Encodes `x` `[B, H, T, D]`, whole groups, as tokens `[at, at + T)` of `fields`, all that a side stores.
+
+    Fields are contiguous, the first has a row for each token of its capacity, `[B, H, capacity, *shape]`.
+    """
     grid, inputs, constants = encode_arguments(encoder, x, fields, at)
     repeated(encode_kernel, grid, inputs, constants, x.device)
 
 
 def encoded(encoder: KernelEncoder, x: torch.Tensor, stored: tuple[Field, ...]) -> tuple[torch.Tensor, ...]:
     """`x` `[B, H, T, D]` encoded to tensors of its own, `stored` says of what kind."""
-    fields = tuple(x.new_empty(*x.shape[:3], *field.shape, dtype=field.dtype) for field in stored)
+    batch, heads, tokens, _ = x.shape
+    fields = tuple(
+        x.new_empty(batch, heads, tokens // field.tokens, *field.shape, dtype=field.dtype) for field in stored
+    )
     encode(encoder, x, fields, 0)
     return fields
 
@@ -75,21 +81,22 @@ def flush(
     encoder: KernelEncoder, x: torch.Tensor, tokens: int, kept: int, fields: tuple[torch.Tensor, ...], at: int,
     following: torch.Tensor, good: torch.Tensor, longest: float,
 ) -> None:  # fmt: skip
-    """Encodes the first `tokens` of a tail `x` `[B, H, room, D]`, a multiple of 16, and moves `kept` more.
+    """Encodes the first `tokens` of a tail `x` `[B, H, room, D]`, whole groups and a multiple of 16; moves `kept` more.
 
     They become tokens `[at, at + tokens)` of `fields`, and the first ones of `following` `[B, H, room, D]`. `good`,
     int32, becomes 0 where a vector is not finite or longer than `longest`.
     """
     batch, heads, room, dim = x.shape
+    block = max(FEW_TOKENS, encoder.group)
     inputs = dict(  # noqa: C408 - named as the kernel's parameters are
         p_x=x, p_next=following, p_good=good, fields=fields, tables=encoder.tables, tokens=tokens, kept=kept, at=at,
         capacity=fields[0].shape[2], room=room, next_room=following.shape[2],
     )  # fmt: skip
     constants = dict(
         H=heads, D=dim, D_PAD=next_power_of_2(dim), ENCODE=encoder.encode, META=encoder.meta,
-        PRECISION=exact_precision(), LONGEST=longest, BLOCK=FEW_TOKENS, num_warps=4, **launch_options(),
+        PRECISION=exact_precision(), LONGEST=longest, BLOCK=block, num_warps=4, **launch_options(),
     )  # fmt: skip
-    blocks = -(-(tokens + kept) // FEW_TOKENS)
+    blocks = -(-(tokens + kept) // block)
     repeated(flush_kernel, (blocks, batch * heads, 1), inputs, constants, x.device)
 
 
@@ -105,6 +112,7 @@ def encode_arguments(
         capacity=fields[0].shape[2],
     )  # fmt: skip
     block, warps = (MANY_TOKENS, 8) if tokens > MANY_TOKENS else (FEW_TOKENS, 4)
+    block = max(block, encoder.group)
     constants = dict(
         H=heads, D=dim, ENCODE=encoder.encode, META=encoder.meta, PRECISION=exact_precision(), BLOCK=block,
         num_warps=warps, **launch_options(),

@@ -1,17 +1,17 @@
-"""KIVI's device functions and encode kernel: `x = code * scale + zero`, grouped along tokens or channels."""
+"""KIVI's device functions: `x = code * scale + zero`, grouped along tokens or channels."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from ..layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_token
+from ..layout import padded_width, padded_words, words_per_token
 from . import lookup
-from .codes import load_codes, store_codes, tile_channels, tile_width
-from .operands import KernelSide, code_tiles, in_code_order, launch_options
+from .codes import load_codes, tile_channels, tile_width
+from .operands import KernelSide, code_tiles, in_code_order
 
 if TYPE_CHECKING:
     from ..methods.kivi import KIVICodec
@@ -120,51 +120,3 @@ def kivi_side(codec: KIVICodec) -> KernelSide:
         side.output_map = in_code_order(identity, (width,)).contiguous()
         side.query_map = side.output_map.mT.contiguous()
     return side
-
-
-@triton.jit(do_not_specialize=("N",))
-def quantize_kernel(
-    p_x, p_scale, p_zero, p_low, p_high, N,
-    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """code = clamp(floor((x - zero) / scale + 1/2)), packed."""
-    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m_n = o_n < N
-    o_c = tl.arange(0, PADDED)
-    o_d = tl.arange(0, 8)[:, None] * WORDS + o_c[None, :]
-    m_x = m_n[:, None, None] & (o_c < WORDS)[None, None, :]
-    b_x = tl.load(p_x + o_n[:, None, None] * (8 * WORDS) + o_d[None, :, :], mask=m_x, other=0.0)
-    o_s = (o_n // TOKENS)[:, None, None] * (8 * WORDS // CHANNELS) + (o_d // CHANNELS)[None, :, :]
-    b_scale = tl.load(p_scale + o_s, mask=m_x, other=1.0).to(tl.float32)
-    b_zero = tl.load(p_zero + o_s, mask=m_x, other=0.0).to(tl.float32)
-    b_steps = tl.div_rn(b_x - b_zero, tl.maximum(b_scale, 1e-30))
-    b_codes = tl.minimum(tl.maximum(tl.floor(b_steps + 0.5), 0.0), 2**BITS - 1).to(tl.int32)
-    store_codes(b_codes, p_low, p_high, o_n, m_n, BITS, WORDS, PADDED)
-
-
-def quantize(
-    x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, tokens: int, channels: int
-) -> tuple[torch.Tensor, ...]:
-    """`methods.kivi.quantize` by the kernel: float32 `x` `[B, H, T, D]` to bit planes."""
-    grid, arguments, planes = quantize_arguments(x, scale, zero, bits, tokens, channels)
-    quantize_kernel[grid](**arguments)
-    return planes
-
-
-def quantize_arguments(
-    x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, tokens: int, channels: int
-) -> tuple[tuple[int], dict[str, Any], tuple[torch.Tensor, ...]]:
-    """Grid and arguments of `quantize_kernel`, and the planes that it fills."""
-    width = x.shape[-1]
-    words = words_per_token(width)
-    rows = x.numel() // width
-    planes = tuple(x.new_empty(*x.shape[:-1], words, dtype=PLANE_WORD[plane]) for plane in PLANES[bits])
-    block = 8 if width > 64 else 16
-    arguments = dict(
-        p_x=x.contiguous(), p_scale=scale.contiguous(), p_zero=zero.contiguous(),
-        p_low=planes[0], p_high=planes[-1], N=rows,
-        BITS=bits, WORDS=words, PADDED=padded_words(width), TOKENS=tokens, CHANNELS=channels, BLOCK=block,
-        **launch_options(),
-    )  # fmt: skip
-    return (triton.cdiv(rows, block),), arguments, planes

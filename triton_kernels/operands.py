@@ -84,14 +84,16 @@ class KernelEncoder:
 
     encode: a Triton device function `(p_x, o_x, m_t, fields, o_row, tables, i_h, D, META, PRECISION)` that encodes the
         tokens of head `i_h` whose `D` numbers begin at `p_x + o_x`, `[T]`, where `m_t`, and stores what becomes of them
-        as rows `o_row` of all fields.
+        as tokens `o_row` of all fields.
     meta: its compile-time parameters.
     tables: constant tensors that it reads.
+    group: tokens that are encoded together, a power of two; a tile of `T` tokens has whole groups.
     """
 
     encode: Any
     meta: tuple[Any, ...]
-    tables: tuple[torch.Tensor, ...]
+    tables: tuple[torch.Tensor, ...] = ()
+    group: int = 1
 
 
 def with_mean(query_map: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:

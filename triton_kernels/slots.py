@@ -25,12 +25,12 @@ _STRIDES = tuple(f"s_{name}_{axis}" for name in ("k", "v") for axis in "bht")
 @triton.jit
 def _encode_side(
     p_ring, fields, tables, i_bh, i_h, packed, flushed, room, capacity, D: tl.constexpr, RING: tl.constexpr,
-    FLUSH: tl.constexpr, ENCODE: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr,
+    FLUSH: tl.constexpr, ENCODE: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Encodes the tokens that are packed from this step on, if there are any: ring slots to rows of the store."""
     if flushed > packed:
-        for start in range(0, FLUSH, ROWS):
-            o_token = packed + start + tl.arange(0, ROWS)
+        for start in range(0, FLUSH, BLOCK):
+            o_token = packed + start + tl.arange(0, BLOCK)
             o_x = (i_bh * (RING + 1) + o_token % RING) * D
             m_t = (o_token < flushed) & (o_token < capacity)
             ENCODE(p_ring, o_x, m_t, fields, i_bh * room + o_token, tables, i_h, D, META, PRECISION)
@@ -116,7 +116,7 @@ def write_slots_kernel(
         if K_ENCODE is not None:
             _encode_side(
                 p_k_ring, k_fields, k_tables, i_bh, i_h, packed, flushed, k_room, capacity, DK, RING, FLUSH,
-                K_ENCODE, K_META, PRECISION,
+                K_ENCODE, K_META, PRECISION, K_GROUP if K_GROUP > ROWS else ROWS,
             )  # fmt: skip
         _write_side(
             p_k, p_k_sinks, p_k_ring, p_fault, s_k_b, s_k_h, s_k_t, i_b, i_h, length, room,
@@ -131,7 +131,7 @@ def write_slots_kernel(
         if V_ENCODE is not None:
             _encode_side(
                 p_v_ring, v_fields, v_tables, i_bh, i_h, packed, flushed, v_room, capacity, DV, RING, FLUSH,
-                V_ENCODE, V_META, PRECISION,
+                V_ENCODE, V_META, PRECISION, V_GROUP if V_GROUP > ROWS else ROWS,
             )  # fmt: skip
         _write_side(
             p_v, p_v_sinks, p_v_ring, p_fault, s_v_b, s_v_h, s_v_t, i_b, i_h, length, room,

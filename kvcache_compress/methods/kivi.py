@@ -22,7 +22,7 @@ from ..registry import register_method
 
 if TYPE_CHECKING:
     from ..cpu_kernels.operands import CPUSide
-    from ..triton_kernels.operands import KernelSide
+    from ..triton_kernels.operands import KernelEncoder, KernelSide
 
 
 class KIVIOptions(MethodOptions):
@@ -83,13 +83,15 @@ class KIVICodec(Codec):
         return x.unflatten(3, (-1, self.options.group_size)), 4
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
+        if backend == "triton" and (fields := self._encoded_in_triton(x)):
+            return fields
         grouped, axis = self._grouped(x.float())
         low, high = grouped.amin(axis), grouped.amax(axis)
         limit = torch.finfo(torch.float16).max
         zero = low.clamp(-limit, limit).to(torch.float16)
         scale = ((high - low) / (2**self.options.bits - 1)).clamp(max=limit).to(torch.float16)
         tokens, channels = (self.options.group_size, 1) if axis == 3 else (1, self.options.group_size)
-        quantize_on = quantizer(backend, quantize, "kivi", "quantize_groups")
+        quantize_on = quantizer(backend, quantize, "kivi_encode", "quantize_groups")
         return (*quantize_on(x.float(), scale, zero, self.options.bits, tokens, channels), scale, zero)
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
@@ -114,6 +116,11 @@ class KIVICodec(Codec):
         from ..triton_kernels.kivi import kivi_side
 
         return kivi_side(self)
+
+    def build_kernel_encoder(self) -> KernelEncoder | None:
+        from ..triton_kernels.kivi_encode import kivi_encoder
+
+        return kivi_encoder(self)
 
     def build_cpu_side(self) -> CPUSide:
         from ..cpu_kernels.operands import CPUSide

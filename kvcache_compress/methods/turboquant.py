@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from pydantic import field_validator, model_validator
 from transformers import PreTrainedConfig
 
 from .. import packing
-from ..backend import load_part
 from ..cache import CompressedCache
 from ..centring import Center, chosen_center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
@@ -225,12 +224,12 @@ class TurboQuantCodec(Codec):
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
         self._ready_basis()
-        if backend == "triton" and (encoder := self.kernel_encoder()):
-            return cast(Fields, load_part(".triton_kernels.encode").encoded(encoder, x, self.fields))
+        if backend == "triton" and (fields := self._encoded_in_triton(x)):
+            return fields
         x = x.float()
         if self.mean is not None:
             x = x - self.mean[:, None]
-        fields: Fields = ()
+        fields = ()
         for index, rows in enumerate(self.set_rows):
             rotated = x @ rows.mT
             norm = rotated.norm(dim=-1)

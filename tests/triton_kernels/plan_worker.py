@@ -104,10 +104,6 @@ class Operators(TorchDispatchMode):
         return out
 
 
-FLUSH = 32
-"""Steps of which one encodes."""
-
-
 def decoding(room: int | None, method: str = "turboquant-4bit") -> tuple[Any, Callable[[], None]]:
     """A filled layer of a model whose cache is compressed, and a decode step of it."""
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": DIM, "hidden_size": 6 * DIM}
@@ -150,7 +146,7 @@ def check_launches_of_fixed_capacity() -> None:
     layer, decode = decoding(1024)
     layer.device = torch.device("cuda")  # where a step checks without waiting
     decode()
-    for _ in range(FLUSH):
+    for _ in range(layer.flush_tokens):  # of which one encodes
         assert traced(decode) == (four, [])
 
     layer, decode = decoding(1024, "polarquant-rope-4bit")
@@ -175,7 +171,7 @@ def check_launches_of_fixed_capacity() -> None:
 
 
 def check_arguments_of_a_step(room: int | None, method: str) -> None:
-    """Repeated launches of all kernels of 32 steps have Triton's own code, grids and arguments."""
+    """Repeated launches of all kernels of the steps from one encoding to the next have Triton's own code, grids and arguments."""
     layer, decode = decoding(room, method)
     if room:
         layer.device = torch.device("cuda")
@@ -194,17 +190,17 @@ def check_arguments_of_a_step(room: int | None, method: str) -> None:
                     assert address(x) == address(y), (one.name, name)
             seen.add(one.name)
 
-    for _ in range(FLUSH + 1):
+    for _ in range(layer.flush_tokens + 1):
         decode()
     with mock.patch.object(Plan, "run", run):
-        for _ in range(FLUSH):
+        for _ in range(layer.flush_tokens):
             decode()
     expected = {"attend_kernel", "merge_kernel"}
     expected |= {"write_slots_kernel", "map_step_kernel"} if room else {"append_kernel", "map_query_kernel"}
     if room and method != "turboquant-4bit":
         expected.add("store_groups_kernel")
     if not room:
-        expected.add("encode_kernel")
+        expected.add("flush_kernel" if method == "turboquant-4bit" else "encode_kernel")
     assert seen == expected, seen
 
 
@@ -247,8 +243,9 @@ def main() -> None:
     assert not other.step()
     check_launches_of_a_step()
     check_launches_of_fixed_capacity()
-    for room, method in ((None, "turboquant-4bit"), (1024, "turboquant-4bit"), (1024, "polarquant-rope-4bit")):
-        check_arguments_of_a_step(room, method)
+    for method in ("turboquant-4bit", "polarquant-rope-4bit"):
+        for room in (None, 1024):
+            check_arguments_of_a_step(room, method)
     print("all launches are as Triton's")
 
 
