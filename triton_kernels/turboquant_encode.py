@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layout import PLANE_WORD, PLANES, padded_words, words_per_token
+from ..layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_token
 from ..lloyd_max import boundaries
 from .codes import store_codes
 from .operands import KernelEncoder, launch_options
@@ -19,6 +19,7 @@ from .operands import KernelEncoder, launch_options
 if TYPE_CHECKING:
     from ..methods.turboquant import TurboQuantCodec
 
+MAX_WIDTH = 256
 SCALARS = ("norm", "match", "unbiased", "least_squares")
 """By number, which Triton takes in tuples of tuples: there it takes no text."""
 NORM, MATCH, UNBIASED = (tl.constexpr(number) for number in range(3))
@@ -116,8 +117,10 @@ def encode_tokens(
         )  # fmt: skip
 
 
-def turboquant_encoder(codec: TurboQuantCodec) -> KernelEncoder:
-    """Operands of a prepared TurboQuant codec without a sketch."""
+def turboquant_encoder(codec: TurboQuantCodec) -> KernelEncoder | None:
+    """Of a prepared TurboQuant codec without a sketch; None where a token's numbers take too many registers."""
+    if max(padded_width(component.width) for component in codec.components) > MAX_WIDTH:
+        return None
     meta, tables, at = [], [], 0
     for component, rows in zip(codec.components, codec.set_rows, strict=True):
         width, bits = component.width, component.bits

@@ -171,7 +171,7 @@ def check_launches_of_fixed_capacity() -> None:
 
 
 def check_arguments_of_a_step(room: int | None, method: str) -> None:
-    """Repeated launches of all kernels of the steps from one encoding to the next have Triton's own code, grids and arguments."""
+    """Repeated launches have Triton's own code, grids and arguments: all kernels', from one encoding to the next."""
     layer, decode = decoding(room, method)
     if room:
         layer.device = torch.device("cuda")
