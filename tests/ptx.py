@@ -1,7 +1,7 @@
-"""An interpreter for the few PTX instructions of `lookup.py` and `directions.py`, to run their text without a GPU.
+"""An interpreter for the few PTX instructions of the kernels' fast path, to run their text without a GPU.
 
-Semantics as in NVIDIA's PTX ISA (sections on `prmt`, `lop3`, `shl`, `shr` and half precision arithmetic). A register
-is a uint32 array, one entry per thread.
+Semantics as in NVIDIA's PTX ISA (sections on `prmt`, `lop3`, `shl`, `shr`, `shfl` and half precision arithmetic). A
+register is a uint32 array, one entry per thread.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
 Register = npt.NDArray[np.uint32]
+OPERAND = r"\{[^}]*\}|[^,\s]+"
 
 
 def held(tile: torch.Tensor, keys: bool) -> list[Register]:
@@ -35,22 +36,27 @@ def constants(words: list[int], size: int) -> list[Register]:
     return [np.full(size, word & 0xFFFFFFFF, np.uint32) for word in words for _ in range(2)]
 
 
+_lane_registers: list[Register] = []
+"""Registers that differ from lane to lane of a warp, where Triton believes one number: the place in this list."""
+
+
 def create_inline_asm(
     _builder: Any, text: str, _constraints: str, handles: list[Any], types: list[Any], _pure: bool, pack: int
 ) -> Any:
-    """What Triton's interpreter lacks: assembly of pairs of neighbouring elements, of 16 or 32 bits."""
-    assert pack == 2
+    """What Triton's interpreter lacks: assembly of elements of 32 bits, or of pairs of neighbours of 16 or 32 bits."""
     registers: list[Register] = []
     for handle in handles:
         words = np.ascontiguousarray(handle.data).reshape(-1).view(np.uint32)
-        registers += [words] if handle.data.itemsize == 2 else list(words.reshape(-1, 2).T)
+        whole = pack == 1 or handle.data.itemsize == 2
+        registers += [words] if whole else list(words.reshape(-1, 2).T)
     first = len(types)
     outputs = run(text, {f"${first + i}": register for i, register in enumerate(registers)}, first)
+    if "%laneid" in text:
+        _lane_registers.extend(outputs)
+        outputs = [np.full(1, len(_lane_registers) - 1, np.uint32)]
+    views = {tl.float16: np.float16, tl.int16: np.int16, tl.int32: np.int32}
     results = [
-        TensorHandle(
-            output.view(np.float16 if kind.scalar == tl.float16 else np.int16).reshape(handles[0].data.shape),
-            kind.scalar,
-        )
+        TensorHandle(output.view(views[kind.scalar]).reshape(handles[0].data.shape), kind.scalar)
         for output, kind in zip(outputs, types, strict=True)
     ]
     return SimpleNamespace(get_result=results.__getitem__)
@@ -58,21 +64,28 @@ def create_inline_asm(
 
 def run(text: str, operands: dict[str, Register], outputs: int) -> list[Register]:
     """Runs `text` with `operands` (`$8`, ...) and returns `$0` to `$(outputs - 1)`."""
-    registers = dict(operands)
+    registers = dict(operands, **{"%laneid": np.arange(32, dtype=np.uint32)})
     size = len(next(iter(operands.values())))
 
     def value(name: str) -> Register:
+        if name.startswith("{"):
+            low, high = map(value, re.findall(OPERAND, name[1:-1]))
+            return low | high << np.uint32(16)
         if name in registers:
             return registers[name]
         return np.full(size, int(name, 0), np.uint32)
 
-    for line in text.strip("{}\n").split(";"):
+    for line in text.strip().removeprefix("{").removesuffix("}").split(";"):
         if not line.strip() or line.strip().startswith(".reg"):
             continue
-        found = re.fullmatch(r"\s*([\w.]+)\s+(.*)", line)
-        assert found, line
-        target, *sources = (part.strip() for part in found[2].split(","))
-        registers[target] = INSTRUCTIONS[found[1]](*map(value, sources))
+        operation, _, rest = line.strip().partition(" ")
+        target, *sources = re.findall(OPERAND, rest)
+        result = INSTRUCTIONS[operation](*map(value, sources))
+        if target.startswith("{"):
+            low, high = re.findall(OPERAND, target[1:-1])
+            registers |= {low: result & np.uint32(0xFFFF), high: result >> np.uint32(16)}
+        else:
+            registers[target] = result
     return [registers[f"${i}"] for i in range(outputs)]
 
 
@@ -103,8 +116,21 @@ def _packed(halves: npt.NDArray[np.float64]) -> Register:
     return np.ascontiguousarray(halves.astype(np.float16)).view(np.uint32).reshape(-1)
 
 
+def _shfl(table: Register, lane: Register, control: Register, _members: Register) -> Register:
+    """`table` says which lane register each thread has; threads are numbered as lanes, again and again."""
+    own = np.arange(len(table), dtype=np.uint32) % np.uint32(32)
+    segment = control >> np.uint32(8)
+    assert np.all(control & np.uint32(31) == 31), "nothing clamped"
+    lane = (own & segment) | (lane & ~segment & np.uint32(31))
+    return np.stack(_lane_registers)[table, lane]
+
+
 INSTRUCTIONS = {
     "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
+    "setp.ne.u32": lambda a, b: a != b,
+    "selp.b32": lambda a, b, chosen: np.where(chosen, a, b),
+    "shfl.sync.idx.b32": _shfl,
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "and.b32": lambda a, b: a & b,

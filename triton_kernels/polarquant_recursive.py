@@ -115,19 +115,31 @@ def tiles(
 ):  # fmt: skip
     """Tiles of code space, and the radius of each token that is left out: two tiles, or eight of 16 columns.
 
-    `META[0]` is the shape of the tree, last whether `polar_columns.py` undoes it, and `META[ℓ]` level ℓ as in
-    `level_meta`. It is handed on whole: Triton 3.6 takes no tuple out of another one as an argument.
+    `META[0]` is the shape of the tree, last whether `polar_columns.py` undoes it, and for keys, and `META[ℓ]` level ℓ
+    as in `level_meta`. It is handed on whole: Triton 3.6 takes no tuple out of another one as an argument.
     """
-    if FAST and META[0][5]:
-        b_tiles = polar_columns.column_tiles(fields, tables[len(tables) - 1], words, o_row, o_t, m_t, META)
-        b_scale = stored_radii(fields, tables, i_h, o_row + o_t, m_t, META[0][3], META[0][4])
+    SHAPE: tl.constexpr = META[0]
+    if FAST and SHAPE[5]:
+        b_tiles = polar_columns.column_tiles(fields, tables[len(tables) - 1], words, o_row, o_t, m_t, META, SHAPE[6])
+        if SHAPE[2] == 1:
+            b_scale = stored_radii(fields, tables, i_h, o_row + o_t, m_t, SHAPE[3], SHAPE[4])
+        else:
+            b_scale = tl.full([o_t.shape[0]], 1.0, tl.float32)
     else:
         b_low, b_high, b_scale = tree_tile(fields, tables, i_h, o_row, o_t, m_t, META, DTYPE)
         b_tiles = (b_low, b_high)
-        if META[0][5]:
+        if SHAPE[5]:
             b_0, b_2 = halves(b_low)
             b_4, b_6 = halves(b_high)
-            b_tiles = halves(b_0) + halves(b_2) + halves(b_4) + halves(b_6)
+            b_lows, b_highs = halves(b_0) + halves(b_2), halves(b_4) + halves(b_6)
+            b_tiles = ()
+            for i in tl.static_range(4):
+                b_near_low, b_far_low = halves(b_lows[i])
+                b_near_high, b_far_high = halves(b_highs[i])
+                b_tiles = b_tiles + (
+                    polar_columns.beside(b_near_low, b_near_high, SHAPE[6]),
+                    polar_columns.beside(b_far_low, b_far_high, SHAPE[6]),
+                )
     return b_tiles, b_scale
 
 
@@ -149,7 +161,9 @@ def accumulate(
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b_tiles, b_scale = tiles(fields, tables, words, i_h, o_row, o_t, m_t, META, DTYPE, FAST)
-    if FAST:
+    if META[0][2] != 1:
+        b_weights = b_p.to(DTYPE)
+    elif FAST:
         b_weights = lookup.product(b_p.to(DTYPE), b_scale.to(DTYPE)[None, :])
     else:
         b_weights = (b_p * b_scale[None, :]).to(DTYPE)
@@ -185,10 +199,13 @@ def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
     tables = (torch.cat([book.points for book in codec.books]),)
     if codec.radius_table is not None:
         tables += (codec.radius_table,)
-    fast = polar_columns.fits(tree, codec.books)
+    fast = polar_columns.fits(tree, codec.options.radius_bits)
+    keys = codec.context.side == "keys"
     if fast:
-        tables += (polar_columns.coarse_table(codec.books).to(device),)
-    shape = (odd, pad, tree.roots, len(codec.fields) - 1, codec.radius_table is not None, fast)
+        basis = basis[:, polar_columns.tile_order(keys).to(device)]
+        coarse = polar_columns.coarse_table(codec.books) if tree.roots == 1 else polar_columns.odd_rows()
+        tables += (coarse.to(device),)
+    shape = (odd, pad, tree.roots, len(codec.fields) - 1, codec.radius_table is not None, fast, keys)
     return KernelSide(
         score,
         accumulate,
@@ -196,7 +213,7 @@ def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
         (16,) * 8 if fast else (width // 2, width // 2),
         tables=tables,
         words=polar_columns.words(codec.books).to(device) if fast else None,
-        places=8 if fast else 0,
+        places=(8 if tree.roots == 1 else 16) if fast else 0,
         tokens=16 if fast else 32,
         warps=1 if fast else 2,
         query_map=with_mean(basis.mT, codec.mean).contiguous(),

@@ -34,6 +34,11 @@ BUDGET = {
     "kivi-4bit": 4.2,
     "kivi-2bit": 4,
     "polarquant-rope-4bit": 6,
+    "polarquant-3.4bit": 6,
+    "polarquant-3.1bit": 6,
+    "polarquant-paper-offline": 6,
+    "polarquant-paper-online": 6,
+    "polarquant-paper-plain": 6,
     "qjl-3bit": 6,
 }
 

@@ -27,6 +27,7 @@ def tree(*bits: int, **options: Any) -> tuple[str, dict[str, Any]]:
     return "polarquant_recursive", {"bits": bits, **options}
 
 
+FOUR = {"levels": 4, "radius_bits": 16}
 PAPER = {"radius_scale": "channel", "reconstruction": "edge"}
 ROPE = {
     "rope-4-4": (rope(4, 4, group_size=32), kivi(2)),
@@ -43,6 +44,16 @@ CASES |= {
     "qjl-128": Case(("qjl", {"sketch_ratio": 3}), tq(4), head_dim=128, dtype=F16),
     "tree-128": Case(tree(4, 3, 2), tree(4, 2), head_dim=128, dtype=F16),
     "tree-of-16-bit-radii-128": Case(tree(4, 2, center="on"), tree(4, 3, 2, radius_bits=16), head_dim=128, dtype=F16),
+    "tree-of-online-codebooks-128": Case(
+        tree(4, 2, codebook="online"), tree(4, 3, 2, codebook="online", precondition=False), head_dim=128, dtype=F16
+    ),
+    "four-levels-128": Case(tree(4, 2, **FOUR), tree(4, 2, **FOUR), head_dim=128, dtype=F16, packed=97),
+    "four-levels-online-128": Case(
+        tree(4, 2, **FOUR, codebook="online"),
+        tree(4, 2, **FOUR, codebook="online", precondition=False),
+        head_dim=128,
+        dtype=F16,
+    ),
     "4-bit-96": Case(head_dim=96, dtype=F16),
     "3-bit-256": Case(tq(3), tq(2), head_dim=256, dtype=F16),
     "rope-5-3-256": Case(*ROPE["rope-5-3"], head_dim=256, dtype=F16),
@@ -53,6 +64,7 @@ CASES |= {
     "hidden-4-bit-64": Case(**HIDDEN),
     "hidden-3-bit-128": Case(tq(3), tq(3), head_dim=128, **HIDDEN),
     "hidden-tree-128": Case(tree(4, 3, 2), tree(4, 2), head_dim=128, **HIDDEN),
+    "hidden-four-levels-128": Case(tree(4, 2, **FOUR), tree(4, 2, **FOUR), head_dim=128, **HIDDEN),
     "hidden-rope-128": Case(rope(5, 3, group_size=32), tq(4), head_dim=128, **WHOLE),
     "hidden-prod-128": Case(*PAIRS["prod-fractional"], head_dim=128, **HIDDEN),
     "hidden-qjl-96": Case(("qjl", {"sketch_ratio": 3}), tq(4), head_dim=96, **HIDDEN),
@@ -92,10 +104,12 @@ def test_fast_path_equals_plain_attention(
 def test_which_trees_are_undone_in_columns(make_codec: Callable[..., Codec]) -> None:
     def fits(dim: int, **options: Any) -> bool:
         codec = make_codec("polarquant_recursive", options, "keys", dim)
-        return polar_columns.fits(codec.tree, codec.books)
+        return polar_columns.fits(codec.tree, codec.options.radius_bits)
 
     assert fits(128)
     assert fits(128, bits=(4, 2))
+    assert fits(128, bits=(4, 2), codebook="online")
+    assert fits(128, levels=4, bits=(4, 2), radius_bits=16)
     assert not fits(64)
-    assert not fits(128, levels=4, bits=(4, 2, 2, 2), radius_bits=16), "its rows of 14 bytes are no whole words"
+    assert not fits(128, levels=4, bits=(4, 2)), "radii of 8 bits stand in a table"
     assert not fits(128, bits=(4, 4, 2))
