@@ -11,8 +11,13 @@ All functions take leading dimensions `*` (heads, groups), equal in both argumen
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 
+Step: TypeAlias = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""A round of the search: codes of vectors by a codebook, and what is left of the vectors."""
 CHUNK = 1 << 20
 """Distances of pairs of centres that are held at once: few enough for a processor's cache."""
 
@@ -29,25 +34,36 @@ def pair_table(codebooks: torch.Tensor) -> torch.Tensor:
     return square[..., :, None] + square[..., None, :] + 2 * c @ turned.mT
 
 
+def complex_products(z: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows c and i·c of a codebook `[*, N, g, 2]`, `[*, 2N, 2g]`, and twice their products with `z` `[*, n, g, 2]`:
+    `[*, n, 2N]`."""
+    rows = torch.cat([codebook, times_i(codebook)], -3).flatten(-2)
+    return rows, z.flatten(-2) @ (2 * rows).mT
+
+
 def complex_nearest(z: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
     """One round: codes (a, b) `[*, n, 2]` of the nearest `c[a] + i c[b]` to `z` `[*, n, g, 2]`; `c` `[*, N, g, 2]`."""
-    doubled, table = 2 * z.flatten(-2), pair_table(codebook)
-    first = doubled @ codebook.flatten(-2).mT
-    second = doubled @ times_i(codebook).flatten(-2).mT
+    first, second = complex_products(z, codebook)[1].chunk(2, -1)
+    table = pair_table(codebook)
     best = [(table[..., None, :, :] - part[..., None, :]).amin(-1) for part in second.split(_chunk(table), -2)]
     a = (torch.cat(best, -2) - first).argmin(-1, keepdim=True)
     row = table.gather(-2, a.expand(*a.shape[:-1], table.shape[-1])) - second
     return torch.cat([a, row.argmin(-1, keepdim=True)], -1)
 
 
-def complex_encode(z: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
+def complex_step(z: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`complex_nearest`, and what is left of `z`."""
+    codes = complex_nearest(z, codebook)
+    return codes, z - complex_decode(codes.unsqueeze(-2), codebook.unsqueeze(-4))
+
+
+def complex_encode(z: torch.Tensor, codebooks: torch.Tensor, step: Step = complex_step) -> torch.Tensor:
     """Greedy residual codes int64 `[*, n, R, 2]` of `z` float32 `[*, n, g, 2]`; codebooks `[*, R, N, g, 2]`."""
     codes = []
-    for r in range(codebooks.shape[-4]):
-        codebook = codebooks[..., r : r + 1, :, :, :]
-        codes.append(complex_nearest(z, codebook.squeeze(-4)).unsqueeze(-2))
-        z = z - complex_decode(codes[-1], codebook)
-    return torch.cat(codes, -2)
+    for codebook in codebooks.unbind(-4):
+        code, z = step(z, codebook)
+        codes.append(code)
+    return torch.stack(codes, -2)
 
 
 def complex_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
@@ -56,19 +72,30 @@ def complex_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor
     return _summed(codes.flatten(-2), tables).unflatten(-1, codebooks.shape[-2:])
 
 
+def real_products(x: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squared lengths `[*, N]` of the rows of a codebook `[*, N, d]`, and twice their products with `x` `[*, n, d]`."""
+    return codebook.square().sum(-1), x @ (2 * codebook).mT
+
+
 def real_nearest(x: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
     """One round: codes `[*, n]` of the nearest rows of `codebook` `[*, N, d]` to `x` `[*, n, d]`."""
-    return (codebook.square().sum(-1)[..., None, :] - 2 * x @ codebook.mT).argmin(-1)
+    squares, products = real_products(x, codebook)
+    return (squares[..., None, :] - products).argmin(-1)
 
 
-def real_encode(x: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
+def real_step(x: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`real_nearest`, and what is left of `x`."""
+    codes = real_nearest(x, codebook)
+    return codes, x - real_decode(codes.unsqueeze(-1), codebook.unsqueeze(-3))
+
+
+def real_encode(x: torch.Tensor, codebooks: torch.Tensor, step: Step = real_step) -> torch.Tensor:
     """Greedy residual codes int64 `[*, n, R]` of `x` float32 `[*, n, d]`; codebooks `[*, R, N, d]`."""
     codes = []
-    for r in range(codebooks.shape[-3]):
-        codebook = codebooks[..., r : r + 1, :, :]
-        codes.append(real_nearest(x, codebook.squeeze(-3)).unsqueeze(-1))
-        x = x - real_decode(codes[-1], codebook)
-    return torch.cat(codes, -1)
+    for codebook in codebooks.unbind(-3):
+        code, x = step(x, codebook)
+        codes.append(code)
+    return torch.stack(codes, -1)
 
 
 def real_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
