@@ -6,7 +6,6 @@ from typing import get_args
 
 import torch
 
-from .. import additive
 from ..codec import Fields
 from ..polar_codebooks import AngleCodebook
 from ..polar_tree import PolarTree
@@ -46,21 +45,16 @@ def quantize_tree(
     return tuple(planes), energy, cross
 
 
-def complex_step(z: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`additive.complex_step` for float32 `z` `[*, n, g, 2]`; the products are torch's, and so are all codes."""
-    z = z.contiguous()
-    rows, products = additive.complex_products(z, codebook)
-    operator = build.operators().subtract_nearest_pair.default
-    codes, left = operator(z.flatten(-2), products, additive.pair_table(codebook), rows)
-    return codes, left.view_as(z)
+def complex_step(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`additive.complex_step` for float32 `z` `[*, n, 2g]`; the products are torch's, and so are all codes."""
+    codes, left = build.operators().subtract_nearest_pair.default(z, z @ rows.mT, costs, rows)
+    return codes, left
 
 
-def real_step(x: torch.Tensor, codebook: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def real_step(x: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`additive.real_step` for float32 `x` `[*, n, d]`."""
-    x = x.contiguous()
-    squares, products = additive.real_products(x, codebook)
-    codes, left = build.operators().subtract_nearest_row.default(x, products, squares, codebook.contiguous())
-    return codes.squeeze(-1), left
+    codes, left = build.operators().subtract_nearest_row.default(x, x @ rows.mT, costs, rows)
+    return codes, left
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -129,7 +129,7 @@ class PairSearch {
   PaddedRows by_a_, by_b_, least_;
 };
 
-// Codes [..., n, CODES] of the points nearest to z [..., n, w], and what is left of z. `products` are twice those of z
+// Codes [..., n, CODES] of the points nearest to z [..., n, w], and what is left of z. `products` are those of z
 // with the rows [..., CODES * N, w]; a point is the sum of a row of each run of N.
 template <class Search>
 std::vector<Tensor> subtract_nearest(const Tensor& z, const Tensor& products, const Tensor& table, const Tensor& rows) {

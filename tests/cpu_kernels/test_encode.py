@@ -151,26 +151,27 @@ def test_angles_on_boundaries(bits: int) -> None:
 def test_nearest_pairs(pairs: int, centres: int) -> None:
     """Codes and what is left, to the bit; with ties, zeros, and numbers that are none."""
     generator = torch.Generator().manual_seed(centres)
-    z, codebook = (torch.randn(2, 3, count, pairs, 2, generator=generator) for count in (50, centres))
-    codebook[0, 1, 1] = codebook[0, 1, 0]
-    codebook[1, 2] = 0.0
-    z[0, 0, 3], z[0, 1, 4, 2], z[1, 1, 5, 0, 0], z[1, 2, 6, 1] = 0.0, torch.nan, torch.inf, -torch.inf
-    assert_equal_steps(encode.complex_step(z, codebook), additive.complex_step(z, codebook))
-    strided = z.transpose(0, 1).contiguous().transpose(0, 1)
-    assert_equal_steps(encode.complex_step(strided, codebook), additive.complex_step(z, codebook))
+    z, rows = (torch.randn(2, 3, count, 2 * pairs, generator=generator) for count in (50, 2 * centres))
+    costs = torch.randn(2, 3, centres, centres, generator=generator)
+    rows[0, 1, 1], rows[1, 2], costs[0, 1], costs[1, 2] = rows[0, 1, 0], 0.0, 1.0, 0.0
+    spoil(z)
+    assert_equal_steps(encode.complex_step(z, rows, costs), additive.complex_step(z, rows, costs))
 
 
 @pytest.mark.parametrize("centres", [2, 4, 8, 64, 256])
 @pytest.mark.parametrize("width", [10, 48, 64])
 def test_nearest_rows(width: int, centres: int) -> None:
     generator = torch.Generator().manual_seed(centres)
-    x, codebook = (torch.randn(2, 3, count, width, generator=generator) for count in (50, centres))
-    codebook[0, 1, 1] = codebook[0, 1, 0]
-    codebook[1, 2] = 0.0
-    x[0, 0, 3], x[0, 1, 4], x[1, 1, 5, 0], x[1, 2, 6, 1] = 0.0, torch.nan, torch.inf, -torch.inf
-    assert_equal_steps(encode.real_step(x, codebook), additive.real_step(x, codebook))
-    strided = x.mT.contiguous().mT
-    assert_equal_steps(encode.real_step(strided, codebook), additive.real_step(x, codebook))
+    x, rows = (torch.randn(2, 3, count, width, generator=generator) for count in (50, centres))
+    costs = torch.randn(2, 3, centres, generator=generator)
+    rows[0, 1, 1], rows[1, 2], costs[0, 1], costs[1, 2] = rows[0, 1, 0], 0.0, 1.0, 0.0
+    spoil(x)
+    assert_equal_steps(encode.real_step(x, rows, costs), additive.real_step(x, rows, costs))
+
+
+def spoil(x: torch.Tensor) -> None:
+    """Some vectors of `x` `[2, 3, 50, w]` hold zeros or what is no number."""
+    x[0, 0, 3], x[0, 1, 4, 2], x[1, 1, 5, 0], x[1, 2, 6, 1] = 0.0, torch.nan, torch.inf, -torch.inf
 
 
 def assert_equal_steps(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> None:

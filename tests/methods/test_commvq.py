@@ -91,6 +91,8 @@ def test_search_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(additive, "CHUNK", 4000)
     assert additive._chunk(torch.empty(2, 1, 16, 16)) < 50
     assert torch.equal(additive.complex_encode(z, books), whole)
+    monkeypatch.setattr(additive, "BLOCK", 2 * 8 * 20)
+    assert torch.equal(additive.complex_encode(z, books), whole)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8, 10, 12])
