@@ -60,7 +60,8 @@ def main(
     for name in preset:
         for side in get_args(Side):
             found = [encode_ms(name, side, shape, tokens, turns) for shape in SHAPES.values()]
-            cells = (f" {took[backend]:.3g} |" for took in found for backend in BACKENDS)
+            times = (took[backend] for took in found for backend in BACKENDS)
+            cells = (f" {ms:,.0f} |" if ms >= 100 else f" {ms:.3g} |" for ms in times)
             print(f"| `{name}` | {side} |", *cells, sep="", flush=True)
 
 
