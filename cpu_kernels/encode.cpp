@@ -8,15 +8,7 @@
 namespace kvcache_compress {
 namespace {
 
-constexpr int64_t TASK_NUMBERS = 8192;  // fewer are not worth a thread
 constexpr float SCALE_MAX = 65504.0f;
-
-// Calls `encode(first, end)` for ranges of the vectors x [..., D], in parallel.
-template <class Encode>
-void each_range(const Tensor& x, Encode encode) {
-  const int64_t width = std::max<int64_t>(1, x.size(x.dim() - 1));
-  torch::stable::parallel_for(0, x.numel() / width, std::max<int64_t>(1, TASK_NUMBERS / width), encode);
-}
 
 // What is stored per vector, in the order of `scalar.Scalar`.
 enum class Scalar : int64_t { NORM, MATCH, UNBIASED, LEAST_SQUARES };

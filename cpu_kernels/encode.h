@@ -7,6 +7,15 @@
 
 namespace kvcache_compress {
 
+constexpr int64_t TASK_NUMBERS = 8192;  // fewer are not worth a thread
+
+// Calls `encode(first, end)` for ranges of the vectors x [..., D], in parallel.
+template <class Encode>
+void each_range(const Tensor& x, Encode encode) {
+  const int64_t width = std::max<int64_t>(1, x.size(x.dim() - 1));
+  torch::stable::parallel_for(0, x.numel() / width, std::max<int64_t>(1, TASK_NUMBERS / width), encode);
+}
+
 inline Ints first_lanes(int64_t lanes) { return Ints{0, 1, 2, 3, 4, 5, 6, 7} < static_cast<int32_t>(lanes); }
 
 // The first `lanes` numbers alone; zeros take the place of the others.
@@ -51,41 +60,58 @@ inline Tensor empty_field(const Tensor& x, int64_t last, ScalarType dtype) {
   return torch::stable::new_empty(x, shape, dtype);
 }
 
-// The bit planes of all vectors x [..., D] with codes of BITS bits: see layout.py.
+// Empty bit planes of `words` words for vectors x [..., D]: see layout.py.
+inline std::vector<Tensor> empty_planes(const Tensor& x, int64_t words, int64_t bits) {
+  std::vector<Tensor> planes;
+  const int64_t low = bits >= 4 ? 4 : bits >= 2 ? 2 : 1;
+  for (const int64_t plane : {low, bits - low}) {
+    const auto word = plane == 1 ? ScalarType::Byte : plane == 2 ? ScalarType::Short : ScalarType::Int;
+    if (plane > 0) planes.push_back(empty_field(x, words, word));
+  }
+  return planes;
+}
+
+// Packs the codes of `words` words into their planes. `codes(channel, lanes)` gives those of LANES channels from
+// `channel` on, of which the first `lanes` are taken.
+template <int BITS, class Codes>
+[[gnu::always_inline]] inline void pack_words(typename Planes<BITS>::LowWord* low_words,
+                                              typename Planes<BITS>::HighWord* high_words, int64_t words, Codes codes) {
+  using P = Planes<BITS>;
+  const auto runs = [&]<bool WHOLE>() __attribute__((always_inline)) {
+    for (int64_t word = 0; word < words; word += LANES) {
+      const int64_t lanes = WHOLE ? LANES : std::min(LANES, words - word);
+      Ints low = {}, high = {};
+#pragma GCC unroll 8
+      for (int part = 0; part < CODES_PER_WORD; ++part) {
+        const Ints found = codes(part * words + word, lanes);
+        low |= (found & ((1 << P::LOW) - 1)) << (P::LOW * part);
+        if constexpr (P::HIGH > 0) high |= (found >> P::LOW & ((1 << P::HIGH) - 1)) << (P::HIGH * part);
+      }
+      store_words(low_words + word, low, lanes);
+      if constexpr (P::HIGH > 0) store_words(high_words + word, high, lanes);
+    }
+  };
+  words % LANES == 0 ? runs.template operator()<true>() : runs.template operator()<false>();
+}
+
+// The bit planes of all vectors x [..., D] with codes of BITS bits.
 template <int BITS>
 class PlaneWriter {
   using P = Planes<BITS>;
 
  public:
-  explicit PlaneWriter(const Tensor& x) : words_(x.size(x.dim() - 1) / CODES_PER_WORD) {
-    constexpr ScalarType WORD[] = {ScalarType::Byte, ScalarType::Short, ScalarType::Short, ScalarType::Int};
-    fields_.push_back(empty_field(x, words_, WORD[P::LOW - 1]));
-    if constexpr (P::HIGH > 0) fields_.push_back(empty_field(x, words_, WORD[P::HIGH - 1]));
-    low_ = static_cast<typename P::LowWord*>(fields_.front().mutable_data_ptr());
-    high_ = static_cast<typename P::HighWord*>(fields_.back().mutable_data_ptr());
-  }
+  explicit PlaneWriter(const Tensor& x)
+      : words_(x.size(x.dim() - 1) / CODES_PER_WORD),
+        fields_(empty_planes(x, words_, BITS)),
+        low_(static_cast<typename P::LowWord*>(fields_.front().mutable_data_ptr())),
+        high_(static_cast<typename P::HighWord*>(fields_.back().mutable_data_ptr())) {}
 
   const std::vector<Tensor>& fields() const { return fields_; }
 
-  // Packs a vector. `codes(channel, lanes)` gives the codes of LANES channels from `channel` on, of which the first
-  // `lanes` are taken.
+  // Packs a vector; see `pack_words`.
   template <class Codes>
   [[gnu::always_inline]] void pack(int64_t vector, Codes codes) const {
-    const auto runs = [&]<bool WHOLE>() __attribute__((always_inline)) {
-      for (int64_t word = 0; word < words_; word += LANES) {
-        const int64_t lanes = WHOLE ? LANES : std::min(LANES, words_ - word);
-        Ints low = {}, high = {};
-#pragma GCC unroll 8
-        for (int part = 0; part < CODES_PER_WORD; ++part) {
-          const Ints found = codes(part * words_ + word, lanes);
-          low |= (found & ((1 << P::LOW) - 1)) << (P::LOW * part);
-          if constexpr (P::HIGH > 0) high |= (found >> P::LOW & ((1 << P::HIGH) - 1)) << (P::HIGH * part);
-        }
-        store_words(low_ + vector * words_ + word, low, lanes);
-        if constexpr (P::HIGH > 0) store_words(high_ + vector * words_ + word, high, lanes);
-      }
-    };
-    words_ % LANES == 0 ? runs.template operator()<true>() : runs.template operator()<false>();
+    pack_words<BITS>(low_ + vector * words_, high_ + vector * words_, words_, codes);
   }
 
  private:

@@ -7,6 +7,8 @@ from typing import get_args
 import torch
 
 from ..codec import Fields
+from ..polar_codebooks import AngleCodebook
+from ..polar_tree import PolarTree
 from ..scalar import Scalar
 from . import build
 
@@ -31,3 +33,37 @@ def quantize_pairs(turns: torch.Tensor, steps: torch.Tensor, angle_bits: int, ra
     """`polarquant_rope.quantize` for float32 `turns` and `steps` `[..., pairs]`."""
     operator = build.operators().quantize_pairs.default
     return tuple(operator(turns.contiguous(), steps.contiguous(), angle_bits, radius_bits))
+
+
+def quantize_tree(
+    y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
+) -> tuple[Fields, torch.Tensor, torch.Tensor]:
+    """`polar_tree.encode` for float32 `y` `[..., D]`."""
+    points, bounds = [book.points for book in books], [book.bounds for book in books]
+    operator = build.operators().quantize_tree.default
+    *planes, energy, cross = operator(y.contiguous(), points, bounds, tree.places, books[0].lower)
+    return tuple(planes), energy, cross
+
+
+def complex_step(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`additive.complex_step` for float32 `z` `[*, n, 2g]`; the products are torch's, and so are all codes."""
+    codes, left = build.operators().subtract_nearest_pair.default(z, z @ rows.mT, costs, rows)
+    return codes, left
+
+
+def real_step(x: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`additive.real_step` for float32 `x` `[*, n, d]`."""
+    codes, left = build.operators().subtract_nearest_row.default(x, x @ rows.mT, costs, rows)
+    return codes, left
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """`additive.pack_codes` for int64 `codes` `[..., n]`."""
+    packed: torch.Tensor = build.operators().pack_run.default(codes.contiguous(), bits)
+    return packed
+
+
+def pack_signs(x: torch.Tensor) -> torch.Tensor:
+    """`packing.pack_signs` for float32 `x` `[..., width]`."""
+    packed: torch.Tensor = build.operators().pack_signs.default(x.contiguous())
+    return packed

@@ -11,8 +11,15 @@ All functions take leading dimensions `*` (heads, groups), equal in both argumen
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 
+Step: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""A round of the search: codes of vectors by a codebook's rows and costs, and what is left of the vectors."""
+BLOCK = 1 << 20
+"""Numbers of all vectors whose codes are looked for together: which bounds the memory that they need."""
 CHUNK = 1 << 20
 """Distances of pairs of centres that are held at once: few enough for a processor's cache."""
 
@@ -29,25 +36,24 @@ def pair_table(codebooks: torch.Tensor) -> torch.Tensor:
     return square[..., :, None] + square[..., None, :] + 2 * c @ turned.mT
 
 
-def complex_nearest(z: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
-    """One round: codes (a, b) `[*, n, 2]` of the nearest `c[a] + i c[b]` to `z` `[*, n, g, 2]`; `c` `[*, N, g, 2]`."""
-    doubled, table = 2 * z.flatten(-2), pair_table(codebook)
-    first = doubled @ codebook.flatten(-2).mT
-    second = doubled @ times_i(codebook).flatten(-2).mT
-    best = [(table[..., None, :, :] - part[..., None, :]).amin(-1) for part in second.split(_chunk(table), -2)]
+def complex_step(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One round: codes (a, b) `[*, n, 2]` of the nearest `c[a] + i c[b]` to `z` `[*, n, 2g]`, and what is left of z.
+
+    rows: c and then i·c, `[*, 2N, 2g]`; costs: half the `pair_table`.
+    """
+    first, second = (z @ rows.mT).chunk(2, -1)
+    best = [(costs[..., None, :, :] - part[..., None, :]).amin(-1) for part in second.split(_chunk(costs), -2)]
     a = (torch.cat(best, -2) - first).argmin(-1, keepdim=True)
-    row = table.gather(-2, a.expand(*a.shape[:-1], table.shape[-1])) - second
-    return torch.cat([a, row.argmin(-1, keepdim=True)], -1)
+    row = costs.gather(-2, a.expand(*a.shape[:-1], costs.shape[-1])) - second
+    codes = torch.cat([a, row.argmin(-1, keepdim=True)], -1)
+    return codes, z - _summed(codes, rows.unflatten(-2, (2, -1)))
 
 
-def complex_encode(z: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
+def complex_encode(z: torch.Tensor, codebooks: torch.Tensor, step: Step = complex_step) -> torch.Tensor:
     """Greedy residual codes int64 `[*, n, R, 2]` of `z` float32 `[*, n, g, 2]`; codebooks `[*, R, N, g, 2]`."""
-    codes = []
-    for r in range(codebooks.shape[-4]):
-        codebook = codebooks[..., r : r + 1, :, :, :]
-        codes.append(complex_nearest(z, codebook.squeeze(-4)).unsqueeze(-2))
-        z = z - complex_decode(codes[-1], codebook)
-    return torch.cat(codes, -2)
+    books = codebooks.movedim(-4, 0)
+    rows = torch.cat([books, times_i(books)], -3).flatten(-2)
+    return _search(z.flatten(-2), rows, pair_table(books) / 2, step)
 
 
 def complex_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
@@ -56,24 +62,36 @@ def complex_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor
     return _summed(codes.flatten(-2), tables).unflatten(-1, codebooks.shape[-2:])
 
 
-def real_nearest(x: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
-    """One round: codes `[*, n]` of the nearest rows of `codebook` `[*, N, d]` to `x` `[*, n, d]`."""
-    return (codebook.square().sum(-1)[..., None, :] - 2 * x @ codebook.mT).argmin(-1)
+def real_step(x: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One round: codes `[*, n, 1]` of the nearest of `rows` `[*, N, d]` to `x` `[*, n, d]`, and what is left of x.
+
+    costs: half the rows' squared lengths, `[*, N]`.
+    """
+    codes = (costs[..., None, :] - x @ rows.mT).argmin(-1, keepdim=True)
+    return codes, x - real_decode(codes, rows.unsqueeze(-3))
 
 
-def real_encode(x: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
+def real_encode(x: torch.Tensor, codebooks: torch.Tensor, step: Step = real_step) -> torch.Tensor:
     """Greedy residual codes int64 `[*, n, R]` of `x` float32 `[*, n, d]`; codebooks `[*, R, N, d]`."""
-    codes = []
-    for r in range(codebooks.shape[-3]):
-        codebook = codebooks[..., r : r + 1, :, :]
-        codes.append(real_nearest(x, codebook.squeeze(-3)).unsqueeze(-1))
-        x = x - real_decode(codes[-1], codebook)
-    return torch.cat(codes, -1)
+    rows = codebooks.movedim(-3, 0).contiguous()
+    return _search(x, rows, rows.square().sum(-1) / 2, step).squeeze(-1)
 
 
 def real_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
     """Inverse of `real_encode`: `[*, n, d]`."""
     return _summed(codes, codebooks)
+
+
+def _search(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor, step: Step) -> torch.Tensor:
+    """Codes `[*, n, R, ...]` of `z` `[*, n, w]` by the `rows` and `costs` of R rounds, a block of vectors at a time."""
+    found = []
+    for part in z.split(max(1, BLOCK // (z[..., :1, :].numel() or 1)), -2):
+        left, codes = part.contiguous(), []
+        for own, cost in zip(rows, costs, strict=True):
+            code, left = step(left, own, cost)
+            codes.append(code)
+        found.append(torch.stack(codes, -2))
+    return torch.cat(found, -3)
 
 
 def _summed(index: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:

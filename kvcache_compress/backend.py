@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
-from .codec import Backend, Codec, Fields
+from .codec import Backend, Codec
 
 logger = logging.getLogger(__name__)
+_Encoded = TypeVar("_Encoded")
 BackendChoice: TypeAlias = Literal["auto", "triton", "cpp", "torch"]
 
 
@@ -102,14 +103,15 @@ def load_part(name: str) -> Any:
     return importlib.import_module(name, __package__)
 
 
-def quantizer(backend: Backend, twin: Callable[..., Fields], triton: str, cpp: str) -> Callable[..., Fields]:
+def quantizer(backend: Backend, twin: Callable[..., _Encoded], triton: str | None, cpp: str) -> Callable[..., _Encoded]:
     """What does on a backend what `twin` does in torch: `quantize` of the module `triton` in `triton_kernels`, or the
     function `cpp` of `cpu_kernels/encode.py`."""
-    if backend == "triton":
-        return cast(Callable[..., Fields], load_part(f".triton_kernels.{triton}").quantize)
-    if backend == "cpp":
-        return cast(Callable[..., Fields], getattr(load_part(".cpu_kernels.encode"), cpp))
-    return twin
+    found: Callable[..., _Encoded] = twin
+    if backend == "triton" and triton is not None:
+        found = load_part(f".triton_kernels.{triton}").quantize
+    elif backend == "cpp":
+        found = getattr(load_part(".cpu_kernels.encode"), cpp)
+    return found
 
 
 @cache

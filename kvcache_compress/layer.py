@@ -226,9 +226,13 @@ class CompressedLayer(CacheLayerMixin):
         return PackedKV(keys, values, side, self.backend)
 
     def _append_prompt(self, keys: torch.Tensor, values: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends a part of a prompt, and packs at once what the recent window does not hold; both tails with all."""
-        fresh: dict[Side, torch.Tensor] = {"keys": keys, "values": values}
-        tails = {side: torch.cat([self._sides[side].tail.view(), x[:, :, sinks:]], 2) for side, x in fresh.items()}
+        """Appends a part of a prompt, and packs at once what the recent window does not hold; both tails with all.
+
+        Those of the first part are views of it, since no step attends to them: that saves a copy of the prompt.
+        """
+        tails: dict[Side, torch.Tensor] = {"keys": keys[:, :, sinks:], "values": values[:, :, sinks:]}
+        if self._host_length():
+            tails = {side: torch.cat([self._sides[side].tail.view(), x], 2) for side, x in tails.items()}
         leaving = self._leaving(tails["keys"].shape[2])
         if leaving:
             self._check_packable(tails, leaving)

@@ -51,6 +51,12 @@ class PolarTree:
     widths: tuple[tuple[int, int], ...]
     """(bits, codes per token with padding) of the code fields, in order."""
 
+    @property
+    def places(self) -> list[int]:
+        """Six numbers per level, finest first, as the C++ code takes them."""
+        numbers = ((one.bits, one.count, one.field, one.offset, one.words, one.base) for one in self.levels)
+        return [number for level in numbers for number in level]
+
     def fields(self, radius: torch.dtype) -> tuple[Field, ...]:
         codes = [code_fields(bits, width, f"bits{bits}_") for bits, width in self.widths]
         return (*(field for planes in codes for field in planes), Field("radius", radius, (self.roots,)))

@@ -66,9 +66,9 @@ def test_hard_codes_are_the_nearest_points(form: Form) -> None:
 def test_codes_are_those_of_the_cache() -> None:
     x, centres = vectors(), vectors(CENTRES, seed=1)
     codes, _ = ComplexForm().assign(x, centres)
-    stored = additive.complex_nearest(x.unflatten(-1, (-1, 2)), centres.unflatten(-1, (-1, 2)))
+    stored = additive.complex_encode(x.unflatten(-1, (-1, 2)), centres.unflatten(-1, (-1, 2)).unsqueeze(-4)).squeeze(-2)
     assert torch.equal(codes, stored[..., 0] * CENTRES + stored[..., 1])
-    assert torch.equal(RealForm().assign(x, centres)[0], additive.real_nearest(x, centres))
+    assert torch.equal(RealForm().assign(x, centres)[0], additive.real_encode(x, centres.unsqueeze(-3)).squeeze(-1))
 
 
 def test_m_step_is_the_least_squares_solution() -> None:

@@ -130,7 +130,7 @@ def encode_kernel(
     tl.store(p_cross + o_i, b_cross, mask=m_i)
 
 
-def encode(
+def quantize(
     y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
     """`polar_tree.encode` by the kernel: float32 `y` `[..., D]` to planes, squared radii and inner products."""

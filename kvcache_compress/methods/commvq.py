@@ -17,6 +17,7 @@ from pydantic import field_validator
 from transformers import PreTrainedConfig
 
 from .. import additive, packing
+from ..backend import quantizer
 from ..cache import CompressedCache
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
 from ..commvq_file import (
@@ -33,6 +34,7 @@ from ..commvq_file import (
 from ..config import config_from_options
 from ..layout import Field, code_fields
 from ..registry import register_method
+from ..residual_books import ResidualBooks
 from ..scalar import SCALE_MAX, Scalar, stored_scalar
 
 if TYPE_CHECKING:
@@ -131,19 +133,10 @@ class CommVQCodec(Codec):
         weights = heads * head_dim // 2 if side == "keys" else 0
         return torch.float16.itemsize * (heads * rounds * CENTRES * head_dim + weights)
 
-    @property
-    def index_bits(self) -> int:
-        return self._books().shape[3].bit_length() - 1
-
-    def _books(self) -> torch.Tensor:
+    def _books(self) -> ResidualBooks:
         if self.codebooks is None:
             raise RuntimeError("the encoder form of values has no residual codebooks")
-        return self.codebooks
-
-    def _float_books(self) -> torch.Tensor:
-        """float32, with complex parts last: `[H, G, R, N, g, 2]` for keys, `[H, G, R, N, w]` for values."""
-        books = self._books().float()
-        return books.mT if self.context.side == "keys" else books
+        return ResidualBooks(self.codebooks)
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
         x = x.float()
@@ -153,12 +146,11 @@ class CommVQCodec(Codec):
             if self.weights is not None:
                 x = x * self._weights_by_channel()
         if self.encoder:
-            return self._encode_bits(x)
+            return self._encode_bits(x, backend)
         norm = x.norm(dim=-1)
         z = x / norm.clamp_min(1e-30)[..., None]
-        index = self._search(self._by_group(z), backend)
-        point = self._by_token(self._points(index), x)
-        return self._pack(index, x), self._scale(z, point, norm, norm)
+        codes, point = self._books().encode(z, backend)
+        return codes, self._scale(z, point, norm, norm)
 
     def _scale(self, z: torch.Tensor, point: torch.Tensor, norm: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
         """The stored scalar; `usual` is what it would be without any error."""
@@ -170,44 +162,10 @@ class CommVQCodec(Codec):
             raise RuntimeError("commvq needs the RoPE factors of the tokens to encode and decode keys")
         return self.context.rope, rope
 
-    def _by_group(self, x: torch.Tensor) -> torch.Tensor:
-        """`[B, H, T, D]` as `[H, G, B * T, w]`, w = D / G numbers of a group."""
-        groups = self._books().shape[1]
-        return x.unflatten(-1, (groups, -1)).permute(1, 3, 0, 2, 4).flatten(2, 3)
-
-    def _by_token(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Inverse of `_by_group` for batch and tokens of `like` `[B, H, T, ...]`."""
-        return x.unflatten(2, (like.shape[0], like.shape[2])).permute(2, 0, 3, 1, 4).flatten(3)
-
-    def _search(self, z: torch.Tensor, backend: Backend) -> torch.Tensor:
-        """Indices `[H, G, n, R]` of the greedy residual search, those of keys `a * N + b`; z `[H, G, n, w]`."""
-        if backend == "triton":
-            from ..triton_kernels.commvq import search
-
-            return search(z, self._books()).long()
-        if self.context.side == "values":
-            return additive.real_encode(z, self._float_books())
-        codes = additive.complex_encode(z.unflatten(-1, (-1, 2)), self._float_books())
-        return codes[..., 0] << self.index_bits | codes[..., 1]
-
-    def _points(self, index: torch.Tensor) -> torch.Tensor:
-        """What indices `[H, G, n, R]` decode to: `[H, G, n, w]`, for keys `[real, imaginary]` of each pair in turn."""
-        if self.context.side == "values":
-            return additive.real_decode(index, self._float_books())
-        codes = torch.stack([index >> self.index_bits, index & (2**self.index_bits - 1)], -1)
-        return additive.complex_decode(codes, self._float_books()).flatten(-2)
-
-    def _pack(self, index: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        bits = code_bits(self.context.side, self._books().shape[3])
-        return additive.pack_codes(self._by_token(index, like), bits)
-
     def _decoded(self, fields: Fields) -> torch.Tensor:
         """Float32 `[B, H, T, D]`, keys before RoPE and by pairs."""
         packed, scale = fields
-        groups, rounds, centres = self._books().shape[1:4]
-        index = additive.unpack_codes(packed, groups * rounds, code_bits(self.context.side, centres))
-        points = self._by_token(self._points(self._by_group(index)), packed)
-        return points * scale.float()[..., None]
+        return self._books().decode(packed) * scale.float()[..., None]
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         if self.encoder:
@@ -247,18 +205,20 @@ class CommVQCodec(Codec):
     def _codebook_by_heads(self) -> torch.Tensor:
         return self.encoder["codebook"].unflatten(1, (self.context.heads, -1)).transpose(0, 1)
 
-    def _encode_bits(self, x: torch.Tensor) -> Fields:
+    def _encode_bits(self, x: torch.Tensor, backend: Backend) -> Fields:
         """Bits of whole tokens, an equal share of them stored with each head; a scalar per head and token."""
         token = x.transpose(1, 2).flatten(2)
         norm = token.norm(dim=-1)
         weights = {name: tensor.float() for name, tensor in self.encoder.items()}
         hidden = token / norm.clamp_min(1e-30)[..., None] @ weights["weight1"].mT + weights["bias1"]
-        bits = torch.nn.functional.gelu(hidden) @ weights["weight2"].mT + weights["bias2"] > 0
-        stored = bits.unflatten(2, (self.context.heads, -1)).transpose(1, 2)
-        point = self.map_output(bits[:, None].float())
+        signs = torch.nn.functional.gelu(hidden) @ weights["weight2"].mT + weights["bias2"]
+        point = self.map_output((signs > 0)[:, None].float())
         usual = norm[:, None].expand(x.shape[:3])
         own = usual if self.scalar == "norm" else x.norm(dim=-1)
-        return *packing.pack(stored, 1), self._scale(x / own.clamp_min(1e-30)[..., None], point, own, usual)
+        stored = quantizer(backend, packing.pack_signs, None, "pack_signs")(
+            signs.unflatten(2, (self.context.heads, -1))
+        )
+        return stored.transpose(1, 2), self._scale(x / own.clamp_min(1e-30)[..., None], point, own, usual)
 
     def _bits(self, fields: Fields) -> torch.Tensor:
         """All bits of each token, float32 `[B, T, bits]`."""

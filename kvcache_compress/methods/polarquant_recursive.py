@@ -14,6 +14,7 @@ import torch
 from pydantic import field_validator
 
 from .. import polar_tree
+from ..backend import quantizer
 from ..centring import Center, chosen_center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from ..layout import Field
@@ -168,12 +169,8 @@ class PolarQuantRecursiveCodec(Codec):
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
         y = self._to_code_space(x.float(), self.mean)
-        if backend == "triton":
-            from ..triton_kernels.polarquant_recursive_encode import encode
-
-            planes, energy, cross = encode(y, self.tree, self._ready_books())
-        else:
-            planes, energy, cross = polar_tree.encode(y, self.tree, self._ready_books())
+        encode = quantizer(backend, polar_tree.encode, "polarquant_recursive_encode", "quantize_tree")
+        planes, energy, cross = encode(y, self.tree, self._ready_books())
         if self.scalar == "unbiased":
             radii = energy / cross.clamp_min(1e-30)
         else:
@@ -232,15 +229,10 @@ class PolarQuantRecursiveCodec(Codec):
     def build_cpu_side(self) -> CPUSide:
         from ..cpu_kernels.operands import cpu_side
 
-        options = [
-            number
-            for level in self.tree.levels
-            for number in (level.bits, level.count, level.field, level.offset, level.words, level.base)
-        ]
         tables = [book.points for book in self._ready_books()]
         if self.radius_table is not None:
             tables.append(self.radius_table)
-        return cpu_side("tree", options, tables, self.basis[None], self.mean)
+        return cpu_side("tree", self.tree.places, tables, self.basis[None], self.mean)
 
     def constants(self) -> dict[str, torch.Tensor]:
         held: dict[str, torch.Tensor] = {"basis": self.basis}

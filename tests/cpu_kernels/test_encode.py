@@ -7,26 +7,45 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from commvq_files import codebook_file
 from encode_cases import SIDES, assert_equal_fields, last_places, unit_vectors
-from method_cases import half_layout
+from method_cases import half_layout, random_track
 from small_model import method_config, small_model
 
-from kvcache_compress import CompressedCache, scalar
-from kvcache_compress.codec import Codec
+from kvcache_compress import CompressedCache, additive, polar_tree, scalar
+from kvcache_compress.codec import Codec, Side
+from kvcache_compress.commvq_file import CENTRES, rounds_for
 from kvcache_compress.config import load_config, preset_names
-from kvcache_compress.cpu_kernels import encode
+from kvcache_compress.cpu_kernels import build, encode
 from kvcache_compress.lloyd_max import lloyd_max_levels, uniform_levels
 from kvcache_compress.methods import kivi, polarquant_rope
+from kvcache_compress.packing import pack_signs
+from kvcache_compress.polar_codebooks import offline_codebook, online_codebook
 
 pytestmark = pytest.mark.usefixtures("built")
 
-IN_CPP = ("turboquant", "kivi", "qjl", "polarquant_rope")
+IN_CPP = ("turboquant", "kivi", "qjl", "polarquant_rope", "polarquant_recursive", "commvq")
 CASES = [entry for entry in SIDES if entry[0] in IN_CPP]
+
+
+def with_codebooks(part: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
+    """A preset of CommVQ with a file as large as the user's."""
+    bits = part["bits"]
+
+    def options(head_dim: int) -> dict[str, Any]:
+        keys, values = (rounds_for(bits, side, head_dim, 1) for side in get_args(Side))
+        encoder_bits = round(2 * bits * head_dim) if part.get("scalar") == "norm" else 0
+        return {**part, "codebooks": codebook_file(head_dim, 1, (keys, CENTRES), (values, CENTRES), encoder_bits)}
+
+    return options
+
+
 for _name in preset_names():
     for _side in ("keys", "values"):
         _part = load_config(_name).model_dump()[_side]
         _method = _part.pop("method")
-        CASES += [(_method, _part, _side)] if _method in IN_CPP else []
+        if _method in IN_CPP:
+            CASES.append((_method, with_codebooks(_part) if _method == "commvq" else _part, _side))
 
 
 @pytest.mark.parametrize("bits", range(1, 7))
@@ -95,6 +114,88 @@ def test_pairs(pairs: int, angle_bits: int, radius_bits: int) -> None:
     assert_equal_fields(encode.quantize_pairs(turns, steps, angle_bits, radius_bits), expected)
 
 
+@pytest.mark.parametrize("bits", [(4, 3, 2), (2,), (6, 5, 4, 1), (3, 2, 3)])
+@pytest.mark.parametrize("dim", [32, 48, 64, 80, 96, 112, 128, 256])
+def test_tree(dim: int, bits: tuple[int, ...]) -> None:
+    """Online codebooks, whose boundaries are nowhere in particular; zeros, and numbers that are none."""
+    levels = polar_tree.full_depth(dim)
+    bits = (bits + bits[-1:] * levels)[:levels]
+    tree = polar_tree.polar_tree(dim, bits)
+    y = torch.randn(2, 3, 37, dim, generator=torch.Generator().manual_seed(dim))
+    found = zip(bits, polar_tree.angles(y, levels), strict=True)
+    books = tuple(online_codebook(angles.flatten(), own, i == 0, 0) for i, (own, angles) in enumerate(found))
+    y[0, 0, 3], y[0, 1, 4, : dim // 2], y[1, 1, 5, 7] = 0.0, 0.0, torch.nan
+    ours, theirs = encode.quantize_tree(y, tree, books), polar_tree.encode(y, tree, books)
+    assert_equal_fields(ours[0], theirs[0])
+    for mine, yours in zip(ours[1:], theirs[1:], strict=True):
+        assert torch.equal(mine.nan_to_num(7.0), yours.nan_to_num(7.0))
+        assert mine.isnan().any()
+
+
+@pytest.mark.parametrize("bits", [1, 4, 6])
+def test_angles_on_boundaries(bits: int) -> None:
+    """All boundaries of the circle and their neighbours among the numbers, either way round."""
+    book = offline_codebook(1, bits)
+    tree = polar_tree.polar_tree(32, (bits,))
+    cos, sin = book.bounds.unbind(-1)
+    near = [cos, cos.nextafter(2 * cos), cos.nextafter(0 * cos), -cos]
+    x, y = torch.cat(near), torch.cat([sin, sin, sin.nextafter(2 * sin), -sin])
+    pairs = torch.stack([x, y]).unflatten(1, (-1, min(16, len(x))))
+    pairs = torch.nn.functional.pad(pairs, (0, 16 - pairs.shape[-1]))
+    z = torch.cat([*pairs], -1)
+    assert_equal_fields(encode.quantize_tree(z, tree, (book,))[0], polar_tree.encode(z, tree, (book,))[0])
+
+
+@pytest.mark.parametrize("centres", [2, 4, 8, 64])
+@pytest.mark.parametrize("pairs", [5, 32])
+def test_nearest_pairs(pairs: int, centres: int) -> None:
+    """Codes and what is left, to the bit; with ties, zeros, and numbers that are none."""
+    generator = torch.Generator().manual_seed(centres)
+    z, rows = (torch.randn(2, 3, count, 2 * pairs, generator=generator) for count in (50, 2 * centres))
+    costs = torch.randn(2, 3, centres, centres, generator=generator)
+    rows[0, 1, 1], rows[1, 2], costs[0, 1], costs[1, 2] = rows[0, 1, 0], 0.0, 1.0, 0.0
+    spoil(z)
+    assert_equal_steps(encode.complex_step(z, rows, costs), additive.complex_step(z, rows, costs))
+
+
+@pytest.mark.parametrize("centres", [2, 4, 8, 64, 256])
+@pytest.mark.parametrize("width", [10, 48, 64])
+def test_nearest_rows(width: int, centres: int) -> None:
+    generator = torch.Generator().manual_seed(centres)
+    x, rows = (torch.randn(2, 3, count, width, generator=generator) for count in (50, centres))
+    costs = torch.randn(2, 3, centres, generator=generator)
+    rows[0, 1, 1], rows[1, 2], costs[0, 1], costs[1, 2] = rows[0, 1, 0], 0.0, 1.0, 0.0
+    spoil(x)
+    assert_equal_steps(encode.real_step(x, rows, costs), additive.real_step(x, rows, costs))
+
+
+def spoil(x: torch.Tensor) -> None:
+    """Some vectors of `x` `[2, 3, 50, w]` hold zeros or what is no number."""
+    x[0, 0, 3], x[0, 1, 4, 2], x[1, 1, 5, 0], x[1, 2, 6, 1] = 0.0, torch.nan, torch.inf, -torch.inf
+
+
+def assert_equal_steps(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> None:
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bits", [1, 3, 6, 8, 10, 12])
+@pytest.mark.parametrize("count", [1, 7, 43])
+def test_runs_of_codes(bits: int, count: int) -> None:
+    codes = torch.randint(2**bits, (2, 3, 5, count), generator=torch.Generator().manual_seed(bits))
+    assert torch.equal(encode.pack_codes(codes, bits), additive.pack_codes(codes, bits))
+    strided = codes.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(encode.pack_codes(strided, bits), additive.pack_codes(codes, bits))
+
+
+@pytest.mark.parametrize("width", [8, 72, 128])
+def test_signs(width: int) -> None:
+    x = torch.randn(2, 5, 3, width, generator=torch.Generator().manual_seed(width))
+    x[0, 1, 0], x[0, 2, 1], x[1, 3, 2, 5] = 0.0, -0.0, torch.nan
+    for given in (x, x.transpose(1, 2)):
+        assert torch.equal(encode.pack_signs(given), pack_signs(given))
+
+
 @pytest.mark.parametrize("head_dim", [64, 96])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("method", "options", "side"), CASES)
@@ -105,12 +206,12 @@ def test_codecs_encode_alike(
     x = torch.randn(2, 2, 256, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     x[0, 1, 5] = 0.0
     codec.prepare(x)
-    part = x[:, :, 64:192]
-    expected = codec.encode(part)
-    assert_equal_fields(codec.encode(part, backend="cpp"), expected)
+    part, rope = x[:, :, 64:192], random_track(half_layout(head_dim), 2, 256).read(64, 192)
+    expected = codec.encode(part, rope)
+    assert_equal_fields(codec.encode(part, rope, "cpp"), expected)
     for strided in (part.transpose(1, 2).contiguous().transpose(1, 2), part.mT.contiguous().mT):
-        assert_equal_fields(codec.encode(strided, backend="cpp"), expected)
-    empty = codec.encode(part[:0], backend="cpp")
+        assert_equal_fields(codec.encode(strided, rope, "cpp"), expected)
+    empty = codec.encode(part[:0], (rope[0][:0], rope[1][:0]), "cpp")
     assert [(x.shape, x.dtype) for x in empty] == [(x[:0].shape, x.dtype) for x in expected]
 
 
@@ -135,13 +236,15 @@ def test_codes_do_not_depend_on_threads() -> None:
         ("kivi", ["quantize_groups"] * 2),
         ("qjl", ["quantize_levels", "quantize_groups"]),
         ("polarquant_rope", ["quantize_pairs", "quantize_levels"]),
+        ("polarquant_recursive", ["quantize_tree"] * 2),
+        ("commvq", ["complex_step"] * 3 + ["pack_codes"] + ["real_step"] * 5 + ["pack_codes"]),
     ],
 )
 @pytest.mark.parametrize("grad", [False, True])
 def test_caches_take_it(method: str, taken: list[str], grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt, and the chunk that leaves the recent window later; not where torch is asked for."""
     calls: list[str] = []
-    for name in ("quantize_levels", "quantize_groups", "quantize_pairs"):
+    for name in set(taken):
         monkeypatch.setattr(encode, name, _counted(name, getattr(encode, name), calls))
     config, model = {**method_config(method), "sink_tokens": 4, "recent_tokens": 8}, small_model()
     packed = {}
@@ -166,7 +269,13 @@ def _counted(name: str, function: Callable[..., Any], calls: list[str]) -> Calla
 
 def test_what_does_not_fit_is_refused() -> None:
     levels, z, norm = lloyd_max_levels(64, 4).float(), torch.randn(3, 64), torch.rand(3)
+    tree, book, cpp = polar_tree.polar_tree(32, (4,)), offline_codebook(1, 3), build.operators()
     for message, call in {
+        "16 codes of level 1 for 64 numbers": lambda: encode.quantize_tree(z, tree, (book,)),
+        "points for 4 bits": lambda: encode.quantize_tree(z[:, :32], tree, (book,)),
+        "4 products of 3 vectors with 2 rows": lambda: cpp.subtract_nearest_row(z, z[0, :4], norm[:2], z[:2]),
+        "2 costs of 2 centres": lambda: cpp.subtract_nearest_pair(z, z[0, :12], norm[:2], z.repeat(2, 1)[:4]),
+        "codes of 1 to 31 bits": lambda: encode.pack_codes(z.long(), 32),
         "2 norms for 192 numbers": lambda: encode.quantize_levels(z, norm[:2], levels, 4, "norm"),
         "16 levels for 3 bits": lambda: encode.quantize_levels(z, norm, levels, 3, "norm"),
         "1 to 6 bits": lambda: encode.quantize_levels(z, norm, torch.randn(128), 7, "norm"),

@@ -91,6 +91,8 @@ def test_search_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(additive, "CHUNK", 4000)
     assert additive._chunk(torch.empty(2, 1, 16, 16)) < 50
     assert torch.equal(additive.complex_encode(z, books), whole)
+    monkeypatch.setattr(additive, "BLOCK", 2 * 8 * 20)
+    assert torch.equal(additive.complex_encode(z, books), whole)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8, 10, 12])
@@ -117,7 +119,7 @@ def test_points_of_the_codebook_come_back(make_codec: Make) -> None:
     codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=str(path))
     generator = torch.Generator().manual_seed(0)
     index = torch.randint(4096, (HEADS, 1, 48, 1), generator=generator)
-    z = codec._by_token(codec._points(index), torch.empty(2, HEADS, 24))
+    z = codec._books().by_token(codec._books().points(index), torch.empty(2, HEADS, 24))
     z = z / z.norm(dim=-1, keepdim=True) * (torch.rand(2, HEADS, 24, 1, generator=generator) * 50 + 1)
     rope = random_track(half_layout(64), 2, 24).read(0, 24)
     x = half_layout(64).rotate(half_layout(64).join(z[..., ::2], z[..., 1::2]), rope)
@@ -150,7 +152,7 @@ def test_codebooks_commute_with_every_rotation(make_codec: Make, name: str) -> N
     config = ROPES[name]
     layout, embed = rope_layout(config, 64), rotary_embedding(config)
     codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=codebook_file(64, key_shape=(4, 64)))
-    books = codec._float_books()  # [H, 1, R, N, pairs, 2]
+    books = codec._books().widened()  # [H, 1, R, N, pairs, 2]
     codes = torch.randint(64, (HEADS, 1, 50, 4, 2), generator=torch.Generator().manual_seed(0))
 
     def turned(points: torch.Tensor, factors: Any) -> torch.Tensor:
