@@ -19,6 +19,9 @@ from kvcache_compress.eval.cells import Cell
 BUDGETS = (1.5, 2.5, 3.5, 4.5, 6.5, 8.5)
 """Bits per number for which a cache is recommended: those of the usual names, and half a bit for scales."""
 
+VERSIONS = ("kvcache_compress", "torch", "transformers")
+"""Packages of which all cells of a benchmark should have had the same."""
+
 FULL_BITS = 16
 MISSING = "–"
 FAILED = "failed"
@@ -129,6 +132,10 @@ class Table:
         """The uncompressed cache."""
         return next((row for row in self.rows if row.lossless), None)
 
+    def cells(self, column: Column) -> list[Cell]:
+        """All of a benchmark, in the order of the rows."""
+        return [row.cells[column.name] for row in self.rows if column.name in row.cells]
+
     def difference(self, row: Row, column: Column) -> float | None:
         """Main score minus the full cache's; None for the full cache itself, and where either is missing."""
         full = self.full
@@ -198,8 +205,7 @@ class Table:
 
     def score_names(self, column: Column) -> list[str]:
         """All scores of a benchmark, the main one first."""
-        cells = [row.cells[column.name] for row in self.rows if column.name in row.cells]
-        names = dict.fromkeys(name for cell in cells for name in cell.scores)
+        names = dict.fromkeys(name for cell in self.cells(column) for name in cell.scores)
         return sorted(names, key=lambda name: name != column.main_score)
 
     @property
@@ -213,6 +219,9 @@ class Table:
             notes.append("In brackets: the difference from the full cache.")
         if any(column.name not in row.cells for row in self.rows for column in self.columns):
             notes.append(f"{MISSING} was not measured.")
+        for column in self.columns:
+            reasons = dict.fromkeys(reason for cell in self.cells(column) for reason in cell.skipped)
+            notes += [f"{column.name}, skipped: {reason}" for reason in reasons]
         return notes
 
     @property
@@ -231,12 +240,12 @@ class Table:
         """Benchmarks whose cells do not compare, because they come from runs of unlike settings."""
         doubts = []
         for column in self.columns:
-            cells = [row.cells[column.name] for row in self.rows if column.name in row.cells]
-            done = [cell for cell in cells if cell.error is None]
+            done = [cell for cell in self.cells(column) if cell.error is None]
             settings = {
                 "options": {json.dumps(cell.benchmark["options"], sort_keys=True) for cell in done},
                 "seeds": {str(cell.seed) for cell in done},
                 "numbers of samples": {str(cell.samples) for cell in done},
+                **{f"versions of {name}": {str(cell.versions.get(name)) for cell in done} for name in VERSIONS},
             }
             unlike = [name for name, values in settings.items() if len(values) > 1]
             if unlike:
