@@ -17,6 +17,12 @@ TINY = Shape(4, 2, 64)
 NAN = float("nan")
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """In 16 bits the error of so few numbers varies by a tenth, and comes near to what is allowed."""
+    torch.manual_seed(0)
+
+
 def test_plain_attention_is_attention() -> None:
     query, keys, values = torch.randn(2, 4, 64), torch.randn(2, 2, 37, 64), torch.randn(2, 2, 37, 32)
     expected = torch.nn.functional.scaled_dot_product_attention(
@@ -66,9 +72,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> Mock:
 def test_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> None:
     """What is not finite in any row, however few are compared."""
     timed = spoil(monkeypatch, row, factor)
-    full, ours = decode.measure_decode(["kivi-2bit"], {"tiny": TINY}, [3], [64], CPU, 1)
+    full, ours = decode.measure_decode(["kivi-2bit"], {"tiny": TINY}, [3], [64], CPU, 1, torch.float32)
     assert (full.error, full.milliseconds) == (None, 1.0)
-    assert 0 < (full.attention_error or 0) < 3e-3
+    assert 0 < (full.attention_error or 0) < 1e-5
     assert "attention differs by" in str(ours.error)
     assert ours.milliseconds is None
     timed.assert_called_once()
@@ -77,8 +83,8 @@ def test_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch, row: int,
 @pytest.mark.parametrize("name", ["turboquant-2.5bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit"])
 def test_right_attention_is_timed(name: str) -> None:
     """By random codes, in the batch's last rows too, with positions where a method has them."""
-    found = decode.compressed_time(name, "tiny", TINY, 3, 128, CPU, torch.bfloat16, 1)
-    assert 0 < (found.attention_error or 0) < 3e-3
+    found = decode.compressed_time(name, "tiny", TINY, 3, 128, CPU, torch.float32, 1)
+    assert 0 < (found.attention_error or 0) < 1e-5
     assert found.milliseconds
 
 

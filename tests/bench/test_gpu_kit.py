@@ -25,6 +25,12 @@ CPU = torch.device("cpu")
 TINY = {"tiny": Shape(4, 2, 64)}
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """In 16 bits the error of so few numbers varies by a tenth, and comes near to what is allowed."""
+    torch.manual_seed(0)
+
+
 def test_the_kit_in_small(tmp_path: Path) -> None:
     output = tmp_path / "new" / "gpu.json"
     command = [sys.executable, "benchmarks/gpu.py", "--small", "--output", str(output), "--preset", "turboquant-4bit"]
