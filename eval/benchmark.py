@@ -79,6 +79,10 @@ class Benchmark(BaseModel, abc.ABC):
             OSError: data that cannot be read or fetched.
         """
 
+    def skipped(self, model: PreTrainedModel) -> list[str]:
+        """What was asked for and has no samples with this model, and why."""
+        return []
+
     @abc.abstractmethod
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
         """What one cache makes of one sample, by one call of `run.forced` or `run.generate`."""

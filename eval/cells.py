@@ -35,6 +35,7 @@ class Cell:
         seed: set before each sample.
         digest: of all of the above that decides about results.
         error: why there are no scores; None for a finished cell.
+        skipped: what of the benchmark has no samples with this model, and why.
         scores: what the benchmark's `summarize` gave.
         samples: how many were scored.
         packed_tokens: tokens per sequence stored compressed after the prompt: `least`, `mean` and `most` over samples.
@@ -57,6 +58,7 @@ class Cell:
     attention: str = ""
     weights: str = ""
     error: str | None = None
+    skipped: list[str] = dataclasses.field(default_factory=list)
     scores: dict[str, float] = dataclasses.field(default_factory=dict)
     samples: int = 0
     packed_tokens: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -110,11 +110,13 @@ def load(
 
 
 def show(cells: Sequence[Cell]) -> None:
-    """The table of one benchmark on stdout, failed cells on stderr."""
+    """The table of one benchmark and what it skipped on stdout, failed cells on stderr."""
     done = [cell for cell in cells if cell.error is None]
     if done:
         # Where the output is no terminal, its width is unknown: the columns should not be squeezed into the usual 80.
         Console(width=None if sys.stdout.isatty() else 140).print(terminal_table(done))
+    for reason in cells[0].skipped if cells else ():
+        typer.echo(f"skipped: {reason}")
     failed: dict[str, list[str]] = {}
     for cell in cells:
         if cell.error is not None:

@@ -14,7 +14,8 @@ from markupsafe import Markup
 from kvcache_compress.eval.cells import Cell
 from kvcache_compress.eval.drawing import Plot
 from kvcache_compress.eval.plots import Grid, needle_grids, needle_scale, scale_color
-from kvcache_compress.eval.tables import BUDGETS, FAILED, FULL_BITS, MISSING, Bits, Column, Row, Table
+from kvcache_compress.eval.table_parts import Column, Row
+from kvcache_compress.eval.tables import BUDGETS, FAILED, FULL_BITS, MISSING, Bits, Table
 
 _SMALL_GRID = 6
 """Columns up to which a heat map's squares have room for their figure."""

@@ -42,12 +42,12 @@ from kvcache_compress.eval.haystack import haystack_words, hide
 from kvcache_compress.eval.prefill import CacheRun
 from kvcache_compress.eval.samples import (
     as_chat,
-    check_fits,
     force_answer,
     generate_text,
     spaced,
     split_ids,
     text_ids,
+    too_long,
 )
 
 Mode = Literal["needle", "passkey"]
@@ -90,7 +90,8 @@ class Needle(Benchmark):
 
     Attributes:
         mode: what is hidden: a sentence, or random digits.
-        lengths: tokens of the whole prompt; each prompt has as many, or a few less, as it is cut at a word.
+        lengths: tokens of the whole prompt; each prompt has as many, or a few less, as it is cut at a word. Lengths
+            beyond the model's positions are skipped, and named.
         depths: where the needle is, between two sentences: 0 before the first, 1 after the last.
         haystack: folder of .txt files; sentences of our own, made from the seed, when None.
         needle, question, answer: own wording, together. `{answer}` in the needle stands for the answer, which the
@@ -136,14 +137,22 @@ class Needle(Benchmark):
         return self
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        for length in self.lengths:
-            check_fits(model, length + self.max_new_tokens, f"lengths={length}")
+        fitting = [length for length in self.lengths if self._too_long(model, length) is None]
+        if not fitting:
+            raise ValueError("; ".join(self.skipped(model)))
         return [
             self._sample(tokenizer, length, depth, repeat)
             for repeat in range(self.repeats)
-            for length in self.lengths
+            for length in fitting
             for depth in self.depths
         ]
+
+    def skipped(self, model: PreTrainedModel) -> list[str]:
+        """Lengths beyond the model's positions."""
+        return [why for length in self.lengths if (why := self._too_long(model, length)) is not None]
+
+    def _too_long(self, model: PreTrainedModel, length: int) -> str | None:
+        return too_long(model, length + self.max_new_tokens, f"lengths={length}")
 
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
         place = {"length": sample.data["length"], "depth": sample.data["depth"]}

@@ -21,7 +21,8 @@ from kvcache_compress.eval.drawing import (
     shortened,
     style,
 )
-from kvcache_compress.eval.tables import Bits, Column, Point, Row, Table
+from kvcache_compress.eval.table_parts import Column, Point, Row
+from kvcache_compress.eval.tables import Bits, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

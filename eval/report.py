@@ -22,7 +22,8 @@ import typer
 from kvcache_compress.eval.cells import Cell, read_cells
 from kvcache_compress.eval.drawing import require_matplotlib
 from kvcache_compress.eval.results import write_atomically
-from kvcache_compress.eval.tables import FAILED, MISSING, Column, Row, Table, tables
+from kvcache_compress.eval.table_parts import Column, Row
+from kvcache_compress.eval.tables import FAILED, MISSING, Table, tables
 
 __all__ = ["tables", "to_csv", "to_markdown", "write_report"]
 

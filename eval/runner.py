@@ -145,9 +145,9 @@ class Runner:
         scores = {"main_score": benchmark.main_score, "higher_is_better": benchmark.higher_is_better}
         cache = {"name": spec.name, "lossless": spec.lossless, "config": plain(spec.description)}
         digest = digest_of(**self._model, benchmark=kind, cache=cache["config"], seed=self.seed)
-        return Cell(
-            **self._model, benchmark={"name": name, **kind, **scores}, cache=cache, seed=self.seed, digest=digest
-        )
+        about = {"name": name, **kind, **scores}
+        skipped = benchmark.skipped(self.model)
+        return Cell(**self._model, benchmark=about, cache=cache, seed=self.seed, digest=digest, skipped=skipped)
 
     def _work(self, head: Cell, spec: CacheSpec) -> _Work:
         """A cell's records so far; an error where its file holds something else."""

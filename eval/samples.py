@@ -120,7 +120,8 @@ def as_chat(tokenizer: PreTrainedTokenizerBase, context: str, question: str, ans
     """A user's message in the tokenizer's chat template: what stands before the question, and the rest.
 
     The rest goes on after the question up to the start of the assistant's answer, `answer_prefix`. Both are to be
-    tokenized without further special tokens.
+    tokenized without further special tokens. Thinking is switched off where a template has it (`enable_thinking`, as
+    Qwen3's), since the answer is to follow at once.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -128,7 +129,7 @@ def as_chat(tokenizer: PreTrainedTokenizerBase, context: str, question: str, ans
     if not tokenizer.chat_template:
         raise ValueError("chat_template=True: allowed only with a tokenizer that has a chat template")
     message = [{"role": "user", "content": context + question}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     start = text.rindex(question.strip())
     return text[:start], text[start:] + answer_prefix
 
@@ -140,9 +141,16 @@ def spaced(before: str, after: str) -> str:
 
 def check_fits(model: PreTrainedModel, tokens: int, what: str) -> None:
     """Raises ValueError for more tokens than the model has positions for."""
+    if (problem := too_long(model, tokens, what)) is not None:
+        raise ValueError(problem)
+
+
+def too_long(model: PreTrainedModel, tokens: int, what: str) -> str | None:
+    """That there are more tokens than the model has positions for, where there are."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and tokens > positions:
-        raise ValueError(f"{what}: {tokens} tokens with the answer; allowed at most {positions}, the model's positions")
+    if positions is None or tokens <= positions:
+        return None
+    return f"{what}: {tokens} tokens with the answer; allowed at most {positions}, the model's positions"
 
 
 @dataclass(frozen=True)

@@ -15,100 +15,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvcache_compress.eval.cells import Cell
+from kvcache_compress.eval.table_parts import Column, Failure, Point, Row
 
 BUDGETS = (1.5, 2.5, 3.5, 4.5, 6.5, 8.5)
 """Bits per number for which a cache is recommended: those of the usual names, and half a bit for scales."""
+
+VERSIONS = ("kvcache_compress", "torch", "transformers")
+"""Packages of which all cells of a benchmark should have had the same."""
 
 FULL_BITS = 16
 MISSING = "–"
 FAILED = "failed"
 
 Bits = Literal["packed_bits", "all_bits"]
-
-
-@dataclass(frozen=True)
-class Column:
-    """A benchmark: its name, kind, main score, and whether more of it is better. `peak` is the largest score."""
-
-    name: str
-    kind: str
-    main_score: str
-    higher_is_better: bool
-    peak: float
-
-    @property
-    def digits(self) -> int:
-        """Decimals of its scores: KL needs four, shares three, points out of 100 two."""
-        if not self.higher_is_better:
-            return 4
-        return 3 if self.peak < 10 else 2
-
-    def text(self, score: float) -> str:
-        return f"{score:.{self.digits}f}"
-
-    def difference_text(self, difference: float) -> str:
-        """With its sign; ±0 for what the decimals shown do not tell from zero."""
-        rounded = round(difference, self.digits)
-        return f"{rounded:+.{self.digits}f}".replace("-", "−") if rounded else "±0"
-
-    @property
-    def label(self) -> str:
-        """The main score in words."""
-        return "KL" if self.main_score == "kl" else self.main_score.replace("_", " ")
-
-    @property
-    def heading(self) -> str:
-        return f"{self.name}: {self.label} {'↑' if self.higher_is_better else '↓'}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A cache.
-
-    Attributes:
-        number: of the row, from 1 on; plots use it.
-        family: what the cache is built on: the method, the peer's backend, or the beginning of its name.
-        lossless: it compresses nothing on purpose.
-        packed_bits, all_bits: bits per compressed number and per number of the whole cache, in the benchmark
-            `measured_in`: the leading one, or the first that the cache has finished. None if there is none.
-        packed_tokens: least number of tokens that were stored compressed in any sample of any finished benchmark.
-        cells: by benchmark.
-    """
-
-    number: int
-    cache: str
-    family: str
-    lossless: bool
-    packed_bits: float | None
-    all_bits: float | None
-    measured_in: str | None
-    packed_tokens: int | None
-    cells: dict[str, Cell]
-
-    def score(self, column: Column) -> float | None:
-        """Main score; None for a failed or missing cell, or a score that is no number."""
-        cell = self.cells.get(column.name)
-        score = None if cell is None or cell.error is not None else cell.score
-        return score if score is not None and math.isfinite(score) else None
-
-
-@dataclass(frozen=True)
-class Point:
-    """A cache in a plot of bits against `value`, a score or its difference; `on_front` if none is better in both."""
-
-    row: Row
-    bits: float
-    value: float
-    on_front: bool = False
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An error and the caches that failed with it in one benchmark."""
-
-    benchmark: str
-    caches: list[str]
-    message: str
 
 
 @dataclass(frozen=True)
@@ -128,6 +47,10 @@ class Table:
     def full(self) -> Row | None:
         """The uncompressed cache."""
         return next((row for row in self.rows if row.lossless), None)
+
+    def cells(self, column: Column) -> list[Cell]:
+        """All of a benchmark, in the order of the rows."""
+        return [row.cells[column.name] for row in self.rows if column.name in row.cells]
 
     def difference(self, row: Row, column: Column) -> float | None:
         """Main score minus the full cache's; None for the full cache itself, and where either is missing."""
@@ -198,8 +121,7 @@ class Table:
 
     def score_names(self, column: Column) -> list[str]:
         """All scores of a benchmark, the main one first."""
-        cells = [row.cells[column.name] for row in self.rows if column.name in row.cells]
-        names = dict.fromkeys(name for cell in cells for name in cell.scores)
+        names = dict.fromkeys(name for cell in self.cells(column) for name in cell.scores)
         return sorted(names, key=lambda name: name != column.main_score)
 
     @property
@@ -213,6 +135,9 @@ class Table:
             notes.append("In brackets: the difference from the full cache.")
         if any(column.name not in row.cells for row in self.rows for column in self.columns):
             notes.append(f"{MISSING} was not measured.")
+        for column in self.columns:
+            reasons = dict.fromkeys(reason for cell in self.cells(column) for reason in cell.skipped)
+            notes += [f"{column.name}, skipped: {reason}" for reason in reasons]
         return notes
 
     @property
@@ -231,12 +156,12 @@ class Table:
         """Benchmarks whose cells do not compare, because they come from runs of unlike settings."""
         doubts = []
         for column in self.columns:
-            cells = [row.cells[column.name] for row in self.rows if column.name in row.cells]
-            done = [cell for cell in cells if cell.error is None]
+            done = [cell for cell in self.cells(column) if cell.error is None]
             settings = {
                 "options": {json.dumps(cell.benchmark["options"], sort_keys=True) for cell in done},
                 "seeds": {str(cell.seed) for cell in done},
                 "numbers of samples": {str(cell.samples) for cell in done},
+                **{f"versions of {name}": {str(cell.versions.get(name)) for cell in done} for name in VERSIONS},
             }
             unlike = [name for name, values in settings.items() if len(values) > 1]
             if unlike:

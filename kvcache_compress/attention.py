@@ -26,6 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import CompressedCache
+from .chunk import ChunkKV
 from .config import CompressionConfig, load_config
 from .layer import ATTENTION_NAME, CompressedLayer
 from .view import MAX_DECODE_TOKENS, PackedKV
@@ -84,13 +85,20 @@ def attention_forward(
     ):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return key.attend(query, attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux")), None
-    dense_key = key.dense() if isinstance(key, PackedKV) else key
-    dense_value = value.dense() if isinstance(value, PackedKV) else value
+    dense_key, dense_value, mask = _decoded(key, value, attention_mask)
     previous = _previous_attention(module)
     with _under_previous_name(module.config):
-        return previous(
-            module, query, dense_key, dense_value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
+        return previous(module, query, dense_key, dense_value, mask, scaling=scaling, dropout=dropout, **kwargs)
+
+
+def _decoded(
+    key: torch.Tensor | PackedKV, value: torch.Tensor | PackedKV, mask: Any
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """What the previous attention gets: of a chunk without the room that is left, where its mask can do without."""
+    if isinstance(key, ChunkKV) and isinstance(value, ChunkKV) and (mask is None or isinstance(mask, torch.Tensor)):
+        return key.there(mask)
+    both = (side.dense() if isinstance(side, PackedKV) else side for side in (key, value))
+    return *both, mask
 
 
 @contextmanager

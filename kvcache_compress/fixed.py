@@ -16,6 +16,7 @@ import torch
 
 from . import ops
 from .checks import not_packable
+from .chunk import ChunkKV
 from .codec import Side
 from .fixed_step import FULL, StepBuffers, Windows
 from .layer import CompressedLayer
@@ -125,19 +126,24 @@ class FixedCapacityLayer(CompressedLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | PackedKV, torch.Tensor | PackedKV]:
-        """As in the base class, except that dense tensors have `max_cache_len` tokens, the last of them zero."""
+        """As in the base class, except that all has `max_cache_len` tokens, the last of them zero: as masks have."""
         if torch.compiler.is_compiling():
             step = self._is_step(key_states)
             updated = self._update_when_run(key_states, value_states)
             if step:
                 self.cumulative_length.add_(key_states.shape[2])
             return updated
-        if not self.fused or key_states.shape[2] > MAX_DECODE_TOKENS:
+        if not self.fused:
             dense = self.dense_step(key_states, value_states)
             self.cumulative_length.copy_(self._buffers.length)
             return dense
-        self._store(key_states, value_states, self.cumulative_length)
+        keys, values = self._store(key_states, value_states, counting=True)
+        if key_states.shape[2] > MAX_DECODE_TOKENS:
+            return self._chunk(keys, values, "keys"), self._chunk(keys, values, "values")
         return self.view("keys"), self.view("values")
+
+    def _chunk(self, keys: SideSegments, values: SideSegments, side: Side) -> ChunkKV:
+        return ChunkKV(keys, values, side, self.backend, self.max_cache_len)
 
     def _is_step(self, key_states: torch.Tensor) -> bool:
         batch, _, tokens, _ = key_states.shape
@@ -145,18 +151,18 @@ class FixedCapacityLayer(CompressedLayer):
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[SideSegments, SideSegments]:
         """As in the base class. The segments of a step are `view`'s; those of a prompt hold its tokens as given."""
-        return self._store(key_states, value_states, None)
+        return self._store(key_states, value_states, counting=False)
 
     def _store(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, total: torch.Tensor | None
+        self, key_states: torch.Tensor, value_states: torch.Tensor, counting: bool
     ) -> tuple[SideSegments, SideSegments]:
-        """`store`, after which `total` int64 `[]` is the number of tokens."""
+        """`store`; `counting` has a step count its tokens, which compiled code does itself."""
         self._check_shapes(key_states, value_states)
         fresh: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
         if self._is_step(key_states):
             self._widen(fresh)
             self._freeze()
-            self._step(fresh, total)
+            self._step(fresh, self.cumulative_length if counting else None)
             keys, values = (self._slots_of(side) for side in fresh)
             return keys, values
         self._thaw()
@@ -168,8 +174,6 @@ class FixedCapacityLayer(CompressedLayer):
         segments = super().store(key_states, value_states)
         self._settle()
         self._freeze()
-        if total is not None:
-            total.copy_(self._buffers.length)
         return segments
 
     def _widen(self, fresh: dict[Side, torch.Tensor]) -> None:
@@ -185,9 +189,7 @@ class FixedCapacityLayer(CompressedLayer):
         segments = self.store(key_states, value_states)
         if key_states.shape[2] <= MAX_DECODE_TOKENS:
             return self.view("keys").dense(), self.view("values").dense()
-        keys, values = (side.dense() for side in segments)
-        spare = (0, 0, 0, self.max_cache_len - keys.shape[2])
-        return torch.nn.functional.pad(keys, spare), torch.nn.functional.pad(values, spare)
+        return self._chunk(*segments, "keys").dense(), self._chunk(*segments, "values").dense()
 
     def view(self, side: Side) -> PackedKV:
         self._freeze()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
 
 from . import ops
 from .backend import resolve_backend
@@ -18,6 +16,7 @@ from .codec import Codec, CodecContext, Side
 from .config import CompressionConfig, LayerPlan, SideConfig
 from .rope import RopeLayout
 from .rope_track import RopeTrack
+from .row_operations import RowOperations
 from .side import SideState, append, crop, flush, pack
 from .view import MAX_DECODE_TOKENS, PackedKV, SideSegments
 
@@ -27,7 +26,7 @@ FLUSH_TOKENS = 32
 """Tokens that leave the recent window together, so that the cost of encoding is spread over as many steps."""
 
 
-class CompressedLayer(CacheLayerMixin):
+class CompressedLayer(RowOperations):
     """A full-attention layer's cache whose older tokens are encoded by one codec per side.
 
     New tokens go to `tail`. Once `FLUSH_TOKENS` more than `recent_tokens` are there, the oldest are encoded and
@@ -307,26 +306,3 @@ class CompressedLayer(CacheLayerMixin):
             state.apply(change)
         if self._sides:
             self.batch_size = self._sides["keys"].sinks.shape[0]
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row i of the batch becomes what row `beam_idx[i]` was."""
-        self._apply(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row of the batch `repeats` times."""
-        self._apply(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows of the batch that `indices` (integers or a boolean mask) selects."""
-        self._apply(lambda x: x[indices.to(x.device) if isinstance(indices, torch.Tensor) else indices])
-
-    def offload(self) -> None:
-        """Moves all buffers to the CPU; what a step handed out stays where it is."""
-        for state in self._sides.values():
-            state.store = copy.copy(state.store)
-        self._apply(lambda x: x.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Moves offloaded buffers back to the layer's device."""
-        if self._sides:
-            self._apply(lambda x: x.to(self.device, non_blocking=True))

@@ -11,6 +11,8 @@ import torch
 from commvq_files import CONTRACT_MODEL
 from method_cases import declared
 from small_model import METHODS, SINKS, VOCAB, method_config, mixed_config, small_model
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -199,11 +201,16 @@ def generations(model: LlamaForCausalLM, prompt: dict[str, Any], count: int, fus
     return caches
 
 
+_TRACED = (FakeTensor, FunctionalTensor)
+
+
 def live_bytes() -> int:
     """Bytes of all tensors in the process, memory that several share counted once."""
     gc.collect()
-    # `type(x)`, since a lazy object may import its module when asked for its class.
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    # `type(x)`, since a lazy object may import its module when asked for its class. What a compiler leaves of the tests
+    # before has no memory.
+    kinds = ((x, type(x)) for x in gc.get_objects())
+    tensors = [x for x, kind in kinds if issubclass(kind, torch.Tensor) and not issubclass(kind, _TRACED)]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 

@@ -16,10 +16,9 @@ import torch
 from ..backend import interpreting, load_part, on_device, resolve_backend
 from ..codec import Backend, Fields
 from ..view import PackedKV, SideSegments
+from .compare import allowed_error, attention_problem, relative_error
 from .layers import Shape, build_codec, encoded_side, middle_layer, named_config
 
-ATTENTION_BAR = 2e-3
-"""RMS of the difference relative to that of the output, beside what rounding the output to 16 bits brings."""
 CODES_BAR = 1e-3
 """Share of the stored words: where sums round differently, a number on the edge of two levels gets the other code."""
 
@@ -82,12 +81,10 @@ def check_kernels(
         with on_device(x):
             found = differing(side.codec.encode(x, rope, backend), side.codec.encode(x, rope, "torch"))
         different = max(different, found)
-    problem = None
-    if not error <= allowed:  # NaN is no number to be at most anything
-        problem = f"attention differs by {error:.1e} of its size: allowed {allowed:.1e}"
-    elif not different <= CODES_BAR:
+    problem = attention_problem(error, allowed)
+    if problem is None and not different <= CODES_BAR:
         problem = f"{different:.1e} of the stored words differ: allowed {CODES_BAR:g}"
-    elif not _appends(shape, device, dtype):
+    if problem is None and not _appends(shape, device, dtype):
         problem = "appended keys and values are not those that were given"
     return KernelCheck(cache, name, tokens, error if math.isfinite(error) else None, different, problem)
 
@@ -113,8 +110,7 @@ def _attention_error(
     for _ in _each_merge(keys, values, backend):
         for query, view, expected in calls:
             ours = view.attend(query, None, scaling, None, None)
-            rounding = _distance(expected.to(dtype), expected)
-            found.append((_distance(ours, expected), math.hypot(ATTENTION_BAR, rounding)))
+            found.append((relative_error(ours, expected), allowed_error(expected, dtype)))
     return max(found, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
 
 
@@ -135,10 +131,6 @@ def _each_merge(keys: SideSegments, values: SideSegments, backend: Backend) -> I
             seen.add(splits)
             k_side.sizes[call] = sizes._replace(split_tokens=each * tile, splits=splits)
             yield
-
-
-def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
 
 
 def differing(ours: Fields, theirs: Fields) -> float:

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..backend import BackendChoice, interpreting, resolve_backend
 from ..eval.results import error_message
 from ..view import PackedKV, SideSegments
+from .compare import compare, compare_view
 from .layers import Shape, encoded_side, middle_layer, named_config
 from .peers import PEERS, installed
 from .timing import median_ms
@@ -32,6 +33,7 @@ class DecodeTime:
         gigabytes_per_second: bytes that the layer stores over that time.
         bits: stored bits per number, everything in the layer counted; 16 or 32 where nothing is compressed.
         speedup: over `full` of the same batch and length; `bound` is what the bytes would allow.
+        attention_error: of some of its rows beside plain attention, before it was timed (`compare.py`).
         error: why there are no figures.
     """
 
@@ -44,6 +46,7 @@ class DecodeTime:
     bits: float | None = None
     speedup: float | None = None
     bound: float | None = None
+    attention_error: float | None = None
     error: str | None = None
 
 
@@ -60,6 +63,9 @@ def full_time(
     """A library's attention with grouped queries over uncompressed keys and values.
 
     `full` is PyTorch's, flash where there is one; the others are those of `PEERS`.
+
+    Raises:
+        ValueError: attention that is not right.
     """
     query = torch.randn(batch, shape.query_heads, shape.head_dim, device=device, dtype=dtype)
     size = (batch, tokens, shape.kv_heads, shape.head_dim)
@@ -67,15 +73,21 @@ def full_time(
         size = (batch, shape.kv_heads, tokens, shape.head_dim)
     keys, values = (torch.randn(size, device=device, dtype=dtype) for _ in range(2))
     attend = (_torch if library == "full" else PEERS[library])(query, keys, values)
+    # A library's own layout is `[B, T, H, D]`.
+    by_head = (keys, values) if library == "full" else (keys.transpose(1, 2), values.transpose(1, 2))
     with sdpa_kernel(BACKENDS[device.type]):
+        error = compare(
+            attend, query, lambda rows: (by_head[0][rows].float(), by_head[1][rows].float()), shape.head_dim**-0.5
+        )
         time = median_ms(attend, device, repeats)
+    bits = 8.0 * dtype.itemsize
     stored = keys.nbytes + values.nbytes
-    return DecodeTime(library, name, batch, tokens, time, stored / time / 1e6, 8.0 * dtype.itemsize)
+    return DecodeTime(library, name, batch, tokens, time, stored / time / 1e6, bits, attention_error=error)
 
 
 def _torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Callable[[], torch.Tensor]:
     attend = torch.nn.functional.scaled_dot_product_attention
-    return lambda: attend(query[:, :, None], keys, values, enable_gqa=True)
+    return lambda: attend(query[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
 
 
 def compressed_time(
@@ -91,7 +103,7 @@ def compressed_time(
     """Fused attention as a model calls it, over random codes, with the preset's dense windows beside `tokens` packed.
 
     Raises:
-        ValueError: a preset that does not fit the shape.
+        ValueError: a preset that does not fit the shape, or attention that is not right.
     """
     plan = middle_layer(named_config(preset))
     keys, values = (
@@ -106,10 +118,12 @@ def compressed_time(
     backend = resolve_backend(choice, device, (keys.codec, values.codec))
     view = PackedKV(keys, values, "keys", backend)
     query = torch.randn(batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
-    time = median_ms(lambda: view.attend(query, None, shape.head_dim**-0.5, None, None), device, repeats)
+    scaling = shape.head_dim**-0.5
+    error = compare_view(view, query, scaling)
+    time = median_ms(lambda: view.attend(query, None, scaling, None, None), device, repeats)
     size = _stored(keys) + _stored(values)
     numbers = 2 * batch * shape.kv_heads * view.shape[2] * shape.head_dim
-    return DecodeTime(preset, name, batch, tokens, time, size / time / 1e6, 8 * size / numbers)
+    return DecodeTime(preset, name, batch, tokens, time, size / time / 1e6, 8 * size / numbers, attention_error=error)
 
 
 def measure_decode(

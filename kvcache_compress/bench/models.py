@@ -14,6 +14,8 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Pre
 
 from ..attention import disable_fused_attention, enable_fused_attention
 from ..cache import CompressedCache
+from ..layer import CompressedLayer
+from .compare import compare_view
 from .layers import Shape, named_config
 
 STEPS = 32
@@ -33,6 +35,7 @@ class ModelTime:
         fill_seconds: handing keys and values of `tokens` tokens to the cache, without the model.
         cache_gib: what the filled cache holds.
         peak_gib: the device's most during decoding, weights included; None where it does not count.
+        attention_error: of a layer beside plain attention, before decoding was timed; None for `full`.
         error: why there are no figures.
     """
 
@@ -43,6 +46,7 @@ class ModelTime:
     fill_seconds: float | None = None
     cache_gib: float | None = None
     peak_gib: float | None = None
+    attention_error: float | None = None
     error: str | None = None
 
 
@@ -65,7 +69,11 @@ def random_llama(shape: Shape, layers: int, hidden: int, intermediate: int, devi
 
 
 def model_time(model: PreTrainedModel, name: str, batch: int, tokens: int) -> ModelTime:
-    """Decoding from a cache that holds `tokens` tokens: `full`, or a preset's."""
+    """Decoding from a cache that holds `tokens` tokens: `full`, or a preset's.
+
+    Raises:
+        ValueError: attention that is not right.
+    """
     with on_model(model, name):
         return _measure(model, name, cache_maker(model, name), batch, tokens)
 
@@ -116,6 +124,7 @@ def _measure(model: PreTrainedModel, name: str, make: Callable[[], Cache], batch
     ids = torch.randint(1000, (batch, 1), device=model.device)
     for _ in range(3):
         model(input_ids=ids, past_key_values=cache)
+    error = _attention_error(model, cache)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     synchronize(model)
@@ -124,7 +133,23 @@ def _measure(model: PreTrainedModel, name: str, make: Callable[[], Cache], batch
         ids = model(input_ids=ids, past_key_values=cache).logits[:, -1:].argmax(-1)
     synchronize(model)
     seconds = time.perf_counter() - begun
-    return ModelTime(name, batch, tokens, STEPS * batch / seconds, fill_seconds, held / 2**30, peak_gib(model))
+    speed = STEPS * batch / seconds
+    return ModelTime(name, batch, tokens, speed, fill_seconds, held / 2**30, peak_gib(model), error)
+
+
+def _attention_error(model: PreTrainedModel, cache: Cache) -> float | None:
+    """What attention over a layer in the middle differs by; None where the cache is not compressed.
+
+    Raises:
+        ValueError: more than is allowed.
+    """
+    layer = cache.layers[len(cache.layers) // 2]
+    if not isinstance(layer, CompressedLayer):
+        return None
+    config, view = model.config, layer.view("keys")
+    size = (view.shape[0], config.num_attention_heads, 1, config.head_dim)
+    query = torch.randn(size, device=model.device, dtype=model.dtype)
+    return compare_view(view, query, config.head_dim**-0.5)
 
 
 def fill(model: PreTrainedModel, cache: Cache, batch: int, tokens: int) -> float:

@@ -25,6 +25,12 @@ CPU = torch.device("cpu")
 TINY = {"tiny": Shape(4, 2, 64)}
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """In 16 bits the error of so few numbers varies by a tenth, and comes near to what is allowed."""
+    torch.manual_seed(0)
+
+
 def test_the_kit_in_small(tmp_path: Path) -> None:
     output = tmp_path / "new" / "gpu.json"
     command = [sys.executable, "benchmarks/gpu.py", "--small", "--output", str(output), "--preset", "turboquant-4bit"]
@@ -41,6 +47,7 @@ def test_the_kit_in_small(tmp_path: Path) -> None:
     # 128 tokens of 4.25 bits, and 16 + 64 of 16 bits.
     assert ours["bits"] == pytest.approx((128 * 4.25 + 80 * 16) / 208)
     assert ours["bound"] == pytest.approx(16 / ours["bits"])
+    assert all(0 < row["attention_error"] < 2.8e-3 for row in (full, ours, found["models"][1]))
     assert [row["cache"] for row in found["models"]] == ["full", "turboquant-4bit"]
     assert all(row["tokens_per_second"] > 0 for row in found["models"])
     assert all(row["cache_gib"] > 0 for row in found["models"])

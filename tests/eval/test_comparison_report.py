@@ -101,6 +101,28 @@ def test_cells_of_unlike_runs_are_doubted() -> None:
     assert table.doubts == ["a-needle: the cells have different seeds and numbers of samples; run them again"]
 
 
+def test_cells_of_unlike_versions_are_doubted() -> None:
+    """Of one benchmark; what another one ran with, or a peer that most cells do without, does not matter."""
+    versions = {"kvcache_compress": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "hqq": None}
+    cells = [
+        cell("full", "needle", 1.0, versions=versions),
+        cell("tq-4", "needle", 1.0, versions=versions | {"torch": "2.12.0", "transformers": "5.17.0"}),
+        cell("full", "perplexity", 0.0, versions=versions | {"kvcache_compress": "0.2.0"}),
+        cell("hqq-4", "perplexity", 0.1, versions=versions | {"kvcache_compress": "0.2.0", "hqq": "0.2.8"}),
+    ]
+    (table,) = tables(cells)
+    doubt = "a-needle: the cells have different versions of torch and versions of transformers; run them again"
+    assert table.doubts == [doubt]
+    assert doubt in to_markdown(cells)
+
+
+def test_what_was_skipped_is_told_once() -> None:
+    why = "lengths=8192: 8224 tokens with the answer; allowed at most 2048, the model's positions"
+    cells = [cell(name, "needle", 1.0, skipped=[why]) for name in ("full", "tq-4")]
+    (table,) = tables([*cells, cell("full", "perplexity", 0.0)])
+    assert [note for note in table.notes if "skipped" in note] == [f"a-needle, skipped: {why}"]
+
+
 def test_csv_parsed_back() -> None:
     lines = list(csv.DictReader(io.StringIO(to_csv(comparison()))))
     assert len(lines) == 9

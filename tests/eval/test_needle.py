@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from kvcache_compress.eval import command, haystack, needle
 from kvcache_compress.eval.benchmark import Sample, make_benchmark
 from kvcache_compress.eval.caches import full_cache, preset_cache
+from kvcache_compress.eval.cells import read_cells
 from kvcache_compress.eval.haystack import haystack_words, hide, plain_sentences, words_of
 from kvcache_compress.eval.needle import INTRODUCTION, WORDINGS, Needle, passkey_found, word_recall
 from kvcache_compress.eval.runner import Runner
@@ -200,6 +201,25 @@ def test_lengths_that_do_not_fit(model: LlamaForCausalLM) -> None:
         Needle(lengths=[20]).samples(model, Words())
     with pytest.raises(ValueError, match="lengths=4096: 4128 tokens with the answer; allowed at most 4096"):
         Needle(lengths=[4096]).samples(model, Words())
+
+
+def test_a_length_beyond_the_positions_is_skipped_and_named(
+    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmark = Needle(mode="passkey", lengths=[300, 5000, 350], depths=[1])
+    assert [sample.data["length"] for sample in benchmark.samples(model, Characters())] == [300, 350]
+    reason = "lengths=5000: 5032 tokens with the answer; allowed at most 4096, the model's positions"
+    assert benchmark.skipped(model) == [reason]
+    assert Needle(lengths=[300]).skipped(model) == []
+    monkeypatch.setattr(command, "load_model", lambda name, **_: (model, Characters()))
+    options = ["--mode", "passkey", "--length", "300", "--length", "5000", "--depth", "1", "--cache", "fp8"]
+    ran = CliRunner().invoke(needle.app, [*options, "--output", str(tmp_path)])
+    assert ran.exit_code == 0, ran.output
+    assert f"skipped: {reason}" in ran.stdout
+    cells = read_cells(tmp_path)
+    assert [(cell.error, cell.skipped, cell.samples) for cell in cells] == [(None, [reason], 1)] * 2
+    with pytest.raises(ValueError, match=r"lengths=5000: 5032 .*; lengths=6000: 6032 "):
+        Needle(lengths=[5000, 6000]).samples(model, Characters())
 
 
 def test_caches_are_measured(model: LlamaForCausalLM) -> None:

@@ -16,7 +16,7 @@ from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.config import LayerPlan, SideConfig
 from kvcache_compress.eval import probe
 from kvcache_compress.eval.perplexity import Perplexity
-from kvcache_compress.eval.probe import Probe, probe_layers
+from kvcache_compress.eval.probe_layers import Probe, ProbeRow, probe_layers
 from kvcache_compress.eval.probe_rules import DENSE, only, plans_of, rules_yaml, without
 from kvcache_compress.eval.scoring import compare_logits
 
@@ -189,7 +189,7 @@ def test_command(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     result = json.loads((tmp_path / "out" / "probe.json").read_text(encoding="utf-8"))
     assert {"command", "versions", "hardware", "config", "whole", "ruled", "skipped", "rules"} <= result.keys()
     assert len(result["rows"]) == 3
-    assert {field.name for field in dataclasses.fields(probe.ProbeRow)} == result["rows"][0].keys()
+    assert {field.name for field in dataclasses.fields(ProbeRow)} == result["rows"][0].keys()
     assert (tmp_path / "out" / "probe.png").read_bytes().startswith(b"\x89PNG")
     done = CliRunner().invoke(probe.app, [*given, "--recent-tokens", "100"])
     assert done.exit_code == 1

@@ -8,7 +8,10 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from toy_tokenizers import START, Characters, GivenRun, Words
+from transformers import PreTrainedTokenizerFast
 
 from kvcache_compress.eval import samples
 from kvcache_compress.eval.samples import (
@@ -107,6 +110,18 @@ def test_chat_is_split_before_the_question() -> None:
     assert after == "What? <assistant>It"
     with pytest.raises(ValueError, match="chat_template=True: allowed only with a tokenizer that has"):
         as_chat(Characters(chat=False), "", "", "")
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_chat_switches_thinking_off_where_the_template_has_it(thinks: bool) -> None:
+    """As Qwen3's template does; one that does not know the word goes on without it."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")))
+    message = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+    ending = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    tokenizer.chat_template = message + ending * thinks
+    before, after = as_chat(tokenizer, "It rained. ", "What?", "It")
+    assert before == "<user>It rained. "
+    assert after == "What?<assistant>" + "<think></think>" * thinks + "It"
 
 
 def test_answers_follow_after_a_space() -> None:

@@ -1,0 +1,107 @@
+"""What is timed is compared first, at its own batch and length; what is wrong is named, and not timed."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from kvcache_compress.bench import compare, decode, models, peers
+from kvcache_compress.bench.layers import Shape
+from kvcache_compress.view import PackedKV
+
+CPU = torch.device("cpu")
+TINY = Shape(4, 2, 64)
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """In 16 bits the error of so few numbers varies by a tenth, and comes near to what is allowed."""
+    torch.manual_seed(0)
+
+
+def test_plain_attention_is_attention() -> None:
+    query, keys, values = torch.randn(2, 4, 64), torch.randn(2, 2, 37, 64), torch.randn(2, 2, 37, 32)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query[:, :, None], keys, values, enable_gqa=True, scale=0.2
+    )
+    torch.testing.assert_close(compare.plain_attention(query, keys, values, 0.2), expected[:, :, 0])
+
+
+def test_the_last_row_is_compared_and_another_one() -> None:
+    query, keys, values = torch.randn(3, 4, 64), torch.randn(3, 2, 40, 64), torch.randn(3, 2, 40, 64)
+    right = compare.plain_attention(query, keys, values, 0.2)
+    seen = []
+
+    def read(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(tuple(rows))
+        return keys[rows], values[rows]
+
+    for _ in range(40):
+        assert compare.compare(lambda: right, query, read, 0.2) == 0
+    assert {*seen} == {(0, 2), (1, 2), (2,)}
+
+
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_both_calls_are_compared(wrong: int) -> None:
+    query, keys = torch.randn(1, 4, 64), torch.randn(1, 2, 40, 64)
+    right, calls = compare.plain_attention(query, keys, keys, 0.2), iter((1, 2))
+    with pytest.raises(ValueError, match=r"attention differs by 1\.0e-02 of its size: allowed 2\.0e-03"):
+        compare.compare(lambda: right * (1.01 if next(calls) == wrong else 1), query, lambda _: (keys, keys), 0.2)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> Mock:
+    """Makes a row of attention's results wrong, and has nothing timed; what would be."""
+    attend = PackedKV.attend
+
+    def attend_wrongly(*arguments: Any) -> torch.Tensor:
+        out = attend(*arguments)
+        out[row] *= factor
+        return out
+
+    timed = Mock(return_value=1.0)
+    monkeypatch.setattr(PackedKV, "attend", attend_wrongly)
+    monkeypatch.setattr(decode, "median_ms", timed)
+    return timed
+
+
+@pytest.mark.parametrize(("row", "factor"), [(2, 1.01), (0, NAN)])
+def test_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> None:
+    """What is not finite in any row, however few are compared."""
+    timed = spoil(monkeypatch, row, factor)
+    full, ours = decode.measure_decode(["kivi-2bit"], {"tiny": TINY}, [3], [64], CPU, 1, torch.float32)
+    assert (full.error, full.milliseconds) == (None, 1.0)
+    assert 0 < (full.attention_error or 0) < 1e-5
+    assert "attention differs by" in str(ours.error)
+    assert ours.milliseconds is None
+    timed.assert_called_once()
+
+
+@pytest.mark.parametrize("name", ["turboquant-2.5bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit"])
+def test_right_attention_is_timed(name: str) -> None:
+    """By random codes, in the batch's last rows too, with positions where a method has them."""
+    found = decode.compressed_time(name, "tiny", TINY, 3, 128, CPU, torch.float32, 1)
+    assert 0 < (found.attention_error or 0) < 1e-5
+    assert found.milliseconds
+
+
+def test_other_libraries_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = Mock(return_value=1.0)
+    monkeypatch.setattr(decode, "median_ms", timed)
+    monkeypatch.setitem(peers.PEERS, "flash_attn", lambda query, *_: lambda: torch.zeros_like(query))
+    with pytest.raises(ValueError, match=r"attention differs by 1\.0e\+00 of its size"):
+        decode.full_time("flash_attn", "tiny", TINY, 2, 64, CPU, torch.bfloat16, 1)
+    timed.assert_not_called()
+
+
+def test_a_model_with_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.random_llama(TINY, 2, 64, 64, CPU)
+    found = models.model_time(model, "kivi-2bit", 2, 160)
+    assert 0 < (found.attention_error or 0) < 3e-3
+    assert models.model_time(model, "full", 2, 160).attention_error is None
+    spoil(monkeypatch, 1, 1.01)
+    with pytest.raises(ValueError, match="attention differs by"):
+        models.model_time(model, "kivi-2bit", 2, 160)

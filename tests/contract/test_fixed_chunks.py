@@ -1,0 +1,247 @@
+"""Chunks of prompts in a layer of fixed capacity: over tokens that are there, tile by tile, under masks over more."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from closeness import assert_close_but_for_flips
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvcache_compress import CompressedCache, attention, disable_fused_attention, enable_fused_attention, tiled
+from kvcache_compress.chunk import ChunkKV
+from kvcache_compress.view import SideSegments
+
+TILE, ROOM = 32, 235
+SIZES = [100, 20, 1, 40, 16, 33]
+"""A prompt, chunks and steps."""
+TURBOQUANT: dict[str, Any] = {"keys": "turboquant", "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8}
+fused_cases = pytest.mark.parametrize(
+    "case",
+    [(name, True) for name in ("turboquant-4", "turboquant-kivi", "commvq", "mixed")],
+    indirect=True,
+    ids=lambda p: p[0],
+)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "TILE_TOKENS", TILE)
+
+
+@pytest.fixture
+def model(tiny_model: Any) -> Any:
+    """One of its own for each test, with fused attention."""
+    own = type(tiny_model)(copy.deepcopy(tiny_model.config)).eval()
+    own.load_state_dict(tiny_model.state_dict())
+    enable_fused_attention(own)
+    return own
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """What attended to each chunk over packed tokens; None for the model's own attention."""
+    found: list[str | None] = []
+    way = ChunkKV.way
+
+    def watched(view: ChunkKV, query: torch.Tensor, softcap: float | None) -> Any:
+        result = way(view, query, softcap)
+        if view.keys.packed:
+            found.append(result)
+        return result
+
+    monkeypatch.setattr(ChunkKV, "way", watched)
+    return found
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Packed tokens of every side that was decoded whole."""
+    found: list[int] = []
+    dense = SideSegments.dense
+
+    def watched(side: SideSegments) -> torch.Tensor:
+        if side.packed:
+            found.append(side.packed)
+        return dense(side)
+
+    monkeypatch.setattr(SideSegments, "dense", watched)
+    return found
+
+
+@fused_cases
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_equals_the_growing_cache(
+    case: Any, ids: torch.Tensor, backend: str, ways: list[str | None], decoded: list[int]
+) -> None:
+    """By tiles and in C++, with left padding and without."""
+    total = sum(SIZES)
+    for padding in (0, 11):
+        mask = torch.ones_like(ids)
+        mask[1, :padding] = 0
+        caches = [case.cache(max_cache_len=room, backend=backend) for room in (None, ROOM)]
+        seen = mask if padding else None
+        results = [case.feed(one, ids[:, :total], SIZES, seen)[:, padding:] for one in caches]
+        assert_close_but_for_flips(*results)
+        assert caches[0].packed_tokens == caches[1].packed_tokens > 2 * TILE
+    assert {*ways} == {"tiles" if backend == "torch" else "cpp"}
+    assert decoded == []
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_of_each_kind(model: Any, ids: torch.Tensor, kind: str, dtype: torch.dtype, decoded: list[int]) -> None:
+    """Boolean ones and additive ones; the same arithmetic in the same order."""
+    disable_fused_attention(model)
+    model.to(dtype).set_attn_implementation(kind)
+    enable_fused_attention(model)
+    mask = torch.ones_like(ids)
+    mask[1, :11] = 0
+    results = []
+    for room in (None, ROOM):
+        cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room, "backend": "torch"})
+        parts = []
+        for start, stop in ((0, 150), (150, 180), (180, 230)):
+            with torch.no_grad():
+                output = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+            parts.append(output.logits[:, 11 if start == 0 else 0 :])
+        results.append(torch.cat(parts, 1))
+        assert cache.packed_tokens > 2 * TILE
+    assert_close_but_for_flips(*(x.float() for x in results))
+    assert decoded == []
+
+
+class _Largest(TorchDispatchMode):
+    """The most bytes of a tensor that any operator made; those that were there and views of them do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))]
+        made = [x.untyped_storage() for x in _tensors(result)]
+        self.bytes = max([self.bytes, *(x.nbytes() for x in made if x.data_ptr() not in given)])
+        return result
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_chunk_takes_memory_for_a_tile(model: Any, fused: bool) -> None:
+    """No operator of a chunk's step makes as much as a quarter of a decoded layer; decoding it makes all of that."""
+    room, batch, heads, count = 2048, 2, 2, 24
+    if not fused:
+        disable_fused_attention(model)
+    cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room, "backend": "torch"})
+    states = torch.randn(batch, heads, 1500 + count, 32)
+    cache.update(*(states[:, :, :1500],) * 2, 1)
+    assert cache.packed_tokens > 1400
+    query = torch.randn(batch, 6, count, 32)
+    mask = torch.zeros(batch, 1, count, room, dtype=torch.bool)
+    mask[..., : 1500 + count] = torch.ones(count, 1500 + count, dtype=torch.bool).tril(1500)
+    with torch.no_grad(), _Largest() as largest:
+        keys, values = cache.update(*(states[:, :, 1500:],) * 2, 1)
+        attention.attention_forward(model.model.layers[1].self_attn, query, keys, values, mask)
+    layer = batch * heads * 1500 * 32 * 4
+    assert largest.bytes < layer / 4 if fused else largest.bytes > layer
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_foreign_code_and_attention_with_nothing_packed(model: Any, packed: bool) -> None:
+    """Other code gets all the room that masks have; the model's own attention what is there, and the mask over it."""
+    layer = CompressedCache(model.config, {**TURBOQUANT, "recent_tokens": 8 if packed else 64, "max_cache_len": 100})
+    layer = layer.layers[1]
+    states = torch.randn(2, 2, 70, 32, generator=torch.Generator().manual_seed(0))
+    layer.update(states[:, :, :50], states[:, :, :50])
+    keys, values = layer.update(states[:, :, 50:], states[:, :, 50:])
+    assert isinstance(keys, ChunkKV)
+    assert (keys.keys.packed > 0) == packed
+    assert keys.shape == keys.dense().shape == (2, 2, 100, 32)
+    assert layer.get_mask_sizes(20) == (keys.shape[2], 0)
+    assert keys[:, :, 70:].eq(0).all()
+    whole = torch.zeros(2, 1, 20, 100, dtype=torch.bool)
+    whole[..., :70] = torch.ones(20, 70, dtype=torch.bool).tril(50)
+    there = keys.there(whole)
+    assert [x.shape[2] for x in there[:2]] == [70, 70]
+    assert torch.equal(torch.cat([there[0], keys[:, :, 70:]], 2), keys.dense())
+    query = torch.randn(2, 6, 20, 32, generator=torch.Generator().manual_seed(1))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, keys.dense(), values.dense(), whole, scale=0.2, enable_gqa=True
+    )
+    module = model.model.layers[1].self_attn
+    got, _ = attention.attention_forward(module, query, keys, values, whole, scaling=0.2)
+    torch.testing.assert_close(got, expected.transpose(1, 2), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("width", [None, 100, 120])
+def test_padding_masks_of_flash_attention(model: Any, width: int | None) -> None:
+    """`[B, T]` of the tokens so far, or of all the room, as `generate` makes it; None is causal."""
+    layer = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": 120, "backend": "torch"}).layers[1]
+    states = torch.randn(2, 2, 100, 32, generator=torch.Generator().manual_seed(0))
+    layer.update(states[:, :, :80], states[:, :, :80])
+    keys, _ = layer.update(states[:, :, 80:], states[:, :, 80:])
+    padding = torch.ones(2, 120, dtype=torch.long)
+    padding[1, :9] = width is None
+    whole = torch.zeros(2, 1, 20, 120, dtype=torch.bool)
+    whole[..., :100] = torch.ones(20, 100, dtype=torch.bool).tril(80) & padding[:, None, None, :100].bool()
+    query = torch.randn(2, 6, 20, 32, generator=torch.Generator().manual_seed(1))
+    assert keys.way(query, None) == "tiles"
+    mask = None if width is None else padding[:, :width]
+    got, expected = (keys.attend(query, one, 0.2, None, None) for one in (mask, whole))
+    torch.testing.assert_close(got, expected)
+
+
+def _generated(model: Any, room: int | None, ids: torch.Tensor, **how: Any) -> torch.Tensor:
+    cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room, "backend": "torch"})
+    options = {"past_key_values": cache, "max_new_tokens": 24, "do_sample": False, **how}
+    output: torch.Tensor = model.generate(ids, **options)
+    assert cache.packed_tokens > TILE
+    return output
+
+
+@pytest.mark.parametrize("way", ["in chunks", "assisted", "next turn"])
+def test_generate(
+    model: Any, assistant: Any, ids: torch.Tensor, way: str, ways: list[str | None], decoded: list[int]
+) -> None:
+    """As the growing cache, where a step of speculative decoding has more tokens than others, and chunks anyway."""
+    if way == "in chunks":
+        mask = torch.ones_like(ids[:, :200])
+        mask[1, :11] = 0
+        results = [
+            _generated(model, room, ids[:, :200], attention_mask=mask, prefill_chunk_size=50) for room in (None, ROOM)
+        ]
+    elif way == "assisted":
+        assistant.generation_config.num_assistant_tokens = 20
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        results = [_generated(model, room, ids[:1, :90], assistant_model=assistant) for room in (None, ROOM)]
+    else:
+        results = []
+        for room in (None, ROOM):
+            cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room, "backend": "torch"})
+            first = model.generate(ids[:, :90], past_key_values=cache, max_new_tokens=20, do_sample=False)
+            again = torch.cat([first, ids[:, 90:130]], 1)
+            results.append(model.generate(again, past_key_values=cache, max_new_tokens=20, do_sample=False))
+    assert torch.equal(*results)
+    assert "tiles" in ways
+    assert max(decoded, default=0) <= TILE
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_first_prompt_of_a_few_tokens(model: Any, ids: torch.Tensor, fused: bool) -> None:
+    """Before there is a layer whose steps could be counted."""
+    if not fused:
+        disable_fused_attention(model)
+    results = []
+    for room in (None, ROOM):
+        cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room})
+        with torch.no_grad():
+            parts = [model(part, past_key_values=cache).logits for part in ids[:, :76].split([5, 1, 16, 54], 1)]
+        assert int(cache.get_seq_length()) == 76
+        assert cache.packed_tokens > 0
+        results.append(torch.cat(parts, 1))
+    assert_close_but_for_flips(*results)
