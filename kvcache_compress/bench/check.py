@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from ..backend import interpreting, load_part, on_device, resolve_backend
+from ..checks import LONGEST
 from ..codec import Backend, Fields
 from ..view import PackedKV, SideSegments
 from .compare import allowed_error, attention_problem, relative_error
@@ -86,6 +87,8 @@ def check_kernels(
         problem = f"{different:.1e} of the stored words differ: allowed {CODES_BAR:g}"
     if problem is None and not _appends(shape, device, dtype):
         problem = "appended keys and values are not those that were given"
+    if problem is None and backend == "triton" and not all(_flushes(side, device, dtype) for side in (keys, values)):
+        problem = "tokens that leave a tail are not encoded, checked or moved as they should be"
     return KernelCheck(cache, name, tokens, error if math.isfinite(error) else None, different, problem)
 
 
@@ -158,4 +161,35 @@ def _appends(shape: Shape, device: torch.device, dtype: torch.dtype) -> bool:
             expected = torch.zeros_like(room)
             expected[:, :, at : at + 1] = x
             right = right and torch.equal(room, expected)
+    return right
+
+
+def _flushes(side: SideSegments, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel for tokens that leave a tail encodes as a prompt's does, moves the others, and sees a NaN.
+
+    The second of three calls is a repeated launch. True where a codec has no such kernel.
+    """
+    encoder, right = side.codec.kernel_encoder(), True
+    if encoder is None:
+        return True
+    batch, heads, _, dim = side.sinks.shape
+    leaving = max(32, side.codec.group)
+    kernels, flags = load_part(".triton_kernels.encode"), torch.ones(4, dtype=torch.int32, device=device)
+    for call in range(3):
+        tail = torch.randn(batch, heads, leaving + 8, dim, device=device, dtype=dtype)
+        tail[-1, -1, leaving - 1, 0] = torch.nan if call == 2 else 1
+        fields = tuple(
+            torch.zeros(batch, heads, 2 * leaving // field.tokens, *field.shape, dtype=field.dtype, device=device)
+            for field in side.codec.fields
+        )
+        moved = torch.zeros(batch, heads, 16, dim, device=device, dtype=dtype)
+        with on_device(tail):
+            kernels.flush(encoder, tail, leaving, 8, fields, leaving, moved, flags, LONGEST)
+            expected = side.codec.encode(tail[:, :, :leaving], None, "triton")
+        right = right and bool(flags.all()) == (call != 2)
+        right = right and torch.equal(moved[:, :, :8], tail[:, :, leaving:]) and not moved[:, :, 8:].any()
+        if call != 2:
+            ours = tuple(x[:, :, x.shape[2] // 2 :] for x in fields)
+            right = right and differing(ours, expected) <= CODES_BAR
+            right = right and not any(bool(x[:, :, : x.shape[2] // 2].any()) for x in fields)
     return right

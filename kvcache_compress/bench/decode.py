@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..backend import BackendChoice, interpreting, resolve_backend
 from ..eval.results import error_message
 from ..view import PackedKV, SideSegments
-from .compare import compare, compare_view
+from .compare import LIBRARY_BAR, compare, compare_view
 from .layers import Shape, encoded_side, middle_layer, named_config
 from .peers import PEERS, installed
 from .timing import median_ms
@@ -77,8 +77,9 @@ def full_time(
     by_head = (keys, values) if library == "full" else (keys.transpose(1, 2), values.transpose(1, 2))
     with sdpa_kernel(BACKENDS[device.type]):
         error = compare(
-            attend, query, lambda rows: (by_head[0][rows].float(), by_head[1][rows].float()), shape.head_dim**-0.5
-        )
+            attend, query, lambda rows: (by_head[0][rows].float(), by_head[1][rows].float()), shape.head_dim**-0.5,
+            LIBRARY_BAR,
+        )  # fmt: skip
         time = median_ms(attend, device, repeats)
     bits = 8.0 * dtype.itemsize
     stored = keys.nbytes + values.nbytes

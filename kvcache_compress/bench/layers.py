@@ -131,7 +131,7 @@ def encoded_side(
     codec = build_codec(method, options, side, head_dim, heads, dtype, device)
     if packed % codec.group:
         raise ValueError(f"{packed} packed tokens for {method}: allowed multiples of {codec.group}")
-    count = packed if codes == "encoded" else max(128, *windows)
+    count = max(packed if codes == "encoded" else 128, *windows)
     tokens = torch.randn(batch, heads, count, head_dim, device=device).to(dtype)
     codec.prepare(tokens)
     track = None
@@ -143,7 +143,7 @@ def encoded_side(
     if codes == "encoded":
         rope = None if track is None else track.read(first, first + packed)
         with on_device(tokens):
-            store.append(codec.encode(tokens, rope, backend), packed, growing=True)
+            store.append(codec.encode(tokens[:, :, :packed], rope, backend), packed, growing=True)
     else:
         store.fix(packed)
         store.tokens = packed

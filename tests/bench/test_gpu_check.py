@@ -70,6 +70,31 @@ def test_appending_to_a_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch, wr
     assert not check._appends(shape, CPU, torch.bfloat16)
 
 
+@pytest.mark.parametrize("wrong", ["codes", "place", "moved", "unseen"])
+def test_wrong_flushes_are_found(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """Of the second call, or of the check of the third; and `check_kernels` says so."""
+    module, calls = load_part(".triton_kernels.encode"), []
+    call = ("kivi-2bit", "tiny", Shape(4, 2, 64), 128, CPU)
+    assert check.check_kernels(*call).error is None
+    flush = module.flush
+
+    def flush_wrongly(encoder: Any, x: torch.Tensor, tokens: int, kept: int, fields: Any, at: int, *rest: Any) -> None:
+        calls.append(at)
+        flush(encoder, x, tokens, kept, fields, at, *rest)
+        if wrong == "codes" and len(calls) == 2:
+            fields[0][:, :, at:] ^= 1
+        if wrong == "place" and len(calls) == 2:
+            fields[0][:, :, at - 1] = 1
+        if wrong == "moved" and len(calls) == 2:
+            rest[0][0, 0, 9, 0] = 1
+        if wrong == "unseen":
+            rest[1].fill_(1)
+
+    monkeypatch.setattr(module, "flush", flush_wrongly)
+    assert "leave a tail" in str(check.check_kernels(*call).error)
+    assert len(calls) in (3, 6)
+
+
 def test_wrong_codes_and_appended_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     words, scalars = torch.arange(1000, dtype=torch.int32), torch.linspace(1, 2, 1000).half()
     assert check.differing((words, scalars), (words, scalars)) == 0
