@@ -19,14 +19,17 @@ def test_a_step_launches_four_kernels_and_says_where_time_goes() -> None:
     """In a process of its own, where the kernels are compiled: here they are interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     few = ["--tokens", "256", "--calls", "32", "--rounds", "2", "--profile"]
-    command = [sys.executable, "benchmarks/launch_time.py", *few]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = re.findall(r"^(\w+ \w+) +([\d.]+) us, ([\d.]+) launches$", done.stdout, re.MULTILINE)
-    assert all(float(microseconds) > 0 for _, microseconds, _ in found)
-    # Keys and values are encoded in every thirty-second step, a launch each.
-    launches = {name: float(made) for name, _, made in found}
-    assert launches == pytest.approx({"attention alone": 3, "update alone": 1.0625, "whole step": 4.0625}, abs=0.01)
+    # Both sides are encoded in every 32nd step, a launch each; with a fixed capacity by the first of the four.
+    for room, encoding in (([], 0.0625), (["--max-cache-len", "512"], 0)):
+        command = [sys.executable, "benchmarks/launch_time.py", *few, *room]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        pattern = r"^(\w+ \w+) +([\d.]+) us, median +([\d.]+) us, ([\d.]+) launches$"
+        found = re.findall(pattern, done.stdout, re.MULTILINE)
+        assert all(float(mean) > 0 and float(median) > 0 for _, mean, median, _ in found)
+        launches = {name: float(made) for name, *_, made in found}
+        expected = {"attention alone": 3, "update alone": 1 + encoding, "whole step": 4 + encoding}
+        assert launches == pytest.approx(expected, abs=0.01)
     assert re.search(r"^ +[\d.]+ +[\d.]+ +1\.00   launch_time\.py:\d+ step$", done.stdout, re.MULTILINE)
 
 
