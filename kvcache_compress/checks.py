@@ -80,7 +80,9 @@ class PackableChecks:
     def _raise_unless(self, good: torch.Tensor, sides: tuple[Side, ...]) -> None:
         for side, flags in zip(sides, good.tolist(), strict=True):
             if not (all(flags) if isinstance(flags, list) else flags):
+                # Flags that were copied later are down for the same tokens.
                 self._flags = None
+                self._under_way = [check for check in self._under_way if len(check[0]) == 1]
                 raise not_packable(side, self.layer)
 
 

@@ -66,7 +66,10 @@ class FixedCapacityLayer(CompressedLayer):
         self._buffers = StepBuffers(self._sides, windows)
 
     def _freeze(self) -> None:
-        """Sets up buffers and counters for steps, and encodes what left the window but is not packed yet."""
+        """Sets up buffers and counters for steps, and encodes what left the window but is not packed yet.
+
+        A kernel that steps encode with takes that from the ring when it is packed.
+        """
         if self._frozen:
             return
         keys = self._sides["keys"]
@@ -77,7 +80,7 @@ class FixedCapacityLayer(CompressedLayer):
             self._prepare(state)
             group = state.codec.group
             early = max(0, tail - self.plan.recent_tokens) // group * group
-            if early:
+            if early and not (self.backend == "triton" and state.codec.kernel_encoder()):
                 state.pack(state.tail.view(), early, self.backend, growing=False)
                 state.store.truncate(packed)
             self._buffers.load(side, state, packed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -49,7 +50,15 @@ class StepBuffers:
             self.ring[side] = state.sinks.new_zeros(batch, heads, windows.ring + 1, dim)
         device = sides["keys"].sinks.device
         self.counts = torch.zeros(3, 2 * batch * heads, dtype=torch.int64, device=device)
+        self._view_counts()
+
+    def _view_counts(self) -> None:
         self.length, self.packed, self.fault = self.counts[0, 0], self.counts[1, 0], self.counts[2]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Views do not outlive pickling."""
+        self.__dict__.update(state)
+        self._view_counts()
 
     def fit(self, sides: Mapping[Side, SideState]) -> bool:
         """Whether they are of the batch, the device and the dtypes of these sides."""

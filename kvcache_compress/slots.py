@@ -70,7 +70,8 @@ class SlotKV(PackedKV):
         tokens, holds = self.slots.tokens()
         batch, heads, room, dim = self.shape
         by_token = self._segments().tail_buffer.new_zeros(batch, heads, room + 1, dim)
-        by_token.index_copy_(2, torch.where(holds, tokens, room), super().dense())
+        # A layer that was given too many on a GPU raises for them later, not here.
+        by_token.index_copy_(2, torch.where(holds & (tokens < room), tokens, room), super().dense())
         return by_token[:, :, :room].contiguous()
 
     def attend(

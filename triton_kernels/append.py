@@ -46,13 +46,14 @@ def append(keys: torch.Tensor, values: torch.Tensor, k_buffer: torch.Tensor, v_b
     The numbers of a head lie side by side. Buffers are contiguous, and of the dtypes of what is copied.
     """
     inputs = append_inputs(keys, values, k_buffer, v_buffer, at)
-    key = (keys.shape, values.shape[3], keys.dtype, values.dtype, k_buffer.dtype, v_buffer.dtype, keys.device)
+    found, _, narrow = addresses(inputs)
+    key = (keys.shape, values.shape[3], keys.dtype, values.dtype, k_buffer.dtype, v_buffer.dtype, keys.device, narrow)
     plan = _plans.get(key)
     if plan is None:
         grid = (keys.shape[0] * keys.shape[1], 2, 1)
-        plan = Plan([(append_kernel, grid, append_arguments(inputs))], inputs, {}, repeat=not AMD)
+        plan = Plan([(append_kernel, grid, append_arguments(inputs))], inputs, {}, repeat=narrow and not AMD)
         kept(_plans, key, plan, MAX_SHARED)
-    plan.run(inputs, addresses(inputs)[0], keys.device)
+    plan.run(inputs, found, keys.device)
 
 
 def append_inputs(

@@ -94,7 +94,8 @@ def flush(
     )  # fmt: skip
     constants = dict(
         H=heads, D=dim, D_PAD=next_power_of_2(dim), ENCODE=encoder.encode, META=encoder.meta,
-        PRECISION=exact_precision(), LONGEST=longest, BLOCK=block, num_warps=4, **launch_options(),
+        PRECISION=exact_precision(), LONGEST=longest, BLOCK=block,
+        num_warps=4 if block <= MANY_TOKENS else 8, **launch_options(),
     )  # fmt: skip
     blocks = -(-(tokens + kept) // block)
     repeated(flush_kernel, (blocks, batch * heads, 1), inputs, constants, x.device)

@@ -79,11 +79,12 @@ def attend(
     given = inputs | ({"p_out": out} if sinks is None else {"p_out": out, "p_sinks": sinks})
     if over_slots is not None:
         given |= over_slots.inputs
-    found, aligned = addresses(given)
+    found, aligned, narrow = addresses(given)
+    repeatable = aligned and narrow
     key = (
         call, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
         inputs["p_mask"].device, inputs["s_mask_t"], scaling, softcap,
-        None if sinks is None else (sinks.dtype, sinks.device), aligned,
+        None if sinks is None else (sinks.dtype, sinks.device), repeatable,
         None if over_slots is None else over_slots.key,
     )  # fmt: skip
     plan = k_side.plans.get(key)
@@ -99,7 +100,7 @@ def attend(
             (merge_kernel, (*merge_grid, 1), merging),
         )
         scratch = {name: arguments[name] for name in SCRATCH}
-        plan = kept(k_side.plans, key, Plan(calls, given, scratch, repeat=aligned and not AMD))
+        plan = kept(k_side.plans, key, Plan(calls, given, scratch, repeat=repeatable and not AMD))
     plan.run(given, found, query.device)
     return out.to(query.dtype) if INTERPRETING else out
 

@@ -18,6 +18,7 @@ from triton.runtime.driver import driver
 AMD = torch.version.hip is not None
 ALIGNMENT = 256
 """Bytes, in scratch memory; Triton compiles for multiples of 16."""
+MAX_NARROW = 2**31 - 1
 MAX_KEPT, MAX_SHARED = 8, 256
 """Kept by a layer, and by all layers together, of what differs between calls: numbers of tokens grow for ever."""
 KernelCall: TypeAlias = tuple[Any, tuple[int, int, int], dict[str, Any]]
@@ -33,10 +34,14 @@ def kept(store: dict[Any, Kept], key: Any, value: Kept, most: int = MAX_KEPT) ->
     return value
 
 
-def addresses(values: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The addresses of all tensors among `values`, also of those in tuples, and whether all of them are aligned."""
+def addresses(values: dict[str, Any]) -> tuple[dict[str, Any], bool, bool]:
+    """The addresses of all tensors among `values`, also of those in tuples.
+
+    And what Triton compiles other kernels for, whatever they specialise on: whether all addresses are aligned, and
+    whether all numbers have 32 bits.
+    """
     found = {}
-    bits = 0
+    bits, narrow = 0, True
     for name, x in values.items():
         if type(x) is not int:
             if type(x) is tuple:
@@ -46,8 +51,10 @@ def addresses(values: dict[str, Any]) -> tuple[dict[str, Any], bool]:
             else:
                 x = x.data_ptr()
                 bits |= x
+        elif x > MAX_NARROW:
+            narrow = False
         found[name] = x
-    return found, bits % 16 == 0
+    return found, bits % 16 == 0, narrow
 
 
 def _address(x: Any) -> Any:
@@ -147,14 +154,15 @@ def repeated(
 ) -> None:
     """Launches a kernel that needs no scratch memory, again where types, alignment and `constants` are as they were.
 
-    `inputs` are tensors, tuples of tensors, and numbers on which Triton does not specialise.
+    `inputs` are tensors, tuples of tensors, and numbers on whose values Triton does not specialise.
     """
-    found, aligned = addresses(inputs)
+    found, aligned, narrow = addresses(inputs)
+    repeatable = aligned and narrow
     tensors = [x for x in inputs.values() if type(x) is not int]
     dtypes = tuple([tuple([part.dtype for part in x]) if type(x) is tuple else x.dtype for x in tensors])
-    key = (kernel, grid, dtypes, tuple(constants.values()), device, aligned)
+    key = (kernel, grid, dtypes, tuple(constants.values()), device, repeatable)
     plan = _plans.get(key)
     if plan is None:
-        plan = Plan([(kernel, grid, inputs | constants)], inputs, {}, repeat=aligned and not AMD)
+        plan = Plan([(kernel, grid, inputs | constants)], inputs, {}, repeat=repeatable and not AMD)
         kept(_plans, key, plan, MAX_SHARED)
     plan.run(inputs, found, device)

@@ -27,7 +27,10 @@ def _encode_side(
     p_ring, fields, tables, i_bh, i_h, packed, flushed, room, capacity, D: tl.constexpr, RING: tl.constexpr,
     FLUSH: tl.constexpr, ENCODE: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Encodes the tokens that are packed from this step on, if there are any: ring slots to rows of the store."""
+    """Encodes the tokens that are packed from this step on, if there are any: ring slots to rows of the store.
+
+    They are `FLUSH` or none: no step has more tokens than that.
+    """
     if flushed > packed:
         for start in range(0, FLUSH, BLOCK):
             o_token = packed + start + tl.arange(0, BLOCK)
@@ -142,6 +145,8 @@ def write_slots_kernel(
                 p_v_ring, p_v_leaving, p_v_groups, i_bh, length, flushed, capacity, N, DV, DV_PAD, SINKS, RING, RECENT,
                 V_GROUP,
             )  # fmt: skip
+    # Every warp has read the counters.
+    tl.debug_barrier()
     tl.store(p_counts + i_p, length + N)
     tl.store(p_counts + programs + i_p, flushed)
     if COUNT and i_p == 0:
@@ -213,8 +218,10 @@ def write_slots(
     leaving: list[tuple[torch.Tensor, torch.Tensor] | None] = []
     for x, group, encoder in zip(rings, groups, encoders, strict=True):
         number = (count - 1) // group + 1
-        copied = (x.new_empty(batch, heads, number * group, x.shape[3]), counts.new_empty(number))
-        leaving.append(copied if encoder is None else None)
+        if encoder is None:
+            leaving.append((x.new_empty(batch, heads, number * group, x.shape[3]), counts.new_empty(number)))
+        else:
+            leaving.append(None)
     (k_leaving, k_groups), (v_leaving, v_groups) = (
         (x, counts) if copied is None else copied for x, copied in zip(rings, leaving, strict=True)
     )

@@ -19,7 +19,7 @@ from kvcache_compress.attention import AttentionName, attention_forward
 from kvcache_compress.bench.layers import encoded_side
 from kvcache_compress.config import load_config
 from kvcache_compress.methods.turboquant import TurboQuantOptions
-from kvcache_compress.triton_kernels import launch
+from kvcache_compress.triton_kernels import encode, launch, plan
 from kvcache_compress.triton_kernels.plan import Plan
 
 KERNELS = (launch.map_query_kernel, launch.attend_kernel, launch.merge_kernel)
@@ -204,6 +204,26 @@ def check_arguments_of_a_step(room: int | None, method: str) -> None:
     assert seen == expected, seen
 
 
+def check_wide_numbers() -> None:
+    """Triton compiles another kernel for numbers of 64 bits, which the one for 32 would cut off."""
+    layer, _ = decoding(None)
+    state = layer.sides["keys"]
+    encoder, x = state.codec.kernel_encoder(), torch.zeros(1, 2, 64, DIM, dtype=torch.bfloat16)
+    wide = x.as_strided(x.shape, (2**31, *x.stride()[1:]))
+    for given in (x, x, wide, wide, x):
+
+        def call(given: torch.Tensor = given) -> None:
+            encode.encode(encoder, given, tuple(state.store.buffers), 0)
+
+        (ours,) = launches_of(call)
+        known = dict(plan._plans)
+        plan._plans.clear()
+        (theirs,) = launches_of(call)
+        plan._plans.update(known)
+        assert (ours.name, ours.code, ours.grid) == (theirs.name, theirs.code, theirs.grid)
+        assert [address(each) for each in ours.arguments] == [address(each) for each in theirs.arguments]
+
+
 def tokens(layer: Layer) -> int:
     return layer.keys.shape[2]
 
@@ -246,6 +266,7 @@ def main() -> None:
     for method in ("turboquant-4bit", "polarquant-rope-4bit"):
         for room in (None, 1024):
             check_arguments_of_a_step(room, method)
+    check_wide_numbers()
     print("all launches are as Triton's")
 
 

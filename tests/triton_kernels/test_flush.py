@@ -11,22 +11,24 @@ from encode_cases import assert_equal_but_for_ties
 from small_model import small_model
 
 from kvcache_compress import CompressedCache
+from kvcache_compress.checks import PackableChecks
 from kvcache_compress.layer import CompressedLayer
 from kvcache_compress.triton_kernels import encode
 
-HEADS, DIM, PROMPT = 2, 48, 70
+HEADS, PROMPT = 2, 90
 OPTIONS: list[dict[str, Any]] = [
     {"method": "turboquant", "bits": 4},
     {"method": "turboquant", "bits": 2.5, "scalar": "least_squares"},
+    {"method": "kivi", "bits": 3, "group_size": 64},
 ]
 
 
-def filled(backend: str, options: dict[str, Any], recent: int = 10) -> CompressedLayer:
-    """One that holds a prompt and 31 more tokens, the same for every call: the next step encodes."""
+def filled(backend: str, options: dict[str, Any], recent: int = 10, dim: int = 48) -> CompressedLayer:
+    """One that holds a prompt and some more tokens, the same for every call: the next step encodes."""
     config = {"keys": options, "values": options, "sink_tokens": 4, "recent_tokens": recent, "backend": "torch"}
-    layer = CompressedCache(small_model(1, head_dim=DIM).config, config).layers[0]
+    layer = CompressedCache(small_model(1, head_dim=dim).config, config).layers[0]
     assert isinstance(layer, CompressedLayer)
-    tokens = torch.randn(2, HEADS, PROMPT + 40, DIM, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randn(2, HEADS, PROMPT + 80, dim, generator=torch.Generator().manual_seed(0))
     layer.update(tokens[:, :, :PROMPT], 2 * tokens[:, :, :PROMPT])
     layer.backend = backend  # type: ignore[assignment]
     at = PROMPT
@@ -40,15 +42,19 @@ def step(layer: CompressedLayer, token: torch.Tensor) -> None:
     layer.update(token, 2 * token)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["4", "2.5"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["4", "2.5", "groups"])
 @pytest.mark.parametrize("recent", [0, 10])
-def test_equals_operators(options: dict[str, Any], recent: int) -> None:
-    ours, theirs = filled("triton", options, recent), filled("torch", options, recent)
+def test_equals_operators(options: dict[str, Any], recent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dim = 64 if options["method"] == "kivi" else 48
+    ours, theirs = filled("triton", options, recent, dim), filled("torch", options, recent, dim)
     before = ours.packed_tokens
-    token = torch.randn(2, HEADS, 1, DIM)
+    token = torch.randn(2, HEADS, 1, dim)
+    calls, flush = [], encode.flush
+    monkeypatch.setattr(encode, "flush", lambda *given: calls.append(given[5]) or flush(*given))
     for layer in (ours, theirs):
         step(layer, token)
-    assert ours.packed_tokens == theirs.packed_tokens == before + 32
+    assert calls == [before, before], "a launch per side"
+    assert ours.packed_tokens == theirs.packed_tokens == before + ours.flush_tokens
     sides: tuple[Literal["keys", "values"], ...] = ("keys", "values")
     for name in sides:
         mine, yours = ours.sides[name], theirs.sides[name]
@@ -64,7 +70,7 @@ def test_what_cannot_be_packed_is_refused(bad: float, name: Literal["keys", "val
     layer = filled("triton", OPTIONS[0])
     layer.sides[name].tail.buffer[1, 0, 31, [0, 40]] = bad
     held = copy.deepcopy({side: state.tensors() for side, state in layer.sides.items()})
-    token = torch.randn(2, HEADS, 1, DIM)
+    token = torch.randn(2, HEADS, 1, 48)
     with pytest.raises(ValueError, match=f"{name} of layer 0 hold NaN"):
         step(layer, token)
     for side, state in layer.sides.items():
@@ -80,8 +86,30 @@ def test_what_stays_is_not_checked() -> None:
     layer = filled("triton", OPTIONS[0])
     layer.sides["keys"].tail.buffer[0, 0, 32] = torch.nan
     packed = layer.packed_tokens
-    step(layer, torch.randn(2, HEADS, 1, DIM))
+    step(layer, torch.randn(2, HEADS, 1, 48))
     assert layer.packed_tokens == packed + 32
+
+
+def test_late_findings_raise_once() -> None:
+    """On a GPU the flags of a flush arrive later; those of the next one are down for the same tokens."""
+    checks, keys = PackableChecks(0), 0
+
+    class Arrived:
+        def query(self) -> bool:
+            return True
+
+    def found(sides: Any, good: torch.Tensor) -> None:
+        checks._under_way.append((sides, good.clone(), Arrived()))  # type: ignore[arg-type]
+
+    checks._found = found  # type: ignore[method-assign]
+    checks.flags(torch.device("cpu"))[keys][0] = 0
+    for _ in range(2):
+        checks.add_flags()
+        assert len(checks.flags(torch.device("cpu"))) == 2
+    with pytest.raises(ValueError, match="keys of layer 0"):
+        checks.raise_for_known()
+    checks.raise_for_known()
+    assert all(bool(flag.all()) for flag in checks.flags(torch.device("cpu")))
 
 
 def test_writes_its_own_tokens_alone() -> None:
@@ -89,7 +117,7 @@ def test_writes_its_own_tokens_alone() -> None:
     state = layer.sides["keys"]
     encoder = state.codec.kernel_encoder()
     assert encoder is not None
-    x = torch.randn(2, HEADS, 37, DIM).transpose(1, 2).contiguous().transpose(1, 2)
+    x = torch.randn(2, HEADS, 37, 48).transpose(1, 2).contiguous().transpose(1, 2)
     fields = tuple(torch.full((2, HEADS, 50, *f.shape), 7, dtype=f.dtype) for f in state.codec.fields)
     encode.encode(encoder, x, fields, 5)
     expected = state.codec.encode(x, None, "torch")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,3 +99,31 @@ def test_faults_are_noted() -> None:
     assert layer._buffers.fault.amax() == FULL
     with pytest.raises(ValueError, match="max_cache_len=140"):
         layer.crop(-1)
+
+
+def test_too_many_are_noted_and_not_read() -> None:
+    """Decoded as well, as for other attention, until an operation that is no step raises."""
+    layer = fixed_layer("triton", TURBOQUANT, 4, 8)
+    for _ in range(8):
+        layer.store(*(torch.randn(2, HEADS, 16, DIM),) * 2)
+        assert layer.view("keys").dense().shape == (2, HEADS, ROOM, DIM)
+    assert layer._buffers.fault.amax() == FULL
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("copied", [lambda layer: pickle.loads(pickle.dumps(layer)), copy.deepcopy])
+def test_copies_count_on(backend: str, copied: Callable[[FixedCapacityLayer], FixedCapacityLayer]) -> None:
+    layer = fixed_layer(backend, TURBOQUANT, 4, 8)
+    tokens = torch.randn(2, HEADS, 3, DIM)
+    layer.store(tokens, tokens)
+    other = copied(layer)
+    for each in (layer, other):
+        each.store(tokens, tokens)
+        assert each._buffers.counts[0, 0] == 56
+        assert each._buffers.length == 56
+        each.device = torch.device("cpu")
+    layer.crop(-1)
+    other.crop(-1)
+    assert layer.get_seq_length() == other.get_seq_length() == 55
+    for side in ("keys", "values"):
+        assert torch.equal(layer.sides[side].everything().dense(), other.sides[side].everything().dense())
