@@ -49,9 +49,9 @@ def encode_ms(preset: str, side: Side, shape: Shape, tokens: int, turns: int) ->
 
 def main(
     preset: Annotated[list[str], typer.Option(help="Presets to measure.")] = [*PRESETS],  # noqa: B006
-    tokens: Annotated[int, typer.Option(help="Tokens that are encoded together.")] = 4096,
-    turns: Annotated[int, typer.Option(help="Runs of each, after one that is not counted.")] = 9,
-    threads: Annotated[int, typer.Option(help="Threads of PyTorch.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that are encoded together.")] = 4096,
+    turns: Annotated[int, typer.Option(min=1, help="Runs of each, after one that is not counted.")] = 9,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of PyTorch.")] = 1,
 ) -> None:
     torch.set_num_threads(threads)
     print(f"| ms of {'one thread' if threads == 1 else f'{threads} threads'} | side |", end="")
@@ -59,7 +59,10 @@ def main(
     print("|---|---|" + "---|---|" * len(SHAPES))
     for name in preset:
         for side in get_args(Side):
-            found = [encode_ms(name, side, shape, tokens, turns) for shape in SHAPES.values()]
+            try:
+                found = [encode_ms(name, side, shape, tokens, turns) for shape in SHAPES.values()]
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from error
             times = (took[backend] for took in found for backend in BACKENDS)
             cells = (f" {ms:,.0f} |" if ms >= 100 else f" {ms:.3g} |" for ms in times)
             print(f"| `{name}` | {side} |", *cells, sep="", flush=True)

@@ -12,7 +12,8 @@ class ChunkKV(PackedKV):
     """The keys or the values of a chunk and of all tokens before it.
 
     Transformers makes masks over all the room of such a layer, so that is the shape; dense, tokens that are not there
-    yet are zero. Attention reads the others, under the part of the mask that is theirs.
+    yet are zero. Attention reads the others, under the part of the mask that is theirs. Those of a first prompt are the
+    tensors that were given.
     """
 
     __slots__ = ("room",)

@@ -41,15 +41,15 @@ class ResidualBooks:
     def encode(self, z: torch.Tensor, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed codes of float32 `z` `[B, H, T, D]`, the pairs of keys side by side, and what they decode to."""
         index = self.search(self._by_group(z), backend)
-        codes = self.by_token(index, z)
+        codes = self._by_token(index, z)
         pack = quantizer(backend, additive.pack_codes, None, "pack_codes")
-        return pack(codes, self.code_bits), self.by_token(self.points(index), z)
+        return pack(codes, self.code_bits), self._by_token(self.points(index), z)
 
     def decode(self, packed: torch.Tensor) -> torch.Tensor:
         """float32 `[B, H, T, D]` of packed codes."""
         groups, rounds = self.books.shape[1:3]
         index = additive.unpack_codes(packed, groups * rounds, self.code_bits)
-        return self.by_token(self.points(self._by_group(index)), packed)
+        return self._by_token(self.points(self._by_group(index)), packed)
 
     def search(self, z: torch.Tensor, backend: Backend) -> torch.Tensor:
         """Indices int64 `[H, G, n, R]` of the greedy residual search, those of keys `a * N + b`; z `[H, G, n, w]`."""
@@ -73,6 +73,6 @@ class ResidualBooks:
         """`[B, H, T, D]` as `[H, G, B * T, w]`, w = D / G numbers of a group."""
         return x.unflatten(-1, (self.books.shape[1], -1)).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
-    def by_token(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def _by_token(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Inverse of `_by_group`, for batch and tokens of `like` `[B, H, T, ...]`."""
         return x.unflatten(2, (like.shape[0], like.shape[2])).permute(2, 0, 3, 1, 4).flatten(3)

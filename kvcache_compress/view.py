@@ -33,7 +33,7 @@ class SideSegments:
     store: PackedStore
     packed: int
     tail_buffer: torch.Tensor
-    """Contiguous `[B, H, room, D]`, of which the first `tail_tokens` are the tail."""
+    """`[B, H, room, D]`, of which the first `tail_tokens` are the tail; contiguous, but for that of a first prompt."""
     tail_tokens: int
     codec: Codec
     track: RopeTrack | None = None

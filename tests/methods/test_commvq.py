@@ -119,7 +119,7 @@ def test_points_of_the_codebook_come_back(make_codec: Make) -> None:
     codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=str(path))
     generator = torch.Generator().manual_seed(0)
     index = torch.randint(4096, (HEADS, 1, 48, 1), generator=generator)
-    z = codec._books().by_token(codec._books().points(index), torch.empty(2, HEADS, 24))
+    z = codec._books()._by_token(codec._books().points(index), torch.empty(2, HEADS, 24))
     z = z / z.norm(dim=-1, keepdim=True) * (torch.rand(2, HEADS, 24, 1, generator=generator) * 50 + 1)
     rope = random_track(half_layout(64), 2, 24).read(0, 24)
     x = half_layout(64).rotate(half_layout(64).join(z[..., ::2], z[..., 1::2]), rope)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from encode_cases import assert_equal_but_for_ties
+from segment_makers import DEVICE
 from small_model import small_model
 
 from kvcache_compress import CompressedCache
@@ -28,7 +29,9 @@ def filled(backend: str, options: dict[str, Any], recent: int = 10, dim: int = 4
     config = {"keys": options, "values": options, "sink_tokens": 4, "recent_tokens": recent, "backend": "torch"}
     layer = CompressedCache(small_model(1, head_dim=dim).config, config).layers[0]
     assert isinstance(layer, CompressedLayer)
-    tokens = torch.randn(2, HEADS, PROMPT + 80, dim, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randn(
+        2, HEADS, PROMPT + 80, dim, generator=torch.Generator(torch.get_default_device()).manual_seed(0)
+    )
     layer.update(tokens[:, :, :PROMPT], 2 * tokens[:, :, :PROMPT])
     layer.backend = backend  # type: ignore[assignment]
     at = PROMPT
@@ -63,6 +66,7 @@ def test_equals_operators(options: dict[str, Any], recent: int, monkeypatch: pyt
         assert_equal_but_for_ties(mine.codec, *stored)
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU's findings are read later: test_late_findings_raise_once")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 5e4])
 @pytest.mark.parametrize("name", ["keys", "values"])
 def test_what_cannot_be_packed_is_refused(bad: float, name: Literal["keys", "values"]) -> None:

@@ -24,7 +24,7 @@ def fixed_layer(backend: str, keys: dict[str, Any], sinks: int, recent: int) -> 
     """One that holds a prompt of 50 tokens, the same for every call."""
     config = {"keys": keys, "values": TURBOQUANT, "sink_tokens": sinks, "recent_tokens": recent, "max_cache_len": ROOM}
     layer = CompressedCache(small_model(1).config, {**config, "backend": "torch"}).layers[0]
-    prompt = torch.randn(2, HEADS, 50, DIM, generator=torch.Generator().manual_seed(0))
+    prompt = torch.randn(2, HEADS, 50, DIM, generator=torch.Generator(torch.get_default_device()).manual_seed(0))
     layer.update(prompt, 2 * prompt)
     # On a GPU a step checks without waiting; this stands in for one.
     layer.backend, layer.device = backend, torch.device("cuda")
@@ -46,7 +46,7 @@ def masks(count: int, tokens: int) -> list[torch.Tensor | None]:
 def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent: int) -> None:
     """Dense tokens, codes and counters, across a flush and the end of the sinks; and attention under every mask."""
     layers = [fixed_layer(backend, keys, sinks, recent) for backend in ("torch", "triton")]
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     tokens = 50
     for step, count in enumerate([1, 5, 1, 16, 1, 16, 1, 1]):
         tokens += count
@@ -121,7 +121,7 @@ def test_copies_count_on(backend: str, copied: Callable[[FixedCapacityLayer], Fi
         each.store(tokens, tokens)
         assert each._buffers.counts[0, 0] == 56
         assert each._buffers.length == 56
-        each.device = torch.device("cpu")
+        each.device = each._buffers.counts.device
     layer.crop(-1)
     other.crop(-1)
     assert layer.get_seq_length() == other.get_seq_length() == 55
