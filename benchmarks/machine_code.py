@@ -9,6 +9,7 @@ execute them, divided by the cached numbers that one turn of the loop consumes, 
 the sums, which a branch skips unless a larger logit came, is not counted. The kernel has
 loops over the dense segments as well. To tell them apart it is compiled a second time with no sinks and no tail, as
 constants, which leaves the packed loop alone; the loop of the real kernel whose length comes nearest is the packed one.
+CommVQ's has loops over rounds inside, whose instructions are counted once per round.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kernel_variants import (
     step_launches,
 )
 
-from kvcache_compress.triton_kernels import aot, attention
+from kvcache_compress.triton_kernels import aot, attention, commvq
 from kvcache_compress.triton_kernels.encode import exact_precision
 from kvcache_compress.triton_kernels.query import map_query_kernel
 
@@ -58,16 +59,28 @@ Table = dict[str, dict[str, Figures]]
 
 
 def packed_loop(arguments: dict[str, Any], code: aot.MachineCode, target: str) -> float | None:
-    """Instructions per cached element of the loop over packed tokens; None where it has loops of its own inside."""
+    """Instructions per cached element of the loop over packed tokens, with those of loops over rounds inside it."""
     if not code.loops:
         return None
     alone = aot.compile_for(
         attention.attend_kernel, {**arguments, "n_sinks": 0, "n_tail": 0}, target, constant=("n_sinks", "n_tail")
-    )
-    if len(alone.loops) > 1:
+    ).loops
+    rounds = inner_rounds(arguments)
+    found = [loop for loop in code.loops if len(loop.inner) == len(rounds)]
+    if len(alone) != 1 or not found or len(alone[0].inner) != len(rounds):
         return None
-    length = min(code.loops, key=lambda loop: abs(loop - max(alone.loops)))
+    loop = min(found, key=lambda loop: abs(loop.instructions - alone[0].instructions))
+    length = loop.instructions + sum(turns * inner for turns, inner in zip(rounds, loop.inner, strict=True))
     return round(length * 32 * code.warps / (arguments["BLOCK"] * (arguments["DK"] + arguments["DV"])), 2)
+
+
+def inner_rounds(arguments: dict[str, Any]) -> list[int]:
+    """Turns of the loops inside the one over packed tokens: CommVQ's, one for each group of keys and of values."""
+    rounds = []
+    for function, meta in ((commvq.score, "K_META"), (commvq.accumulate, "V_META")):
+        if function in (arguments["SCORE"], arguments["ACCUMULATE"]):
+            rounds += [arguments[meta][1]] * arguments[meta][0]
+    return rounds
 
 
 def measure(targets: list[str], only: list[str]) -> Table:

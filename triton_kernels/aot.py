@@ -29,18 +29,26 @@ _POINTERS = {
 
 
 @dataclass(frozen=True)
+class Loop:
+    """SASS instructions of a loop, as one warp executes them in a turn, and those of each of the loops inside it.
+
+    The most that a conditional branch inside the loop can skip is not counted: in the attention kernel, the rescaling
+    of the sums when a larger logit comes, which few tiles of a sequence bring.
+    """
+
+    instructions: int
+    inner: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class MachineCode:
     """Resources of a compiled kernel; registers and stack are those of a thread."""
 
     registers: int
     stack_bytes: int
     shared_bytes: int
-    loops: tuple[int, ...]
-    """SASS instructions of each innermost loop, as one warp executes them; empty on AMD targets.
-
-    The most that a conditional branch inside the loop can skip is not counted: in the attention kernel, the rescaling
-    of the sums when a larger logit comes, which few tiles of a sequence bring.
-    """
+    loops: tuple[Loop, ...]
+    """The outermost ones; empty on AMD targets."""
     warps: int
 
 
@@ -123,20 +131,29 @@ def _dump(cubin: bytes, what: str) -> str:
         return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def _loops(sass: str) -> tuple[int, ...]:
+def _loops(sass: str) -> tuple[Loop, ...]:
     found = (re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", line) for line in sass.splitlines())
     code = [(int(match[1], 16), match[2]) for match in found if match]
-    jumps = [(at, text, re.search(r"BRA.*?0x([0-9a-f]+)", text)) for at, text in code]
-    backward = [(int(jump[1], 16), at) for at, _, jump in jumps if jump and int(jump[1], 16) < at]
-    innermost = [
-        (start, stop)
-        for start, stop in backward
-        if not any(start <= a and b <= stop and (a, b) != (start, stop) for a, b in backward)
-    ]
-    counts = []
-    for start, stop in innermost:
-        inside = [(at, text, int(jump[1], 16) if jump else at) for at, text, jump in jumps if start <= at <= stop]
-        skipped = [(at, to) for at, text, to in inside if text.startswith("@") and at < to <= stop]
-        low, high = max(skipped, key=lambda jump: jump[1] - jump[0], default=(stop, stop))
-        counts.append(sum(not low < at < high for at, _, _ in inside))
-    return tuple(counts)
+    targets = {at: int(jump[1], 16) for at, text in code if (jump := re.search(r"BRA.*?0x([0-9a-f]+)", text))}
+    backward = {(to, at) for at, to in targets.items() if to < at}
+    loops = []
+    for outer in sorted(backward):
+        if any(_within(outer, other) for other in backward):
+            continue
+        inside = sorted(loop for loop in backward if _within(loop, outer))
+        innermost = [loop for loop in inside if not any(_within(other, loop) for other in inside)]
+        skipped = [
+            (at, targets[at])
+            for at, text in code
+            if text.startswith("@") and outer[0] <= at < targets.get(at, 0) <= outer[1]
+            and not any(_within(loop, (at, targets[at])) for loop in inside)
+        ]  # fmt: skip
+        low, high = max(skipped, key=lambda jump: jump[1] - jump[0], default=(outer[1], outer[1]))
+        lengths = [sum(start <= at <= stop for at, _ in code) for start, stop in innermost]
+        whole = sum(outer[0] <= at <= outer[1] and not low < at < high for at, _ in code)
+        loops.append(Loop(whole - sum(lengths), tuple(lengths)))
+    return tuple(loops)
+
+
+def _within(part: tuple[int, int], whole: tuple[int, int]) -> bool:
+    return part != whole and whole[0] <= part[0] and part[1] <= whole[1]
