@@ -48,7 +48,7 @@ class PackableChecks:
     def add(self, side: Side, x: torch.Tensor) -> None:
         """Checks vectors `[..., D]` for NaN, infinity and lengths that 16 bits cannot hold."""
         # NaN fails the comparison too.
-        self._found((side,), (longest(x) <= LONGEST).reshape(1))
+        self._found((side,), (longest(x) <= LONGEST).reshape(1, 1))
 
     def flags(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """One per side, int32, which a kernel makes 0 where it finds such vectors among those that it encodes."""
@@ -62,6 +62,7 @@ class PackableChecks:
         self._found(("keys", "values"), self._flags)
 
     def _found(self, sides: tuple[Side, ...], good: torch.Tensor) -> None:
+        """Takes a check's result, `[sides, numbers]`, in which all of a side's numbers are to be true."""
         if good.device.type == "cpu":
             self._raise_unless(good, sides)
             return
@@ -79,7 +80,7 @@ class PackableChecks:
 
     def _raise_unless(self, good: torch.Tensor, sides: tuple[Side, ...]) -> None:
         for side, flags in zip(sides, good.tolist(), strict=True):
-            if not (all(flags) if isinstance(flags, list) else flags):
+            if not all(flags):
                 # Flags that were copied later are down for the same tokens.
                 self._flags = None
                 self._under_way = [check for check in self._under_way if len(check[0]) == 1]

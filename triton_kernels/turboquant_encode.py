@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..methods.turboquant import TurboQuantCodec
 
 MAX_WIDTH = 256
+"""Of a channel set: wider tiles take more registers, and more shared memory, than there are."""
 SCALARS = ("norm", "match", "unbiased", "least_squares")
 """By number, which Triton takes in tuples of tuples: there it takes no text."""
 NORM, MATCH, UNBIASED = (tl.constexpr(number) for number in range(3))
