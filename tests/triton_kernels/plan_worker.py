@@ -263,9 +263,11 @@ def main() -> None:
     assert not other.step()
     check_launches_of_a_step()
     check_launches_of_fixed_capacity()
-    for method in ("turboquant-4bit", "polarquant-rope-4bit"):
-        for room in (None, 1024):
-            check_arguments_of_a_step(room, method)
+    # Kernels that are not run leave memory as it was made, and what is not finite is refused.
+    with mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros):
+        for method in ("turboquant-4bit", "polarquant-rope-4bit"):
+            for room in (None, 1024):
+                check_arguments_of_a_step(room, method)
     check_wide_numbers()
     print("all launches are as Triton's")
 
