@@ -37,7 +37,8 @@ float stored_scalar(Scalar scalar, float norm, Floats own, Floats cross, Floats 
   return std::min(norm, SCALE_MAX);
 }
 
-// Planes of the levels [2^bits] nearest to z [..., D], and the scalars for norms [...].
+// Planes of the levels [2^bits] nearest to z [..., D], and the scalars for norms [...]. Levels ascend, or their lower
+// half descends (`lloyd_max.outward`).
 std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const Tensor& levels, int64_t bits,
                                     int64_t scalar) {
   const int64_t width = z.size(z.dim() - 1);
@@ -50,9 +51,11 @@ std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const T
   auto* stored = static_cast<Half*>(scales.mutable_data_ptr());
   std::vector<Tensor> fields;
   with_bits(bits, [&]<int BITS>() {
-    constexpr int COUNT = 1 << BITS;
+    constexpr int COUNT = 1 << BITS, HALF = COUNT / 2;
+    const int turned = points[0] > points[1] ? HALF - 1 : 0;
+    const auto code_of = [turned](auto i) { return i < HALF ? i ^ turned : i; };
     float bounds[COUNT];
-    for (int i = 0; i + 1 < COUNT; ++i) bounds[i] = (points[i + 1] + points[i]) / 2;
+    for (int i = 0; i + 1 < COUNT; ++i) bounds[i] = (points[code_of(i + 1)] + points[code_of(i)]) / 2;
     const Nearest<BITS> nearest(bounds);
     const Table<COUNT> table(points);
     const PlaneWriter<BITS> planes(z);
@@ -62,7 +65,7 @@ std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const T
         Floats own = {}, cross = {}, point = {};
         planes.pack(vector, [&] [[gnu::always_inline]] (int64_t channel, int64_t lanes) {
           const Floats x = load_lanes(from + channel, lanes);
-          const Ints codes = nearest(x);
+          const Ints codes = code_of(nearest(x));
           const Floats y = keep_lanes(table[codes], lanes);
           own += x * x, cross += x * y, point += y * y;
           return codes;

@@ -85,6 +85,15 @@ def uniform_levels(dim: int, bits: int) -> torch.Tensor:
     return grid * (low + high) / 2
 
 
+def outward(levels: torch.Tensor) -> torch.Tensor:
+    """Levels that ascend, counted from zero outwards, negative ones first: code `c` and the code of `-levels[c]` differ
+    in the top bit alone. Kernels look magnitudes up and take the sign from that bit. Its own inverse.
+    """
+    negative, positive = levels.chunk(2)
+    return torch.cat([negative.flip(0), positive])
+
+
 def boundaries(levels: torch.Tensor) -> torch.Tensor:
-    """Midpoints between neighbouring levels: a value above boundary i takes a level above i."""
+    """Midpoints between neighbours of levels in any order, ascending: a value above `i` of them takes level `i`."""
+    levels = levels.sort().values
     return (levels[1:] + levels[:-1]) / 2

@@ -25,10 +25,11 @@ def quantize_on(
 def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:
     """Nearest levels of unit vectors `z` `[..., width]`, packed, and the scalar of each vector in 16 bits.
 
+    `levels` `[2 ** bits]` are in the order of their codes, ascending or as `lloyd_max.outward` has them.
     The scalars, for a vector x = norm · z with code point ẑ: `norm`; `match`, norm / ‖ẑ‖; `unbiased`,
     norm ⟨z, z⟩ / ⟨z, ẑ⟩; `least_squares`, norm ⟨z, ẑ⟩ / ⟨ẑ, ẑ⟩.
     """
-    codes = torch.bucketize(z.contiguous(), boundaries(levels))
+    codes = levels.argsort()[torch.bucketize(z.contiguous(), boundaries(levels))]
     return (*packing.pack(codes, bits), stored_scalar(z, levels[codes], norm, scalar))
 
 

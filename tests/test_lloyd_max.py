@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from kvcache_compress.lloyd_max import boundaries, lloyd_max_levels, uniform_levels
+from kvcache_compress.lloyd_max import boundaries, lloyd_max_levels, outward, uniform_levels
+from kvcache_compress.packing import unpack
+from kvcache_compress.scalar import quantize
 
 
 def density(dim: int, points: int = 400_001) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,6 +97,24 @@ def test_shape(codebook: object) -> None:
             assert (levels.diff() > 0).all()
             torch.testing.assert_close(levels, -levels.flip(0))
             assert levels.abs().max() < 1
+
+
+@pytest.mark.parametrize("bits", range(1, 7))
+def test_levels_counted_outwards(bits: int) -> None:
+    """Magnitudes ascend in both halves, and the codes of such levels stand for the same numbers."""
+    levels = lloyd_max_levels(64, bits).float()
+    turned = outward(levels)
+    negative, positive = turned.chunk(2)
+    torch.testing.assert_close(negative, -positive, atol=1e-7, rtol=0)
+    assert (positive.diff() > 0).all()
+    assert torch.equal(outward(turned), levels)
+    assert torch.equal(boundaries(turned), boundaries(levels))
+    z = torch.randn(9, 64, generator=torch.Generator().manual_seed(0)) / 8
+    ascending, counted = (quantize(z, z.norm(dim=-1), order, bits, "unbiased") for order in (levels, turned))
+    assert torch.equal(turned[unpack(counted[:-1], bits)], levels[unpack(ascending[:-1], bits)])
+    assert torch.equal(counted[-1], ascending[-1])
+    nearest = (z[..., None] - turned).abs().argmin(-1)
+    assert torch.equal(unpack(counted[:-1], bits), nearest)
 
 
 def test_too_small_a_dimension() -> None:

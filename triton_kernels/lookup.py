@@ -3,8 +3,8 @@
 `prmt.b32` looks four bytes up at once in a table of eight, its selectors being packed nibbles. A level takes two
 lookups, one for each of its bytes; `prmt` then interleaves four low and four high bytes to two pairs of levels, half2.
 The text works on any two words A and B that a thread holds and gives pairs (A_j, B_j) of their fields j. Four bits look
-up magnitudes, and take their sign from the top bit: levels are symmetric about zero. Even levels of four bits need no
-table: a code in the mantissa of 1024 is a number.
+up magnitudes, and take their sign from the top bit: such codes count from zero outwards (`lloyd_max.outward`). Even
+levels of four bits ascend and need no table: a code in the mantissa of 1024 is a number.
 
 `levels` gives tiles of fields j of the words of a token (see `codes.py`).
 `tests/triton_kernels/test_lookup.py` runs the text without a GPU.
@@ -101,10 +101,7 @@ def _four_bits() -> tl.constexpr:
     for half, places in ((0, "0x5140"), (1, "0x7362")):
         lines += [
             f"prmt.b32 r0, $8, $9, {places}",  # bytes of A and B in turn
-            "and.b32 r1, r0, 0x88888888",
-            "shr.u32 r2, r1, 3",
-            "sub.u32 r2, r1, r2",  # 7 where the top bit is set
-            "lop3.b32 r3, r0, r2, 0x77777777, 0x82",  # (code ^ ~r2) & 7: counted from zero outwards
+            "and.b32 r3, r0, 0x77777777",  # magnitudes
             "shl.b32 r4, r0, 4",
             "shr.u32 r5, r3, 16",
         ]
@@ -295,6 +292,6 @@ def places(words: int) -> torch.Tensor:
 
 
 def byte_table(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """Ascending levels as `prmt`'s tables, int32: low bytes, then high bytes, of those from zero up for four bits."""
+    """Levels by code as `prmt`'s tables, int32: low bytes, then high bytes, of those from zero up for four bits."""
     halves = levels[len(levels) // 2 :].half() if bits == 4 else levels.half()
     return halves.view(torch.uint8).view(-1, 2).T.contiguous().view(torch.int32).flatten()

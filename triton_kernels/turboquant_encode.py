@@ -32,9 +32,12 @@ def quantize_tile(
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr,
 ):  # fmt: skip
     """Nearest level of each coordinate of `[T, 8, PADDED]`, packed, and the stored scalar (see `scalar.quantize`)."""
+    HALF: tl.constexpr = 2 ** (BITS - 1)
     b_codes = tl.zeros(b_z.shape, tl.int32)
     for i in tl.static_range(2**BITS - 1):
         b_codes = tl.where(b_z > tl.load(p_bounds + i), i + 1, b_codes)
+    turned = tl.where(tl.load(p_levels) > tl.load(p_levels + 1), HALF - 1, 0)  # levels in `outward` order
+    b_codes = tl.where(b_codes < HALF, b_codes ^ turned, b_codes)
     store_codes(b_codes, p_low, p_high, o_n, m_n, BITS, WORDS, PADDED)
     b_scale = b_norm
     if SCALAR != NORM:

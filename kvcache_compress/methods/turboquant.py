@@ -23,7 +23,7 @@ from ..centring import Center, chosen_center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from ..config import config_from_options
 from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
-from ..lloyd_max import lloyd_max_levels, uniform_levels
+from ..lloyd_max import lloyd_max_levels, outward, uniform_levels
 from ..registry import register_method
 from ..rotation import RotationKind, random_rotation
 from ..scalar import Scalar, quantize_on
@@ -84,7 +84,7 @@ class Component:
     channel_set: int
     sketch: bool
     levels: torch.Tensor
-    """float32 `[2 ** bits]` on the device."""
+    """float32 `[2 ** bits]` on the device, in the order of their codes."""
     table: torch.Tensor
     """Of the levels, for `packing.look_up`."""
 
@@ -158,6 +158,8 @@ class TurboQuantCodec(Codec):
         for index, (width, set_bits) in enumerate(self.sets):
             for bits, sketch in component_bits(self.options, set_bits):
                 levels = torch.tensor([-1.0, 1.0]) if sketch else codebook(width, bits).float()
+                if bits == 4 and self.options.codebook == "lloyd_max":
+                    levels = outward(levels)
                 held = (x.to(self.context.device) for x in (levels, packing.level_table(levels, bits)))
                 components.append(Component(bits, width, start, index, sketch, *held))
                 start += width

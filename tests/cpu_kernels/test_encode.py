@@ -17,7 +17,7 @@ from kvcache_compress.codec import Codec, Side
 from kvcache_compress.commvq_file import CENTRES, rounds_for
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.cpu_kernels import build, encode
-from kvcache_compress.lloyd_max import lloyd_max_levels, uniform_levels
+from kvcache_compress.lloyd_max import lloyd_max_levels, outward, uniform_levels
 from kvcache_compress.methods import kivi, polarquant_rope
 from kvcache_compress.packing import pack_signs
 from kvcache_compress.polar_codebooks import offline_codebook, online_codebook
@@ -26,6 +26,8 @@ pytestmark = pytest.mark.usefixtures("built")
 
 IN_CPP = ("turboquant", "kivi", "qjl", "polarquant_rope", "polarquant_recursive", "commvq")
 CASES = [entry for entry in SIDES if entry[0] in IN_CPP]
+ORDERS = (torch.clone, outward)
+"""Of levels by their codes."""
 
 
 def with_codebooks(part: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
@@ -51,8 +53,9 @@ for _name in preset_names():
 @pytest.mark.parametrize("bits", range(1, 7))
 @pytest.mark.parametrize("width", [8, 48, 64, 72, 80, 96, 128, 256])
 @pytest.mark.parametrize("kind", get_args(scalar.Scalar))
-def test_levels(kind: scalar.Scalar, width: int, bits: int) -> None:
-    levels = lloyd_max_levels(width, bits).float() if width % 16 else uniform_levels(width, bits).float()
+@pytest.mark.parametrize("order", ORDERS, ids=["ascending", "outward"])
+def test_levels(order: Callable[[torch.Tensor], torch.Tensor], kind: scalar.Scalar, width: int, bits: int) -> None:
+    levels = order((lloyd_max_levels if width % 16 else uniform_levels)(width, bits).float())
     z, norm = unit_vectors(width, levels)
     z[0, 0, 0] = -z[0, 0, 1]
     norm[0, 0, 1] = 1e6
@@ -61,9 +64,10 @@ def test_levels(kind: scalar.Scalar, width: int, bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", range(1, 7))
-def test_ties_take_the_level_below(bits: int) -> None:
+@pytest.mark.parametrize("order", ORDERS, ids=["ascending", "outward"])
+def test_ties_take_the_level_below(order: Callable[[torch.Tensor], torch.Tensor], bits: int) -> None:
     """All boundaries, their neighbours among the numbers, and those beyond all levels."""
-    levels = lloyd_max_levels(64, bits).float()
+    levels = order(lloyd_max_levels(64, bits).float())
     bounds = scalar.boundaries(levels)
     infinity = torch.full_like(bounds, torch.inf)
     near = torch.cat([bounds, bounds.nextafter(infinity), bounds.nextafter(-infinity), -infinity, infinity])

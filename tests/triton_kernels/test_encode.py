@@ -12,7 +12,7 @@ from method_cases import half_layout, random_track
 
 from kvcache_compress import scalar
 from kvcache_compress.codec import Codec
-from kvcache_compress.lloyd_max import lloyd_max_levels, uniform_levels
+from kvcache_compress.lloyd_max import lloyd_max_levels, outward, uniform_levels
 from kvcache_compress.methods import kivi
 from kvcache_compress.triton_kernels.kivi_encode import quantize as kivi_kernel
 from kvcache_compress.triton_kernels.turboquant_encode import quantize as turboquant_kernel
@@ -27,10 +27,13 @@ def test_turboquant_codes(bits: int, width: int) -> None:
     assert_equal_fields(turboquant_kernel(z, norm, levels, bits, "norm"), expected)
 
 
+@pytest.mark.parametrize("order", [torch.clone, outward], ids=["ascending", "outward"])
 @pytest.mark.parametrize("kind", get_args(scalar.Scalar))
 @pytest.mark.parametrize(("width", "bits"), [(8, 3), (16, 1), (48, 2), (64, 4), (80, 5), (128, 6), (256, 4)])
-def test_turboquant_scalars(kind: scalar.Scalar, width: int, bits: int) -> None:
-    levels = lloyd_max_levels(width, bits).float()
+def test_turboquant_scalars(
+    kind: scalar.Scalar, width: int, bits: int, order: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    levels = order(lloyd_max_levels(width, bits).float())
     z, norm = unit_vectors(width, levels)
     z[0, 0, 0] = -z[0, 0, 1]
     norm[0, 0, 1] = 1e6
