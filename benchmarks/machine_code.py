@@ -65,22 +65,23 @@ def packed_loop(arguments: dict[str, Any], code: aot.MachineCode, target: str) -
     alone = aot.compile_for(
         attention.attend_kernel, {**arguments, "n_sinks": 0, "n_tail": 0}, target, constant=("n_sinks", "n_tail")
     ).loops
-    rounds = inner_rounds(arguments)
-    found = [loop for loop in code.loops if len(loop.inner) == len(rounds)]
-    if len(alone) != 1 or not found or len(alone[0].inner) != len(rounds):
+    turns = inner_turns(arguments)
+    found = [loop for loop in code.loops if len(loop.inner) == len(turns)]
+    if len(alone) != 1 or not found or len(alone[0].inner) != len(turns):
         return None
     loop = min(found, key=lambda loop: abs(loop.instructions - alone[0].instructions))
-    length = loop.instructions + sum(turns * inner for turns, inner in zip(rounds, loop.inner, strict=True))
+    length = loop.instructions + sum(count * inner for count, inner in zip(turns, loop.inner, strict=True))
     return round(length * 32 * code.warps / (arguments["BLOCK"] * (arguments["DK"] + arguments["DV"])), 2)
 
 
-def inner_rounds(arguments: dict[str, Any]) -> list[int]:
+def inner_turns(arguments: dict[str, Any]) -> list[int]:
     """Turns of the loops inside the one over packed tokens: CommVQ's, one for each group of keys and of values."""
-    rounds = []
-    for function, meta in ((commvq.score, "K_META"), (commvq.accumulate, "V_META")):
+    turns = []
+    for function, meta, codes in ((commvq.score, "K_META", 2), (commvq.accumulate, "V_META", 1)):
         if function in (arguments["SCORE"], arguments["ACCUMULATE"]):
-            rounds += [arguments[meta][1]] * arguments[meta][0]
-    return rounds
+            groups, rounds, bits, *_ = arguments[meta]
+            turns += [rounds // commvq.rounds_at_once(codes * bits)] * groups
+    return turns
 
 
 def measure(targets: list[str], only: list[str]) -> Table:

@@ -18,15 +18,17 @@ CONTRACT_MODEL = {"hidden_size": 192, "num_hidden_layers": 3, "num_attention_hea
 CONTRACT_MODEL |= {"max_position_embeddings": 1024, "vocab_size": 128}
 
 
-def random_codebooks(config: Any, groups: int, key_shape: tuple[int, int], value_shape: tuple[int, int]) -> Any:
-    """Tensors of all layers; shapes are (rounds, centres). Later rounds are smaller, as residuals are."""
+def random_codebooks(
+    config: Any, groups: int, key_shape: tuple[int, int], value_shape: tuple[int, int], shrink: float = 0.7
+) -> Any:
+    """Tensors of all layers; shapes are (rounds, centres). Each round is smaller than the last, as residuals are."""
     head_dim, heads = config.head_dim, config.num_key_value_heads
     generator = torch.Generator().manual_seed(head_dim)
     tensors = {}
     for layer in range(config.num_hidden_layers):
         for side, (rounds, centres) in (("keys", key_shape), ("values", value_shape)):
             width = head_dim // groups
-            size = 0.7 ** torch.arange(1, rounds + 1).view(-1, 1, 1) * head_dim**-0.5
+            size = shrink ** torch.arange(1, rounds + 1).view(-1, 1, 1) * head_dim**-0.5
             books = torch.randn(heads, groups, rounds, centres, width, generator=generator) * size
             tensors[f"{side}.{layer}.codebooks"] = books.unflatten(-1, (-1, 2)) if side == "keys" else books
     return tensors
@@ -59,15 +61,18 @@ def codebook_file(
     encoder_bits: int = 0,
     heads: int = HEADS,
     weighed: bool = False,
+    shrink: float = 0.7,
 ) -> str:
     """A file with random codebooks, made at its first use; with `weighed`, also with weights of the pairs of keys."""
     sizes = {"hidden_size": heads * head_dim, "num_hidden_layers": LAYERS, "num_attention_heads": heads}
     if head_dim == 32:
         sizes = CONTRACT_MODEL
     config = LlamaConfig(**sizes)
-    path = FOLDER / f"{head_dim}-{groups}-{key_shape}-{value_shape}-{encoder_bits}-{heads}-{weighed}.safetensors"
+    path = (
+        FOLDER / f"{head_dim}-{groups}-{key_shape}-{value_shape}-{encoder_bits}-{heads}-{weighed}-{shrink}.safetensors"
+    )
     with torch.device("cpu"):
-        tensors = random_codebooks(config, groups, key_shape, value_shape)
+        tensors = random_codebooks(config, groups, key_shape, value_shape, shrink)
         if encoder_bits:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("keys")}
             tensors |= random_encoder(config, encoder_bits)

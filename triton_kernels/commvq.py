@@ -23,31 +23,89 @@ from .operands import KernelSide, code_tiles, in_code_order, launch_options
 if TYPE_CHECKING:
     from ..methods.commvq import CommVQCodec
 
-
-@triton.jit
-def load_index(p_codes, o_row, o_t, m_t, i_code, BITS: tl.constexpr, BYTES: tl.constexpr):
-    """Code `i_code` of each token `[T]`, from one run of bits per token; a code lies in at most two bytes."""
-    o_b = (o_row + o_t) * BYTES
-    b_low = tl.load(p_codes + o_b + i_code * BITS // 8, mask=m_t, other=0).to(tl.int32)
-    b_high = tl.load(p_codes + o_b + ((i_code + 1) * BITS - 1) // 8, mask=m_t, other=0).to(tl.int32)
-    return ((b_low | (b_high << 8)) >> (i_code * BITS % 8)) & (2**BITS - 1)
+TOKENS = 128
+"""Of a tile: the more, the fewer times each centre comes from beyond the first-level cache, which holds no codebook."""
+COLUMNS = 64
+"""Of a tile of values, at most: with more of them threads would share rows, and each work out where they are."""
 
 
-@triton.jit
-def load_part(p_rows, b_index, o_w, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
-    """Rows `b_index` `[T]` of a codebook, float32 `[T, padded]`: columns `o_w`, of which `WIDTH` are there."""
-    o_c = b_index[:, None] * STRIDE + o_w[None, :]
-    if o_w.shape[0] == WIDTH:
-        return tl.load(p_rows + o_c).to(tl.float32)
-    return tl.load(p_rows + o_c, mask=(o_w < WIDTH)[None, :], other=0.0).to(tl.float32)
+@triton.constexpr_function
+def rounds_at_once(bits):
+    """Rounds of so many bits of codes that are loaded and added up together, in 16 bits: few, as those sums round."""
+    return 24 // bits
 
 
 @triton.jit
-def complex_point(p_rows, b_a, b_b, o_j, PAIRS: tl.constexpr):
+def load_run(
+    p_codes, o_row, o_t, m_t, i_code, COUNT: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, WHOLE: tl.constexpr
+):
+    """`COUNT` codes of each token from its code `i_code` on, the first in the lowest bits, at most 24: uint32 `[T]`.
+
+    WHOLE: runs begin with a byte, so that they take one byte less.
+    """
+    p_token = p_codes + (o_row + o_t) * BYTES
+    i_byte = i_code * BITS // 8
+    b_run = tl.load(p_token + i_byte, mask=m_t, other=0).to(tl.uint32)
+    for i in tl.static_range(1, (COUNT * BITS + (7 if WHOLE else 14)) // 8):
+        b_byte = tl.load(p_token + tl.minimum(i_byte + i, BYTES - 1), mask=m_t, other=0)
+        b_run |= b_byte.to(tl.uint32) << (8 * i)
+    if not WHOLE:
+        b_run = b_run >> (i_code * BITS % 8)
+    return b_run
+
+
+@triton.constexpr_function
+def fills(width, columns):
+    """Whether tiles of so many columns have no more columns than a row."""
+    return width % columns == 0
+
+
+@triton.jit
+def load_part(p_rows, b_index, o_w, WIDTH: tl.constexpr, STRIDE: tl.constexpr, DTYPE: tl.constexpr):
+    """Rows `b_index` `[T]` of a codebook, `[T, padded]`: columns `o_w`, of which those below `WIDTH` are there."""
+    o_c = b_index.to(tl.int32)[:, None] * STRIDE + o_w[None, :]
+    if fills(WIDTH, o_w.shape[0]):
+        return tl.load(p_rows + o_c).to(DTYPE)
+    return tl.load(p_rows + o_c, mask=(o_w < WIDTH)[None, :], other=0.0).to(DTYPE)
+
+
+@triton.jit
+def complex_point(p_rows, b_a, b_b, o_j, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
     """`c[a] + i c[b]`, real and imaginary `[T, padded]`, of one round's centres."""
-    b_re = load_part(p_rows, b_a, o_j, PAIRS, 2 * PAIRS) - load_part(p_rows + PAIRS, b_b, o_j, PAIRS, 2 * PAIRS)
-    b_im = load_part(p_rows + PAIRS, b_a, o_j, PAIRS, 2 * PAIRS) + load_part(p_rows, b_b, o_j, PAIRS, 2 * PAIRS)
+    b_re = load_part(p_rows, b_a, o_j, PAIRS, 2 * PAIRS, DTYPE)
+    b_im = load_part(p_rows + PAIRS, b_a, o_j, PAIRS, 2 * PAIRS, DTYPE)
+    b_re -= load_part(p_rows + PAIRS, b_b, o_j, PAIRS, 2 * PAIRS, DTYPE)
+    b_im += load_part(p_rows, b_b, o_j, PAIRS, 2 * PAIRS, DTYPE)
     return b_re, b_im
+
+
+@triton.jit
+def add_complex_rounds(
+    b_re, b_im, p_rows, b_run, o_j, COUNT: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Adds the points of `COUNT` rounds, whose codes are in `b_run`: first to each other, in `DTYPE`."""
+    for i in tl.static_range(COUNT):
+        b_code = b_run >> (2 * BITS * i)
+        b_a, b_b = (b_code >> BITS) & (2**BITS - 1), b_code & (2**BITS - 1)
+        b_x, b_y = complex_point(p_rows + i * (2**BITS * 2 * PAIRS), b_a, b_b, o_j, PAIRS, DTYPE)
+        b_first, b_second = (b_x, b_y) if i == 0 else (b_first + b_x, b_second + b_y)  # noqa: F821 - bound by turn 0
+    return b_re + b_first, b_im + b_second
+
+
+@triton.jit
+def add_rounds(
+    b_parts, p_rows, b_run, o_w, COUNT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr
+):
+    """The same for rows of values, whose columns are in tiles."""
+    b_sums = ()
+    for j in tl.static_range(len(b_parts)):
+        o_c = j * o_w.shape[0] + o_w
+        for i in tl.static_range(COUNT):
+            b_code = (b_run >> (BITS * i)) & (2**BITS - 1)
+            b_row = load_part(p_rows + i * (2**BITS * WIDTH), b_code, o_c, WIDTH, WIDTH, DTYPE)
+            b_sum = b_row if i == 0 else b_sum + b_row  # noqa: F821 - bound by turn 0
+        b_sums = b_sums + (b_parts[j] + b_sum,)
+    return b_sums
 
 
 @triton.jit
@@ -61,18 +119,23 @@ def score(
     PAIRS: tl.constexpr = META[3]
     BYTES: tl.constexpr = META[4]
     ROTARY: tl.constexpr = META[5]
+    DTYPE: tl.constexpr = tl.float16 if FAST else tl.float32
+    TURN: tl.constexpr = rounds_at_once(2 * BITS)
+    WHOLE: tl.constexpr = (TURN * 2 * BITS % 8 == 0) & ((GROUPS == 1) | (ROUNDS * 2 * BITS % 8 == 0))
+    REST: tl.constexpr = ROUNDS % TURN
     o_j = tl.arange(0, b_q[0].shape[1])
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
     for i_g in tl.static_range(GROUPS):
         b_re = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
         b_im = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
         p_rows = tables[0] + (i_h * GROUPS + i_g) * (ROUNDS * 2**BITS * 2 * PAIRS)
-        for i_r in range(ROUNDS):
-            b_code = load_index(fields[0], o_row, o_t, m_t, i_g * ROUNDS + i_r, 2 * BITS, BYTES)
-            b_x, b_y = complex_point(p_rows, b_code >> BITS, b_code & (2**BITS - 1), o_j, PAIRS)
-            b_re += b_x
-            b_im += b_y
-            p_rows += 2**BITS * 2 * PAIRS
+        for i_r in range(i_g * ROUNDS, i_g * ROUNDS + ROUNDS - REST, TURN):
+            b_run = load_run(fields[0], o_row, o_t, m_t, i_r, TURN, 2 * BITS, BYTES, WHOLE)
+            b_re, b_im = add_complex_rounds(b_re, b_im, p_rows, b_run, o_j, TURN, BITS, PAIRS, DTYPE)
+            p_rows += TURN * 2**BITS * 2 * PAIRS
+        if REST:
+            b_run = load_run(fields[0], o_row, o_t, m_t, i_g * ROUNDS + ROUNDS - REST, REST, 2 * BITS, BYTES, WHOLE)
+            b_re, b_im = add_complex_rounds(b_re, b_im, p_rows, b_run, o_j, REST, BITS, PAIRS, DTYPE)
         o_p = i_g * PAIRS + o_j
         o_f = o_t.to(tl.int64)[:, None] * (2 * ROTARY) + o_p[None, :]
         m_f = m_t[:, None] & ((o_j < PAIRS) & (o_p < ROTARY))[None, :]
@@ -97,18 +160,30 @@ def accumulate(
     BITS: tl.constexpr = META[2]
     WIDTH: tl.constexpr = META[3]
     BYTES: tl.constexpr = META[4]
+    TILES: tl.constexpr = len(b_acc) // GROUPS
+    TURN: tl.constexpr = rounds_at_once(BITS)
+    WHOLE: tl.constexpr = (TURN * BITS % 8 == 0) & ((GROUPS == 1) | (ROUNDS * BITS % 8 == 0))
+    REST: tl.constexpr = ROUNDS % TURN
+    SUM: tl.constexpr = tl.float16 if FAST else tl.float32
     o_w = tl.arange(0, b_acc[0].shape[1])
     b_scale = tl.load(fields[1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
     b_weights = (b_p * b_scale[None, :]).to(DTYPE)
     b_sums = ()
     for i_g in tl.static_range(GROUPS):
-        b_v = tl.zeros([o_t.shape[0], b_acc[0].shape[1]], tl.float32)
+        b_parts = ()
+        for _ in tl.static_range(TILES):
+            b_parts = b_parts + (tl.zeros([o_t.shape[0], b_acc[0].shape[1]], tl.float32),)
         p_rows = tables[0] + (i_h * GROUPS + i_g) * (ROUNDS * 2**BITS * WIDTH)
-        for i_r in range(ROUNDS):
-            b_code = load_index(fields[0], o_row, o_t, m_t, i_g * ROUNDS + i_r, BITS, BYTES)
-            b_v += load_part(p_rows, b_code, o_w, WIDTH, WIDTH)
-            p_rows += 2**BITS * WIDTH
-        b_sums = b_sums + (tl.dot(b_weights, b_v.to(DTYPE), b_acc[i_g], input_precision=PRECISION),)
+        for i_r in range(i_g * ROUNDS, i_g * ROUNDS + ROUNDS - REST, TURN):
+            b_run = load_run(fields[0], o_row, o_t, m_t, i_r, TURN, BITS, BYTES, WHOLE)
+            b_parts = add_rounds(b_parts, p_rows, b_run, o_w, TURN, BITS, WIDTH, SUM)
+            p_rows += TURN * 2**BITS * WIDTH
+        if REST:
+            b_run = load_run(fields[0], o_row, o_t, m_t, i_g * ROUNDS + ROUNDS - REST, REST, BITS, BYTES, WHOLE)
+            b_parts = add_rounds(b_parts, p_rows, b_run, o_w, REST, BITS, WIDTH, SUM)
+        for j in tl.static_range(TILES):
+            b_v = b_parts[j].to(DTYPE)
+            b_sums = b_sums + (tl.dot(b_weights, b_v, b_acc[i_g * TILES + j], input_precision=PRECISION),)
     return b_sums
 
 
@@ -137,17 +212,19 @@ def commvq_side(codec: CommVQCodec) -> KernelSide:
         heads, bits = codec.context.heads, codec.fields[0].shape[0] * 8
         meta: tuple[int, ...] = (words_per_token(bits), padded_words(bits), heads)
         output_map = in_code_order(codec.output_map(), (bits,) * heads).contiguous()
-        return KernelSide(score, accumulate_bits, meta, code_tiles(bits) * heads, warps=4, output_map=output_map)
+        widths = code_tiles(bits) * heads
+        return KernelSide(score, accumulate_bits, meta, widths, tokens=64, warps=8, output_map=output_map)
     books = codec.codebooks
     groups, rounds, centres, width = books.shape[1], books.shape[2], books.shape[3], books.shape[-1]
     padded = max(16, triton.next_power_of_2(width))
     meta = (groups, rounds, centres.bit_length() - 1, width, codec.fields[0].shape[0])
     if codec.context.side == "values":
-        widths = (padded,) * groups
+        tile = min(padded, COLUMNS)
+        widths = (tile,) * (groups * padded // tile)
         output_map = None
         if padded != width:
             output_map = _spread(torch.arange(codec.context.head_dim), groups, padded).to(books.device)
-        return KernelSide(score, accumulate, meta, widths, tables=(books,), warps=4, output_map=output_map)
+        return KernelSide(score, accumulate, meta, widths, (books,), tokens=TOKENS, warps=8, output_map=output_map)
     assert codec.context.rope is not None
     channels = torch.tensor(codec.context.rope.order).view(2, groups, width).transpose(0, 1)
     query_map = _spread(channels, 2 * groups, padded).mT.contiguous().to(books.device)
@@ -155,7 +232,8 @@ def commvq_side(codec: CommVQCodec) -> KernelSide:
         order = torch.tensor(codec.context.rope.order, device=books.device)
         query_map = query_map / codec.weights.float().repeat(1, 2)[:, order.argsort(), None]
     meta = (*meta, codec.context.rope.rotary)
-    return KernelSide(score, accumulate, meta, (padded,) * (2 * groups), tables=(books,), warps=4, query_map=query_map)
+    widths = (padded,) * (2 * groups)
+    return KernelSide(score, accumulate, meta, widths, (books,), tokens=TOKENS, warps=8, query_map=query_map)
 
 
 def _spread(channels: torch.Tensor, tiles: int, padded: int) -> torch.Tensor:
@@ -217,7 +295,7 @@ def complex_search_kernel(
         o_p = tl.arange(0, P_PAD)
         o_p2 = o_z + 2 * o_p[None, :]
         m_p = m_n[:, None] & (o_p < PAIRS)[None, :]
-        b_x, b_y = complex_point(p_rows, b_a, b_b, o_p, PAIRS)
+        b_x, b_y = complex_point(p_rows, b_a, b_b, o_p, PAIRS, tl.float32)
         b_x = tl.load(p_z + o_p2, mask=m_p, other=0.0) - b_x
         b_y = tl.load(p_z + o_p2 + 1, mask=m_p, other=0.0) - b_y
         tl.debug_barrier()
@@ -257,7 +335,7 @@ def real_search_kernel(
             b_a = tl.where(b_least < b_best, start + tl.argmin(b_cost, 1), b_a)
             b_best = tl.minimum(b_least, b_best)
         tl.store(p_index + o_n * ROUNDS + i_r, b_a, mask=m_n)
-        b_z -= load_part(p_rows, b_a, o_w, WIDTH, WIDTH)
+        b_z -= load_part(p_rows, b_a, o_w, WIDTH, WIDTH, tl.float32)
         p_rows += CENTRES * WIDTH
         p_square += CENTRES
 

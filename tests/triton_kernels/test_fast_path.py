@@ -9,6 +9,7 @@ import ptx
 import pytest
 import torch
 from attention_cases import BARS, F16, PAIRS, Case, error, kivi, make_mask, plain_attention, segments, tq
+from commvq_files import codebook_file
 from segment_makers import DEVICE
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -36,10 +37,26 @@ ROPE = {
     "rope-4-2-paper": (rope(4, 2, **PAPER), tq(3)),
     "rope-5-4-edge": (rope(5, 4, reconstruction="edge"), tq(1)),
 }
+
+
+def commvq(**shape: Any) -> tuple[str, Callable[[int], dict[str, Any]]]:
+    return "commvq", lambda head_dim: {"codebooks": codebook_file(head_dim, **shape)}
+
+
+ROUNDS = {"key_shape": (21, 64), "value_shape": (43, 64), "shrink": 0.97}
+"""As many as 2 bits of 128 channels take, each about as much smaller than the last as trained ones."""
+ADDITIVE = {
+    "commvq": (commvq(**ROUNDS), commvq(**ROUNDS)),
+    "commvq-groups": (commvq(groups=2, key_shape=(4, 16)), commvq(groups=2, value_shape=(7, 64))),
+    "commvq-bytes": (commvq(key_shape=(5, 8)), commvq(value_shape=(7, 256))),
+}
+"""Whose sums in float16 need no assembly."""
 SIDES = ("1-bit", "2-bit", "3-bit", "4-bit", "uniform", "uniform-2", "prod-3-2", "kivi-2-4", "kivi-3", "2.5-3.5")
 CASES = {f"{name}-{dim}": Case(*PAIRS[name], head_dim=dim, dtype=F16) for name in SIDES for dim in (64, 128)}
 CASES |= {f"{name}-128": Case(*pair, head_dim=128, dtype=F16) for name, pair in ROPE.items()}
 CASES |= {
+    **{f"{name}-{dim}": Case(*ADDITIVE[name], head_dim=dim, dtype=F16) for name in ADDITIVE for dim in (64, 96, 128)},
+    "hidden-commvq-128": Case(*ADDITIVE["commvq"], head_dim=128, count=3, mask="bool", hidden=44, dtype=F16, packed=97),
     "prod-fractional-128": Case(*PAIRS["prod-fractional"], head_dim=128, dtype=F16),
     "qjl-128": Case(("qjl", {"sketch_ratio": 3}), tq(4), head_dim=128, dtype=F16),
     "tree-128": Case(tree(4, 3, 2), tree(4, 2), head_dim=128, dtype=F16),
@@ -98,7 +115,7 @@ def test_fast_path_equals_plain_attention(
     mask = make_mask(case, 2, heads, keys.shape[2])
     out = launch.attend(query, keys, values, mask, scaling=case.head_dim**-0.5, softcap=case.softcap)
     assert error(out, plain_attention(query, keys, values, mask, case, None)) <= BARS[F16]
-    assert texts
+    assert bool(texts) != (case.keys[0] == "commvq")
 
 
 def test_which_trees_are_undone_in_columns(make_codec: Callable[..., Codec]) -> None:
