@@ -18,7 +18,9 @@ VARIANTS = ["turboquant-4bit", "prod-2.5bit", "kivi-4bit, D=256", "encode values
 METHODS = ["polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit"]
 
 # What else the steps of growing and of fixed caches launch, with the encoders in them.
-ENCODED = [f"{kernel} {preset}" for kernel in ("flush", "write slots") for preset in ("polarquant-rope-4bit",)]
+ENCODED = [
+    f"{kernel} {preset}" for kernel in ("flush", "write slots") for preset in ("polarquant-rope-4bit", "qjl-3bit")
+]
 STEP = ["append", "write slots", "store groups", "map step", *ENCODED]
 
 # Instructions per element on sm_90 that the codes of these presets must not exceed (docs/kernels.md).

@@ -21,11 +21,14 @@ Options = dict[str, Any]
 TURBOQUANT: Options = {"method": "turboquant", "bits": 4}
 FRACTIONAL: Options = {"method": "turboquant", "bits": 2.5, "scalar": "least_squares"}
 GROUPS: Options = {"method": "kivi", "bits": 3, "group_size": 64}
+SKETCHES: Options = {"method": "qjl", "outlier_channels": 8}
 PAIRS: Options = {"method": "polarquant_rope", "scalar": "match"}
 OPTIONS = {
     "4": (TURBOQUANT, TURBOQUANT),
     "2.5": (FRACTIONAL, FRACTIONAL),
     "groups": (GROUPS, GROUPS),
+    "sketch": ({"method": "qjl"}, TURBOQUANT),
+    "sketches": (SKETCHES, TURBOQUANT),
     "pairs": (PAIRS, TURBOQUANT),
     "pairs by channel": ({**PAIRS, "radius_scale": "channel"}, TURBOQUANT),
 }
