@@ -23,7 +23,7 @@ from kvcache_compress.triton_kernels.encode import flush
 from kvcache_compress.triton_kernels.query import map_query_arguments
 from kvcache_compress.view import SideSegments
 
-ENCODED_KEYS = ("polarquant-rope-4bit", "qjl-3bit")
+ENCODED_KEYS = ("polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit")
 """Presets whose keys' encoder is tracked in the kernels of steps too; their values have TurboQuant's."""
 
 

@@ -25,7 +25,7 @@ from kvcache_compress.triton_kernels.plan import Plan
 KERNELS = (launch.map_query_kernel, launch.attend_kernel, launch.merge_kernel)
 OUTPUTS = {"p_mapped", "p_rows", "p_acc", "p_dense", "p_stats", "p_out"}
 DIM = 64
-ENCODED = ["turboquant-4bit", "polarquant-rope-4bit", "qjl-3bit"]
+ENCODED = ["turboquant-4bit", "polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit"]
 """Presets whose kernels encode as they write."""
 APART = {"keys": {"method": "turboquant", "bits": 3, "estimator": "prod"}, "values": {"method": "turboquant"}}
 """Keys that PyTorch's operators encode, around a kernel."""

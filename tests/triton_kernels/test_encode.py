@@ -17,7 +17,7 @@ from kvcache_compress.methods import kivi
 from kvcache_compress.triton_kernels.kivi_encode import quantize as kivi_kernel
 from kvcache_compress.triton_kernels.turboquant_encode import quantize as turboquant_kernel
 
-ROTATED = {"turboquant", "qjl"}
+ROTATED = {"turboquant", "qjl", "polarquant_recursive"}
 """Methods whose kernels rotate as well, by sums in another order than torch's."""
 
 

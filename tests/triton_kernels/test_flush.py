@@ -23,12 +23,16 @@ FRACTIONAL: Options = {"method": "turboquant", "bits": 2.5, "scalar": "least_squ
 GROUPS: Options = {"method": "kivi", "bits": 3, "group_size": 64}
 SKETCHES: Options = {"method": "qjl", "outlier_channels": 8}
 PAIRS: Options = {"method": "polarquant_rope", "scalar": "match"}
+TREE: Options = {"method": "polarquant_recursive"}
+RADII: Options = {"method": "polarquant_recursive", "levels": 3, "bits": [4, 2, 2], "radius_bits": 16}
 OPTIONS = {
     "4": (TURBOQUANT, TURBOQUANT),
     "2.5": (FRACTIONAL, FRACTIONAL),
     "groups": (GROUPS, GROUPS),
     "sketch": ({"method": "qjl"}, TURBOQUANT),
     "sketches": (SKETCHES, TURBOQUANT),
+    "tree": (TREE, TREE),
+    "blocks": (RADII, RADII),
     "pairs": (PAIRS, TURBOQUANT),
     "pairs by channel": ({**PAIRS, "radius_scale": "channel"}, TURBOQUANT),
 }
