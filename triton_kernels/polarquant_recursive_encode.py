@@ -1,7 +1,7 @@
 """Recursive PolarQuant's encoder: rotation, codes of all levels and radii in one launch (Han et al., Algorithm 1).
 
 The codes are those of `polar_tree.encode`. Its functions take all of `META` and numbers into it, since Triton 3.6 takes
-no tuple out of another one as an argument: first the tree's own numbers (`encode_tree`), then `LEVELS` as in
+no tuple out of another one as an argument: first the tree's own numbers (`encode_tree`), then its levels as in
 `level_meta`, each with the place of its first boundary, then the planes in which coarse levels share words.
 """
 
@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from ..layout import PLANES
-from ..polar_codebooks import AngleCodebook
 from ..polar_tree import PolarTree
 from .operands import KernelEncoder
 from .polarquant_recursive import halves, level_meta, padding, points
@@ -96,7 +95,7 @@ def circle_codes(b_x, b_y, p_bounds, BITS: tl.constexpr, LOWER: tl.constexpr):
 
 
 @triton.jit
-def level_codes(b_energy, p_bounds, BITS: tl.constexpr, START: tl.constexpr):
+def deeper_codes(b_energy, p_bounds, BITS: tl.constexpr, START: tl.constexpr):
     """Codes of a deeper level, of the squared radii of the one below, and its own squared radii."""
     b_below, b_above = halves(b_energy)
     b_codes = tl.zeros(b_below.shape, tl.int32)
@@ -158,7 +157,7 @@ def encode_tree(
     b_energy = b_low * b_low + b_high * b_high
     b_cross = b_low * b_cos + b_high * b_sin
     for i in tl.static_range(1, DEPTH):
-        b_codes, b_energy = level_codes(b_energy, tables[1], META[1 + i][0], META[1 + i][8])
+        b_codes, b_energy = deeper_codes(b_energy, tables[1], META[1 + i][0], META[1 + i][8])
         store_whole(b_codes, fields, o_row, m_t, META, i)
         b_levels = b_levels + (b_codes,)
         b_low, b_high = halves(b_cross)
@@ -186,8 +185,7 @@ def shared_planes(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
 
 def polarquant_recursive_encoder(codec: PolarQuantRecursiveCodec) -> KernelEncoder:
     """Of a prepared codec."""
-    books: tuple[AngleCodebook, ...] = codec.books
-    tree, radii = codec.tree, codec.radius_table is not None
+    books, tree, radii = codec.books, codec.tree, codec.radius_table is not None
     starts = [sum(len(book.bounds) for book in books[:level]) for level in range(len(books))]
     levels = tuple((*level, start) for level, start in zip(level_meta(tree), starts, strict=True))
     shape = (
