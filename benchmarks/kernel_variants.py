@@ -23,6 +23,9 @@ from kvcache_compress.triton_kernels.encode import flush
 from kvcache_compress.triton_kernels.query import map_query_arguments
 from kvcache_compress.view import SideSegments
 
+ENCODED_KEYS = ("polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit")
+"""Presets whose keys' encoder is tracked in the kernels of steps too; their values have TurboQuant's."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -110,15 +113,16 @@ def step_append_arguments() -> dict[str, Any]:
     return append_arguments(append_inputs(fresh, fresh, room, room, 0))
 
 
-def flush_launch() -> tuple[Any, dict[str, Any]]:
+def flush_launch(keys: tuple[str, MethodOptions]) -> tuple[Any, dict[str, Any]]:
     """What encodes the tokens that leave a tail, and its arguments."""
-    codec = build_codec(*side_of("turboquant", bits=4), "keys", 128, 2, torch.bfloat16)
-    tail = torch.randn(1, 2, 96, 128).bfloat16()
+    codec = build_codec(*keys, "keys", 128, 2, torch.bfloat16)
+    leaving = max(32, codec.group)
+    tail = torch.randn(1, 2, leaving + 64, 128).bfloat16()
     codec.prepare(tail)
-    fields = PackedStore(codec.fields, 1, 2, tail.device).room(32, growing=True)
+    fields = PackedStore(codec.fields, 1, 2, tail.device).room(leaving, growing=True)
     good, encoder = torch.ones(4, dtype=torch.int32), codec.kernel_encoder()
     assert encoder is not None
-    call = functools.partial(flush, encoder, tail, 32, 64, fields, 0, torch.empty_like(tail), good, LONGEST)
+    call = functools.partial(flush, encoder, tail, leaving, 64, fields, 0, torch.empty_like(tail), good, LONGEST)
     ((kernel, arguments),) = aot.captured_launches(call)
     return kernel, arguments
 
@@ -134,10 +138,12 @@ def fixed_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any,
         sides[side] = SideState(codec, tokens, 96, None)
         sides[side].prepare(tokens)
         sides[side].store.fix(512)
-    buffers = StepBuffers(sides, Windows(16, 480, 112, 64, 32, 496))
-    slots = Slots(16, 480, 112, 496, buffers.length, buffers.packed)
+    flushed = max(32, sides["keys"].codec.group)
+    ring = 64 + flushed + 16
+    buffers = StepBuffers(sides, Windows(16, 448, ring, 64, flushed, 464))
+    slots = Slots(16, 448, ring, 464, buffers.length, buffers.packed)
     layer = (
-        SideSegments(buffers.sinks[side], state.store, 480, buffers.ring[side], 112, state.codec, None, buffers.packed)
+        SideSegments(buffers.sinks[side], state.store, 448, buffers.ring[side], ring, state.codec, None, buffers.packed)
         for side, state in sides.items()
     )
 
@@ -152,9 +158,16 @@ def fixed_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any,
 
 def step_launches() -> dict[str, tuple[Any, dict[str, Any]]]:
     """The kernels of decode steps beside attention itself, and their arguments."""
-    steps = {"append": (append_kernel, step_append_arguments()), "flush": flush_launch()}
-    steps |= fixed_step_launches(side_of("turboquant", bits=4))
-    return steps | {"store groups": fixed_step_launches(side_of("qjl"))["store groups"]}
+    four = side_of("turboquant", bits=4)
+    steps = {"append": (append_kernel, step_append_arguments()), "flush": flush_launch(four)}
+    steps |= fixed_step_launches(four)
+    for name in ENCODED_KEYS:
+        plan = middle_layer(load_config(name))
+        keys = plan.keys.method, plan.keys.options()
+        steps[f"flush {name}"] = flush_launch(keys)
+        steps[f"write slots {name}"] = fixed_step_launches(keys)["write slots"]
+    apart = fixed_step_launches(side_of("turboquant", bits=3, estimator="prod"))
+    return steps | {"store groups": apart["store groups"]}
 
 
 def encode_variants() -> dict[str, tuple[Side, str, MethodOptions, int]]:

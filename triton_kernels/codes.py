@@ -67,9 +67,11 @@ def tile_channels(i: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def store_codes(b_codes, p_low, p_high, o_n, m_n, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
-    """Packs and stores int32 codes `[T, 8, PADDED]` as rows `o_n` of the planes."""
-    o_c = tl.arange(0, PADDED)
+def store_codes(
+    b_codes, p_low, p_high, o_n, m_n, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, first=0
+):
+    """Packs and stores int32 codes `[T, 8, PADDED]` as rows `o_n` of the planes, their words from `first` on."""
+    o_c = first + tl.arange(0, PADDED)
     o_w = o_n[:, None] * WORDS + o_c[None, :]
     m_w = m_n[:, None] & (o_c < WORDS)[None, :]
     LOW: tl.constexpr = 4 if BITS >= 4 else (2 if BITS >= 2 else 1)

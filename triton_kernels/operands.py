@@ -88,12 +88,14 @@ class KernelEncoder:
     meta: its compile-time parameters.
     tables: constant tensors that it reads.
     group: tokens that are encoded together, a power of two; a tile of `T` tokens has whole groups.
+    fused: whether products may be added without being rounded: not where codes are to equal torch's to the bit.
     """
 
     encode: Any
     meta: tuple[Any, ...]
     tables: tuple[torch.Tensor, ...] = ()
     group: int = 1
+    fused: bool = True
 
 
 def with_mean(query_map: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:

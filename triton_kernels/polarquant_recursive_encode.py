@@ -1,27 +1,37 @@
-"""Recursive PolarQuant's encode kernel (Han et al., Algorithm 1); the twin of `polar_tree.encode`."""
+"""Recursive PolarQuant's encoder: rotation, codes of all levels and radii in one launch (Han et al., Algorithm 1).
+
+The codes are those of `polar_tree.encode`. Its functions take all of `META` and numbers into it, since Triton 3.6 takes
+no tuple out of another one as an argument: first the tree's own numbers (`encode_tree`), then its levels as in
+`level_meta`, each with the place of its first boundary, then the planes in which coarse levels share words.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from ..layout import PLANE_WORD, PLANES
-from ..polar_codebooks import AngleCodebook
+from ..layout import PLANES
 from ..polar_tree import PolarTree
-from .operands import launch_options
+from .operands import KernelEncoder
 from .polarquant_recursive import halves, level_meta, padding, points
+from .rotate import rotated
+from .turboquant_encode import SCALARS, UNBIASED
+
+if TYPE_CHECKING:
+    from ..methods.polarquant_recursive import PolarQuantRecursiveCodec
 
 
 @triton.jit
 def store_plane(
-    b_codes, p_plane, o_n, m_n, SHIFT: tl.constexpr, PLANE: tl.constexpr,
-    LEVELS: tl.constexpr, AT: tl.constexpr, ODD: tl.constexpr, PAD: tl.constexpr,
-):  # fmt: skip
+    b_codes, p_plane, o_n, m_n, SHIFT: tl.constexpr, PLANE: tl.constexpr, META: tl.constexpr, AT: tl.constexpr
+):
     """Packs bits `[SHIFT, SHIFT + PLANE)` of level `AT`, int32 `[T, 8 * words]`, into their plane."""
-    LEVEL: tl.constexpr = LEVELS[AT]
+    LEVEL: tl.constexpr = META[1 + AT]
+    ODD: tl.constexpr = META[0][1]
+    PAD: tl.constexpr = META[0][2]
     SIZE: tl.constexpr = LEVEL[4] // ODD * PAD
     b_parts = (tl.reshape(b_codes, [b_codes.shape[0], 8, SIZE]) >> SHIFT) & (2**PLANE - 1)
     b_words = tl.sum(b_parts << (PLANE * tl.arange(0, 8))[None, :, None], 1)
@@ -32,24 +42,24 @@ def store_plane(
 
 
 @triton.jit
-def store_whole(
-    b_codes, fields, o_n, m_n, LEVELS: tl.constexpr, AT: tl.constexpr, ODD: tl.constexpr, PAD: tl.constexpr
-):  # fmt: skip
-    """Stores level `AT`, which has whole words."""
-    LEVEL: tl.constexpr = LEVELS[AT]
+def store_whole(b_codes, fields, o_n, m_n, META: tl.constexpr, AT: tl.constexpr):
+    """Stores level `AT`, if it has whole words."""
+    LEVEL: tl.constexpr = META[1 + AT]
     LOW: tl.constexpr = 4 if LEVEL[0] >= 4 else (2 if LEVEL[0] >= 2 else 1)
-    store_plane(b_codes, fields[LEVEL[1]], o_n, m_n, 0, LOW, LEVELS, AT, ODD, PAD)
-    if LEVEL[0] > LOW:
-        store_plane(b_codes, fields[LEVEL[1] + 1], o_n, m_n, LOW, LEVEL[0] - LOW, LEVELS, AT, ODD, PAD)
+    if LEVEL[6] == 8 * LEVEL[4]:
+        store_plane(b_codes, fields[LEVEL[1]], o_n, m_n, 0, LOW, META, AT)
+        if LEVEL[0] > LOW:
+            store_plane(b_codes, fields[LEVEL[1] + 1], o_n, m_n, LOW, LEVEL[0] - LOW, META, AT)
 
 
 @triton.jit
 def word_part(
-    b_codes, WORD: tl.constexpr, PLANE: tl.constexpr, SHIFT: tl.constexpr, LEVELS: tl.constexpr, AT: tl.constexpr,
-    ODD: tl.constexpr, PAD: tl.constexpr,
-):  # fmt: skip
+    b_codes, WORD: tl.constexpr, PLANE: tl.constexpr, SHIFT: tl.constexpr, META: tl.constexpr, AT: tl.constexpr
+):
     """What the codes of level `AT`, int32 `[T, W]`, add to word `WORD` of those that it shares: int32 `[T]`."""
-    LEVEL: tl.constexpr = LEVELS[AT]
+    LEVEL: tl.constexpr = META[1 + AT]
+    ODD: tl.constexpr = META[0][1]
+    PAD: tl.constexpr = META[0][2]
     o_c = tl.arange(0, b_codes.shape[1])
     o_i = LEVEL[5] + o_c // PAD * ODD + o_c % PAD
     m_i = (o_c % PAD < ODD) & (o_i % LEVEL[4] == WORD)
@@ -58,18 +68,15 @@ def word_part(
 
 
 @triton.jit
-def store_shared(
-    b_levels, fields, o_n, m_n, LEVELS: tl.constexpr, PLACES: tl.constexpr, PLACE: tl.constexpr,
-    ODD: tl.constexpr, PAD: tl.constexpr,
-):  # fmt: skip
-    """Stores the words that coarse levels share in one plane: number `PLACE` of `SHARED` in `encode_arguments`."""
-    SHARED: tl.constexpr = PLACES[PLACE]
+def store_shared(b_levels, fields, o_n, m_n, META: tl.constexpr, PLACE: tl.constexpr):
+    """Stores the words that coarse levels share in one plane: `META[PLACE]`, as in `shared_planes`."""
+    SHARED: tl.constexpr = META[PLACE]
     WORDS: tl.constexpr = SHARED[6]
     for w in tl.static_range(WORDS):
         b_word = tl.zeros([o_n.shape[0]], tl.int32)
-        for i in tl.static_range(len(LEVELS)):
-            if LEVELS[i][1] == SHARED[1] and LEVELS[i][6] != 8 * LEVELS[i][4]:
-                b_word += word_part(b_levels[i], w, SHARED[2], SHARED[3], LEVELS, i, ODD, PAD)
+        for i in tl.static_range(len(b_levels)):
+            if META[1 + i][1] == SHARED[1] and META[1 + i][6] != 8 * META[1 + i][4]:
+                b_word += word_part(b_levels[i], w, SHARED[2], SHARED[3], META, i)
         p_word = fields[SHARED[0]] + o_n * SHARED[4] + SHARED[5] + w
         tl.store(p_word, b_word.to(p_word.dtype.element_ty), mask=m_n)
 
@@ -77,94 +84,116 @@ def store_shared(
 @triton.jit
 def circle_codes(b_x, b_y, p_bounds, BITS: tl.constexpr, LOWER: tl.constexpr):
     """Nearest codes on the circle: the number of boundaries below each angle (see `polar_tree.circle_codes`)."""
-    b_codes = tl.zeros(b_x.shape, tl.int32)
-    m_beyond = b_y < 0
+    b_near, b_far = tl.zeros(b_x.shape, tl.int32), tl.full(b_x.shape, LOWER, tl.int32)
     for i in tl.static_range(2**BITS):
-        m_turned = b_y * tl.load(p_bounds + 2 * i) > b_x * tl.load(p_bounds + 2 * i + 1)
-        b_codes += ((m_beyond | m_turned) if i < LOWER else (m_beyond & m_turned)).to(tl.int32)
-    return b_codes & (2**BITS - 1)
+        b_turned = (b_y * tl.load(p_bounds + 2 * i) > b_x * tl.load(p_bounds + 2 * i + 1)).to(tl.int32)
+        if i < LOWER:
+            b_near += b_turned
+        else:
+            b_far += b_turned
+    return tl.where(b_y < 0, b_far, b_near) & (2**BITS - 1)
 
 
-@triton.jit(do_not_specialize=("N",))
-def encode_kernel(
-    p_y, fields, p_energy, p_cross, p_bounds, p_points, N,
-    LEVELS: tl.constexpr, SHARED: tl.constexpr, BOUNDS: tl.constexpr, LOWER: tl.constexpr, D: tl.constexpr,
-    ODD: tl.constexpr, PAD: tl.constexpr, ROOTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Codes of all levels, packed; squared radii of the roots and inner products with their code points.
+@triton.jit
+def deeper_codes(b_energy, p_bounds, BITS: tl.constexpr, START: tl.constexpr):
+    """Codes of a deeper level, of the squared radii of the one below, and its own squared radii."""
+    b_below, b_above = halves(b_energy)
+    b_codes = tl.zeros(b_below.shape, tl.int32)
+    for i in tl.static_range(2**BITS - 1):
+        p_bound = p_bounds + 2 * (START + i)
+        b_codes += (b_above * tl.load(p_bound) > b_below * tl.load(p_bound + 1)).to(tl.int32)
+    return b_codes, b_below + b_above
 
-    Compiled without fused multiply-add, products and sums are rounded as in torch, and codes equal to the bit.
+
+@triton.jit
+def store_radii(b_energy, b_cross, p_radii, p_range, o_row, m_t, i_h, META: tl.constexpr):
+    """Radii of the roots, of squared radii and inner products with code points; 8-bit ones by their logarithms."""
+    ODD: tl.constexpr = META[0][1]
+    PAD: tl.constexpr = META[0][2]
+    ROOTS: tl.constexpr = META[0][3]
+    SCALAR: tl.constexpr = META[0][5]
+    if SCALAR == UNBIASED:
+        b_radii = tl.div_rn(b_energy, tl.maximum(b_cross, 1e-30))
+    elif SCALAR > UNBIASED:
+        b_radii = b_cross
+    else:
+        b_radii = tl.sqrt_rn(b_energy)
+    o_r = tl.arange(0, ROOTS // ODD * PAD)
+    o_i = o_row[:, None] * ROOTS + (o_r // PAD * ODD + o_r % PAD)[None, :]
+    m_i = m_t[:, None] & (o_r % PAD < ODD)[None, :]
+    if META[0][6]:
+        b_logs = tl.log2(tl.maximum(b_radii, 1e-30))
+        b_steps = (b_logs - tl.load(p_range + 2 * i_h)) / tl.load(p_range + 2 * i_h + 1)
+        b_codes = tl.minimum(tl.maximum(tl.floor(b_steps + 0.5) + 1.0, 0.0), 255.0)
+        b_radii = tl.where(b_radii > 0, b_codes, 0.0)
+    else:
+        b_radii = tl.minimum(b_radii, 65504.0)
+    tl.store(p_radii + o_i, b_radii.to(p_radii.dtype.element_ty), mask=m_i)
+
+
+@triton.jit
+def encode_tree(
+    p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
+):
+    """`META[0]` is levels, odd part of `D` and its power of two, roots, boundaries of the circle below π, the number of
+    the scalar, whether radii have 8 bits, and whether keys are centred.
+
+    `tables` are the basis `[D, D]`, boundaries and points of all levels, the least logarithm and the step of 8-bit
+    radii `[H, 2]`, and the mean `[H, D]`. Where products are not fused with sums they are rounded as in torch, and all
+    codes follow from the rotated numbers to the bit.
     """
-    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m_n = o_n < N
+    DEPTH: tl.constexpr = META[0][0]
+    ODD: tl.constexpr = META[0][1]
+    PAD: tl.constexpr = META[0][2]
     o_c = tl.arange(0, D // 2 // ODD * PAD)
-    o_y = o_n[:, None] * D + (o_c // PAD * ODD + o_c % PAD)[None, :]
-    m_y = m_n[:, None] & (o_c % PAD < ODD)[None, :]
-    b_low = tl.load(p_y + o_y, mask=m_y, other=0.0)
-    b_high = tl.load(p_y + o_y + D // 2, mask=m_y, other=0.0)
-    b_codes = circle_codes(b_low, b_high, p_bounds, LEVELS[0][0], LOWER)
+    o_y, m_y = o_c // PAD * ODD + o_c % PAD, o_c % PAD < ODD
+    p_mean = tables[4] + i_h * D
+    b_low = rotated(p_x, o_x, m_t, tables[0], o_y, m_y, p_mean, D, META[0][7], PRECISION)
+    b_high = rotated(p_x, o_x, m_t, tables[0], D // 2 + o_y, m_y, p_mean, D, META[0][7], PRECISION)
+    b_codes = circle_codes(b_low, b_high, tables[1], META[1][0], META[0][4])
+    store_whole(b_codes, fields, o_row, m_t, META, 0)
     b_levels = (b_codes,)
-    b_cos, b_sin = tl.split(points(p_points, b_codes, 0))
+    b_cos, b_sin = tl.split(points(tables[2], b_codes, 0))
     b_energy = b_low * b_low + b_high * b_high
     b_cross = b_low * b_cos + b_high * b_sin
-    for i in tl.static_range(1, len(LEVELS)):
-        b_below, b_above = halves(b_energy)
-        b_codes = tl.zeros(b_below.shape, tl.int32)
-        for j in tl.static_range(2 ** LEVELS[i][0] - 1):
-            p_bound = p_bounds + 2 * (BOUNDS[i] + j)
-            b_codes += (b_above * tl.load(p_bound) > b_below * tl.load(p_bound + 1)).to(tl.int32)
+    for i in tl.static_range(1, DEPTH):
+        b_codes, b_energy = deeper_codes(b_energy, tables[1], META[1 + i][0], META[1 + i][8])
+        store_whole(b_codes, fields, o_row, m_t, META, i)
         b_levels = b_levels + (b_codes,)
-        b_energy = b_below + b_above
         b_low, b_high = halves(b_cross)
-        b_cos, b_sin = tl.split(points(p_points, b_codes, LEVELS[i][7]))
+        b_cos, b_sin = tl.split(points(tables[2], b_codes, META[1 + i][7]))
         b_cross = b_low * b_cos + b_high * b_sin
-    for i in tl.static_range(len(LEVELS)):
-        if LEVELS[i][6] == 8 * LEVELS[i][4]:
-            store_whole(b_levels[i], fields, o_n, m_n, LEVELS, i, ODD, PAD)
-    for i in tl.static_range(len(SHARED)):
-        store_shared(b_levels, fields, o_n, m_n, LEVELS, SHARED, i, ODD, PAD)
-    o_r = tl.arange(0, ROOTS // ODD * PAD)
-    o_i = o_n[:, None] * ROOTS + (o_r // PAD * ODD + o_r % PAD)[None, :]
-    m_i = m_n[:, None] & (o_r % PAD < ODD)[None, :]
-    tl.store(p_energy + o_i, b_energy, mask=m_i)
-    tl.store(p_cross + o_i, b_cross, mask=m_i)
+    for i in tl.static_range(1 + DEPTH, len(META)):
+        store_shared(b_levels, fields, o_row, m_t, META, i)
+    store_radii(b_energy, b_cross, fields[len(fields) - 1], tables[3], o_row, m_t, i_h, META)
 
 
-def quantize(
-    y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
-    """`polar_tree.encode` by the kernel: float32 `y` `[..., D]` to planes, squared radii and inner products."""
-    grid, arguments, planes = encode_arguments(y, tree, books)
-    encode_kernel[grid](**arguments)
-    return planes, arguments["p_energy"], arguments["p_cross"]
-
-
-def encode_arguments(
-    y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
-) -> tuple[tuple[int], dict[str, Any], tuple[torch.Tensor, ...]]:
-    """Grid and arguments of `encode_kernel`, and the planes that it fills."""
-    rows, dim = y.numel() // y.shape[-1], y.shape[-1]
-    planes, shared = [], []
-    for bits, width in tree.widths:
-        shift, first = 0, len(planes)
+def shared_planes(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
+    """Planes in which coarse levels share words: `(field, field of the low plane, bits of the plane, those below it,
+    words of a token, where the shared ones begin, how many they are)`."""
+    shared, field = [], 0
+    for bits, _ in tree.widths:
+        shift, first = 0, field
         coarse = [level for level in tree.levels if level.bits == bits and not level.whole]
         for plane in PLANES[bits]:
             if coarse:
-                place = (len(planes), first, plane, shift, coarse[0].row, coarse[0].offset, coarse[0].words)
-                shared.append(place)
-            planes.append(y.new_empty(*y.shape[:-1], width // 8, dtype=PLANE_WORD[plane]))
+                shared.append((field, first, plane, shift, coarse[0].row, coarse[0].offset, coarse[0].words))
+            field += 1
             shift += plane
-    starts = [0]
-    for book in books[:-1]:
-        starts.append(starts[-1] + len(book.bounds))
-    odd, pad = padding(dim)
-    block = 4 if dim > 128 else 8
-    roots = (*y.shape[:-1], tree.roots)
-    arguments = dict(
-        p_y=y.contiguous(), fields=tuple(planes), p_energy=y.new_empty(roots), p_cross=y.new_empty(roots),
-        p_bounds=torch.cat([book.bounds for book in books]), p_points=torch.cat([book.points for book in books]),
-        N=rows, LEVELS=level_meta(tree), SHARED=tuple(shared), BOUNDS=tuple(starts), LOWER=books[0].lower,
-        D=dim, ODD=odd, PAD=pad, ROOTS=tree.roots, BLOCK=block,
-        **launch_options(fusion=False),
+    return tuple(shared)
+
+
+def polarquant_recursive_encoder(codec: PolarQuantRecursiveCodec) -> KernelEncoder:
+    """Of a prepared codec."""
+    books, tree, radii = codec.books, codec.tree, codec.radius_table is not None
+    starts = [sum(len(book.bounds) for book in books[:level]) for level in range(len(books))]
+    levels = tuple((*level, start) for level, start in zip(level_meta(tree), starts, strict=True))
+    shape = (
+        len(levels), *padding(codec.context.head_dim), tree.roots, books[0].lower, SCALARS.index(codec.scalar), radii,
+        codec.mean is not None,
     )  # fmt: skip
-    return (triton.cdiv(rows, block),), arguments, tuple(planes)
+    bounds, table = (torch.cat([getattr(book, name) for book in books]) for name in ("bounds", "points"))
+    names = "least_log_radius", "log_radius_step"
+    spread = torch.stack([codec.statistics[name] for name in names], -1) if radii else bounds
+    tables = (codec.basis, bounds, table, spread, bounds if codec.mean is None else codec.mean)
+    return KernelEncoder(encode_tree, (shape, *levels, *shared_planes(tree)), tables, fused=False)

@@ -1,4 +1,4 @@
-"""Scores of PolarQuant's polar codes, and their packing (Wu et al., sections 3.2 and 3.3).
+"""Scores of PolarQuant's polar codes (Wu et al., sections 3.2 and 3.3).
 
 With angle codes a_j[t], radii r_j[t] = (code + offset) · scale (per group, or folded into the query), and φ the unit
 vectors of the angles:
@@ -9,16 +9,16 @@ vectors of the angles:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from ..layout import PLANE_WORD, PLANES, padded_words, words_per_token
+from ..layout import padded_words, words_per_token
 from . import directions, lookup
-from .codes import load_codes, store_codes, tile_channels
-from .operands import KernelSide, code_tiles, in_code_order, launch_options, with_mean
+from .codes import load_codes, tile_channels
+from .operands import KernelSide, code_tiles, in_code_order, with_mean
 
 if TYPE_CHECKING:
     from ..methods.polarquant_rope import PolarQuantRopeCodec
@@ -156,49 +156,3 @@ def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
         words = [directions.tables(codec.points), *lookup.even_tables(options.radius_bits)]
         side.words = torch.cat([*words, lookup.places(side.places)]).to(codec.points.device)
     return side
-
-
-@triton.jit(do_not_specialize=("N",))
-def quantize_kernel(
-    p_turns, p_steps, p_angle_low, p_angle_high, p_radius_low, p_radius_high, N,
-    ANGLE_BITS: tl.constexpr, RADIUS_BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """angle = floor(turns) mod 2^angle_bits, radius = clamp(floor(steps)), packed."""
-    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m_n = o_n < N
-    o_c = tl.arange(0, PADDED)
-    o_x = o_n[:, None, None] * (8 * WORDS) + (tl.arange(0, 8)[:, None] * WORDS + o_c[None, :])[None, :, :]
-    m_x = m_n[:, None, None] & (o_c < WORDS)[None, None, :]
-    b_angle = tl.floor(tl.load(p_turns + o_x, mask=m_x, other=0.0)).to(tl.int32) & (2**ANGLE_BITS - 1)
-    store_codes(b_angle, p_angle_low, p_angle_high, o_n, m_n, ANGLE_BITS, WORDS, PADDED)
-    b_steps = tl.floor(tl.load(p_steps + o_x, mask=m_x, other=0.0))
-    b_radius = tl.minimum(tl.maximum(b_steps, 0.0), 2**RADIUS_BITS - 1).to(tl.int32)
-    store_codes(b_radius, p_radius_low, p_radius_high, o_n, m_n, RADIUS_BITS, WORDS, PADDED)
-
-
-def quantize(turns: torch.Tensor, steps: torch.Tensor, angle_bits: int, radius_bits: int) -> tuple[torch.Tensor, ...]:
-    """`methods.polarquant_rope.quantize` by the kernel."""
-    grid, arguments, planes = quantize_arguments(turns, steps, angle_bits, radius_bits)
-    quantize_kernel[grid](**arguments)
-    return planes
-
-
-def quantize_arguments(
-    turns: torch.Tensor, steps: torch.Tensor, angle_bits: int, radius_bits: int
-) -> tuple[tuple[int], dict[str, Any], tuple[torch.Tensor, ...]]:
-    """Grid and arguments of `quantize_kernel`, and the planes that it fills."""
-    shape, words = turns.shape[:-1], words_per_token(turns.shape[-1])
-    rows = shape.numel()
-    angle, radius = (
-        tuple(turns.new_empty(*shape, words, dtype=PLANE_WORD[plane]) for plane in PLANES[bits])
-        for bits in (angle_bits, radius_bits)
-    )
-    block = 16
-    arguments = dict(
-        p_turns=turns.contiguous(), p_steps=steps.contiguous(), p_angle_low=angle[0], p_angle_high=angle[-1],
-        p_radius_low=radius[0], p_radius_high=radius[-1], N=rows,
-        ANGLE_BITS=angle_bits, RADIUS_BITS=radius_bits, WORDS=words, PADDED=padded_words(8 * words), BLOCK=block,
-        **launch_options(),
-    )  # fmt: skip
-    return (triton.cdiv(rows, block),), arguments, (*angle, *radius)

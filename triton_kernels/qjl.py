@@ -1,4 +1,4 @@
-"""QJL's score; its encoder is TurboQuant's, a sketch being a component of one bit.
+"""QJL's score.
 
 With sketches i of rows S_i, signs g_i[t] and stored scales c_i[t] (QJL, Definition 3.1):
 

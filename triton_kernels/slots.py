@@ -244,7 +244,8 @@ def write_slots(
         H=heads, N=count, N_PAD=next_power_of_2(count), DK=dk, DK_PAD=next_power_of_2(dk), DV=dv,
         DV_PAD=next_power_of_2(dv), SINKS=sinks[0].shape[2], RING=rings[0].shape[2] - 1, RECENT=recent, FLUSH=flush,
         K_GROUP=groups[0], V_GROUP=groups[1], K_ENCODE=k_encode, V_ENCODE=v_encode, K_META=k_meta, V_META=v_meta,
-        PRECISION=exact_precision(), LONGEST=longest, COUNT=total is not None, num_warps=4, **launch_options(),
+        PRECISION=exact_precision(), LONGEST=longest, COUNT=total is not None, num_warps=4,
+        **launch_options(fusion=all(encoder is None or encoder.fused for encoder in encoders)),
     )  # fmt: skip
     repeated(write_slots_kernel, (batch * heads, 2, 1), inputs, constants, counts.device)
     return leaving

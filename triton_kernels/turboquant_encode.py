@@ -15,6 +15,7 @@ from ..layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_t
 from ..lloyd_max import boundaries
 from .codes import store_codes
 from .operands import KernelEncoder, launch_options
+from .rotate import rotated
 
 if TYPE_CHECKING:
     from ..methods.turboquant import TurboQuantCodec
@@ -70,34 +71,15 @@ def quantize_kernel(
 
 
 @triton.jit
-def rotated(
-    p_x, o_x, m_t, p_rows, p_mean, D: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, CENTRED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Tokens times the rows of a channel set, `[T, 8 * PADDED]`: channels in order of memory, padding zero."""
-    DEPTH: tl.constexpr = 32
-    o_c = tl.arange(0, 8 * PADDED)
-    m_c = o_c % PADDED < WORDS
-    o_w = o_c // PADDED * WORDS + o_c % PADDED
-    b_z = tl.zeros([o_x.shape[0], 8 * PADDED], tl.float32)
-    for start in range(0, D, DEPTH):
-        o_k = start + tl.arange(0, DEPTH)
-        m_k = o_k < D
-        b_x = tl.load(p_x + o_x[:, None] + o_k[None, :], mask=m_t[:, None] & m_k[None, :], other=0.0).to(tl.float32)
-        if CENTRED:
-            b_x -= tl.load(p_mean + o_k, mask=m_k, other=0.0)[None, :]
-        b_rows = tl.load(p_rows + o_w[:, None] * D + o_k[None, :], mask=m_c[:, None] & m_k[None, :], other=0.0)
-        b_z = tl.dot(b_x, tl.trans(b_rows), b_z, input_precision=PRECISION)
-    return b_z
-
-
-@triton.jit
 def encode_set(
     p_x, o_x, m_t, p_rows, p_levels, p_bounds, p_mean, p_low, p_high, p_scale, o_row, D: tl.constexpr,
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr, CENTRED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    b_z = rotated(p_x, o_x, m_t, p_rows, p_mean, D, WORDS, PADDED, CENTRED, PRECISION)
+    # Channels in order of memory, padding zero.
+    o_c = tl.arange(0, 8 * PADDED)
+    o_w, m_w = o_c // PADDED * WORDS + o_c % PADDED, o_c % PADDED < WORDS
+    b_z = rotated(p_x, o_x, m_t, p_rows, o_w, m_w, p_mean, D, CENTRED, PRECISION)
     b_norm = tl.sqrt(tl.sum(b_z * b_z, 1))
     b_z = tl.reshape(b_z / tl.maximum(b_norm, 1e-30)[:, None], [o_x.shape[0], 8, PADDED])
     m_z = m_t[:, None, None] & (tl.arange(0, PADDED) < WORDS)[None, None, :]

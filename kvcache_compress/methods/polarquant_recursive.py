@@ -25,7 +25,7 @@ from ..scalar import SCALE_MAX, Scalar
 
 if TYPE_CHECKING:
     from ..cpu_kernels.operands import CPUSide
-    from ..triton_kernels.operands import KernelSide
+    from ..triton_kernels.operands import KernelEncoder, KernelSide
 
 RADIUS_CODES = 256
 OCTAVES_BELOW, OCTAVES_ABOVE = 6.0, 4.0
@@ -168,8 +168,10 @@ class PolarQuantRecursiveCodec(Codec):
         return (x if mean is None else x - mean[:, None]) @ self.basis.mT
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
+        if backend == "triton" and (fields := self._encoded_in_triton(x)):
+            return fields
         y = self._to_code_space(x.float(), self.mean)
-        encode = quantizer(backend, polar_tree.encode, "polarquant_recursive_encode", "quantize_tree")
+        encode = quantizer(backend, polar_tree.encode, None, "quantize_tree")
         planes, energy, cross = encode(y, self.tree, self._ready_books())
         if self.scalar == "unbiased":
             radii = energy / cross.clamp_min(1e-30)
@@ -182,11 +184,14 @@ class PolarQuantRecursiveCodec(Codec):
             raise RuntimeError("online codebooks need prepare() before the first token is encoded")
         return self.books
 
+    def _ready_range(self) -> None:
+        if self.options.radius_bits == 8 and self.radius_table is None:
+            raise RuntimeError("8-bit radii need prepare() before the first token is encoded")
+
     def _store_radii(self, radii: torch.Tensor) -> torch.Tensor:
         if self.options.radius_bits == 16:
             return radii.clamp(max=SCALE_MAX).to(torch.float16)
-        if self.radius_table is None:
-            raise RuntimeError("8-bit radii need prepare() before the first token is encoded")
+        self._ready_range()
         least, step = (self.statistics[name][:, None, None] for name in ("least_log_radius", "log_radius_step"))
         codes = ((radii.log2() - least) / step).round() + 1
         return torch.where(radii > 0, codes.clamp(0, RADIUS_CODES - 1), 0).to(torch.uint8)
@@ -225,6 +230,13 @@ class PolarQuantRecursiveCodec(Codec):
         from ..triton_kernels.polarquant_recursive import polarquant_side
 
         return polarquant_side(self)
+
+    def build_kernel_encoder(self) -> KernelEncoder:
+        from ..triton_kernels.polarquant_recursive_encode import polarquant_recursive_encoder
+
+        self._ready_books()
+        self._ready_range()
+        return polarquant_recursive_encoder(self)
 
     def build_cpu_side(self) -> CPUSide:
         from ..cpu_kernels.operands import cpu_side

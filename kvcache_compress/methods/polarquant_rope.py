@@ -23,7 +23,7 @@ from ..scalar import SCALE_MAX
 
 if TYPE_CHECKING:
     from ..cpu_kernels.operands import CPUSide
-    from ..triton_kernels.operands import KernelSide
+    from ..triton_kernels.operands import KernelEncoder, KernelSide
 
 
 class PolarQuantRopeOptions(MethodOptions):
@@ -122,7 +122,7 @@ class PolarQuantRopeCodec(Codec):
         found = {} if mean is None else {"mean": mean}
         if self.options.radius_scale == "channel":
             real, imaginary = self.pairs.split(x.float() if mean is None else x.float() - mean[:, None])
-            found["scale"] = torch.hypot(real, imaginary).amax(dim=(0, 2)) / self.options.steps
+            found["scale"] = radii(real, imaginary).amax(dim=(0, 2)) / self.options.steps
         return found
 
     def set_statistics(self, statistics: Statistics) -> None:
@@ -152,12 +152,14 @@ class PolarQuantRopeCodec(Codec):
         return self.scale
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
+        if backend == "triton" and (fields := self._encoded_in_triton(x)):
+            return fields
         real, imaginary = self.pairs.split(self._centred(x.float()))
-        radius = torch.hypot(real, imaginary)
+        radius = radii(real, imaginary)
         turns = torch.atan2(imaginary, real) * (2 ** (self.options.angle_bits - 1) / math.pi)
         stored = self._stored_scale(radius)
         steps = radius / self._token_scale(stored).clamp_min(1e-30)
-        quantize_on = quantizer(backend, quantize, "polarquant_rope", "quantize_pairs")
+        quantize_on = quantizer(backend, quantize, None, "quantize_pairs")
         fields = (*quantize_on(turns, steps, self.options.angle_bits, self.options.radius_bits), *stored)
         if self.options.scalar == "match":
             length = self._polar(fields)[1].norm(dim=-1).clamp_min(1e-30)
@@ -234,6 +236,13 @@ class PolarQuantRopeCodec(Codec):
 
         return polarquant_rope_side(self)
 
+    def build_kernel_encoder(self) -> KernelEncoder:
+        from ..triton_kernels.polarquant_rope_encode import polarquant_rope_encoder
+
+        if self.options.radius_scale == "channel":
+            self._channel_scale()
+        return polarquant_rope_encoder(self)
+
     def build_cpu_side(self) -> CPUSide:
         """Of the score function `direct`, which is what suits it."""
         from ..cpu_kernels.operands import cpu_side
@@ -259,6 +268,11 @@ def pair_layout(options: PolarQuantRopeOptions, context: CodecContext) -> RopeLa
     if context.rope is None:
         raise ValueError("pairing='auto' for polarquant_rope: allowed for models whose rotary pairs are known")
     return context.rope
+
+
+def radii(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
+    """Radii of pairs; not by `hypot`, so that other code can compute the same numbers to the bit."""
+    return (real * real + imaginary * imaginary).sqrt()
 
 
 def quantize(turns: torch.Tensor, steps: torch.Tensor, angle_bits: int, radius_bits: int) -> tuple[torch.Tensor, ...]:

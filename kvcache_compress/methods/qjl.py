@@ -27,7 +27,7 @@ from ..sketch import SketchKind, sketch_constant, sketch_matrix
 
 if TYPE_CHECKING:
     from ..cpu_kernels.operands import CPUSide
-    from ..triton_kernels.operands import KernelSide
+    from ..triton_kernels.operands import KernelEncoder, KernelSide
 
 MAX_RATIO = 4
 MIN_OUTLIERS = 4
@@ -181,8 +181,10 @@ class QJLCodec(Codec):
         return self.basis
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
+        if backend == "triton" and (fields := self._encoded_in_triton(x)):
+            return fields
         x = self._centred(x.float())
-        fields: Fields = ()
+        fields = ()
         for index, part in enumerate(self.instances):
             sketched = x @ self._ready_basis()[:, part.span].mT
             norm = (x if self._members is None else x * self._members[index][:, None]).norm(dim=-1)
@@ -230,6 +232,12 @@ class QJLCodec(Codec):
         from ..triton_kernels.qjl import qjl_side
 
         return qjl_side(self)
+
+    def build_kernel_encoder(self) -> KernelEncoder | None:
+        from ..triton_kernels.qjl_encode import qjl_encoder
+
+        self._ready_basis()
+        return qjl_encoder(self)
 
     def build_cpu_side(self) -> CPUSide:
         from ..cpu_kernels.operands import cpu_side

@@ -38,6 +38,7 @@ ENCODERS = [
     (NAME, {"group_size": 32}, "keys"),
     (NAME, {"angle_bits": 6, "radius_bits": 3, "group_size": 32, "scalar": "match"}, "keys"),
     (NAME, {"angle_bits": 3, "radius_bits": 5, "pairing": "interleaved", **PAPER}, "keys"),
+    (NAME, {"angle_bits": 2, "radius_bits": 6, "group_size": 32, "radius_scale": "channel", "scalar": "match"}, "keys"),
 ]
 
 

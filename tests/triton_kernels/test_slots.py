@@ -18,6 +18,11 @@ from kvcache_compress.fixed_step import FULL, NOT_FINITE
 HEADS, GROUPS, DIM, ROOM = 2, 3, 32, 140
 KIVI = {"method": "kivi", "bits": 2}
 TURBOQUANT = {"method": "turboquant", "bits": 3}
+PAIRS = {"method": "polarquant_rope", "group_size": 32}
+SKETCH = {"method": "qjl", "scalar": "norm"}
+TREE = {"method": "polarquant_recursive"}
+APART = {"method": "turboquant", "bits": 3, "estimator": "prod"}
+"""Which no kernel encodes as it writes."""
 
 
 def fixed_layer(backend: str, keys: dict[str, Any], sinks: int, recent: int) -> FixedCapacityLayer:
@@ -41,7 +46,9 @@ def masks(count: int, tokens: int) -> list[torch.Tensor | None]:
 
 
 @pytest.mark.parametrize(
-    ("keys", "sinks", "recent"), [(TURBOQUANT, 0, 0), (TURBOQUANT, 53, 2), (KIVI, 4, 8)], ids=["none", "many", "groups"]
+    ("keys", "sinks", "recent"),
+    [(TURBOQUANT, 0, 0), (TURBOQUANT, 53, 2), (KIVI, 4, 8), (PAIRS, 4, 8), (SKETCH, 4, 8), (TREE, 4, 8), (APART, 4, 8)],
+    ids=["none", "many", "groups", "pairs", "sketch", "tree", "apart"],
 )
 def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent: int) -> None:
     """Dense tokens, codes and counters, across a flush and the end of the sinks; and attention under every mask."""
