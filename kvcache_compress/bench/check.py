@@ -122,9 +122,9 @@ def _each_merge(keys: SideSegments, values: SideSegments, backend: Backend) -> I
     yield
     if backend != "triton":
         return
-    k_side, v_side = keys.codec.kernel_side(), values.codec.kernel_side()
+    k_side = keys.codec.kernel_side()
     ((call, sizes),) = k_side.sizes.items()
-    tile = load_part(".triton_kernels.launch").tile_shape(k_side, v_side, keys.sinks.dtype == torch.float32).tokens
+    tile = sizes.tile.tokens
     tiles = -(-keys.packed // tile)
     seen = {sizes.splits}
     for padded in MERGED:
