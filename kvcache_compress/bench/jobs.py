@@ -19,6 +19,8 @@ KEYS = {
     "longest": ("cache",),
 }
 """The parts, in the order in which they run, and what tells a row from the others of its part."""
+TUNING = dict.fromkeys(("try", "tile"), ("cache", "shape", "batch", "tokens", "block", "warps", "stages"))
+"""The parts of tuning (`tune.py`): whether a tile is right, by several processes, and how fast it is."""
 SHARES = {"bandwidth": 1, "decode": 45, "encode": 8, "models": 18, "prefill": 12, "longest": 16}
 """Of the time that is left after the checks. What a part does not need is left to those after it."""
 TARGETS = ("full", "turboquant-4bit", "turboquant-2bit", "uniform-4bit", "kivi-4bit", "kivi-2bit")
@@ -30,20 +32,24 @@ DENSE = ("full", "flash_attn", "flashinfer")
 """Caches that none of our kernels reads."""
 
 
+def _keys(part: str) -> tuple[str, ...]:
+    return KEYS[part] if part in KEYS else TUNING[part]
+
+
 class Job(NamedTuple):
-    """One row: the part, and the values of `KEYS`."""
+    """One row: the part, and the values of `KEYS` or `TUNING`."""
 
     part: str
     values: tuple[str | int, ...]
 
     @property
     def named(self) -> dict[str, Any]:
-        return dict(zip(KEYS[self.part], self.values, strict=True))
+        return dict(zip(_keys(self.part), self.values, strict=True))
 
     @classmethod
     def of(cls, part: str, row: Mapping[str, Any]) -> Job:
         """The job that a row of a result file comes from."""
-        return cls(part, tuple(row[key] for key in KEYS[part]))
+        return cls(part, tuple(row[key] for key in _keys(part)))
 
     def __str__(self) -> str:
         return " ".join(map(str, (self.part, *self.values)))
