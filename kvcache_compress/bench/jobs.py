@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
+from .check_fixed import GRAPHS
 from .layers import SHAPES, Shape
 
 KEYS = {
@@ -17,11 +18,12 @@ KEYS = {
     "models": ("cache", "batch", "tokens"),
     "prefill": ("cache", "tokens", "chunk"),
     "longest": ("cache",),
+    "graph": ("cache", "shape"),
 }
 """The parts, in the order in which they run, and what tells a row from the others of its part."""
 TUNING = dict.fromkeys(("try", "tile"), ("cache", "shape", "batch", "tokens", "block", "warps", "stages"))
 """The parts of tuning (`tune.py`): whether a tile is right, by several processes, and how fast it is."""
-SHARES = {"bandwidth": 1, "decode": 45, "encode": 8, "models": 18, "prefill": 12, "longest": 16}
+SHARES = {"bandwidth": 1, "decode": 45, "encode": 8, "models": 18, "prefill": 12, "longest": 14, "graph": 2}
 """Of the time that is left after the checks. What a part does not need is left to those after it."""
 TARGETS = ("full", "turboquant-4bit", "turboquant-2bit", "uniform-4bit", "kivi-4bit", "kivi-2bit")
 """Whose decoding is asked for first, over at least `TARGET_BATCH` sequences of at least `TARGET_TOKENS`."""
@@ -99,6 +101,7 @@ def plan_jobs(presets: Sequence[str], parts: Sequence[str], sizes: Sizes, librar
     found["models"] = [(name, 1, tokens) for tokens, name in product(sizes.model_lengths, ("full", *in_models))]
     found["prefill"] = [(name, sizes.prompt, chunk) for chunk, name in product(sizes.chunks, ("full", *in_models))]
     found["longest"] = [(name,) for name in ("full", *longest)]
+    found["graph"] = [(name, main) for name in GRAPHS if name in presets]
     jobs = [Job(part, values) for part in KEYS if part in parts and part in found for values in found[part]]
     checks = [(name, main, sizes.lengths[0]) for name in ranked]
     if {"check", "models", "prefill", "longest"} & {*parts}:

@@ -25,6 +25,7 @@ import torch
 
 from ..eval.results import error_message
 from .check import check_kernels
+from .check_fixed import graph_check
 from .decode import compressed_time, full_time
 from .encode import encode_time
 from .jobs import DENSE, SHARES, SIZES, SMALL_SIZES, TUNING, Job, Sizes
@@ -136,6 +137,8 @@ class Measurements:
         if shape is not None:
             if job.part == "check":
                 return check_kernels(name, shape_name, shape, named["tokens"], self.device)
+            if job.part == "graph":
+                return graph_check(name, shape_name, shape, self.device)
             call = (name, shape_name, shape, named["batch"], named["tokens"], self.device)
             if job.part in TUNING:
                 tile = (named["block"], named["warps"], named["stages"])
