@@ -101,6 +101,9 @@ def main(
     if small and (output is None or table is None):
         raise typer.BadParameter("--output and --table are needed for --small")
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    capability = capability_of(device)
+    if not small and capability is None:
+        raise typer.BadParameter("no GPU of NVIDIA's: for others there is no table")
     presets = preset or sorted([*VARIANTS, *preset_names()], key=lambda name: name not in TARGETS)
     cases = plan_cases(presets, (SMALL_SIZES if small else SIZES).shapes, small)
     size = SMALL if small else (BATCH, TOKENS)
@@ -117,7 +120,7 @@ def main(
     finally:
         found = best_tiles(cases, results.rows, size)
         # Without a GPU under a name that no device has.
-        update_table(table or TABLE, capability_of(device) or "none", found, said_of_each(where))
+        update_table(table or TABLE, capability or "none", found, said_of_each(where))
         left = sum(not measured(row) for row in results.rows.values())
         print(f"{report(cases, found)}\n{left} rows not measured\nwritten: {results.path}, {table or TABLE}")
 
