@@ -56,7 +56,7 @@ class KernelSide:
     places: int = 0
     tokens: int = 32
     warps: int = 1
-    most_tokens: int = 64
+    most_tokens: int = 128
     tile: Tile | None = None
     query_map: torch.Tensor | None = None
     bias: bool = False

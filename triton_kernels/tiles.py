@@ -19,8 +19,10 @@ from .operands import KernelSide
 from .plan import AMD
 
 TABLE = Path(__file__).with_name("tiles.json")
-TOKENS, WARPS, STAGES = (16, 32, 64), (1, 2, 4, 8), (1, 2, 3, 4)
+TOKENS, WARPS, STAGES = (16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4)
 """What a tile can be, unless a side takes fewer tokens; 16 is how deep the tensor cores' operands are."""
+USUAL_TOKENS = 64
+"""More are candidates only where the rule has more: levels and weights of so many tokens take many registers."""
 MEASURED_ROWS = 16
 """Query rows of a program, at most, that entries were measured with."""
 
@@ -70,8 +72,8 @@ def rule(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
 
 
 def candidates(k_side: KernelSide, v_side: KernelSide) -> list[Tile]:
-    """All tiles that both sides can take."""
-    most = most_tokens(k_side, v_side)
+    """The tiles to choose from: of all that both sides can take, those that are not far larger than the rule's."""
+    most = min(most_tokens(k_side, v_side), max(USUAL_TOKENS, rule(k_side, v_side, False).tokens))
     return [Tile(tokens, warps, stages) for tokens in TOKENS if tokens <= most for warps in WARPS for stages in STAGES]
 
 

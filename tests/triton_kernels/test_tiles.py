@@ -103,8 +103,8 @@ def test_sizes_and_launches_are_those_of_the_entry(
 @pytest.mark.parametrize(
     ("tile", "message"),
     [
-        ({"tokens": 24, "warps": 1, "stages": 2}, "tokens=24: allowed 16, 32, 64"),
-        ({"tokens": 8, "warps": 1, "stages": 2}, "tokens=8: allowed 16, 32, 64"),
+        ({"tokens": 24, "warps": 1, "stages": 2}, "tokens=24: allowed 16, 32, 64, 128"),
+        ({"tokens": 8, "warps": 1, "stages": 2}, "tokens=8: allowed 16, 32, 64, 128"),
         ({"tokens": 32, "warps": 3, "stages": 2}, "warps=3: allowed 1, 2, 4, 8"),
         ({"tokens": 32, "warps": 1, "stages": 0}, "stages=0: allowed 1, 2, 3, 4"),
         ({"tokens": 32, "warps": 1}, "no table of tiles"),
@@ -128,6 +128,9 @@ def test_an_entry_of_more_tokens_than_the_sides_take_is_refused(use_table: Calla
     codec.prepare(torch.randn(1, 2, 128, 64).bfloat16())
     keys, values = codec.kernel_side(), sides("turboquant-4bit")[1]
     assert {tile.tokens for tile in tiles.candidates(keys, values)} == {16, 32}
+    assert {tile.tokens for tile in tiles.candidates(*sides("turboquant-4bit"))} == {16, 32, 64}
+    larger = sides("commvq-1bit")
+    assert {tile.tokens for tile in tiles.candidates(*larger)} == {16, 32, 64, tiles.rule(*larger, False).tokens}
     name = tiles.kernel_name(keys, values, False)
     use_table(name, {"tokens": 64, "warps": 1, "stages": 2})
     with pytest.raises(ValueError, match=r"64 tokens for .*polarquant_rope\.score.*: allowed at most 32"):
