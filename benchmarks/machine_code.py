@@ -107,7 +107,7 @@ def measure(targets: list[str], only: list[str]) -> Table:
             names = name, f"merge {name}", f"map query {name}"
             if not only or any(part in only for part in names):
                 kernels = attention.attend_kernel, attention.merge_kernel, map_query_kernel
-                arguments = attention_arguments(variant, amd=target.startswith("gfx"))
+                arguments = attention_arguments(variant, target)
                 for part, kernel, given in zip(names, kernels, arguments, strict=True):
                     add(part, target, kernel, given)
         for name, call in step_launches().items():

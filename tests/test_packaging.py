@@ -22,6 +22,7 @@ def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
         "py.typed",
         "configs/turboquant-4bit.yaml",
         "triton_kernels/attention.py",
+        "triton_kernels/tiles.json",
         "cpu_kernels/attend.cpp",
         "cpu_kernels/softmax.h",
         "eval/default_text.txt",

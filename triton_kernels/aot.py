@@ -52,6 +52,12 @@ class MachineCode:
     warps: int
 
 
+def capability(target: str) -> str | None:
+    """Compute capability of one of `TARGETS`, as `tiles.json` has it; None on AMD."""
+    found = TARGETS[target]
+    return None if found.backend == "hip" else f"{found.arch // 10}.{found.arch % 10}"
+
+
 def captured_launches(call: Callable[[], Any]) -> list[tuple[Any, dict[str, Any]]]:
     """Kernel and arguments of every launch that `call` makes, none of which runs; `call` sees empty results."""
     launches: list[tuple[Any, dict[str, Any]]] = []

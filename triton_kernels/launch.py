@@ -12,10 +12,11 @@ from ..backend import interpreting
 from ..slots import Slots
 from ..view import SideSegments
 from .attention import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, attend_kernel, merge_kernel
-from .operands import KernelSide, launch_options, next_power_of_2
+from .operands import launch_options, next_power_of_2
 from .plan import AMD, Plan, addresses, kept
 from .query import map_query_arguments, map_query_kernel
 from .slot_mask import SlotMask
+from .tiles import Tile, capability_of, tile_shape
 
 MAX_TILE_ROWS = 32
 """Query rows of a program of more than two warps, else 16: more of them take more registers than there are, and the
@@ -31,20 +32,13 @@ INTERPRETING = interpreting()
 """Triton's interpreter has no assembly, and truncates to bfloat16 where hardware rounds."""
 
 
-class Tile(NamedTuple):
-    """Tokens that a program of `attend_kernel` takes at a time, its warps, and the stages of its pipeline."""
-
-    tokens: int
-    warps: int
-    stages: int
-
-
 class Sizes(NamedTuple):
-    """Packed tokens of a split, the number of splits, and whether packed tokens fill all tiles."""
+    """Packed tokens of a split, the number of splits, whether packed tokens fill all tiles, and the tile."""
 
     split_tokens: int
     splits: int
     even: bool
+    tile: Tile
 
 
 def attend(
@@ -67,7 +61,7 @@ def attend(
     call = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.count is None)
     sizes = k_side.sizes.get((keys.packed, call))
     if sizes is None:
-        sizes = kept(k_side.sizes, (keys.packed, call), sizes_of(query, keys, values))
+        sizes = kept(k_side.sizes, (keys.packed, call), sizes_of(query, keys, values, capability_of(query.device)))
     over_slots = None if slots is None else SlotMask(mask, query, slots)
     if over_slots is not None:
         mask = over_slots.tensor
@@ -150,7 +144,7 @@ def attend_arguments(
     k_side, v_side = keys.codec.kernel_side(), values.codec.kernel_side()
     exact = query.dtype == torch.float32
     operand = torch.float32 if exact else torch.float16
-    tile = tile_shape(k_side, v_side, exact)
+    tile = sizes.tile
     tile_rows = _tile_rows(tile, rows)
     row_blocks = -(-rows // tile_rows)
     v_stride = sum(v_side.widths)
@@ -207,18 +201,6 @@ def merge_arguments(
     return (query_heads // heads * count, batch * heads), arguments
 
 
-def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
-    """Tokens per tile, warps and pipeline stages, so that levels and accumulators of both sides stay in registers.
-
-    One warp where that does: the 16 rows of the tensor cores' tile cannot be shared out, so more warps repeat work.
-    """
-    if exact:
-        return Tile(16, 8, 2)
-    widest = max(*k_side.widths, *v_side.widths)
-    warps = max(k_side.warps, v_side.warps, widest // 16 if widest > 128 else 1)
-    return Tile(min(k_side.tokens, v_side.tokens), min(warps, 8), 2)
-
-
 def _tile_rows(tile: Tile, rows: int) -> int:
     return min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16, next_power_of_2(rows)))
 
@@ -232,16 +214,17 @@ def split_sizes(packed: int, tile: Tile, programs: int, device: torch.device) ->
     return split_blocks * tile.tokens, -(-blocks // split_blocks)
 
 
-def sizes_of(query: torch.Tensor, keys: SideSegments, values: SideSegments) -> Sizes:
-    """The splits of a call's packed tokens."""
+def sizes_of(query: torch.Tensor, keys: SideSegments, values: SideSegments, capability: str | None) -> Sizes:
+    """The tile and the splits of a call's packed tokens, for a device of this compute capability."""
     batch, query_heads, count, _ = query.shape
     heads = keys.sinks.shape[1]
     rows = query_heads // heads * count
-    tile = tile_shape(keys.codec.kernel_side(), values.codec.kernel_side(), query.dtype == torch.float32)
+    exact = query.dtype == torch.float32
+    tile = tile_shape(keys.codec.kernel_side(), values.codec.kernel_side(), exact, rows, capability)
     programs = batch * heads * -(-rows // _tile_rows(tile, rows))
     split_tokens, splits = split_sizes(keys.packed, tile, programs, query.device)
     even = keys.count is None and keys.packed % tile.tokens == split_tokens % tile.tokens == 0
-    return Sizes(split_tokens, splits, even)
+    return Sizes(split_tokens, splits, even, tile)
 
 
 @cache

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..layout import code_order, padded_width, padded_words
 from .codes import tile_width
 from .plan import AMD, Plan
+
+if TYPE_CHECKING:
+    from .tiles import Tile
 
 
 def next_power_of_2(n: int) -> int:
@@ -36,6 +39,8 @@ class KernelSide:
     words: int32 constants for the functions' fast path, which stay in registers (see `lookup.py`); they get each as a
         tile `[1, 1]`, and the last `places` of them as one more tile `[1, places]`.
     tokens, warps: tokens of a tile, at most, and warps of a program that suit the functions with 16-bit operands.
+    most_tokens: tokens of a tile that the functions can take, at most.
+    tile: of a side of keys, what `use_tile` set.
     query_map: float32 `[H or 1, D, sum(widths) (+ 1)]`, contiguous, queries to code space; None is the identity.
     bias: whether the last column of `query_map` gives a term that is added to all scores of a query.
     output_map: float32 `[H or 1, sum(widths), D]`, code space to outputs; None is the identity.
@@ -51,6 +56,8 @@ class KernelSide:
     places: int = 0
     tokens: int = 32
     warps: int = 1
+    most_tokens: int = 128
+    tile: Tile | None = None
     query_map: torch.Tensor | None = None
     bias: bool = False
     output_map: torch.Tensor | None = None
@@ -58,6 +65,12 @@ class KernelSide:
     sizes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     _bound: torch.Tensor | None = None
     _cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+    def use_tile(self, tile: Tile | None) -> None:
+        """Of a side of keys: from now on attention takes this tile, or with None the one that it chooses itself."""
+        self.tile = tile
+        self.sizes.clear()
+        self.plans.clear()
 
     def tables_as(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         if dtype not in self._cast:

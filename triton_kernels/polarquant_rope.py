@@ -148,6 +148,7 @@ def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
         code_tiles(pairs) * parts,
         tables=(codec.points,),
         tokens=16,
+        most_tokens=128 if options.radius_scale == "channel" else options.group_size,
         query_map=with_mean(basis.mT, codec.mean).contiguous(),
         bias=codec.mean is not None,
     )

@@ -1,7 +1,8 @@
 """Whether a preset's kernels are right on the device.
 
 In one dtype, for two sequences with one query each and no mask, with merging as it is compiled for any number of
-splits, and by repeated launches as well as Triton's own. All else is covered by the kernel tests.
+splits, and by repeated launches as well as Triton's own; of a few presets with a fixed capacity too (`check_fixed.py`).
+All else is covered by the kernel tests.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..backend import interpreting, load_part, on_device, resolve_backend
 from ..checks import LONGEST
 from ..codec import Backend, Fields
 from ..view import PackedKV, SideSegments
+from .check_fixed import FIXED, check_steps
 from .compare import allowed_error, attention_problem, relative_error
 from .layers import Shape, build_codec, encoded_side, middle_layer, named_config
 
@@ -32,7 +34,7 @@ MERGED = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """One preset and shape: encoding, attention and appending against PyTorch's operators on the same device.
+    """One preset and shape: encoding, attention and steps against PyTorch's operators on the same device.
 
     Attributes:
         cache: preset.
@@ -89,6 +91,8 @@ def check_kernels(
         problem = "appended keys and values are not those that were given"
     if problem is None and backend == "triton" and not all(_flushes(side, device, dtype) for side in (keys, values)):
         problem = "tokens that leave a tail are not encoded, checked or moved as they should be"
+    if problem is None and backend == "triton" and cache in FIXED:
+        _, problem = check_steps(cache, shape, device, dtype)
     return KernelCheck(cache, name, tokens, error if math.isfinite(error) else None, different, problem)
 
 
@@ -122,9 +126,9 @@ def _each_merge(keys: SideSegments, values: SideSegments, backend: Backend) -> I
     yield
     if backend != "triton":
         return
-    k_side, v_side = keys.codec.kernel_side(), values.codec.kernel_side()
+    k_side = keys.codec.kernel_side()
     ((call, sizes),) = k_side.sizes.items()
-    tile = load_part(".triton_kernels.launch").tile_shape(k_side, v_side, keys.sinks.dtype == torch.float32).tokens
+    tile = sizes.tile.tokens
     tiles = -(-keys.packed // tile)
     seen = {sizes.splits}
     for padded in MERGED:

@@ -106,6 +106,23 @@ def compressed_time(
     Raises:
         ValueError: a preset that does not fit the shape, or attention that is not right.
     """
+    view, query = random_view(preset, shape, batch, tokens, device, dtype)
+    scaling = shape.head_dim**-0.5
+    error = compare_view(view, query, scaling)
+    time = median_ms(lambda: view.attend(query, None, scaling, None, None), device, repeats)
+    size = _stored(view.keys) + _stored(view.values)
+    numbers = 2 * batch * shape.kv_heads * view.shape[2] * shape.head_dim
+    return DecodeTime(preset, name, batch, tokens, time, size / time / 1e6, 8 * size / numbers, attention_error=error)
+
+
+def random_view(
+    preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype
+) -> tuple[PackedKV, torch.Tensor]:
+    """A layer of random codes, with the preset's dense windows beside `tokens` packed, and queries `[B, Hq, 1, D]`.
+
+    Raises:
+        ValueError: a preset that does not fit the shape.
+    """
     plan = middle_layer(named_config(preset))
     keys, values = (
         encoded_side(
@@ -117,14 +134,8 @@ def compressed_time(
     )  # fmt: skip
     choice: BackendChoice = "triton" if interpreting() else "auto"
     backend = resolve_backend(choice, device, (keys.codec, values.codec))
-    view = PackedKV(keys, values, "keys", backend)
     query = torch.randn(batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
-    scaling = shape.head_dim**-0.5
-    error = compare_view(view, query, scaling)
-    time = median_ms(lambda: view.attend(query, None, scaling, None, None), device, repeats)
-    size = _stored(keys) + _stored(values)
-    numbers = 2 * batch * shape.kv_heads * view.shape[2] * shape.head_dim
-    return DecodeTime(preset, name, batch, tokens, time, size / time / 1e6, 8 * size / numbers, attention_error=error)
+    return PackedKV(keys, values, "keys", backend), query
 
 
 def measure_decode(

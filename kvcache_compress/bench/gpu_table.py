@@ -16,6 +16,7 @@ TITLES = {
     "models": "a whole model",
     "prefill": "a whole model's prompt",
     "longest": "the longest context that fits beside the weights",
+    "graph": "steps of a fixed capacity, replayed from a CUDA graph",
 }
 
 
@@ -45,8 +46,11 @@ def _figures(part: str, row: Mapping[str, Any]) -> str:
         filled = f"cache {row['cache_gib']:.2f} GiB{peak}, filled in {row['fill_seconds']:.2f} s"
         return f"{row['tokens_per_second']:8.1f} tokens/s, {filled}"
     if part == "prefill":
-        ratio = "" if row.get("ratio") is None else f", {row['ratio']:.3f}x of full"
-        return f"{row['seconds']:8.3f} s in chunks of {row['chunk']}{ratio}{peak}"
+        compared = row.get("ratio") is not None and row["cache"] != "full"
+        added = f", {row['ratio'] - 1:+.1%} beside full" if compared else ""
+        return f"{row['seconds']:8.3f} s in chunks of {row['chunk']}{added}{peak}"
+    if part == "graph":
+        return f"attention differs by {row['attention_error']:.1e} at most"
     return f"cache {row['cache_gib']:.2f} GiB; then: {row['end']}"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
+from .check_fixed import GRAPHS
 from .layers import SHAPES, Shape
 
 KEYS = {
@@ -17,9 +18,12 @@ KEYS = {
     "models": ("cache", "batch", "tokens"),
     "prefill": ("cache", "tokens", "chunk"),
     "longest": ("cache",),
+    "graph": ("cache", "shape"),
 }
 """The parts, in the order in which they run, and what tells a row from the others of its part."""
-SHARES = {"bandwidth": 1, "decode": 45, "encode": 8, "models": 18, "prefill": 12, "longest": 16}
+TUNING = dict.fromkeys(("try", "tile"), ("cache", "shape", "batch", "tokens", "block", "warps", "stages"))
+"""The parts of tuning (`tune.py`): whether a tile is right, by several processes, and how fast it is."""
+SHARES = {"bandwidth": 1, "decode": 45, "encode": 8, "models": 18, "prefill": 12, "longest": 14, "graph": 2}
 """Of the time that is left after the checks. What a part does not need is left to those after it."""
 TARGETS = ("full", "turboquant-4bit", "turboquant-2bit", "uniform-4bit", "kivi-4bit", "kivi-2bit")
 """Whose decoding is asked for first, over at least `TARGET_BATCH` sequences of at least `TARGET_TOKENS`."""
@@ -30,20 +34,24 @@ DENSE = ("full", "flash_attn", "flashinfer")
 """Caches that none of our kernels reads."""
 
 
+def _keys(part: str) -> tuple[str, ...]:
+    return KEYS[part] if part in KEYS else TUNING[part]
+
+
 class Job(NamedTuple):
-    """One row: the part, and the values of `KEYS`."""
+    """One row: the part, and the values of `KEYS` or `TUNING`."""
 
     part: str
     values: tuple[str | int, ...]
 
     @property
     def named(self) -> dict[str, Any]:
-        return dict(zip(KEYS[self.part], self.values, strict=True))
+        return dict(zip(_keys(self.part), self.values, strict=True))
 
     @classmethod
     def of(cls, part: str, row: Mapping[str, Any]) -> Job:
         """The job that a row of a result file comes from."""
-        return cls(part, tuple(row[key] for key in KEYS[part]))
+        return cls(part, tuple(row[key] for key in _keys(part)))
 
     def __str__(self) -> str:
         return " ".join(map(str, (self.part, *self.values)))
@@ -93,6 +101,7 @@ def plan_jobs(presets: Sequence[str], parts: Sequence[str], sizes: Sizes, librar
     found["models"] = [(name, 1, tokens) for tokens, name in product(sizes.model_lengths, ("full", *in_models))]
     found["prefill"] = [(name, sizes.prompt, chunk) for chunk, name in product(sizes.chunks, ("full", *in_models))]
     found["longest"] = [(name,) for name in ("full", *longest)]
+    found["graph"] = [(name, main) for name in GRAPHS if name in presets]
     jobs = [Job(part, values) for part in KEYS if part in parts and part in found for values in found[part]]
     checks = [(name, main, sizes.lengths[0]) for name in ranked]
     if {"check", "models", "prefill", "longest"} & {*parts}:

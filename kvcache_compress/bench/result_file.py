@@ -18,11 +18,11 @@ COMPARED = ("sources", "versions", "hardware", "small")
 FOLDERS = ("kvcache_compress", "triton_kernels", "configs")
 
 
-def hash_sources(root: Path) -> str:
-    """Of all code and presets that take part in the measurements, wherever they are committed."""
+def hash_sources(root: Path, kinds: Sequence[str] = ("*.py", "*.yaml", "*.json")) -> str:
+    """Of all code, presets and tables that take part in the measurements, wherever they are committed."""
     digest = hashlib.sha256()
     for folder in FOLDERS:
-        for path in sorted(path for kind in ("*.py", "*.yaml") for path in (root / folder).rglob(kind)):
+        for path in sorted(path for kind in kinds for path in (root / folder).rglob(kind)):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -35,9 +35,11 @@ class ResultFile:
     whose process died or hung, are planned again.
     """
 
-    def __init__(self, path: Path, where: Mapping[str, Any], jobs: Sequence[Job]) -> None:
-        """`where`: command, date, commit and what `COMPARED` names."""
-        self.path, self.where = path, dict(where)
+    def __init__(
+        self, path: Path, where: Mapping[str, Any], jobs: Sequence[Job], parts: Sequence[str] = tuple(KEYS)
+    ) -> None:
+        """`where`: command, date, commit and what `COMPARED` names; `parts`: those that the file has."""
+        self.path, self.where, self.parts = path, dict(where), parts
         self._lock = threading.Lock()
         self.runs = [{key: self.where.pop(key) for key in ("command", "date", "minutes")}]
         self.rows: dict[Job, dict[str, Any]] = {}
@@ -56,7 +58,7 @@ class ResultFile:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             differs = ", ".join(key for key in COMPARED if found.get(key) != self.where.get(key))
             if not differs:
-                rows = [(part, row) for part in KEYS for row in found[part]]
+                rows = [(part, row) for part in self.parts for row in found[part]]
                 self.rows = {Job.of(part, row): row for part, row in rows if not planned_again(row)}
                 self.runs = found["runs"] + self.runs
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -86,9 +88,10 @@ class ResultFile:
     def contents(self) -> dict[str, Any]:
         """What the file holds."""
         finished = all(measured(row) for row in self.rows.values())
-        parts = {part: [row for job, row in self.rows.items() if job.part == part] for part in KEYS}
-        parts["decode"] = _with_speedups(parts["decode"])
-        parts["prefill"] = _with_ratios(parts["prefill"])
+        parts = {part: [row for job, row in self.rows.items() if job.part == part] for part in self.parts}
+        for part, compared in (("decode", _with_speedups), ("prefill", _with_ratios)):
+            if part in parts:
+                parts[part] = compared(parts[part])
         return {**self.where, "runs": self.runs, "finished": finished, **parts}
 
     def write(self) -> None:

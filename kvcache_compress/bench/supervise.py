@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from .jobs import ENDED, NOT_MEASURED, SILENT, Job
@@ -85,6 +86,24 @@ def measure_all(
             return
         elif not begun:
             raise RuntimeError(f"the measuring process ended before its first row: {_ending(code)}")
+
+
+def measure_in_parallel(jobs: Sequence[Job], processes: int, seconds: float, small: bool, keep: Keep) -> None:
+    """`measure_all` in several processes at once, for rows that are not timed.
+
+    One that does not start leaves its rows as they are, and the others go on.
+    """
+
+    def measure(part: Sequence[Job]) -> None:
+        try:
+            measure_all(part, seconds, small, keep)
+        except (RuntimeError, OSError) as error:
+            print(f"a checking process did not start: {error}", flush=True)
+
+    processes = min(processes, os.cpu_count() or 1, len(jobs))
+    if jobs:
+        with ThreadPoolExecutor(processes) as pool:
+            list(pool.map(measure, [jobs[first::processes] for first in range(processes)]))
 
 
 def _job(values: Any) -> Job:

@@ -25,12 +25,14 @@ import torch
 
 from ..eval.results import error_message
 from .check import check_kernels
+from .check_fixed import graph_check
 from .decode import compressed_time, full_time
 from .encode import encode_time
-from .jobs import DENSE, SHARES, SIZES, SMALL_SIZES, Job, Sizes
+from .jobs import DENSE, SHARES, SIZES, SMALL_SIZES, TUNING, Job, Sizes
 from .models import model_time, random_llama
 from .prompts import longest_context, prefill_time
 from .timing import CopyBandwidth, copy_bandwidth
+from .tune import try_tile
 
 Emit = Callable[[dict[str, Any]], None]
 LONGEST_MESSAGE = 300
@@ -135,7 +137,12 @@ class Measurements:
         if shape is not None:
             if job.part == "check":
                 return check_kernels(name, shape_name, shape, named["tokens"], self.device)
+            if job.part == "graph":
+                return graph_check(name, shape_name, shape, self.device)
             call = (name, shape_name, shape, named["batch"], named["tokens"], self.device)
+            if job.part in TUNING:
+                tile = (named["block"], named["warps"], named["stages"])
+                return try_tile(*call, tile, timed=job.part == "tile", repeats=sizes.repeats)
             if job.part == "encode":
                 return encode_time(*call, repeats=max(2, sizes.repeats // 4))
             return (full_time if name in DENSE else compressed_time)(*call, torch.bfloat16, sizes.repeats)

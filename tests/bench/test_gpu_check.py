@@ -48,7 +48,7 @@ def test_every_call_is_compared(monkeypatch: pytest.MonkeyPatch, wrong: int) -> 
 
 
 def test_groups_are_filled_up() -> None:
-    for name in ("turboquant-2bit", "polarquant-rope-4bit"):
+    for name in ("turboquant-2bit", "polarquant-rope-3bit"):
         found = check.check_kernels(name, "tiny", Shape(4, 2, 64), 64 + 21, CPU)
         assert (found.tokens, found.error) == (85, None)
 
@@ -74,7 +74,7 @@ def test_appending_to_a_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch, wr
 def test_wrong_flushes_are_found(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     """Of the second call, or of the check of the third; and `check_kernels` says so."""
     module, calls = load_part(".triton_kernels.encode"), []
-    call = ("kivi-2bit", "tiny", Shape(4, 2, 64), 128, CPU)
+    call = ("kivi-4bit", "tiny", Shape(4, 2, 64), 128, CPU)
     assert check.check_kernels(*call).error is None
     flush = module.flush
 

@@ -64,6 +64,8 @@ def test_the_kit_in_small(tmp_path: Path) -> None:
     assert [row["tokens"] for row in longest.values()] == [258, 258]
     assert longest["full"]["cache_gib"] * 2**30 == 2 * 2 * 258 * 2 * 64 * 2
     assert longest["turboquant-4bit"]["cache_gib"] < longest["full"]["cache_gib"]
+    assert [(row["cache"], row["error"]) for row in found["graph"]] == [("turboquant-4bit", None)]
+    assert 0 < found["graph"][0]["attention_error"] < 2.8e-3
     copied = found["bandwidth"][0]["gigabytes_per_second"]
     bandwidth = ours["gigabytes_per_second"]
     cell = f"{ours['milliseconds']:.3f} {ours['speedup']:.2f}x of {ours['bound']:.2f}x {bandwidth:.1f} GB/s"

@@ -192,6 +192,23 @@ def test_tables_show_failures_and_say_why(tmp_path: Path) -> None:
     assert found.contents()["decode"][1]["bound"] == 5
 
 
+def test_the_share_that_encoding_adds_to_a_prompt(tmp_path: Path) -> None:
+    """Beside the full cache in chunks of the same size; where that failed, seconds alone."""
+    times = {("full", 32768): 2.0, ("kivi-2bit", 32768): 2.09, ("full", 4096): None, ("kivi-2bit", 4096): 2.5}
+    jobs = {key: Job("prefill", (key[0], 32768, key[1])) for key in times}
+    found = ResultFile(tmp_path / "gpu.json", WHERE, [*jobs.values()])
+    for key, seconds in times.items():
+        row = {"seconds": seconds, "error": None} if seconds else {"error": "out of memory"}
+        found.keep(jobs[key], jobs[key].named | row)
+    lines = [" ".join(line.split()) for line in tables(found.contents()).splitlines()]
+    assert lines[-4:] == [
+        "prefill full x 32768: 2.000 s in chunks of 32768",
+        "prefill kivi-2bit x 32768: 2.090 s in chunks of 32768, +4.5% beside full",
+        "prefill full x 32768: out of memory",
+        "prefill kivi-2bit x 32768: 2.500 s in chunks of 4096",
+    ]
+
+
 @pytest.mark.parametrize("changed", [{"sources": "t"}, {"hardware": {"accelerator": "B200"}}, {"versions": {"a": 1}}])
 def test_a_file_of_other_code_or_another_device_is_kept_aside(tmp_path: Path, changed: dict[str, Any]) -> None:
     path, jobs = tmp_path / "gpu.json", jobs_of("longest", 1)

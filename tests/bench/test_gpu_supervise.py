@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvcache_compress.bench import supervise
 from kvcache_compress.bench.jobs import KEYS, Job
 from kvcache_compress.bench.result_file import ResultFile
 from kvcache_compress.bench.supervise import measure_all
@@ -81,7 +82,7 @@ def test_a_checker_that_does_not_start_leaves_its_rows_unchecked(
     assert spec.loader is not None
     gpu = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gpu)
-    monkeypatch.setattr(gpu.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(supervise.os, "cpu_count", lambda: 2)
 
     def measure(jobs: list[Job], seconds: float, small: bool, keep: Any) -> None:
         for job in jobs:
@@ -89,7 +90,8 @@ def test_a_checker_that_does_not_start_leaves_its_rows_unchecked(
                 raise RuntimeError("no memory")
             keep(job, job.named | {"error": "found wrong" if job.part == "check" else None} | FIGURES)
 
-    monkeypatch.setattr(gpu, "measure_all", measure)
+    for module in (gpu, supervise):
+        monkeypatch.setattr(module, "measure_all", measure)
     checks = [Job("check", (name, "main", 8)) for name in ("kivi-2bit", "kivi-4bit")]
     encode = [Job("encode", (name, "main", 1, 8)) for name in ("kivi-2bit", "kivi-4bit")]
     where = {"command": "c", "date": "d", "minutes": 1}
