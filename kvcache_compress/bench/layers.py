@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import LlamaConfig
@@ -54,6 +54,29 @@ def middle_layer(config: CompressionConfig) -> LayerPlan:
     return config.plan(["full_attention"] * 8)[4]
 
 
+def single_layer(preset: str, shape: Shape) -> tuple[LlamaConfig, CompressionConfig]:
+    """A decoder of one layer of this shape, and a config that does with it what a preset does with a `middle_layer`.
+
+    CommVQ gets random codebooks as large as calibrated ones.
+    """
+    plan = middle_layer(named_config(preset))
+    decoder = LlamaConfig(
+        num_hidden_layers=1, num_attention_heads=shape.query_heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, hidden_size=shape.query_heads * shape.head_dim,
+    )  # fmt: skip
+    windows = {"sink_tokens": plan.sink_tokens, "recent_tokens": plan.recent_tokens}
+    config = load_config({"keys": plan.keys, "values": plan.values, **windows})
+    if plan.keys.method == "commvq":
+        options = plan.keys.options()
+        config = config.with_codebooks(_codebooks_for(options, shape.head_dim, shape.kv_heads))
+    return decoder, config
+
+
+def _codebooks_for(options: Any, head_dim: int, heads: int) -> str:
+    """Random codebooks for CommVQ's options; those of the paper have its scalar, and its encoder of values."""
+    return random_codebooks(head_dim, heads, options.bits, options.scalar == "norm")
+
+
 def build_codec(
     method: str,
     options: MethodOptions,
@@ -67,8 +90,7 @@ def build_codec(
     half = head_dim // 2
     rope = RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))
     if method == "commvq":
-        path = random_codebooks(head_dim, heads, options.bits, options.scalar == "norm")  # type: ignore[attr-defined]
-        options = options.model_copy(update={"codebooks": path})
+        options = options.model_copy(update={"codebooks": _codebooks_for(options, head_dim, heads)})
     context = CodecContext(side, head_dim, heads, 0, 0, 16, dtype, device or torch.device("cpu"), rope)
     return get_method(method)(options, context)
 
