@@ -10,11 +10,13 @@ from typing import Any, Literal
 
 import torch
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..backend import on_device
 from ..codec import Backend, Codec, CodecContext, MethodOptions, Side
 from ..commvq_file import CENTRES, describe_model, group_count, rounds_for, write_codebooks
 from ..config import CompressionConfig, LayerPlan, load_config
+from ..estimate import MODELS
 from ..registry import get_method
 from ..rope import RopeLayout
 from ..rope_track import RopeTrack
@@ -36,7 +38,7 @@ class Shape:
         return 2 * 2 * self.kv_heads * self.head_dim
 
 
-SHAPES = {"llama-3.1-8b": Shape(32, 8, 128), "qwen2.5-7b": Shape(28, 4, 128), "smollm2-135m": Shape(9, 3, 64)}
+SHAPES = {name: Shape(*sizes[1:]) for name, sizes in MODELS.items()}
 
 
 _UNIFORM = {"method": "turboquant", "bits": 4, "codebook": "uniform"}
@@ -160,6 +162,9 @@ def encoded_side(
     if codec.rope_use(options, side) == "factors":
         config = LlamaConfig(head_dim=head_dim, max_position_embeddings=1 << 20)
         track = RopeTrack(config, codec.context.rope)  # type: ignore[arg-type]
+        # Handed over, as by a model: no row is padded here.
+        positions = torch.arange(first + packed + last, device=device)[None]
+        track.given = LlamaRotaryEmbedding(config).to(device)(torch.zeros(1, device=device), positions)
         track.extend(0, torch.empty(1, 1, first + packed + last, 1, device=device).expand(batch, -1, -1, -1))
     store = PackedStore(codec.fields, batch, heads, device)
     if codes == "encoded":
