@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from transformers import AutoConfig
 
-from .cache import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
 from .codec import Side
 from .config import CompressionConfig, LayerPlan
+from .decoder import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
 from .layout import bytes_per_token
 from .rope_track import DTYPE as ROPE_DTYPE
 
