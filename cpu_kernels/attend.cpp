@@ -61,7 +61,7 @@ class Basis {
 struct Layer {
   const Decoder &packed_k, &packed_v;
   DenseDecoder sink_k, sink_v, tail_k, tail_v;
-  int64_t sinks, packed, room, tail;  // tokens; `room` counts slots of packed tokens, whether they hold one or not
+  int64_t sinks, packed, tail;  // tokens
   Basis k_basis, v_basis;
   const float* mean;  // of the keys, [H, D], or none
 };
@@ -97,7 +97,7 @@ class Attention {
     std::vector<float> q = queries(rows);
     if (split == splits_) {
       const Run sinks{layer_.sink_k, layer_.sink_v, 0, layer_.sinks, 0};
-      const Run tail{layer_.tail_k, layer_.tail_v, 0, layer_.tail, layer_.sinks + layer_.room};
+      const Run tail{layer_.tail_k, layer_.tail_v, 0, layer_.tail, layer_.sinks + layer_.packed};
       attend_run(step_, rows, q.data(), nullptr, sinks, partials);
       attend_run(step_, rows, q.data(), nullptr, tail, partials);
       return;
@@ -217,7 +217,7 @@ Tensor attend(const Tensor& query, std::vector<Tensor> k_fields, std::vector<Ten
               std::vector<Tensor> v_fields, std::vector<Tensor> v_tables, std::vector<int64_t> v_form,
               std::optional<Tensor> v_basis, const Tensor& sink_k, const Tensor& sink_v, const Tensor& tail_k,
               const Tensor& tail_v, std::optional<Tensor> mask, std::optional<Tensor> logits, int64_t packed,
-              int64_t room, double scaling, double softcap) {
+              double scaling, double softcap) {
   STD_TORCH_CHECK(query.size(0) == sink_k.size(0), "queries of ", query.size(0), " sequences for a cache of ",
                   sink_k.size(0));
   STD_TORCH_CHECK(query.size(1) % sink_k.size(1) == 0, query.size(1), " query heads for ", sink_k.size(1),
@@ -229,7 +229,7 @@ Tensor attend(const Tensor& query, std::vector<Tensor> k_fields, std::vector<Ten
       !k_basis || (k_basis->scalar_type() == torch::headeronly::ScalarType::Float && k_basis->is_contiguous()),
       "a basis of keys must be float32 and contiguous");
   const int64_t heads = sink_k.size(1), sinks = sink_k.size(2), tail = tail_k.size(2);
-  Step step{query.size(0),          heads, query.size(1) / heads, query.size(2), sinks + room + tail,
+  Step step{query.size(0),          heads, query.size(1) / heads, query.size(2), sinks + packed + tail,
             float(softcap) * LOG2E, {}};
   if (mask) step.mask.emplace(*mask);
   const auto keys = packed_decoder(k_fields, k_tables, k_form), values = packed_decoder(v_fields, v_tables, v_form);
@@ -241,7 +241,6 @@ Tensor attend(const Tensor& query, std::vector<Tensor> k_fields, std::vector<Ten
                     DenseDecoder(tail_v),
                     sinks,
                     packed,
-                    room,
                     tail,
                     Basis(k_basis),
                     Basis(v_basis),
@@ -266,7 +265,7 @@ STABLE_TORCH_LIBRARY(kvcache_compress_cpu, m) {
   m.def(
       "attend(Tensor query, Tensor[] k_fields, Tensor[] k_tables, int[] k_form, Tensor? k_basis, Tensor? mean, "
       "Tensor[] v_fields, Tensor[] v_tables, int[] v_form, Tensor? v_basis, Tensor sink_k, Tensor sink_v, "
-      "Tensor tail_k, Tensor tail_v, Tensor? mask, Tensor? logits, int packed, int room, float scaling, "
+      "Tensor tail_k, Tensor tail_v, Tensor? mask, Tensor? logits, int packed, float scaling, "
       "float softcap) -> Tensor");
 }
 

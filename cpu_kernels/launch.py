@@ -27,13 +27,12 @@ def attend(
     if mask is not None:
         mask = mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.float()
         mask = mask.expand(*query.shape[:3], keys.shape[2])
-    packed = keys.packed if keys.count is None else min(keys.packed, int(keys.count))
     return build.operators().attend.default(
         query if query.stride(3) == 1 else query.contiguous(),
         _fields(keys), k_side.tables, k_side.code, k_side.basis, k_side.mean,
         _fields(values), v_side.tables, v_side.code, v_side.basis,
         keys.sinks, values.sinks, keys.tail, values.tail,
-        mask, None if sinks is None else sinks.float().contiguous(), packed, keys.packed, scaling, softcap or 0.0,
+        mask, None if sinks is None else sinks.float().contiguous(), keys.packed, scaling, softcap or 0.0,
     )  # fmt: skip
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import yaml
 from transformers import PreTrainedModel
 
-from kvcache_compress.cache import SIDES, CompressedCache, is_full_attention
+from kvcache_compress.cache import SIDES, CompressedCache
 from kvcache_compress.codec import Side
 from kvcache_compress.config import CompressionConfig, LayerPlan, LayerRule, SideConfig
+from kvcache_compress.decoder import is_full_attention
 from kvcache_compress.layer import CompressedLayer
 
 DENSE = SideConfig(method="none")

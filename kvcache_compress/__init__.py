@@ -1,6 +1,6 @@
 """KV-cache compression for Hugging Face Transformers. Importing this package patches nothing."""
 
-from .attention import compress, disable_fused_attention, enable_fused_attention, hand_over_positions
+from .attention import compress, disable_fused_attention, enable_fused_attention
 from .cache import CompressedCache
 from .config import CompressionConfig, load_config, preset_names
 from .methods.commvq import CommVQCache
@@ -8,6 +8,7 @@ from .methods.kivi import KIVICache
 from .methods.polarquant import PolarQuantCache
 from .methods.qjl import QJLCache
 from .methods.turboquant import TurboQuantCache
+from .positions import hand_over_positions
 from .registry import get_method, method_names, register_method
 
 __all__ = [

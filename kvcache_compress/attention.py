@@ -13,14 +13,12 @@ import inspect
 import logging
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -28,7 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .cache import CompressedCache
 from .chunk import ChunkKV
 from .config import CompressionConfig, load_config
-from .layer import ATTENTION_NAME, CompressedLayer
+from .layer import ATTENTION_NAME
+from .positions import hand_over_positions, hands_over_positions, unhook_positions
 from .view import MAX_DECODE_TOKENS, PackedKV
 
 logger = logging.getLogger(__name__)
@@ -159,45 +158,7 @@ def disable_fused_attention(model: PreTrainedModel) -> None:
     decoder = _decoder_config(model)
     if decoder._attn_implementation == ATTENTION_NAME:
         _switch(model, decoder, _previous_name(decoder))
-        _unhook_positions(model)
-
-
-_HOOKS: weakref.WeakKeyDictionary[PreTrainedModel, list[RemovableHandle]] = weakref.WeakKeyDictionary()
-
-
-def hand_over_positions(model: PreTrainedModel) -> None:
-    """Lets the model's attention modules hand over their position embeddings to a cache that asks for them.
-
-    `enable_fused_attention` and `compress` do so too. Without it CommVQ encodes the tokens of left-padded rows as if
-    at other positions than theirs.
-    """
-    if model in _HOOKS:
-        return
-    _HOOKS[model] = []
-    for module in model.modules():
-        names = tuple(inspect.signature(module.forward).parameters) if hasattr(module, "layer_idx") else ()
-        if "position_embeddings" in names:
-            hook = functools.partial(_hand_over, names)
-            _HOOKS[model].append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-
-def _unhook_positions(model: PreTrainedModel) -> None:
-    for handle in _HOOKS.pop(model, []):
-        handle.remove()
-
-
-def _hand_over(names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hook of an attention module with parameters `names`, hidden states first; the cache's name differs by family."""
-    given = dict(zip(names, args, strict=False)) | kwargs
-    caches = [x for x in given.values() if isinstance(x, CompressedCache)]
-    layer = caches[0].layers[module.layer_idx] if caches else None
-    if isinstance(layer, CompressedLayer) and layer.track is not None:
-        layer.track.given = _of_step(given.get("position_embeddings"), given[names[0]].shape[1])
-
-
-def _of_step(embeddings: Any, count: int) -> Any:
-    """cos and sin of the last `count` tokens: some models hand them over for all that are cached."""
-    return tuple(x[:, -count:] for x in embeddings) if isinstance(embeddings, tuple) else None
+        unhook_positions(model)
 
 
 def _decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -266,7 +227,7 @@ def compress(
     CompressedCache(model.config, handle.config)
     generate, outer = model.generate, vars(model).get("generate")
     was_fused = _decoder_config(model)._attn_implementation == ATTENTION_NAME
-    was_handed_over = model in _HOOKS
+    was_handed_over = hands_over_positions(model)
 
     running = threading.local()
 
@@ -305,4 +266,4 @@ def compress(
         else:
             model.generate = outer
         (enable_fused_attention if was_fused else disable_fused_attention)(model)
-        (hand_over_positions if was_handed_over else _unhook_positions)(model)
+        (hand_over_positions if was_handed_over else unhook_positions)(model)

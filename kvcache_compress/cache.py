@@ -10,19 +10,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    StaticCache,
-    StaticLayer,
-)
+from transformers.cache_utils import Cache, LinearAttentionAndFullAttentionLayer, StaticLayer
 
 from .backend import check_backend
 from .checks import check_croppable, positive_count, row_numbers
 from .codec import Side
 from .config import CompressionConfig, LayerPlan, load_config
+from .decoder import decoder_layers, head_dim_of, is_full_attention, layer_types
 from .fixed import FixedCapacityLayer
 from .hybrid import HybridCompressedLayer
 from .layer import CompressedLayer
@@ -50,7 +44,7 @@ class CompressedCache(Cache):
     def __init__(self, model_config: PreTrainedConfig, config: CompressionConfig | str | dict[str, Any]) -> None:
         self.config = load_config(config)
         self.decoder_config, layers = decoder_layers(model_config, self.config.max_cache_len)
-        plans = self.config.plan(_layer_types(self.decoder_config, layers))
+        plans = self.config.plan(layer_types(self.decoder_config, layers))
         chosen = {
             index: plans[index]
             for index, layer in enumerate(layers)
@@ -223,70 +217,6 @@ class CompressedCache(Cache):
         memo[id(self)] = twin
         twin.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
         return twin
-
-
-def is_full_attention(layer: Any) -> bool:
-    """Whether this layer of Transformers' holds all of a sequence's keys and values, alone or beside a state."""
-    return type(layer) in (DynamicLayer, StaticLayer, LinearAttentionAndFullAttentionLayer)
-
-
-def decoder_layers(
-    model_config: PreTrainedConfig, max_cache_len: int | None = None
-) -> tuple[PreTrainedConfig, list[Any]]:
-    """The decoder's config and the cache layers that Transformers gives it, growing or of fixed capacity.
-
-    Raises:
-        ValueError: encoder-decoder models, and models without full attention.
-    """
-    if not isinstance(model_config, PreTrainedConfig):
-        raise ValueError(f"model_config={type(model_config).__name__}: a model's config is needed (model.config)")
-    if getattr(model_config, "is_encoder_decoder", False):
-        raise ValueError(f"{model_config.model_type} is an encoder-decoder model: only decoders can be compressed")
-    decoder = model_config.get_text_config(decoder=True)
-    plain = DynamicCache(config=decoder) if max_cache_len is None else StaticCache(decoder, max_cache_len)
-    layers = list(plain.layers)
-    attends = _has_attention(decoder)
-    if not attends or not any(is_full_attention(layer) for layer in layers):
-        found = ", ".join(sorted(set(_layer_types(decoder, layers)))) if attends else "no attention at all"
-        raise ValueError(f"{model_config.model_type} has no full-attention layer to compress (it has {found})")
-    return decoder, layers
-
-
-def head_dim_of(config: PreTrainedConfig) -> int:
-    """Numbers per key of a full-attention layer."""
-    config = _full_attention_config(config)
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def kv_heads_of(config: PreTrainedConfig) -> int:
-    """Key/value heads of a full-attention layer."""
-    config = _full_attention_config(config)
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-
-
-def _full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the first full-attention layer, where layers have their own."""
-    kinds = getattr(config, "layer_types", None) or []
-    if "full_attention" in kinds and hasattr(config, "per_layer_config"):
-        return config.per_layer_config[kinds.index("full_attention")]
-    return config
-
-
-def _layer_types(config: PreTrainedConfig, layers: list[Any]) -> list[str]:
-    named = getattr(config, "layer_types", None)
-    if named is not None and len(named) == len(layers):
-        return list(named)
-    return [_layer_type(layer) for layer in layers]
-
-
-def _layer_type(layer: Any) -> str:
-    if is_full_attention(layer):
-        return "full_attention"
-    return "sliding_attention" if getattr(layer, "is_sliding", False) else type(layer).__name__
-
-
-def _has_attention(config: PreTrainedConfig) -> bool:
-    return bool(getattr(config, "num_attention_heads", None)) and "mamba" not in config.model_type
 
 
 def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeLayout | None:

@@ -1,43 +1,33 @@
-"""What a chunk of a prompt attends to in a layer of fixed capacity: tokens that are there, under masks over more."""
+"""What is attended to in a layer of fixed capacity that is not frozen: tokens that are there, under masks over more."""
 
 from __future__ import annotations
 
 import torch
 
-from .codec import Backend, Side
-from .view import PackedKV, SideSegments, Way
+from .view import MAX_DECODE_TOKENS, PackedKV, Way
 
 
 class ChunkKV(PackedKV):
-    """The keys or the values of a chunk and of all tokens before it.
+    """The keys or the values of a chunk of a prompt, or on a CPU of a step, and of all tokens before it.
 
     Transformers makes masks over all the room of such a layer, so that is the shape; dense, tokens that are not there
     yet are zero. Attention reads the others, under the part of the mask that is theirs. Those of a first prompt are the
     tensors that were given.
     """
 
-    __slots__ = ("room",)
-
-    def __init__(self, keys: SideSegments, values: SideSegments, side: Side, backend: Backend, room: int) -> None:
-        super().__init__(keys, values, side, backend)
-        self.room = room
-
-    @property
-    def shape(self) -> torch.Size:
-        batch, heads, _, dim = super().shape
-        return torch.Size((batch, heads, self.room, dim))
+    __slots__ = ()
 
     def dense(self) -> torch.Tensor:
         there = super().dense()
-        return torch.nn.functional.pad(there, (0, 0, 0, self.room - there.shape[2]))
+        return torch.nn.functional.pad(there, (0, 0, 0, self.shape[2] - there.shape[2]))
 
     def there(self, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keys and values of the tokens that are there, decoded, and the mask over them."""
         return self.keys.dense(), self.values.dense(), self._over_tokens(mask)
 
     def way(self, query: torch.Tensor, softcap: float | None) -> Way | None:
-        """As in the base class; None while all is dense, for which the model's own attention is the faster one."""
-        return super().way(query, softcap) if self.keys.packed else None
+        """As in the base class; None for a chunk while all is dense, which the model's own attention is faster for."""
+        return super().way(query, softcap) if self.keys.packed or query.shape[2] <= MAX_DECODE_TOKENS else None
 
     def attend(
         self,

@@ -56,7 +56,9 @@ def presets() -> None:
 
 @app.command()
 def memory(
-    model: Annotated[str | None, typer.Option(help="Hub id or path whose config to read.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="llama-3.1-8b, qwen2.5-7b, smollm2-135m, or a hub id or a folder.")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens in the cache.", min=1)] = 131_072,
     batch: Annotated[int, typer.Option(min=1)] = 1,
     layers: Annotated[int, typer.Option(help="Without --model: layers.", min=1)] = 32,
@@ -65,10 +67,12 @@ def memory(
 ) -> None:
     """Estimate what each preset's cache takes, all counted; the shape is Llama-3.1-8B's unless given."""
     from .config import load_config, preset_names
-    from .estimate import shape_of, total_bytes
+    from .estimate import model_shape, total_bytes
 
     try:
-        shape = shape_of(model) if model else (layers, kv_heads, head_dim)
+        if model:
+            layers, _, kv_heads, head_dim = model_shape(model)
+        shape = (layers, kv_heads, head_dim)
         title = f"{tokens} tokens x {batch}: {shape[0]} full-attention layers, {shape[1]} heads of {shape[2]}"
         table = Table(title=title)
         for heading in ("cache", "GiB", "times smaller"):

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from .cache import head_dim_of, kv_heads_of
 from .codec import Side
+from .decoder import head_dim_of, kv_heads_of
 from .rope import RopeLayout, rope_layout
 from .tensor_file import open_tensors, write_tensors
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from typing import NamedTuple
 
 from transformers import AutoConfig
 
-from .cache import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
 from .codec import Side
 from .config import CompressionConfig, LayerPlan
+from .decoder import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
 from .layout import bytes_per_token
 from .rope_track import DTYPE as ROPE_DTYPE
 
@@ -77,14 +78,35 @@ def total_bytes(
     return cache_bytes(config, layers, kv_heads, head_dim, tokens, batch) + shared + held
 
 
-def shape_of(model: str) -> tuple[int, int, int]:
-    """(full-attention layers, key/value heads, head dimension) from the config of a hub id or a path.
+class ModelShape(NamedTuple):
+    """What a model's cache and its attention take: full-attention layers, heads of both kinds, numbers per head."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+MODELS = {
+    "llama-3.1-8b": ModelShape(32, 32, 8, 128),
+    "qwen2.5-7b": ModelShape(28, 28, 4, 128),
+    "smollm2-135m": ModelShape(30, 9, 3, 64),
+}
+"""Models that need not be there to be reckoned with."""
+
+
+def model_shape(model: str) -> ModelShape:
+    """One of `MODELS` by its name, or from the config of a hub id or a folder.
 
     Raises:
         ValueError: a model that cannot be compressed.
+        OSError: nothing of that name.
     """
+    if model in MODELS:
+        return MODELS[model]
     config, layers = decoder_layers(AutoConfig.from_pretrained(model))
-    return sum(is_full_attention(layer) for layer in layers), kv_heads_of(config), head_dim_of(config)
+    count = sum(is_full_attention(layer) for layer in layers)
+    return ModelShape(count, config.num_attention_heads, kv_heads_of(config), head_dim_of(config))
 
 
 def summary(preset: str) -> str:

@@ -5,6 +5,9 @@ the layer is *frozen*: its counters are tensors, the recent tokens lie in a ring
 ring and encodes as many that have left the recent window, so that no step costs more than another. They count as packed
 `flush_tokens` at a time, when the growing layer would encode them. All other operations *thaw* it: the base class's
 own state is set up from the buffers, changed, and frozen again before the next step.
+
+On CPUs, where there are no graphs and nothing waits, the layer is never frozen: its steps are the growing layer's,
+which encodes `flush_tokens` at once, within the room that is there.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class FixedCapacityLayer(CompressedLayer):
     def _forget(self) -> None:
         super()._forget()
         self._frozen = False
+        self._buffers: StepBuffers | None = None
 
     @property
     def max_cache_len(self) -> int:
@@ -55,36 +59,43 @@ class FixedCapacityLayer(CompressedLayer):
             self.track.reserve(self.plan.sink_tokens + self.capacity, key_states)
         self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
         torch._dynamo.mark_static_address(self.cumulative_length)
-        self._allocate()
 
-    @torch.inference_mode(False)
-    def _allocate(self) -> None:
-        plan = self.plan
-        windows = Windows(
-            plan.sink_tokens, self.capacity, self.ring_tokens, plan.recent_tokens, self.flush_tokens, self.max_cache_len
-        )
-        self._buffers = StepBuffers(self._sides, windows)
+    @property
+    def _freezes(self) -> bool:
+        """Whether steps have fixed shapes: on CPUs only those of Triton's interpreter, which stands in for a GPU."""
+        return self.backend == "triton" or self.device.type != "cpu"
 
-    def _freeze(self) -> None:
+    def _freeze(self) -> StepBuffers:
         """Sets up buffers and counters for steps, and encodes what left the window but is not packed yet.
 
         A kernel that steps encode with takes that from the ring when it is packed.
         """
-        if self._frozen:
-            return
+        if self._frozen and self._buffers is not None:
+            return self._buffers
+        buffers = self._allocated()
         keys = self._sides["keys"]
-        if not self._buffers.fit(self._sides):
-            self._allocate()
         packed, tail = keys.store.tokens, keys.tail.tokens
         for side, state in self._sides.items():
-            self._prepare(state)
             group = state.codec.group
             early = max(0, tail - self.plan.recent_tokens) // group * group
             if early and not (self.backend == "triton" and state.codec.kernel_encoder()):
                 state.pack(state.tail.view(), early, self.backend, growing=False)
                 state.store.truncate(packed)
-            self._buffers.load(side, state, packed)
+            buffers.load(side, state, packed)
         self._frozen = True
+        return buffers
+
+    @torch.inference_mode(False)
+    def _allocated(self) -> StepBuffers:
+        """Buffers for sides like these, at the same addresses as long as they are."""
+        if self._buffers is None or not self._buffers.fit(self._sides):
+            plan = self.plan
+            windows = Windows(
+                plan.sink_tokens, self.capacity, self.ring_tokens, plan.recent_tokens, self.flush_tokens,
+                self.max_cache_len,
+            )  # fmt: skip
+            self._buffers = StepBuffers(self._sides, windows)
+        return self._buffers
 
     def _settle(self) -> None:
         """What others see of the layer between a change and the next step, which freezes it."""
@@ -106,7 +117,7 @@ class FixedCapacityLayer(CompressedLayer):
         self._checks.raise_for_known()
         if not self._frozen:
             return
-        buffers = self._buffers
+        buffers = self._freeze()
         if fault := int(buffers.fault.amax()):
             self._raise(fault)
         length, packed = int(buffers.length), int(buffers.packed)
@@ -136,17 +147,9 @@ class FixedCapacityLayer(CompressedLayer):
             if step:
                 self.cumulative_length.add_(key_states.shape[2])
             return updated
-        if not self.fused:
-            dense = self.dense_step(key_states, value_states)
-            self.cumulative_length.copy_(self._buffers.length)
-            return dense
-        keys, values = self._store(key_states, value_states, counting=True)
-        if key_states.shape[2] > MAX_DECODE_TOKENS:
-            return self._chunk(keys, values, "keys"), self._chunk(keys, values, "values")
-        return self.view("keys"), self.view("values")
-
-    def _chunk(self, keys: SideSegments, values: SideSegments, side: Side) -> ChunkKV:
-        return ChunkKV(keys, values, side, self.backend, self.max_cache_len)
+        segments = self._store(key_states, value_states, counting=True)
+        keys, values = self._seen(*segments, "keys"), self._seen(*segments, "values")
+        return (keys, values) if self.fused else (keys.dense(), values.dense())
 
     def _is_step(self, key_states: torch.Tensor) -> bool:
         batch, _, tokens, _ = key_states.shape
@@ -162,12 +165,10 @@ class FixedCapacityLayer(CompressedLayer):
         """`store`; `counting` has a step count its tokens, which compiled code does itself."""
         self._check_shapes(key_states, value_states)
         fresh: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
-        if self._is_step(key_states):
-            self._widen(fresh)
-            self._freeze()
+        step = self._is_step(key_states)
+        if step and self._freezes:
             self._step(fresh, self.cumulative_length if counting else None)
-            keys, values = (self._slots_of(side) for side in fresh)
-            return keys, values
+            return self._slots_of("keys"), self._slots_of("values")
         self._thaw()
         if self._host_length() + key_states.shape[2] > self.max_cache_len:
             self._raise(FULL)
@@ -175,34 +176,40 @@ class FixedCapacityLayer(CompressedLayer):
             if x.numel():
                 self._checks.add(side, x)
         segments = super().store(key_states, value_states)
-        self._settle()
-        self._freeze()
+        for state in self._sides.values():
+            self._prepare(state)
+        if counting or not step:
+            self._settle()
+        if self._freezes:
+            self._freeze()
         return segments
 
-    def _widen(self, fresh: dict[Side, torch.Tensor]) -> None:
-        """Makes room for numbers of a wider dtype than those that are there."""
-        for side, x in fresh.items():
-            held = self._buffers.ring[side].dtype
-            if x.dtype != held and torch.promote_types(x.dtype, held) != held:
-                self._thaw()
-                self._accepted = None
-                self._sides[side].widen(x.dtype)
+    def _check_packable(self, tails: dict[Side, torch.Tensor], leaving: int) -> None:
+        """Nothing is left to check: all tokens were, when they came."""
 
     def dense_step(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         segments = self.store(key_states, value_states)
-        if key_states.shape[2] <= MAX_DECODE_TOKENS:
-            return self.view("keys").dense(), self.view("values").dense()
-        return self._chunk(*segments, "keys").dense(), self._chunk(*segments, "values").dense()
+        return self._seen(*segments, "keys").dense(), self._seen(*segments, "values").dense()
 
     def view(self, side: Side) -> PackedKV:
-        self._freeze()
-        windows, buffers = self._buffers.windows, self._buffers
+        if self._freezes:
+            self._freeze()
+            return self._seen(self._slots_of("keys"), self._slots_of("values"), side)
+        keys, values = (state.everything() for state in self._sides.values())
+        return self._seen(keys, values, side)
+
+    def _seen(self, keys: SideSegments, values: SideSegments, side: Side) -> PackedKV:
+        """A side of what `store` gave."""
+        if keys.count is None:
+            return ChunkKV(keys, values, side, self.backend, self.max_cache_len)
+        buffers = self._freeze()
+        windows = buffers.windows
         slots = Slots(windows.sinks, windows.capacity, windows.ring, windows.room, buffers.length, buffers.packed)
-        return SlotKV(self._slots_of("keys"), self._slots_of("values"), side, self.backend, slots)
+        return SlotKV(keys, values, side, self.backend, slots)
 
     def _slots_of(self, side: Side) -> SideSegments:
-        """All that steps write, whether it holds a token or not."""
-        state, buffers = self._sides[side], self._buffers
+        """All that steps of fixed shapes write, whether it holds a token or not."""
+        state, buffers = self._sides[side], self._freeze()
         return SideSegments(
             buffers.sinks[side], state.store, self.capacity, buffers.ring[side], self.ring_tokens, state.codec,
             state.track, buffers.packed,
@@ -215,11 +222,11 @@ class FixedCapacityLayer(CompressedLayer):
 
     @property
     def packed_tokens(self) -> int:
-        return int(self._buffers.packed) if self._frozen else super().packed_tokens
+        return int(self._freeze().packed) if self._frozen else super().packed_tokens
 
     @property
     def spare_bytes(self) -> int:
-        return self._buffers.bytes() if self._sides else 0
+        return 0 if self._buffers is None else self._buffers.bytes()
 
     def _dense(self, side: Side) -> torch.Tensor | None:
         self._thaw()
@@ -237,10 +244,14 @@ class FixedCapacityLayer(CompressedLayer):
         self._settle()
 
     def _step(self, fresh: dict[Side, torch.Tensor], total: torch.Tensor | None) -> None:
-        """A decode step; raises at once where that needs no waiting."""
-        buffers = self._buffers
-        if self.device.type == "cpu" and (fault := int(buffers.check(fresh))):
-            self._raise(fault)
+        """A step of fixed shapes, after room is made for numbers of a wider dtype than those that are there."""
+        held = self._freeze().ring
+        for side, x in fresh.items():
+            if x.dtype != held[side].dtype and torch.promote_types(x.dtype, held[side].dtype) != held[side].dtype:
+                self._thaw()
+                self._accepted = None
+                self._sides[side].widen(x.dtype)
+        buffers = self._freeze()
         if self.track is not None:
             positions = torch.arange(fresh["keys"].shape[2], device=buffers.length.device) + buffers.length
             self.track.write(positions, fresh["keys"], again=not self.leads_track)

@@ -91,16 +91,9 @@ class CompressedLayer(RowOperations):
 
     def _codec(self, side: Side, config: SideConfig, states: torch.Tensor) -> Codec:
         context = CodecContext(
-            side=side,
-            head_dim=states.shape[-1],
-            heads=states.shape[1],
-            layer=self.index,
-            seed=self.config.seed,
-            sink_tokens=self.plan.sink_tokens,
-            dtype=states.dtype,
-            device=states.device,
-            rope=self.rope,
-        )
+            side=side, head_dim=states.shape[-1], heads=states.shape[1], layer=self.index, seed=self.config.seed,
+            sink_tokens=self.plan.sink_tokens, dtype=states.dtype, device=states.device, rope=self.rope,
+        )  # fmt: skip
         return config.codec()(config.options(), context)
 
     @property

@@ -58,13 +58,8 @@ class SlotKV(PackedKV):
     __slots__ = ("slots",)
 
     def __init__(self, keys: SideSegments, values: SideSegments, side: Side, backend: Backend, slots: Slots) -> None:
-        super().__init__(keys, values, side, backend)
+        super().__init__(keys, values, side, backend, slots.room)
         self.slots = slots
-
-    @property
-    def shape(self) -> torch.Size:
-        batch, heads, _, dim = super().shape
-        return torch.Size((batch, heads, self.slots.room, dim))
 
     def dense(self) -> torch.Tensor:
         tokens, holds = self.slots.tokens()

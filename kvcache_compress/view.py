@@ -103,22 +103,27 @@ class PackedKV:
     """The keys or the values of one layer, compressed. Reports the logical shape; any other use decodes it first.
 
     `keys` and `values` are both of the layer's sides, whichever this object stands for: attention needs the two.
+    A layer of fixed capacity has `room` tokens to anyone who asks.
     """
 
-    __slots__ = ("backend", "keys", "side", "values")
+    __slots__ = ("backend", "keys", "room", "side", "values")
 
-    def __init__(self, keys: SideSegments, values: SideSegments, side: Side, backend: Backend) -> None:
+    def __init__(
+        self, keys: SideSegments, values: SideSegments, side: Side, backend: Backend, room: int | None = None
+    ) -> None:
         self.keys = keys
         self.values = values
         self.side = side
         self.backend = backend
+        self.room = room
 
     def _segments(self) -> SideSegments:
         return self.keys if self.side == "keys" else self.values
 
     @property
     def shape(self) -> torch.Size:
-        return self._segments().shape
+        batch, heads, tokens, dim = self._segments().shape
+        return torch.Size((batch, heads, self.room or tokens, dim))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,9 +7,11 @@ import transformers
 from typer.testing import CliRunner
 
 from kvcache_compress import preset_names
+from kvcache_compress.bench.command import attention_shape
+from kvcache_compress.bench.layers import SHAPES, Shape
 from kvcache_compress.cli import app
 from kvcache_compress.config import load_config
-from kvcache_compress.estimate import cache_bytes, constant_bytes, packed_bits, rope_bytes, total_bytes
+from kvcache_compress.estimate import MODELS, cache_bytes, constant_bytes, packed_bits, rope_bytes, total_bytes
 
 runner = CliRunner(env={"COLUMNS": "200"})
 
@@ -25,6 +27,16 @@ def test_memory_of_the_default_shape() -> None:
     result = runner.invoke(app, ["memory", "--tokens", "131072"])
     assert result.exit_code == 0
     assert "16.00" in result.output  # GiB of Llama-3.1-8B's bfloat16 cache at 128K
+
+
+def test_memory_of_models_that_bench_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, with nothing to be found anywhere."""
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", None)
+    output = runner.invoke(app, ["memory", "--model", "smollm2-135m"]).output
+    assert "30 full-attention layers, 3 heads of 64" in " ".join(output.split())
+    for name, (_, query_heads, kv_heads, head_dim) in MODELS.items():
+        assert attention_shape(name) == SHAPES[name] == Shape(query_heads, kv_heads, head_dim)
+        assert all(name in runner.invoke(app, [command, "--help"]).output for command in ("memory", "bench"))
 
 
 def test_memory_of_an_unknown_model_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:

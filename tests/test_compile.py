@@ -78,6 +78,15 @@ def decode(step: Any, model: PreTrainedModel, cache: CompressedCache, ids: torch
     [("turboquant", 1, True, None), ("commvq", 1, False, None), ("commvq", 2, True, 100), ("kivi", 2, False, 100)],
 )
 def test_whole_graph(method: str, layers: int, fused: bool, room: int | None) -> None:
+    check_whole_graph(method, layers, fused, room)
+
+
+@pytest.mark.usefixtures("fixed_shapes")
+def test_whole_graph_of_steps_of_fixed_shapes() -> None:
+    check_whole_graph("commvq", 1, True, 100)
+
+
+def check_whole_graph(method: str, layers: int, fused: bool, room: int | None) -> None:
     """A graph break raises (`fullgraph`). CommVQ's positions go through the graph as well."""
     model = small_model(layers)
     if fused:

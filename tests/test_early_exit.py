@@ -8,8 +8,13 @@ import torch
 from small_model import METHODS, method_config, small_model
 from transformers import DynamicCache, LlamaForCausalLM
 
-from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
-from kvcache_compress.attention import hand_over_positions
+from kvcache_compress import (
+    CompressedCache,
+    compress,
+    disable_fused_attention,
+    enable_fused_attention,
+    hand_over_positions,
+)
 
 LAYERS, PROMPT, NEW = 3, 60, 14
 CONFIGS: dict[str, dict[str, Any]] = {name: method_config(name, LAYERS) for name in METHODS}

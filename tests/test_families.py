@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache, Gemma3Config,
 from transformers.cache_utils import DynamicLayer
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
-from kvcache_compress.cache import head_dim_of
+from kvcache_compress.decoder import head_dim_of
 from kvcache_compress.layer import CompressedLayer
 from kvcache_compress.rope import layer_has_rope, rope_layout, rotary_embedding
 

@@ -12,14 +12,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from transformers import AutoConfig
 
-from ..cache import decoder_layers, head_dim_of, kv_heads_of
 from ..config import load_config
+from ..estimate import model_shape
 from ..eval.drawing import require_matplotlib
 from ..eval.results import circumstances, without_folders, write_atomically
 from .decode import DecodeTime, measure_decode
-from .layers import SHAPES, Shape
+from .layers import Shape
 from .plot import decode_plot
 from .timing import copy_bandwidth
 
@@ -30,16 +29,8 @@ DTYPES = {"cuda": ("bfloat16", "float16"), "cpu": ("float32", "bfloat16", "float
 
 
 def attention_shape(model: str) -> Shape:
-    """A shape by its name in `SHAPES`, or from the config of a hub id or a folder.
-
-    Raises:
-        ValueError: a model that cannot be compressed.
-        OSError: nothing of that name.
-    """
-    if model in SHAPES:
-        return SHAPES[model]
-    config, _ = decoder_layers(AutoConfig.from_pretrained(model))
-    return Shape(config.num_attention_heads, kv_heads_of(config), head_dim_of(config))
+    """The shape of what `estimate.model_shape` takes, which raises what this does."""
+    return Shape(*model_shape(model)[1:])
 
 
 def run_bench(

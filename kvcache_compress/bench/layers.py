@@ -6,15 +6,17 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..backend import on_device
 from ..codec import Backend, Codec, CodecContext, MethodOptions, Side
 from ..commvq_file import CENTRES, describe_model, group_count, rounds_for, write_codebooks
 from ..config import CompressionConfig, LayerPlan, load_config
+from ..estimate import MODELS
 from ..registry import get_method
 from ..rope import RopeLayout
 from ..rope_track import RopeTrack
@@ -36,7 +38,7 @@ class Shape:
         return 2 * 2 * self.kv_heads * self.head_dim
 
 
-SHAPES = {"llama-3.1-8b": Shape(32, 8, 128), "qwen2.5-7b": Shape(28, 4, 128), "smollm2-135m": Shape(9, 3, 64)}
+SHAPES = {name: Shape(*sizes[1:]) for name, sizes in MODELS.items()}
 
 
 _UNIFORM = {"method": "turboquant", "bits": 4, "codebook": "uniform"}
@@ -54,6 +56,29 @@ def middle_layer(config: CompressionConfig) -> LayerPlan:
     return config.plan(["full_attention"] * 8)[4]
 
 
+def single_layer(preset: str, shape: Shape) -> tuple[LlamaConfig, CompressionConfig]:
+    """A decoder of one layer of this shape, and a config that does with it what a preset does with a `middle_layer`.
+
+    CommVQ gets random codebooks as large as calibrated ones.
+    """
+    plan = middle_layer(named_config(preset))
+    decoder = LlamaConfig(
+        num_hidden_layers=1, num_attention_heads=shape.query_heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, hidden_size=shape.query_heads * shape.head_dim,
+    )  # fmt: skip
+    windows = {"sink_tokens": plan.sink_tokens, "recent_tokens": plan.recent_tokens}
+    config = load_config({"keys": plan.keys, "values": plan.values, **windows})
+    if plan.keys.method == "commvq":
+        options = plan.keys.options()
+        config = config.with_codebooks(_codebooks_for(options, shape.head_dim, shape.kv_heads))
+    return decoder, config
+
+
+def _codebooks_for(options: Any, head_dim: int, heads: int) -> str:
+    """Random codebooks for CommVQ's options; those of the paper have its scalar, and its encoder of values."""
+    return random_codebooks(head_dim, heads, options.bits, options.scalar == "norm")
+
+
 def build_codec(
     method: str,
     options: MethodOptions,
@@ -67,8 +92,7 @@ def build_codec(
     half = head_dim // 2
     rope = RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))
     if method == "commvq":
-        path = random_codebooks(head_dim, heads, options.bits, options.scalar == "norm")  # type: ignore[attr-defined]
-        options = options.model_copy(update={"codebooks": path})
+        options = options.model_copy(update={"codebooks": _codebooks_for(options, head_dim, heads)})
     context = CodecContext(side, head_dim, heads, 0, 0, 16, dtype, device or torch.device("cpu"), rope)
     return get_method(method)(options, context)
 
@@ -138,6 +162,9 @@ def encoded_side(
     if codec.rope_use(options, side) == "factors":
         config = LlamaConfig(head_dim=head_dim, max_position_embeddings=1 << 20)
         track = RopeTrack(config, codec.context.rope)  # type: ignore[arg-type]
+        # Handed over, as by a model: no row is padded here.
+        positions = torch.arange(first + packed + last, device=device)[None]
+        track.given = LlamaRotaryEmbedding(config).to(device)(torch.zeros(1, device=device), positions)
         track.extend(0, torch.empty(1, 1, first + packed + last, 1, device=device).expand(batch, -1, -1, -1))
     store = PackedStore(codec.fields, batch, heads, device)
     if codes == "encoded":

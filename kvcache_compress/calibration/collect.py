@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from ..cache import head_dim_of, is_full_attention
 from ..codec import Side
 from ..commvq_file import model_shape
+from ..decoder import head_dim_of, is_full_attention
 from ..rope import RopeLayout, layer_has_rope, rope_layout, rotary_embedding
 from .queries import observed_queries, pair_weights
 

@@ -16,8 +16,8 @@ import torch
 from pydantic import field_validator
 from transformers import PreTrainedConfig
 
-from .. import additive, packing
-from ..backend import quantizer
+from .. import additive
+from ..bit_encoder import BitEncoder
 from ..cache import CompressedCache
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
 from ..commvq_file import (
@@ -33,6 +33,7 @@ from ..commvq_file import (
 )
 from ..config import config_from_options
 from ..layout import Field, code_fields
+from ..own_heads import own_heads
 from ..registry import register_method
 from ..residual_books import ResidualBooks
 from ..scalar import SCALE_MAX, Scalar, stored_scalar
@@ -80,7 +81,7 @@ class CommVQCodec(Codec):
     def __init__(self, options: CommVQOptions, context: CodecContext) -> None:
         super().__init__(options, context)
         header = _header(options)
-        heads = _own_heads(header, context)
+        heads = own_heads(header, context)
         if context.side == "keys" and context.rope is None:
             raise ValueError("commvq for keys needs the model's rotary position embeddings")
         self.fields = self.layout(options, context.side, context.head_dim)
@@ -88,7 +89,7 @@ class CommVQCodec(Codec):
         tensors = load_layer(header, context.side, context.layer, context.device)
         if context.heads < header.kv_heads:
             tensors = {name: tensor[heads].clone() for name, tensor in tensors.items()}
-        self.encoder = {} if "codebooks" in tensors else tensors
+        self.encoder = None if "codebooks" in tensors else BitEncoder(tensors, context.heads)
         self.chunks_on_cpp = not self.encoder
         self.weights = tensors.get("weights")
         """float16 `[H, D / 2]`, by which the pairs of keys are scaled before coding; None without."""
@@ -146,7 +147,10 @@ class CommVQCodec(Codec):
             if self.weights is not None:
                 x = x * self._weights_by_channel()
         if self.encoder:
-            return self._encode_bits(x, backend)
+            codes, point, token_norm = self.encoder.encode(x, backend)
+            usual = token_norm[:, None].expand(x.shape[:3])
+            norm = usual if self.scalar == "norm" else x.norm(dim=-1)
+            return codes, self._scale(x / norm.clamp_min(1e-30)[..., None], point, norm, usual)
         norm = x.norm(dim=-1)
         z = x / norm.clamp_min(1e-30)[..., None]
         codes, point = self._books().encode(z, backend)
@@ -169,7 +173,7 @@ class CommVQCodec(Codec):
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         if self.encoder:
-            return self.map_output(self._bits(fields)[:, None]) * fields[-1].float()[..., None]
+            return self.encoder.points(self.encoder.bits(fields[:-1])) * fields[-1].float()[..., None]
         x = self._decoded(fields)
         if self.context.side == "values":
             return x
@@ -192,7 +196,7 @@ class CommVQCodec(Codec):
     def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
         """With the encoder: in the space of the token's bits, `[B, H, R, bits]`."""
         if self.encoder:
-            return (weights * fields[-1].float()[:, :, None]) @ self._bits(fields)[:, None]
+            return (weights * fields[-1].float()[:, :, None]) @ self.encoder.bits(fields[:-1])[:, None]
         return weights @ self.decode(fields)
 
     def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
@@ -200,29 +204,8 @@ class CommVQCodec(Codec):
 
     def output_map(self) -> torch.Tensor:
         """The encoder's codebook by heads, float32 `[H, bits, D]`."""
-        return self._codebook_by_heads().float()
-
-    def _codebook_by_heads(self) -> torch.Tensor:
-        return self.encoder["codebook"].unflatten(1, (self.context.heads, -1)).transpose(0, 1)
-
-    def _encode_bits(self, x: torch.Tensor, backend: Backend) -> Fields:
-        """Bits of whole tokens, an equal share of them stored with each head; a scalar per head and token."""
-        token = x.transpose(1, 2).flatten(2)
-        norm = token.norm(dim=-1)
-        weights = {name: tensor.float() for name, tensor in self.encoder.items()}
-        hidden = token / norm.clamp_min(1e-30)[..., None] @ weights["weight1"].mT + weights["bias1"]
-        signs = torch.nn.functional.gelu(hidden) @ weights["weight2"].mT + weights["bias2"]
-        point = self.map_output((signs > 0)[:, None].float())
-        usual = norm[:, None].expand(x.shape[:3])
-        own = usual if self.scalar == "norm" else x.norm(dim=-1)
-        stored = quantizer(backend, packing.pack_signs, None, "pack_signs")(
-            signs.unflatten(2, (self.context.heads, -1))
-        )
-        return stored.transpose(1, 2), self._scale(x / own.clamp_min(1e-30)[..., None], point, own, usual)
-
-    def _bits(self, fields: Fields) -> torch.Tensor:
-        """All bits of each token, float32 `[B, T, bits]`."""
-        return packing.unpack(fields[:-1], 1).transpose(1, 2).flatten(2).float()
+        assert self.encoder is not None
+        return self.encoder.codebook().float()
 
     def build_kernel_side(self) -> KernelSide:
         from ..triton_kernels.commvq import commvq_side
@@ -233,8 +216,9 @@ class CommVQCodec(Codec):
         """Keys' code space has their pairs, real parts first; that of the encoder all bits of a token."""
         from ..cpu_kernels.operands import CPUSide
 
-        if self.codebooks is None:
-            return CPUSide("bits", basis=self._codebook_by_heads())
+        if self.encoder:
+            return CPUSide("bits", basis=self.encoder.codebook())
+        assert self.codebooks is not None
         if self.context.side == "values":
             return CPUSide("additive", tables=(self.codebooks,))
         assert self.context.rope is not None
@@ -245,8 +229,9 @@ class CommVQCodec(Codec):
         return CPUSide("complex", tables=tables, basis=basis)
 
     def constants(self) -> dict[str, torch.Tensor]:
-        if self.codebooks is None:
-            return self.encoder
+        if self.encoder:
+            return self.encoder.tensors
+        assert self.codebooks is not None
         return {"codebooks": self.codebooks} | ({} if self.weights is None else {"weights": self.weights})
 
 
@@ -254,35 +239,6 @@ def _header(options: CommVQOptions) -> CodebookHeader:
     if options.codebooks is None:
         raise ValueError(f"codebooks=None for commvq: the codebooks of the model are needed. {how_to_calibrate()}")
     return read_header(options.codebooks)
-
-
-def _own_heads(header: CodebookHeader, context: CodecContext) -> slice:
-    """The heads of the file that are this layer's: all of them or, in tensor parallelism, this process's share.
-
-    Transformers gives n processes that share a model runs of key/value heads in the order of their ranks; n is the
-    fastest dimension of its device mesh, so that ranks count on through data-parallel copies.
-
-    Raises:
-        ValueError: other heads than that, or values with an encoder, which takes all heads of a token together.
-    """
-    shares, rest = divmod(header.kv_heads, context.heads)
-    processes = torch.distributed.get_world_size() if _is_distributed() else 1
-    if header.head_dim != context.head_dim or rest or not shares or processes % shares:
-        raise ValueError(
-            f"codebooks={header.path!r} for commvq: made for {header.kv_heads} heads of {header.head_dim}, not "
-            f"{context.heads} of {context.head_dim} in each of {processes} processes"
-        )
-    if shares > 1 and context.side == "values" and header.encoder_bits:
-        raise ValueError(
-            f"codebooks={header.path!r} for commvq: its encoder of values takes all {header.kv_heads} heads of a token "
-            f"together, and tensor parallelism leaves {context.heads} here: calibrate values without an encoder"
-        )
-    first = torch.distributed.get_rank() % shares * context.heads if shares > 1 else 0
-    return slice(first, first + context.heads)
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class CommVQCache(CompressedCache):

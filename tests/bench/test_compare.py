@@ -10,6 +10,7 @@ import torch
 
 from kvcache_compress.bench import compare, decode, models, peers
 from kvcache_compress.bench.layers import Shape
+from kvcache_compress.rope_track import _warn_of_positions
 from kvcache_compress.view import PackedKV
 
 CPU = torch.device("cpu")
@@ -81,11 +82,13 @@ def test_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch, row: int,
 
 
 @pytest.mark.parametrize("name", ["turboquant-2.5bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit"])
-def test_right_attention_is_timed(name: str) -> None:
-    """By random codes, in the batch's last rows too, with positions where a method has them."""
+def test_right_attention_is_timed(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """By random codes, in the batch's last rows too, with positions where a method has them: none is padded."""
+    _warn_of_positions.cache_clear()
     found = decode.compressed_time(name, "tiny", TINY, 3, 128, CPU, torch.float32, 1)
     assert 0 < (found.attention_error or 0) < 1e-5
     assert found.milliseconds
+    assert "left-padded" not in caplog.text
 
 
 def test_other_libraries_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """The fixed-capacity variant: as the growing one after every operation, with steps whose shapes never change."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from closeness import assert_close_but_for_flips
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
-from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention, ops
+from kvcache_compress import CompressedCache, checks, disable_fused_attention, enable_fused_attention, ops
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 ROOM = 230
@@ -19,7 +21,15 @@ SOME = [(name, fused) for name in ("turboquant-4", "kivi-4", "commvq", "mixed") 
 """Configurations without and with groups, with positions, and with layers of Transformers' own."""
 croppable_cases = pytest.mark.parametrize("case", SOME[:-2], indirect=True, ids=lambda p: f"{p[0]}-{p[1]}")
 some_cases = pytest.mark.parametrize("case", SOME, indirect=True, ids=lambda p: f"{p[0]}-{p[1]}")
+both_kinds_of_steps = pytest.mark.usefixtures("both_kinds")
 some_unfused = pytest.mark.parametrize("unfused", ["turboquant-4", "commvq"], indirect=True)
+
+
+@pytest.fixture(params=[False, True], ids=["as_growing", "fixed_shapes"])
+def both_kinds(request: pytest.FixtureRequest) -> None:
+    """Steps as on CPUs, and those of other devices."""
+    if request.param:
+        request.getfixturevalue("fixed_shapes")
 
 
 def layer_of(model: Any, config: dict[str, Any]) -> Any:
@@ -31,6 +41,7 @@ def pair(case: Any, **changes: Any) -> tuple[Any, Any]:
     return case.cache(**changes), case.cache(max_cache_len=ROOM, **changes)
 
 
+@both_kinds_of_steps
 def test_equals_the_growing_cache(case: Any, ids: torch.Tensor) -> None:
     padding, total = 11, sum(SIZES)
     mask = torch.ones_like(ids)
@@ -44,6 +55,7 @@ def test_equals_the_growing_cache(case: Any, ids: torch.Tensor) -> None:
     assert fixed.is_compileable
 
 
+@both_kinds_of_steps
 @croppable_cases
 def test_operations_between_steps(case: Any, ids: torch.Tensor) -> None:
     """Batch operations, copies and crops thaw the layer; the steps after them go on as in the growing cache."""
@@ -67,6 +79,7 @@ def test_operations_between_steps(case: Any, ids: torch.Tensor) -> None:
     torch.testing.assert_close(*results, **TOLERANCE)
 
 
+@both_kinds_of_steps
 @some_cases
 def test_reset_starts_anew(case: Any, ids: torch.Tensor) -> None:
     cache, new = case.cache(max_cache_len=ROOM), case.cache(max_cache_len=ROOM)
@@ -78,6 +91,7 @@ def test_reset_starts_anew(case: Any, ids: torch.Tensor) -> None:
     assert cache.packed_tokens > 0
 
 
+@both_kinds_of_steps
 @some_cases
 @pytest.mark.parametrize("first", [True, False])
 def test_inference_mode_and_not(case: Any, ids: torch.Tensor, first: bool) -> None:
@@ -108,16 +122,14 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def test_steps_have_fixed_shapes_and_never_wait(unfused: Any, ids: torch.Tensor) -> None:
+def test_steps_have_fixed_shapes_and_never_wait(unfused: Any, ids: torch.Tensor, fixed_shapes: None) -> None:
     """The same operators with the same shapes at every step, across flushes, with no value read and nothing moved."""
-    cache = unfused.cache(max_cache_len=ROOM, backend="torch")  # C++ runs on CPUs, where reading a value is no waiting.
+    cache = unfused.cache(max_cache_len=ROOM, backend="torch")
     with torch.no_grad():
         unfused.feed(cache, ids[:, :62], [60, 2])
     states = torch.randn(2, 2, 36, 32, generator=torch.Generator().manual_seed(0))
     query = torch.randn(2, 6, 1, 32, generator=torch.Generator().manual_seed(1))
     for layer in [layer for layer in cache.layers if hasattr(layer, "sides")]:
-        # On a GPU a step checks without waiting; this stands in for one.
-        layer.device = torch.device("cuda")
         buffers = [b.data_ptr() for side in layer.sides.values() for b in side.store.buffers]
         layer._freeze()
         before, traces = layer.packed_tokens, []
@@ -129,6 +141,50 @@ def test_steps_have_fixed_shapes_and_never_wait(unfused: Any, ids: torch.Tensor)
         assert all(trace == traces[0] for trace in traces)
         assert layer.packed_tokens == before + 32
         assert buffers == [b.data_ptr() for side in layer.sides.values() for b in side.store.buffers]
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_steps_on_cpus_encode_a_block_at_a_time(unfused: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in 32 steps, in the room that is there, to the codes of the growing layer; each token is checked once."""
+    growing, fixed = pair(unfused, backend=backend)
+    prompt, *steps = torch.randn(2, 2, 124, 32, generator=torch.Generator().manual_seed(0)).split([60, *[1] * 64], 2)
+    checked: list[int] = []
+    encoded: list[int] = []
+    longest = checks.longest
+
+    def check(x: torch.Tensor) -> torch.Tensor:
+        checked.append(x.shape[2])
+        return longest(x)
+
+    def encode(original: Callable[..., Any], x: torch.Tensor, *rest: Any) -> Any:
+        encoded.append(x.shape[2])
+        return original(x, *rest)
+
+    for twin, layer in zip(growing.layers, fixed.layers, strict=True):
+        if not hasattr(layer, "sides"):
+            continue
+        twin.store(prompt, prompt)
+        layer.store(prompt, prompt)
+        sides = layer.sides.values()
+        buffers = [buffer.data_ptr() for state in sides for buffer in state.store.buffers]
+        before = layer.packed_tokens
+        for token in steps:
+            twin.store(token, token)
+        with monkeypatch.context() as patch:
+            patch.setattr(checks, "longest", check)
+            for state in sides:
+                patch.setattr(state.codec, "encode", partial(encode, state.codec.encode))
+            for token in steps:
+                layer.store(token, token)
+        assert layer.packed_tokens == twin.packed_tokens == before + 64
+        assert encoded == [layer.flush_tokens] * (2 * 64 // layer.flush_tokens)
+        assert checked == [1] * 2 * 64
+        assert buffers == [buffer.data_ptr() for state in sides for buffer in state.store.buffers]
+        for state, other in zip(sides, twin.sides.values(), strict=True):
+            fields = zip(state.store.read(0, before + 64), other.store.read(0, before + 64), strict=True)
+            assert all(torch.equal(*both) for both in fields)
+        checked.clear()
+        encoded.clear()
 
 
 @some_cases
@@ -175,6 +231,7 @@ def test_a_refused_step_leaves_all_layers_alike(case: Any, ids: torch.Tensor) ->
         torch.testing.assert_close(*rest, **TOLERANCE)
 
 
+@both_kinds_of_steps
 def test_dtypes_that_change(tiny_model: Any) -> None:
     """As the growing layer: what is there is widened, and narrower numbers are taken in."""
     side = {"method": "turboquant"}
@@ -194,6 +251,7 @@ def test_dtypes_that_change(tiny_model: Any) -> None:
     torch.testing.assert_close(fixed.values, growing.values, **TOLERANCE)
 
 
+@both_kinds_of_steps
 def test_padding_mask_of_flash_attention(tiny_model: Any) -> None:
     """A padding mask `[B, tokens so far]` is as good as the causal one in four dimensions."""
     side = {"method": "turboquant"}
@@ -211,6 +269,7 @@ def test_padding_mask_of_flash_attention(tiny_model: Any) -> None:
     torch.testing.assert_close(got, expected)
 
 
+@both_kinds_of_steps
 def test_resets_and_reports_leave_nothing_behind(tiny_model: Any, ids: torch.Tensor) -> None:
     before = len(ops._LAYERS)
     config = {"keys": {"method": "turboquant"}, "values": {"method": "turboquant"}, "max_cache_len": 200}
@@ -224,6 +283,7 @@ def test_resets_and_reports_leave_nothing_behind(tiny_model: Any, ids: torch.Ten
     assert len(ops._LAYERS) == before + len(cache.layers)
 
 
+@both_kinds_of_steps
 @some_unfused
 def test_generate(unfused: Any, ids: torch.Tensor) -> None:
     """Greedy and with beams, as the growing cache."""

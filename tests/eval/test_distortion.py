@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvcache_compress.eval import distortion
-from kvcache_compress.eval.distortion import ESTIMATORS, estimator_options, measure_embeddings, measure_random
+from kvcache_compress.eval import distortion, distortion_measures
+from kvcache_compress.eval.distortion_measures import ESTIMATORS, estimator_options, measure_embeddings, measure_random
 
 COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "distortion.json"
 
@@ -36,7 +36,7 @@ def clustered(count: int, dim: int, seed: int) -> torch.Tensor:
 
 
 def test_arithmetic_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distortion, "_codec", lambda *_: Halving())
+    monkeypatch.setattr(distortion_measures, "_codec", lambda *_: Halving())
     angles = torch.tensor([0.0, 0.5, 1.0, 1.5])
     base = torch.stack([angles.cos(), angles.sin()], 1)
     row = measure_embeddings(base, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), [3], seeds=2)[0]

@@ -48,10 +48,6 @@ BUDGET = {
 }
 
 
-OLDEST_TRITON = Path(sys.prefix) / "oldest-triton"
-"""Where the Makefile puts the oldest Triton that is supported, beside the one of the environment."""
-
-
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs the benchmark in a process that compiles: this one interprets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
@@ -88,13 +84,12 @@ def test_every_method_compiles_without_spills(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not OLDEST_TRITON.exists(), reason="make venv installs the oldest Triton where there is one")
-def test_every_method_compiles_on_the_oldest_triton(tmp_path: Path) -> None:
+def test_every_method_compiles_on_the_oldest_triton(tmp_path: Path, oldest_triton: str) -> None:
     output = tmp_path / "kernels.json"
     presets = [*METHODS, "turboquant-2.5bit", "kivi-4bit", "commvq-paper", "polarquant-paper-offline"]
     names = [*presets, *(f"encode keys of {preset}" for preset in presets), *STEP]
     only = [part for name in names for part in ("--only", name)]
-    result = run("--target", "sm_90", "--output", str(output), *only, PYTHONPATH=str(OLDEST_TRITON))
+    result = run("--target", "sm_90", "--output", str(output), *only, PYTHONPATH=oldest_triton)
     assert result.returncode == 0, result.stdout + result.stderr
     written = json.loads(output.read_text())
     assert written["versions"]["triton"].startswith("3.5.")

@@ -9,18 +9,14 @@ from pathlib import Path
 
 import pytest
 
-OLDEST_TRITON = Path(sys.prefix) / "oldest-triton"
-
 
 @pytest.mark.skipif("KVCACHE_COMPRESS_TEST_DEVICE" in os.environ, reason="its driver stands in for a GPU")
 @pytest.mark.parametrize("oldest", [False, True], ids=["pinned", "oldest"])
-def test_repeated_launches_are_those_that_triton_would_make(oldest: bool) -> None:
+def test_repeated_launches_are_those_that_triton_would_make(oldest: bool, request: pytest.FixtureRequest) -> None:
     """In a process of its own, where the kernels are compiled: here they are interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if oldest:
-        if not OLDEST_TRITON.exists():
-            pytest.skip("make venv installs the oldest Triton where there is one")
-        environment["PYTHONPATH"] = str(OLDEST_TRITON)
+        environment["PYTHONPATH"] = request.getfixturevalue("oldest_triton")
     worker = Path(__file__).with_name("plan_worker.py")
     done = subprocess.run([sys.executable, str(worker)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,106 @@
+"""What a compressed cache adds to a prompt in one decoder layer of Llama-3.1-8B's shape, on this machine's CPU.
+
+    python benchmarks/prefill_share.py --output benchmarks/results/prefill_share.json
+    python benchmarks/prefill_share.py --preset turboquant-4bit --tokens 512 --turns 1
+
+Caches take turns with Transformers' own full one in one process. Times are one thread's processor time, which other
+programs disturb least: PyTorch has one thread here. Weights are random and float32, as are CommVQ's codebooks.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import Cache, DynamicCache, LlamaModel
+
+from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress.bench.layers import SHAPES, single_layer
+from kvcache_compress.eval.results import circumstances, write_atomically
+
+PRESETS = (
+    "turboquant-4bit", "turboquant-2.5bit", "kivi-4bit", "qjl-3bit", "polarquant-rope-4bit", "polarquant-3.4bit",
+    "commvq-1bit", "commvq-2bit", "commvq-paper",
+)  # fmt: skip
+"""One of each method and form of codes."""
+SHAPE = SHAPES["llama-3.1-8b"]
+MLP = 14_336
+"""Its multi-layer perceptron's numbers."""
+
+
+def one_layer() -> LlamaModel:
+    """A model of one layer, whose attention is fused where a cache is compressed."""
+    config, _ = single_layer("turboquant-4bit", SHAPE)
+    config.intermediate_size, config.vocab_size = MLP, 1024
+    model = LlamaModel(config).eval()
+    enable_fused_attention(model)
+    return model
+
+
+def prefill(model: LlamaModel, cache: Cache, ids: torch.Tensor) -> tuple[float, float]:
+    """Seconds of a prompt `[1, T]`, and those of them that the cache's `update` takes."""
+    spent: list[float] = []
+    update = cache.update
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begun = time.thread_time()
+        seen = update(*args, **kwargs)
+        spent.append(time.thread_time() - begun)
+        return seen
+
+    cache.update = timed  # type: ignore[method-assign]
+    begun = time.thread_time()
+    model(ids, past_key_values=cache)
+    return time.thread_time() - begun, sum(spent)
+
+
+def rows(model: LlamaModel, presets: list[str], tokens: int, turns: int) -> Iterator[dict[str, Any]]:
+    """The full cache's and each preset's medians over the turns; `ratio` and `share` are of the full one's, by turn."""
+    configs = {preset: single_layer(preset, SHAPE)[1] for preset in presets}
+    ids = torch.randint(1024, (1, tokens))
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("full", *configs)}
+    for turn in range(turns + 1):
+        # What is compiled or made at first use is not timed.
+        for name, times in found.items():
+            cache = CompressedCache(model.config, configs[name]) if name in configs else DynamicCache()
+            took = prefill(model, cache, ids if turn else ids[:, :256])
+            times += [took] if turn else []
+    for name, times in found.items():
+        full = [seconds for seconds, _ in found["full"]]
+        yield {
+            "cache": name,
+            "tokens": tokens,
+            "seconds": statistics.median(seconds for seconds, _ in times),
+            "update_seconds": statistics.median(update for _, update in times),
+            "ratio": statistics.median(seconds / one for (seconds, _), one in zip(times, full, strict=True)),
+            "share": statistics.median(update / one for (_, update), one in zip(times, full, strict=True)),
+        }
+
+
+@torch.inference_mode()
+def main(
+    preset: Annotated[list[str], typer.Option(help="Presets to measure.")] = [*PRESETS],  # noqa: B006
+    tokens: Annotated[int, typer.Option(min=256, help="Tokens of the prompt.")] = 4096,
+    turns: Annotated[int, typer.Option(min=1, help="Prompts with each cache.")] = 3,
+    output: Annotated[Path | None, typer.Option(help="JSON file for the figures.", dir_okay=False)] = None,
+) -> None:
+    torch.set_num_threads(1)
+    where = circumstances(torch.device("cpu"))
+    measured = list(rows(one_layer(), preset, tokens, turns))
+    print("| cache | prompt | of full | the cache's part | of full |\n|---|---:|---:|---:|---:|")
+    for row in measured:
+        cells = f"{row['seconds']:.2f} s | {row['ratio']:.3f} | {row['update_seconds']:.3f} s | {row['share']:.1%}"
+        print(f"| {row['cache']} | {cells} |")
+    if output is not None:
+        found = {"dtype": "float32", "turns": turns, "mlp": MLP, "rows": measured}
+        write_atomically(output, json.dumps(where | found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

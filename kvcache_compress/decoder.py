@@ -1,0 +1,79 @@
+"""What a config says of its decoder: the cache layers that Transformers gives it, and the sizes of its heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    StaticCache,
+    StaticLayer,
+)
+
+
+def is_full_attention(layer: Any) -> bool:
+    """Whether this layer of Transformers' holds all of a sequence's keys and values, alone or beside a state."""
+    return type(layer) in (DynamicLayer, StaticLayer, LinearAttentionAndFullAttentionLayer)
+
+
+def decoder_layers(
+    model_config: PreTrainedConfig, max_cache_len: int | None = None
+) -> tuple[PreTrainedConfig, list[Any]]:
+    """The decoder's config and the cache layers that Transformers gives it, growing or of fixed capacity.
+
+    Raises:
+        ValueError: encoder-decoder models, and models without full attention.
+    """
+    if not isinstance(model_config, PreTrainedConfig):
+        raise ValueError(f"model_config={type(model_config).__name__}: a model's config is needed (model.config)")
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise ValueError(f"{model_config.model_type} is an encoder-decoder model: only decoders can be compressed")
+    decoder = model_config.get_text_config(decoder=True)
+    plain = DynamicCache(config=decoder) if max_cache_len is None else StaticCache(decoder, max_cache_len)
+    layers = list(plain.layers)
+    attends = _has_attention(decoder)
+    if not attends or not any(is_full_attention(layer) for layer in layers):
+        found = ", ".join(sorted(set(layer_types(decoder, layers)))) if attends else "no attention at all"
+        raise ValueError(f"{model_config.model_type} has no full-attention layer to compress (it has {found})")
+    return decoder, layers
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """Numbers per key of a full-attention layer."""
+    config = _full_attention_config(config)
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def kv_heads_of(config: PreTrainedConfig) -> int:
+    """Key/value heads of a full-attention layer."""
+    config = _full_attention_config(config)
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the first full-attention layer, where layers have their own."""
+    kinds = getattr(config, "layer_types", None) or []
+    if "full_attention" in kinds and hasattr(config, "per_layer_config"):
+        return config.per_layer_config[kinds.index("full_attention")]
+    return config
+
+
+def layer_types(config: PreTrainedConfig, layers: list[Any]) -> list[str]:
+    """What kind of attention each layer has, as the config names it, or by the cache layer that it takes."""
+    named = getattr(config, "layer_types", None)
+    if named is not None and len(named) == len(layers):
+        return list(named)
+    return [_layer_type(layer) for layer in layers]
+
+
+def _layer_type(layer: Any) -> str:
+    if is_full_attention(layer):
+        return "full_attention"
+    return "sliding_attention" if getattr(layer, "is_sliding", False) else type(layer).__name__
+
+
+def _has_attention(config: PreTrainedConfig) -> bool:
+    return bool(getattr(config, "num_attention_heads", None)) and "mamba" not in config.model_type
