@@ -54,7 +54,7 @@ class ResidualBooks:
     def search(self, z: torch.Tensor, backend: Backend) -> torch.Tensor:
         """Indices int64 `[H, G, n, R]` of the greedy residual search, those of keys `a * N + b`; z `[H, G, n, w]`."""
         if backend == "triton":
-            found: torch.Tensor = load_part(".triton_kernels.commvq").search(z, self.books)
+            found: torch.Tensor = load_part(".triton_kernels.commvq_encode").search(z, self.books)
             return found.long()
         if not self.of_pairs:
             return additive.real_encode(z, self.widened(), quantizer(backend, additive.real_step, None, "real_step"))
