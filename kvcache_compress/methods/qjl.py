@@ -16,10 +16,11 @@ from pydantic import field_validator
 from transformers import PreTrainedConfig
 
 from .. import packing
-from ..cache import CompressedCache, decoder_layers, head_dim_of
+from ..cache import CompressedCache
 from ..centring import Center, chosen_center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from ..config import config_from_options
+from ..decoder import decoder_layers, head_dim_of
 from ..layout import CODES_PER_WORD, Field, code_fields
 from ..registry import register_method
 from ..scalar import quantize_on

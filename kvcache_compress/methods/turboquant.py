@@ -8,9 +8,7 @@ fractional bits; and for the `prod` estimator one more with levels ±1 along the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -21,9 +19,9 @@ from .. import packing
 from ..cache import CompressedCache
 from ..centring import Center, chosen_center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
+from ..components import Component, build_components, channel_sets, component_bits
 from ..config import config_from_options
 from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
-from ..lloyd_max import lloyd_max_levels, outward, uniform_levels
 from ..registry import register_method
 from ..rotation import RotationKind, random_rotation
 from ..scalar import Scalar, quantize_on
@@ -74,42 +72,6 @@ class TurboQuantOptions(MethodOptions):
         return self
 
 
-@dataclass(frozen=True)
-class Component:
-    """One scalar-quantized part: `width` codes of `bits` bits along rows `[start, start + width)` of the basis."""
-
-    bits: int
-    width: int
-    start: int
-    channel_set: int
-    sketch: bool
-    levels: torch.Tensor
-    """float32 `[2 ** bits]` on the device, in the order of their codes."""
-    table: torch.Tensor
-    """Of the levels, for `packing.look_up`."""
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.start, self.start + self.width)
-
-
-def channel_sets(bits: float, head_dim: int, outlier_fraction: float) -> tuple[tuple[int, int], ...]:
-    """Splits `head_dim` channels into sets of (width, bits): one for whole bits, outliers first for fractional ones."""
-    low = math.floor(bits)
-    if bits == low:
-        return ((head_dim, low),)
-    outliers = round(head_dim * outlier_fraction / CODES_PER_WORD) * CODES_PER_WORD
-    outliers = min(max(outliers, CODES_PER_WORD), head_dim - CODES_PER_WORD)
-    return ((outliers, low + 1), (head_dim - outliers, low))
-
-
-def component_bits(options: TurboQuantOptions, bits: int) -> tuple[tuple[int, bool], ...]:
-    """(bits, is sketch) of the components of one channel set."""
-    if options.estimator == "mse":
-        return ((bits, False),)
-    return ((bits - 1, False), (1, True)) if bits > 1 else ((1, True),)
-
-
 @register_method
 class TurboQuantCodec(Codec):
     """One side of a layer under TurboQuant; see the module's docstring."""
@@ -127,7 +89,7 @@ class TurboQuantCodec(Codec):
         self.center = chosen_center(options.center, context)
         self.mean: torch.Tensor | None = None
         self.sets = channel_sets(options.bits, context.head_dim, options.outlier_fraction)
-        self.components = self._build_components()
+        self.components = build_components(options, self.sets, context.device)
         self._rotations, self._sketches = self._build_rotations()
         self.set_rows: tuple[torch.Tensor, ...] = ()
         self.basis: torch.Tensor | None = None
@@ -150,20 +112,6 @@ class TurboQuantCodec(Codec):
                 part = f"{prefix}{'sketch_' if sketch else ''}"
                 fields += (*code_fields(bits, width, part), Field(f"{part}scale", torch.float16))
         return fields
-
-    def _build_components(self) -> tuple[Component, ...]:
-        codebook = lloyd_max_levels if self.options.codebook == "lloyd_max" else uniform_levels
-        components: list[Component] = []
-        start = 0
-        for index, (width, set_bits) in enumerate(self.sets):
-            for bits, sketch in component_bits(self.options, set_bits):
-                levels = torch.tensor([-1.0, 1.0]) if sketch else codebook(width, bits).float()
-                if bits == 4 and self.options.codebook == "lloyd_max":
-                    levels = outward(levels)
-                held = (x.to(self.context.device) for x in (levels, packing.level_table(levels, bits)))
-                components.append(Component(bits, width, start, index, sketch, *held))
-                start += width
-        return tuple(components)
 
     def _build_rotations(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """R and, for `prod`, S of each channel set; float32 `[width, width]`."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache_compress.methods.turboquant import channel_sets
+from kvcache_compress.components import channel_sets
 
 Make = Callable[..., Any]
 
