@@ -118,27 +118,53 @@ std::vector<Tensor> quantize_groups(const Tensor& x, const Tensor& scale, const 
   return fields;
 }
 
-// Planes of angles `turns` and of radii `steps`, each [..., pairs] in cells: an angle counts from its cell of any turn.
-std::vector<Tensor> quantize_pairs(const Tensor& turns, const Tensor& steps, int64_t angle_bits, int64_t radius_bits) {
+// Cells of the angles of points: whole quarter turns, and those of the CELLS boundaries of a quarter, (cos, sin) each,
+// that they are past.
+template <int CELLS>
+inline Ints angle_codes(Floats x, Floats y, const float* bounds) {
+  const Ints second = (y > 0) & (x <= 0), third = (y <= 0) & (x < 0), fourth = (y < 0) & (x >= 0);
+  x = x < 0 ? -x : x, y = y < 0 ? -y : y;
+  const Ints turned = second | fourth;
+  const Floats v = turned ? x : y;
+  const Floats u = v > 0 ? (turned ? y : x) : Floats{} + 1.0f;  // the angle of zero is zero
+  Ints codes = (second + 2 * third + 3 * fourth) * -CELLS;
+  for (int i = 1; i < CELLS; ++i) codes -= v * bounds[2 * i] >= u * bounds[2 * i + 1];
+  return codes;
+}
+
+// Planes of the angles of points (real, imaginary) and of radii `steps` in cells, each [..., pairs]; `bounds` are those
+// of the cells in a quarter turn, [2^(angle_bits - 2), 2].
+std::vector<Tensor> quantize_pairs(const Tensor& real, const Tensor& imaginary, const Tensor& steps,
+                                   const Tensor& bounds, int64_t angle_bits, int64_t radius_bits) {
+  for (const Tensor* x : {&real, &imaginary, &steps, &bounds}) {
+    STD_TORCH_CHECK(x->is_contiguous() && x->scalar_type() == ScalarType::Float, "contiguous float32 is needed");
+  }
+  STD_TORCH_CHECK(angle_bits >= 2 && bounds.numel() == 1 << (angle_bits - 1), bounds.numel(), " numbers for ",
+                  angle_bits, " bits");
+  STD_TORCH_CHECK(real.numel() == steps.numel() && imaginary.numel() == steps.numel(), "one radius to each point");
   std::vector<Tensor> fields;
-  const auto add = [&](const Tensor& x, int64_t bits, auto code) {
-    STD_TORCH_CHECK(x.is_contiguous(), "contiguous tensors are needed");
-    const auto* numbers = x.const_data_ptr<float>();
-    const int64_t width = x.size(x.dim() - 1);
+  const int64_t width = steps.size(steps.dim() - 1);
+  const auto add = [&](int64_t bits, auto code) {
     with_bits(bits, [&]<int BITS>() {
-      const PlaneWriter<BITS> planes(x);
-      each_range(x, [&](int64_t vector, int64_t end) {
+      const PlaneWriter<BITS> planes(steps);
+      each_range(steps, [&](int64_t vector, int64_t end) {
         for (; vector < end; ++vector) {
           planes.pack(vector, [&] [[gnu::always_inline]] (int64_t channel, int64_t lanes) {
-            return code(load_lanes(numbers + vector * width + channel, lanes), (1 << BITS) - 1);
+            return code.template operator()<BITS>(vector * width + channel, lanes);
           });
         }
       });
       fields.insert(fields.end(), planes.fields().begin(), planes.fields().end());
     });
   };
-  add(turns, angle_bits, [](Floats x, int) { return floor(x); });
-  add(steps, radius_bits, [](Floats x, float most) { return __builtin_convertvector(clamp(x, most), Ints); });
+  const auto *xs = real.const_data_ptr<float>(), *ys = imaginary.const_data_ptr<float>();
+  const auto *radii = steps.const_data_ptr<float>(), *quarter = bounds.const_data_ptr<float>();
+  add(angle_bits, [=]<int BITS>(int64_t at, int64_t lanes) {
+    return angle_codes<(1 << BITS) / 4>(load_lanes(xs + at, lanes), load_lanes(ys + at, lanes), quarter);
+  });
+  add(radius_bits, [=]<int BITS>(int64_t at, int64_t lanes) {
+    return __builtin_convertvector(clamp(load_lanes(radii + at, lanes), (1 << BITS) - 1), Ints);
+  });
   return fields;
 }
 
@@ -148,7 +174,9 @@ std::vector<Tensor> quantize_pairs(const Tensor& turns, const Tensor& steps, int
 STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) {
   m.def("quantize_levels(Tensor z, Tensor norm, Tensor levels, int bits, int scalar) -> Tensor[]");
   m.def("quantize_groups(Tensor x, Tensor scale, Tensor zero, int bits, int tokens, int channels) -> Tensor[]");
-  m.def("quantize_pairs(Tensor turns, Tensor steps, int angle_bits, int radius_bits) -> Tensor[]");
+  m.def(
+      "quantize_pairs(Tensor real, Tensor imaginary, Tensor steps, Tensor bounds, int angle_bits, int radius_bits) "
+      "-> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {

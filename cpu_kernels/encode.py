@@ -29,10 +29,18 @@ def quantize_groups(
     return tuple(build.operators().quantize_groups.default(x, scale, zero, bits, tokens, channels))
 
 
-def quantize_pairs(turns: torch.Tensor, steps: torch.Tensor, angle_bits: int, radius_bits: int) -> Fields:
-    """`polarquant_rope.quantize` for float32 `turns` and `steps` `[..., pairs]`."""
+def quantize_pairs(
+    real: torch.Tensor,
+    imaginary: torch.Tensor,
+    steps: torch.Tensor,
+    bounds: torch.Tensor,
+    angle_bits: int,
+    radius_bits: int,
+) -> Fields:
+    """`polarquant_rope.quantize` for float32 `real`, `imaginary` and `steps` `[..., pairs]`."""
     operator = build.operators().quantize_pairs.default
-    return tuple(operator(turns.contiguous(), steps.contiguous(), angle_bits, radius_bits))
+    numbers = (x.contiguous() for x in (real, imaginary, steps))
+    return tuple(operator(*numbers, bounds, angle_bits, radius_bits))
 
 
 def quantize_tree(

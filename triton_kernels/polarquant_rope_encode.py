@@ -8,7 +8,6 @@ No angle is ever computed: a point turned back to the first quarter is `(u, v)`,
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +28,7 @@ MAX_PAIRS = 4096
 
 @triton.jit
 def angle_codes(b_x, b_y, p_bounds, BITS: tl.constexpr):
-    """Cells of the angles of points: whole quarter turns, and the boundaries in the quarter that are not above it."""
+    """`polarquant_rope.angle_codes`."""
     m_1, m_2, m_3 = (b_y > 0) & (b_x <= 0), (b_y <= 0) & (b_x < 0), (b_y < 0) & (b_x >= 0)
     b_codes = (m_1.to(tl.int32) + 2 * m_2.to(tl.int32) + 3 * m_3.to(tl.int32)) * 2 ** (BITS - 2)
     b_u = tl.where(m_1 | m_3, tl.abs(b_y), tl.abs(b_x))
@@ -120,9 +119,6 @@ def polarquant_rope_encoder(codec: PolarQuantRopeCodec) -> KernelEncoder:
         options.steps, options.offset, codec.mean is not None, options.scalar == "match",
     )  # fmt: skip
     channels = torch.tensor(codec.pairs.order, dtype=torch.int32, device=device)
-    cells = torch.arange(2 ** (options.angle_bits - 2), dtype=torch.float64)
-    angles = cells * (2 * math.pi / 2**options.angle_bits)
-    bounds = torch.stack([angles.cos(), angles.sin()], -1).float().to(device)
-    scale = bounds if codec.scale is None else codec.scale
-    mean = bounds if codec.mean is None else codec.mean
-    return KernelEncoder(encode_pairs, meta, (channels, bounds, scale, mean), codec.group, fused=False)
+    scale = codec.bounds if codec.scale is None else codec.scale
+    mean = codec.bounds if codec.mean is None else codec.mean
+    return KernelEncoder(encode_pairs, meta, (channels, codec.bounds, scale, mean), codec.group, fused=False)

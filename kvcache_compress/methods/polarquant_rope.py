@@ -96,6 +96,7 @@ class PolarQuantRopeCodec(Codec):
         angles = 2 * math.pi * (torch.arange(2**options.angle_bits) + options.offset) / 2**options.angle_bits
         self.points = torch.stack([angles.cos(), angles.sin()], -1).to(context.device)
         """Unit vectors of the angle codes, float32 `[2 ** angle_bits, 2]`."""
+        self.bounds = quarter_bounds(options.angle_bits).to(context.device)
 
     @classmethod
     def layout(cls, options: PolarQuantRopeOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
@@ -156,11 +157,11 @@ class PolarQuantRopeCodec(Codec):
             return fields
         real, imaginary = self.pairs.split(self._centred(x.float()))
         radius = radii(real, imaginary)
-        turns = torch.atan2(imaginary, real) * (2 ** (self.options.angle_bits - 1) / math.pi)
         stored = self._stored_scale(radius)
         steps = radius / self._token_scale(stored).clamp_min(1e-30)
         quantize_on = quantizer(backend, quantize, None, "quantize_pairs")
-        fields = (*quantize_on(turns, steps, self.options.angle_bits, self.options.radius_bits), *stored)
+        bits = self.options.angle_bits, self.options.radius_bits
+        fields = (*quantize_on(real, imaginary, steps, self.bounds, *bits), *stored)
         if self.options.scalar == "match":
             length = self._polar(fields)[1].norm(dim=-1).clamp_min(1e-30)
             fields += ((radius.norm(dim=-1) / length).clamp(max=SCALE_MAX).to(torch.float16),)
@@ -254,7 +255,13 @@ class PolarQuantRopeCodec(Codec):
         return cpu_side("pairs", options, [self.points], basis, self.mean)
 
     def constants(self) -> dict[str, torch.Tensor]:
-        held = {"points": self.points, "scale": self.scale, "mean": self.mean, "basis": self._basis}
+        held = {
+            "points": self.points,
+            "bounds": self.bounds,
+            "scale": self.scale,
+            "mean": self.mean,
+            "basis": self._basis,
+        }
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
 
@@ -275,8 +282,44 @@ def radii(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
     return (real * real + imaginary * imaginary).sqrt()
 
 
-def quantize(turns: torch.Tensor, steps: torch.Tensor, angle_bits: int, radius_bits: int) -> tuple[torch.Tensor, ...]:
-    """Bit planes of angles `turns` (in cells, any sign) and radii `steps` (in cells), float32 `[..., pairs]`."""
-    angle = turns.floor().to(torch.int64) % 2**angle_bits
+def quarter_bounds(bits: int) -> torch.Tensor:
+    """cos and sin of the lower boundaries of the cells in the first quarter turn, float32 `[2 ** (bits - 2), 2]`."""
+    angles = torch.arange(2 ** (bits - 2), dtype=torch.float64) * (2 * math.pi / 2**bits)
+    return torch.stack([angles.cos(), angles.sin()], -1).float()
+
+
+def angle_codes(real: torch.Tensor, imaginary: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Cells of the angles of points, int64 `[..., pairs]`: whole quarter turns, and the boundaries that they are past.
+
+    An arctangent would round pairs on a boundary, which 16-bit keys have many of, differently on each device.
+    """
+    second, third, fourth = (
+        (imaginary > 0) & (real <= 0),
+        (imaginary <= 0) & (real < 0),
+        (imaginary < 0) & (real >= 0),
+    )
+    u, v = real.abs(), imaginary.abs()
+    turned = second | fourth
+    u, v = torch.where(turned, v, u), torch.where(turned, u, v)
+    u = torch.where(v > 0, u, 1.0)  # the angle of zero is zero
+    codes = (second + 2 * third + 3 * fourth) * len(bounds)
+    for cos, sin in bounds[1:]:
+        codes = codes + (v * cos >= u * sin)
+    return codes
+
+
+def quantize(
+    real: torch.Tensor,
+    imaginary: torch.Tensor,
+    steps: torch.Tensor,
+    bounds: torch.Tensor,
+    angle_bits: int,
+    radius_bits: int,
+) -> tuple[torch.Tensor, ...]:
+    """Bit planes of the angles of points, and of radii `steps` (in cells); float32 `[..., pairs]`.
+
+    bounds: those of `quarter_bounds(angle_bits)`.
+    """
+    angle = angle_codes(real, imaginary, bounds)
     radius = steps.floor().clamp(0, 2**radius_bits - 1)
     return *packing.pack(angle, angle_bits), *packing.pack(radius, radius_bits)

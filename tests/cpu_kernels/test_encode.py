@@ -109,13 +109,16 @@ def test_groups(bits: int, width: int, tokens: int, channels: int) -> None:
 @pytest.mark.parametrize(("angle_bits", "radius_bits"), [(2, 6), (3, 5), (4, 4), (5, 3), (6, 2)])
 @pytest.mark.parametrize("pairs", [8, 40, 64])
 def test_pairs(pairs: int, angle_bits: int, radius_bits: int) -> None:
-    """Angles of several turns either way, radii below and beyond the cells, and whole numbers of either."""
-    turns = torch.linspace(-70, 70, 6 * pairs).view(2, 1, 3, pairs)
+    """Points all around, on the axes and the diagonals, and on no side of zero; radii below and beyond the cells."""
+    turns = torch.linspace(-4, 4, 6 * pairs).view(2, 1, 3, pairs)
+    real, imaginary = turns.cos(), turns.sin()
+    signs = torch.tensor([0.0, -0.0, 1.0, -1.0])
+    real[1, 0, 0], imaginary[1, 0, 0] = signs.repeat(pairs // 4), signs.repeat_interleave(4).repeat(4)[:pairs]
     steps = torch.linspace(-2, 66, 6 * pairs).view(2, 1, 3, pairs)
-    turns[0, 0, 1], steps[0, 0, 1] = turns[0, 0, 1].round(), steps[0, 0, 1].round()
-    turns[1, 0, 1, 3], steps[1, 0, 1, 4] = torch.nan, torch.nan
-    expected = polarquant_rope.quantize(turns, steps, angle_bits, radius_bits)
-    assert_equal_fields(encode.quantize_pairs(turns, steps, angle_bits, radius_bits), expected)
+    steps[0, 0, 1] = steps[0, 0, 1].round()
+    real[1, 0, 1, 3], imaginary[1, 0, 2, 3], steps[1, 0, 1, 4] = torch.nan, torch.nan, torch.nan
+    given = real, imaginary, steps, polarquant_rope.quarter_bounds(angle_bits), angle_bits, radius_bits
+    assert_equal_fields(encode.quantize_pairs(*given), polarquant_rope.quantize(*given))
 
 
 @pytest.mark.parametrize("bits", [(4, 3, 2), (2,), (6, 5, 4, 1), (3, 2, 3)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -10,8 +11,9 @@ import torch
 from encode_cases import SIDES, assert_equal_but_for_ties, assert_equal_fields, unit_vectors
 from method_cases import half_layout, random_track
 
-from kvcache_compress import scalar
+from kvcache_compress import packing, scalar
 from kvcache_compress.codec import Codec
+from kvcache_compress.layout import PLANES
 from kvcache_compress.lloyd_max import lloyd_max_levels, outward, uniform_levels
 from kvcache_compress.methods import kivi
 from kvcache_compress.triton_kernels.kivi_encode import quantize as kivi_kernel
@@ -76,15 +78,22 @@ def test_codecs_encode_alike_on_both_backends(
         assert_equal_fields(ours, theirs)
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("bits", range(2, 7))
-def test_angles_on_boundaries(bits: int, make_codec: Callable[..., Codec]) -> None:
+def test_angles_on_boundaries(bits: int, head_dim: int, make_codec: Callable[..., Codec]) -> None:
     """Axes and diagonals, with zeros of either sign, belong to the cell above."""
-    codec = make_codec("polarquant_rope", {"angle_bits": bits, "center": "off", "group_size": 32}, "keys", 32)
+    codec = make_codec("polarquant_rope", {"angle_bits": bits, "center": "off", "group_size": 32}, "keys", head_dim)
     signs = torch.tensor([0.0, -0.0, 1.0, -1.0])
     real, imaginary = signs.repeat(4), signs.repeat_interleave(4)
     real = torch.where((real == 0) & (imaginary == 0), 0.0, real)  # what has no length has no angle
-    x = torch.rand(1, 1, 32, 1).exp() * torch.cat([real, imaginary])
-    assert_equal_fields(codec.encode(x, None, "triton"), codec.encode(x, None, "torch"))
+    points = torch.cat([real.repeat(head_dim // 32), imaginary.repeat(head_dim // 32)])
+    x = (torch.rand(1, 1, 32, 1).exp() * points).bfloat16()
+    ours = codec.encode(x, None, "triton")
+    assert_equal_fields(ours, codec.encode(x, None, "torch"))
+    angle = torch.atan2(imaginary.double(), real.double()).remainder(2 * math.pi) / (2 * math.pi)
+    cell = (angle * 2**bits + 1e-9).long().where(real.abs() + imaginary.abs() > 0, 0)
+    codes = packing.unpack(ours[: len(PLANES[bits])], bits)
+    assert (codes == cell.repeat(head_dim // 32)).all()
 
 
 @pytest.mark.parametrize("scalar", ["none", "match"])
