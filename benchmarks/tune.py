@@ -77,7 +77,7 @@ def report(cases: Sequence[Case], found: dict[str, dict[str, Any] | None]) -> st
     for case in {case.kernel: case for case in cases}.values():
         entry = found.get(case.kernel)
         if case.kernel not in found:
-            text = "not all of its tiles were measured"
+            text = "not all of its tiles were measured, or none was right"
         elif entry is None:
             text = f"stays with {tuple(case.rule)}"
         else:

@@ -104,7 +104,7 @@ class FixedCapacityLayer(CompressedLayer):
 
     def _prepare(self, state: SideState) -> None:
         """Statistics from the first prompt, though nothing of it is packed; from its sinks too where it is short."""
-        if not state.prepared:
+        if not state.prepared and self._host_length():
             tail = state.tail.view()
             enough = state.tail.tokens >= self.plan.recent_tokens or not state.sinks.shape[2]
             state.prepare(tail if enough else torch.cat([state.sinks, tail], 2))
@@ -142,9 +142,9 @@ class FixedCapacityLayer(CompressedLayer):
     ) -> tuple[torch.Tensor | PackedKV, torch.Tensor | PackedKV]:
         """As in the base class, except that all has `max_cache_len` tokens, the last of them zero: as masks have."""
         if torch.compiler.is_compiling():
-            step = self._is_step(key_states)
+            goes_on = self._goes_on(key_states)
             updated = self._update_when_run(key_states, value_states)
-            if step:
+            if goes_on:
                 self.cumulative_length.add_(key_states.shape[2])
             return updated
         segments = self._store(key_states, value_states, counting=True)
@@ -152,8 +152,13 @@ class FixedCapacityLayer(CompressedLayer):
         return (keys, values) if self.fused else (keys.dense(), values.dense())
 
     def _is_step(self, key_states: torch.Tensor) -> bool:
-        batch, _, tokens, _ = key_states.shape
-        return 0 < tokens <= MAX_DECODE_TOKENS and self.is_initialized and batch == self.batch_size > 0
+        few = 0 < key_states.shape[2] <= MAX_DECODE_TOKENS
+        # Where nothing is there yet (`early_initialization`), statistics are to be set first.
+        return few and self._goes_on(key_states) and (self._frozen or self._host_length() > 0)
+
+    def _goes_on(self, key_states: torch.Tensor) -> bool:
+        """Whether the layer's counter stays, which compiled code then adds to: that code must see all its changes."""
+        return self.is_initialized and bool(key_states.shape[0] == self.batch_size > 0)
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[SideSegments, SideSegments]:
         """As in the base class. The segments of a step are `view`'s; those of a prompt hold its tokens as given."""
@@ -165,8 +170,8 @@ class FixedCapacityLayer(CompressedLayer):
         """`store`; `counting` has a step count its tokens, which compiled code does itself."""
         self._check_shapes(key_states, value_states)
         fresh: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
-        step = self._is_step(key_states)
-        if step and self._freezes:
+        goes_on = self._goes_on(key_states)
+        if self._is_step(key_states) and self._freezes:
             self._step(fresh, self.cumulative_length if counting else None)
             return self._slots_of("keys"), self._slots_of("values")
         self._thaw()
@@ -178,7 +183,7 @@ class FixedCapacityLayer(CompressedLayer):
         segments = super().store(key_states, value_states)
         for state in self._sides.values():
             self._prepare(state)
-        if counting or not step:
+        if counting or not goes_on:
             self._settle()
         if self._freezes:
             self._freeze()

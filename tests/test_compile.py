@@ -118,3 +118,18 @@ def test_generate_compiles_by_itself() -> None:
         assert cache.packed_tokens > 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
     assert torch.equal(*outputs)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's C++ backend needs g++")
+@torch.no_grad()
+def test_chunks_of_compiled_code_count_once() -> None:
+    """The compiler moves what reads a layer's counter behind what stores tokens, unless the graph counts them itself."""
+    model = small_model(1)
+    ids = torch.randint(1, VOCAB, (1, 113), generator=torch.Generator().manual_seed(1))
+    compiled, logits = torch.compile(model.forward, fullgraph=True), []
+    for step in (model, compiled):
+        cache = CompressedCache(model.config, {**method_config("turboquant", 1), "max_cache_len": 130})
+        parts = [step(input_ids=part, past_key_values=cache).logits for part in ids.split([60, 1, 25, 25, 1, 1], 1)]
+        logits.append(torch.cat(parts, 1))
+        assert int(cache.get_seq_length()) == 113
+    torch.testing.assert_close(logits[1], logits[0], **TOLERANCE)

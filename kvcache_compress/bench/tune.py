@@ -23,7 +23,7 @@ from ..eval.results import write_atomically
 from ..view import PackedKV
 from .compare import compare_view
 from .decode import random_view
-from .jobs import CHECK_FAILED, NOT_MEASURED, Job, planned_again
+from .jobs import CHECK_FAILED, NOT_MEASURED, Job
 from .layers import Shape, encoded_side, middle_layer, named_config
 from .timing import median_ms
 
@@ -172,9 +172,14 @@ def _registers(k_side: Any) -> int | None:
 def without_try(job: Job, rows: Mapping[Job, Mapping[str, Any]]) -> str | None:
     """Why a tile may not be timed; None where it is known to be right."""
     row = rows[Job("try", job.values)]
-    if planned_again(row):
+    if not _reached(row):
         return f"{NOT_MEASURED} it was not tried"
     return None if row.get("error") is None else CHECK_FAILED + str(row["error"])
+
+
+def _reached(row: Mapping[str, Any]) -> bool:
+    """Whether a tile was compiled or timed, or ended the process that did so: such a one has failed."""
+    return not str(row.get("error")).removeprefix(CHECK_FAILED).startswith(NOT_MEASURED)
 
 
 def best_tiles(
@@ -183,19 +188,21 @@ def best_tiles(
     """Entries of the table by kernel; None for one whose best tile is the rule's, or hardly better.
 
     A tile must be faster than the rule's by the margin in each case of its kernel, with all inputs. A kernel is not
-    named unless all its tiles were timed or failed.
+    named unless all its tiles were timed or failed, and one of them at least was timed.
     """
     found: dict[str, dict[str, Any] | None] = {}
     for kernel, group in groupby(sorted(cases, key=lambda case: case.kernel), lambda case: case.kernel):
         mine = list(group)
         table = {tile: [rows[case.job("tile", tile, size)] for case in mine] for tile in mine[0].others}
-        if any(planned_again(row) for measured in table.values() for row in measured):
+        if not all(_reached(row) for measured in table.values() for row in measured):
             continue
         right = {tile: times for tile, times in table.items() if all(row.get("error") is None for row in times)}
+        if not right:
+            continue
         ratios = {tile: max(row["ratio"] for row in times) for tile, times in right.items()}
-        best = min(ratios, key=lambda tile: ratios[tile], default=None)
+        best = min(ratios, key=lambda tile: ratios[tile])
         found[kernel] = None
-        if best is not None and ratios[best] < 1 - MARGIN:
+        if ratios[best] < 1 - MARGIN:
             figures = ("cache", "shape", "batch", "tokens", "milliseconds", "rule_milliseconds", "ratio")
             measured = [{name: row[name] for name in figures} for row in right[best]]
             found[kernel] = {"tile": best._asdict(), "rule": mine[0].rule._asdict(), "measured": measured}

@@ -1,0 +1,53 @@
+"""How a layer of fixed capacity begins: with room made early, short prompts, or nothing at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_model import METHODS, VOCAB, method_config, small_model
+
+from kvcache_compress import CompressedCache
+
+PROMPT, STEPS, ROOM = 8, 60, 100
+STARTS: dict[str, dict[str, Any]] = {name: method_config(name, 1) for name in METHODS}
+STARTS["centred"] = {
+    "keys": {"method": "turboquant", "center": "on"}, "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8,
+}  # fmt: skip
+"""Each of which measures something of the first prompt, but KIVI and CommVQ."""
+
+
+@torch.no_grad()
+def logits(config: dict[str, Any], early: bool) -> torch.Tensor:
+    """Of steps after a prompt that counts as a step by its length."""
+    model = small_model(1)
+    cache = CompressedCache(model.config, {**config, "max_cache_len": ROOM})
+    if early:
+        cache.early_initialization(1, 2, 32, torch.float32, "cpu")
+    ids = torch.randint(1, VOCAB, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(1))
+    parts = [model(input_ids=x, past_key_values=cache).logits for x in ids.split([PROMPT, *[1] * STEPS], 1)]
+    assert cache.packed_tokens > 0
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.usefixtures("fixed_shapes")
+def test_statistics_come_from_the_first_prompt_however_short(name: str) -> None:
+    torch.testing.assert_close(logits(STARTS[name], early=True), logits(STARTS[name], early=False))
+
+
+@pytest.mark.parametrize("name", ["centred", "polarquant_recursive"])
+def test_nothing_is_no_prompt(name: str) -> None:
+    """An update of no tokens sets no statistics."""
+    model = small_model(1)
+    keys, values = (torch.randn(1, 2, 90, 32, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    stored = []
+    for first in (0, 90):
+        layer = CompressedCache(model.config, {**STARTS[name], "max_cache_len": ROOM}).layers[0]
+        for at in (first, 90):
+            if layer.get_seq_length() < at or at == 0:
+                layer.update(keys[:, :, :at], values[:, :, :at])
+        stored.append(layer.keys)
+    assert stored[0].isfinite().all()
+    assert torch.equal(*stored)
