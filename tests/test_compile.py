@@ -123,7 +123,7 @@ def test_generate_compiles_by_itself() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's C++ backend needs g++")
 @torch.no_grad()
 def test_chunks_of_compiled_code_count_once() -> None:
-    """The compiler moves what reads a layer's counter behind what stores tokens, unless the graph counts them itself."""
+    """The compiler moves what reads a layer's counter behind what stores tokens, unless the graph counts itself."""
     model = small_model(1)
     ids = torch.randint(1, VOCAB, (1, 113), generator=torch.Generator().manual_seed(1))
     compiled, logits = torch.compile(model.forward, fullgraph=True), []
