@@ -37,7 +37,7 @@ def _place(x: torch.Tensor) -> torch.device:
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
     """`value` with all that is in its lists, tuples and dictionaries changed."""
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple) or type(value).__module__ == "torch.return_types":
         return type(value)(_each(item, change) for item in value)
     if type(value) is dict:
         return {name: _each(item, change) for name, item in value.items()}
