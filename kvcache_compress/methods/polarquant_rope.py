@@ -289,7 +289,7 @@ def quarter_bounds(bits: int) -> torch.Tensor:
 
 
 def angle_codes(real: torch.Tensor, imaginary: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Cells of the angles of points, int64 `[..., pairs]`: whole quarter turns, and the boundaries that they are past.
+    """Cells of the angles of points, uint8 `[..., pairs]`: whole quarter turns, and the boundaries that they are past.
 
     An arctangent would round pairs on a boundary, which 16-bit keys have many of, differently on each device.
     """
@@ -302,9 +302,10 @@ def angle_codes(real: torch.Tensor, imaginary: torch.Tensor, bounds: torch.Tenso
     turned = second | fourth
     u, v = torch.where(turned, v, u), torch.where(turned, u, v)
     u = torch.where(v > 0, u, 1.0)  # the angle of zero is zero
-    codes = (second + 2 * third + 3 * fourth) * len(bounds)
+    codes = second.to(torch.uint8)
+    codes = (codes + 2 * third.to(torch.uint8) + 3 * fourth.to(torch.uint8)) * len(bounds)
     for cos, sin in bounds[1:]:
-        codes = codes + (v * cos >= u * sin)
+        codes += v * cos >= u * sin
     return codes
 
 
