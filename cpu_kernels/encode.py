@@ -37,7 +37,7 @@ def quantize_pairs(
     angle_bits: int,
     radius_bits: int,
 ) -> Fields:
-    """`polarquant_rope.quantize` for float32 `real`, `imaginary` and `steps` `[..., pairs]`."""
+    """`polar_pairs.quantize` for float32 `real`, `imaginary` and `steps` `[..., pairs]`."""
     operator = build.operators().quantize_pairs.default
     numbers = (x.contiguous() for x in (real, imaginary, steps))
     return tuple(operator(*numbers, bounds, angle_bits, radius_bits))

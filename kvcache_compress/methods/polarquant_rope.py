@@ -17,6 +17,7 @@ from ..backend import quantizer
 from ..centring import Center, chosen_center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
 from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
+from ..polar_pairs import quantize, quarter_bounds, radii
 from ..registry import register_method
 from ..rope import RopeLayout
 from ..scalar import SCALE_MAX
@@ -255,13 +256,8 @@ class PolarQuantRopeCodec(Codec):
         return cpu_side("pairs", options, [self.points], basis, self.mean)
 
     def constants(self) -> dict[str, torch.Tensor]:
-        held = {
-            "points": self.points,
-            "bounds": self.bounds,
-            "scale": self.scale,
-            "mean": self.mean,
-            "basis": self._basis,
-        }
+        held = {"points": self.points, "bounds": self.bounds, "scale": self.scale, "mean": self.mean}
+        held["basis"] = self._basis
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
 
@@ -275,52 +271,3 @@ def pair_layout(options: PolarQuantRopeOptions, context: CodecContext) -> RopeLa
     if context.rope is None:
         raise ValueError("pairing='auto' for polarquant_rope: allowed for models whose rotary pairs are known")
     return context.rope
-
-
-def radii(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
-    """Radii of pairs; not by `hypot`, so that other code can compute the same numbers to the bit."""
-    return (real * real + imaginary * imaginary).sqrt()
-
-
-def quarter_bounds(bits: int) -> torch.Tensor:
-    """cos and sin of the lower boundaries of the cells in the first quarter turn, float32 `[2 ** (bits - 2), 2]`."""
-    angles = torch.arange(2 ** (bits - 2), dtype=torch.float64) * (2 * math.pi / 2**bits)
-    return torch.stack([angles.cos(), angles.sin()], -1).float()
-
-
-def angle_codes(real: torch.Tensor, imaginary: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Cells of the angles of points, uint8 `[..., pairs]`: whole quarter turns, and the boundaries that they are past.
-
-    An arctangent would round pairs on a boundary, which 16-bit keys have many of, differently on each device.
-    """
-    second, third, fourth = (
-        (imaginary > 0) & (real <= 0),
-        (imaginary <= 0) & (real < 0),
-        (imaginary < 0) & (real >= 0),
-    )
-    u, v = real.abs(), imaginary.abs()
-    turned = second | fourth
-    u, v = torch.where(turned, v, u), torch.where(turned, u, v)
-    u = torch.where(v > 0, u, 1.0)  # the angle of zero is zero
-    codes = second.to(torch.uint8)
-    codes = (codes + 2 * third.to(torch.uint8) + 3 * fourth.to(torch.uint8)) * len(bounds)
-    for cos, sin in bounds[1:]:
-        codes += v * cos >= u * sin
-    return codes
-
-
-def quantize(
-    real: torch.Tensor,
-    imaginary: torch.Tensor,
-    steps: torch.Tensor,
-    bounds: torch.Tensor,
-    angle_bits: int,
-    radius_bits: int,
-) -> tuple[torch.Tensor, ...]:
-    """Bit planes of the angles of points, and of radii `steps` (in cells); float32 `[..., pairs]`.
-
-    bounds: those of `quarter_bounds(angle_bits)`.
-    """
-    angle = angle_codes(real, imaginary, bounds)
-    radius = steps.floor().clamp(0, 2**radius_bits - 1)
-    return *packing.pack(angle, angle_bits), *packing.pack(radius, radius_bits)

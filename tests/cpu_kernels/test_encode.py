@@ -12,13 +12,13 @@ from encode_cases import SIDES, assert_equal_fields, last_places, unit_vectors
 from method_cases import half_layout, random_track
 from small_model import method_config, small_model
 
-from kvcache_compress import CompressedCache, additive, polar_tree, scalar
+from kvcache_compress import CompressedCache, additive, polar_pairs, polar_tree, scalar
 from kvcache_compress.codec import Codec, Side
 from kvcache_compress.commvq_file import CENTRES, rounds_for
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.cpu_kernels import build, encode
 from kvcache_compress.lloyd_max import lloyd_max_levels, outward, uniform_levels
-from kvcache_compress.methods import kivi, polarquant_rope
+from kvcache_compress.methods import kivi
 from kvcache_compress.packing import pack_signs
 from kvcache_compress.polar_codebooks import offline_codebook, online_codebook
 
@@ -117,8 +117,8 @@ def test_pairs(pairs: int, angle_bits: int, radius_bits: int) -> None:
     steps = torch.linspace(-2, 66, 6 * pairs).view(2, 1, 3, pairs)
     steps[0, 0, 1] = steps[0, 0, 1].round()
     real[1, 0, 1, 3], imaginary[1, 0, 2, 3], steps[1, 0, 1, 4] = torch.nan, torch.nan, torch.nan
-    given = real, imaginary, steps, polarquant_rope.quarter_bounds(angle_bits), angle_bits, radius_bits
-    assert_equal_fields(encode.quantize_pairs(*given), polarquant_rope.quantize(*given))
+    given = real, imaginary, steps, polar_pairs.quarter_bounds(angle_bits), angle_bits, radius_bits
+    assert_equal_fields(encode.quantize_pairs(*given), polar_pairs.quantize(*given))
 
 
 @pytest.mark.parametrize("bits", [(4, 3, 2), (2,), (6, 5, 4, 1), (3, 2, 3)])
