@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import CohereConfig, GPTNeoXConfig, LlamaConfig
@@ -12,6 +13,7 @@ from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.codec import CodecContext
 from kvcache_compress.layout import bytes_per_token
 from kvcache_compress.methods.polarquant_rope import PolarQuantRopeCodec, PolarQuantRopeOptions
+from kvcache_compress.polar_pairs import radii
 from kvcache_compress.rope import RopeLayout, rope_layout
 
 Make = Callable[..., Any]
@@ -50,6 +52,13 @@ def make_with(layout: RopeLayout | None, dim: int, heads: int = 1, **options: An
 def polar(radius: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     """Keys `[..., 2 * pairs]`, pairs (i, i + pairs), of radii and angles `[..., pairs]`."""
     return torch.cat([radius * angle.cos(), radius * angle.sin()], -1)
+
+
+def test_radii_are_rounded_correctly() -> None:
+    """As IEEE 754 says, on every processor: kernels and C++ compute the same, and the longest radius is a boundary."""
+    x, y = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0))
+    square = (x * x + y * y).numpy()
+    assert np.array_equal(radii(x, y).numpy(), np.sqrt(square))
 
 
 def error(codec: Any, x: torch.Tensor) -> float:
