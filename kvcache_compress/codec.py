@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from . import layout
 from .layout import Field
 from .rope import Rope, RopeLayout
+from .rotation import hashed_seed
 
 if TYPE_CHECKING:
     from .cpu_kernels.operands import CPUSide
@@ -51,9 +52,9 @@ class CodecContext:
     rope: RopeLayout | None = None
     """The model's pairs of channels; None where it has no RoPE, or no codec of the cache asks for it."""
 
-    def layer_seed(self, shared: bool = False) -> int:
-        """One seed per layer and side, or one for the whole cache."""
-        return self.seed if shared else self.seed + 1 + 2 * self.layer + (self.side == "values")
+    def seed_of(self, part: str, shared: bool = False) -> int:
+        """Seed of a random part of the codec, one per layer and side, or `shared` by the whole cache."""
+        return hashed_seed(self.seed, part) if shared else hashed_seed(self.seed, part, self.layer, self.side)
 
 
 class Codec(ABC):

@@ -160,7 +160,7 @@ def test_turboquant_bits(bits: float) -> None:
         ({"keys": {"method": "kivi", "group_size": 48}}, "group_size=48 for kivi: allowed 16, 32, 64, 128"),
         ({"keys": {"method": "turboquant", "outlier_fraction": 1.0}}, "outlier_fraction=1 .*between 0 and 1"),
         ({"keys": {"method": "turboquant", "estimator": "best"}}, "estimator='best'.*'mse' or 'prod'"),
-        ({"keys": {"method": "turboquant", "rotation": "none"}}, "rotation='none'.*'hadamard' or 'haar'"),
+        ({"keys": {"method": "turboquant", "rotation": "none"}}, "rotation='none'.*'haar' or 'hadamard'"),
         (
             {"keys": {"method": "turboquant", "estimator": "prod", "scalar": "match"}},
             "scalar='match' for turboquant with estimator 'prod': allowed 'norm'",

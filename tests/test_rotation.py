@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from kvcache_compress.codec import CodecContext
 from kvcache_compress.polar_codebooks import online_codebook
 from kvcache_compress.rotation import haar, random_rotation
 from kvcache_compress.sketch import sketch_constant, sketch_matrix
@@ -29,20 +30,46 @@ def test_seeds(kind: str, dim: int) -> None:
     assert not torch.equal(random_rotation(kind, dim, seed=6), one)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_hadamard_spreads_every_channel(dim: int) -> None:
-    """All entries are ±1/√d: a single large channel ends up in all coordinates alike."""
-    matrix = random_rotation("hadamard", dim, seed=0)
-    torch.testing.assert_close(matrix.abs(), torch.full_like(matrix, dim**-0.5))
+@pytest.mark.parametrize("kind", ["haar", "hadamard"])
+@pytest.mark.parametrize("dim", [40, 64, 80, 96, 112, 128])
+def test_single_channels_become_like_any_vector(kind: str, dim: int) -> None:
+    """Its coordinates have the variance and the fourth moment, 3d / (d + 2), of a random unit vector's times √d.
+
+    They take many values, too: one transform would leave two, ±1, and two transforms a grid as coarse as a codebook.
+    """
+    entries = torch.stack([random_rotation(kind, dim, seed) for seed in range(20)]) * math.sqrt(dim)
+    assert entries.square().mean().item() == pytest.approx(1, abs=1e-5)
+    fourth = entries.square().square().mean((1, 2))
+    expected, error = 3 * dim / (dim + 2), fourth.std() / math.sqrt(len(fourth))
+    assert abs(fourth.mean() - expected) < 4 * error + 0.05
+    assert len(entries[0].mul(1e3).round().unique()) > 16
 
 
-@pytest.mark.parametrize("dim", [80, 96, 112])
-def test_other_sizes_mix_between_blocks(dim: int) -> None:
-    """Two block transforms with a permutation between: a channel reaches well beyond its own block."""
-    matrix = random_rotation("hadamard", dim, seed=0)
-    block = dim & -dim
-    reached = (matrix.abs() > 1e-9).sum(0)
-    assert (reached > block).float().mean() > 0.9
+def test_seeds_of_codecs_are_unrelated() -> None:
+    """Shifted, a seed's second layer would be another seed's first, and its keys another's values."""
+    seeds = [0, 1, 2, 3, 7, 8, 16]
+    parts = ["rotation 0", "rotation 1", "sketch 0"]
+    found = [
+        CodecContext(side, 64, 1, layer, seed, 0, torch.float32, torch.device("cpu")).seed_of(part, shared)
+        for seed in seeds
+        for part in parts
+        for shared, layers, sides in ((True, [0], ["keys"]), (False, range(40), ["keys", "values"]))
+        for layer in layers
+        for side in sides
+    ]
+    assert len(set(found)) == len(found)
+    nearby = {seed + offset for seed in found for offset in range(1, 8)}
+    assert not nearby & set(found), "nor are they shifts of each other"
+
+
+def test_a_shared_seed_is_one_for_all_layers_and_sides() -> None:
+    contexts = [
+        CodecContext(side, 64, 1, layer, 5, 0, torch.float32, torch.device("cpu"))
+        for layer in (0, 3)
+        for side in ("keys", "values")
+    ]
+    assert len({context.seed_of("rotation", shared=True) for context in contexts}) == 1
+    assert len({context.seed_of("rotation") for context in contexts}) == 4
 
 
 def test_haar_is_uniform() -> None:

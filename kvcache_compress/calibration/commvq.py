@@ -24,6 +24,7 @@ from ..commvq_file import (
     rounds_for,
     write_codebooks,
 )
+from ..rotation import hashed_seed
 from .collect import SIDES, calibrated_layers, collect, layer_file, read_layer
 from .em import ComplexForm, RealForm, Schedule, train_residual
 from .encoder import EncoderSchedule, train_encoder
@@ -205,7 +206,7 @@ def train_side(
     Keys are scaled by `weights` `[H, pairs]` first. A loss is the mean squared error of normalized vectors: of each
     head and round, or of the encoder's tokens.
     """
-    generator = torch.Generator().manual_seed(2 * (settings.seed + layer) + SIDES.index(side))
+    generator = torch.Generator().manual_seed(hashed_seed(settings.seed, layer, side))
     started = time.perf_counter()
     heads, _, head_dim = states.shape
     if side == "values" and settings.values == "encoder":

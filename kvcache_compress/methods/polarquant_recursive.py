@@ -49,7 +49,7 @@ class PolarQuantRecursiveOptions(MethodOptions):
     bits: tuple[int, ...] = (4, 3, 2)
     radius_bits: Literal[8, 16] = 8
     precondition: bool = True
-    rotation: RotationKind = "hadamard"
+    rotation: RotationKind = "haar"
     shared_rotation: bool = False
     codebook: Literal["offline", "online"] = "offline"
     scalar: Scalar | None = None
@@ -131,7 +131,7 @@ class PolarQuantRecursiveCodec(Codec):
         dim = self.context.head_dim
         basis = torch.eye(dim)
         if self.options.precondition:
-            seed = 8 * self.context.layer_seed(self.options.shared_rotation)
+            seed = self.context.seed_of("rotation", self.options.shared_rotation)
             basis = random_rotation(self.options.rotation, dim, seed)
         return basis[polar_tree.adjacent_order(dim, len(self.tree.levels))]
 
@@ -142,10 +142,9 @@ class PolarQuantRecursiveCodec(Codec):
         found = {} if mean is None else {"mean": mean}
         y = self._to_code_space(x, mean)
         if self.options.codebook == "online":
-            seed = 8 * self.context.layer_seed()
             angles = polar_tree.angles(y, len(self.tree.levels))
             for index, (level, own) in enumerate(zip(self.tree.levels, angles, strict=True)):
-                book = online_codebook(own.flatten(), level.bits, index == 0, seed + index)
+                book = online_codebook(own.flatten(), level.bits, index == 0, self.context.seed_of(f"angles {index}"))
                 found[f"angles{index + 1}"] = book.angles
         if self.options.radius_bits == 8:
             found |= radius_range(y.unflatten(-1, (-1, self.tree.roots)).norm(dim=-2))

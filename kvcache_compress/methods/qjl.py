@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -120,9 +121,9 @@ class QJLCodec(Codec):
         super().__init__(options, context)
         self.fields = self.layout(options, context.side, context.head_dim)
         self.instances = instances(options, context.head_dim)
-        seed = 8 * context.layer_seed(options.shared_sketch)
+        seed_of = partial(context.seed_of, shared=options.shared_sketch)
         self._sketches = tuple(
-            sketch_matrix(options.sketch, part.channels, seed + index, part.rows).to(context.device)
+            sketch_matrix(options.sketch, part.channels, seed_of(f"sketch {index}"), part.rows).to(context.device)
             for index, part in enumerate(self.instances)
         )
         self._levels = torch.tensor([-1.0, 1.0], device=context.device)

@@ -9,6 +9,7 @@ fractional bits; and for the `prod` estimator one more with levels ±1 along the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -44,7 +45,7 @@ class TurboQuantOptions(MethodOptions):
     bits: float = 4
     estimator: Literal["mse", "prod"] = "mse"
     scalar: Scalar | None = None
-    rotation: RotationKind = "hadamard"
+    rotation: RotationKind = "haar"
     shared_rotation: bool = False
     codebook: Literal["lloyd_max", "uniform"] = "lloyd_max"
     center: Center | None = None
@@ -115,14 +116,15 @@ class TurboQuantCodec(Codec):
 
     def _build_rotations(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """R and, for `prod`, S of each channel set; float32 `[width, width]`."""
-        seed = 8 * self.context.layer_seed(self.options.shared_rotation)
+        seed_of = partial(self.context.seed_of, shared=self.options.shared_rotation)
         rotations = tuple(
-            random_rotation(self.options.rotation, width, seed + index) for index, (width, _) in enumerate(self.sets)
+            random_rotation(self.options.rotation, width, seed_of(f"rotation {index}"))
+            for index, (width, _) in enumerate(self.sets)
         )
         sketches: tuple[torch.Tensor, ...] = ()
         if self.options.estimator == "prod":
             sketches = tuple(
-                sketch_matrix(self.options.sketch, width, seed + 4 + index)
+                sketch_matrix(self.options.sketch, width, seed_of(f"sketch {index}"))
                 for index, (width, _) in enumerate(self.sets)
             )
         device = self.context.device
