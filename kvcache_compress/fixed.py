@@ -115,7 +115,7 @@ class FixedCapacityLayer(CompressedLayer):
         """Statistics from the first prompt, though nothing of it is packed; from its sinks too where it is short."""
         if not state.prepared and self._host_length():
             tail = state.tail.view()
-            enough = state.tail.tokens >= self.plan.recent_tokens or not state.sinks.shape[2]
+            enough = tail.shape[2] >= max(1, self.plan.recent_tokens)
             state.prepare(tail if enough else torch.cat([state.sinks, tail], 2))
 
     def _thaw(self) -> None:
