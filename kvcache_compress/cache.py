@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, LinearAttentionAndFullAttentionLayer, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    StaticLayer,
+)
 
 from .backend import check_backend
 from .checks import check_croppable, positive_count, row_numbers
@@ -180,9 +185,8 @@ class CompressedCache(Cache):
         self._select(super().batch_select_indices, "indices", indices)
 
     def _select(self, select: Callable[[Any], Any], name: str, rows: Any) -> None:
-        filled = (layer for layer in self.layers if isinstance(layer, CompressedLayer) and layer.is_initialized)
-        if (first := next(filled, None)) is not None:
-            rows = row_numbers(name, rows, first.batch_size)
+        if held := [batch for layer in self.layers if (batch := _rows_held(layer)) is not None]:
+            rows = row_numbers(name, rows, held[0])
         if self._empty():
             return
         self._settle()
@@ -200,7 +204,7 @@ class CompressedCache(Cache):
 
     def _empty(self) -> bool:
         """Whether there are no rows to change, though there were: what comes next may have another batch."""
-        return not any(int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, CompressedLayer))
+        return not any(int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, CacheLayerMixin))
 
     def _tracked(self) -> list[CompressedLayer]:
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer) and layer.track is not None]
@@ -217,6 +221,14 @@ class CompressedCache(Cache):
         memo[id(self)] = twin
         twin.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
         return twin
+
+
+def _rows_held(layer: Any) -> int | None:
+    """The batch of a layer's keys and values; None before its first tokens, and where it has none."""
+    if isinstance(layer, CompressedLayer):
+        return layer.batch_size if layer.is_initialized else None
+    keys = getattr(layer, "keys", None)
+    return keys.shape[0] if isinstance(keys, torch.Tensor) and keys.ndim == 4 else None
 
 
 def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeLayout | None:

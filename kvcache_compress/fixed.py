@@ -13,6 +13,7 @@ which encodes `flush_tokens` at once, within the room that is there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from . import ops
 from .checks import not_packable
 from .chunk import ChunkKV
 from .codec import Side
+from .config import CompressionConfig, LayerPlan
 from .fixed_step import FULL, StepBuffers, Windows
 from .layer import CompressedLayer
 from .side import SideState
@@ -36,6 +38,13 @@ class FixedCapacityLayer(CompressedLayer):
     """
 
     is_compileable = True
+
+    def __init__(self, index: int, plan: LayerPlan, config: CompressionConfig, *others: Any) -> None:
+        assert config.max_cache_len is not None
+        room = config.max_cache_len
+        # Wider windows than that hold no more, and their buffers are made at once.
+        windows = {name: min(getattr(plan, name), room) for name in ("sink_tokens", "recent_tokens")}
+        super().__init__(index, replace(plan, **windows), config, *others)
 
     def _forget(self) -> None:
         super()._forget()
@@ -106,7 +115,7 @@ class FixedCapacityLayer(CompressedLayer):
         """Statistics from the first prompt, though nothing of it is packed; from its sinks too where it is short."""
         if not state.prepared and self._host_length():
             tail = state.tail.view()
-            enough = state.tail.tokens >= self.plan.recent_tokens or not state.sinks.shape[2]
+            enough = tail.shape[2] >= max(1, self.plan.recent_tokens)
             state.prepare(tail if enough else torch.cat([state.sinks, tail], 2))
 
     def _thaw(self) -> None:

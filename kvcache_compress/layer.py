@@ -77,9 +77,9 @@ class CompressedLayer(RowOperations):
         self.backend = resolve_backend(self.config.backend, self.device, codecs.values())
         self.group = math.lcm(*(codec.group for codec in codecs.values()))
         self.flush_tokens = math.lcm(FLUSH_TOKENS, self.group)
-        capacity = self.plan.recent_tokens + self.flush_tokens
+        usual = self.plan.recent_tokens + self.flush_tokens
         self._sides = {
-            side: SideState(codec, given[side], capacity, self.track if self.plan.rope_use(side) == "factors" else None)
+            side: SideState(codec, given[side], usual, self.track if self.plan.rope_use(side) == "factors" else None)
             for side, codec in codecs.items()
         }
         self.is_initialized = True

@@ -21,12 +21,12 @@ CHUNK_TOKENS = 4096
 class SideState:
     """`sinks | packed | tail` of one side."""
 
-    def __init__(self, codec: Codec, like: torch.Tensor, tail_capacity: int, track: RopeTrack | None) -> None:
+    def __init__(self, codec: Codec, like: torch.Tensor, usual_tail: int, track: RopeTrack | None) -> None:
         self.codec = codec
         self.track = track
         self.sinks = like.new_empty(*like.shape[:2], 0, like.shape[3])
         self.store = PackedStore(codec.fields, like.shape[0], like.shape[1], like.device)
-        self.tail = TailBuffer(like, tail_capacity)
+        self.tail = TailBuffer(like, usual_tail)
         self.prepared = False
 
     def pack(self, x: torch.Tensor, tokens: int, backend: Backend, growing: bool) -> None:

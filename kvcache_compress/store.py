@@ -99,14 +99,26 @@ class PackedStore:
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
-class TailBuffer:
-    """The newest tokens in full precision, `[B, H, capacity, D]`, written in place."""
+FIRST_TOKENS = 256
+"""Room in a tail from the start, where it is ever to hold as many: the windows of all presets fit."""
 
-    def __init__(self, like: torch.Tensor, capacity: int) -> None:
+
+class TailBuffer:
+    """The newest tokens in full precision, `[B, H, room, D]`, written in place.
+
+    usual: tokens that it holds at most as a rule. Up to there it grows by an eighth from `FIRST_TOKENS` on, and beyond
+    as well, so that each token is copied about eight times at most, and a wide window takes no more than its tokens.
+    """
+
+    def __init__(self, like: torch.Tensor, usual: int) -> None:
         batch, heads, _, dim = like.shape
         self.tokens = 0
-        self.least = capacity
-        self.buffer = like.new_empty(batch, heads, capacity, dim)
+        self.usual = usual
+        self.buffer = like.new_empty(batch, heads, self._room(0), dim)
+
+    def _room(self, tokens: int) -> int:
+        grown = grown_capacity(tokens, 1)
+        return grown if tokens > self.usual else min(max(grown, FIRST_TOKENS), self.usual)
 
     def view(self) -> torch.Tensor:
         return self.buffer[:, :, : self.tokens]
@@ -120,7 +132,7 @@ class TailBuffer:
     def reserve(self, count: int) -> None:
         """Makes room in `buffer` for `count` more tokens, which are held once `tokens` counts them."""
         if self.tokens + count > self.buffer.shape[2]:
-            self._resize(grown_capacity(self.tokens + count, 1))
+            self._resize(self._room(self.tokens + count))
         self.buffer = _writable(self.buffer)
 
     def _resize(self, capacity: int) -> None:
@@ -138,7 +150,7 @@ class TailBuffer:
     def another(self, tokens: int, batch: int | None = None) -> torch.Tensor:
         """A buffer for so many tokens, with the room that there always is."""
         own, heads, _, dim = self.buffer.shape
-        return self.buffer.new_empty(own if batch is None else batch, heads, max(tokens, self.least), dim)
+        return self.buffer.new_empty(own if batch is None else batch, heads, self._room(tokens), dim)
 
     def truncate(self, tokens: int) -> None:
         self.tokens = tokens

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from kvcache_compress import TurboQuantCache
 from kvcache_compress.layout import Field
-from kvcache_compress.store import PackedStore, TailBuffer
+from kvcache_compress.store import FIRST_TOKENS, PackedStore, TailBuffer
 
 FIELDS = (Field("codes", torch.int32, (4,)), Field("scale", torch.float16, (8,), tokens=32))
 
@@ -158,3 +160,37 @@ def test_tail_replace_gives_room_back(tail: TailBuffer) -> None:
     tail.replace(numbers(0, 3))
     assert tail.buffer.shape[2] == 8
     assert torch.equal(tail.view(), numbers(0, 3))
+
+
+def test_a_wide_window_takes_room_as_it_fills() -> None:
+    """From a few hundred tokens on by an eighth, never beyond what it holds at most; what is replaced likewise."""
+    tail, moves, copied = TailBuffer(torch.zeros(1, 1, 0, 2), 5000), 0, 0
+    for step in range(5000):
+        pointer, before = tail.buffer.data_ptr(), tail.tokens
+        tail.append(numbers(step, 1))
+        if tail.buffer.data_ptr() != pointer:
+            moves, copied = moves + 1, copied + before
+        assert tail.buffer.shape[2] <= min(5000, max(FIRST_TOKENS, 1.125 * tail.tokens))
+    assert torch.equal(tail.view(), numbers(0, 5000))
+    assert moves < 40
+    assert copied < 10 * 5000
+    tail.replace(tail.view()[:, :, 32:])
+    room = tail.buffer.data_ptr()
+    for step in range(32):
+        tail.append(numbers(step, 1))
+    assert tail.buffer.data_ptr() == room, "a full window has the room that it needs until its next flush"
+
+
+@pytest.mark.parametrize(("room", "frozen"), [(None, False), (60, False), (60, True)])
+def test_windows_wider_than_the_text(room: int | None, frozen: bool, request: pytest.FixtureRequest) -> None:
+    """A recent window and sinks of 100,000 tokens take no more than the tokens that are there, or can be."""
+    if frozen:
+        request.getfixturevalue("fixed_shapes")
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2)
+    x = torch.randn(1, 2, 20, 32)
+    for windows in ({"recent_tokens": 100_000}, {"sink_tokens": 100_000}):
+        cache = TurboQuantCache(config, max_cache_len=room, **windows)
+        for part in x.split([18, 1, 1], 2):
+            cache.update(part, part, 0)
+        assert cache.memory_report().allocated_bytes < 300_000
+        assert torch.equal(cache.layers[0].keys, x)

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
+
+from kvcache_compress import CompressedCache
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 
@@ -59,3 +62,51 @@ def test_after_a_batch_operation_crop_fits(case: Any, rows: torch.Tensor) -> Non
     part = rows[:2, 70:120]
     torch.testing.assert_close(case.feed(cache, part, [46, 4]), case.feed(oracle, part, [46, 4]), **TOLERANCE)
     assert cache.packed_tokens > 0
+
+
+ALL_NONE: dict[str, dict[str, Any]] = {
+    "plain": {"keys": "none", "values": "none"},
+    "ruled": {"keys": "turboquant", "values": "turboquant", "layers": [{"match": "0-2", "method": "none"}]},
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("config", ALL_NONE.values(), ids=ALL_NONE)
+def test_layers_that_are_all_none(tiny_model: Any, rows: torch.Tensor, config: dict[str, Any], operation: str) -> None:
+    """A cache of Transformers' own layers alone has rows too; what it refuses, it refuses by its own checks."""
+    cache, dense = CompressedCache(tiny_model.config, config), DynamicCache(config=tiny_model.config)
+    with torch.no_grad():
+        for one in (cache, dense):
+            tiny_model(rows[:, :20], past_key_values=one)
+            OPERATIONS[operation](one)
+        batch = dense.layers[0].keys.shape[0]
+        assert [layer.keys.shape[0] for layer in cache.layers] == [batch] * len(dense.layers)
+        rest = rows.repeat(2, 1)[:batch, 20:23]
+        got, expected = (tiny_model(rest, past_key_values=one).logits for one in (cache, dense))
+    assert torch.equal(got, expected)
+    with pytest.raises(IndexError):
+        cache.batch_select_indices([0, batch])
+    with pytest.raises(ValueError, match="beam_idx"):
+        cache.reorder_cache("first")
+    assert [layer.keys.shape[0] for layer in cache.layers] == [batch] * len(dense.layers)
+
+
+@pytest.mark.parametrize("room", [None, 60])
+def test_beams_of_layers_that_are_all_none(tiny_model: Any, ids: torch.Tensor, room: int | None) -> None:
+    expected = tiny_model.generate(ids[:, :20], num_beams=4, do_sample=False, max_new_tokens=12)
+    for config in ALL_NONE.values():
+        cache = CompressedCache(tiny_model.config, {**config, "max_cache_len": room})
+        how = {"num_beams": 4, "do_sample": False, "max_new_tokens": 12, "disable_compile": True}
+        assert torch.equal(tiny_model.generate(ids[:, :20], past_key_values=cache, **how), expected)
+
+
+def test_rows_are_counted_by_the_layer_that_has_some(tiny_model: Any, rows: torch.Tensor) -> None:
+    """A row that there is not is refused before the layers of Transformers' own, which come first, are changed."""
+    config = {"keys": "kivi", "values": "kivi", "layers": [{"match": 0, "method": "none"}]}
+    cache = CompressedCache(tiny_model.config, config)
+    x = torch.randn(3, 2, 5, 32)
+    cache.update(x, x, 0)
+    with pytest.raises(IndexError):
+        cache.batch_select_indices([3])
+    cache.batch_select_indices([2])
+    assert torch.equal(cache.layers[0].keys, x[2:])

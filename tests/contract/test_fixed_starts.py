@@ -37,6 +37,24 @@ def test_statistics_come_from_the_first_prompt_however_short(name: str) -> None:
     torch.testing.assert_close(logits(STARTS[name], early=True), logits(STARTS[name], early=False))
 
 
+@pytest.mark.parametrize("recent", [0, 8])
+@pytest.mark.parametrize("prompt", [1, 5, 16, 17])
+@pytest.mark.parametrize("name", sorted(STARTS.keys() - {"commvq"}))
+def test_a_first_prompt_of_which_nothing_is_packed(name: str, prompt: int, recent: int) -> None:
+    """All of it may be sinks, and sets the statistics all the same: later tokens decode to something like them."""
+    model = small_model(1)
+    windows = {"sink_tokens": 16, "recent_tokens": recent, "max_cache_len": ROOM}
+    layer = CompressedCache(model.config, {**STARTS[name], **windows}).layers[0]
+    keys, values = (torch.randn(1, 2, 90, 32, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    for k, v in zip(
+        keys.split([prompt, *[1] * (90 - prompt)], 2), values.split([prompt, *[1] * (90 - prompt)], 2), strict=True
+    ):
+        layer.update(k, v)
+    assert layer.packed_tokens > 0
+    for states, given in ((layer.keys, keys), (layer.values, values)):
+        assert (states - given).norm() < given.norm()
+
+
 @pytest.mark.parametrize("name", ["centred", "polarquant_recursive"])
 def test_nothing_is_no_prompt(name: str) -> None:
     """An update of no tokens sets no statistics."""
