@@ -2,8 +2,8 @@
 
 Without packed tokens (prefill) the model's previous attention runs on the fresh tensors. With packed tokens and a few
 queries, in C++ a few more, the fused path runs over the compressed cache; many queries attend to long caches tile by
-tile. Anything else - gradients, options that these do not know - decodes one layer and runs the previous
-attention with its own mask.
+tile. Anything else - gradients, attention weights, options that these do not know - decodes one layer and runs the
+previous attention with its own mask.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
 
 from .cache import CompressedCache
 from .chunk import ChunkKV
@@ -124,10 +125,20 @@ def _fusable(
         return False
     if dropout or not (mask is None or isinstance(mask, torch.Tensor)):
         return False
-    if kwargs.get("is_causal", mask is not None or getattr(module, "is_causal", True)) is False:
+    if kwargs.get("is_causal", mask is not None or getattr(module, "is_causal", True)) is False or _weights_wanted():
         return False
     known = _WITHOUT_EFFECT | {"softcap", "s_aux"}
     return all(value is None or value is False or name in known for name, value in kwargs.items())
+
+
+def _weights_wanted() -> bool:
+    """Whether this forward returns attention weights: several families, such as GPT-2, do not pass the option on.
+
+    Code in which only layers are compiled cannot ask: there, those families' weights are not returned.
+    """
+    if torch.compiler.is_compiling() and not _active_collector.compiling:
+        return False
+    return any("attentions" in name for name in _active_collector.get() or ())
 
 
 def enable_fused_attention(model: PreTrainedModel) -> None:
