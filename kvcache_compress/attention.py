@@ -144,23 +144,21 @@ def _weights_wanted() -> bool:
 def enable_fused_attention(model: PreTrainedModel) -> None:
     """Lets `model` attend over compressed caches directly. Other caches go on through its previous attention.
 
-    Caches must be built from this model's own `config`, which is where they see that fused attention is on.
     Continuous batching (`generate_batch`) has caches of its own and refuses a model in this state.
 
     Raises:
         ValueError: the model's attention cannot be switched by Transformers' attention interface.
     """
     decoder = _decoder_config(model)
-    if decoder._attn_implementation == ATTENTION_NAME:
-        return
-    if not model._can_set_attn_implementation():
-        raise ValueError(
-            f"{type(model).__name__} does not take its attention from Transformers' attention interface, so it cannot "
-            "be switched; compressed caches work with it without fused attention, only slower"
-        )
-    AttentionInterface.register(ATTENTION_NAME, attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
-    _switch(model, decoder, AttentionName(decoder._attn_implementation))
+    if decoder._attn_implementation != ATTENTION_NAME:
+        if not model._can_set_attn_implementation():
+            raise ValueError(
+                f"{type(model).__name__} does not take its attention from Transformers' attention interface, so it "
+                "cannot be switched; compressed caches work with it without fused attention, only slower"
+            )
+        AttentionInterface.register(ATTENTION_NAME, attention_forward)
+        AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
+        _switch(model, decoder, AttentionName(decoder._attn_implementation))
     hand_over_positions(model)
 
 
