@@ -73,11 +73,11 @@ def attention_forward(
     key: torch.Tensor | PackedKV,
     value: torch.Tensor | PackedKV,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention as Transformers calls it: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]`."""
+    """Attention as Transformers calls it, arguments in its order: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]`."""
     if (
         isinstance(key, PackedKV)
         and isinstance(value, PackedKV)
