@@ -2,8 +2,8 @@
 
 Without packed tokens (prefill) the model's previous attention runs on the fresh tensors. With packed tokens and a few
 queries, in C++ a few more, the fused path runs over the compressed cache; many queries attend to long caches tile by
-tile. Anything else - gradients, options that these do not know - decodes one layer and runs the previous
-attention with its own mask.
+tile. Anything else - gradients, attention weights, options that these do not know - decodes one layer and runs the
+previous attention with its own mask.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
 
 from .cache import CompressedCache
 from .chunk import ChunkKV
@@ -72,11 +73,11 @@ def attention_forward(
     key: torch.Tensor | PackedKV,
     value: torch.Tensor | PackedKV,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention as Transformers calls it: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]`."""
+    """Attention as Transformers calls it, arguments in its order: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]`."""
     if (
         isinstance(key, PackedKV)
         and isinstance(value, PackedKV)
@@ -124,32 +125,40 @@ def _fusable(
         return False
     if dropout or not (mask is None or isinstance(mask, torch.Tensor)):
         return False
-    if kwargs.get("is_causal", mask is not None or getattr(module, "is_causal", True)) is False:
+    if kwargs.get("is_causal", mask is not None or getattr(module, "is_causal", True)) is False or _weights_wanted():
         return False
     known = _WITHOUT_EFFECT | {"softcap", "s_aux"}
     return all(value is None or value is False or name in known for name, value in kwargs.items())
 
 
+def _weights_wanted() -> bool:
+    """Whether this forward returns attention weights: several families, such as GPT-2, do not pass the option on.
+
+    Code in which only layers are compiled cannot ask: there, those families' weights are not returned.
+    """
+    if torch.compiler.is_compiling() and not _active_collector.compiling:
+        return False
+    return any("attentions" in name for name in _active_collector.get() or ())
+
+
 def enable_fused_attention(model: PreTrainedModel) -> None:
     """Lets `model` attend over compressed caches directly. Other caches go on through its previous attention.
 
-    Caches must be built from this model's own `config`, which is where they see that fused attention is on.
     Continuous batching (`generate_batch`) has caches of its own and refuses a model in this state.
 
     Raises:
         ValueError: the model's attention cannot be switched by Transformers' attention interface.
     """
     decoder = _decoder_config(model)
-    if decoder._attn_implementation == ATTENTION_NAME:
-        return
-    if not model._can_set_attn_implementation():
-        raise ValueError(
-            f"{type(model).__name__} does not take its attention from Transformers' attention interface, so it cannot "
-            "be switched; compressed caches work with it without fused attention, only slower"
-        )
-    AttentionInterface.register(ATTENTION_NAME, attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
-    _switch(model, decoder, AttentionName(decoder._attn_implementation))
+    if decoder._attn_implementation != ATTENTION_NAME:
+        if not model._can_set_attn_implementation():
+            raise ValueError(
+                f"{type(model).__name__} does not take its attention from Transformers' attention interface, so it "
+                "cannot be switched; compressed caches work with it without fused attention, only slower"
+            )
+        AttentionInterface.register(ATTENTION_NAME, attention_forward)
+        AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
+        _switch(model, decoder, AttentionName(decoder._attn_implementation))
     hand_over_positions(model)
 
 

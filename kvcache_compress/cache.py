@@ -70,6 +70,7 @@ class CompressedCache(Cache):
                 kind = partial(HybridCompressedLayer, number_of_states=layers[index].number_of_states)
             layers[index] = kind(index, plan, self.config, self.decoder_config, rope, track, leads)
         super().__init__(layers=layers)
+        self._followed = self.decoder_config
         self._offloading = Offloading() if self.config.offloading else None
 
     @classmethod
@@ -113,6 +114,18 @@ class CompressedCache(Cache):
         from .saving import load_cache
 
         return load_cache(path, model_config, codebooks, device, any_model)
+
+    def follow(self, decoder_config: PreTrainedConfig) -> None:
+        """Has this config switch fused attention on and off: a model's own, which the cache was not built from.
+
+        A model with fused attention calls it in each step.
+        """
+        if decoder_config is self._followed:
+            return
+        self._followed = decoder_config
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                layer.decoder_config = decoder_config
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -216,7 +229,7 @@ class CompressedCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         """A copy that shares the model's config, where fused attention is switched on and off."""
         self._settle()
-        memo[id(self.decoder_config)] = self.decoder_config
+        memo |= {id(config): config for config in (self.decoder_config, self._followed)}
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
         twin.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}

@@ -1,19 +1,21 @@
-"""Position embeddings, which hooks of attention modules hand over to a cache that encodes keys before RoPE."""
+"""Hooks by which a model tells a cache what `update` is not told: its tokens' position embeddings, and its switch.
+
+Position embeddings go to caches that encode keys before RoPE. The switch is that of fused attention, which is in the
+model's config; a cache may have been built from another object with the same content.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import weakref
+from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .cache import CompressedCache
 from .layer import CompressedLayer
-
-_HOOKS: weakref.WeakKeyDictionary[PreTrainedModel, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
 def hand_over_positions(model: PreTrainedModel) -> None:
@@ -24,23 +26,39 @@ def hand_over_positions(model: PreTrainedModel) -> None:
     """
     if hands_over_positions(model):
         return
-    _HOOKS[model] = []
+    decoder = model.config.get_text_config(decoder=True)
     for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config.get_text_config(decoder=True) is decoder:
+            module.register_forward_pre_hook(functools.partial(_follow, decoder), with_kwargs=True)
         names = tuple(inspect.signature(module.forward).parameters) if hasattr(module, "layer_idx") else ()
         if "position_embeddings" in names:
-            hook = functools.partial(_hand_over, names)
-            _HOOKS[model].append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            module.register_forward_pre_hook(functools.partial(_hand_over, names), with_kwargs=True)
 
 
 def hands_over_positions(model: PreTrainedModel) -> bool:
     """Whether `hand_over_positions` was called, and not taken back."""
-    return model in _HOOKS
+    return any(True for _ in _hooks(model))
 
 
 def unhook_positions(model: PreTrainedModel) -> None:
     """Takes `hand_over_positions` back."""
-    for handle in _HOOKS.pop(model, []):
-        handle.remove()
+    for module, number in list(_hooks(model)):
+        del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
+
+
+def _hooks(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, int]]:
+    """Modules with a hook of ours, and its number there: a copy of a model has hooks as the model has."""
+    for module in model.modules():
+        for number, hook in module._forward_pre_hooks.items():
+            if isinstance(hook, functools.partial) and hook.func in (_follow, _hand_over):
+                yield module, number
+
+
+def _follow(decoder: PreTrainedConfig, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hook of a model with this config, its own and its decoder's: only one of them may be called."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, CompressedCache):
+            value.follow(decoder)
 
 
 def _hand_over(names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Switching fused attention on and off: nothing happens at import, and everything is put back."""
 
 import copy
+import inspect
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
+from kvcache_compress.attention import attention_forward
 from kvcache_compress.layer import ATTENTION_NAME
 
 TURBOQUANT: dict[str, Any] = {
@@ -155,6 +157,27 @@ def test_other_caches_are_bit_identical(attention: str, prompt: torch.Tensor) ->
     expected = runs()
     enable_fused_attention(model)
     assert all(torch.equal(a, b) for a, b in zip(runs(), expected, strict=True))
+
+
+def test_arguments_are_in_the_order_of_transformers(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    """Wrappers pass the first six by position, as kvpress does around every attention function that it finds."""
+    names = [list(inspect.signature(f).parameters)[:7] for f in (attention_forward, ALL_ATTENTION_FUNCTIONS["sdpa"])]
+    assert names[0] == names[1]
+    enable_fused_attention(model)
+    expected = generate(model, prompt, past_key_values=CompressedCache(model.config, TURBOQUANT))
+
+    def wrapper(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: float, **kwargs: Any
+    ) -> Any:
+        return attention_forward(module, query, key, value, attention_mask, dropout, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] = wrapper
+    try:
+        cache = CompressedCache(model.config, TURBOQUANT)
+        assert torch.equal(generate(model, prompt, past_key_values=cache), expected)
+        assert cache.packed_tokens > 0
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
 
 
 # compress()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from small_model import VOCAB, method_config, small_model
+from small_model import VOCAB, method_config, small_config, small_model
 from transformers import CompileConfig, PreTrainedModel
 
-from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress import CompressedCache, enable_fused_attention, view
 
 STEPS = 36
 """Enough to cross a flush, and to grow buffers."""
@@ -100,6 +101,24 @@ def check_whole_graph(method: str, layers: int, fused: bool, room: int | None) -
     assert caches[0].packed_tokens == caches[1].packed_tokens == 64
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 1 if room else graphs <= 4
+
+
+@torch.no_grad()
+def test_another_config_object() -> None:
+    """A cache that was built from an equal config finds the model's switch while the model is traced."""
+    model = small_model(1)
+    enable_fused_attention(model)
+    ids = torch.randint(1, VOCAB, (2, 64), generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    outputs = []
+    for config in (model.config, small_config(1)):
+        cache = CompressedCache(config, method_config("turboquant", 1))
+        with mock.patch.object(view, "_attention", wraps=view._attention) as attention:
+            outputs.append(
+                [compiled(input_ids=x, past_key_values=cache).logits for x in ids.split([60, 1, 1, 1, 1], 1)]
+            )
+        assert attention.call_count == 4
+    torch.testing.assert_close(outputs[1], outputs[0], **TOLERANCE)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's C++ backend needs g++")
