@@ -198,7 +198,6 @@ def summarized(cell: Cell, scores: dict[str, float]) -> Cell:
 
 
 def write_cell(path: Path, cell: Cell) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, cell.to_json())
 
 
