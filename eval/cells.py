@@ -3,6 +3,7 @@
     OUTPUT/MODEL/BENCHMARK/CACHE.json             a finished cell, or one that failed (with `error`)
     OUTPUT/MODEL/BENCHMARK/CACHE.part-DIGEST-RANK.jsonl
                                                   samples that process RANK has done; gone once the cell is written
+    OUTPUT/MODEL/BENCHMARK/.lock                  there while a run is at work, which alone changes the others
 
 A record is taken over by a later run if the cell's digest (weights, options, cache, seed) and the sample's agree.
 A finished cell of another digest is never overwritten.
@@ -102,6 +103,11 @@ class Cell:
 def cell_path(output: Path, model: str, benchmark: str, cache: str) -> Path:
     """Where a cell is kept; characters that file systems dislike become `-`."""
     return output.joinpath(safe_name(model), safe_name(benchmark), f"{safe_name(cache)}.json")
+
+
+def lock_path(output: Path, model: str, benchmark: str) -> Path:
+    """What the run that changes the cells of a model and benchmark locks."""
+    return output.joinpath(safe_name(model), safe_name(benchmark), ".lock")
 
 
 def safe_name(name: str) -> str:
