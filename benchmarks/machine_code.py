@@ -32,6 +32,7 @@ from kernel_variants import (
     step_launches,
 )
 
+from kvcache_compress.eval.results import write_atomically
 from kvcache_compress.triton_kernels import aot, attention, commvq
 from kvcache_compress.triton_kernels.encode import exact_precision
 from kvcache_compress.triton_kernels.query import map_query_kernel
@@ -154,7 +155,7 @@ def save(table: Table, path: Path) -> None:
             name: {target: asdict(figures) for target, figures in targets.items()} for name, targets in table.items()
         },
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def markdown(table: Table) -> str:

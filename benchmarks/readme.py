@@ -11,6 +11,7 @@ from typing import Any
 
 from kvcache_compress.eval.cells import Cell, read_cells
 from kvcache_compress.eval.plots import pareto
+from kvcache_compress.eval.results import write_atomically
 from kvcache_compress.eval.tables import MISSING, Table, tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,7 +161,7 @@ def main() -> int:
     new = render(old, table, distortion, cpu)
     if "--check" in sys.argv[1:]:
         return int(new != old)
-    path.write_text(new, encoding="utf-8")
+    write_atomically(path, new)
     leading = next(column for column in table.columns if column.name == LEADING)
     images = ROOT / "docs" / "images"
     pareto(table, leading, "packed_bits").png(images).replace(images / "pareto.png")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import transformers
 
+from kvcache_compress.eval.results import write_atomically
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "support.md"
 sys.path.append(str(ROOT / "tests"))
@@ -84,7 +86,7 @@ def main() -> int:
     new = render()
     if "--check" in sys.argv[1:]:
         return int(not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != new)
-    PAGE.write_text(new, encoding="utf-8")
+    write_atomically(PAGE, new)
     return 0
 
 

@@ -6,19 +6,24 @@ It uses PyTorch's stable C++ interface, threads included, so it compiles in seco
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
+
+from ..whole_file import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +38,7 @@ def problem() -> str | None:
     if TorchVersion(torch.__version__) < (2, 10):
         return f"PyTorch {torch.__version__} is older than 2.10"
     try:
-        torch.ops.load_library(_library())
+        _load()
     except subprocess.CalledProcessError as error:
         lines = (line for line in error.stderr.splitlines() if "error" in line)
         return f"{error.cmd[0]}: {next(lines, f'exit status {error.returncode}')}"
@@ -53,25 +58,66 @@ def operators() -> Any:
     return torch.ops.kvcache_compress_cpu
 
 
-def _library() -> Path:
+def _load() -> None:
+    """Loads a library that was kept, or else a new one.
+
+    A name ends with the digest of what is in the file: loading a damaged library would end Python by SIGBUS.
+    """
     from torch.utils import cpp_extension  # Slow to import.
 
-    compiler = shlex.split(cpp_extension.get_cxx_compiler())
-    avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    flags = (*_FLAGS, *(_AVX2_FLAGS if avx2 else ()))
-    key = hashlib.sha256(repr((torch.__version__, platform.machine(), compiler, flags)).encode())
+    command = _command()
+    key = hashlib.sha256(repr((torch.__version__, platform.machine(), command)).encode())
     for source in sorted(path for path in _SOURCES.iterdir() if path.suffix in (".cpp", ".h")):
         key.update(source.read_bytes())
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    library = folder / f"kvcache_compress_cpu_{key.hexdigest()[:16]}.so"
-    if not library.exists():
-        logger.info("compiling the CPU kernels into %s", library)
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch, library.name)
-            command = [*compiler, *flags, *map(str, sorted(_SOURCES.glob("*.cpp"))), "-o", str(built)]
-            command += [f"-I{path}" for path in cpp_extension.include_paths()]
-            command += [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu", "-lc10"]
-            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
-            built.replace(library)
+    start = f"kvcache_compress_cpu_{key.hexdigest()[:16]}_"
+    for library in sorted(folder.glob(f"{start}*.so")):
+        # It may be another user's, or of another machine with this home, and other system libraries.
+        with contextlib.suppress(OSError):
+            if library.stem == start + _digest(library):
+                torch.ops.load_library(library)
+                return
+            logger.info("%s is damaged, and removed", library)
+            library.unlink()
+    logger.info("compiling the CPU kernels into %s", folder)
+    folder.mkdir(parents=True, exist_ok=True)  # Before the work for nothing.
+    torch.ops.load_library(_compiled(command, folder, start))
+
+
+def _command() -> list[str]:
+    """The compiler and its flags."""
+    from torch.utils import cpp_extension
+
+    compiler = cpp_extension.get_cxx_compiler()
+    try:
+        words = shlex.split(compiler)
+    except ValueError as error:
+        raise OSError(f"CXX={compiler!r}: {error}") from None
+    if not words:
+        raise OSError(f"CXX={compiler!r}: no compiler")
+    avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return [*words, *_FLAGS, *(_AVX2_FLAGS if avx2 else ())]
+
+
+def _compiled(command: Sequence[str], folder: Path, start: str) -> Path:
+    """A new library, whose name begins with `start`."""
+    from torch.utils import cpp_extension
+
+    with tempfile.TemporaryDirectory() as scratch:
+        built = Path(scratch, "library.so")
+        places = [f"-I{path}" for path in cpp_extension.include_paths()]
+        places += [f"-L{path}" for path in cpp_extension.library_paths()]
+        sources = map(str, sorted(_SOURCES.glob("*.cpp")))
+        whole = [*command, *sources, "-o", str(built), *places, "-ltorch_cpu", "-lc10"]
+        subprocess.run(whole, check=True, capture_output=True, text=True, errors="replace")
+        if not built.is_file():
+            raise OSError(f"{command[0]} made no library")
+        library = folder / f"{start}{_digest(built)}.so"
+        with whole_file(library) as unfinished:
+            shutil.copyfile(built, unfinished)
     return library
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvcache_compress.eval.results import circumstances, write_atomically
+from kvcache_compress.whole_file import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write a PNG that others see either as it was or complete."""
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        file.write(picture.getvalue())
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+def save_figure(figure: Figure, path: Path, dpi: int = 110, **options: Any) -> None:
+    """Writes a PNG with these options of matplotlib; see `whole_file`."""
+    with whole_file(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=dpi, **options)
 
 
 def write_json(path: Path, fields: dict[str, Any], device: torch.device, *packages: str) -> None:

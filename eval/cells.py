@@ -3,6 +3,7 @@
     OUTPUT/MODEL/BENCHMARK/CACHE.json             a finished cell, or one that failed (with `error`)
     OUTPUT/MODEL/BENCHMARK/CACHE.part-DIGEST-RANK.jsonl
                                                   samples that process RANK has done; gone once the cell is written
+    OUTPUT/MODEL/BENCHMARK/.lock                  there while a run is at work, which alone changes the others
 
 A record is taken over by a later run if the cell's digest (weights, options, cache, seed) and the sample's agree.
 A finished cell of another digest is never overwritten.
@@ -104,6 +105,11 @@ def cell_path(output: Path, model: str, benchmark: str, cache: str) -> Path:
     return output.joinpath(safe_name(model), safe_name(benchmark), f"{safe_name(cache)}.json")
 
 
+def lock_path(output: Path, model: str, benchmark: str) -> Path:
+    """What the run that changes the cells of a model and benchmark locks."""
+    return output.joinpath(safe_name(model), safe_name(benchmark), ".lock")
+
+
 def safe_name(name: str) -> str:
     """A name as a file or folder."""
     return re.sub(r"[^\w.@=,+-]+", "-", name).strip("-.")
@@ -198,7 +204,6 @@ def summarized(cell: Cell, scores: dict[str, float]) -> Cell:
 
 
 def write_cell(path: Path, cell: Cell) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, cell.to_json())
 
 

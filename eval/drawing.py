@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcache_compress.eval.artifacts import save_figure
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -27,6 +29,9 @@ THEME = {"ink": "#1b1f24", "muted": "#666e78", "grid": "#dfe3e8", "surface": "#f
 # The first six: Okabe and Ito's colours, told apart with any colour vision, without yellow and black.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d5a", "#7f8890", "#8766b8")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "h", "<", ">")
+
+PRINTED: dict[str, Any] = {"dpi": 200, "facecolor": "white", "metadata": {"Software": None}}
+"""How figures that go beside a report are saved."""
 
 _STYLE = {
     "svg.fonttype": "none",
@@ -92,7 +97,7 @@ class Plot:
         """Writes `NAME.png` into a folder, on a white ground."""
         path = folder / f"{self.name}.png"
         with style():
-            self.figure.savefig(path, dpi=200, facecolor="white", metadata={"Software": None})
+            save_figure(self.figure, path, **PRINTED)
         return path
 
 

@@ -9,29 +9,21 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvcache_compress.eval.identity import without_folders
+from kvcache_compress.whole_file import whole_file
 
 _PACKAGES = ("kvcache_compress", "torch", "transformers", "triton", "hqq", "optimum-quanto", "rouge-score")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that others see either as it was or complete."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    unfinished = Path(name)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        unfinished.chmod(0o644)  # temporary files are private to their owner
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    """Writes a text file; see `whole_file`."""
+    with whole_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def command_line() -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,11 +18,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from kvcache_compress.eval.benchmark import Benchmark, Record, Sample
 from kvcache_compress.eval.caches import CacheSpec
-from kvcache_compress.eval.cells import Cell, Parts, cell_path, safe_name, stored_cell, summarized, write_cell
+from kvcache_compress.eval.cells import (
+    Cell,
+    Parts,
+    cell_path,
+    lock_path,
+    safe_name,
+    stored_cell,
+    summarized,
+    write_cell,
+)
 from kvcache_compress.eval.identity import digest_of, fingerprint, plain, without_folders
 from kvcache_compress.eval.prefill import CacheRun, Prefill, join, prefill
 from kvcache_compress.eval.processes import OneProcess, Processes
 from kvcache_compress.eval.results import circumstances, error_message
+from kvcache_compress.file_lock import only_one
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +91,24 @@ class Runner:
     def run(self, name: str, benchmark: Benchmark, specs: Sequence[CacheSpec]) -> list[Cell]:
         """Every cell of a benchmark, in the order of `specs`.
 
-        A sample that is done is not computed again. A cell that fails, fails alone; the next run tries it again.
+        A sample that is done is not computed again. A cell that fails, fails alone; the next run tries it again. While
+        another run writes cells of this model and benchmark to the same folder, this one waits.
 
         Args:
             name: of the benchmark, as a folder and in tables.
             specs: caches, with distinct names.
 
         Raises:
-            ValueError: two caches of one name.
+            ValueError: two caches of one name. OSError: a folder that cannot be written.
         """
         check_distinct("caches", [spec.name for spec in specs])
+        with ExitStack() as stack:
+            if self.output is not None and self.processes.index == 0:
+                stack.enter_context(only_one(lock_path(self.output, self.model_name, name)))
+            self.processes.gather(None)  # none reads what is done while another run still adds to it
+            return self._run_alone(name, benchmark, specs)
+
+    def _run_alone(self, name: str, benchmark: Benchmark, specs: Sequence[CacheSpec]) -> list[Cell]:
         works = [self._work(self._head(name, benchmark, spec), spec) for spec in specs]
         samples, problem = self._samples(name, benchmark)
         # All take the same way, also where one alone cannot read the data.

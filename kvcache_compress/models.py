@@ -128,7 +128,11 @@ def _load_gguf(gguf_file: Path, dtype: torch.dtype) -> LoadedModel:
         folder = cached_assets_path("kvcache-compress", "gguf", f"{gguf_file.stem}-{_digest(gguf_file)}") / "model"
         if not folder.is_dir():
             _convert_gguf(gguf_file, folder)
-        model, tokenizer = _load_pretrained(folder, dtype)
+        try:
+            model, tokenizer = _load_pretrained(folder, dtype)
+        except (OSError, SafetensorError):
+            shutil.rmtree(folder, ignore_errors=True)  # Damaged: the next call makes another.
+            raise
     except (OSError, SafetensorError) as error:
         logger.info("no copy of %s is kept: %s", gguf_file.name, error)
         model, tokenizer = _read_gguf(gguf_file)

@@ -422,6 +422,25 @@ def test_command_refuses_in_a_sentence(tmp_path: Path, monkeypatch: pytest.Monke
         assert message in result.output
 
 
+def test_command_waits_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That writes the same file, and would remove the parts of both when it is done."""
+    monkeypatch.setattr(command, "load_model", lambda *_, **__: (None, None))
+    there: list[str] = []
+
+    def calibrate(*_: Any, **__: Any) -> None:
+        there.extend(path.name for path in tmp_path.glob(".*"))
+        raise ValueError("that will do")
+
+    monkeypatch.setattr(command, "calibrate_commvq", calibrate)
+    (tmp_path / "text.txt").write_text("a text")
+    assert (
+        "that will do"
+        in run_command("--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "x.safetensors")).output
+    )
+    assert there == [".x.safetensors.lock"]
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
 def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")

@@ -111,6 +111,13 @@ def test_gguf_is_read_once(saved: Path, tmp_path: Path, monkeypatch: pytest.Monk
     for name, weight in again.state_dict().items():
         torch.testing.assert_close(weight, first.state_dict()[name].half(), rtol=0, atol=0)
 
+    for damaged in ("model.safetensors", "config.json"):
+        (next_to_copy / "model" / damaged).write_bytes(b"cut short")
+        before = len(reads)
+        for _ in range(3):
+            load_model(str(gguf_file))
+        assert len(reads) == before + 2, "of the file itself, and for a new copy"
+
 
 def test_copy_made_by_another_process_stays(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "assets" / "model"

@@ -302,10 +302,12 @@ def test_folders_and_permissions(tmp_path: Path) -> None:
     for mask, mode in ((0o022, 0o644), (0o002, 0o664), (0o077, 0o600)):
         before = os.umask(mask)
         try:
-            cache.save(tmp_path / "a" / "b" / "cache")
+            cache.save(tmp_path / f"{mode:o}")
         finally:
             os.umask(before)
-        assert (tmp_path / "a" / "b" / "cache").stat().st_mode & 0o777 == mode
+        assert (tmp_path / f"{mode:o}").stat().st_mode & 0o777 == mode
+        cache.save(tmp_path / f"{mode:o}")
+        assert (tmp_path / f"{mode:o}").stat().st_mode & 0o777 == mode, "the old file's"
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         cache.save(tmp_path / "file" / "cache")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..eval.drawing import COLORS, MARKERS, THEME, new_figure, shortened, style
+from ..eval.artifacts import save_figure
+from ..eval.drawing import COLORS, MARKERS, PRINTED, THEME, new_figure, shortened, style
 from .decode import DecodeTime
 
 
@@ -48,4 +49,4 @@ def decode_plot(rows: Sequence[DecodeTime], title: str, path: Path) -> None:
         handles = {label: line for ax in panels for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
         names = [shortened(name) for name in handles]
         figure.legend(handles.values(), names, loc="outside lower center", ncols=2 if len(batches) == 1 else 4)
-        figure.savefig(path, format="png", dpi=200, facecolor="white", metadata={"Software": None})
+        save_figure(figure, path, **PRINTED)

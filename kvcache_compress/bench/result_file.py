@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..eval.results import write_atomically
+from ..whole_file import is_replaceable
 from .decode import DecodeTime, beside
 from .jobs import KEYS, NOT_MEASURED, Job, planned_again
 
@@ -52,7 +53,7 @@ class ResultFile:
 
     def _read(self) -> str | None:
         """Takes the rows of a file that is there, or moves it aside: then what differs."""
-        if not self.path.exists():
+        if not self.path.is_file() or not is_replaceable(self.path):
             return None
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
@@ -65,11 +66,12 @@ class ResultFile:
             self.rows, differs = {}, "no result file"
         if not differs:
             return None
-        kept, number = self.path.with_suffix(".previous.json"), 1
+        found_at = self.path.resolve()
+        kept, number = found_at.with_suffix(".previous.json"), 1
         while kept.exists():
             number += 1
-            kept = self.path.with_suffix(f".previous-{number}.json")
-        self.path.replace(kept)
+            kept = found_at.with_suffix(f".previous-{number}.json")
+        found_at.replace(kept)
         return differs
 
     def keep(self, job: Job, row: dict[str, Any]) -> None:

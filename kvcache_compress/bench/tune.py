@@ -213,7 +213,7 @@ def update_table(
     path: Path, capability: str, found: Mapping[str, dict[str, Any] | None], where: Mapping[str, Any]
 ) -> None:
     """Sets or removes the entries of `found` in the table at `path`, and leaves all others; `where` is said of each."""
-    table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    table = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     kernels = table.pop(capability, {})
     for kernel, entry in found.items():
         kernels.pop(kernel, None)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..file_lock import only_one
 from ..models import load_model
 from .commvq import CommVQSettings, calibrate_commvq, check_output
 from .text import check_sources
@@ -40,7 +41,8 @@ def run_calibration(
     loaded, tokenizer = load_model(model, dtype=torch.float32 if device == "cpu" else torch.bfloat16, device=device)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     times = (TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left"))
-    with Progress(*columns, *times, console=console, disable=not console.is_terminal) as progress:
+    progress = Progress(*columns, *times, console=console, disable=not console.is_terminal)
+    with only_one(output.with_name(f".{output.name}.lock")), progress:
         losses = calibrate_commvq(
             loaded, tokenizer, text, output, settings, report=_Reporter(console, progress), notice=console.print
         )

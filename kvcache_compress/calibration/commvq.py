@@ -25,6 +25,7 @@ from ..commvq_file import (
     write_codebooks,
 )
 from ..rotation import hashed_seed
+from ..whole_file import is_replaceable
 from .collect import SIDES, calibrated_layers, collect, layer_file, read_layer
 from .em import ComplexForm, RealForm, Schedule, train_residual
 from .encoder import EncoderSchedule, train_encoder
@@ -188,6 +189,8 @@ def check_output(output: Path) -> None:
         raise ValueError(f"output={str(output)!r}: allowed are files that end in .safetensors")
     if output.is_dir():
         raise ValueError(f"output={str(output)!r}: allowed is a file, this is a folder")
+    if not is_replaceable(output):
+        raise ValueError(f"output={str(output)!r}: allowed is a file that can be replaced, this is a device or a pipe")
     there = next(folder for folder in output.absolute().parents if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"output={str(output)!r}: allowed where files can be made; {str(there)!r} is no such folder")

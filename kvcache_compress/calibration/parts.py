@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from ..tensor_file import write_tensors
+from ..whole_file import whole_file
 
 
 class Parts:
@@ -31,7 +32,8 @@ class Parts:
         self.others = [
             folder for folder in output.parent.glob(f"{escape(output.name)}.*.parts") if folder != self.folder
         ]
-        (self.folder / "settings.json").write_text(described)
+        with whole_file(self.folder / "settings.json") as unfinished:
+            unfinished.write_text(described)
 
     def _file(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:03d}.safetensors"

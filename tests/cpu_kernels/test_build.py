@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,19 +32,118 @@ def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     backend._cpp_problem.cache_clear()
 
 
+@pytest.fixture
+def compiler(built: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """One that makes the library of this process in no time, and its log: a line for each call."""
+    compiled = next(path for path in torch.ops.loaded_libraries if "kvcache_compress_cpu" in str(path))
+    (tmp_path / "log").touch()
+    script = tmp_path / "compiler"
+    script.write_text(
+        f'#!/bin/sh\necho x >> {tmp_path}/log\nwhile [ "$1" != -o ]; do shift; done\ncp "{compiled}" "$2"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "folder"))
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """What would have been loaded."""
+    paths: list[Path] = []
+    monkeypatch.setattr(torch.ops, "load_library", paths.append)
+    return paths
+
+
 @pytest.mark.usefixtures("built", "anew")
-def test_compiles_once(tmp_path: Path) -> None:
-    library = build._library()
-    assert [path.name for path in tmp_path.iterdir()] == [library.name]
+def test_compiles_once(tmp_path: Path, loaded: list[Path]) -> None:
+    assert build.problem() is None
+    (library,) = tmp_path.iterdir()
     written = library.stat().st_mtime_ns
-    assert build._library() == library
+    build._load()
+    assert loaded == [library, library]
     assert library.stat().st_mtime_ns == written
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut short": lambda whole: whole[: len(whole) // 2],
+    "empty": lambda whole: b"",
+    "zeros": lambda whole: bytes(len(whole)),
+    "one bit": lambda whole: whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:],
+    "another processor": lambda whole: whole[:18] + b"\xb7\x00" + whole[20:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library(compiler: Path, loaded: list[Path], damage: str) -> None:
+    """Is never loaded, but compiled anew."""
+    build._load()
+    whole = loaded[0].read_bytes()
+    loaded[0].write_bytes(DAMAGES[damage](whole))
+    build._load()
+    assert compiler.read_text() == "x\nx\n"
+    assert loaded[0] == loaded[1]
+    assert loaded[1].read_bytes() == whole
+    build._load()
+    assert compiler.read_text() == "x\nx\n", "and that only once"
+
+
+def test_a_damaged_library_does_not_end_python(compiler: Path, loaded: list[Path]) -> None:
+    build._load()
+    loaded[0].write_bytes(DAMAGES["cut short"](loaded[0].read_bytes()))
+    code = "from kvcache_compress.cpu_kernels import build; print(build.problem())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
+
+
+def test_a_library_of_another_machine(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, but the system libraries are others: a second one is kept beside it."""
+    tried: list[Path] = []
+
+    def load(path: Path) -> None:
+        tried.append(path)
+        if len(tried) < 3:
+            raise OSError("GLIBC_9.99 not found")
+
+    monkeypatch.setattr(torch.ops, "load_library", load)
+    with pytest.raises(OSError, match="GLIBC"):
+        build._load()
+    build._load()
+    assert len(tried) == 3
+    assert compiler.read_text() == "x\nx\n"
+
+
+def test_two_at_once(compiler: Path, loaded: list[Path]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: build._load(), range(4)))
+    assert len(loaded) == 4
+    assert list(loaded[0].parent.iterdir()) == [loaded[0]]
+
+
+@pytest.mark.usefixtures("compiler", "loaded")
+def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    build.problem.cache_clear()
+    assert "No space left" in str(build.problem())
+    build.problem.cache_clear()
+    assert not list((tmp_path / "folder").iterdir())
 
 
 @pytest.mark.usefixtures("anew")
 @pytest.mark.parametrize(
     ("compiler", "message"),
-    [("no-such-compiler", "no-such-compiler"), ("false", "false: exit status 1"), ("c++ -DINF=", "error: ")],
+    [
+        ("no-such-compiler", "no-such-compiler"),
+        ("false", "false: exit status 1"),
+        ("c++ -DINF=", "error: "),
+        ('c++ "', "CXX='c\\+\\+ \"': No closing quotation"),
+        (" ", "CXX=' ': no compiler"),
+        ("true", "true made no library"),
+        ("/", "Permission denied: '/'"),
+    ],
 )
 def test_without_a_compiler(
     compiler: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -268,6 +269,26 @@ def test_data_that_one_process_cannot_read_fails_for_all(model: LlamaForCausalLM
     for cells in in_two(model, tmp_path, [Toy(), Nowhere()]):
         assert [cell.error for cell in cells] == ["no file data.jsonl"] * 2
     assert Toy.asked == []
+
+
+def test_two_runs_on_one_folder(model: LlamaForCausalLM, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The second waits for the first, which finishes its cells, and finds them there."""
+    second: list[Future[list[Cell]]] = []
+
+    def start_another(done: int, total: int, label: str) -> None:
+        if done == 3:
+            second.append(pool.submit(run, model, tmp_path, Toy()))
+            while not second[0].done() and "another run is at work there" not in caplog.text:
+                time.sleep(0.01)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = run(model, tmp_path, Toy(), on_progress=start_another)
+        assert second[0].result() == first
+    assert [(cell.error, cell.samples) for cell in first] == [(None, 3)] * 2
+    assert {cell.cache["name"]: cell for cell in read_cells(tmp_path)} == {cell.cache["name"]: cell for cell in first}
+    assert len(Toy.asked) == 6
+    assert str(tmp_path / "LlamaForCausalLM" / "toy") in caplog.text
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".json"]
 
 
 def test_any_text_survives_an_interruption(model: LlamaForCausalLM, tmp_path: Path) -> None:
