@@ -105,7 +105,7 @@ def memory_plots(table: Table) -> list[Plot]:
 
 
 def memory_curves(table: Table) -> dict[int, dict[int, float]]:
-    """Bytes of the whole cache (mean of equal prompts) by prompt tokens, by row number, from the records."""
+    """Bytes of the whole cache, dense tokens as 16 bits (mean of equal prompts), by prompt tokens, by row number."""
     curves = {}
     for row in table.rows:
         sizes: dict[int, list[float]] = {}
@@ -138,7 +138,7 @@ def memory(table: Table, curves: Mapping[int, Mapping[int, float]]) -> Plot:
         ax.set_xlim(left=0)
         ax.set_ylim(bottom=0)
         ax.set_xlabel("prompt tokens")
-        ax.set_ylabel("measured size of the whole cache, MiB")
+        ax.set_ylabel("whole cache beside a 16-bit model, MiB")
         _end_labels(ax, ends)
         _family_legend(figure, {row.family for row in rows}, styles)
     title = "Memory of the whole cache against prompt length"

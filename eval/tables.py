@@ -128,8 +128,9 @@ class Table:
     def notes(self) -> list[str]:
         """How to read the table."""
         notes = [
-            f"Bits are per number, as measured in {self.columns[0].name} (elsewhere if said so); {FULL_BITS} is "
-            "uncompressed. The packed part is what long prompts approach, the whole cache what these prompts took."
+            f"Bits are per number, as measured in {self.columns[0].name} (elsewhere if said so); dense tokens count as "
+            f"{FULL_BITS}, like the full cache, whatever dtype the model ran in ({self.dtype}). The packed part is "
+            "what long prompts approach, the whole cache what these prompts took."
         ]
         if any(self.score_texts(row, column)[1] for row in self.rows for column in self.columns):
             notes.append("In brackets: the difference from the full cache.")

@@ -26,7 +26,7 @@ CONFIG = {
     "sink_tokens": 4,
     "recent_tokens": 8,
 }
-PREFIX, SCORED, STEP = 80, 16, 8
+PREFIX, SCORED, STEP = 176, 16, 8
 
 
 class Characters:
@@ -66,7 +66,7 @@ def test_every_side_of_every_layer(probed: Probe) -> None:
     for row in probed.rows:
         assert row.method == "turboquant"
         assert row.stored_bits == 2.5
-        assert row.packed_tokens == 64
+        assert row.packed_tokens == 160
         assert row.relative_mse == pytest.approx(0.12, abs=0.06)
         if row.layer == 0:
             assert row.kl == pytest.approx(0, abs=1e-9)
