@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.config import LayerPlan, SideConfig
 from kvcache_compress.eval import probe
+from kvcache_compress.eval.answer import MAX_KL
 from kvcache_compress.eval.perplexity import Perplexity
 from kvcache_compress.eval.probe_layers import Probe, ProbeRow, probe_layers
 from kvcache_compress.eval.probe_rules import DENSE, only, plans_of, rules_yaml, without
@@ -111,6 +112,12 @@ def test_rules_help_where_they_say(probed: Probe) -> None:
         assert (plans[row.layer].side(row.side) == DENSE) == (row in probed.rows[:2])
     assert probed.ruled.kl < probed.whole.kl
     assert probed.ruled.all_bits > probed.whole.all_bits
+
+
+def test_rules_that_leave_much_loss_are_not_recommended(probed: Probe) -> None:
+    for kl, text in ((MAX_KL, probed.rules), (1.01 * MAX_KL, "no rules are recommended: above a KL of 0.02")):
+        changed = dataclasses.replace(probed, ruled=dataclasses.replace(probed.ruled, kl=kl))
+        assert probe.advice(changed).startswith(text)
 
 
 def test_configs() -> None:
