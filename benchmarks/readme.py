@@ -30,9 +30,9 @@ def headline(table: Table) -> str:
     ours, bare, peer = cells["turboquant-4bit"], cells["turboquant-4bit@sinks=0,recent=0"], cells["hqq-4"]
     return (
         f"**{16 / ours.packed_bits:.1f}x less memory per packed token at a KL divergence of {ours.score:.4f} nats per "
-        f"token**, with the first 16 and last 64 tokens dense; {bare.score:.4f} with none dense, where Transformers' "
-        f"own 4-bit `QuantizedCache` (hqq, {peer.packed_bits:g} bits to our {bare.packed_bits:g}) has {peer.score:.4f} "
-        f"({table.model}, {_text(ours)})."
+        f"token**, with the first 16 and last 64 tokens dense; {bare.score:.4f} without these windows, where "
+        f"Transformers' own 4-bit `QuantizedCache` (hqq, {peer.packed_bits:g} bits to our {bare.packed_bits:g}) has "
+        f"{peer.score:.4f} ({table.model}, {_text(ours)})."
     )
 
 

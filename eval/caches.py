@@ -12,12 +12,13 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_compress import CompressedCache, load_config
+from kvcache_compress.cache import SIDES
 from kvcache_compress.layer import CompressedLayer
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a filled cache holds, in the width it would have beside a bf16 model.
+    """What a filled cache holds, in the width it would have beside a 16-bit model, whatever type the model ran in.
 
     Attributes:
         packed_tokens: tokens per sequence that are stored compressed, the most of any layer.
@@ -79,26 +80,11 @@ def preset_cache(
     config = load_config(preset).model_copy(update={key: n for key, n in windows.items() if n is not None})
     config = config if codebooks is None else config.with_codebooks(codebooks)
 
-    def measure(cache: Cache) -> Measured:
-        report = cache.memory_report()
-        fields = report.fields()
-        dense_numbers = report.numbers - report.packed_numbers
-        # A side whose method is `none` is packed as it is: in float32, where that is the model's type.
-        width = max(layer.dtype.itemsize for layer in cache.layers if isinstance(layer, CompressedLayer))
-        kept = sum(size for name, size in fields.items() if name.endswith(".dense"))
-        spared = kept * (1 - 2 / max(width, 2))
-        total_bytes = round(report.total_bytes - fields["dense"] + 2 * dense_numbers - spared)
-        return Measured(
-            packed_tokens=report.packed_tokens,
-            packed_bits=report.packed_bits_per_number - 8 * spared / max(report.packed_numbers, 1),
-            all_bits=8 * total_bytes / report.numbers,
-            total_bytes=total_bytes,
-        )
-
     def make(model: PreTrainedModel) -> Cache:
         return CompressedCache.from_config(model.config, config)
 
-    return CacheSpec(name or str(preset), make, measure, description=_without_paths(config.model_dump(mode="json")))
+    description = _without_paths(config.model_dump(mode="json"))
+    return CacheSpec(name or str(preset), make, _measure_ours, description=description)
 
 
 def _without_paths(config: Any) -> Any:
@@ -111,6 +97,33 @@ def _without_paths(config: Any) -> Any:
             named["codebooks"] = {"file": path.name, "sha256": digest}
         return named
     return [_without_paths(item) for item in config] if isinstance(config, list) else config
+
+
+def _measure_ours(cache: Cache) -> Measured:
+    """The memory report, less what the model's own type takes beyond 16 bits: in dense tokens and the room for more."""
+    report = cache.memory_report()
+    beyond = beyond_packed = 0
+    for layer in cache.layers:
+        if not isinstance(layer, CompressedLayer):
+            beyond += sum(_beyond_16_bits(getattr(layer, side, None)) for side in SIDES)
+            continue
+        for state in layer.sides.values():
+            beyond += _beyond_16_bits(state.sinks) + _beyond_16_bits(state.tail.buffer)
+            if state.codec.name == "none":  # a side that is packed as it is
+                beyond += sum(map(_beyond_16_bits, state.store.buffers))
+                beyond_packed += sum(map(_beyond_16_bits, state.store.read(0, state.store.tokens)))
+    total_bytes = report.total_bytes - beyond
+    packed = report.packed_numbers
+    return Measured(
+        packed_tokens=report.packed_tokens,
+        packed_bits=report.packed_bits_per_number - 8 * beyond_packed / packed if packed else 16.0,
+        all_bits=8 * total_bytes / report.numbers,
+        total_bytes=total_bytes,
+    )
+
+
+def _beyond_16_bits(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else max(0, tensor.nbytes - 2 * tensor.numel())
 
 
 def _measure_full(cache: Cache) -> Measured:

@@ -41,7 +41,7 @@ class Cell:
         samples: how many were scored.
         packed_tokens: tokens per sequence stored compressed after the prompt: `least`, `mean` and `most` over samples.
         packed_bits: bits per compressed number; `all_bits` over the whole cache; means over samples.
-        total_bytes: bytes of the cache, beside a bf16 model, mean over samples.
+        total_bytes: bytes of the cache, beside a 16-bit model, mean over samples.
         seconds: filling the cache and all that followed, over all samples; `prefill_seconds` the prefills, shared by
             all caches.
         records: one per sample: `id`, `digest`, `tokens` (of the prompt), `packed_tokens`, `packed_bits`, `all_bits`,

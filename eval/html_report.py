@@ -11,11 +11,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from kvcache_compress.eval.answer import recommended, summary
 from kvcache_compress.eval.cells import Cell
 from kvcache_compress.eval.drawing import Plot
 from kvcache_compress.eval.plots import Grid, needle_grids, needle_scale, scale_color
 from kvcache_compress.eval.table_parts import Column, Row
-from kvcache_compress.eval.tables import BUDGETS, FAILED, FULL_BITS, MISSING, Bits, Table
+from kvcache_compress.eval.tables import FAILED, MISSING, Table
 
 _SMALL_GRID = 6
 """Columns up to which a heat map's squares have room for their figure."""
@@ -48,6 +49,7 @@ def to_html(comparison: Sequence[Table], plots: Sequence[Sequence[Plot]]) -> str
     environment.globals.update(
         failed=FAILED,
         missing=MISSING,
+        recommended=recommended,
         summary=summary,
         heat_maps=heat_maps,
         scale=[scale_color(i / 8)[0] for i in range(9)],
@@ -58,21 +60,6 @@ def to_html(comparison: Sequence[Table], plots: Sequence[Sequence[Plot]]) -> str
     return template.render(
         comparison=list(zip(comparison, plots, strict=True)), circumstances=circumstances(cells), options=options(cells)
     )
-
-
-def summary(table: Table) -> list[str]:
-    """Sentences that say which cache to take, by the leading benchmark; HTML."""
-    column = table.columns[0]
-    outgrown = [point.row for _, point in table.recommended("packed_bits") if table.outgrown(point.row)]
-    sentences = [
-        _sentence(table, "packed_bits", "Per token of a long prompt"),
-        _sentence(table, "all_bits", "Counting the whole cache at the prompts measured here"),
-        *(Markup("{} as a whole was larger than the full cache there.").format(row.cache) for row in outgrown),
-    ]
-    said = [sentence for sentence in sentences if sentence]
-    if not said:
-        return [Markup("No compressed cache has finished {} yet.").format(column.name)]
-    return said
 
 
 def heat_maps(table: Table, column: Column) -> list[HeatMap]:
@@ -109,40 +96,6 @@ def options(cells: Iterable[Cell]) -> dict[str, list[str]]:
         text = ", ".join(f"{name}={value!r}" for name, value in given.items())
         found.setdefault(f"{cell.benchmark['name']} ({cell.benchmark['kind']})", {})[text] = None
     return {name: sorted(texts) for name, texts in found.items()}
-
-
-def _sentence(table: Table, bits: Bits, beginning: str) -> str | None:
-    """The cache with the least loss below the full one's bits, and the best for each smaller budget."""
-    column = table.columns[0]
-    found = table.recommended(bits)
-    if not found:
-        return None
-    (_, best), *smaller = reversed(found)
-    text = Markup(
-        "{}, <strong>{}</strong> loses least of all caches up to {:g} bits: {} {} in {} at {:.2f} bits, "
-        "{:.1f} times smaller than uncompressed"
-    ).format(
-        beginning,
-        best.row.cache,
-        BUDGETS[-1],
-        column.label,
-        _value(table, column, best.row),
-        column.name,
-        best.bits,
-        FULL_BITS / best.bits,
-    )
-    parts = [
-        Markup("up to {:g} bits <strong>{}</strong> ({}, {:.2f} bits)").format(
-            budget, point.row.cache, _value(table, column, point.row), point.bits
-        )
-        for budget, point in smaller
-    ]
-    return text + (Markup("; ") + Markup(", ").join(parts) if parts else "") + "."
-
-
-def _value(table: Table, column: Column, row: Row) -> str:
-    score, difference = table.score_texts(row, column)
-    return score if difference is None else f"{score} ({difference})"
 
 
 def _heat_map(row: Row, grid: Grid, column: Column, top: float) -> HeatMap:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcache_compress.eval.answer import bound, recommended
 from kvcache_compress.eval.cells import cell_path
 from kvcache_compress.eval.drawing import (
     COLORS,
@@ -25,6 +26,7 @@ from kvcache_compress.eval.table_parts import Column, Point, Row
 from kvcache_compress.eval.tables import Bits, Table
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -84,7 +86,8 @@ def pareto(table: Table, column: Column, bits: Bits) -> Plot:
         ax.set_xlabel(f"measured bits per number, {part}")
         ax.set_ylabel(shortened(_value_name(table, column), 60))
         ax.margins(y=0.1)
-        _family_legend(figure, {point.row.family for point in points}, styles)
+        shade = _shade_losses(ax, column, bound(table, column) if column is table.columns[0] else None)
+        _family_legend(figure, {point.row.family for point in points}, styles, shade)
         place_labels(
             figure,
             ax,
@@ -105,7 +108,7 @@ def memory_plots(table: Table) -> list[Plot]:
 
 
 def memory_curves(table: Table) -> dict[int, dict[int, float]]:
-    """Bytes of the whole cache (mean of equal prompts) by prompt tokens, by row number, from the records."""
+    """Bytes of the whole cache, dense tokens as 16 bits (mean of equal prompts), by prompt tokens, by row number."""
     curves = {}
     for row in table.rows:
         sizes: dict[int, list[float]] = {}
@@ -121,7 +124,9 @@ def memory(table: Table, curves: Mapping[int, Mapping[int, float]]) -> Plot:
     """Measured bytes against prompt tokens, a line per cache; the recommended ones and the full one by name."""
     styles = family_styles(table)
     rows = [row for row in table.rows if row.number in curves]
-    named = {point.row.number for _, point in table.recommended("packed_bits")} | {r.number for r in rows if r.lossless}
+    named = {point.row.number for _, point in recommended(table, "packed_bits")} | {
+        r.number for r in rows if r.lossless
+    }
     tips, ends = {}, {}
     with style():
         figure, ax = new_figure(5.4, 4.8)
@@ -138,7 +143,7 @@ def memory(table: Table, curves: Mapping[int, Mapping[int, float]]) -> Plot:
         ax.set_xlim(left=0)
         ax.set_ylim(bottom=0)
         ax.set_xlabel("prompt tokens")
-        ax.set_ylabel("measured size of the whole cache, MiB")
+        ax.set_ylabel("whole cache beside a 16-bit model, MiB")
         _end_labels(ax, ends)
         _family_legend(figure, {row.family for row in rows}, styles)
     title = "Memory of the whole cache against prompt length"
@@ -251,12 +256,24 @@ def _end_labels(ax: Axes, ends: Mapping[str, float]) -> None:
         )
 
 
-def _family_legend(figure: Figure, families: set[str], styles: Mapping[str, tuple[str, str]]) -> None:
+def _shade_losses(ax: Axes, column: Column, most: float | None) -> list[Artist]:
+    """Shade what loses more than is recommended, as far as the axis shows it."""
+    low, high = ax.set_ylim(ax.get_ylim())
+    if most is None or not (low < most if column.higher_is_better else most < high):
+        return []
+    ends, side = ((low, min(most, high)), "below") if column.higher_is_better else ((max(most, low), high), "above")
+    label = f"{side} {most:.3g}: not recommended".replace("-", "−")
+    return [ax.axhspan(*ends, color=THEME["muted"], alpha=0.12, lw=0, zorder=0, label=label)]
+
+
+def _family_legend(
+    figure: Figure, families: set[str], styles: Mapping[str, tuple[str, str]], more: Sequence[Artist] = ()
+) -> None:
     from matplotlib.lines import Line2D
 
     looks = {shortened(name, 20): styles[name] for name in sorted(families)}
     entries = [Line2D([], [], color=color, marker=marker, ls="", label=name) for name, (color, marker) in looks.items()]
-    figure.legend(handles=entries, loc="outside lower center", ncols=3, handletextpad=0.2, columnspacing=1)
+    figure.legend(handles=[*entries, *more], loc="outside lower center", ncols=3, handletextpad=0.2, columnspacing=1)
 
 
 def _value_name(table: Table, column: Column) -> str:

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from kvcache_compress.cache import SIDES
 from kvcache_compress.config import load_config
+from kvcache_compress.eval.answer import MAX_KL
 from kvcache_compress.eval.artifacts import save_figure, write_json
 from kvcache_compress.eval.command import (
     DEFAULT_MODEL,
@@ -88,6 +89,13 @@ def plot_probe(probe: Probe, title: str, path: Path) -> None:
     save_figure(figure, path)
 
 
+def advice(probe: Probe) -> str:
+    """The rules, if what they leave compressed loses no more than a recommended cache may."""
+    if probe.ruled.kl <= MAX_KL:
+        return probe.rules
+    return f"no rules are recommended: above a KL of {MAX_KL:g} also without these; raise --worst, or take more bits"
+
+
 app = typer.Typer(add_completion=False)
 
 
@@ -102,7 +110,7 @@ def main(
     step: Annotated[int, typer.Option(help="scored tokens per forward pass; 1 is as in generation")] = STEP_TOKENS,
     sink_tokens: Annotated[int | None, typer.Option(min=0, help="replaces the preset's own")] = None,
     recent_tokens: Annotated[int | None, typer.Option(min=0, help="replaces the preset's own")] = None,
-    worst: Annotated[int, typer.Option(help="sides that the suggested rules leave uncompressed")] = 4,
+    worst: Annotated[int, typer.Option(help="sides that the rules leave uncompressed")] = 4,
     codebooks: CodebooksOption = None,
     output: Annotated[Path | None, typer.Option(help="folder for probe.json and probe.png", file_okay=False)] = None,
     dtype: DtypeOption = "float32",
@@ -131,9 +139,11 @@ def main(
     Console(width=140).print(terminal_table(probe, title))
     for what, why in probe.skipped.items():
         typer.echo(f"{what}: {why}")
-    for label, harm in {"all sides": probe.whole, "with the rules below": probe.ruled}.items():
-        typer.echo(f"{label}: KL {harm.kl:.5f}, {harm.all_bits:.2f} bits per number over the whole cache")
-    typer.echo(probe.rules)
+    for label, harm in {"all sides": probe.whole, f"without the worst {worst}": probe.ruled}.items():
+        typer.echo(
+            f"{label}: KL {harm.kl:.5f}, {harm.all_bits:.2f} bits per number over the whole cache, dense tokens as 16"
+        )
+    typer.echo(advice(probe))
 
 
 if __name__ == "__main__":

@@ -69,11 +69,11 @@ def to_csv(cells: Sequence[Cell]) -> str:
     """A line per cell, a column per score: `pandas.read_csv` gives the right types, `error` is empty where all is well.
 
     Columns: `model`, `dtype`, `benchmark`, `kind`, `cache`, `family`, `lossless`, `packed_bits`, `all_bits`,
-    `packed_tokens` (the least of any sample), `tokens` (of the prompt) and `total_bytes` (means over samples),
-    `samples`, `main_score` (its name), `higher_is_better`, `score` (its value), `difference` (from the full cache),
-    `seconds`, `prefill_seconds`, `seed`, `date`, `commit`, `error`, then `scores.NAME` for every score of any
-    benchmark, empty for the others. `frame.pivot(index="cache", columns="benchmark", values="score")` is the table of
-    one model; `frame.filter(like="scores.")` is all scores.
+    `packed_tokens` (the least of any sample), `tokens` (of the prompt) and `total_bytes` (means over samples; it and
+    the bits count dense tokens as 16 bits), `samples`, `main_score` (its name), `higher_is_better`, `score` (its
+    value), `difference` (from the full cache), `seconds`, `prefill_seconds`, `seed`, `date`, `commit`, `error`, then
+    `scores.NAME` for every score of any benchmark, empty for the others. `frame.pivot(index="cache",
+    columns="benchmark", values="score")` is the table of one model; `frame.filter(like="scores.")` is all scores.
 
     Raises:
         ValueError: no cells.

@@ -25,6 +25,11 @@ class Column:
             return 4
         return 3 if self.peak < 10 else 2
 
+    @property
+    def in_nats(self) -> bool:
+        """Whether the main score is a log-probability, whose differences count as they are."""
+        return self.main_score.endswith("logprob")
+
     def text(self, score: float) -> str:
         return f"{score:.{self.digits}f}"
 

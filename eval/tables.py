@@ -1,8 +1,8 @@
-"""The cells of a comparison as one table per model, and which caches are worth taking.
+"""The cells of a comparison as one table per model.
 
 A row is a cache, a column a benchmark with its main score. The first column leads: it decides which caches are on the
-front and which are recommended. A perplexity benchmark leads if there is one, because KL tells caches apart long before
-a task's score does.
+front and which are recommended (`answer.py`). A perplexity benchmark leads if there is one, because KL tells caches
+apart long before a task's score does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from typing import Literal
 
 from kvcache_compress.eval.cells import Cell
 from kvcache_compress.eval.table_parts import Column, Failure, Point, Row
-
-BUDGETS = (1.5, 2.5, 3.5, 4.5, 6.5, 8.5)
-"""Bits per number for which a cache is recommended: those of the usual names, and half a bit for scales."""
 
 VERSIONS = ("kvcache_compress", "torch", "transformers")
 """Packages of which all cells of a benchmark should have had the same."""
@@ -83,21 +80,6 @@ class Table:
         marked = [dataclasses.replace(point, on_front=index in front) for index, point in enumerate(points)]
         return sorted(marked, key=lambda point: (point.bits, point.row.number))
 
-    def recommended(self, bits: Bits) -> list[tuple[float, Point]]:
-        """The best cache of the leading benchmark for each budget of bits, with the least budget that it needs.
-
-        Caches that take more than the full one are in no budget.
-        """
-        column = self.columns[0]
-        points = self.points(column, bits)
-        found: dict[int, tuple[float, Point]] = {}
-        for budget in BUDGETS:
-            within = [point for point in points if point.bits <= budget]
-            if within:
-                best = max(within, key=lambda p: (p.value if column.higher_is_better else -p.value, -p.bits))
-                found.setdefault(best.row.number, (budget, best))
-        return list(found.values())
-
     def bits_text(self, row: Row, bits: Bits) -> str:
         """Bits, and the benchmark they were measured in if it is not the leading one."""
         measured = getattr(row, bits)
@@ -128,8 +110,9 @@ class Table:
     def notes(self) -> list[str]:
         """How to read the table."""
         notes = [
-            f"Bits are per number, as measured in {self.columns[0].name} (elsewhere if said so); {FULL_BITS} is "
-            "uncompressed. The packed part is what long prompts approach, the whole cache what these prompts took."
+            f"Bits are per number, as measured in {self.columns[0].name} (elsewhere if said so); dense tokens count as "
+            f"{FULL_BITS}, like the full cache, whatever dtype the model ran in ({self.dtype}). The packed part is "
+            "what long prompts approach, the whole cache what these prompts took."
         ]
         if any(self.score_texts(row, column)[1] for row in self.rows for column in self.columns):
             notes.append("In brackets: the difference from the full cache.")

@@ -136,7 +136,8 @@ class CompressionConfig(BaseModel):
     """Everything that describes a compressed cache.
 
     keys, values: the method of each side.
-    sink_tokens, recent_tokens: first and last tokens kept in full precision.
+    sink_tokens, recent_tokens: first and last tokens kept in full precision. Tokens are packed 32 at a time (or in a
+        method's larger groups), so that up to 31 others wait as well.
     quantize_generated: whether decode steps pack tokens; if not, only prompts do, and what was generated before them.
     backend: `auto` (Triton on GPUs, C++ on CPUs, else torch), `triton`, `cpp` or `torch`.
     seed: of every random rotation and sketch.

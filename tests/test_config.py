@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from small_model import small_model
 from transformers import Gemma3TextConfig, LlamaConfig
 
 from kvcache_compress import CompressedCache, CompressionConfig, KIVICache, TurboQuantCache, load_config, preset_names
 from kvcache_compress.layer import CompressedLayer
 
+ROOT = Path(__file__).resolve().parents[1]
 FULL = ["full_attention"] * 6
 SIDES: dict[str, Any] = {"keys": {"method": "turboquant", "bits": 3}, "values": {"method": "turboquant", "bits": 2}}
 
@@ -58,6 +61,25 @@ def test_paper_presets_are_the_papers() -> None:
                 True,
                 "off",
             )
+
+
+@pytest.mark.parametrize("name", ["turboquant-paper-2.5bit", "turboquant-paper-3.5bit", "polarquant-paper-offline"])
+@torch.inference_mode()
+def test_paper_presets_keep_dense_what_fills_no_block(name: str) -> None:
+    """Up to 31 tokens of a prompt, and as many before each step where generated ones are packed."""
+    model = small_model()
+    cache = CompressedCache.from_config(model.config, name)
+    model(input_ids=torch.arange(95)[None] % 64, past_key_values=cache)
+    assert (cache.packed_tokens, cache.get_seq_length()) == (64, 95)
+    for _ in range(40):
+        model(input_ids=torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+    assert cache.packed_tokens == (128 if cache.config.quantize_generated else 64)
+
+
+def test_no_preset_claims_to_keep_nothing_dense() -> None:
+    files = [path for folder in ("configs", "docs") for path in (ROOT / folder).iterdir() if path.is_file()]
+    assert len(files) > 30
+    assert not [path.name for path in files if "no dense tokens" in path.read_text(encoding="utf-8")]
 
 
 def test_defaults() -> None:

@@ -36,15 +36,6 @@ def test_each_model_and_dtype_has_its_table() -> None:
     assert [table.title for table in tables(cells)] == ["a (x)", "b (x)", "a (y)"]
 
 
-def test_recommended_by_hand() -> None:
-    (table,) = tables(comparison())
-    # Packed: up to 1.5 bits nothing; 2.5 bits HOSTILE (0.01 against 0.04); 4.5 bits tq-4 (0.002).
-    assert [(budget, p.row.cache) for budget, p in table.recommended("packed_bits")] == [(2.5, HOSTILE), (4.5, "tq-4")]
-    # Whole: 4.5 bits hqq-4; tq-2 (6 bits, 0.04) is worse; 8.5 bits tq-4. HOSTILE, at 20 bits, is in no budget.
-    assert [(budget, p.row.cache) for budget, p in table.recommended("all_bits")] == [(4.5, "hqq-4"), (8.5, "tq-4")]
-    assert [table.outgrown(row) for row in table.rows] == [False, True, False, False, False]
-
-
 def test_points_where_more_is_better() -> None:
     (table,) = tables(comparison())
     points = table.points(table.columns[1], "packed_bits")

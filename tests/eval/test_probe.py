@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.config import LayerPlan, SideConfig
 from kvcache_compress.eval import probe
+from kvcache_compress.eval.answer import MAX_KL
 from kvcache_compress.eval.perplexity import Perplexity
 from kvcache_compress.eval.probe_layers import Probe, ProbeRow, probe_layers
 from kvcache_compress.eval.probe_rules import DENSE, only, plans_of, rules_yaml, without
@@ -26,7 +27,7 @@ CONFIG = {
     "sink_tokens": 4,
     "recent_tokens": 8,
 }
-PREFIX, SCORED, STEP = 80, 16, 8
+PREFIX, SCORED, STEP = 176, 16, 8
 
 
 class Characters:
@@ -66,7 +67,7 @@ def test_every_side_of_every_layer(probed: Probe) -> None:
     for row in probed.rows:
         assert row.method == "turboquant"
         assert row.stored_bits == 2.5
-        assert row.packed_tokens == 64
+        assert row.packed_tokens == 160
         assert row.relative_mse == pytest.approx(0.12, abs=0.06)
         if row.layer == 0:
             assert row.kl == pytest.approx(0, abs=1e-9)
@@ -111,6 +112,12 @@ def test_rules_help_where_they_say(probed: Probe) -> None:
         assert (plans[row.layer].side(row.side) == DENSE) == (row in probed.rows[:2])
     assert probed.ruled.kl < probed.whole.kl
     assert probed.ruled.all_bits > probed.whole.all_bits
+
+
+def test_rules_that_leave_much_loss_are_not_recommended(probed: Probe) -> None:
+    for kl, text in ((MAX_KL, probed.rules), (1.01 * MAX_KL, "no rules are recommended: above a KL of 0.02")):
+        changed = dataclasses.replace(probed, ruled=dataclasses.replace(probed.ruled, kl=kl))
+        assert probe.advice(changed).startswith(text)
 
 
 def test_configs() -> None:
