@@ -1,7 +1,8 @@
 """KV-cache compression for Hugging Face Transformers. Importing this package patches nothing."""
 
-from .attention import compress, disable_fused_attention, enable_fused_attention
+from .attention import disable_fused_attention, enable_fused_attention
 from .cache import CompressedCache
+from .compression import compress
 from .config import CompressionConfig, load_config, preset_names
 from .methods.commvq import CommVQCache
 from .methods.kivi import KIVICache

@@ -8,30 +8,22 @@ previous attention with its own mask.
 
 from __future__ import annotations
 
-import functools
-import inspect
-import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from .cache import CompressedCache
+from .adapters import compressible, unwrapped
 from .chunk import ChunkKV
-from .config import CompressionConfig, load_config
 from .layer import ATTENTION_NAME
-from .positions import hand_over_positions, hands_over_positions, unhook_positions
+from .positions import hand_over_positions, unhook_positions
 from .view import MAX_DECODE_TOKENS, PackedKV
-
-logger = logging.getLogger(__name__)
 
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "is_causal"}
 
@@ -141,38 +133,45 @@ def _weights_wanted() -> bool:
     return any("attentions" in name for name in _active_collector.get() or ())
 
 
-def enable_fused_attention(model: PreTrainedModel) -> None:
-    """Lets `model` attend over compressed caches directly. Other caches go on through its previous attention.
+def enable_fused_attention(model: torch.nn.Module) -> None:
+    """Lets `model`, or the model inside PEFT's, attend over compressed caches directly.
 
-    Continuous batching (`generate_batch`) has caches of its own and refuses a model in this state.
+    Other caches go on through its previous attention. Continuous batching (`generate_batch`) has caches of its own and
+    refuses a model in this state.
 
     Raises:
-        ValueError: the model's attention cannot be switched by Transformers' attention interface.
+        ValueError: the model's attention cannot be switched by Transformers' attention interface, or it uses no cache
+            but its own (PEFT's prefix tuning).
     """
-    decoder = _decoder_config(model)
+    inner = compressible(model)
+    decoder = _decoder_config(inner)
     if decoder._attn_implementation != ATTENTION_NAME:
-        if not model._can_set_attn_implementation():
+        if not inner._can_set_attn_implementation():
             raise ValueError(
-                f"{type(model).__name__} does not take its attention from Transformers' attention interface, so it "
+                f"{type(inner).__name__} does not take its attention from Transformers' attention interface, so it "
                 "cannot be switched; compressed caches work with it without fused attention, only slower"
             )
         AttentionInterface.register(ATTENTION_NAME, attention_forward)
         AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
-        _switch(model, decoder, AttentionName(decoder._attn_implementation))
-    hand_over_positions(model)
+        _switch(inner, decoder, AttentionName(decoder._attn_implementation))
+    hand_over_positions(inner)
 
 
-def disable_fused_attention(model: PreTrainedModel) -> None:
-    """Gives `model` its previous attention back."""
-    decoder = _decoder_config(model)
+def disable_fused_attention(model: torch.nn.Module) -> None:
+    """Gives `model`, or the model inside PEFT's, its previous attention back."""
+    inner = unwrapped(model)
+    decoder = _decoder_config(inner)
     if decoder._attn_implementation == ATTENTION_NAME:
-        _switch(model, decoder, _previous_name(decoder))
-        unhook_positions(model)
+        _switch(inner, decoder, _previous_name(decoder))
+        unhook_positions(inner)
+
+
+def attends_fused(model: PreTrainedModel) -> bool:
+    """Whether fused attention is on."""
+    return bool(_decoder_config(model)._attn_implementation == ATTENTION_NAME)
 
 
 def _decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model={type(model).__name__}: a transformers PreTrainedModel is needed")
     return model.config.get_text_config(decoder=True)
 
 
@@ -181,98 +180,3 @@ def _switch(model: PreTrainedModel, decoder: PreTrainedConfig, name: str) -> Non
     model.set_attn_implementation(name if part is None else {part: name})
     if decoder._attn_implementation != name:
         raise ValueError(f"{type(model).__name__}: the attention of its decoder could not be switched to {str(name)!r}")
-
-
-@dataclass
-class Compression:
-    """Handle of a `compress` block, with the cache of the latest `generate` call in it."""
-
-    config: CompressionConfig
-    cache: CompressedCache | None = None
-
-    @property
-    def last_cache(self) -> CompressedCache:
-        """The cache of the latest `generate` call; raises `RuntimeError` where there was none."""
-        if self.cache is None:
-            raise RuntimeError("no cache yet: call model.generate inside the compress block first")
-        return self.cache
-
-
-@contextmanager
-def _without_cache_implementation(*settings: GenerationConfig) -> Iterator[None]:
-    """Generation refuses a cache beside a kind of cache, and the caller asked for ours."""
-    kinds = [one.cache_implementation for one in settings]
-    for one in settings:
-        one.cache_implementation = None
-    try:
-        yield
-    finally:
-        for one, kind in zip(settings, kinds, strict=True):
-            one.cache_implementation = kind
-
-
-@contextmanager
-def compress(
-    model: PreTrainedModel,
-    config: CompressionConfig | str | dict[str, Any],
-    *,
-    fused: bool | None = None,
-) -> Iterator[Compression]:
-    """Within the block `model.generate` uses a compressed cache wherever it would make one of its own.
-
-    Pipelines and other clients that only call `generate` need not know; a `cache_implementation` that they ask for
-    gives way. A call that brings its own `past_key_values`, or `use_cache=False`, is left alone, and so are calls that
-    `generate` makes of itself: drafts of early exit have a dense cache.
-
-    Args:
-        model: a decoder-only model.
-        config: what `load_config` takes: a preset's name, a path, a dictionary or a config.
-        fused: fused attention on, off, or (None) on where the model's attention can be switched.
-
-    Raises:
-        ValueError: as `CompressedCache` does, on entry.
-    """
-    handle = Compression(load_config(config))
-    CompressedCache(model.config, handle.config)
-    generate, outer = model.generate, vars(model).get("generate")
-    was_fused = _decoder_config(model)._attn_implementation == ATTENTION_NAME
-    was_handed_over = hands_over_positions(model)
-
-    running = threading.local()
-
-    @functools.wraps(generate)
-    def generate_compressed(*args: Any, **kwargs: Any) -> Any:
-        if vars(running):  # Early exit drafts by a `generate` of the first layers, within that of the whole model.
-            return generate(*args, **kwargs)
-        bound = inspect.signature(generate).bind_partial(*args, **kwargs).arguments
-        settings = bound.get("generation_config") or model.generation_config
-        own = kwargs.get("past_key_values") is not None
-        running.generate = True
-        try:
-            if own or kwargs.get("use_cache", settings.use_cache) is False:
-                return generate(*args, **kwargs)
-            handle.cache = CompressedCache(model.config, handle.config)
-            kwargs.pop("cache_implementation", None)
-            with _without_cache_implementation(settings, model.generation_config):
-                return generate(*args, past_key_values=handle.cache, **kwargs)
-        finally:
-            del running.generate
-
-    if fused or (fused is None and model._can_set_attn_implementation()):
-        enable_fused_attention(model)
-    elif fused is False:
-        disable_fused_attention(model)
-        hand_over_positions(model)
-    else:
-        hand_over_positions(model)
-        logger.warning("the attention of %s cannot be switched: decoding each step instead", type(model).__name__)
-    model.generate = generate_compressed
-    try:
-        yield handle
-    finally:
-        if outer is None:
-            del model.generate
-        else:
-            model.generate = outer
-        (enable_fused_attention if was_fused else disable_fused_attention)(model)
-        (hand_over_positions if was_handed_over else unhook_positions)(model)

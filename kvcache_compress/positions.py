@@ -14,20 +14,22 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .adapters import unwrapped
 from .cache import CompressedCache
 from .layer import CompressedLayer
 
 
-def hand_over_positions(model: PreTrainedModel) -> None:
-    """Lets the model's attention modules hand over their position embeddings to a cache that asks for them.
+def hand_over_positions(model: torch.nn.Module) -> None:
+    """Lets the attention modules of a model, or of one that PEFT wraps, hand over their position embeddings to a cache.
 
     `enable_fused_attention` and `compress` do so too. Without it CommVQ encodes the tokens of left-padded rows as if
     at other positions than theirs.
     """
-    if hands_over_positions(model):
+    inner = unwrapped(model)
+    if hands_over_positions(inner):
         return
-    decoder = model.config.get_text_config(decoder=True)
-    for module in model.modules():
+    decoder = inner.config.get_text_config(decoder=True)
+    for module in inner.modules():
         if isinstance(module, PreTrainedModel) and module.config.get_text_config(decoder=True) is decoder:
             module.register_forward_pre_hook(functools.partial(_follow, decoder), with_kwargs=True)
         names = tuple(inspect.signature(module.forward).parameters) if hasattr(module, "layer_idx") else ()
