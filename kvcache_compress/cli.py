@@ -99,7 +99,7 @@ def calibrate(
     method: Annotated[str, typer.Option(help="Method to calibrate: commvq.")] = "commvq",
     model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a path.")] = "smollm2-135m",
     bits: Annotated[int, typer.Option(help="Code bits per number: 1 or 2.")] = 2,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of text; 49152, with --quick 16384.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of text; 55296, with --quick 18432.")] = None,
     values: Annotated[str, typer.Option(help="Value codes: residual, or the paper's encoder.")] = "residual",
     key_rounds: Annotated[int | None, typer.Option(help="Residual rounds of keys; from --bits by default.")] = None,
     value_rounds: Annotated[int | None, typer.Option(help="Residual rounds of values; likewise.")] = None,

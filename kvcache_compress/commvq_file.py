@@ -2,8 +2,8 @@
 
 Metadata (all strings): `format`, `version`, `model` (hub id or path), `model_type`, `head_dim`, `kv_heads`, `layers`,
 `sha256` of the tensors (not in the first files), and as JSON `rope` (`rope_record`), `options`, `data` and `losses` of
-the calibration. Tensors, float16, for H key/value
-heads, G groups of g pairs (G * g = head_dim / 2), R rounds of N centres:
+the calibration (the first files have no losses `held_out`). Tensors, float16, for H key/value heads, G groups of g
+pairs (G * g = head_dim / 2), R rounds of N centres:
 
     keys.{layer}.codebooks    [H, G, R, N, g, 2]          real and imaginary parts
     keys.{layer}.weights      [H, head_dim / 2]           may be left out: pairs are scaled by them before coding

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import normalize
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
-from kvcache_compress import disable_fused_attention, enable_fused_attention
+from kvcache_compress import additive, disable_fused_attention, enable_fused_attention
 from kvcache_compress.calibration import CommVQSettings, calibrate_commvq, command, commvq
-from kvcache_compress.calibration.collect import collect, read_layer
+from kvcache_compress.calibration.collect import SIDES, collect, read_layer
+from kvcache_compress.calibration.commvq import split_windows
 from kvcache_compress.calibration.em import Schedule
-from kvcache_compress.calibration.encoder import EncoderSchedule
+from kvcache_compress.calibration.encoder import EncoderSchedule, encoder_bits
 from kvcache_compress.calibration.text import read_windows
 from kvcache_compress.cli import app
 from kvcache_compress.commvq_file import read_header
@@ -26,7 +28,7 @@ from kvcache_compress.methods.commvq import CommVQCache
 
 LAYERS, HEADS, HEAD_DIM, CONTEXT = 3, 2, 16, 64
 SHORT = Schedule(soft_steps=2, soft_vectors=128, hard_steps=2, hard_vectors=512, full_steps=1)
-SETTINGS: dict[str, Any] = {"tokens": 512, "context": CONTEXT, "centres": 8, "schedule": SHORT}
+SETTINGS: dict[str, Any] = {"tokens": 576, "context": CONTEXT, "centres": 8, "schedule": SHORT}
 
 
 class Characters:
@@ -121,12 +123,55 @@ def test_a_file_that_the_cache_takes(model: LlamaForCausalLM, text: list[str], t
     header = read_header(str(output))
     assert (header.layers, header.kv_heads, header.head_dim) == (LAYERS, HEADS, HEAD_DIM)
     assert header.options["bits"] == 2
-    assert header.data["windows"] == 512 // CONTEXT
+    assert (header.data["windows"], header.data["held_out_windows"]) == (8, 1)
     assert set(header.losses) == {str(layer) for layer in range(LAYERS)}
     cache = CommVQCache(model.config, codebooks=output, sink_tokens=2, recent_tokens=4)
     model(input_ids=torch.arange(48)[None], past_key_values=cache)
     assert cache.packed_tokens == 32  # of 42 outside sinks and window, in blocks of 32
     assert not list(tmp_path.glob("*.parts"))
+
+
+def test_windows_are_held_out() -> None:
+    """One in eight, spread evenly, and at least one; each window is in one of both."""
+    for count, held_out in ((2, [1]), (8, [7]), (15, [14]), (18, [8, 17]), (54, [8, 17, 26, 35, 44, 53])):
+        trained, others = split_windows(torch.arange(count)[:, None])
+        assert others.flatten().tolist() == held_out
+        assert sorted([*trained.flatten().tolist(), *held_out]) == list(range(count))
+
+
+def own_search(file: dict[str, torch.Tensor], side: str, states: torch.Tensor) -> list[float]:
+    """Mean squared error of a layer's normalized states, per head or of the encoder's tokens, by the stored tensors."""
+    own = {name.removeprefix(f"{side}."): tensor.float() for name, tensor in file.items() if name.startswith(side)}
+    if "codebook" in own:
+        tokens = normalize(states.float().transpose(0, 1).flatten(1), dim=-1)
+        return [(tokens - encoder_bits(own, tokens) @ own["codebook"]).square().sum(-1).mean().item()]
+    if "weights" in own:
+        states = states * own["weights"].repeat_interleave(2, -1)[:, None]
+    x, books = normalize(states.float(), dim=-1), own["codebooks"][:, 0]
+    if side.startswith("keys"):
+        decoded = additive.complex_decode(additive.complex_encode(x.unflatten(-1, (-1, 2)), books), books).flatten(-2)
+    else:
+        decoded = additive.real_decode(additive.real_encode(x, books), books)
+    return [head.item() for head in (x - decoded).square().sum(-1).mean(-1)]
+
+
+@pytest.mark.parametrize("values", ["residual", "encoder"])
+def test_losses_of_what_was_held_out(model: LlamaForCausalLM, text: list[str], tmp_path: Path, values: str) -> None:
+    """Those of the codec's own search, on windows that neither codebooks nor weights of pairs have seen."""
+    output = tmp_path / "books.safetensors"
+    schedule = EncoderSchedule(steps=200, batch=64)
+    calibrate(model, text, output, values=values, encoder=schedule, key_rounds=4, value_rounds=4)
+    file, losses = load_file(output), read_header(str(output)).losses["1"]
+    windows, _ = read_windows(text, Characters(), 576, CONTEXT)  # type: ignore[arg-type]
+    weights = collect(model, windows[:8], tmp_path / "trained", [1])[1]
+    torch.testing.assert_close(file["keys.1.weights"].float(), weights)
+    collect(model, windows[8:], tmp_path / "held-out", [1])
+    for side in SIDES:
+        for folder, kind in (("trained", "rounds"), ("held-out", "held_out")):
+            states = read_layer(tmp_path / folder, 1, side, HEADS, HEAD_DIM)
+            found = losses[side].get(kind, losses[side].get("encoder"))
+            ends = [found] if isinstance(found, float) else [head[-1] for head in found]
+            assert ends == pytest.approx(own_search(file, f"{side}.1", states), rel=2e-3)
 
 
 def test_an_interrupted_run_goes_on(
@@ -137,11 +182,11 @@ def test_an_interrupted_run_goes_on(
     calibrate(model, text, whole)
     original, trained = commvq.train_side, []
 
-    def train(states: torch.Tensor, side: Any, layer: int, *rest: Any) -> Any:
+    def train(states: torch.Tensor, held_out: torch.Tensor, side: Any, layer: int, *rest: Any) -> Any:
         if layer == 1 and not trained.count("resumed"):
             raise KeyboardInterrupt
         trained.append((side, layer))
-        return original(states, side, layer, *rest)
+        return original(states, held_out, side, layer, *rest)
 
     monkeypatch.setattr(commvq, "train_side", train)
     with pytest.raises(KeyboardInterrupt):
@@ -169,7 +214,7 @@ def interrupted(model: Any, text: list[str], output: Path, monkeypatch: pytest.M
     return folder
 
 
-@pytest.mark.parametrize("changed", [{"bits": 1}, {"seed": 1}, {"tokens": 576}, {"schedule": Schedule(soft_steps=1)}])
+@pytest.mark.parametrize("changed", [{"bits": 1}, {"seed": 1}, {"tokens": 640}, {"schedule": Schedule(soft_steps=1)}])
 def test_parts_of_other_settings_are_neither_used_nor_lost(
     model: LlamaForCausalLM,
     text: list[str],
@@ -221,10 +266,10 @@ def test_a_worker_that_fails_stops_the_others(
 ) -> None:
     original = commvq.train_side
 
-    def train(states: torch.Tensor, side: Any, layer: int, *rest: Any) -> Any:
+    def train(states: torch.Tensor, held_out: torch.Tensor, side: Any, layer: int, *rest: Any) -> Any:
         if layer == 1:
             raise ValueError("layer 1")
-        return original(states, side, layer, *rest)
+        return original(states, held_out, side, layer, *rest)
 
     monkeypatch.setattr(commvq, "train_side", train)
     settings = CommVQSettings(**SETTINGS)
@@ -298,7 +343,7 @@ def test_what_is_refused(model: LlamaForCausalLM, text: list[str], tmp_path: Pat
     for changes, message in (
         ({"centres": 7}, "centres=7 for commvq: allowed 2, 4"),
         ({"context": 1}, "context=1 for commvq"),
-        ({"tokens": 32}, "tokens=32 for commvq: allowed at least one window of 64"),
+        ({"tokens": 127}, "tokens=127 for commvq: allowed at least two windows of 64"),
     ):
         with pytest.raises(ValueError, match=message):
             CommVQSettings(**SETTINGS | changes)
@@ -395,10 +440,14 @@ def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.Mo
     assert re.search(r"training: \d+ of \d+, \d+ s left", result.output)
     header = read_header(str(output))
     assert header.options["weigh_pairs"] is False
-    ends = [layer["values"].get("encoder") or layer["values"]["rounds"][0][-1] for layer in header.losses.values()]
-    row = next(line for line in result.output.splitlines() if line.startswith("│ values"))
-    assert row.split("│")[2].strip() == ("encoder" if values == "encoder" else "2")
-    assert float(row.split("│")[3]) <= min(ends) + 1e-4
+    rows = [line.split("│") for line in result.output.splitlines() if line.startswith("│ values")]
+    for row, windows, kind in zip(rows, ("trained on", "held out"), ("rounds", "held_out"), strict=True):
+        assert [row[2].strip(), row[3].strip()] == ["encoder" if values == "encoder" else "2", windows]
+        found = [layer["values"].get(kind, layer["values"].get("encoder")) for layer in header.losses.values()]
+        ends = found if values == "encoder" else [head[-1] for heads in found for head in heads]
+        assert [float(figure) for figure in row[4:7]] == pytest.approx(
+            [min(ends), sum(ends) / len(ends), max(ends)], abs=1e-4
+        )
     assert re.search(r"books\.safetensors: [\d.]+ MiB in [\d.]+ minutes, peak memory [\d.]+ GiB", result.output)
 
 

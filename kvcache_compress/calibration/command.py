@@ -87,16 +87,16 @@ class _Reporter:
 
 
 def _loss_table(losses: dict[str, Any]) -> Table:
-    """Mean squared error of normalized vectors over layers and heads."""
+    """Mean squared error of normalized vectors over layers and heads, of windows trained on and of those held out."""
     table = Table(title="mean squared error of normalized vectors, over layers and heads")
-    for heading in ("side", "rounds", "least", "mean", "most"):
-        table.add_column(heading, justify="left" if heading == "side" else "right")
+    for heading in ("side", "rounds", "windows", "least", "mean", "most"):
+        table.add_column(heading, justify="left" if heading in ("side", "windows") else "right")
     for side in ("keys", "values"):
         parts = [layer[side] for layer in losses.values()]
-        if "encoder" in parts[0]:
-            rounds, ends = "encoder", [part["encoder"] for part in parts]
-        else:
-            rounds = str(len(parts[0]["rounds"][0]))
-            ends = [head[-1] for part in parts for head in part["rounds"]]
-        table.add_row(side, rounds, *(f"{value:.4f}" for value in (min(ends), statistics.fmean(ends), max(ends))))
+        name = "encoder" if "encoder" in parts[0] else "rounds"
+        rounds = "encoder" if name == "encoder" else str(len(parts[0]["rounds"][0]))
+        for windows, kind in (("trained on", name), ("held out", "held_out")):
+            found = [part[kind] for part in parts]
+            ends = found if name == "encoder" else [head[-1] for heads in found for head in heads]
+            table.add_row(side, rounds, windows, *(f"{x:.4f}" for x in (min(ends), statistics.fmean(ends), max(ends))))
     return table

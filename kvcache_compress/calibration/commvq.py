@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Any, Literal
 
 import torch
+from torch.nn.functional import normalize
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..codec import Side
@@ -27,13 +28,16 @@ from ..commvq_file import (
 from ..rotation import hashed_seed
 from ..whole_file import is_replaceable
 from .collect import SIDES, calibrated_layers, collect, layer_file, read_layer
-from .em import ComplexForm, RealForm, Schedule, train_residual
-from .encoder import EncoderSchedule, train_encoder
+from .em import ComplexForm, RealForm, Schedule, residual_losses, train_residual
+from .encoder import EncoderSchedule, encoder_loss, train_encoder
 from .parts import Parts
 from .text import read_windows
 
-_TRAINING = 3
+_TRAINING = 4
 """Raised when training changes, so that parts of an older release are not mixed with new ones."""
+HELD_OUT = 8
+"""One window in so many is not trained on, and at least one: what codebooks lose on it is what they lose on new text of
+the same kind."""
 QUICK_SCHEDULE = Schedule(soft_steps=4, soft_vectors=2048, hard_steps=3, hard_vectors=8192, full_steps=1)
 QUICK_ENCODER = EncoderSchedule(steps=400)
 
@@ -46,7 +50,7 @@ class CommVQSettings:
     """What is trained, and how long.
 
     bits: code bits per number, 1 or 2, from which the numbers of rounds follow unless given.
-    tokens: calibration tokens, in windows of `context`.
+    tokens: calibration tokens, in windows of `context`, of which one in `HELD_OUT` is only measured.
     values: `residual` codebooks (ours), or the paper's `encoder`.
     key_rounds, value_rounds: residual rounds of each side.
     weigh_pairs: weigh errors of keys' pairs by the queries that meet them; the paper does not.
@@ -54,7 +58,7 @@ class CommVQSettings:
     """
 
     bits: int = 2
-    tokens: int = 49_152
+    tokens: int = 55_296
     context: int = 1024
     values: Literal["residual", "encoder"] = "residual"
     key_rounds: int | None = None
@@ -76,8 +80,8 @@ class CommVQSettings:
             )
         if self.context < 2:
             raise ValueError(f"context={self.context} for commvq: allowed at least 2")
-        if self.tokens < self.context:
-            raise ValueError(f"tokens={self.tokens} for commvq: allowed at least one window of {self.context}")
+        if self.tokens < 2 * self.context:
+            raise ValueError(f"tokens={self.tokens} for commvq: allowed at least two windows of {self.context}")
         for name in ("key_rounds", "value_rounds"):
             rounds = getattr(self, name)
             if rounds is not None and rounds < 1:
@@ -86,7 +90,7 @@ class CommVQSettings:
     @classmethod
     def quick(cls, **changes: Any) -> CommVQSettings:
         """Less text and fewer steps."""
-        short: dict[str, Any] = {"tokens": 16_384, "schedule": QUICK_SCHEDULE, "encoder": QUICK_ENCODER}
+        short: dict[str, Any] = {"tokens": 18_432, "schedule": QUICK_SCHEDULE, "encoder": QUICK_ENCODER}
         return cls(**short | changes)
 
     def rounds(self, side: Side, head_dim: int) -> int:
@@ -122,7 +126,7 @@ def calibrate_commvq(
         notice: called with what a person should know.
 
     Returns:
-        The losses by layer, as they are in the file: mean squared error of normalized vectors.
+        The losses by layer, as they are in the file: mean squared error of normalized vectors (see `train_side`).
 
     Raises:
         ValueError: a model that CommVQ cannot serve, a text that cannot be read or is too short, no finite keys, an
@@ -134,7 +138,9 @@ def calibrate_commvq(
     layers = calibrated_layers(config)
     head_dim, heads, _ = model_shape(config)
     windows, digest = read_windows(text, tokenizer, settings.tokens, settings.context)
-    data: dict[str, Any] = {"windows": len(windows), "context": settings.context, "sha256": digest}
+    trained, held_out = split_windows(windows)
+    data: dict[str, Any] = {"windows": len(trained), "held_out_windows": len(held_out)}
+    data |= {"context": settings.context, "sha256": digest}
     data["dtype"] = str(model.dtype).removeprefix("torch.")
     header = describe_model(config, output, options=asdict(settings), data=data)
     parts = Parts(output, header.metadata() | {"training": _TRAINING, "layers": layers})
@@ -146,9 +152,14 @@ def calibrate_commvq(
             f"{parts.folder}: {len(layers) - len(missing)} of {len(layers)} layers are finished; going on from there"
         )
     weights = parts.load_weights()
-    there = all(layer_file(parts.states, layer, side).exists() for layer in missing for side in SIDES)
-    if missing and not (there and set(missing) <= weights.keys()):
-        weights = collect(model, windows, parts.states, missing, _Counter(report, "reading text", len(windows)))
+    folders = (parts.states, parts.held_out)
+    files = {layer: [layer_file(folder, layer, side) for folder in folders for side in SIDES] for layer in missing}
+    if missing and not (
+        all(file.exists() for layer in missing for file in files[layer]) and set(missing) <= weights.keys()
+    ):
+        count = _Counter(report, "reading text", len(windows))
+        collect(model, held_out, parts.held_out, missing, count)
+        weights = collect(model, trained, parts.states, missing, count)
         parts.save_weights(weights)
     weighed = {layer for layer in missing if settings.weigh_pairs and bool((weights[layer] != 1).any())}
     if settings.weigh_pairs and len(weighed) < len(missing):
@@ -165,13 +176,13 @@ def calibrate_commvq(
         tensors: dict[str, torch.Tensor] = {}
         losses: dict[str, Any] = {}
         for side in SIDES:
-            states = read_layer(parts.states, layer, side, heads, head_dim).to(model.device)
+            states, others = (read_layer(folder, layer, side, heads, head_dim).to(model.device) for folder in folders)
             own = weights[layer] if layer in weighed else None
-            trained, losses[side] = train_side(states, side, layer, settings, own, count)
-            tensors |= {f"{side}.{layer}.{name}": tensor for name, tensor in trained.items()}
+            made, losses[side] = train_side(states, others, side, layer, settings, own, count)
+            tensors |= {f"{side}.{layer}.{name}": tensor for name, tensor in made.items()}
         parts.save(layer, tensors, losses)
-        for side in SIDES:
-            layer_file(parts.states, layer, side).unlink()
+        for file in files[layer]:
+            file.unlink()
 
     _for_each(train_layer, missing, workers or _workers(model.device), count.stop)
     finished = {layer: parts.load(layer) for layer in layers}
@@ -181,6 +192,13 @@ def calibrate_commvq(
     write_codebooks(replace(header, losses=losses, data=data), tensors)
     parts.remove()
     return losses
+
+
+def split_windows(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows to train on, and every `HELD_OUT`th or so, spread evenly, to measure on; of two the second."""
+    step = len(windows) // max(1, len(windows) // HELD_OUT)
+    held_out = torch.arange(len(windows)) % step == step - 1
+    return windows[~held_out], windows[held_out]
 
 
 def check_output(output: Path) -> None:
@@ -198,6 +216,7 @@ def check_output(output: Path) -> None:
 
 def train_side(
     states: torch.Tensor,
+    held_out: torch.Tensor,
     side: Side,
     layer: int,
     settings: CommVQSettings,
@@ -207,29 +226,36 @@ def train_side(
     """Tensors of one side of a layer from its states `[H, tokens, head_dim]`, keys before RoPE and by pairs; losses.
 
     Keys are scaled by `weights` `[H, pairs]` first. A loss is the mean squared error of normalized vectors: of each
-    head and round, or of the encoder's tokens.
+    head after each round (`rounds`), or of the encoder's tokens (`encoder`); under `held_out` the same of states that
+    were not trained on.
     """
     generator = torch.Generator().manual_seed(hashed_seed(settings.seed, layer, side))
     started = time.perf_counter()
     heads, _, head_dim = states.shape
     if side == "values" and settings.values == "encoder":
-        tokens = torch.nn.functional.normalize(states.float().transpose(0, 1).flatten(1), dim=-1)
+        tokens, others = (normalize(x.float().transpose(0, 1).flatten(1), dim=-1) for x in (states, held_out))
         tensors, loss = train_encoder(tokens, settings.bits * heads * head_dim, settings.encoder, generator, on_step)
-        return tensors, {"encoder": loss, "seconds": time.perf_counter() - started}
+        found: dict[str, Any] = {"encoder": loss, "held_out": encoder_loss(tensors, others)}
+        return tensors, found | {"seconds": time.perf_counter() - started}
     groups, rounds = group_count(head_dim), settings.rounds(side, head_dim)
-    states = states.float()
-    if side == "keys" and weights is not None:
-        states = states * weights.to(states).repeat_interleave(2, -1)[:, None]
-    unit = torch.nn.functional.normalize(states, dim=-1)
-    x = unit.unflatten(-1, (groups, -1)).transpose(1, 2).flatten(0, 1)  # [H * G, tokens, head_dim / G]
+    scale = weights.repeat_interleave(2, -1)[:, None] if side == "keys" and weights is not None else torch.ones(1)
+
+    def by_group(states: torch.Tensor) -> torch.Tensor:
+        """`[H * G, tokens, head_dim / G]`"""
+        unit = normalize(states.float() * scale.to(states.device), dim=-1)
+        return unit.unflatten(-1, (groups, -1)).transpose(1, 2).flatten(0, 1)
+
     form = ComplexForm() if side == "keys" else RealForm()
-    books, losses = train_residual(x, form, rounds, settings.centres, settings.schedule, generator, on_step)
+    books, losses = train_residual(
+        by_group(states), form, rounds, settings.centres, settings.schedule, generator, on_step
+    )
+    both = (losses, residual_losses(by_group(held_out), form, books))
+    by_head, others_by_head = (x.unflatten(0, (heads, groups)).sum(1).tolist() for x in both)
     shaped = books.unflatten(0, (heads, groups))
-    by_head = losses.unflatten(0, (heads, groups)).sum(1)
     tensors = {"codebooks": shaped.unflatten(-1, (-1, 2)) if side == "keys" else shaped}
     if side == "keys" and weights is not None:
         tensors["weights"] = weights
-    return tensors, {"rounds": by_head.tolist(), "seconds": time.perf_counter() - started}
+    return tensors, {"rounds": by_head, "held_out": others_by_head, "seconds": time.perf_counter() - started}
 
 
 def _workers(device: torch.device) -> int:

@@ -224,6 +224,16 @@ def train_residual(
     return torch.stack(books, 1), torch.stack(losses, 1)
 
 
+@torch.inference_mode()
+def residual_losses(x: torch.Tensor, form: Form, books: torch.Tensor) -> torch.Tensor:
+    """Mean squared residual `[B, R]` of vectors `[B, n, d]` after each round of trained centres `[B, R, N, d]`."""
+    losses = []
+    for found in books.unbind(1):
+        x = x - form.points(form.assign(x, found)[0], found)
+        losses.append(x.square().sum(-1).mean(-1))
+    return torch.stack(losses, 1)
+
+
 def start_centres(sample: torch.Tensor, form: Form, centres: int, generator: torch.Generator) -> torch.Tensor:
     """Vectors of the sample, shortened, since a point of the complex form is the sum of two centres."""
     chosen = torch.randint(sample.shape[1], (centres,), generator=generator)

@@ -83,7 +83,12 @@ def train_encoder(
     trained = {name: tensor.detach().half().to(tokens) for name, tensor in network.items()}
     codes = encoder_bits(trained, tokens)
     trained["codebook"] = _least_squares(codes, tokens, trained["codebook"]).half().to(tokens)
-    return trained, (tokens - codes @ trained["codebook"]).square().sum(-1).mean().item()
+    return trained, encoder_loss(trained, tokens)
+
+
+def encoder_loss(network: dict[str, torch.Tensor], tokens: torch.Tensor) -> float:
+    """Mean squared error of normalized tokens `[n, H * D]`."""
+    return (tokens - encoder_bits(network, tokens) @ network["codebook"]).square().sum(-1).mean().item()
 
 
 def _least_squares(codes: torch.Tensor, tokens: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:

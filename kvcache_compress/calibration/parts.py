@@ -19,14 +19,15 @@ from ..whole_file import whole_file
 
 
 class Parts:
-    """`<output>.<digest of the settings>.parts/`: `settings.json`, `states/` with collected keys and values, one file
-    per finished layer. `others` are the folders of other settings for the same output, which stay as they are."""
+    """`<output>.<digest of the settings>.parts/`: `settings.json`, `states/` and `held_out/` with collected keys and
+    values, one file per finished layer. `others` are the folders of other settings for the same output, which stay as
+    they are."""
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         described = json.dumps(settings, sort_keys=True, indent=1)
         self.digest = hashlib.sha256(described.encode()).hexdigest()
         self.folder = output.with_name(f"{output.name}.{self.digest[:12]}.parts")
-        self.states = self.folder / "states"
+        self.states, self.held_out = self.folder / "states", self.folder / "held_out"
         self._weights = self.folder / "weights.safetensors"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.others = [
