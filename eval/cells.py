@@ -105,7 +105,7 @@ def cell_path(output: Path, model: str, benchmark: str, cache: str) -> Path:
     return output.joinpath(safe_name(model), safe_name(benchmark), f"{safe_name(cache)}.json")
 
 
-def lock_path(output: Path, model: str, benchmark: str) -> Path:
+def lock_of(output: Path, model: str, benchmark: str) -> Path:
     """What the run that changes the cells of a model and benchmark locks."""
     return output.joinpath(safe_name(model), safe_name(benchmark), ".lock")
 

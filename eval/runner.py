@@ -18,16 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from kvcache_compress.eval.benchmark import Benchmark, Record, Sample
 from kvcache_compress.eval.caches import CacheSpec
-from kvcache_compress.eval.cells import (
-    Cell,
-    Parts,
-    cell_path,
-    lock_path,
-    safe_name,
-    stored_cell,
-    summarized,
-    write_cell,
-)
+from kvcache_compress.eval.cells import Cell, Parts, cell_path, lock_of, safe_name, stored_cell, summarized, write_cell
 from kvcache_compress.eval.identity import digest_of, fingerprint, plain, without_folders
 from kvcache_compress.eval.prefill import CacheRun, Prefill, join, prefill
 from kvcache_compress.eval.processes import OneProcess, Processes
@@ -104,7 +95,7 @@ class Runner:
         check_distinct("caches", [spec.name for spec in specs])
         with ExitStack() as stack:
             if self.output is not None and self.processes.index == 0:
-                stack.enter_context(only_one(lock_path(self.output, self.model_name, name)))
+                stack.enter_context(only_one(lock_of(self.output, self.model_name, name)))
             self.processes.gather(None)  # none reads what is done while another run still adds to it
             return self._run_alone(name, benchmark, specs)
 

@@ -87,6 +87,22 @@ class PackableChecks:
                 raise not_packable(side, self.layer)
 
 
+def usable_device(device: torch.device | str | None) -> torch.device:
+    """A device of this machine by its name, the CPU for None.
+
+    Raises:
+        ValueError: no device, one that is not there, or `meta`, which holds no data.
+    """
+    try:
+        found = torch.empty(0, device="cpu" if device is None else device).device
+        reason = "it holds no data" if found.type == "meta" else None
+    except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+    if reason is not None:
+        raise ValueError(f"device={device!r} cannot be had: {reason}")
+    return found
+
+
 def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.Tensor]) -> None:
     """Refuses new keys and values that are not `[B, H, T, D]`, or not like those that a layer holds, if it does.
 

@@ -17,24 +17,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from .codec import Side
-from .decoder import head_dim_of, kv_heads_of
-from .rope import RopeLayout, rope_layout
+from .model_facts import model_shape, rope_record, same_model
+from .rope import rope_layout
 from .tensor_file import open_tensors, write_tensors
 
 FORMAT, VERSION = "kvcache_compress.commvq", "1"
 ENCODER = ("weight1", "bias1", "weight2", "bias2", "codebook")
 CENTRES, GROUP_PAIRS = 64, 64
 ALLOWED_CENTRES = {"keys": (2, 4, 8, 16, 32, 64), "values": (2, 4, 8, 16, 32, 64, 256)}
+
+
+def refusal(path: str, problem: str) -> ValueError:
+    """The error for a file that cannot be taken. What it holds may be long, and of several lines."""
+    return ValueError(f"codebooks={path!r} for commvq: {textwrap.shorten(problem, 600)}")
 
 
 def group_count(head_dim: int) -> int:
@@ -90,7 +96,7 @@ class CodebookHeader:
         for name, shape in self.shapes.items():
             if name.startswith(side) and name.endswith(".codebooks"):
                 return shape[0], shape[1], shape[2], shape[3]
-        raise ValueError(f"codebooks={self.path!r} for commvq: no {side} in it")
+        raise refusal(self.path, f"no {side} in it")
 
     def rounds(self, side: Side, bits: float | None) -> int:
         """Rounds for `bits` code bits per number, all by default: the first rounds of residual codes stand alone.
@@ -112,19 +118,6 @@ class CodebookHeader:
         if bits is not None and abs(held - bits) > 0.1 * bits:
             raise ValueError(f"bits={bits:g} for commvq: the encoder of {self.path!r} has {held:.3g}, no others")
         return share
-
-
-def rope_record(config: PreTrainedConfig, layout: RopeLayout) -> dict[str, Any]:
-    """A model's RoPE as the file holds it: the config's parameters, and which channels make the pairs."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    record = {"parameters": dict(parameters), "order": layout.order, "rotary": layout.rotary}
-    plain: dict[str, Any] = json.loads(json.dumps(record, default=str))
-    return plain
-
-
-def model_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """(head dimension, key/value heads, layers) of a decoder's config."""
-    return head_dim_of(config), kv_heads_of(config), config.num_hidden_layers
 
 
 def describe_model(
@@ -169,7 +162,7 @@ def read_header(path: str) -> CodebookHeader:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"codebooks={path!r} for commvq: there is no such file. {how_to_calibrate()}")
+        raise refusal(path, f"there is no such file. {how_to_calibrate()}")
     stat = file.stat()
     return _read_header(str(file), stat.st_mtime_ns, stat.st_size)
 
@@ -189,13 +182,9 @@ def _read_header(path: str, changed: int, size: int) -> CodebookHeader:
         dtypes = {part.get_dtype() for part in slices.values()}
         changed_since = "sha256" in metadata and _digest(shapes, file.get_tensor) != metadata["sha256"]
     if metadata.get("format") != FORMAT:
-        raise ValueError(
-            f"codebooks={path!r} for commvq: not a codebook file of kvcache-compress. {how_to_calibrate()}"
-        )
+        raise refusal(path, f"not a codebook file of kvcache-compress. {how_to_calibrate()}")
     if metadata.get("version") != VERSION:
-        raise ValueError(
-            f"codebooks={path!r} for commvq: format version {metadata.get('version')!r}, this release reads {VERSION!r}"
-        )
+        raise refusal(path, f"format version {metadata.get('version')!r}, this release reads {VERSION!r}")
     try:
         described = {name: json.loads(metadata[name]) for name in ("rope", "options", "data", "losses")}
         if wrong := [name for name in ("rope", "options", "data") if not isinstance(described[name], dict)]:
@@ -205,11 +194,11 @@ def _read_header(path: str, changed: int, size: int) -> CodebookHeader:
             path=path, model=metadata["model"], model_type=metadata["model_type"], shapes=shapes, **numbers, **described
         )
     except (KeyError, ValueError, RecursionError) as error:
-        raise ValueError(f"codebooks={path!r} for commvq: its metadata is damaged ({error})") from None
+        raise refusal(path, f"its metadata is damaged ({error})") from None
     if problem := _shape_problem(header) or (f"dtypes {sorted(dtypes)}, not F16" if dtypes - {"F16"} else None):
-        raise ValueError(f"codebooks={path!r} for commvq: damaged: {problem}")
+        raise refusal(path, f"damaged: {problem}")
     if changed_since:
-        raise ValueError(f"codebooks={path!r} for commvq: damaged: its numbers are not those that were written")
+        raise refusal(path, "damaged: its numbers are not those that were written")
     return header
 
 
@@ -222,7 +211,8 @@ def _shape_problem(header: CodebookHeader) -> str | None:
     for name, shape in header.shapes.items():
         side, layer, kind = [*name.split("."), "", ""][:3]
         known = (f"{side}.{layer}.codebooks", f"keys.{layer}.weights", *(f"values.{layer}.{part}" for part in ENCODER))
-        if name not in known:
+        numbered = layer.isdecimal() and len(layer) < 6 and int(layer) < header.layers
+        if name not in known or not numbered:
             return f"a tensor {name!r}, which no codebook file has"
         if shape != kinds.setdefault((side, kind), shape):
             return f"{name} of shape {list(shape)}, where another layer has {list(kinds[side, kind])}"
@@ -254,36 +244,29 @@ def check_model(
     parts of the path are; an unnamed model agrees with all. `any_model` leaves the ids out of it.
     """
     name = config._name_or_path or f"this {config.model_type}"
-    start = f"codebooks={header.path!r} for commvq: made for {header.model or header.model_type!r}, not for {name!r}"
+    start = f"made for {header.model or header.model_type!r}, not for {name!r}"
     head_dim, kv_heads, layers = model_shape(config)
     there, here = (header.head_dim, header.kv_heads, header.layers), (head_dim, kv_heads, layers)
     if there != here:
         words = "{} layers with {} key/value heads of {}"
-        raise ValueError(f"{start}: {words.format(*there[::-1])} there, {words.format(*here[::-1])} here")
+        raise refusal(header.path, f"{start}: {words.format(*there[::-1])} there, {words.format(*here[::-1])} here")
     layout = rope_layout(config, head_dim) if side == "keys" else None
     if layout is not None and (record := rope_record(config, layout)) != header.rope:
         differing = [key for key in record if record[key] != header.rope.get(key)]
         words = "; ".join(f"{key} {header.rope.get(key)} there, {record[key]} here" for key in differing)
-        raise ValueError(f"{start}: other rotary position embeddings: {words}")
+        raise refusal(header.path, f"{start}: other rotary position embeddings: {words}")
     if not any_model and header.model_type != config.model_type:
-        raise ValueError(f"{start}: a model of type {header.model_type!r} there, {config.model_type!r} here")
+        raise refusal(header.path, f"{start}: a model of type {header.model_type!r} there, {config.model_type!r} here")
     if not any_model and not same_model(header.model, config._name_or_path):
-        raise ValueError(f"{start}. If both are the same model, say any_model: true")
+        raise refusal(header.path, f"{start}. If both are the same model, say any_model: true")
     _names(header, side, layer)
-
-
-def same_model(one: str, other: str) -> bool:
-    """Whether these ids or paths may name one model: their last two parts are equal, or one is empty."""
-    parts = [PurePath(name).parts for name in (one, other)]
-    count = min(2, *(len(part) for part in parts))
-    return count == 0 or parts[0][-count:] == parts[1][-count:]
 
 
 def _names(header: CodebookHeader, side: Side, layer: int) -> list[str]:
     encoder = side == "values" and header.encoder_bits
     names = [f"{side}.{layer}.{part}" for part in (ENCODER if encoder else ("codebooks",))]
     if missing := [name for name in names if name not in header.shapes]:
-        raise ValueError(f"codebooks={header.path!r} for commvq: no {side} of layer {layer} in it ({missing[0]})")
+        raise refusal(header.path, f"no {side} of layer {layer} in it ({missing[0]})")
     weights = f"{side}.{layer}.weights"
     return [*names, weights] if weights in header.shapes else names
 
@@ -292,12 +275,14 @@ def load_layer(header: CodebookHeader, side: Side, layer: int, device: torch.dev
     """The float16 tensors of one side of a layer, by their last names.
 
     Raises:
-        ValueError: a layer that is missing, or numbers that are not finite.
+        ValueError: a layer that is missing, numbers that are not finite, or weights that are not positive.
     """
     prefix, names = f"{side}.{layer}.", _names(header, side, layer)
     with open_tensors(header.path, f"codebooks={header.path!r} for commvq") as file:
         tensors = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise ValueError(f"codebooks={header.path!r} for commvq: damaged: {prefix}{name} holds NaN or infinity")
+            raise refusal(header.path, f"damaged: {prefix}{name} holds NaN or infinity")
+        if name == "weights" and not (tensor > 0).all():
+            raise refusal(header.path, f"damaged: {prefix}{name} holds weights of zero or less")
     return {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+_LATE = ("dtype", "device", "indexer_dtype", "indexer_device", "batch_size", "num_heads", "k_head_dim", "v_head_dim")
+"""Attributes that a layer has from its first tokens on."""
+_SIZES = ("batch_size", "num_heads", "k_head_dim", "v_head_dim", "conv_kernel_size")
+
 
 def read_attributes(layer: Any, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A layer's attributes as JSON holds them, and the tensors that they refer to by name.
@@ -42,7 +46,7 @@ def read_attributes(layer: Any, index: int) -> tuple[dict[str, Any], dict[str, t
 
 
 def set_attributes(
-    layer: Any, attributes: Mapping[str, Any] | None, tensors: Mapping[str, torch.Tensor], device: torch.device
+    layer: Any, attributes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> None:
     """Gives a new layer the attributes that another of its class had.
 
@@ -59,20 +63,20 @@ def set_attributes(
             return left.pop(held)
         if kind == "dtype" and isinstance(getattr(torch, str(held), None), torch.dtype):
             return getattr(torch, str(held))
-        if kind == "device":
+        if kind == "device" and held is True:
             return device
         if kind == "items" and isinstance(held, dict) and all(key.isdecimal() for key in held):
             return {int(key): value_of(name, item) for key, item in held.items()}
         raise ValueError(f"damaged: {name}={stored!r}")
 
     fresh = {name: value for name, value in vars(layer).items() if not isinstance(value, PreTrainedConfig)}
-    new = {name: value_of(name, stored) for name, stored in (attributes or {}).items()}
+    new = {name: value_of(name, stored) for name, stored in attributes.items()}
     if missing := fresh.keys() - new.keys():
         raise ValueError(f"damaged, or of another release of Transformers: no {min(missing)}")
     for name, value in new.items():
-        late = name not in fresh and not hasattr(type(layer), name) and _may_become(None, value)
-        if not late and not (name in fresh and _may_become(fresh[name], value)):
-            raise ValueError(f"damaged, or of another release of Transformers: {name}={value!r}")
+        known = name in fresh or (name in _LATE and value is not None)
+        if not known or not _may_become(name, fresh.get(name), value):
+            raise ValueError(f"damaged, or of another release of Transformers: {name}={attributes[name]!r}")
     if left:
         raise ValueError(f"damaged: superfluous tensors {sorted(left)}")
     if problem := next(_contradictions(new, fresh), None):
@@ -83,13 +87,13 @@ def set_attributes(
             torch._dynamo.mark_static_address(tensor)
 
 
-def _may_become(fresh: Any, value: Any) -> bool:
+def _may_become(name: str, fresh: Any, value: Any) -> bool:
     """Whether an attribute that is `fresh` in a new layer can have this value later; sizes that are set stay."""
     if isinstance(fresh, dict):
         return (
             isinstance(value, dict)
             and fresh.keys() == value.keys()
-            and all(_may_become(fresh[key], value[key]) for key in fresh)
+            and all(_may_become(name, fresh[key], value[key]) for key in fresh)
         )
     if isinstance(fresh, torch.Tensor):
         alike = isinstance(value, torch.Tensor) and (fresh.dtype, fresh.shape) == (value.dtype, value.shape)
@@ -98,10 +102,22 @@ def _may_become(fresh: Any, value: Any) -> bool:
         return isinstance(value, bool)
     if isinstance(fresh, int):
         return type(value) is int and value >= 0 and fresh in (0, value)
+    if fresh is None and name in _SIZES:
+        return value is None or (type(value) is int and value >= 0)
     if fresh is None:
-        sized = type(value) is int and value >= 0
-        return value is None or sized or isinstance(value, (torch.Tensor, torch.dtype, torch.device))
+        kind = torch.dtype if name.endswith("dtype") else torch.device if name.endswith("device") else torch.Tensor
+        return value is None or isinstance(value, kind)
     return bool(fresh == value)
+
+
+def _dense(x: torch.Tensor) -> bool:
+    """Whether a tensor can hold keys, values or states."""
+    return x.is_floating_point() and x.itemsize > 1
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether numbers of one type lose nothing in another."""
+    return narrow.is_floating_point and torch.promote_types(wide, narrow) == wide
 
 
 def _contradictions(new: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterator[str]:
@@ -110,10 +126,8 @@ def _contradictions(new: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterato
     filled = [x for x in pair if x.numel()]
     if fresh.get("is_initialized") is False and len(pair) != 2 * new["is_initialized"]:
         yield f"is_initialized={new['is_initialized']} with {len(pair)} tensors"
-    if any(not x.is_floating_point() for x in pair):
+    if not all(map(_dense, pair)):
         yield f"keys and values of {pair[0].dtype} and {pair[1].dtype}"
-    if not all(x.isfinite().all() for x in pair):
-        yield "keys or values hold NaN or infinity"
     if any(x.ndim != 4 or x.shape[:3] != pair[0].shape[:3] for x in (pair if filled else ())):
         yield f"keys and values of shapes {[list(x.shape) for x in pair]}"
     tokens = filled[0].shape[2] if filled and filled[0].ndim == 4 else 0
@@ -125,13 +139,27 @@ def _contradictions(new: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterato
             size = pair[name == "v_head_dim"].shape[axis]
             if new.get(name) != size:
                 yield f"{name}={new.get(name)} for tensors with {size}"
+    dtype = new.get("dtype")
+    if any(dtype not in (None, x.dtype) and ("max_cache_len" in new or not _holds(x.dtype, dtype)) for x in pair):
+        yield f"keys and values of {pair[0].dtype} and {pair[1].dtype} in a layer of {dtype}"
+    if "cumulative_length_int" in new:
+        seen, room, counted = new["cumulative_length_int"], new["max_cache_len"], int(new["cumulative_length"])
+        if counted > room or (seen <= room and counted != seen):
+            yield f"lengths of {seen} and {counted} in a window of {room}"
     if "sliding_window" in new and isinstance(new.get("cumulative_length"), int):
         seen, window = new["cumulative_length"], new["sliding_window"]
         if tokens > seen or (window > 1 and tokens != min(seen, window - 1) and not new.get("record_past")):
             yield f"{tokens} tokens of {seen} in a window of {window}"
+    for number, size in new.get("conv_kernel_size", {}).items():
+        state = new["conv_states"][number]
+        if isinstance(state, torch.Tensor) and not new.get("record_past") and state.shape[-1:] != (size,):
+            yield f"conv_kernel_size={size} for a state of shape {list(state.shape)}"
     for name in ("conv_states", "recurrent_states"):
         states, flags = new.get(name), new.get(f"is_{name}_initialized")
         if isinstance(states, dict) and isinstance(flags, dict):
-            held = {key: isinstance(state, torch.Tensor) and state.ndim > 1 for key, state in states.items()}
+            held = {
+                key: isinstance(state, torch.Tensor) and state.ndim > 1 and _dense(state)
+                for key, state in states.items()
+            }
             if held != flags:
                 yield f"{name} that are no tensors"

@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from .checks import usable_device
+
 logger = logging.getLogger(__name__)
 
 SMOLLM2 = "smollm2-135m"
@@ -51,9 +53,10 @@ def load_model(
         The model and a tokenizer which has a pad token and pads on the left, as generation in batches needs it.
 
     Raises:
-        ValueError: the model was found nowhere; the message says what to do.
+        ValueError: the model was found nowhere; the message says what to do. Or a device that cannot be had.
         ImportError: a GGUF file has to be read and the package `gguf` is missing.
     """
+    place = usable_device(device)
     path = Path(name).expanduser()
     if name == SMOLLM2:
         model, tokenizer = _load_smollm2(dtype)
@@ -74,7 +77,7 @@ def load_model(
     if model.generation_config is not None and model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     tokenizer.padding_side = "left"
-    return model.eval().to(device or "cpu"), tokenizer
+    return model.eval().to(place), tokenizer
 
 
 def _load_smollm2(dtype: torch.dtype) -> LoadedModel:

@@ -94,16 +94,15 @@ def _rows(layer: Any) -> dict[str, torch.Tensor]:
 def _sizes(layer: Any) -> Iterator[tuple[str, int]]:
     """Batches and lengths of all that a layer holds."""
     rows = _rows(layer)
-    tokens = int(layer.get_seq_length()) if rows else 0
-    for x in rows.values() if tokens else ():
+    for x in rows.values():
         yield "a batch", x.shape[0]
-        yield "a length", tokens
+        yield "a length", int(layer.get_seq_length())
     for name in ("conv_states", "recurrent_states"):
         for state in getattr(layer, name, {}).values():
             if state is not None:
                 yield "a batch", state.shape[0]
     indexer = getattr(layer, "indexer_keys", None)
-    if tokens and indexer is not None:
+    if rows and indexer is not None:
         yield "a batch", indexer.shape[0]
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ from pydantic import NonNegativeInt, ValidationError
 from transformers import PreTrainedConfig
 
 from .cache import CompressedCache
-from .commvq_file import model_shape, rope_record, same_model
+from .checks import usable_device
 from .config import CompressionConfig, load_config
 from .foreign_layer import read_attributes, set_attributes
 from .hybrid import HybridCompressedLayer
 from .layer import CompressedLayer
+from .model_facts import model_shape, rope_record, same_model
 from .saved_layer import LayerState, StrictModel, expect, layer_state, layer_tensors, not_finite, restore_layer
 from .saved_shapes import Share, check_share, disagreement, misfit, share_held
 from .tensor_file import open_tensors, write_tensors
@@ -104,12 +106,12 @@ def save_cache(cache: CompressedCache, path: str | Path) -> None:
     share = share_held(cache.layers, cache.decoder_config)
     if problem := disagreement(cache.layers) or misfit(cache.layers, cache.decoder_config, share):
         raise ValueError(f"the cache cannot be saved: {problem}")
-    if broken := not_finite(tensors):
-        raise ValueError(f"the cache cannot be saved: {broken} holds NaN or infinity")
     rope = None
     if cache.rope_track is not None and tracked:
         tensors["rope"] = _on_cpu("rope", cache.rope_track.buffer[:, :tracked])
         rope = (len(tensors["rope"]), tracked)
+    if broken := not_finite(tensors):
+        raise ValueError(f"the cache cannot be saved: {broken} holds NaN or infinity")
     header = Header(
         release=__version__,
         transformers=transformers.__version__,
@@ -141,13 +143,16 @@ def load_cache(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
         if _digest(metadata["header"], tensors) != metadata.get("sha256"):
             raise ValueError("damaged: its contents do not agree with its checksum")
+        if broken := not_finite(tensors):
+            raise ValueError(f"damaged: {broken} holds NaN or infinity")
         cache = CompressedCache(model_config, _config(header, codebooks))
         _check_model(header, cache, any_model)
         check_share(header.share)
-        _restore(cache, header, tensors, _device(device))
+        _restore(cache, header, tensors, usable_device(device))
         _check_shapes(cache, header)
     except ValueError as error:
-        raise ValueError(f"cache file {str(path)!r}: {error}") from error
+        # What a file holds may be long, and of several lines.
+        raise ValueError(f"cache file {str(path)!r}: {textwrap.shorten(str(error), 600)}") from error
     return cache
 
 
@@ -226,13 +231,6 @@ def _config(header: Header, codebooks: str | Path | None) -> CompressionConfig:
     return load_config(plain).with_codebooks(codebooks)
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    try:
-        return torch.empty(0, device="cpu" if device is None else device).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={device!r} cannot be had: {str(error).splitlines()[0]}") from None
-
-
 def _restore(cache: CompressedCache, header: Header, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Fills a new cache from tensors that are copied to `device`; whatever does not fit raises `ValueError`."""
     left = dict(tensors)
@@ -242,15 +240,19 @@ def _restore(cache: CompressedCache, header: Header, tensors: Mapping[str, torch
             raise ValueError("damaged: it holds cos and sin that no layer needs")
         shape = (*header.rope, cache.rope_track.buffer.shape[2])
         expect({"rope": (cache.rope_track.buffer.dtype, shape)}, {"rope": rope})
-        if rope is not None and not rope.isfinite().all():
-            raise ValueError("damaged: rope holds NaN or infinity")
     elif rope is not None:
         raise ValueError("damaged: a superfluous tensor 'rope'")
     for index, (layer, described) in enumerate(zip(cache.layers, header.layers, strict=True)):
         prefix = f"layers.{index}."
         own = {name.removeprefix(prefix): left.pop(name) for name in tensors if name.startswith(prefix)}
         try:
-            if not isinstance(layer, CompressedLayer):
+            if isinstance(layer, HybridCompressedLayer):
+                raise ValueError("damaged: a layer with a recurrent state cannot be saved")
+            if isinstance(layer, CompressedLayer) != (described.attributes is None):
+                raise ValueError("damaged: attributes are those of layers that are Transformers' own")
+            if described.attributes is not None:
+                if described.state is not None:
+                    raise ValueError("damaged: the state of a compressed layer")
                 copied = {name: tensor.to(device, copy=True) for name, tensor in own.items()}
                 set_attributes(layer, described.attributes, copied, device)
             elif described.state is not None:

@@ -15,7 +15,7 @@ from commvq_files import CONTRACT_MODEL, codebook_file
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from saved_files import ACCEPTED, changed, config, filled, outcome, states
-from small_model import codebooks, small_config
+from small_model import METHODS, codebooks, method_config, small_config
 from transformers import LlamaConfig
 
 from kvcache_compress import CommVQCache, CompressedCache
@@ -80,6 +80,46 @@ def test_edited_caches(tmp_path: Path) -> None:
         found.append(outcome(work))
     assert len(found) > 100
     assert found.count(ACCEPTED) < len(found) / 8
+
+
+def edited(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Tensors of the same shape with all numbers, those of the last row, or the last of all replaced."""
+    if x.is_floating_point():
+        most = torch.finfo(x.dtype).max
+        numbers: tuple[float, ...] = (torch.nan, torch.inf, -torch.inf, 0, most, -most)
+    else:
+        numbers = (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max, 0)
+    for number in numbers:
+        for start in (0, x.numel() * (len(x) - 1) // len(x), x.numel() - 1):
+            copied = x.clone()
+            copied.view(-1)[start:] = number
+            yield copied
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_edited_tensors(method: str, tmp_path: Path) -> None:
+    """Of every kind that a method stores, with an honest checksum: refused, or keys and values are numbers still."""
+    model = small_config(1)
+    cache = CompressedCache(model, method_config(method, 1))
+    cache.update(*states(60), 0)
+    assert cache.packed_tokens > 0
+    cache.save(tmp_path / "cache")
+    found = []
+
+    def work() -> None:
+        (layer,) = CompressedCache.load(tmp_path / "changed.safetensors", model).layers
+        assert layer.keys.isfinite().all()
+        assert layer.values.isfinite().all()
+        layer.crop(-35)
+        assert layer.keys.isfinite().all()
+
+    for name, tensor in load_file(tmp_path / "cache").items():
+        for copied in edited(tensor):
+            changed(tmp_path / "cache", lambda h, t, m, name=name, copied=copied: t.update({name: copied}))
+            found.append((name, copied, outcome(work)))
+    assert len(found) > 100
+    for name, copied, text in found:
+        assert text != ACCEPTED or copied.isfinite().all(), name
 
 
 METADATA = ("-1", "0", "99999999999999999999", "x", "", "{", "[]", "{}", "null", "1.5", '{"order": 3}', "[" * 3000)

@@ -26,6 +26,11 @@ def damaged(change: Callable[[dict[str, Any], dict[str, str]], None]) -> str:
     return str(path)
 
 
+def _renamed(name: str) -> Callable[[Any, Any], Any]:
+    """One more tensor, of this name."""
+    return lambda t, m: t.update({name: t["keys.0.codebooks"].clone()})
+
+
 DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "version": (lambda t, m: m.update(version="2"), "format version '2', this release reads '1'"),
     "foreign": (lambda t, m: m.update(format="pt"), "not a codebook file of kvcache-compress"),
@@ -36,6 +41,14 @@ DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "one shape": (
         lambda t, m: t.update({"keys.2.codebooks": t["keys.2.codebooks"][:, :, :1].clone()}),
         "another layer",
+    ),
+    "number": (
+        _renamed("keys.3.codebooks"),
+        "a tensor 'keys.3.codebooks'",
+    ),
+    "no number": (
+        _renamed("keys.-1.codebooks"),
+        "a tensor 'keys.-1.codebooks'",
     ),
     "name": (lambda t, m: t.update(other=torch.zeros(1, dtype=torch.float16)), "a tensor 'other'"),
     "dtype": (lambda t, m: t.update({n: t[n].float() for n in list(t)}), "not F16"),
@@ -72,6 +85,29 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     broken = CommVQCache(config, path)
     with pytest.raises(ValueError, match=r"keys.0.codebooks holds NaN"), torch.no_grad():
         broken.update(torch.ones(1, 2, 200, 32), torch.ones(1, 2, 200, 32), 0)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0])
+@pytest.mark.parametrize("count", [1, 32])
+def test_weights_that_are_not_positive(weight: float, count: int) -> None:
+    """Keys are divided by them."""
+
+    def weigh(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        for layer in range(3):
+            tensors[f"keys.{layer}.weights"] = torch.ones(2, 16, dtype=torch.float16)
+            tensors[f"keys.{layer}.weights"].view(-1)[-count:] = weight
+
+    cache = CommVQCache(LlamaConfig(**CONTRACT_MODEL), damaged(weigh))
+    with pytest.raises(ValueError, match=r"damaged: keys.0.weights holds weights of zero or less"):
+        cache.update(torch.ones(1, 2, 200, 32), torch.ones(1, 2, 200, 32), 0)
+
+
+@pytest.mark.parametrize("version", ["9" * 5000, "x\n" * 2000])
+def test_errors_are_one_line(version: str) -> None:
+    with pytest.raises(ValueError, match="format version") as error:
+        CommVQCache(LlamaConfig(**CONTRACT_MODEL), damaged(lambda t, m: m.update(version=version)))
+    assert len(str(error.value)) < 1000
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("at", [0.3, 0.6, 0.999])

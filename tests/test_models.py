@@ -82,6 +82,12 @@ def test_smollm2_without_hub_or_carrier_says_what_to_install(monkeypatch: pytest
         load_model()
 
 
+@pytest.mark.parametrize("device", ["meta", "nowhere", "hpu"])
+def test_devices_that_hold_no_model(saved: Path, device: str) -> None:
+    with pytest.raises(ValueError, match=f"device='{device}' cannot be had: "):
+        load_model(str(saved), device=device)
+
+
 def test_gguf_is_read_once(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gguf_file = tmp_path / "tiny.gguf"
     gguf_file.write_bytes(b"weights")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,8 +31,10 @@ def path(tmp_path: Path) -> Path:
 
 
 def refuses(path: Path, message: str, model_config: Any = None, **options: Any) -> None:
-    with pytest.raises(ValueError, match=f"cache file '.*{path.name}': {message}"):
+    with pytest.raises(ValueError, match=f"cache file '.*{path.name}': {message}") as refused:
         CompressedCache.load(path, model_config or config(), **options)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 1000
 
 
 # Files that are refused
@@ -134,7 +137,35 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "integers": (_resized(2, lambda x: x.long()), "layer 2: damaged: keys and values of torch.int64 and torch.int64"),
     "NaN in a tail": (lambda h, t, m: t[f"{KEYS}.tail"].view(-1)[:1].fill_(torch.nan), "keys.tail holds NaN"),
     "infinite sinks": (lambda h, t, m: t[f"{KEYS}.sinks"].view(-1)[:1].fill_(torch.inf), "keys.sinks holds NaN"),
-    "NaN in another layer": (_resized(2, lambda x: x * torch.nan), "layer 2: damaged: keys or values hold NaN"),
+    "NaN in another layer": (_resized(2, lambda x: x * torch.nan), r"damaged: layers\.2\.keys holds NaN"),
+    "infinite sample": (
+        lambda h, t, m: t[f"{KEYS}.check"].fill_(torch.inf),
+        r"damaged: layers\.0\.keys\.check holds NaN",
+    ),
+    "huge sample": (lambda h, t, m: t[f"{KEYS}.check"].fill_(1e30), "layer 0: its keys decode to something else"),
+    "NaN scales": (lambda h, t, m: t[f"{KEYS}.packed.scale"][1].fill_(torch.nan), r"keys\.packed\.scale holds NaN"),
+    "infinite zeros": (
+        lambda h, t, m: t["layers.3.values.packed.zero"].view(-1)[-1:].fill_(-torch.inf),
+        r"damaged: layers\.3\.values\.packed\.zero holds NaN or infinity",
+    ),
+    "attributes": (lambda h, t, m: h["layers"][0].update(attributes={"keys": 1}), "layer 0: damaged: attributes are"),
+    "no attributes": (lambda h, t, m: h["layers"][2].update(attributes=None), "layer 2: damaged: attributes are"),
+    "state of another": (
+        lambda h, t, m: h["layers"][2].update(state=h["layers"][0]["state"]),
+        "layer 2: damaged: the state",
+    ),
+    "unknown attribute": (_attribute(2, "more", 3), "layer 2: damaged, .*: more=3"),
+    "number for a type": (_attribute(2, "dtype", 3), "layer 2: damaged, .*: dtype=3"),
+    "type for a device": (_attribute(2, "device", {"dtype": "float32"}), "layer 2: damaged, .*: device="),
+    "device's value": (_attribute(2, "device", {"device": "cuda"}), "layer 2: damaged: device="),
+    "number for a tensor": (_attribute(2, "keys", 3), "layer 2: damaged, .*: keys=3"),
+    "tensors for a tensor": (
+        _attribute(2, "keys", {"items": {"0": {"tensor": "keys"}}}),
+        r"layer 2: damaged, .*: keys=\{'items': \{'0': \{'tensor': 'keys'\}\}\}",
+    ),
+    "wider type": (_attribute(2, "dtype", {"dtype": "float64"}), "layer 2: damaged: .* in a layer of torch.float64"),
+    "no such floats": (_resized(2, lambda x: x.to(torch.float8_e4m3fn)), "damaged: keys and values of torch.float8"),
+    "a long name": (_attribute(2, "x\ny " * 9999, 1), "layer 2: damaged"),
     "NaN in rope": (lambda h, t, m: t["rope"].view(-1)[:1].fill_(torch.nan), "damaged: rope holds NaN or infinity"),
     "share": (lambda h, t, m: h["share"].update(number=1), r"damaged: share\.number=1 of 1 shares"),
     "no share": (lambda h, t, m: h["share"].update(of=0), r"damaged: share\.of: Input should be greater"),
@@ -201,7 +232,8 @@ def test_another_model(tmp_path: Path, changes: dict[str, Any], message: str) ->
 
 
 def test_devices(path: Path, tmp_path: Path) -> None:
-    refuses(path, "device='nowhere' cannot be had", device="nowhere")
+    for device in ("nowhere", "meta", torch.device("meta"), "hpu", "xla", "cuda:99", "", 1.5, [], 10**30):
+        refuses(path, f"device={re.escape(repr(device))} cannot be had: .", device=device)
     assert CompressedCache.load(path, config(), device="cpu").layers[0].keys.device.type == "cpu"
     cache = TurboQuantCache(config(), sink_tokens=4, recent_tokens=8)
     cache.update(*(x.to("meta") for x in states(3)), 0)
@@ -209,6 +241,17 @@ def test_devices(path: Path, tmp_path: Path) -> None:
         cache.save(tmp_path / "x")
     with pytest.raises(ValueError, match="a folder; the name of a file is needed"):
         cache.save(tmp_path)
+
+
+def test_a_float64_model(tmp_path: Path) -> None:
+    cache = TurboQuantCache(config(), sink_tokens=4, recent_tokens=8)
+    for index in range(4):
+        cache.update(*(x.double() for x in states(60, index)), index)
+    assert cache.packed_tokens > 0
+    cache.save(tmp_path / "x")
+    for layer, again in zip(cache.layers, CompressedCache.load(tmp_path / "x", config()).layers, strict=True):
+        assert again.keys.dtype == torch.float64
+        assert torch.equal(layer.keys, again.keys)
 
 
 def test_an_offloaded_cache(path: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from saved_files import Change, changed, filled
 
-from kvcache_compress import CompressedCache
+from kvcache_compress import CompressedCache, saving
 
 
 def refuses(path: Path, message: str, model_config: Any) -> None:
@@ -98,6 +98,13 @@ def test_rows_of_a_state(tmp_path: Path) -> None:
             tensors[name] = tensors[name][:1].clone()
 
     refuses(changed(tmp_path / "x", one_row), "damaged: a batch of 1 in layer 0, of 2 in layer 1", model.config)
+    size = _attribute(0, "conv_kernel_size", {"items": {"0": 3}})
+    refuses(changed(tmp_path / "x", size), "layer 0: damaged: conv_kernel_size=3 for a state of shape", model.config)
+
+    def no_number(header: Any, tensors: Any, metadata: Any) -> None:
+        tensors["layers.0.conv_states.0"].view(-1)[-1:] = torch.nan
+
+    refuses(changed(tmp_path / "x", no_number), r"damaged: layers\.0\.conv_states\.0 holds NaN", model.config)
 
 
 def test_sizes_of_static_layers(tmp_path: Path) -> None:
@@ -113,14 +120,25 @@ def test_sizes_of_static_layers(tmp_path: Path) -> None:
         refuses(changed(tmp_path / "x", _attribute(index, name, 5)), f"layer {index}: damaged: {name}=5", model.config)
     longer = changed(tmp_path / "x", _attribute(index, "cumulative_length_int", 61))
     refuses(longer, "damaged: a length of 61 in layer 0, of 60 in layer 1", model.config)
+    shorter = changed(tmp_path / "x", _attribute(index, "cumulative_length_int", 0))
+    refuses(shorter, "damaged: a length of 0 in layer 0, of 60 in layer 1", model.config)
+
+    def beyond(header: Any, tensors: Any, metadata: Any) -> None:
+        tensors[f"layers.{index}.cumulative_length"].fill_(100)
+
+    refuses(changed(tmp_path / "x", beyond), f"layer {index}: damaged: lengths of 60 and 100 in a window", model.config)
 
 
-def test_a_state_beside_keys_cannot_be_saved(tmp_path: Path) -> None:
+def test_a_state_beside_keys_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family_cases.model("falcon_h1")
     cache = CompressedCache(model.config, family_cases.method_config("falcon_h1", "turboquant"))
     with pytest.raises(ValueError, match="layer 0, with a recurrent state beside its keys and values, cannot be saved"):
         cache.save(tmp_path / "x")
     assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(saving, "HybridCompressedLayer", ())
+    cache.save(tmp_path / "x")
+    monkeypatch.undo()
+    refuses(tmp_path / "x", "layer 0: damaged: a layer with a recurrent state cannot be saved", model.config)
 
 
 def test_layers_of_an_unknown_kind(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from ..codec import Side
-from ..commvq_file import model_shape
 from ..decoder import head_dim_of, is_full_attention
+from ..model_facts import model_shape
 from ..rope import RopeLayout, layer_has_rope, rope_layout, rotary_embedding
 from .queries import observed_queries, pair_weights
 

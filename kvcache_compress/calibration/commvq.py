@@ -21,10 +21,10 @@ from ..commvq_file import (
     CENTRES,
     describe_model,
     group_count,
-    model_shape,
     rounds_for,
     write_codebooks,
 )
+from ..model_facts import model_shape
 from ..rotation import hashed_seed
 from ..whole_file import is_replaceable
 from .collect import SIDES, calibrated_layers, collect, layer_file, read_layer

@@ -1,0 +1,32 @@
+"""Facts of a model that must be the same in a file that is made for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import PurePath
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from .decoder import head_dim_of, kv_heads_of
+from .rope import RopeLayout
+
+
+def rope_record(config: PreTrainedConfig, layout: RopeLayout) -> dict[str, Any]:
+    """A model's RoPE as the file holds it: the config's parameters, and which channels make the pairs."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    record = {"parameters": dict(parameters), "order": layout.order, "rotary": layout.rotary}
+    plain: dict[str, Any] = json.loads(json.dumps(record, default=str))
+    return plain
+
+
+def model_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+    """(head dimension, key/value heads, layers) of a decoder's config."""
+    return head_dim_of(config), kv_heads_of(config), config.num_hidden_layers
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether these ids or paths may name one model: their last two parts are equal, or one is empty."""
+    parts = [PurePath(name).parts for name in (one, other)]
+    count = min(2, *(len(part) for part in parts))
+    return count == 0 or parts[0][-count:] == parts[1][-count:]
