@@ -113,7 +113,7 @@ def _fusable(
     """Whether the fused path computes exactly what was asked for, and of many queries whether there is one."""
     if query.shape[2] > MAX_DECODE_TOKENS and key.way(query, kwargs.get("softcap")) is None:
         return False
-    if query.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, mask, kwargs.get("s_aux"))):
         return False
     if dropout or not (mask is None or isinstance(mask, torch.Tensor)):
         return False

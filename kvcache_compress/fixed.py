@@ -24,6 +24,7 @@ from .chunk import ChunkKV
 from .codec import Side
 from .config import CompressionConfig, LayerPlan
 from .fixed_step import FULL, StepBuffers, Windows
+from .gradients import wanted, with_step
 from .layer import CompressedLayer
 from .side import SideState
 from .slots import SlotKV, Slots
@@ -158,6 +159,10 @@ class FixedCapacityLayer(CompressedLayer):
             return updated
         segments = self._store(key_states, value_states, counting=True)
         keys, values = self._seen(*segments, "keys"), self._seen(*segments, "values")
+        if wanted(key_states, value_states):
+            count = key_states.shape[2]
+            start = (self.cumulative_length - count).clamp(max=self.max_cache_len - count)
+            return with_step(keys.dense(), key_states, start), with_step(values.dense(), value_states, start)
         return (keys, values) if self.fused else (keys.dense(), values.dense())
 
     def _is_step(self, key_states: torch.Tensor) -> bool:

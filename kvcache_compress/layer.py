@@ -14,6 +14,7 @@ from .backend import resolve_backend
 from .checks import PackableChecks, check_batch, check_states, tokens_after_crop
 from .codec import Codec, CodecContext, Side
 from .config import CompressionConfig, LayerPlan, SideConfig
+from .gradients import wanted, with_step
 from .rope import RopeLayout
 from .rope_track import RopeTrack
 from .row_operations import RowOperations
@@ -141,7 +142,8 @@ class CompressedLayer(RowOperations):
     ) -> tuple[torch.Tensor | PackedKV, torch.Tensor | PackedKV]:
         """Stores `[B, H, T, D]` keys and values and returns what this step attends to.
 
-        Plain tensors while nothing is packed, or while fused attention is off; else `PackedKV`.
+        Plain tensors while nothing is packed, while fused attention is off, or for gradients, which reach these keys
+        and values but none of an earlier step; else `PackedKV`.
 
         Raises:
             ValueError: another batch size than before, or tokens to be packed that are not finite. The cache is
@@ -153,6 +155,9 @@ class CompressedLayer(RowOperations):
         keys, values = self.store(key_states, value_states)
         if not length:
             return key_states, value_states
+        # Asked by every layer at every step: a function would cost more than what it asks.
+        if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
+            return with_step(keys.dense(), key_states, length), with_step(values.dense(), value_states, length)
         if self.fused and keys.packed:
             return PackedKV(keys, values, "keys", self.backend), PackedKV(keys, values, "values", self.backend)
         return keys.dense(), values.dense()
@@ -161,6 +166,10 @@ class CompressedLayer(RowOperations):
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor | PackedKV, torch.Tensor | PackedKV]:
         """`update` while the model is traced: what the compiled code will do when it runs."""
+        if wanted(key_states, value_states):
+            raise ValueError(
+                "gradients of keys and values: allowed where the model is not compiled, else torch.no_grad()"
+            )
         tokens = key_states.shape[2]
         total = self.get_mask_sizes(tokens)[0]
         if self.fused and tokens <= MAX_DECODE_TOKENS:

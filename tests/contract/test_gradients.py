@@ -1,0 +1,174 @@
+"""Gradients reach a step's own keys and values as through a dense cache; tokens of earlier steps are constants."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from small_model import METHODS, VOCAB, method_config, mixed_config, small_model
+from transformers import Cache, DynamicCache, GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
+
+from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress.view import PackedKV
+
+PROMPT, ROOM = 60, 100
+CONFIGS: dict[str, dict[str, Any]] = {name: method_config(name) for name in METHODS} | {
+    "mixed": mixed_config(),
+    "one-none": {**method_config("turboquant"), "layers": [{"match": 0, "method": "none"}]},
+    "all-none": {"keys": "none", "values": "none"},
+}
+
+
+def tokens(count: int) -> torch.Tensor:
+    return torch.randint(1, VOCAB, (2, count), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: Any, step: Any, cache: Cache, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of the language model's loss over `ids`, by weight."""
+    model.zero_grad()
+    step(input_ids=ids, past_key_values=cache, labels=ids).loss.backward()
+    return {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def expected_gradients(model: Any, cache: CompressedCache, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Through a dense cache of what this step attends to beside its own tokens.
+
+    A few tokens attend to the cache as they find it once those that leave the window are packed; a prompt's part to the
+    cache as it was.
+    """
+    seen = copy.deepcopy(cache)
+    length, few = int(seen.get_seq_length()), ids.shape[1] <= 16
+    if few:
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=seen)
+    dense = DynamicCache()
+    for index, layer in enumerate(seen.layers if length else ()):
+        dense.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
+    return gradients(model, model, dense, ids)
+
+
+def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert all(grad is not None for grad in found.values())
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-3)
+
+
+KINDS = {"growing": (None, False), "fixed": (ROOM, False), "frozen": (ROOM, True)}
+
+
+@pytest.fixture(params=KINDS)
+def room(request: pytest.FixtureRequest) -> int | None:
+    """`max_cache_len`: none, and one whose steps are as on CPUs and as elsewhere."""
+    room, frozen = KINDS[request.param]
+    if frozen:
+        request.getfixturevalue("fixed_shapes")
+    return room
+
+
+@pytest.fixture(params=[False, True], ids=["decoded", "fused"])
+def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
+    model = small_model()
+    if request.param:
+        enable_fused_attention(model)
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_of_steps(model: Any, name: str, room: int | None) -> None:
+    """A token or two, a few, and another part of the prompt, each by itself, after a prompt without gradients."""
+    ids = tokens(PROMPT + 28)
+    cache = CompressedCache(model.config, {**CONFIGS[name], "max_cache_len": room})
+    # Those of fixed capacity cannot be used outside the inference mode in which they were made.
+    with torch.no_grad() if "none" in name else torch.inference_mode():
+        model(input_ids=ids[:, :PROMPT], past_key_values=cache)
+    assert (cache.packed_tokens > 0) == (name != "all-none")
+    # Transformers' own layers keep the graph of a step, which can be gone through once.
+    sizes = [28] if "none" in name else [2, 6, 20]
+    for part in ids[:, PROMPT:].split(sizes, 1):
+        expected = expected_gradients(model, cache, part)
+        check(gradients(model, model, cache, part), expected)
+
+
+@pytest.mark.parametrize("sizes", [[2, 5], [3, 1], [20, 20], [5, 40, 5]], ids=str)
+def test_from_the_first_token_on(model: Any, sizes: list[int], room: int | None) -> None:
+    """Every part under gradients: the first, those that fill the sinks, and those before anything is packed."""
+    ids = tokens(sum(sizes))
+    cache = CompressedCache(model.config, {**CONFIGS["turboquant"], "max_cache_len": room})
+    for part in ids.split(sizes, 1):
+        expected = expected_gradients(model, cache, part)
+        check(gradients(model, model, cache, part), expected)
+        assert not any(
+            tensor.requires_grad for layer in cache.layers for tensor in layer.sides["keys"].tensors().values()
+        )
+
+
+@pytest.mark.parametrize("part", ["k_proj", "v_proj"])
+def test_where_the_query_has_none(model: Any, part: str, room: int | None) -> None:
+    """One adapted weight of the first layer, whose queries are constants."""
+    model.requires_grad_(False)
+    weight = getattr(model.model.layers[0].self_attn, part).weight.requires_grad_(True)
+    ids = tokens(PROMPT + 1)
+    cache = CompressedCache(model.config, {**CONFIGS["kivi"], "max_cache_len": room})
+    with torch.no_grad():
+        model(input_ids=ids[:, :PROMPT], past_key_values=cache)
+    expected = expected_gradients(model, cache, ids[:, PROMPT:])
+    found = gradients(model, model, cache, ids[:, PROMPT:])
+    name = next(name for name, other in model.named_parameters() if other is weight)
+    assert [other for other, grad in found.items() if grad is not None] == [name]
+    torch.testing.assert_close(found[name], expected[name], atol=2e-5, rtol=1e-3)
+
+
+def test_compiled_code_has_none(model: Any, room: int | None) -> None:
+    """A backward pass may compute again what depends on a counter that has gone on; Transformers' static cache does."""
+    ids = tokens(PROMPT + 1)
+    cache = CompressedCache(model.config, {**CONFIGS["turboquant"], "max_cache_len": room})
+    with torch.no_grad():
+        model(input_ids=ids[:, :PROMPT], past_key_values=cache)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="allowed where the model is not compiled"):
+        compiled(input_ids=ids[:, PROMPT:], past_key_values=cache)
+    torch._dynamo.reset()
+    assert int(cache.get_seq_length()) == PROMPT
+    with torch.no_grad():
+        compiled(input_ids=ids[:, PROMPT:], past_key_values=cache)
+    torch._dynamo.reset()
+    assert int(cache.get_seq_length()) == PROMPT + 1
+
+
+def test_without_them_attention_stays_fused() -> None:
+    """A tensor that could have gradients does not need them under `no_grad`."""
+    model = small_model(1)
+    enable_fused_attention(model)
+    layer = CompressedCache(model.config, CONFIGS["turboquant"]).layers[0]
+    x = torch.randn(1, 2, PROMPT, 32, requires_grad=True)
+    layer.update(x, x)
+    with torch.no_grad():
+        assert isinstance(layer.update(x[:, :, :1], x[:, :, :1])[0], PackedKV)
+        leaf = torch.randn(1, 2, 1, 32, requires_grad=True)
+        assert isinstance(layer.update(leaf, leaf)[0], PackedKV)
+    assert layer.update(leaf, leaf)[0].requires_grad
+
+
+def test_learned_sinks_have_gradients() -> None:
+    """A gpt-oss whose queries are constants: its sinks alone are trained."""
+    config = GptOssConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, num_local_experts=2, num_experts_per_tok=1,
+        layer_types=["full_attention"], pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(config).eval()
+    enable_fused_attention(model)
+    model.requires_grad_(False)
+    sinks = model.model.layers[0].self_attn.sinks.requires_grad_(True)
+    ids = tokens(PROMPT + 1)
+    cache = CompressedCache(config, CONFIGS["turboquant"])
+    with torch.no_grad():
+        model(input_ids=ids[:, :PROMPT], past_key_values=cache)
+    expected = expected_gradients(model, cache, ids[:, PROMPT:])
+    found = gradients(model, model, cache, ids[:, PROMPT:])
+    assert sinks.grad is not None
+    name = "model.layers.0.self_attn.sinks"
+    torch.testing.assert_close(found[name], expected[name], atol=2e-5, rtol=1e-3)
