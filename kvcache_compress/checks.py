@@ -34,6 +34,14 @@ def not_packable(what: str, layer: int) -> ValueError:
     )
 
 
+def one_prompt(first: torch.Tensor) -> bool:
+    """Whether all rows of a prompt's keys or values `[B, H, T, D]` are the same, but for rounding in deep layers."""
+    if first.shape[0] == 1:
+        return True
+    size = first.float().norm(dim=-1)
+    return bool(((first - first[:1]).float().norm(dim=-1) <= 0.05 * (size + size.mean())).all())
+
+
 class PackableChecks:
     """Checks of vectors that are about to be packed in one layer.
 

@@ -76,6 +76,8 @@ class Codec(ABC):
     """Whether the C++ attention can decode what is stored."""
     chunks_on_cpp: bool = True
     """Whether it suits chunks of prompts too: not where code space is much wider than a head."""
+    of_one_prompt: bool = False
+    """Whether what depends on data is one prompt's own: set by its first tokens, and refused to a batch of several."""
 
     def __init__(self, options: Any, context: CodecContext) -> None:
         self.options = options

@@ -26,7 +26,7 @@ from .config import CompressionConfig, LayerPlan
 from .fixed_step import FULL, StepBuffers, Windows
 from .gradients import wanted, with_step
 from .layer import CompressedLayer
-from .side import SideState
+from .side import SideState, measured
 from .slots import SlotKV, Slots
 from .view import MAX_DECODE_TOKENS, PackedKV, SideSegments
 
@@ -115,9 +115,8 @@ class FixedCapacityLayer(CompressedLayer):
     def _prepare(self, state: SideState) -> None:
         """Statistics from the first prompt, though nothing of it is packed; from its sinks too where it is short."""
         if not state.prepared and self._host_length():
-            tail = state.tail.view()
-            enough = tail.shape[2] >= max(1, self.plan.recent_tokens)
-            state.prepare(tail if enough else torch.cat([state.sinks, tail], 2))
+            there = torch.cat([state.sinks, state.tail.view()], 2)
+            state.prepare(measured(there, state.sinks.shape[2], self.plan.recent_tokens))
 
     def _thaw(self) -> None:
         """Sets up the base class's state; raises for what went wrong in steps since.

@@ -18,7 +18,7 @@ from .gradients import wanted, with_step
 from .rope import RopeLayout
 from .rope_track import RopeTrack
 from .row_operations import RowOperations
-from .side import SideState, append, crop, flush, pack
+from .side import SideState, append, begin, crop, flush, pack
 from .view import MAX_DECODE_TOKENS, PackedKV, SideSegments
 
 ATTENTION_NAME = "kvcache_compress"
@@ -214,6 +214,9 @@ class CompressedLayer(RowOperations):
             held = k_side.sinks.dtype, v_side.sinks.dtype
             self._accepted = like if held == (keys.dtype, values.dtype) else None
             keys, values = keys.to(held[0]), values.to(held[1])
+            if not self._host_length():
+                first: dict[Side, torch.Tensor] = {"keys": keys.detach(), "values": values.detach()}
+                begin(self._sides, first, self._checks, self.plan.sink_tokens, self.plan.recent_tokens)
         return keys.detach() if keys.requires_grad else keys, values.detach() if values.requires_grad else values
 
     def dense_step(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,6 +303,7 @@ class CompressedLayer(RowOperations):
         """
         left = tokens_after_crop(tokens_to_remove, self._host_length())
         if self._sides and left < self._host_length():
+            self._accepted = None
             crop(self._sides, left, self.group)
 
     def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

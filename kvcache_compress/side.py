@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from .backend import load_part, on_device
-from .checks import LONGEST, PackableChecks
+from .checks import LONGEST, PackableChecks, one_prompt
 from .codec import Backend, Codec, Side
 from .rope import Rope
 from .rope_track import RopeTrack
@@ -48,7 +48,7 @@ class SideState:
         """Sets what depends on data, unless it is set."""
         if not self.prepared:
             with on_device(x):
-                self.codec.prepare(x)
+                self.codec.prepare(x[:1] if self.codec.of_one_prompt else x)
             self.prepared = True
 
     def _rope(self, start: int, stop: int) -> Rope | None:
@@ -113,6 +113,37 @@ class SideState:
         self.tail.replace(cut[:, :, : packed - whole].to(self.tail.buffer.dtype))
         self.store.truncate(whole)
         self.sinks = self.sinks[:, :, :sinks]
+
+
+def begin(
+    sides: Mapping[Side, SideState],
+    first: Mapping[Side, torch.Tensor],
+    checks: PackableChecks,
+    sinks: int,
+    recent: int,
+) -> None:
+    """Sets what is to be one prompt's own, from the first tokens `[B, H, T, D]`: of both sides or of neither.
+
+    Raises:
+        ValueError: rows of several prompts, or what `checks` refuses.
+    """
+    own = {side: state for side, state in sides.items() if state.codec.of_one_prompt and first[side].shape[2]}
+    for side, state in own.items():
+        checks.add(side, first[side])
+        if not one_prompt(first[side]):
+            raise ValueError(
+                f"codebook='online' for {side} of {state.codec.name}, with {len(first[side])} prompts in a batch: "
+                "allowed one, alone or repeated for beams and samples, or codebook='offline'"
+            )
+    for side, state in own.items():
+        if not state.prepared:
+            state.prepare(measured(first[side], sinks, recent))
+
+
+def measured(first: torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
+    """Which of the first tokens set what depends on data: not the sinks, unless there are few others."""
+    others = first[:, :, sinks:]
+    return others if others.shape[2] >= max(1, recent) else first
 
 
 def append(

@@ -40,7 +40,8 @@ class PolarQuantRecursiveOptions(MethodOptions):
     radius_bits: 16 (the paper's), or 8: a logarithmic code, per head, from 1/64 of the least radius of the first
         prefill, below which radii are zero, to 16 times the largest.
     precondition: rotate first (the paper's PolarQuant-R); without, neighbouring channels are paired as they are.
-    codebook: `offline`, optimal for the exact densities; `online`, k-means++ on the first prefill's own angles.
+    codebook: `offline`, optimal for the exact densities; `online`, k-means++ on the prompt's own angles, those of the
+        first update. All rows of a batch must then be of one prompt: beams, several returned sequences.
     scalar: what the radii are; `match` (for keys) is the norm, `unbiased` (for values) makes inner products so.
     center: subtract the mean key of the first prefill; `auto` where it is large and the sinks are kept out of it.
     """
@@ -102,6 +103,7 @@ class PolarQuantRecursiveCodec(Codec):
 
     def __init__(self, options: PolarQuantRecursiveOptions, context: CodecContext) -> None:
         super().__init__(options, context)
+        self.of_one_prompt = options.codebook == "online"
         self.fields = self.layout(options, context.side, context.head_dim)
         bits = options.level_bits(context.head_dim)
         self.tree = polar_tree.polar_tree(context.head_dim, bits)

@@ -25,9 +25,9 @@ def polar(**options: Any) -> tuple[str, dict[str, Any]]:
 PAPER = {"levels": 4, "bits": (4, 2), "radius_bits": 16, "scalar": "norm", "rotation": "haar", "shared_rotation": True}
 CONTRACT = {
     "polar": {side: {"method": NAME, "bits": [4, 3, 2]} for side in ("keys", "values")},
-    "polar-online": {
-        "keys": {"method": NAME, "bits": [4, 2], "codebook": "online", "center": "on", "radius_bits": 16},
-        "values": {"method": NAME, "bits": [4, 2], "codebook": "online", "levels": 4, "precondition": False},
+    "polar-centred": {
+        "keys": {"method": NAME, "bits": [4, 2], "center": "on", "radius_bits": 16},
+        "values": {"method": NAME, "bits": [4, 2], "levels": 4, "precondition": False},
     },
 }
 KERNEL_PAIRS = {
