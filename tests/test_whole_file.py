@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
+import tty
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,10 +66,26 @@ def test_pipes_stay(write: Callable[[Path], Any], tmp_path: Path) -> None:
 
 
 def test_devices_stay(write: Callable[[Path], Any], tmp_path: Path) -> None:
-    """Through a link, so that no device of this machine is lost where the test fails."""
-    (tmp_path / "null").symlink_to("/dev/null")
-    write(tmp_path / "null")
-    assert (tmp_path / "null").is_char_device()
+    """A terminal, through a link: no test should come near to the devices that all processes share."""
+    master, slave = os.openpty()
+    tty.setraw(slave)
+    written = bytearray()
+
+    def drain() -> None:
+        with contextlib.suppress(OSError):  # The terminal is gone.
+            while part := os.read(master, 65536):
+                written.extend(part)
+
+    reader = threading.Thread(target=drain, daemon=True)
+    reader.start()
+    (tmp_path / "terminal").symlink_to(os.ttyname(slave))
+    write(tmp_path / "terminal")
+    assert (tmp_path / "terminal").is_symlink()
+    assert (tmp_path / "terminal").is_char_device()
+    os.close(slave)
+    reader.join(20)
+    os.close(master)
+    assert len(written) > 2
 
 
 def test_standard_output(tmp_path: Path) -> None:
