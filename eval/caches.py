@@ -12,7 +12,6 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_compress import CompressedCache, load_config
-from kvcache_compress.layer import CompressedLayer
 
 
 @dataclass(frozen=True)
@@ -81,18 +80,8 @@ def preset_cache(
 
     def measure(cache: Cache) -> Measured:
         report = cache.memory_report()
-        fields = report.fields()
-        dense_numbers = report.numbers - report.packed_numbers
-        # A side whose method is `none` is packed as it is: in float32, where that is the model's type.
-        width = max(layer.dtype.itemsize for layer in cache.layers if isinstance(layer, CompressedLayer))
-        kept = sum(size for name, size in fields.items() if name.endswith(".dense"))
-        spared = kept * (1 - 2 / max(width, 2))
-        total_bytes = round(report.total_bytes - fields["dense"] + 2 * dense_numbers - spared)
         return Measured(
-            packed_tokens=report.packed_tokens,
-            packed_bits=report.packed_bits_per_number - 8 * spared / max(report.packed_numbers, 1),
-            all_bits=8 * total_bytes / report.numbers,
-            total_bytes=total_bytes,
+            report.packed_tokens, report.packed_bits_per_number, report.bits_per_number, report.total_bytes_at_16
         )
 
     def make(model: PreTrainedModel) -> Cache:
