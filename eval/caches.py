@@ -12,8 +12,6 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_compress import CompressedCache, load_config
-from kvcache_compress.cache import SIDES
-from kvcache_compress.layer import CompressedLayer
 
 
 @dataclass(frozen=True)
@@ -100,30 +98,13 @@ def _without_paths(config: Any) -> Any:
 
 
 def _measure_ours(cache: Cache) -> Measured:
-    """The memory report, less what the model's own type takes beyond 16 bits: in dense tokens and the room for more."""
     report = cache.memory_report()
-    beyond = beyond_packed = 0
-    for layer in cache.layers:
-        if not isinstance(layer, CompressedLayer):
-            beyond += sum(_beyond_16_bits(getattr(layer, side, None)) for side in SIDES)
-            continue
-        for state in layer.sides.values():
-            beyond += _beyond_16_bits(state.sinks) + _beyond_16_bits(state.tail.buffer)
-            if state.codec.name == "none":  # a side that is packed as it is
-                beyond += sum(map(_beyond_16_bits, state.store.buffers))
-                beyond_packed += sum(map(_beyond_16_bits, state.store.read(0, state.store.tokens)))
-    total_bytes = report.total_bytes - beyond
-    packed = report.packed_numbers
     return Measured(
         packed_tokens=report.packed_tokens,
-        packed_bits=report.packed_bits_per_number - 8 * beyond_packed / packed if packed else 16.0,
-        all_bits=8 * total_bytes / report.numbers,
-        total_bytes=total_bytes,
+        packed_bits=report.packed_bits_per_number if report.packed_numbers else 16.0,
+        all_bits=report.bits_per_number,
+        total_bytes=report.total_bytes_at_16,
     )
-
-
-def _beyond_16_bits(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else max(0, tensor.nbytes - 2 * tensor.numel())
 
 
 def _measure_full(cache: Cache) -> Measured:

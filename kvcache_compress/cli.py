@@ -73,7 +73,7 @@ def memory(
         if model:
             layers, _, kv_heads, head_dim = model_shape(model)
         shape = (layers, kv_heads, head_dim)
-        title = f"{tokens} tokens x {batch}: {shape[0]} full-attention layers, {shape[1]} heads of {shape[2]}"
+        title = f"{tokens} tokens x {batch}, bfloat16: {shape[0]} full-attention layers, {shape[1]} heads of {shape[2]}"
         table = Table(title=title)
         for heading in ("cache", "GiB", "times smaller"):
             table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)

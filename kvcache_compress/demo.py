@@ -43,12 +43,10 @@ def run_demo(console: Console, model_name: str, preset: str, new_tokens: int) ->
     console.print(f"The first {same} of {len(full_ids)} tokens are the same.\n")
 
     report = cache.memory_report()
-    # The model runs in float32 here; beside a bfloat16 model the dense tokens take half of that.
-    size = report.total_bytes - report.fields()["dense"] // 2
     console.print(
         f"[bold]Memory:[/bold] {report.packed_tokens} tokens packed at {report.packed_bits_per_number:.2f} bits per "
-        f"number, {report.dense_tokens} dense; with everything counted {size / 2**20:.2f} MiB, "
-        f"{report.bf16_bytes / size:.2f}x smaller than bfloat16 ({report.bf16_bytes / 2**20:.2f} MiB). "
+        f"number, {report.dense_tokens} dense; with everything counted {report.total_bytes / 2**20:.2f} MiB, "
+        f"{report.ratio:.2f}x smaller than the full cache in {report.dtype} ({report.full_bytes / 2**20:.2f} MiB). "
         "Dense tokens and rotations weigh less the longer the text is.\n"
     )
 

@@ -1,4 +1,9 @@
-"""What a cache really takes: tokens, bytes and bits per number with everything counted."""
+"""What a cache really takes: tokens, bytes and bits per number with everything counted.
+
+One rule for all models. Bytes and the ratio are as held: the ratio is to a full cache in the model's own dtype. Bits
+are comparable between models: whatever is stored in the model's own dtype (dense tokens, sides of method `none`)
+counts 16 per number.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +36,14 @@ class LayerMemory:
     """Bytes that do not depend on the number of tokens: rotations, codebooks, means."""
     packed_numbers: int
     numbers: int
+    full_bytes: int = 0
+    """What its tokens take in the model's own dtype."""
+    wider_bytes: int = 0
+    wider_packed_bytes: int = 0
+    """By how much numbers in the model's dtype, and the room for them, are wider than 16 bits: all, and those in the
+    packed fields in use."""
+    dtype: torch.dtype | None = None
+    """The model's own; None before the first tokens."""
 
     @property
     def used_bytes(self) -> int:
@@ -42,6 +56,15 @@ class LayerMemory:
     @property
     def total_bytes(self) -> int:
         return self.allocated_bytes + self.constant_bytes
+
+    @property
+    def total_bytes_at_16(self) -> int:
+        """All that it holds, with numbers in the model's own dtype counted at 16 bits."""
+        return self.total_bytes - self.wider_bytes
+
+    @property
+    def bits_per_number(self) -> float:
+        return 8 * self.total_bytes_at_16 / self.numbers if self.numbers else float("nan")
 
 
 @dataclass(frozen=True)
@@ -93,14 +116,25 @@ class MemoryReport:
         return self._sum("total_bytes") + self.rope_allocated_bytes
 
     @property
-    def bf16_bytes(self) -> int:
-        """What the same tokens take in a bfloat16 cache."""
-        return 2 * self.numbers
+    def total_bytes_at_16(self) -> int:
+        """All that the cache holds, with numbers in the model's own dtype counted at 16 bits."""
+        return self._sum("total_bytes_at_16") + self.rope_allocated_bytes
+
+    @property
+    def full_bytes(self) -> int:
+        """What the same tokens take in a full cache, in the model's own dtype."""
+        return self._sum("full_bytes")
+
+    @property
+    def dtype(self) -> str:
+        """The model's own, by name; before the first tokens nothing."""
+        names = {str(layer.dtype).removeprefix("torch.") for layer in self.layers if layer.dtype is not None}
+        return " and ".join(sorted(names))
 
     @property
     def packed_bits_per_number(self) -> float:
-        """Bits stored per packed number: codes, scales, norms, zero points, padding."""
-        packed = self._sum("packed_bytes") + self._packed_rope_bytes
+        """Bits stored per packed number: codes, scales, norms, zero points, padding; 16 on a side of method `none`."""
+        packed = self._sum("packed_bytes") - self._sum("wider_packed_bytes") + self._packed_rope_bytes
         return 8 * packed / self.packed_numbers if self.packed_numbers else float("nan")
 
     @property
@@ -111,13 +145,13 @@ class MemoryReport:
 
     @property
     def bits_per_number(self) -> float:
-        """Bits per cached number, everything counted: packed and dense tokens, unused room, constants."""
-        return 8 * self.total_bytes / self.numbers if self.numbers else float("nan")
+        """Bits per cached number, all counted: packed tokens, dense ones at 16 bits, unused room, constants."""
+        return 8 * self.total_bytes_at_16 / self.numbers if self.numbers else float("nan")
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than a bfloat16 cache, everything counted."""
-        return self.bf16_bytes / self.total_bytes if self.total_bytes else float("nan")
+        """How many times smaller than a full cache in the model's own dtype, everything counted."""
+        return self.full_bytes / self.total_bytes if self.total_bytes else float("nan")
 
     def fields(self) -> dict[str, int]:
         """Bytes in use per field, over all layers."""
@@ -130,7 +164,7 @@ class MemoryReport:
     def to_dict(self) -> dict[str, Any]:
         """The totals by name, and the bytes per field."""
         tokens_and_bytes = ("packed_tokens", "dense_tokens", "used_bytes", "allocated_bytes", "constant_bytes")
-        names = (*tokens_and_bytes, "total_bytes", "bf16_bytes", "packed_bits_per_number", "bits_per_number", "ratio")
+        names = (*tokens_and_bytes, "total_bytes", "full_bytes", "packed_bits_per_number", "bits_per_number", "ratio")
         return {name: getattr(self, name) for name in names} | {"fields": self.fields()}
 
     def __str__(self) -> str:
@@ -147,11 +181,10 @@ class MemoryReport:
         ):
             table.add_column(heading, justify="left" if heading == "method" else "right")
         for layer in self.layers:
-            bits = 8 * layer.total_bytes / layer.numbers if layer.numbers else float("nan")
             sizes = (layer.used_bytes, layer.allocated_bytes, layer.constant_bytes)
             counts = (layer.dense_tokens, layer.packed_tokens)
             row = [str(layer.layer), layer.method, *map(str, counts), *(f"{size / 1024:.1f}" for size in sizes)]
-            table.add_row(*row, f"{bits:.2f}")
+            table.add_row(*row, f"{layer.bits_per_number:.2f}")
         table.add_section()
         sizes = (self.used_bytes, self.allocated_bytes, self.constant_bytes)
         counts = (self.dense_tokens, self.packed_tokens)
@@ -162,8 +195,9 @@ class MemoryReport:
         fields = ", ".join(f"{name} {size / 1024:.1f}" for name, size in sorted(self.fields().items()))
         return (
             f"{text.getvalue()}KiB per field: {fields}\n"
-            f"{self.packed_bits_per_number:.2f} bits per packed number; {self.total_bytes / 2**20:.2f} MiB in all, "
-            f"{self.ratio:.2f}x smaller than bfloat16 ({self.bf16_bytes / 2**20:.2f} MiB)"
+            f"{self.packed_bits_per_number:.2f} bits per packed number, {self.bits_per_number:.2f} per number over all "
+            f"(dense tokens counted at 16); {self.total_bytes / 2**20:.2f} MiB held, {self.ratio:.2f}x smaller than a "
+            f"full cache in {self.dtype or 'the dtype of its model'} ({self.full_bytes / 2**20:.2f} MiB)"
         )
 
 
@@ -180,9 +214,14 @@ def _layer_memory(index: int, layer: Any) -> LayerMemory:
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if keys is None or values is None or not keys.numel():
         return LayerMemory(index, type(layer).__name__, 0, 0, {"dense": 0}, 0, 0, 0, 0)
-    size = keys.nbytes + values.nbytes
-    numbers = keys.numel() + values.numel()
-    return LayerMemory(index, type(layer).__name__, keys.shape[2], 0, {"dense": size}, size, 0, 0, numbers)
+    tokens, held = min(int(layer.get_seq_length()), keys.shape[2]), (keys, values)  # of room for more in a static layer
+    used = sum(x[:, :, :tokens].nbytes for x in held)
+    numbers = sum(x[:, :, :tokens].numel() for x in held)
+    return LayerMemory(
+        index, type(layer).__name__, tokens, 0, {"dense": used}, keys.nbytes + values.nbytes, 0, 0, numbers,
+        full_bytes=used, wider_bytes=keys.nbytes + values.nbytes - 2 * (keys.numel() + values.numel()),
+        dtype=keys.dtype,
+    )  # fmt: skip
 
 
 def _compressed(index: int, layer: CompressedLayer) -> LayerMemory:
@@ -190,19 +229,27 @@ def _compressed(index: int, layer: CompressedLayer) -> LayerMemory:
     if layer.plan.values.method != method:
         method = f"{method}/{layer.plan.values.method}"
     fields = {"dense": 0}
-    allocated = constants = packed_numbers = numbers = 0
+    allocated = constants = packed_numbers = numbers = full = wider = wider_packed = 0
+    dtype = None
     for side, state in layer.sides.items():
         batch, heads, sinks, dim = state.sinks.shape
-        rows = batch * heads
-        dense = sinks + state.tail.tokens
-        fields["dense"] += rows * dense * dim * state.sinks.element_size()
-        fields |= {f"{side}.{name}": size for name, size in state.store.bytes_used().items()}
+        dense, packed = (batch * heads * count * dim for count in (sinks + state.tail.tokens, state.store.tokens))
+        dtype, size, stored = state.sinks.dtype, state.sinks.element_size(), state.store.bytes_used()
+        fields["dense"] += dense * size
+        fields |= {f"{side}.{name}": own for name, own in stored.items()}
         allocated += state.sinks.nbytes + state.tail.buffer.nbytes + state.store.bytes_allocated()
         constants += state.codec.constant_bytes()
-        packed_numbers += rows * state.store.tokens * dim
-        numbers += rows * (dense + state.store.tokens) * dim
+        packed_numbers += packed
+        numbers += dense + packed
+        full += (dense + packed) * size
+        room = [state.sinks, state.tail.buffer]
+        if state.codec.name == "none":
+            wider_packed += packed * (size - 2)
+            room += state.store.buffers
+        wider += sum(x.nbytes - 2 * x.numel() for x in room)
     allocated += layer.spare_bytes
     dense_tokens = int(layer.get_seq_length()) - layer.packed_tokens
     return LayerMemory(
-        index, method, dense_tokens, layer.packed_tokens, fields, allocated, constants, packed_numbers, numbers
-    )
+        index, method, dense_tokens, layer.packed_tokens, fields, allocated, constants, packed_numbers, numbers,
+        full, wider, wider_packed, dtype,
+    )  # fmt: skip

@@ -49,10 +49,12 @@ def test_turboquant_by_hand() -> None:
     assert report.constant_bytes == 2 * (DIM * DIM * 4 + 16 * 4 + 256 * 8) + HEADS * DIM * 4
     assert report.total_bytes == report.allocated_bytes + report.constant_bytes
     numbers = 2 * ROWS * TOKENS * DIM
-    assert report.bf16_bytes == 2 * numbers
+    assert report.full_bytes == 4 * numbers
     assert report.packed_bits_per_number == 4.25
-    assert report.bits_per_number == 8 * report.total_bytes / numbers
-    assert report.ratio == 2 * numbers / report.total_bytes
+    room = 2 * HEADS * (4 + 8 + 32) * DIM  # numbers: sinks, window, and what leaves it together
+    assert report.total_bytes_at_16 == report.total_bytes - 2 * room
+    assert report.bits_per_number == layer.bits_per_number == 8 * report.total_bytes_at_16 / numbers
+    assert report.ratio == 4 * numbers / report.total_bytes
 
 
 def test_kivi_by_hand() -> None:
@@ -68,12 +70,12 @@ def test_kivi_by_hand() -> None:
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_one_side_dense(dtype: torch.dtype, size: int) -> None:
-    """A side of method `none` is stored in the model's dtype, and counted."""
+    """A side of method `none` is stored in the model's dtype; its bytes are as held, its bits 16."""
     config = {"keys": {"method": "turboquant", "bits": 2}, "values": "none", "sink_tokens": 0, "recent_tokens": 0}
     report = filled(CompressedCache(CONFIG, config), 64, dtype).memory_report()
     assert report.layers[0].method == "turboquant/none"
     assert report.fields()["values.dense"] == ROWS * 64 * DIM * size
-    assert report.packed_bits_per_number == (2.25 + 8 * size) / 2
+    assert report.packed_bits_per_number == (2.25 + 16) / 2
 
 
 @pytest.mark.parametrize(("bits", "real"), [(4, 4.25), (3.5, 4.0), (3, 3.25), (2.5, 3.0), (2, 2.25)])
@@ -90,7 +92,7 @@ def test_layers_that_are_not_ours() -> None:
     rules = {"keys": "kivi", "values": "kivi", "layers": [{"match": 0, "method": "none"}]}
     cache = CompressedCache(config, {**rules, "sink_tokens": 0, "recent_tokens": 0})
     empty = cache.memory_report()
-    assert (empty.total_bytes, empty.bf16_bytes, empty.packed_tokens) == (0, 0, 0)
+    assert (empty.total_bytes, empty.full_bytes, empty.packed_tokens) == (0, 0, 0)
     assert math.isnan(empty.ratio)
     assert math.isnan(empty.bits_per_number)
     assert "cache memory" in str(empty)
@@ -101,6 +103,32 @@ def test_layers_that_are_not_ours() -> None:
     assert [layer.packed_tokens for layer in report.layers[1:]] == [64, 64]
     assert report.total_bytes == sum(layer.total_bytes for layer in report.layers)
     assert report.fields()["dense"] == report.layers[0].total_bytes
+
+
+COMPARED: dict[str, dict[str, Any]] = {
+    "all-none": {"keys": "none", "values": "none"},
+    "one-side": {"keys": "turboquant", "values": "none"},
+    "one-layer": {"keys": "kivi", "values": "kivi", "layers": [{"match": 0, "method": "none"}]},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("room", [None, 100])
+@pytest.mark.parametrize("name", COMPARED)
+def test_like_is_compared_with_like(name: str, dtype: torch.dtype, room: int | None) -> None:
+    """Bits do not depend on the model's dtype, and the ratio is to a full cache in it: of a full cache, 1."""
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=256, num_attention_heads=4, num_key_value_heads=HEADS)
+    windows = {"sink_tokens": 4, "recent_tokens": 8, "max_cache_len": room}
+    of_dtype, of_float32 = (
+        filled(CompressedCache(config, {**COMPARED[name], **windows}), dtype=own).memory_report()
+        for own in (dtype, torch.float32)
+    )
+    dense = filled(DynamicCache(config=config), dtype=dtype)
+    assert of_dtype.full_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in dense.layers)
+    assert of_dtype.ratio == of_dtype.full_bytes / of_dtype.total_bytes
+    assert of_dtype.packed_bits_per_number == pytest.approx(of_float32.packed_bits_per_number, nan_ok=True)
+    if name == "all-none" and room is None:
+        assert (of_dtype.ratio, of_dtype.bits_per_number) == (1, 16)
 
 
 def test_room_is_counted_and_bounded() -> None:
@@ -127,7 +155,8 @@ def test_prints_a_table() -> None:
     assert [cell.strip() for cell in row.strip("│┃|").split("│")][:4] == ["0", "turboquant", "28", "32"]
     assert f"{report.used_bytes / 1024:.1f}" in row
     assert "4.25 bits per packed number" in text
-    assert f"{report.ratio:.2f}x smaller than bfloat16" in text
+    assert f"{report.ratio:.2f}x smaller than a full cache in float32 (" in text
+    assert f"{report.bits_per_number:.2f} per number over all (dense tokens counted at 16)" in text
     assert all(len(line) <= 110 for line in text.splitlines() if "│" in line)
 
 
