@@ -28,8 +28,10 @@ from transformers import PreTrainedConfig
 
 from .codec import Side
 from .decoder import head_dim_of, kv_heads_of
+from .messages import quoted
 from .rope import RopeLayout, rope_layout
 from .tensor_file import open_tensors, write_tensors
+from .text_files import is_file
 
 FORMAT, VERSION = "kvcache_compress.commvq", "1"
 ENCODER = ("weight1", "bias1", "weight2", "bias2", "codebook")
@@ -168,8 +170,8 @@ def read_header(path: str) -> CodebookHeader:
             missing or do not fit together.
     """
     file = Path(path).expanduser()
-    if not file.is_file():
-        raise ValueError(f"codebooks={path!r} for commvq: there is no such file. {how_to_calibrate()}")
+    if not is_file(file):
+        raise ValueError(f"codebooks={quoted(path)} for commvq: there is no such file. {how_to_calibrate()}")
     stat = file.stat()
     return _read_header(str(file), stat.st_mtime_ns, stat.st_size)
 
