@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..models import load_model
+from ..models import load_model, usable_device
 from .commvq import CommVQSettings, calibrate_commvq, check_output
 from .text import check_sources
 
@@ -35,9 +35,8 @@ def run_calibration(
     started = time.perf_counter()
     check_output(output)
     check_sources(text)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    _check_device(device)
-    loaded, tokenizer = load_model(model, dtype=torch.float32 if device == "cpu" else torch.bfloat16, device=device)
+    place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    loaded, tokenizer = load_model(model, dtype=torch.float32 if place.type == "cpu" else torch.bfloat16, device=place)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     times = (TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left"))
     with Progress(*columns, *times, console=console, disable=not console.is_terminal) as progress:
@@ -51,15 +50,6 @@ def run_calibration(
     console.print(
         f"{output}: {size:.1f} MiB in {minutes:.1f} minutes, peak memory {peak / 2**30:.2f} GiB", soft_wrap=True
     )
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        raise ValueError(
-            f"device={device!r}: allowed are devices of this machine: {str(error).splitlines()[0]}"
-        ) from None
 
 
 class _Reporter:
