@@ -19,10 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.prefill import CacheRun
+from kvcache_compress.messages import explain, quoted
+from kvcache_compress.options import StrictOptions
 
 Record = dict[str, Any]
 """What is kept of one sample and one cache; plain JSON."""
@@ -51,15 +53,13 @@ class Sample:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class Benchmark(BaseModel, abc.ABC):
+class Benchmark(StrictOptions, abc.ABC):
     """Base of all benchmarks: options in, samples and scores out.
 
     Attributes:
         limit: samples taken at most, from the first on; all when None. Raising it later adds samples to a finished
             comparison without computing any again.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: ClassVar[str]
     main_score: ClassVar[str]
@@ -120,11 +120,9 @@ def make_benchmark(kind: str, options: Mapping[str, Any]) -> Benchmark:
     from kvcache_compress.eval import benchmarks  # noqa: F401  registers all that come with the package
 
     if kind not in _BENCHMARKS:
-        raise ValueError(f"benchmark={kind!r}: allowed {', '.join(sorted(_BENCHMARKS))}")
+        raise ValueError(f"benchmark={quoted(kind)}: allowed {', '.join(sorted(_BENCHMARKS))}")
     try:
         return _BENCHMARKS[kind](**options)
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in error.errors()
-        )
+        problems = explain(error, f"for {kind}", {"": _BENCHMARKS[kind]})
         raise ValueError(f"benchmark {kind}: {problems}") from error

@@ -75,7 +75,7 @@ def preset_cache(
         name: name in tables; `preset`, which then is a string, when None.
     """
     windows = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
-    config = load_config(preset).model_copy(update={key: n for key, n in windows.items() if n is not None})
+    config = load_config(preset).changed(**{key: n for key, n in windows.items() if n is not None})
     config = config if codebooks is None else config.with_codebooks(codebooks)
 
     def make(model: PreTrainedModel) -> Cache:

@@ -23,6 +23,7 @@ from typing import Any
 
 from kvcache_compress.eval.benchmark import Record
 from kvcache_compress.eval.results import write_atomically
+from kvcache_compress.text_files import parse_json, read_text
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class Cell:
     def read(cls, path: Path) -> Cell:
         """Raises ValueError for a file that is no cell."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+            return cls(**parse_json(read_text(path), path.name))
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: not a cell of a comparison: {error}") from error
 
 

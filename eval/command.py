@@ -21,7 +21,9 @@ from kvcache_compress.eval.peers import PEERS
 from kvcache_compress.eval.progress import ProgressLine
 from kvcache_compress.eval.resolve import resolve_cache
 from kvcache_compress.eval.runner import Runner
+from kvcache_compress.messages import shortened
 from kvcache_compress.models import SMOLLM2, load_model
+from kvcache_compress.options import LARGEST_SEED
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_CACHES = ["turboquant-4bit", "turboquant-2bit"]
@@ -38,7 +40,7 @@ OutputOption = Annotated[
     Path | None, typer.Option(help="folder for a JSON file per cache; a later run goes on there", file_okay=False)
 ]
 LimitOption = Annotated[int | None, typer.Option(help="samples at most", min=1)]
-SeedOption = Annotated[int, typer.Option(help="set before each sample")]
+SeedOption = Annotated[int, typer.Option(help="set before each sample", min=0, max=LARGEST_SEED)]
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16")]
 DeviceOption = Annotated[str | None, typer.Option(help="device of the model; the accelerator where there is one")]
 FusedOption = Annotated[bool, typer.Option("--fused", help="attend over the codes instead of decoding them")]
@@ -88,7 +90,7 @@ def measure(
 
 def failure(message: str) -> typer.Exit:
     """Says on stderr what is wrong; to be raised."""
-    typer.echo(f"error: {message}", err=True)
+    typer.echo(f"error: {shortened(message)}", err=True)
     return typer.Exit(1)
 
 

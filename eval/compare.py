@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Discriminator, Field, Tag, ValidationError
 from transformers import Cache, PreTrainedModel
 
 from kvcache_compress.eval.benchmark import Benchmark, make_benchmark
@@ -38,28 +37,31 @@ from kvcache_compress.eval.processes import LaunchedProcesses, Processes
 from kvcache_compress.eval.progress import ProgressLine
 from kvcache_compress.eval.resolve import resolve_cache
 from kvcache_compress.eval.runner import Progress, Runner, check_distinct
+from kvcache_compress.messages import explain
+from kvcache_compress.options import AnyPath, AnyTuple, Seed, StrictOptions
+from kvcache_compress.text_files import read_yaml
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelEntry(_Strict):
+class ModelEntry(StrictOptions):
     """A model, and CommVQ's codebooks for it."""
 
     model: str
-    codebooks: Path | None = None
+    codebooks: AnyPath | None = None
 
 
-class CacheEntry(_Strict):
+class CacheEntry(StrictOptions):
     """A cache under a name of its own: `config` is anything that `load_config` takes."""
 
     name: str
     config: str | dict[str, Any]
-    codebooks: Path | None = None
+    codebooks: AnyPath | None = None
 
 
-class Comparison(_Strict):
+def _kind(entry: Any) -> str:
+    return "<name>" if isinstance(entry, str) else "<mapping>"
+
+
+class Comparison(StrictOptions):
     """What is compared; see the module's docstring.
 
     Attributes:
@@ -73,27 +75,30 @@ class Comparison(_Strict):
         fused: attend over the codes instead of decoding them.
     """
 
-    models: tuple[str | ModelEntry, ...] = Field(min_length=1)
-    caches: tuple[str | CacheEntry, ...] = Field(min_length=1)
+    models: AnyTuple[
+        Annotated[Annotated[str, Tag("<name>")] | Annotated[ModelEntry, Tag("<mapping>")], Discriminator(_kind)]
+    ] = Field(min_length=1)
+    caches: AnyTuple[
+        Annotated[Annotated[str, Tag("<name>")] | Annotated[CacheEntry, Tag("<mapping>")], Discriminator(_kind)]
+    ] = Field(min_length=1)
     benchmarks: dict[str, dict[str, Any]] = Field(min_length=1)
-    output: Path
+    output: AnyPath
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str | None = None
-    seed: int = 0
+    seed: Seed = 0
     fused: bool = False
 
     @classmethod
     def read(cls, path: Path) -> Comparison:
         """Raises ValueError for a file that is missing, no YAML, or says something that is not allowed."""
-        try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ValueError(f"{path}: {error}") from error
+        content = read_yaml(path)
+        if not isinstance(content, dict):
+            raise ValueError(f"{path}: a mapping is needed at the top, with {', '.join(cls.model_fields)}")
         try:
             return cls.model_validate(content)
         except ValidationError as error:
-            problems = (f"{'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}" for one in error.errors())
-            raise ValueError(f"{path}: {'; '.join(problems)}") from error
+            models: dict[str, type[StrictOptions]] = {"": cls, "models": ModelEntry, "caches": CacheEntry}
+            raise ValueError(f"{path}: {explain(error, 'in the comparison', models)}") from error
 
     def specs(self, model: ModelEntry) -> list[CacheSpec]:
         """The caches for a model, the full one first.
@@ -179,7 +184,10 @@ def _missing(error: ImportError) -> Any:
 def _benchmark(name: str, options: Mapping[str, Any]) -> Benchmark:
     if not isinstance(options.get("kind"), str):
         raise ValueError(f"benchmarks.{name}: `kind` is missing, or no text")
-    return make_benchmark(options["kind"], {key: value for key, value in options.items() if key != "kind"})
+    try:
+        return make_benchmark(options["kind"], {key: value for key, value in options.items() if key != "kind"})
+    except ValueError as error:
+        raise ValueError(f"benchmarks.{name}: {error}") from error
 
 
 app = typer.Typer(add_completion=False)
@@ -197,7 +205,10 @@ def main(
         comparison = Comparison.read(file)
         if output is not None:
             comparison = comparison.model_copy(update={"output": output})
-        cells, problems = compare(comparison, processes, ProgressLine() if main_process else None)
+        try:
+            cells, problems = compare(comparison, processes, ProgressLine() if main_process else None)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
     except (ValueError, OSError) as error:
         raise failure(str(error)) from error
     finally:

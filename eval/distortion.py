@@ -131,7 +131,7 @@ def main(
     bits: Annotated[list[int], typer.Option(help="bits per number, 1 to 6; repeatable")] = [1, 2, 3, 4],  # noqa: B006
     base: Annotated[int, typer.Option(help="vectors that are compressed")] = 4096,
     queries: Annotated[int, typer.Option(help="vectors that they are multiplied with")] = 256,
-    rotations: Annotated[int, typer.Option(help="random rotations averaged over")] = 4,
+    rotations: Annotated[int, typer.Option(help="random rotations averaged over", max=10_000)] = 4,
     seed: SeedOption = 0,
     dtype: DtypeOption = "float32",
     device: DeviceOption = None,

@@ -13,6 +13,7 @@ import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.command import load
+from kvcache_compress.text_files import read_text
 
 WINDOW_TOKENS = 512
 
@@ -140,10 +141,7 @@ def embeddings_from(
         return load_embeddings(embeddings)
     assert model is not None
     assert text is not None
-    try:
-        content = text.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ValueError(f"text={str(text)!r}: there is no such file") from error
+    content = read_text(text, f"text={str(text)!r}")
     loaded, tokenizer = load(model, dtype, device)
     name = "/".join(text.resolve().parts[-2:])
     return hidden_states(

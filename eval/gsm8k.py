@@ -45,6 +45,7 @@ from kvcache_compress.eval.samples import (
     read_jsonl,
     split_ids,
 )
+from kvcache_compress.options import AnyPath
 
 Scoring = Literal["generate", "likelihood"]
 
@@ -70,7 +71,7 @@ class Gsm8k(Benchmark):
         cached_question: the question goes through the cache under test, instead of being prefilled with the examples.
     """
 
-    data: Path | None = None
+    data: AnyPath | None = None
     split: Literal["train", "test"] = "test"
     shots: int = Field(default=8, ge=0)
     scoring: Scoring = "generate"

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from itertools import chain, cycle, islice
 from pathlib import Path
 
+from kvcache_compress.text_files import read_text
+
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*$")
 
 
@@ -85,7 +87,7 @@ def haystack_words(folder: Path | None, count: int, seed: int | str) -> list[str
         return list(islice(chain.from_iterable(words_of(f" {text}") for text in plain_sentences(seed)), count))
     if not folder.is_dir():
         raise ValueError(f"haystack={str(folder)!r}: no such folder")
-    texts = [path.read_text(encoding="utf-8").strip() for path in sorted(folder.glob("*.txt"))]
+    texts = [read_text(path).strip() for path in sorted(folder.glob("*.txt"))]
     words = words_of("".join(f"\n{text}" for text in texts if text))
     if not words:
         raise ValueError(f"haystack={str(folder)!r}: no text in .txt files there")

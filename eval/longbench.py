@@ -37,6 +37,7 @@ from kvcache_compress.eval.longbench_prompts import Template, encode_prompt, rea
 from kvcache_compress.eval.longbench_scores import aggregate, best_score, first_line
 from kvcache_compress.eval.prefill import CacheRun
 from kvcache_compress.eval.samples import generate_text
+from kvcache_compress.options import AnyPath, AnyTuple
 
 ChatTemplate = Literal["auto", "on", "off"]
 
@@ -63,9 +64,9 @@ class LongBench(Benchmark):
     limits_itself: ClassVar[bool] = True
 
     version: Version = "v1"
-    tasks: tuple[str, ...] = ()
+    tasks: AnyTuple[str] = ()
     data: str | None = None
-    prompts: Path | None = None
+    prompts: AnyPath | None = None
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     max_new_tokens: int | None = Field(default=None, ge=1)
     chat_template: ChatTemplate = "auto"

@@ -6,7 +6,6 @@ LongBench v2 (Bai et al., 2024, arXiv:2412.15204) is one multiple choice with co
 
 from __future__ import annotations
 
-import json
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvcache_compress.eval.samples import check_columns, check_hub, read_jsonl
+from kvcache_compress.text_files import parse_json, read_text
 
 Version = Literal["v1", "e", "v2"]
 
@@ -197,10 +197,7 @@ def _of_file(path: Path, tasks: list[Task]) -> dict[Task, list[dict[str, Any]]]:
 def _read(path: Path) -> list[dict[str, Any]]:
     if path.suffix != ".json":
         return read_jsonl(path, ())
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
+    rows = parse_json(read_text(path), str(path))
     if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
         raise ValueError(f"{path}: allowed is a list of JSON objects, at least one")
     return rows

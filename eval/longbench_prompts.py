@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from transformers import PreTrainedTokenizerBase
 
 from kvcache_compress.eval.longbench_data import V2, Task
+from kvcache_compress.text_files import parse_json, read_text, read_yaml
 
 OWN_PROMPTS = Path(__file__).with_name("longbench_prompts.yaml")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}|\$([A-Z_]+)\$")
@@ -69,24 +68,20 @@ def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, Templ
         ValueError: no such file, not of this form, or without one of the tasks.
     """
     path = path or OWN_PROMPTS
-    if not path.is_file():
-        raise ValueError(f"prompts={str(path)!r}: no such file")
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".txt":
-        texts = {V2.name: text}
+    name = f"prompts={str(path)!r}"
+    if path.suffix in (".txt", ".json"):
+        text = read_text(path, name)
+        texts = {V2.name: text} if path.suffix == ".txt" else parse_json(text, name)
     else:
-        try:
-            texts = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        except (json.JSONDecodeError, yaml.YAMLError) as error:
-            raise ValueError(f"prompts={str(path)!r}: neither JSON nor YAML: {error}") from error
+        texts = read_yaml(path, name)
     if not isinstance(texts, dict) or not all(isinstance(template, str) for template in texts.values()):
-        raise ValueError(f"prompts={str(path)!r}: allowed is a template, that is a text, by the name of each task")
+        raise ValueError(f"{name}: allowed is a template, that is a text, by the name of each task")
     if missing := [task.name for task in tasks if task.name not in texts]:
-        raise ValueError(f"prompts={str(path)!r}: no template for {', '.join(missing)}")
+        raise ValueError(f"{name}: no template for {', '.join(missing)}")
     templates = {}
     for task in tasks:
         fields = ["context", "input", *("ABCD" if task is V2 else "")]
-        templates[task] = Template.parse(texts[task.name], fields, f"prompts={str(path)!r}, {task.name}")
+        templates[task] = Template.parse(texts[task.name], fields, f"{name}, {task.name}")
     return templates
 
 

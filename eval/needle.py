@@ -49,6 +49,7 @@ from kvcache_compress.eval.samples import (
     text_ids,
     too_long,
 )
+from kvcache_compress.options import AnyList, AnyPath, Seed
 
 Mode = Literal["needle", "passkey"]
 Scoring = Literal["generate", "forced"]
@@ -111,16 +112,16 @@ class Needle(Benchmark):
     main_score = "recall"
 
     mode: Mode = "needle"
-    lengths: list[Annotated[int, Field(ge=1)]] = Field(default=LENGTHS, min_length=1)
-    depths: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=DEPTHS, min_length=1)
-    haystack: Path | None = None
+    lengths: AnyList[Annotated[int, Field(ge=1)]] = Field(default=LENGTHS, min_length=1)
+    depths: AnyList[Annotated[float, Field(ge=0, le=1)]] = Field(default=DEPTHS, min_length=1)
+    haystack: AnyPath | None = None
     needle: str | None = None
     question: str | None = None
     answer: str | None = None
     answer_prefix: str | None = None
-    digits: int = Field(default=5, ge=1)
-    repeats: int = Field(default=1, ge=1)
-    seed: int = 0
+    digits: int = Field(default=5, ge=1, le=1000)
+    repeats: int = Field(default=1, ge=1, le=10_000)
+    seed: Seed = 0
     chat_template: bool = False
     scoring: Scoring | None = None
     max_new_tokens: int = Field(default=32, ge=1)

@@ -211,8 +211,8 @@ def main(
     bits: Annotated[list[int], typer.Option(help="bits per number: 1, 2 or 4; repeatable")] = [2, 4],  # noqa: B006
     base: Annotated[int, typer.Option(help="vectors that are searched", min=1)] = 12_000,
     queries: Annotated[int, typer.Option(help="vectors whose nearest neighbour is sought", min=1)] = 500,
-    repeats: Annotated[int, typer.Option(help="times are medians over so many")] = 3,
-    threads: Annotated[int, typer.Option(help="CPU threads of torch and faiss")] = 1,
+    repeats: Annotated[int, typer.Option(help="times are medians over so many", max=10_000)] = 3,
+    threads: Annotated[int, typer.Option(help="CPU threads of torch and faiss", max=1024)] = 1,
     seed: SeedOption = 0,
     dtype: DtypeOption = "float32",
     device: DeviceOption = None,

@@ -40,6 +40,8 @@ from kvcache_compress.eval.command import (
 )
 from kvcache_compress.eval.prefill import STEP_TOKENS, CacheRun
 from kvcache_compress.eval.scoring import compare_logits, cut_windows
+from kvcache_compress.options import AnyPath, AnyTuple
+from kvcache_compress.text_files import read_text
 
 DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
 
@@ -68,7 +70,7 @@ class Perplexity(Benchmark):
     higher_is_better = False
     limits_itself = True
 
-    texts: tuple[Path, ...] = Field(default=(DEFAULT_TEXT,), min_length=1)
+    texts: AnyTuple[AnyPath] = Field(default=(DEFAULT_TEXT,), min_length=1)
     prefix: int = Field(default=1024, ge=1)
     scored: int = Field(default=256, ge=1)
     windows: int = Field(default=6, ge=1)
@@ -124,12 +126,7 @@ def _read(path: Path) -> str:
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"texts: no .txt file in the folder {path}")
-    try:
-        return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
-    except FileNotFoundError as error:
-        raise ValueError(f"texts: no file {path}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"texts: {path} is not UTF-8 text: {error}") from error
+    return "\n\n".join(read_text(file, f"texts={str(file)!r}") for file in files)
 
 
 app = typer.Typer(add_completion=False)

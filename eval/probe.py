@@ -122,7 +122,7 @@ def main(
             output.mkdir(parents=True, exist_ok=True)
             require_matplotlib()  # a missing matplotlib shows before the work, not after it
         given = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
-        config = load_config(cache).model_copy(update={name: n for name, n in given.items() if n is not None})
+        config = load_config(cache).changed(**{name: n for name, n in given.items() if n is not None})
         config = config if codebooks is None else config.with_codebooks(codebooks)
         sizes = {"prefix": prefix, "scored": scored, "windows": windows, "step": step}
         benchmark = Perplexity(texts=(text,), **sizes)

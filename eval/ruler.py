@@ -46,6 +46,7 @@ from kvcache_compress.eval.samples import (
     spaced,
     split_ids,
 )
+from kvcache_compress.options import AnyPath
 
 Task = Literal["niah", "vt", "cwe", "fwe", "qa"]
 Scoring = Literal["generate", "forced"]
@@ -74,7 +75,7 @@ class Ruler(Benchmark):
 
     limits_itself = True
 
-    data: Path
+    data: AnyPath
     task: Task | None = None
     scoring: Scoring = "generate"
     max_new_tokens: int | None = Field(default=None, ge=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from huggingface_hub import HfApi, constants
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.prefill import CacheRun
+from kvcache_compress.text_files import parse_json, read_text
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -27,16 +27,11 @@ def read_jsonl(path: Path, columns: Collection[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: no such file, a line that is no JSON object, a row without one of the columns, or no rows at all.
     """
-    if not path.is_file():
-        raise ValueError(f"data={str(path)!r}: no such file")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(read_text(path, f"data={str(path)!r}").split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+        row = parse_json(line, f"{path}, line {number}")
         if not isinstance(row, dict):
             raise ValueError(f"{path}, line {number}: {type(row).__name__} instead of a JSON object")
         check_columns(row, columns, f"{path}, line {number}")

@@ -11,6 +11,7 @@ import torch
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from .codec import Side
+from .messages import quoted
 
 CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 """Early versions of Transformers 5 crop to a length where later ones remove a count."""
@@ -107,7 +108,7 @@ def usable_device(device: torch.device | str | None) -> torch.device:
     except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
     if reason is not None:
-        raise ValueError(f"device={device!r} cannot be had: {reason}")
+        raise ValueError(f"device={quoted(device)} cannot be had: {reason}")
     return found
 
 

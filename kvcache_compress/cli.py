@@ -12,6 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .messages import shortened
+from .options import MOST_TOKENS
+
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="KV-cache compression for Hugging Face Transformers."
 )
@@ -19,7 +22,7 @@ console = Console()
 
 
 def _fail(error: Exception) -> None:
-    typer.secho(f"error: {error}", fg="red", err=True)
+    typer.secho(f"error: {shortened(str(error))}", fg="red", err=True)
     raise typer.Exit(1) from None
 
 
@@ -27,7 +30,7 @@ def _fail(error: Exception) -> None:
 def demo(
     preset: Annotated[str, typer.Option(help="Preset or YAML file.")] = "turboquant-4bit",
     model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a path.")] = "smollm2-135m",
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=1)] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=1, max=MOST_TOKENS)] = 64,
 ) -> None:
     """Generate from a compressed cache with a real model, and measure its memory and its loss."""
     from .demo import run_demo
@@ -59,18 +62,18 @@ def memory(
     model: Annotated[
         str | None, typer.Option(help="llama-3.1-8b, qwen2.5-7b, smollm2-135m, or a hub id or a folder.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens in the cache.", min=1)] = 131_072,
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    layers: Annotated[int, typer.Option(help="Without --model: layers.", min=1)] = 32,
-    kv_heads: Annotated[int, typer.Option(help="Without --model: key/value heads.", min=1)] = 8,
-    head_dim: Annotated[int, typer.Option(help="Without --model: head dimension.", min=1)] = 128,
+    tokens: Annotated[int, typer.Option(help="Tokens in the cache.", min=1, max=MOST_TOKENS)] = 131_072,
+    batch: Annotated[int, typer.Option(min=1, max=MOST_TOKENS)] = 1,
+    layers: Annotated[int, typer.Option(help="Without --model: layers.", min=1, max=1024)] = 32,
+    kv_heads: Annotated[int, typer.Option(help="Without --model: key/value heads.", min=1, max=1024)] = 8,
+    head_dim: Annotated[int, typer.Option(help="Without --model: head dimension.", min=1, max=1024)] = 128,
 ) -> None:
     """Estimate what each preset's cache takes, all counted; the shape is Llama-3.1-8B's unless given."""
     from .config import load_config, preset_names
     from .estimate import model_shape, total_bytes
 
     try:
-        if model:
+        if model is not None:
             layers, _, kv_heads, head_dim = model_shape(model)
         shape = (layers, kv_heads, head_dim)
         title = f"{tokens} tokens x {batch}, bfloat16: {shape[0]} full-attention layers, {shape[1]} heads of {shape[2]}"
@@ -129,9 +132,11 @@ def bench(
         str, typer.Option(help="Shape: llama-3.1-8b, qwen2.5-7b, smollm2-135m, or that of a hub id or a folder.")
     ] = "llama-3.1-8b",
     preset: Annotated[list[str] | None, typer.Option(help="Preset or YAML file; repeatable.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable.", min=1)] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="Packed tokens of each sequence; repeatable.", min=1)] = None,
-    repeats: Annotated[int, typer.Option(help="Calls, of which the median is taken.", min=1)] = 20,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable.", min=1, max=MOST_TOKENS)] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Packed tokens of each sequence; repeatable.", min=1, max=MOST_TOKENS)
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Calls, of which the median is taken.", min=1, max=10_000)] = 20,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16, on a CPU also float32; as is usual there.")
     ] = None,

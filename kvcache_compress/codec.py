@@ -8,11 +8,11 @@ from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedConfig
 
 from . import layout
 from .layout import Field
+from .options import StrictOptions
 from .rope import Rope, RopeLayout
 from .rotation import hashed_seed
 
@@ -31,10 +31,12 @@ RopeUse: TypeAlias = Literal["none", "pairs", "factors"]
 """What a codec needs of RoPE: nothing, which channels make a pair, or also the cos and sin of every token."""
 
 
-class MethodOptions(BaseModel):
-    """Options of a method; a subclass adds its own. Unknown keys are refused."""
+class MethodOptions(StrictOptions):
+    """Options of a method; a subclass adds its own."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    def idle(self) -> dict[str, str]:
+        """Options that have no effect beside the others, each with what they need; a config refuses them."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,11 @@ import torch
 from transformers import PreTrainedConfig
 
 from .codec import Side
+from .messages import quoted
 from .model_facts import model_shape, rope_record, same_model
 from .rope import rope_layout
 from .tensor_file import open_tensors, write_tensors
+from .text_files import is_file
 
 FORMAT, VERSION = "kvcache_compress.commvq", "1"
 ENCODER = ("weight1", "bias1", "weight2", "bias2", "codebook")
@@ -40,7 +42,7 @@ ALLOWED_CENTRES = {"keys": (2, 4, 8, 16, 32, 64), "values": (2, 4, 8, 16, 32, 64
 
 def refusal(path: str, problem: str) -> ValueError:
     """The error for a file that cannot be taken. What it holds may be long, and of several lines."""
-    return ValueError(f"codebooks={path!r} for commvq: {textwrap.shorten(problem, 600)}")
+    return ValueError(f"codebooks={quoted(path)} for commvq: {textwrap.shorten(problem, 600)}")
 
 
 def group_count(head_dim: int) -> int:
@@ -161,7 +163,7 @@ def read_header(path: str) -> CodebookHeader:
             missing or do not fit together.
     """
     file = Path(path).expanduser()
-    if not file.is_file():
+    if not is_file(file):
         raise refusal(path, f"there is no such file. {how_to_calibrate()}")
     stat = file.stat()
     return _read_header(str(file), stat.st_mtime_ns, stat.st_size)

@@ -1,138 +1,23 @@
-"""Which method compresses which layer: options, per-layer rules, presets and YAML files."""
+"""The config of a cache: its fields, presets and YAML files."""
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from .backend import BackendChoice
-from .codec import Codec, MethodOptions, RopeUse, Side
-from .registry import get_method
+from .layer_rules import LayerPlan, LayerRule, SideConfig, Tokens
+from .messages import explain, quoted, suggestion
+from .options import MOST_TOKENS, AnyList, Seed, StrictOptions
+from .text_files import is_file, is_folder, parse_yaml, read_yaml
 
 
-class SideConfig(BaseModel):
-    """A method and its options, for keys or for values: `{method: turboquant, bits: 4}`."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    method: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {"method": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _check_options(self) -> SideConfig:
-        self.options()
-        return self
-
-    def codec(self) -> type[Codec]:
-        return get_method(self.method)
-
-    def options(self) -> MethodOptions:
-        model = self.codec().Options
-        given = dict(self.model_extra or {})
-        for name in given:
-            if name not in model.model_fields:
-                raise ValueError(_unknown(name, f"for {self.method}", model.model_fields))
-        try:
-            return model(**given)
-        except ValidationError as error:
-            raise ValueError(_explain(error)) from None
-
-    def merged(self, other: SideConfig | None) -> SideConfig:
-        """`other` over this: its options where the method is the same, else `other` alone."""
-        if other is None or other.method != self.method:
-            return other or self
-        return SideConfig(**{**self.model_dump(), **other.model_dump()})
-
-
-class LayerRule(BaseModel):
-    """Overrides the defaults for some layers.
-
-    `match` names them: numbers (negative ones count from the end), ranges such as `"2-5"`, a share of the layers such
-    as `"first 47%"`, or layer types.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    match: list[int | str] = Field(min_length=1)
-    method: str | None = None
-    keys: SideConfig | None = None
-    values: SideConfig | None = None
-    sink_tokens: int | None = Field(None, ge=0)
-    recent_tokens: int | None = Field(None, ge=0)
-
-    @field_validator("match", mode="before")
-    @classmethod
-    def _one_or_many(cls, value: Any) -> Any:
-        return value if isinstance(value, list) else [value]
-
-    @model_validator(mode="after")
-    def _method_or_sides(self) -> LayerRule:
-        if self.method is not None and (self.keys is not None or self.values is not None):
-            raise ValueError("a rule has either 'method', for both sides, or 'keys' and 'values'")
-        if self.method is not None:
-            SideConfig(method=self.method)
-        return self
-
-    def layers(self, layer_types: Sequence[str]) -> set[int]:
-        """Indices of the matched layers; raises `ValueError` for layers that do not exist."""
-        found: set[int] = set()
-        count = len(layer_types)
-        for item in self.match:
-            span = re.fullmatch(r"(\d+)-(\d+)", item) if isinstance(item, str) else None
-            share = re.fullmatch(r"first (\d+)%", item) if isinstance(item, str) else None
-            if share:
-                found |= set(range(min(count, round(count * int(share[1]) / 100))))
-                continue
-            if isinstance(item, int):
-                wanted = range(item, item + 1)
-            elif span:
-                wanted = range(int(span[1]), int(span[2]) + 1)
-            elif item in layer_types:
-                found |= {index for index, kind in enumerate(layer_types) if kind == item}
-                continue
-            else:
-                there = ", ".join(sorted(set(layer_types)))
-                raise ValueError(f"match={item!r}: this model has no such layer type; it has {there}")
-            if not wanted or wanted[0] < -count or wanted[-1] >= count:
-                raise ValueError(f"match={item!r}: this model has layers 0 to {count - 1}")
-            found |= {index % count for index in wanted}
-        return found
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """What one layer does."""
-
-    keys: SideConfig
-    values: SideConfig
-    sink_tokens: int
-    recent_tokens: int
-
-    def side(self, side: Side) -> SideConfig:
-        return self.keys if side == "keys" else self.values
-
-    def rope_use(self, side: Side) -> RopeUse:
-        config = self.side(side)
-        return config.codec().rope_use(config.options(), side)
-
-    @property
-    def compresses(self) -> bool:
-        return (self.keys.method, self.values.method) != ("none", "none")
-
-
-class CompressionConfig(BaseModel):
+class CompressionConfig(StrictOptions):
     """Everything that describes a compressed cache.
 
     keys, values: the method of each side.
@@ -146,18 +31,16 @@ class CompressionConfig(BaseModel):
     layers: rules that override the above for some layers.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     keys: SideConfig
     values: SideConfig
-    sink_tokens: int = Field(16, ge=0)
-    recent_tokens: int = Field(64, ge=0)
+    sink_tokens: Tokens = 16
+    recent_tokens: Tokens = 64
     quantize_generated: bool = True
     backend: BackendChoice = "auto"
-    seed: int = Field(0, ge=0, lt=2**31)
-    max_cache_len: int | None = Field(None, ge=1)
+    seed: Seed = 0
+    max_cache_len: int | None = Field(None, ge=1, le=MOST_TOKENS)
     offloading: bool = False
-    layers: list[LayerRule] = []
+    layers: AnyList[LayerRule] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _check_fixed(self) -> CompressionConfig:
@@ -167,28 +50,53 @@ class CompressionConfig(BaseModel):
             raise ValueError("offloading=True with max_cache_len: allowed False, for fixed buffers stay where they are")
         return self
 
+    @model_validator(mode="after")
+    def _check_idle(self) -> CompressionConfig:
+        """Refuses what would be ignored without a word."""
+        plans = {"": self._default} | {f"layers.{i}.": self._ruled(rule) for i, rule in enumerate(self.layers)}
+        for place, plan in plans.items():
+            for side, chosen in (("keys", plan.keys), ("values", plan.values)):
+                for name, need in chosen.idle().items():
+                    given = quoted((chosen.model_extra or {})[name])
+                    raise ValueError(f"{place}{side}.{name}={given} for {chosen.method}: allowed only with {need}")
+        for number, rule in enumerate(self.layers):
+            for name in ("sink_tokens", "recent_tokens"):
+                if getattr(rule, name) is not None and not plans[f"layers.{number}."].compresses:
+                    raise ValueError(f"layers.{number}.{name}: allowed only where keys or values are compressed")
+        return self
+
+    def changed(self, **fields: Any) -> CompressionConfig:
+        """A copy with other values, which are checked as those of a file are."""
+        return _build({**vars(self), **fields}, None)
+
     def plan(self, layer_types: Sequence[str]) -> list[LayerPlan]:
         """One plan per layer of a model with these layer types.
 
         Raises:
             ValueError: for a rule that matches no layer of the model, or two rules for one layer.
         """
-        default = LayerPlan(self.keys, self.values, self.sink_tokens, self.recent_tokens)
-        plans = [default] * len(layer_types)
+        plans = [self._default] * len(layer_types)
         ruled: dict[int, int] = {}
         for number, rule in enumerate(self.layers):
             for index in sorted(rule.layers(layer_types)):
                 if index in ruled:
                     raise ValueError(f"layers: rules {ruled[index]} and {number} both match layer {index}")
                 ruled[index] = number
-                both = None if rule.method is None else SideConfig(method=rule.method)
-                plans[index] = LayerPlan(
-                    keys=self.keys.merged(rule.keys or both),
-                    values=self.values.merged(rule.values or both),
-                    sink_tokens=self.sink_tokens if rule.sink_tokens is None else rule.sink_tokens,
-                    recent_tokens=self.recent_tokens if rule.recent_tokens is None else rule.recent_tokens,
-                )
+                plans[index] = self._ruled(rule)
         return plans
+
+    @property
+    def _default(self) -> LayerPlan:
+        return LayerPlan(self.keys, self.values, self.sink_tokens, self.recent_tokens)
+
+    def _ruled(self, rule: LayerRule) -> LayerPlan:
+        both = None if rule.method is None else SideConfig(method=rule.method)
+        return LayerPlan(
+            keys=self.keys.merged(rule.keys or both),
+            values=self.values.merged(rule.values or both),
+            sink_tokens=self.sink_tokens if rule.sink_tokens is None else rule.sink_tokens,
+            recent_tokens=self.recent_tokens if rule.recent_tokens is None else rule.recent_tokens,
+        )
 
     def with_codebooks(self, path: str | Path) -> CompressionConfig:
         """A copy whose learned methods take their codebooks from this file, where the config names none."""
@@ -223,23 +131,16 @@ def load_config(source: str | Path | Mapping[str, Any] | CompressionConfig) -> C
     if isinstance(source, Mapping):
         return _build(source, "config")
     if not isinstance(source, (str, Path)):
-        raise ValueError(f"config={source!r}: allowed a preset's name, a path, a dictionary or a CompressionConfig")
-    path = Path(source)
-    if path.suffix in (".yaml", ".yml") or _is_file(path):
-        if not _is_file(path):
-            raise ValueError(f"config file {str(path)!r} does not exist")
-        text, name = path.read_text(encoding="utf-8"), str(path)
+        raise ValueError(
+            f"config={quoted(source)}: allowed a preset's name, a path, a dictionary or a CompressionConfig"
+        )
+    path, name = Path(source), str(source)
+    if path.suffix in (".yaml", ".yml") or is_file(path) or (name not in preset_names() and is_folder(path)):
+        data = read_yaml(path)
+    elif name in preset_names():
+        data = parse_yaml((_presets() / f"{name}.yaml").read_text(encoding="utf-8"), name)
     else:
-        name = str(source)
-        if name not in preset_names():
-            near = difflib.get_close_matches(name, preset_names(), n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"unknown preset {name!r}: {hint}there are {', '.join(preset_names())}")
-        text = (_presets() / f"{name}.yaml").read_text(encoding="utf-8")
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name}: not YAML: {error}") from None
+        raise ValueError(f"unknown preset {quoted(name)}: {suggestion(name, preset_names())}")
     if not isinstance(data, dict):
         raise ValueError(f"{name}: a mapping is needed at the top, with 'keys' and 'values'")
     return _build(data, name)
@@ -255,15 +156,27 @@ def config_from_options(
         raise ValueError(
             f"{sorted(clash)[0]!r} is no option here: use CompressedCache.from_config for other methods or sides"
         )
-    built = {side: {"method": method, **both, **given} for side, given in sides.items()}
+    built = {side: SideConfig.of({"method": method, **both, **given}) for side, given in sides.items()}
+    idle = {side: side_config.idle().keys() for side, side_config in built.items()}
+    # What one side can use is no mistake, though the other cannot.
+    spared = both.keys() - set.intersection(*map(set, idle.values()))
+    built = {side: chosen.without(idle[side] & spared) for side, chosen in built.items()}
     return _build({**built, **own, **fields}, None)
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:
-        return False
+def bits_of_sides(
+    bits: float | None, key_bits: float | None, value_bits: float | None, default: float | None
+) -> dict[str, dict[str, Any]]:
+    """The option `bits` of both sides, of which each can have its own.
+
+    Raises:
+        ValueError: `bits` given although both sides have their own.
+    """
+    if None not in (bits, key_bits, value_bits):
+        raise ValueError(f"bits={quoted(bits)} beside key_bits and value_bits: allowed beside one of them at most")
+    common = default if bits is None else bits
+    own = {"keys": key_bits, "values": value_bits}
+    return {side: {"bits": common if one is None else one} for side, one in own.items()}
 
 
 def _presets() -> Any:
@@ -274,24 +187,5 @@ def _build(data: Mapping[str, Any], source: str | None) -> CompressionConfig:
     try:
         return CompressionConfig.model_validate(dict(data))
     except ValidationError as error:
-        prefix = f"{source}: " if source else ""
-        raise ValueError(prefix + _explain(error)) from None
-
-
-def _explain(error: ValidationError) -> str:
-    """Pydantic's complaints as sentences without its headings and links."""
-    lines = []
-    for issue in error.errors():
-        place = ".".join(str(part) for part in issue["loc"] if part != "function-after")
-        if issue["type"] == "extra_forbidden":
-            model = LayerRule if place.startswith("layers") else CompressionConfig
-            lines.append(_unknown(place, "in the config", model.model_fields))
-        elif issue["type"] == "value_error":
-            lines.append(str(issue["ctx"]["error"]))
-        else:
-            lines.append(f"{place}={issue['input']!r}: {issue['msg'][0].lower()}{issue['msg'][1:]}")
-    return "; ".join(dict.fromkeys(lines))
-
-
-def _unknown(name: str, where: str, known: Mapping[str, Any]) -> str:
-    return f"unknown key {name!r} {where}: allowed {', '.join(known)}"
+        problems = explain(error, "in the config", {"": CompressionConfig, "layers": LayerRule})
+        raise ValueError(f"{source}: {problems}" if source else problems) from None

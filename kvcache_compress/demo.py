@@ -23,12 +23,14 @@ def run_demo(console: Console, model_name: str, preset: str, new_tokens: int) ->
     from kvcache_compress.eval.caches import full_cache, preset_cache
     from kvcache_compress.eval.perplexity import DEFAULT_TEXT, Perplexity
     from kvcache_compress.eval.runner import Runner
+    from kvcache_compress.eval.samples import check_fits
 
     config = load_config(preset)
     console.print(f"[bold]Loading {model_name}[/bold] (the first time takes half a minute) ...")
     model, tokenizer = load_model(model_name)
     text = DEFAULT_TEXT.read_text(encoding="utf-8")
     prompt = _prompt(tokenizer, text)
+    check_fits(model, prompt.shape[1] + new_tokens, "the text, the question and the new tokens")
 
     console.print(f"[bold]A question about a text, {prompt.shape[1]} tokens[/bold]; the answers, greedy:\n")
     full_ids, full_s = _generate(model, prompt, DynamicCache(config=model.config), new_tokens)

@@ -11,6 +11,7 @@ from .codec import Side
 from .config import CompressionConfig, LayerPlan
 from .decoder import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
 from .layout import bytes_per_token
+from .messages import one_line, quoted
 from .rope_track import DTYPE as ROPE_DTYPE
 
 BF16_BYTES = 2
@@ -99,12 +100,18 @@ def model_shape(model: str) -> ModelShape:
     """One of `MODELS` by its name, or from the config of a hub id or a folder.
 
     Raises:
-        ValueError: a model that cannot be compressed.
+        ValueError: a model that cannot be compressed, or a damaged config.
         OSError: nothing of that name.
     """
     if model in MODELS:
         return MODELS[model]
-    config, layers = decoder_layers(AutoConfig.from_pretrained(model))
+    try:
+        found = AutoConfig.from_pretrained(model)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # Transformers has no common exception for what a damaged config leads it to
+        raise ValueError(f"model={quoted(model)}: its config cannot be read: {one_line(error)}") from error
+    config, layers = decoder_layers(found)
     count = sum(is_full_attention(layer) for layer in layers)
     return ModelShape(count, config.num_attention_heads, kv_heads_of(config), head_dim_of(config))
 

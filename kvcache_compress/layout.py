@@ -43,6 +43,15 @@ def code_fields(bits: int, width: int, prefix: str = "") -> tuple[Field, ...]:
     return tuple(Field(f"{prefix}codes{i}", PLANE_WORD[w], (words,)) for i, w in enumerate(PLANES[bits]))
 
 
+def check_head_dim(method: str, head_dim: int, multiple: int, least: int) -> None:
+    """Raises `ValueError` for a head dimension that a method cannot take, and says which method can."""
+    if head_dim % multiple or head_dim < least:
+        raise ValueError(
+            f"head_dim={head_dim} for {method}: allowed multiples of {multiple} from {least} on "
+            "(turboquant: of 8 from 16 on; none: any)"
+        )
+
+
 def words_per_token(width: int) -> int:
     if width % CODES_PER_WORD:
         raise ValueError(f"{width} codes per token cannot be packed: a multiple of {CODES_PER_WORD} is needed")

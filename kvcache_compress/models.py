@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from .checks import usable_device
+from .messages import one_line, quoted
+from .text_files import is_file, is_folder
 
 logger = logging.getLogger(__name__)
 
@@ -53,31 +55,39 @@ def load_model(
         The model and a tokenizer which has a pad token and pads on the left, as generation in batches needs it.
 
     Raises:
-        ValueError: the model was found nowhere; the message says what to do. Or a device that cannot be had.
+        ValueError: the model was found nowhere, and the message says what to do; it is damaged; or no such device.
         ImportError: a GGUF file has to be read and the package `gguf` is missing.
     """
-    place = usable_device(device)
-    path = Path(name).expanduser()
-    if name == SMOLLM2:
-        model, tokenizer = _load_smollm2(dtype)
-    elif name and path.is_dir():
-        model, tokenizer = _load_pretrained(path, dtype)
-    elif path.suffix == ".gguf" and path.is_file():
-        model, tokenizer = _load_gguf(path, dtype)
-    else:
-        try:
-            model, tokenizer = _load_from_hub(name, dtype)
-        except OSError as error:
-            raise ValueError(
-                f"name={name!r}: allowed {SMOLLM2!r}, a folder with a saved model, a .gguf file, or the id of a model "
-                f"on the hub. No such folder or file is here, and the hub did not give the model: {error}"
-            ) from error
+    device = usable_device(device)
+    try:
+        model, tokenizer = _load(name, dtype)
+    except (ValueError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # Transformers has no common exception for what a damaged model leads it to
+        raise ValueError(f"name={quoted(name)}: the model cannot be loaded: {one_line(error)}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if model.generation_config is not None and model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     tokenizer.padding_side = "left"
-    return model.eval().to(place), tokenizer
+    return model.eval().to(device), tokenizer
+
+
+def _load(name: str, dtype: torch.dtype) -> LoadedModel:
+    path = Path(name).expanduser()
+    if name == SMOLLM2:
+        return _load_smollm2(dtype)
+    if name and is_folder(path):
+        return _load_pretrained(path, dtype)
+    if path.suffix == ".gguf" and is_file(path):
+        return _load_gguf(path, dtype)
+    try:
+        return _load_from_hub(name, dtype)
+    except OSError as error:
+        raise ValueError(
+            f"name={quoted(name)}: allowed {SMOLLM2!r}, a folder with a saved model, a .gguf file, or the id of a "
+            f"model on the hub. No such folder or file is here, and the hub did not give the model: {error}"
+        ) from error
 
 
 def _load_smollm2(dtype: torch.dtype) -> LoadedModel:

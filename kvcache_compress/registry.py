@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TypeVar
 
 from .codec import Codec
+from .messages import quoted
 
 _CODECS: dict[str, type[Codec]] = {}
 C = TypeVar("C", bound=type[Codec])
@@ -26,7 +27,7 @@ def get_method(name: str) -> type[Codec]:
     """The codec class of a method; an unknown name raises `ValueError` with the names there are."""
     import_module(".methods", __package__)
     if name not in _CODECS:
-        raise ValueError(f"unknown method {name!r}: there are {', '.join(method_names())}")
+        raise ValueError(f"unknown method {quoted(name)}: there are {', '.join(method_names())}")
     return _CODECS[name]
 
 

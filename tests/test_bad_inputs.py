@@ -86,10 +86,8 @@ def test_fields_of_a_configuration() -> None:
     found = []
     for name in [*CompressionConfig.model_fields, "unknown"]:
         for value in ODD:
-            if (name, value) not in (("recent_tokens", 2**40), ("max_cache_len", 2**40)):
+            if (name, value) != ("max_cache_len", 7):  # which is used up by the first prompt
                 given = {**method_config("turboquant"), name: value}
-                if name == "max_cache_len" and value in (7, True):
-                    continue
                 found.append(outcome(lambda given=given: use(CompressedCache(small_config(), given))))
     assert len(found) > 100
     assert found.count(ACCEPTED) < 25

@@ -224,7 +224,7 @@ def test_unknown_preset_suggests_one() -> None:
 
 
 def test_files_that_do_not_work(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"missing\.yaml.*does not exist"):
+    with pytest.raises(ValueError, match=r"missing\.yaml: no such file"):
         load_config(tmp_path / "missing.yaml")
     path = tmp_path / "broken.yaml"
     path.write_text("keys: {method: turboquant\nvalues: [")
@@ -285,3 +285,27 @@ def test_codebooks_go_to_the_sides_that_take_them() -> None:
     assert config.keys.options().codebooks == "file.safetensors"
     assert config.values.options() == load_config("turboquant-4bit").values.options()
     assert config.layers[0].values.options().codebooks == "own.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "near", "family"),
+    [
+        ("turboquant-4", "turboquant-4bit", "turboquant"),
+        ("turboquant-4b", "turboquant-4bit", "turboquant"),
+        ("TurboQuant-3bit", "turboquant-3bit", "turboquant"),
+        ("turboquant_4bit", "turboquant-4bit", "turboquant"),
+        ("turboquant-k3", "turboquant-k3v2", "turboquant"),
+        ("turbquant-2bit", "turboquant-2bit", "turboquant"),
+        ("trboquant-2bit", "turboquant-2bit", "turboquant"),
+        ("kivi2", "kivi-2bit", "kivi"),
+        ("polarquant-rope-4", "polarquant-rope-4bit", "polarquant"),
+        ("polarquant-4bit", "polarquant-3.4bit", "polarquant"),
+        ("commvq", "commvq-1bit", "commvq"),
+        ("qjl", "qjl-3bit", "qjl"),
+    ],
+)
+def test_the_nearest_preset_and_its_family(name: str, near: str, family: str) -> None:
+    with pytest.raises(ValueError, match="did you mean") as caught:
+        load_config(name)
+    own = [preset for preset in preset_names() if preset.startswith(family)]
+    assert str(caught.value) == f"unknown preset {name!r}: did you mean {near!r}? There are {', '.join(own)}"

@@ -7,7 +7,6 @@ their tiles. Entries are for at most 16 query rows, those of decode steps; more 
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..text_files import parse_json
 from .operands import KernelSide
 from .plan import AMD
 
@@ -116,7 +116,7 @@ def read_tiles(text: str) -> Measured:
     try:
         entries = {
             capability: {name: Tile(**entry["tile"]) for name, entry in kernels.items()}
-            for capability, kernels in json.loads(text).items()
+            for capability, kernels in parse_json(text, "its text").items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{TABLE.name}: no table of tiles ({type(error).__name__}: {error})") from error

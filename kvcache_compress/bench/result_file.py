@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..eval.results import write_atomically
+from ..text_files import parse_json, read_text
 from ..whole_file import is_replaceable
 from .decode import DecodeTime, beside
 from .jobs import KEYS, NOT_MEASURED, Job, planned_again
@@ -56,7 +57,7 @@ class ResultFile:
         if not self.path.is_file() or not is_replaceable(self.path):
             return None
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            found = parse_json(read_text(self.path), str(self.path))
             differs = ", ".join(key for key in COMPARED if found.get(key) != self.where.get(key))
             if not differs:
                 rows = [(part, row) for part in self.parts for row in found[part]]

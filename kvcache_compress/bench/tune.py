@@ -20,6 +20,7 @@ import torch
 
 from ..backend import load_part
 from ..eval.results import write_atomically
+from ..text_files import parse_json, read_text
 from ..view import PackedKV
 from .compare import compare_view
 from .decode import random_view
@@ -213,7 +214,7 @@ def update_table(
     path: Path, capability: str, found: Mapping[str, dict[str, Any] | None], where: Mapping[str, Any]
 ) -> None:
     """Sets or removes the entries of `found` in the table at `path`, and leaves all others; `where` is said of each."""
-    table = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    table = parse_json(read_text(path), str(path)) if path.is_file() else {}
     kernels = table.pop(capability, {})
     for kernel, entry in found.items():
         kernels.pop(kernel, None)

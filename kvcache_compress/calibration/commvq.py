@@ -41,6 +41,9 @@ the same kind."""
 QUICK_SCHEDULE = Schedule(soft_steps=4, soft_vectors=2048, hard_steps=3, hard_vectors=8192, full_steps=1)
 QUICK_ENCODER = EncoderSchedule(steps=400)
 
+MOST_ROUNDS = 256
+"""With as many, heads of 128 numbers take more bits than uncompressed ones."""
+
 Report = Callable[[str, int, int], None]
 """Called with what is being done, the steps done of it, and its steps in all."""
 
@@ -84,8 +87,8 @@ class CommVQSettings:
             raise ValueError(f"tokens={self.tokens} for commvq: allowed at least two windows of {self.context}")
         for name in ("key_rounds", "value_rounds"):
             rounds = getattr(self, name)
-            if rounds is not None and rounds < 1:
-                raise ValueError(f"{name}={rounds} for commvq: allowed at least 1")
+            if rounds is not None and not 1 <= rounds <= MOST_ROUNDS:
+                raise ValueError(f"{name}={rounds} for commvq: allowed 1 to {MOST_ROUNDS}")
 
     @classmethod
     def quick(cls, **changes: Any) -> CommVQSettings:

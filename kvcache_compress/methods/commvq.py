@@ -31,8 +31,8 @@ from ..commvq_file import (
     read_header,
     rounds_for,
 )
-from ..config import config_from_options
-from ..layout import Field, code_fields
+from ..config import bits_of_sides, config_from_options
+from ..layout import Field, check_head_dim, code_fields
 from ..own_heads import own_heads
 from ..registry import register_method
 from ..residual_books import ResidualBooks
@@ -103,8 +103,7 @@ class CommVQCodec(Codec):
 
     @classmethod
     def layout(cls, options: CommVQOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
-        if head_dim % 16:
-            raise ValueError(f"head_dim={head_dim} for commvq: allowed multiples of 16")
+        check_head_dim(cls.name, head_dim, 16, 16)
         scale = Field("scale", torch.float16)
         groups, centres = group_count(head_dim), CENTRES
         if options.codebooks is None:
@@ -130,6 +129,7 @@ class CommVQCodec(Codec):
         """Without a file, that of residual codebooks of `options.bits`."""
         if options.codebooks is not None:
             return super().constant_size(options, side, head_dim, heads)
+        cls.layout(options, side, head_dim)
         rounds = rounds_for(options.bits or DEFAULT_BITS, side, head_dim, group_count(head_dim))
         weights = heads * head_dim // 2 if side == "keys" else 0
         return torch.float16.itemsize * (heads * rounds * CENTRES * head_dim + weights)
@@ -250,8 +250,8 @@ class CommVQCache(CompressedCache):
     Args:
         model_config: the model's config.
         codebooks: file that `kvcache-compress calibrate --method commvq` wrote for this model.
-        bits: code bits per number of both sides, at most what the file has (which is the default);
-            `key_bits` and `value_bits` override it.
+        bits: code bits per number, at most what the file has (which is the default), of the sides that `key_bits` and
+            `value_bits` do not name.
         sink_tokens: first tokens kept in full precision.
         recent_tokens: last tokens kept in full precision.
         options: more of `CommVQOptions` for both sides, or of `CompressionConfig` (`layers`, `backend`, ...).
@@ -271,8 +271,7 @@ class CommVQCache(CompressedCache):
         recent_tokens: int = 64,
         **options: Any,
     ) -> None:
-        sides = {"keys": {"bits": bits if key_bits is None else key_bits}}
-        sides["values"] = {"bits": bits if value_bits is None else value_bits}
+        sides = bits_of_sides(bits, key_bits, value_bits, default=None)
         options["codebooks"] = None if codebooks is None else str(codebooks)
         config = config_from_options("commvq", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
         super().__init__(model_config, config)

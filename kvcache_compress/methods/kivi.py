@@ -16,13 +16,16 @@ from .. import packing
 from ..backend import quantizer
 from ..cache import CompressedCache
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
-from ..config import config_from_options
-from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
+from ..config import bits_of_sides, config_from_options
+from ..layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
 from ..registry import register_method
 
 if TYPE_CHECKING:
     from ..cpu_kernels.operands import CPUSide
     from ..triton_kernels.operands import KernelEncoder, KernelSide
+
+
+GROUP_SIZES = (16, 32, 64, 128)
 
 
 class KIVIOptions(MethodOptions):
@@ -41,8 +44,8 @@ class KIVIOptions(MethodOptions):
     @field_validator("group_size")
     @classmethod
     def _check_group(cls, group_size: int) -> int:
-        if group_size not in (16, 32, 64, 128):
-            raise ValueError(f"group_size={group_size} for kivi: allowed 16, 32, 64, 128")
+        if group_size not in GROUP_SIZES:
+            raise ValueError(f"group_size={group_size} for kivi: allowed {', '.join(map(str, GROUP_SIZES))}")
         return group_size
 
 
@@ -62,15 +65,16 @@ class KIVICodec(Codec):
 
     @classmethod
     def layout(cls, options: KIVIOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
-        if head_dim % CODES_PER_WORD:
-            raise ValueError(f"head_dim={head_dim} for kivi: allowed multiples of {CODES_PER_WORD}")
+        check_head_dim(cls.name, head_dim, CODES_PER_WORD, CODES_PER_WORD)
         group = options.group_size
         if side == "keys":
             shape, tokens = (head_dim,), group
         else:
             if head_dim % group:
+                there = ", ".join(str(size) for size in GROUP_SIZES if head_dim % size == 0)
                 raise ValueError(
-                    f"group_size={group} for kivi values: allowed divisors of the head dimension {head_dim}"
+                    f"group_size={group} for kivi values: allowed divisors of the head dimension {head_dim}: "
+                    + (there or "it has none of those that there are; turboquant takes such values")
                 )
             shape, tokens = (head_dim // group,), 1
         scales = (Field("scale", torch.float16, shape, tokens), Field("zero", torch.float16, shape, tokens))
@@ -147,7 +151,8 @@ class KIVICache(CompressedCache):
 
     Args:
         model_config: the model's config.
-        bits: code bits per number, 1 to 6 (KIVI's are 2 and 4), of both sides; `key_bits` and `value_bits` override it.
+        bits: code bits per number, 1 to 6 (KIVI's are 2 and 4), by default 2, of the sides that `key_bits` and
+            `value_bits` do not name.
         group_size: tokens (keys) or channels (values) that share a scale and a zero point.
         sink_tokens: first tokens kept in full precision.
         recent_tokens: last tokens kept in full precision.
@@ -160,7 +165,7 @@ class KIVICache(CompressedCache):
     def __init__(
         self,
         model_config: PreTrainedConfig,
-        bits: int = 2,
+        bits: int | None = None,
         key_bits: int | None = None,
         value_bits: int | None = None,
         group_size: int = 32,
@@ -168,8 +173,7 @@ class KIVICache(CompressedCache):
         recent_tokens: int = 128,
         **options: Any,
     ) -> None:
-        sides = {"keys": {"bits": bits if key_bits is None else key_bits}}
-        sides["values"] = {"bits": bits if value_bits is None else value_bits}
+        sides = bits_of_sides(bits, key_bits, value_bits, default=2)
         options["group_size"] = group_size
         config = config_from_options("kivi", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
         super().__init__(model_config, config)

@@ -23,7 +23,8 @@ class PolarQuantCache(CompressedCache):
             per rotary pair of the keys (Wu et al.).
         sink_tokens: first tokens kept in full precision.
         recent_tokens: last tokens kept in full precision.
-        values: another method for the values, a name or a dictionary such as `{"method": "turboquant", "bits": 4}`.
+        values: another method for the values, a name or a dictionary such as `{"method": "turboquant", "bits": 3}`;
+            options without a method change those of the default, the keys' method or for `rope` TurboQuant's 4 bits.
         options: options of the method, `polarquant_recursive` or `polarquant_rope` (`bits`, `angle_bits`, ...;
             `center`: keys alone), or of `CompressionConfig` (`layers`, `seed`, ...).
 
@@ -46,6 +47,8 @@ class PolarQuantCache(CompressedCache):
         if "center" in options:
             sides["keys"]["center"] = options.pop("center")
         given: dict[str, Any] = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
+        if isinstance(values, dict) and "method" not in values:
+            values = (ROPE_VALUES if variant == "rope" else {"method": "polarquant_recursive"}) | values
         if variant == "rope" or values is not None:
             del sides["values"]
             given["values"] = ROPE_VALUES if values is None else values

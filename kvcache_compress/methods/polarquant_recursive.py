@@ -17,7 +17,8 @@ from .. import polar_tree
 from ..backend import quantizer
 from ..centring import Center, chosen_center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
-from ..layout import Field
+from ..layout import Field, check_head_dim
+from ..options import AnyTuple
 from ..polar_codebooks import AngleCodebook, make_codebook, offline_codebook, online_codebook
 from ..registry import register_method
 from ..rotation import RotationKind, random_rotation
@@ -47,7 +48,7 @@ class PolarQuantRecursiveOptions(MethodOptions):
     """
 
     levels: int | None = None
-    bits: tuple[int, ...] = (4, 3, 2)
+    bits: AnyTuple[int] = (4, 3, 2)
     radius_bits: Literal[8, 16] = 8
     precondition: bool = True
     rotation: RotationKind = "haar"
@@ -59,7 +60,7 @@ class PolarQuantRecursiveOptions(MethodOptions):
     @field_validator("bits", mode="before")
     @classmethod
     def _one_for_all(cls, bits: Any) -> Any:
-        return (bits,) if isinstance(bits, int) else bits
+        return bits if isinstance(bits, (list, tuple)) else (bits,)
 
     @field_validator("bits")
     @classmethod
@@ -75,10 +76,12 @@ class PolarQuantRecursiveOptions(MethodOptions):
             raise ValueError(f"levels={levels} for polarquant_recursive: allowed 1 and more")
         return levels
 
+    def idle(self) -> dict[str, str]:
+        return {} if self.precondition else dict.fromkeys(("rotation", "shared_rotation"), "precondition: true")
+
     def level_bits(self, head_dim: int) -> tuple[int, ...]:
         """Bits of each level for this head dimension; raises `ValueError` for one that cannot be had."""
-        if head_dim % 16 or head_dim < 32:
-            raise ValueError(f"head_dim={head_dim} for polarquant_recursive: allowed multiples of 16 from 32 on")
+        check_head_dim("polarquant_recursive", head_dim, 16, 32)
         most = polar_tree.full_depth(head_dim)
         levels = most if self.levels is None else self.levels
         if levels > most:

@@ -16,7 +16,7 @@ from .. import packing
 from ..backend import quantizer
 from ..centring import Center, chosen_center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
-from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
+from ..layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
 from ..polar_pairs import quantize, quarter_bounds, radii
 from ..registry import register_method
 from ..rope import RopeLayout
@@ -64,6 +64,9 @@ class PolarQuantRopeOptions(MethodOptions):
             raise ValueError(f"group_size={group_size} for polarquant_rope: allowed 32, 64, 128")
         return group_size
 
+    def idle(self) -> dict[str, str]:
+        return {"group_size": "radius_scale 'group'"} if self.radius_scale == "channel" else {}
+
     @property
     def offset(self) -> float:
         """Where in its cell a code is decoded."""
@@ -103,8 +106,7 @@ class PolarQuantRopeCodec(Codec):
     def layout(cls, options: PolarQuantRopeOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         if side == "values":
             raise ValueError("polarquant_rope for values: allowed for keys only (values have no rotary pairs)")
-        if head_dim % (2 * CODES_PER_WORD):
-            raise ValueError(f"head_dim={head_dim} for polarquant_rope: allowed multiples of {2 * CODES_PER_WORD}")
+        check_head_dim(cls.name, head_dim, 2 * CODES_PER_WORD, 2 * CODES_PER_WORD)
         pairs = head_dim // 2
         fields = (
             *code_fields(options.angle_bits, pairs, "angle_"),

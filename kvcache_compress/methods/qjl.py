@@ -78,6 +78,10 @@ class QJLOptions(MethodOptions):
             raise ValueError(f"outlier_channels={count} for qjl: allowed 0 or at least {MIN_OUTLIERS}")
         return count
 
+    def idle(self) -> dict[str, str]:
+        found = {} if self.sketch_dim is None else {"sketch_ratio": "no sketch_dim"}
+        return found if self.outlier_channels else found | {"outlier_sketch_dim": "outlier_channels"}
+
 
 @dataclass(frozen=True)
 class Instance:
@@ -254,9 +258,11 @@ class QJLCodec(Codec):
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 
 
-def _value_group(model_config: PreTrainedConfig) -> int:
+def _default_values(model_config: PreTrainedConfig) -> dict[str, Any]:
+    """2 bits by KIVI in groups as near to the paper's 32 channels as can be, or by TurboQuant where there are none."""
     decoder, _ = decoder_layers(model_config)
-    return 16 if head_dim_of(decoder) % 32 else 32
+    groups = [size for size in (32, 16) if head_dim_of(decoder) % size == 0]
+    return {"method": "kivi", "bits": 2, "group_size": groups[0]} if groups else {"method": "turboquant", "bits": 2}
 
 
 class QJLCache(CompressedCache):
@@ -264,10 +270,11 @@ class QJLCache(CompressedCache):
 
     Args:
         model_config: the model's config.
-        sketch_ratio: sketch rows per channel of the keys, that is code bits per number.
-        sketch_dim: the number of rows itself, a multiple of 8.
+        sketch_ratio: sketch rows per channel of the keys, that is code bits per number; 2 by default.
+        sketch_dim: the number of rows itself, a multiple of 8, instead.
         values: method and options of the values; by default KIVI's 2 bits in the paper's groups of 32 channels, or of
-            16 where the head dimension is no multiple of 32.
+            16 where the head dimension is no multiple of 32, or where it is none of 16 either TurboQuant's 2 bits.
+            Options without a method change that default.
         sink_tokens: first tokens kept in full precision.
         recent_tokens: last tokens kept in full precision.
         options: more of `QJLOptions`, or of `CompressionConfig` (`layers`, `seed`, ...).
@@ -279,17 +286,18 @@ class QJLCache(CompressedCache):
     def __init__(
         self,
         model_config: PreTrainedConfig,
-        sketch_ratio: float = 2,
+        sketch_ratio: float | None = None,
         sketch_dim: int | None = None,
         values: Mapping[str, Any] | str | None = None,
         sink_tokens: int = 16,
         recent_tokens: int = 64,
         **options: Any,
     ) -> None:
-        if values is None:
-            values = {"method": "kivi", "bits": 2, "group_size": _value_group(model_config)}
-        named = {"method": values} if isinstance(values, str) else dict(values)
+        named = {"method": values} if isinstance(values, str) else dict(values or {})
+        named = named if "method" in named else _default_values(model_config) | named
         keys = {name: options.pop(name) for name in QJLOptions.model_fields if name in options}
-        sides = {"keys": {"sketch_ratio": sketch_ratio, "sketch_dim": sketch_dim, **keys}, "values": named}
+        given = {"sketch_ratio": sketch_ratio, "sketch_dim": sketch_dim}
+        keys |= {name: number for name, number in given.items() if number is not None}
+        sides = {"keys": keys, "values": named}
         config = config_from_options("qjl", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
         super().__init__(model_config, config)

@@ -8,6 +8,7 @@ fractional bits; and for the `prod` estimator one more with levels ±1 along the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -21,8 +22,8 @@ from ..cache import CompressedCache
 from ..centring import Center, chosen_center, mean_key
 from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from ..components import Component, build_components, channel_sets, component_bits
-from ..config import config_from_options
-from ..layout import CODES_PER_WORD, PLANES, Field, code_fields
+from ..config import bits_of_sides, config_from_options
+from ..layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
 from ..registry import register_method
 from ..rotation import RotationKind, random_rotation
 from ..scalar import Scalar, quantize_on
@@ -72,6 +73,14 @@ class TurboQuantOptions(MethodOptions):
             raise ValueError(f"scalar={self.scalar!r} for turboquant with estimator 'prod': allowed 'norm'")
         return self
 
+    def idle(self) -> dict[str, str]:
+        found = {} if self.bits % 1 else {"outlier_fraction": "fractional bits"}
+        if self.estimator == "mse":
+            found["sketch"] = "estimator 'prod'"
+        if math.ceil(self.bits) - (self.estimator == "prod") <= 1:
+            found["codebook"] = "levels to choose: more bits"
+        return found
+
 
 @register_method
 class TurboQuantCodec(Codec):
@@ -99,8 +108,7 @@ class TurboQuantCodec(Codec):
 
     @classmethod
     def layout(cls, options: TurboQuantOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
-        if head_dim % CODES_PER_WORD or head_dim < 2 * CODES_PER_WORD:
-            raise ValueError(f"head_dim={head_dim} for turboquant: allowed multiples of {CODES_PER_WORD} from 16 on")
+        check_head_dim(cls.name, head_dim, CODES_PER_WORD, 2 * CODES_PER_WORD)
         if side == "values" and options.center in ("on", "auto"):
             raise ValueError(
                 f"center={options.center!r} for values of turboquant: allowed 'off' (only keys can be centred)"
@@ -269,7 +277,8 @@ class TurboQuantCache(CompressedCache):
 
     Args:
         model_config: the model's config.
-        bits: bits per number, 1 to 6 in steps of 0.5, of both sides; `key_bits` and `value_bits` override it.
+        bits: bits per number, 1 to 6 in steps of 0.5, by default 4, of the sides that `key_bits` and `value_bits` do
+            not name.
         sink_tokens: first tokens kept in full precision.
         recent_tokens: last tokens kept in full precision.
         options: more of `TurboQuantOptions` for both sides (`center`: keys alone), or of `CompressionConfig`.
@@ -281,15 +290,14 @@ class TurboQuantCache(CompressedCache):
     def __init__(
         self,
         model_config: PreTrainedConfig,
-        bits: float = 4,
+        bits: float | None = None,
         key_bits: float | None = None,
         value_bits: float | None = None,
         sink_tokens: int = 16,
         recent_tokens: int = 64,
         **options: Any,
     ) -> None:
-        sides: dict[str, dict[str, Any]] = {"keys": {"bits": bits if key_bits is None else key_bits}}
-        sides["values"] = {"bits": bits if value_bits is None else value_bits}
+        sides = bits_of_sides(bits, key_bits, value_bits, default=4)
         if "center" in options:
             sides["keys"]["center"] = options.pop("center")
         config = config_from_options("turboquant", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)

@@ -109,5 +109,5 @@ def test_command(tmp_path: Path) -> None:
 def test_command_says_what_is_wrong(tmp_path: Path) -> None:
     done = run("--embeddings", tmp_path / "none.npy", "--output", tmp_path)
     assert done.exit_code == 1
-    assert "there is no such file" in done.output
+    assert "no such file" in done.output
     assert run("--output", tmp_path).exit_code == 1

@@ -156,7 +156,7 @@ def test_bad_files(model: LlamaForCausalLM, file: Path) -> None:
     file.write_text('{"question": "How many?", "answer": "4"}\n')
     with pytest.raises(ValueError, match="row 1: no #### before the result in answer='4'"):
         Gsm8k(data=file, shots=0).samples(model, Characters())
-    with pytest.raises(ValueError, match="benchmark gsm8k: shots: Input should be greater than or equal to 0"):
+    with pytest.raises(ValueError, match="benchmark gsm8k: shots=-1: input should be greater than or equal to 0"):
         make_benchmark("gsm8k", {"shots": -1})
 
 

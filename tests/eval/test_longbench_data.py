@@ -239,7 +239,7 @@ def test_prompt_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         read_templates(tmp_path / "none.json", [qasper])
     path.write_text("[")
-    with pytest.raises(ValueError, match="neither JSON nor YAML"):
+    with pytest.raises(ValueError, match="not JSON: "):
         read_templates(path, [qasper])
     path.write_text("[1]")
     with pytest.raises(ValueError, match="allowed is a template, that is a text, by the name of each task"):

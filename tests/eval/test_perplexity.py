@@ -215,7 +215,7 @@ def test_logits_that_are_not_finite_are_refused(model: LlamaForCausalLM, text: P
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match="step=17: allowed 1 to scored=16"):
         make_benchmark("perplexity", {"scored": 16, "step": 17})
-    with pytest.raises(ValueError, match="benchmark perplexity: widows: Extra inputs"):
+    with pytest.raises(ValueError, match="benchmark perplexity: unknown key 'widows' for perplexity: allowed limit"):
         make_benchmark("perplexity", {"widows": 1})
     with pytest.raises(ValueError, match=r"benchmark='perplexty': allowed .*perplexity"):
         make_benchmark("perplexty", {})
@@ -226,8 +226,8 @@ def test_bad_texts(model: LlamaForCausalLM, text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     for path, message in (
-        (tmp_path / "nowhere.txt", "no file"),
-        (tmp_path / "bytes.txt", "is not UTF-8 text"),
+        (tmp_path / "nowhere.txt", "no such file"),
+        (tmp_path / "bytes.txt", "not a text in UTF-8"),
         (folder, "no .txt file in the folder"),
     ):
         (full,) = run(model, path)

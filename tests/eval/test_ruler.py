@@ -172,9 +172,9 @@ def test_bad_rows(model: LlamaForCausalLM, tmp_path: Path, row: dict[str, Any], 
 
 
 def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="benchmark ruler: data: Field required"):
+    with pytest.raises(ValueError, match="benchmark ruler: data: field required"):
         make_benchmark("ruler", {})
-    with pytest.raises(ValueError, match="task: Input should be 'niah', 'vt', 'cwe', 'fwe' or 'qa'"):
+    with pytest.raises(ValueError, match="task='sums': input should be 'niah', 'vt', 'cwe', 'fwe' or 'qa'"):
         make_benchmark("ruler", {"data": "x.jsonl", "task": "sums"})
 
 
