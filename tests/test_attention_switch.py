@@ -207,7 +207,10 @@ def test_compress_restores_after_an_exception(model: LlamaForCausalLM) -> None:
 
 
 def test_compress_with_a_bad_config_changes_nothing(model: LlamaForCausalLM) -> None:
-    with pytest.raises(ValueError, match="match=9"), compress(model, {**TURBOQUANT, "layers": [{"match": 9}]}):
+    with (
+        pytest.raises(ValueError, match="match=9"),
+        compress(model, {**TURBOQUANT, "layers": [{"match": 9, "method": "none"}]}),
+    ):
         pass
     assert "generate" not in vars(model)
     assert model.config._attn_implementation == "sdpa"

@@ -132,7 +132,9 @@ def test_constructors() -> None:
             lambda value=value: CompressedCache(value, turboquant),
             lambda value=value: CompressedCache.from_config(value, value),
             lambda value=value: CompressedCache.load(value, small_config()),
-            lambda value=value: CompressedCache(small_config(), {**turboquant, "layers": [{"match": value}]}),
+            lambda value=value: CompressedCache(
+                small_config(), {**turboquant, "layers": [{"match": value, "sink_tokens": 3}]}
+            ),
         ]
         for kind in (TurboQuantCache, KIVICache, QJLCache, PolarQuantCache, CommVQCache):
             rows.append(lambda value=value, kind=kind: kind(value))
