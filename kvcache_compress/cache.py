@@ -146,8 +146,12 @@ class CompressedCache(Cache):
 
     def _step_back(self, failed: int) -> None:
         """Takes back the tokens of a step that layer `failed` refused, where all layers before it can."""
-        length = int(self.layers[failed].get_seq_length())
-        ahead = [layer for layer in self.layers[:failed] if int(layer.get_seq_length()) > length]
+        length, before = int(self.layers[failed].get_seq_length()), self.layers[:failed]
+        try:
+            check_croppable(before)
+        except ValueError:
+            return
+        ahead = [layer for layer in before if int(layer.get_seq_length()) > length]
         if not all(layer.is_croppable for layer in ahead):
             return
         for layer in ahead:

@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MistralConfig, PreTrainedModel, T5Config
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    T5Config,
+)
 
 from kvcache_compress import (
     CompressedCache,
@@ -371,3 +380,23 @@ def test_no_memory_for_one_side_leaves_both_as_they_were(monkeypatch: pytest.Mon
     tokens = cache.get_seq_length()
     keys, stored = step()
     assert keys.shape[2] == stored.shape[2] == tokens + 1
+
+
+@pytest.mark.parametrize("first", ["sliding_attention", "linear_attention"])
+def test_a_refused_step_says_why_beside_layers_that_cannot_step_back(first: str) -> None:
+    """A full sliding layer keeps no past, a linear one no length: neither may hide what was refused."""
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    kinds = [first, "full_attention", "full_attention"]
+    config = {"sliding_attention": Gemma3TextConfig, "linear_attention": Qwen3NextConfig}[first](
+        head_dim=32, sliding_window=16, layer_types=kinds, vocab_size=64, **sizes
+    )
+    cache = CompressedCache.from_config(config, {**TURBOQUANT, "sink_tokens": 0, "recent_tokens": 0})
+    good = torch.randn(1, 2, 64, 32)
+    attending = [index for index, kind in enumerate(kinds) if kind != "linear_attention"]
+    for index in attending:
+        cache.update(good, good, index)
+    assert cache.packed_tokens == 64
+    for index in attending[:-1]:
+        cache.update(good, good, index)
+    with pytest.raises(ValueError, match=r"keys of layer 2 hold NaN.*cannot be packed"):
+        cache.update(good.clone().fill_(torch.nan), good, 2)
