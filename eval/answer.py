@@ -1,4 +1,4 @@
-"""Which cache to take: the best for each budget of bits, of those that lose little enough to be recommended."""
+"""The answer to which cache to take: for each budget of bits the best of those that lose little enough."""
 
 from __future__ import annotations
 

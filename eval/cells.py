@@ -107,7 +107,7 @@ def cell_path(output: Path, model: str, benchmark: str, cache: str) -> Path:
 
 
 def lock_of(output: Path, model: str, benchmark: str) -> Path:
-    """What the run that changes the cells of a model and benchmark locks."""
+    """Path of the lock that a run holds while it changes the cells of a model and benchmark."""
     return output.joinpath(safe_name(model), safe_name(benchmark), ".lock")
 
 

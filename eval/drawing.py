@@ -31,7 +31,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "h", "<", ">")
 
 PRINTED: dict[str, Any] = {"dpi": 200, "facecolor": "white", "metadata": {"Software": None}}
-"""How figures that go beside a report are saved."""
+"""Options that figures beside a report are saved with."""
 
 _STYLE = {
     "svg.fonttype": "none",

@@ -36,8 +36,11 @@ def not_packable(what: str, layer: int) -> ValueError:
 
 
 def one_prompt(first: torch.Tensor) -> bool:
-    """Whether all rows of a prompt's keys or values `[B, H, T, D]` are the same, but for rounding in deep layers."""
-    if first.shape[0] == 1:
+    """True where all rows of keys or values `[B, H, T, D]` are of one prompt: the same but for rounding in deep layers.
+
+    So are rows that are not finite, which other checks refuse.
+    """
+    if first.shape[0] == 1 or not first.isfinite().all():
         return True
     size = first.float().norm(dim=-1)
     return bool(((first - first[:1]).float().norm(dim=-1) <= 0.05 * (size + size.mean())).all())

@@ -79,7 +79,7 @@ class Codec(ABC):
     chunks_on_cpp: bool = True
     """Whether it suits chunks of prompts too: not where code space is much wider than a head."""
     of_one_prompt: bool = False
-    """Whether what depends on data is one prompt's own: set by its first tokens, and refused to a batch of several."""
+    """True where what depends on data is of one prompt: set by its first tokens, refused to a batch of several."""
 
     def __init__(self, options: Any, context: CodecContext) -> None:
         self.options = options

@@ -141,7 +141,8 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
     @functools.wraps(generate)
     def generate_compressed(*args: Any, **kwargs: Any) -> Any:
         # Early exit drafts by a `generate` of the first layers, within that of the whole model.
-        if vars(running) or not blocks.open:
+        opened = tuple(blocks.open)  # The thread that opened them may leave them meanwhile.
+        if vars(running) or not opened:
             return generate(*args, **kwargs)
         given = inspect.signature(generate).bind_partial(*args, **kwargs).arguments.get("generation_config")
         settings = [one for one in (given, model.generation_config) if one is not None]
@@ -151,7 +152,7 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
             own = kwargs.get("past_key_values") is not None
             if own or next((one for one in asked if one is not None), True) is False:
                 return generate(*args, **kwargs)
-            block = blocks.open[-1]
+            block = opened[-1]
             block.cache = CompressedCache(model.config, block.config)
             kwargs["past_key_values"] = block.cache
             kwargs.pop("cache_implementation", None)

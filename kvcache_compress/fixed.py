@@ -243,8 +243,8 @@ class FixedCapacityLayer(CompressedLayer):
         return int(self._freeze().packed) if self._frozen else super().packed_tokens
 
     @property
-    def spare_bytes(self) -> int:
-        return 0 if self._buffers is None else self._buffers.bytes()
+    def spare(self) -> tuple[torch.Tensor, ...]:
+        return () if self._buffers is None else self._buffers.held()
 
     def _dense(self, side: Side) -> torch.Tensor | None:
         self._thaw()

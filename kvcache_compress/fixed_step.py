@@ -82,8 +82,9 @@ class StepBuffers:
         """Where in the ring tokens `[start, stop)` after the sinks lie."""
         return (torch.arange(start, stop) % self.windows.ring).to(self.counts.device)
 
-    def bytes(self) -> int:
-        return sum(x.nbytes for x in (*self.sinks.values(), *self.ring.values()))
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """Sinks and rings of both sides."""
+        return (*self.sinks.values(), *self.ring.values())
 
     def check(self, fresh: Mapping[Side, torch.Tensor]) -> torch.Tensor:
         """What is wrong with a step's tokens, int64 `[]`; 0 for nothing."""

@@ -115,9 +115,9 @@ class CompressedLayer(RowOperations):
         return self._sides["keys"].store.tokens if self._sides else 0
 
     @property
-    def spare_bytes(self) -> int:
-        """Bytes that are held beside the two sides."""
-        return 0
+    def spare(self) -> tuple[torch.Tensor, ...]:
+        """Tensors in the model's dtype that are held beside the two sides."""
+        return ()
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -212,11 +212,12 @@ class CompressedLayer(RowOperations):
             k_side.widen(keys.dtype)
             v_side.widen(values.dtype)
             held = k_side.sinks.dtype, v_side.sinks.dtype
-            self._accepted = like if held == (keys.dtype, values.dtype) else None
+            as_held = held == (keys.dtype, values.dtype)
             keys, values = keys.to(held[0]), values.to(held[1])
             if not self._host_length():
                 first: dict[Side, torch.Tensor] = {"keys": keys.detach(), "values": values.detach()}
                 begin(self._sides, first, self._checks, self.plan.sink_tokens, self.plan.recent_tokens)
+            self._accepted = like if as_held else None
         return keys.detach() if keys.requires_grad else keys, values.detach() if values.requires_grad else values
 
     def dense_step(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Which method compresses which layer: the method of a side with its options, and rules for single layers."""
+"""Choice of methods by layer: the method of a side with its options, and rules for single layers."""
 
 from __future__ import annotations
 

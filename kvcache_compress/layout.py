@@ -46,9 +46,9 @@ def code_fields(bits: int, width: int, prefix: str = "") -> tuple[Field, ...]:
 def check_head_dim(method: str, head_dim: int, multiple: int, least: int) -> None:
     """Raises `ValueError` for a head dimension that a method cannot take, and says which method can."""
     if head_dim % multiple or head_dim < least:
+        others = "none: any" if method == "turboquant" else "turboquant: of 8 from 16 on; none: any"
         raise ValueError(
-            f"head_dim={head_dim} for {method}: allowed multiples of {multiple} from {least} on "
-            "(turboquant: of 8 from 16 on; none: any)"
+            f"head_dim={head_dim} for {method}: allowed multiples of {multiple} from {least} on ({others})"
         )
 
 

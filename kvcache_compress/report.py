@@ -1,4 +1,4 @@
-"""What a cache really takes: tokens, bytes and bits per number with everything counted.
+"""Memory of a cache: tokens, bytes and bits per number with everything counted.
 
 One rule for all models. Bytes and the ratio are as held: the ratio is to a full cache in the model's own dtype. Bits
 are comparable between models: whatever is stored in the model's own dtype (dense tokens, sides of method `none`)
@@ -37,11 +37,11 @@ class LayerMemory:
     packed_numbers: int
     numbers: int
     full_bytes: int = 0
-    """What its tokens take in the model's own dtype."""
+    """Bytes of its tokens in the model's own dtype."""
     wider_bytes: int = 0
+    """Bytes beyond 16 bits of all numbers in the model's own dtype and of the room for more."""
     wider_packed_bytes: int = 0
-    """By how much numbers in the model's dtype, and the room for them, are wider than 16 bits: all, and those in the
-    packed fields in use."""
+    """The same of packed tokens alone, which a side of method `none` holds in that dtype."""
     dtype: torch.dtype | None = None
     """The model's own; None before the first tokens."""
 
@@ -247,7 +247,8 @@ def _compressed(index: int, layer: CompressedLayer) -> LayerMemory:
             wider_packed += packed * (size - 2)
             room += state.store.buffers
         wider += sum(x.nbytes - 2 * x.numel() for x in room)
-    allocated += layer.spare_bytes
+    allocated += sum(x.nbytes for x in layer.spare)
+    wider += sum(x.nbytes - 2 * x.numel() for x in layer.spare)
     dense_tokens = int(layer.get_seq_length()) - layer.packed_tokens
     return LayerMemory(
         index, method, dense_tokens, layer.packed_tokens, fields, allocated, constants, packed_numbers, numbers,

@@ -141,7 +141,7 @@ def begin(
 
 
 def measured(first: torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
-    """Which of the first tokens set what depends on data: not the sinks, unless there are few others."""
+    """The first tokens that set what depends on data: without the sinks, unless there are few others."""
     others = first[:, :, sinks:]
     return others if others.shape[2] >= max(1, recent) else first
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from .messages import quoted
+from .messages import one_line, quoted
 
 MOST_YAML_BYTES = 1 << 18
 MOST_NODES = 5_000
@@ -80,6 +80,8 @@ def parse_yaml(text: str, name: str) -> Any:
         raise ValueError(f"{name}: not YAML: {line}{error.problem}") from None
     except (yaml.YAMLError, ValueError, ArithmeticError) as error:  # the last two of numbers and dates
         raise ValueError(f"{name}: not YAML: {str(error).splitlines()[0]}") from None
+    except (LookupError, AttributeError, TypeError) as error:  # of explicit tags on what they do not fit
+        raise ValueError(f"{name}: not YAML: a tag on a value that it does not fit ({one_line(error)})") from None
 
 
 def parse_json(text: str, name: str) -> Any:

@@ -139,7 +139,8 @@ def test_an_inner_block_gives_the_switch_back(model: LlamaForCausalLM, prompt: t
         with compress(model, KIVI, fused=False):
             assert model.config._attn_implementation == "sdpa"
         assert model.config._attn_implementation == ATTENTION_NAME
-        with pytest.raises(ValueError, match="match=9"), compress(model, {**KIVI, "layers": [{"match": 9}]}):
+        wrong = {**KIVI, "layers": [{"match": 9, "method": "none"}]}
+        with pytest.raises(ValueError, match="match=9"), compress(model, wrong):
             pass
         with compress(model, KIVI) as inner:
             generate(model, prompt)

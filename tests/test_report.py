@@ -105,6 +105,20 @@ def test_layers_that_are_not_ours() -> None:
     assert report.fields()["dense"] == report.layers[0].total_bytes
 
 
+@pytest.mark.usefixtures("fixed_shapes")
+def test_rings_of_fixed_capacity_count_16_bits() -> None:
+    """So do the dense tokens of a layer whose steps have fixed shapes, and the room for them."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = filled(TurboQuantCache(CONFIG, sink_tokens=4, recent_tokens=8, max_cache_len=120), 64, dtype)
+        filled(cache, 1, dtype)
+        assert cache.layers[0].spare
+        found.append(cache.memory_report())
+    wide, narrow = found
+    assert wide.bits_per_number == narrow.bits_per_number
+    assert wide.total_bytes > narrow.total_bytes
+
+
 COMPARED: dict[str, dict[str, Any]] = {
     "all-none": {"keys": "none", "values": "none"},
     "one-side": {"keys": "turboquant", "values": "none"},

@@ -53,7 +53,7 @@ class CommVQSettings:
     """What is trained, and how long.
 
     bits: code bits per number, 1 or 2, from which the numbers of rounds follow unless given.
-    tokens: calibration tokens, in windows of `context`, of which one in `HELD_OUT` is only measured.
+    tokens: calibration tokens, in windows of `context`, of which about one in `HELD_OUT` is only measured.
     values: `residual` codebooks (ours), or the paper's `encoder`.
     key_rounds, value_rounds: residual rounds of each side.
     weigh_pairs: weigh errors of keys' pairs by the queries that meet them; the paper does not.

@@ -33,10 +33,13 @@ def test_several_prompts_are_refused(prompt: int, room: int | None) -> None:
     """At once, whenever they would be packed; the cache is as it was, and takes one of them."""
     model, ids = small_model(), tokens(2, prompt)
     cache = CompressedCache(model.config, {**CONFIG, "max_cache_len": room})
-    for _ in range(2):
+    for _ in range(6):  # no layer may take at the second time what it refused
         with pytest.raises(ValueError, match="codebook='online' for keys of polarquant_recursive, with 2 prompts"):
             feed(model, cache, ids, prompt)
         assert int(cache.get_seq_length()) == 0
+    for _ in range(2):
+        with pytest.raises(ValueError, match="with 2 prompts in a batch"):
+            cache.update(*torch.randn(2, 2, 2, prompt, 32), 0)
     got = feed(model, cache, ids[:1], prompt)
     alone = CompressedCache(model.config, {**CONFIG, "max_cache_len": room})
     assert torch.equal(got, feed(model, alone, ids[:1], prompt))
