@@ -86,8 +86,9 @@ def attention_forward(
 def _decoded(
     key: torch.Tensor | PackedKV, value: torch.Tensor | PackedKV, mask: Any
 ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """What the previous attention gets: of a chunk without the room that is left, where its mask can do without."""
-    if isinstance(key, ChunkKV) and isinstance(value, ChunkKV) and (mask is None or isinstance(mask, torch.Tensor)):
+    """What the previous attention gets: of a chunk without the room that is left, where mask and weights allow it."""
+    narrow = (mask is None or isinstance(mask, torch.Tensor)) and not _weights_wanted()
+    if narrow and isinstance(key, ChunkKV) and isinstance(value, ChunkKV):
         return key.there(mask)
     both = (side.dense() if isinstance(side, PackedKV) else side for side in (key, value))
     return *both, mask

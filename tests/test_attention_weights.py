@@ -50,6 +50,23 @@ def test_weights_are_those_of_the_previous_attention(family: str, by_config: boo
         torch.testing.assert_close(fused.logits, plain.logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_weights_over_all_the_room_of_a_fixed_capacity(family: str, ids: torch.Tensor) -> None:
+    """As without fused attention, and as Transformers' own static cache gives them: of first prompts, chunks, steps."""
+    model = build(family, attn_implementation="eager")
+    config = CONFIG.model_copy(update={"max_cache_len": 96})
+    outputs = []
+    for switch in (disable_fused_attention, enable_fused_attention):
+        switch(model)
+        cache = CompressedCache(model.config, config)
+        parts = (ids, ids[:, :20], ids[:, :1])
+        outputs.append([model(input_ids=part, past_key_values=cache, output_attentions=True) for part in parts])
+    for plain, fused in zip(*outputs, strict=True):
+        assert {weights.shape[3] for weights in fused.attentions} == {96}
+        torch.testing.assert_close(fused.attentions, plain.attentions, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("family", ["llama", *SILENT])
 @torch.no_grad()
 def test_nothing_else_falls_back(family: str, ids: torch.Tensor) -> None:
