@@ -112,7 +112,7 @@ def test_logits_stay_close_to_a_full_cache(real: Any) -> None:
         assert cache.packed_tokens > 64
         divergence[bits] = (full.exp() * (full - lossy)).sum(-1).mean().item()
     assert divergence[4] < 0.02
-    assert divergence[1] > 0.2
+    assert divergence[1] > 0.05
 
 
 def test_compress_on_the_real_model(real: Any) -> None:
