@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from itertools import chain, cycle, islice
 from pathlib import Path
 
-from kvcache_compress.text_files import read_text
+from kvcache_compress.messages import quoted
+from kvcache_compress.text_files import is_folder, read_text
 
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*$")
 
@@ -85,8 +86,8 @@ def haystack_words(folder: Path | None, count: int, seed: int | str) -> list[str
     """
     if folder is None:
         return list(islice(chain.from_iterable(words_of(f" {text}") for text in plain_sentences(seed)), count))
-    if not folder.is_dir():
-        raise ValueError(f"haystack={str(folder)!r}: no such folder")
+    if not is_folder(folder):
+        raise ValueError(f"haystack={quoted(str(folder))}: no such folder")
     texts = [read_text(path).strip() for path in sorted(folder.glob("*.txt"))]
     words = words_of("".join(f"\n{text}" for text in texts if text))
     if not words:

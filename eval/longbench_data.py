@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvcache_compress.eval.samples import check_columns, check_hub, read_jsonl
-from kvcache_compress.text_files import parse_json, read_text
+from kvcache_compress.messages import quoted
+from kvcache_compress.text_files import is_file, is_folder, parse_json, read_text
 
 Version = Literal["v1", "e", "v2"]
 
@@ -139,14 +140,14 @@ def load_rows(data: str | None, version: Version, names: Sequence[str] = ()) -> 
     tasks = resolve_tasks(names, version)
     source = HUB[version] if data is None else data
     path = Path(source)
-    if path.is_file():
+    if is_file(path):
         found = _of_file(path, tasks)
-    elif path.is_dir():
+    elif is_folder(path):
         found = _of_folder(path, tasks, version)
     elif source.count("/") == 1 and not path.suffix.startswith(".json"):
         found = {task: _from_hub(source, _file_stem(task, version)) for task in tasks}
     else:
-        raise ValueError(f"data={source!r}: no such file or folder, and no OWNER/NAME of a dataset on the hub")
+        raise ValueError(f"data={quoted(source)}: no such file or folder, and no OWNER/NAME of a dataset on the hub")
     if missing := [task.name for task in tasks if task.name in names and task not in found]:
         raise ValueError(f"data={source!r}: no rows of {', '.join(missing)}; it has {', '.join(t.name for t in found)}")
     return [

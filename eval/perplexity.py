@@ -41,7 +41,7 @@ from kvcache_compress.eval.command import (
 from kvcache_compress.eval.prefill import STEP_TOKENS, CacheRun
 from kvcache_compress.eval.scoring import compare_logits, cut_windows
 from kvcache_compress.options import AnyPath, AnyTuple
-from kvcache_compress.text_files import read_text
+from kvcache_compress.text_files import is_folder, read_text
 
 DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
 
@@ -123,7 +123,7 @@ def _scores(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _read(path: Path) -> str:
-    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    files = sorted(path.glob("*.txt")) if is_folder(path) else [path]
     if not files:
         raise ValueError(f"texts: no .txt file in the folder {path}")
     return "\n\n".join(read_text(file, f"texts={str(file)!r}") for file in files)

@@ -46,7 +46,9 @@ from kvcache_compress.eval.samples import (
     spaced,
     split_ids,
 )
+from kvcache_compress.messages import quoted
 from kvcache_compress.options import AnyPath
+from kvcache_compress.text_files import is_file, is_folder
 
 Task = Literal["niah", "vt", "cwe", "fwe", "qa"]
 Scoring = Literal["generate", "forced"]
@@ -112,9 +114,9 @@ class Ruler(Benchmark):
         return scores
 
     def _files(self) -> list[Path]:
-        if not self.data.exists():
-            raise ValueError(f"data={str(self.data)!r}: no such file or folder")
-        if not self.data.is_dir():
+        if not (is_folder(self.data) or is_file(self.data)):
+            raise ValueError(f"data={quoted(str(self.data))}: no such file or folder")
+        if not is_folder(self.data):
             return [self.data]
         if not (files := sorted(self.data.rglob("*.jsonl"))):
             raise ValueError(f"data={str(self.data)!r}: no .jsonl files in this folder")

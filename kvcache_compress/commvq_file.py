@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,7 +27,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from .codec import Side
-from .messages import quoted
+from .messages import on_one_line, quoted
 from .model_facts import model_shape, rope_record, same_model
 from .rope import rope_layout
 from .tensor_file import open_tensors, write_tensors
@@ -42,7 +41,7 @@ ALLOWED_CENTRES = {"keys": (2, 4, 8, 16, 32, 64), "values": (2, 4, 8, 16, 32, 64
 
 def refusal(path: str, problem: str) -> ValueError:
     """The error for a file that cannot be taken. What it holds may be long, and of several lines."""
-    return ValueError(f"codebooks={quoted(path)} for commvq: {textwrap.shorten(problem, 600)}")
+    return ValueError(f"codebooks={quoted(path)} for commvq: {on_one_line(problem, 600)}")
 
 
 def group_count(head_dim: int) -> int:
@@ -177,7 +176,7 @@ def how_to_calibrate() -> str:
 
 @lru_cache(maxsize=8)
 def _read_header(path: str, changed: int, size: int) -> CodebookHeader:
-    with open_tensors(path, f"codebooks={path!r} for commvq") as file:
+    with open_tensors(path, f"codebooks={quoted(path)} for commvq") as file:
         metadata = file.metadata() or {}
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
         shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
@@ -280,7 +279,7 @@ def load_layer(header: CodebookHeader, side: Side, layer: int, device: torch.dev
         ValueError: a layer that is missing, numbers that are not finite, or weights that are not positive.
     """
     prefix, names = f"{side}.{layer}.", _names(header, side, layer)
-    with open_tensors(header.path, f"codebooks={header.path!r} for commvq") as file:
+    with open_tensors(header.path, f"codebooks={quoted(header.path)} for commvq") as file:
         tensors = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():

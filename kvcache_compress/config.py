@@ -135,7 +135,7 @@ def load_config(source: str | Path | Mapping[str, Any] | CompressionConfig) -> C
             f"config={quoted(source)}: allowed a preset's name, a path, a dictionary or a CompressionConfig"
         )
     path, name = Path(source), str(source)
-    if path.suffix in (".yaml", ".yml") or is_file(path) or (name not in preset_names() and is_folder(path)):
+    if path.suffix in (".yaml", ".yml") or is_file(path) or (name and name not in preset_names() and is_folder(path)):
         data = read_yaml(path)
     elif name in preset_names():
         data = parse_yaml((_presets() / f"{name}.yaml").read_text(encoding="utf-8"), name)

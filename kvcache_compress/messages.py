@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
@@ -41,9 +42,17 @@ def quoted(value: Any) -> str:
     return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE - 53]}...{text[-50:]}"
 
 
-def shortened(text: str) -> str:
-    """A message that may repeat what was typed, without its middle where it is long."""
-    return text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE - 500]} ... {text[-500:]}"
+def shortened(text: str, most: int = _LONGEST_MESSAGE) -> str:
+    """A message that may repeat what was typed: without its middle beyond `most` characters, so that both the
+    complaint at its start and the remedy at its end stay.
+    """
+    end = most // 5
+    return text if len(text) <= most else f"{text[: most - end - 5]} ... {text[-end:]}"
+
+
+def on_one_line(text: str, most: int) -> str:
+    """A foreign text for the middle of a message: its white space as single blanks, at most `most` characters."""
+    return shortened(" ".join(text.split()), most)
 
 
 def one_line(error: Exception) -> str:
@@ -91,7 +100,7 @@ def explain(error: ValidationError, where: str, models: Mapping[str, type[BaseMo
             model = models.get(parts[0], models[""])
             lines.append(unknown_key(place, where, model.model_fields))
         elif issue["type"] == "value_error":
-            lines.append(str(issue["ctx"]["error"]))
+            lines.append(_placed(place, str(issue["ctx"]["error"])))
         elif issue["type"] == "missing":
             lines.append(f"{place}{of}: field required")
         else:
@@ -99,3 +108,13 @@ def explain(error: ValidationError, where: str, models: Mapping[str, type[BaseMo
     distinct = list(dict.fromkeys(lines))
     more = len(distinct) - _MOST_COMPLAINTS
     return "; ".join(distinct[:_MOST_COMPLAINTS]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _placed(place: str, complaint: str) -> str:
+    """A validator's complaint with the place of the section that it checked, unless it names that itself."""
+    outer, _, last = place.rpartition(".")
+    if not place or complaint.startswith(f"{place}.") or complaint.startswith(f"{place}="):
+        return complaint
+    if re.match(rf"{re.escape(last)}\b", complaint):  # of a single field
+        return f"{outer}.{complaint}" if outer else complaint
+    return f"{place}.{complaint}" if re.match(r"\w+=", complaint) else f"{place}: {complaint}"

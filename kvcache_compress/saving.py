@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,12 @@ from .config import CompressionConfig, load_config
 from .foreign_layer import read_attributes, set_attributes
 from .hybrid import HybridCompressedLayer
 from .layer import CompressedLayer
+from .messages import on_one_line, quoted
 from .model_facts import model_shape, rope_record, same_model
 from .saved_layer import LayerState, StrictModel, expect, layer_state, layer_tensors, not_finite, restore_layer
 from .saved_shapes import Share, check_share, disagreement, misfit, share_held
 from .tensor_file import open_tensors, write_tensors
+from .text_files import is_file, is_folder
 
 FORMAT, VERSION = "kvcache_compress.cache", 1
 
@@ -84,8 +85,8 @@ def save_cache(cache: CompressedCache, path: str | Path) -> None:
     from . import __version__
 
     path = Path(path).expanduser()
-    if path.is_dir():
-        raise ValueError(f"path={str(path)!r}: a folder; the name of a file is needed")
+    if is_folder(path):
+        raise ValueError(f"path={quoted(str(path))}: a folder; the name of a file is needed")
     tensors: dict[str, torch.Tensor] = {}
     layers = []
     tracked = 0
@@ -134,8 +135,8 @@ def load_cache(
 ) -> CompressedCache:
     """Reads a cache from `path`; see `CompressedCache.load`."""
     path = Path(path).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"cache file {str(path)!r}: there is no such file")
+    if not is_file(path):
+        raise FileNotFoundError(f"cache file {quoted(str(path))}: there is no such file")
     try:
         with open_tensors(path, "not readable") as file:
             metadata = file.metadata() or {}
@@ -152,7 +153,7 @@ def load_cache(
         _check_shapes(cache, header)
     except ValueError as error:
         # What a file holds may be long, and of several lines.
-        raise ValueError(f"cache file {str(path)!r}: {textwrap.shorten(str(error), 600)}") from error
+        raise ValueError(f"cache file {str(path)!r}: {on_one_line(str(error), 600)}") from error
     return cache
 
 

@@ -1,5 +1,6 @@
 """Options that would be ignored or taken for another type: refused with file and key; what is saved comes back."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,36 @@ def test_options_of_values_change_the_default() -> None:
         PolarQuantCache(config, variant="rope", values={"bits": 3}).config.values
         == CompressionConfig(keys="none", values={"method": "turboquant", "bits": 3}).values
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"keys": {"method": "turboquant", "bits": True}, "values": "none"}, ["keys.bits=True for turboquant: "]),
+        ({"keys": "none", "values": {"method": "turboquant", "bits": 9}}, ["values.bits=9 for turboquant: "]),
+        ({"keys": "turboqant", "values": "none"}, ["keys: unknown method 'turboqant': "]),
+        ({"keys": "none", "values": {"method": "kivi", "bitz": 2}}, ["values: unknown key 'bitz' for kivi: "]),
+        (
+            {
+                "keys": "none",
+                "values": "turboquant",
+                "layers": [{"match": 1, "keys": {"method": "kivi", "bits": True}}, {"match": 0, "method": "kivy"}],
+            },
+            ["layers.0.keys.bits=True for kivi: ", "layers.1: unknown method 'kivy': "],
+        ),
+        ({"keys": "none", "values": "none", "layers": [{"match": 10**40}]}, ["layers.0.match=[<integer of 133 bits>]"]),
+        ({"keys": "none", "values": "none", "seed": 10**40}, ["seed=<integer of 133 bits>"]),
+    ],
+)
+def test_errors_name_the_side_and_the_rule(config: dict[str, Any], said: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(config))
+    for source, name in ((config, "config"), (file, str(file))):
+        with pytest.raises(ValueError, match=re.escape(f"{name}: {said[0]}")) as caught:
+            load_config(source)
+        assert all(part in str(caught.value) for part in said)
+
+
+def test_no_name_is_no_preset() -> None:
+    with pytest.raises(ValueError, match="unknown preset ''"):
+        load_config("")

@@ -19,6 +19,7 @@ from kvcache_compress.eval.longbench_data import TASKS, load_rows
 from kvcache_compress.eval.longbench_prompts import read_templates
 from kvcache_compress.eval.perplexity import _read
 from kvcache_compress.eval.samples import read_jsonl
+from kvcache_compress.messages import on_one_line, shortened
 from kvcache_compress.text_files import MOST_DEPTH, MOST_NODES, MOST_YAML_BYTES, parse_json, parse_yaml
 from kvcache_compress.triton_kernels.tiles import read_tiles
 
@@ -188,3 +189,13 @@ def test_options_of_benchmarks_are_of_their_types() -> None:
             data = {"data": "x"} if kind == "ruler" else {}
             with pytest.raises(ValueError, match=f"benchmark {kind}: {name}(.0)?=.{{0,3}}{str(value).strip('[]')}"):
                 make_benchmark(kind, {**data, name: value})
+
+
+def test_long_messages_keep_their_start_and_their_end() -> None:
+    long = f"what is wrong: {'x' * 5000}. The remedy"
+    assert shortened("short") == "short"
+    assert on_one_line("a\n  b", 100) == "a b"
+    cut = on_one_line(long, 300)
+    assert len(cut) <= 300
+    assert cut.startswith("what is wrong: xxx")
+    assert cut.endswith("x. The remedy")

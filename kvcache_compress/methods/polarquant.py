@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from transformers import PreTrainedConfig
@@ -38,7 +39,7 @@ class PolarQuantCache(CompressedCache):
         variant: Variant = "recursive",
         sink_tokens: int = 16,
         recent_tokens: int = 64,
-        values: str | dict[str, Any] | None = None,
+        values: str | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if variant not in get_args(Variant):
@@ -47,8 +48,8 @@ class PolarQuantCache(CompressedCache):
         if "center" in options:
             sides["keys"]["center"] = options.pop("center")
         given: dict[str, Any] = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
-        if isinstance(values, dict) and "method" not in values:
-            values = (ROPE_VALUES if variant == "rope" else {"method": "polarquant_recursive"}) | values
+        if isinstance(values, Mapping) and "method" not in values:
+            values = (ROPE_VALUES if variant == "rope" else {"method": "polarquant_recursive"}) | dict(values)
         if variant == "rope" or values is not None:
             del sides["values"]
             given["values"] = ROPE_VALUES if values is None else values
