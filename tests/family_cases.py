@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -225,20 +225,47 @@ def logits(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
     return torch.cat(parts, 1)[mask.bool()]
 
 
-def both_ways(
-    model: PreTrainedModel, config: CompressionConfig, backend: str = "torch"
-) -> tuple[torch.Tensor, torch.Tensor, CompressedCache]:
-    """Logits with fused attention off and on, and the latter's cache. Positions are handed over in both.
+class Both(NamedTuple):
+    """Logits `[n, vocab]` with fused attention off and on, and the cache of each."""
+
+    unfused: torch.Tensor
+    fused: torch.Tensor
+    unfused_cache: CompressedCache
+    cache: CompressedCache
+
+
+def assert_alike(both: Both) -> None:
+    """To float32's rounding; after a tie, where that gave a number of a later layer's another code, to the code's."""
+    words = [
+        (ours != theirs).flatten()
+        for one, other in zip(both.cache.layers, both.unfused_cache.layers, strict=True)
+        if isinstance(one, CompressedLayer)
+        for side in ("keys", "values")
+        for ours, theirs in zip(
+            *(layer.sides[side].store.read(0, layer.packed_tokens) for layer in (one, other)), strict=True
+        )
+        if not ours.is_floating_point()
+    ]
+    different = torch.cat(words)
+    assert different.sum() <= different.numel() // 1000, f"{int(different.sum())} of {different.numel()} words"
+    if different.any():
+        assert (both.fused - both.unfused).norm() <= 2e-3 * both.unfused.norm()
+    else:
+        torch.testing.assert_close(both.fused, both.unfused, atol=1e-4, rtol=0)
+
+
+def both_ways(model: PreTrainedModel, config: CompressionConfig, backend: str = "torch") -> Both:
+    """Logits with fused attention off and on, and the caches. Positions are handed over in both.
 
     In torch chunks of prompts get the same attention in both; in C++ another's rounding flips a code now and then.
     """
-    found = []
+    found, caches = [], []
     config = config.model_copy(update={"backend": backend})
     for fused in (False, True):
         with compress(model, config, fused=fused):
-            cache = CompressedCache(model.config, config)
-            found.append(logits(model, cache))
-    return found[0], found[1], cache
+            caches.append(CompressedCache(model.config, config))
+            found.append(logits(model, caches[-1]))
+    return Both(*found, *caches)
 
 
 @cache
@@ -292,12 +319,13 @@ def check(family: str, config: CompressionConfig, largest_loss: float) -> bool:
     Returns whether fused attention was used.
     """
     with mock.patch.object(view, "_attention", wraps=view._attention) as attention:
-        unfused, fused, cache = both_ways(model(family), config)
+        both = both_ways(model(family), config)
+    unfused, cache = both.unfused, both.cache
     assert cache.packed_tokens == 64, f"{cache.packed_tokens} tokens packed"
-    torch.testing.assert_close(fused, unfused, atol=1e-4, rtol=0)
+    assert_alike(both)
     loss = (unfused - exact(family)).norm() / exact(family).norm()
     assert 1e-3 < loss < largest_loss, f"compression changes the logits by {loss:.2g}"
-    in_cpp = both_ways(model(family), config, "auto")[1]
+    in_cpp = both_ways(model(family), config, "auto").fused
     assert (in_cpp - unfused).norm() <= 2e-3 * unfused.norm()
     for ours, own in zip(cache.layers, DynamicCache(config=model(family).config).layers, strict=True):
         full = isinstance(own, DynamicLayer) and not own.is_sliding
