@@ -96,7 +96,7 @@ def attention_arguments(variant: Variant, target: str) -> tuple[dict[str, Any], 
     """Arguments of `attend_kernel`, of `merge_kernel` for many splits, and of `map_query_kernel`, as launched there."""
     keys, values = segments(variant, "keys"), segments(variant, "values")
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
-    _, mapping = map_query_arguments(query, keys.codec.kernel_side(), 2, 0.1)
+    _, mapping = map_query_arguments(query, keys.codec.kernel_side, 2, 0.1)
     sizes = launch.sizes_of(query, keys, values, aot.capability(target))
     inputs = launch.attend_inputs(query, keys, values, None, sizes.split_tokens)
     _, attend = launch.attend_arguments(
@@ -120,7 +120,7 @@ def flush_launch(keys: tuple[str, MethodOptions]) -> tuple[Any, dict[str, Any]]:
     tail = torch.randn(1, 2, leaving + 64, 128).bfloat16()
     codec.prepare(tail)
     fields = PackedStore(codec.fields, 1, 2, tail.device).room(leaving, growing=True)
-    good, encoder = torch.ones(4, dtype=torch.int32), codec.kernel_encoder()
+    good, encoder = torch.ones(4, dtype=torch.int32), codec.kernel_encoder
     assert encoder is not None
     call = functools.partial(flush, encoder, tail, leaving, 64, fields, 0, torch.empty_like(tail), good, LONGEST)
     ((kernel, arguments),) = aot.captured_launches(call)

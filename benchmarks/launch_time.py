@@ -33,7 +33,7 @@ from transformers import LlamaConfig
 from kvcache_compress import CompressedCache
 from kvcache_compress.attention import AttentionName, attention_forward
 from kvcache_compress.backend import interpreting
-from kvcache_compress.bench.layers import SHAPES, Shape, encoded_side, middle_layer
+from kvcache_compress.bench.layers import SHAPES, Shape, encoded_side, middle_layer, use_backend
 from kvcache_compress.checks import PackableChecks
 from kvcache_compress.config import load_config
 
@@ -134,7 +134,7 @@ def layer_calls(
     plan = middle_layer(chosen)
     prompt = plan.sink_tokens + tokens + plan.recent_tokens
     cache.update(states(shape.kv_heads, prompt), states(shape.kv_heads, prompt), LAYER)
-    cache.layers[LAYER].backend = "triton"  # only now: the prompt is encoded by torch, the stub computes nothing
+    use_backend(cache.layers[LAYER], "triton")  # only now: the prompt is encoded by torch, the stub computes nothing
     if room is not None:
         cache.layers[LAYER].device = torch.device("cuda")  # where a step checks without waiting
     keys, values, query = states(shape.kv_heads, 1), states(shape.kv_heads, 1), states(shape.query_heads, 1)

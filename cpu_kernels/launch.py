@@ -23,7 +23,7 @@ def attend(
     Raises:
         RuntimeError: the C++ code cannot be compiled or loaded here.
     """
-    k_side, v_side = keys.codec.cpu_side(), values.codec.cpu_side()
+    k_side, v_side = keys.codec.cpu_side, values.codec.cpu_side
     if mask is not None:
         mask = mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.float()
         mask = mask.expand(*query.shape[:3], keys.shape[2])

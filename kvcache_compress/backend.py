@@ -27,29 +27,24 @@ def interpreting() -> bool:
 
 def check_backend(choice: BackendChoice, codecs: Iterable[type[Codec]]) -> None:
     """Raises `ValueError` at construction where an explicit `backend` cannot be had, or not for one of the codecs."""
-    if choice == "cpp":
-        for codec in codecs:
-            if not codec.on_cpp:
-                raise ValueError(
-                    f'backend="cpp" cannot be had for method {codec.name!r}; use backend="torch" or "auto"'
-                )
-        if problem := _cpp_problem():
-            raise ValueError(f'backend="cpp" cannot be had: {problem}; use backend="torch" or "auto"')
-    if choice != "triton":
+    if choice == "auto" or choice == "torch":
         return
-    if find_spec("triton") is None:
-        raise ValueError('backend="triton" cannot be had: triton is not installed; use backend="torch" or "auto"')
-    if not torch.cuda.is_available() and not interpreting():
-        raise ValueError(
-            'backend="triton" cannot be had: there is no GPU (and TRITON_INTERPRET=1 is not set); '
-            'use backend="torch" or "auto"'
-        )
+    for codec in codecs:
+        if not codec.runs_on(choice):
+            raise ValueError(
+                f'backend="{choice}" cannot be had for method {codec.name!r}; use backend="torch" or "auto"'
+            )
+    if problem := _cpp_problem() if choice == "cpp" else _triton_problem():
+        raise ValueError(f'backend="{choice}" cannot be had: {problem}; use backend="torch" or "auto"')
 
 
-def resolve_backend(choice: BackendChoice, device: torch.device, codecs: Iterable[Codec] = ()) -> Backend:
-    """The backend for tensors on `device` that these codecs encode."""
+def resolve_backend(choice: BackendChoice, device: torch.device, codecs: Iterable[Codec | type[Codec]] = ()) -> Backend:
+    """The backend for tensors on `device` of these codecs, all on one: torch where there is no other for one of them.
+
+    Raises:
+        ValueError: an explicit `choice` that the device does not have.
+    """
     backend: Backend = "torch"
-    on_cpp = all(codec.on_cpp for codec in codecs)
     if choice == "triton":
         if device.type != "cuda" and not interpreting():
             raise ValueError(f'backend="triton" cannot be had for tensors on {device.type}: a GPU is needed')
@@ -58,12 +53,20 @@ def resolve_backend(choice: BackendChoice, device: torch.device, codecs: Iterabl
         if device.type != "cpu":
             raise ValueError(f'backend="cpp" cannot be had for tensors on {device.type}; use backend="auto"')
         backend = "cpp"
-    elif choice == "auto" and device.type == "cuda" and find_spec("triton") is not None:
-        backend = "triton"
-    elif choice == "auto" and device.type == "cpu" and on_cpp:
-        backend = "torch" if _cpp_problem() else "cpp"
+    elif choice == "auto":
+        fast: Backend = "triton" if device.type == "cuda" else "cpp" if device.type == "cpu" else "torch"
+        there = find_spec("triton") is not None if fast == "triton" else fast == "torch" or not _cpp_problem()
+        backend = fast if all(codec.runs_on(fast) for codec in codecs) and there else "torch"
     _log_once(backend, device.type)
     return backend
+
+
+def _triton_problem() -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if not torch.cuda.is_available() and not interpreting():
+        return "there is no GPU (and TRITON_INTERPRET=1 is not set)"
+    return None
 
 
 @cache

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from transformers import PreTrainedConfig
@@ -29,6 +31,10 @@ Statistics: TypeAlias = dict[str, torch.Tensor]
 """What a codec takes from the first tokens, by name; names, shapes and dtypes follow from its options alone."""
 RopeUse: TypeAlias = Literal["none", "pairs", "factors"]
 """What a codec needs of RoPE: nothing, which channels make a pair, or also the cos and sin of every token."""
+
+HOOKS = ("kernel_side", "kernel_encoder", "cpu_side")
+"""Optional parts of a codec, each a `cached_property` that is made when it is first needed, from what is set by then;
+`set_statistics` drops them."""
 
 
 class MethodOptions(StrictOptions):
@@ -74,8 +80,8 @@ class Codec(ABC):
     """What is stored, from which every byte count comes."""
     group: int = 1
     """Tokens that are encoded together."""
-    on_cpp: ClassVar[bool] = False
-    """Whether the C++ attention can decode what is stored."""
+    backend: Backend = "torch"
+    """Code that encodes, chosen by the layer, which knows its device; see `on` and `backend.quantizer`."""
     chunks_on_cpp: bool = True
     """Whether it suits chunks of prompts too: not where code space is much wider than a head."""
     of_one_prompt: bool = False
@@ -85,9 +91,6 @@ class Codec(ABC):
         self.options = options
         self.context = context
         self.statistics: Statistics = {}
-        self._kernel_side: KernelSide | None = None
-        self._kernel_encoder: KernelEncoder | None = None
-        self._cpu_side: CPUSide | None = None
 
     @classmethod
     @abstractmethod
@@ -115,73 +118,64 @@ class Codec(ABC):
     def set_statistics(self, statistics: Statistics) -> None:
         """Sets what follows from `measure`'s result: that of `prepare`, or one that was saved."""
         self.statistics = statistics
-        self._kernel_side = self._kernel_encoder = self._cpu_side = None
+        for hook in HOOKS:
+            self.__dict__.pop(hook, None)
 
     @abstractmethod
-    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
+    def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         """Encodes `[B, H, T, head_dim]`, `T` a multiple of `group`; `rope` is given if `rope_use` is `factors`."""
 
     @abstractmethod
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         """Decodes to float32 `[B, H, T, head_dim]`."""
 
-    @abstractmethod
     def map_query(self, query: torch.Tensor) -> torch.Tensor:
         """Maps float32 queries `[B, H, R, head_dim]` into code space `[B, H, R, W]`."""
+        return query
 
-    @abstractmethod
     def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         """Inner products `[B, H, R, T]` of mapped queries with the stored tokens, float32."""
+        return mapped @ self.decode(fields, rope).mT
 
-    @abstractmethod
-    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         """Sums stored tokens by `weights` `[B, H, R, T]` in code space, float32 `[B, H, R, W]`."""
+        return weights @ self.decode(fields, rope)
 
-    @abstractmethod
     def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
         """Maps `accumulate`'s result back to float32 `[B, H, R, head_dim]`."""
+        return accumulated
 
-    @abstractmethod
-    def build_kernel_side(self) -> KernelSide:
-        """This side's device functions and operands for the Triton kernel."""
-
-    def kernel_side(self) -> KernelSide:
-        if self._kernel_side is None:
-            self._kernel_side = self.build_kernel_side()
-        return self._kernel_side
-
-    def build_kernel_encoder(self) -> KernelEncoder | None:
-        """How Triton encodes tokens and stores them, in one launch; None where that takes `encode`."""
+    @cached_property
+    def kernel_side(self) -> KernelSide | None:
+        """This side's device functions and operands for Triton's attention; without them it runs in torch."""
         return None
 
+    @cached_property
     def kernel_encoder(self) -> KernelEncoder | None:
-        if self._kernel_encoder is None:
-            self._kernel_encoder = self.build_kernel_encoder()
-        return self._kernel_encoder
+        """Triton's encoder of tokens, which stores them in the same launch; without it Triton takes `encode`."""
+        return None
 
-    def _encoded_in_triton(self, x: torch.Tensor) -> Fields | None:
-        """`encode` by `kernel_encoder`, where there is one."""
-        from .triton_kernels.encode import encoded
+    @cached_property
+    def cpu_side(self) -> CPUSide | None:
+        """This side's operands for the C++ attention; without them it runs in torch."""
+        return None
 
-        encoder = self.kernel_encoder()
-        return None if encoder is None else encoded(encoder, x, self.fields)
+    def on(self, backend: Backend) -> Self:
+        """A copy that encodes on another backend; it shares all tensors, which no codec changes in place."""
+        twin = copy.copy(self)
+        twin.backend = backend
+        return twin
 
-    def build_cpu_side(self) -> CPUSide:
-        """This side's operands for the C++ attention; of a codec with `on_cpp`."""
-        raise NotImplementedError(f"{self.name} has no C++ decoder")
-
-    def cpu_side(self) -> CPUSide:
-        if self._cpu_side is None:
-            self._cpu_side = self.build_cpu_side()
-        return self._cpu_side
-
-    def constants(self) -> dict[str, torch.Tensor]:
-        """Tensors held per layer besides the stored tokens and `statistics`: rotations, means, codebooks."""
-        return {}
+    @classmethod
+    def runs_on(cls, backend: Backend) -> bool:
+        """True where the class has the hook that attention on this backend needs."""
+        hook = {"triton": "kernel_side", "cpp": "cpu_side"}.get(backend)
+        return hook is None or getattr(cls, hook) is not getattr(Codec, hook)
 
     def constant_bytes(self) -> int:
         """Bytes of all tensors that the codec and its kernels keep; memory that tensors share counts once."""
-        held = [*_tensors_in(vars(self)), *(self._kernel_side.tensors() if self._kernel_side else ())]
+        side = vars(self).get("kernel_side")
+        held = [*_tensors_in(vars(self)), *(side.tensors() if side else ())]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
         return sum(storages.values())
 
@@ -205,8 +199,8 @@ class Codec(ABC):
         return codec.constant_bytes()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the sides, whose tensors are the codec's own and would not be after pickling."""
-        return self.__dict__ | {"_kernel_side": None, "_kernel_encoder": None, "_cpu_side": None}
+        """Without the hooks, whose tensors are the codec's own and would not be after pickling."""
+        return {name: value for name, value in self.__dict__.items() if name not in HOOKS}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Codec:
         """Shares the tensors, which no codec changes in place; `prepare` of one copy leaves the other alone."""

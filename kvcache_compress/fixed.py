@@ -26,7 +26,7 @@ from .config import CompressionConfig, LayerPlan
 from .fixed_step import FULL, StepBuffers, Windows
 from .gradients import wanted, with_step
 from .layer import CompressedLayer
-from .side import SideState, measured
+from .side import SideState, measured, triton_encoder
 from .slots import SlotKV, Slots
 from .view import MAX_DECODE_TOKENS, PackedKV, SideSegments
 
@@ -88,8 +88,8 @@ class FixedCapacityLayer(CompressedLayer):
         for side, state in self._sides.items():
             group = state.codec.group
             early = max(0, tail - self.plan.recent_tokens) // group * group
-            if early and not (self.backend == "triton" and state.codec.kernel_encoder()):
-                state.pack(state.tail.view(), early, self.backend, growing=False)
+            if early and not triton_encoder(state.codec):
+                state.pack(state.tail.view(), early, growing=False)
                 state.store.truncate(packed)
             buffers.load(side, state, packed)
         self._frozen = True

@@ -12,7 +12,7 @@ from .backend import load_part, on_device
 from .checks import LONGEST, longest
 from .codec import Backend, Side
 from .rope import Rope
-from .side import SideState
+from .side import SideState, encoded, triton_encoder
 
 NOT_FINITE, FULL = 1, 2
 
@@ -123,7 +123,7 @@ class StepBuffers:
             total.copy_(self.length)
         for side, state in sides.items():
             x, groups = self._leaving(side, state.codec.group, count)
-            state.store.write(groups, self._encode(state, x, count, backend), state.codec.group)
+            state.store.write(groups, encoded(state.codec, x, self._rope(state, count)), state.codec.group)
 
     def _write_sinks(self, sinks: torch.Tensor, x: torch.Tensor) -> None:
         """Those of the new tokens that are sinks: each sink asks which of them it is."""
@@ -143,11 +143,6 @@ class StepBuffers:
         new &= (groups >= 0) & ((groups + 1) * group <= windows.capacity)
         x = self.ring[side].index_select(2, _tokens(groups, group) % windows.ring)
         return x, torch.where(new, groups, windows.capacity // group)
-
-    def _encode(self, state: SideState, x: torch.Tensor, count: int, backend: Backend) -> tuple[torch.Tensor, ...]:
-        """The groups that leave the window with the last `count` tokens, encoded."""
-        with on_device(x):
-            return state.codec.encode(x, self._rope(state, count), backend)
 
     def _rope(self, state: SideState, count: int) -> Rope | None:
         if state.track is None:
@@ -169,7 +164,7 @@ class StepBuffers:
         with on_device(self.counts):
             leaving = kernels.write_slots(
                 list(fresh.values()), list(self.sinks.values()), list(self.ring.values()),
-                [state.codec.group for state in states], [state.codec.kernel_encoder() for state in states],
+                [state.codec.group for state in states], [triton_encoder(state.codec) for state in states],
                 [tuple(state.store.buffers) for state in states], self.counts, total,
                 recent=windows.recent, flush=windows.flush, room=windows.room, capacity=windows.capacity,
                 longest=LONGEST,
@@ -177,7 +172,7 @@ class StepBuffers:
             left = [(state, *copied) for state, copied in zip(states, leaving, strict=True) if copied is not None]
             if left:
                 kernels.store_groups(
-                    [self._encode(state, x, count, "triton") for state, x, _ in left],
+                    [encoded(state.codec, x, self._rope(state, count)) for state, x, _ in left],
                     [tuple(state.store.buffers) for state, _, _ in left],
                     [groups for _, _, groups in left],
                     [state.store.capacity // state.codec.group for state, _, _ in left],

@@ -18,7 +18,7 @@ from .gradients import wanted, with_step
 from .rope import RopeLayout
 from .rope_track import RopeTrack
 from .row_operations import RowOperations
-from .side import SideState, append, begin, crop, flush, pack
+from .side import SideState, append, begin, crop, flush, pack, triton_encoder
 from .view import MAX_DECODE_TOKENS, PackedKV, SideSegments
 
 ATTENTION_NAME = "kvcache_compress"
@@ -76,6 +76,7 @@ class CompressedLayer(RowOperations):
         given: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
         codecs = {side: self._codec(side, self.plan.side(side), x) for side, x in given.items()}
         self.backend = resolve_backend(self.config.backend, self.device, codecs.values())
+        codecs = {side: codec.on(self.backend) for side, codec in codecs.items()}
         self.group = math.lcm(*(codec.group for codec in codecs.values()))
         self.flush_tokens = math.lcm(FLUSH_TOKENS, self.group)
         usual = self.plan.recent_tokens + self.flush_tokens
@@ -242,7 +243,7 @@ class CompressedLayer(RowOperations):
         if leaving:
             self._check_packable(tails, leaving)
             append(self._sides, keys[:, :, :sinks], values[:, :, :sinks], sinks, self.backend)
-            pack(self._sides, tails, leaving, self.backend, self.config.quantize_generated)
+            pack(self._sides, tails, leaving, self.config.quantize_generated)
         else:
             append(self._sides, keys, values, sinks, self.backend)
         return tails["keys"], tails["values"]
@@ -252,12 +253,12 @@ class CompressedLayer(RowOperations):
         if not leaving:
             return
         states = self._sides.values()
-        if self.backend == "triton" and all(state.prepared and state.codec.kernel_encoder() for state in states):
+        if all(state.prepared and triton_encoder(state.codec) for state in states):
             flush(self._sides, leaving, self._checks)
         else:
             tails = {side: state.tail.view() for side, state in self._sides.items()}
             self._check_packable(tails, leaving)
-            pack(self._sides, tails, leaving, self.backend, growing=True)
+            pack(self._sides, tails, leaving, growing=True)
 
     def _leaving(self, tail_tokens: int) -> int:
         return max(0, tail_tokens - self.plan.recent_tokens) // self.flush_tokens * self.flush_tokens

@@ -18,7 +18,7 @@ SCALE_MAX = torch.finfo(torch.float16).max
 def quantize_on(
     backend: Backend, z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar
 ) -> Fields:
-    """`quantize` by what a backend has for it."""
+    """`quantize` by what a codec's backend has for it."""
     return quantizer(backend, quantize, "turboquant_encode", "quantize_levels")(z, norm, levels, bits, scalar)
 
 

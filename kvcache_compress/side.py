@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from .backend import load_part, on_device
 from .checks import LONGEST, PackableChecks, one_prompt
-from .codec import Backend, Codec, Side
+from .codec import Backend, Codec, Fields, Side
 from .rope import Rope
 from .rope_track import RopeTrack
 from .store import PackedStore, TailBuffer
 from .view import MAX_DECODE_TOKENS, SideSegments
+
+if TYPE_CHECKING:
+    from .triton_kernels.operands import KernelEncoder
 
 CHUNK_TOKENS = 4096
 """Tokens encoded at a time, so that a long prompt needs little memory beside itself; a multiple of every group."""
@@ -29,7 +33,7 @@ class SideState:
         self.tail = TailBuffer(like, usual_tail)
         self.prepared = False
 
-    def pack(self, x: torch.Tensor, tokens: int, backend: Backend, growing: bool) -> None:
+    def pack(self, x: torch.Tensor, tokens: int, growing: bool) -> None:
         """Encodes the first `tokens` of `x` into the store; what depends on data is set from all of the first `x`."""
         self.prepare(x)
         self.store.reserve(tokens, growing)
@@ -37,11 +41,11 @@ class SideState:
             part = x[:, :, start : min(start + CHUNK_TOKENS, tokens)]
             count, done = part.shape[2], self.store.tokens
             with on_device(part):
-                if encoder := self.codec.kernel_encoder() if backend == "triton" else None:
+                if encoder := triton_encoder(self.codec):
                     load_part(".triton_kernels.encode").encode(encoder, part, self.store.room(count, growing), done)
                     self.store.tokens += count
                 else:
-                    encoded = self.codec.encode(part, self._rope(done, done + count), backend)
+                    encoded = self.codec.encode(part, self._rope(done, done + count))
                     self.store.append(encoded, count, growing)
 
     def prepare(self, x: torch.Tensor) -> None:
@@ -115,6 +119,20 @@ class SideState:
         self.sinks = self.sinks[:, :, :sinks]
 
 
+def triton_encoder(codec: Codec) -> KernelEncoder | None:
+    """The kernel that encodes this codec's tokens and stores them at once; None where its `encode` does."""
+    return codec.kernel_encoder if codec.backend == "triton" else None
+
+
+def encoded(codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
+    """`x` `[B, H, T, D]`, whole groups, encoded as the codec's backend does it, but for what is stored at once."""
+    with on_device(x):
+        if encoder := triton_encoder(codec):
+            found: Fields = load_part(".triton_kernels.encode").encoded(encoder, x, codec.fields)
+            return found
+        return codec.encode(x, rope)
+
+
 def begin(
     sides: Mapping[Side, SideState],
     first: Mapping[Side, torch.Tensor],
@@ -174,12 +192,10 @@ def append(
         v_tail.append(values)
 
 
-def pack(
-    sides: Mapping[Side, SideState], tails: Mapping[Side, torch.Tensor], leaving: int, backend: Backend, growing: bool
-) -> None:
+def pack(sides: Mapping[Side, SideState], tails: Mapping[Side, torch.Tensor], leaving: int, growing: bool) -> None:
     """Encodes the first `leaving` tokens of `tails` `[B, H, T, D]`; the others are the tails from now on."""
     for side, tail in tails.items():
-        sides[side].pack(tail, leaving, backend, growing)
+        sides[side].pack(tail, leaving, growing)
         sides[side].tail.replace(tail[:, :, leaving:])
 
 
@@ -190,7 +206,7 @@ def flush(sides: Mapping[Side, SideState], leaving: int, checks: PackableChecks)
     """
     following = []
     for state, good in zip(sides.values(), checks.flags(sides["keys"].sinks.device), strict=True):
-        tail, encoder = state.tail, state.codec.kernel_encoder()
+        tail, encoder = state.tail, state.codec.kernel_encoder
         kept = tail.tokens - leaving
         following.append(tail.another(kept))
         with on_device(tail.buffer):

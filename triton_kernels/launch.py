@@ -57,7 +57,7 @@ def attend(
     With `slots`, those of a layer of fixed capacity, `mask` is one over tokens, as `Slots.mask` takes it.
     """
     query = query.contiguous()
-    k_side, v_side = keys.codec.kernel_side(), values.codec.kernel_side()
+    k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
     call = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.count is None)
     sizes = k_side.sizes.get((keys.packed, call))
     if sizes is None:
@@ -141,7 +141,7 @@ def attend_arguments(
     heads = keys.sinks.shape[1]
     groups, dv = query_heads // heads, values.sinks.shape[3]
     rows = groups * count
-    k_side, v_side = keys.codec.kernel_side(), values.codec.kernel_side()
+    k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
     exact = query.dtype == torch.float32
     operand = torch.float32 if exact else torch.float16
     tile = sizes.tile
@@ -187,7 +187,7 @@ def merge_arguments(
     """Grid and arguments of `merge_kernel` for the buffers that `attend_kernel` filled, and `out` `[B, n, Hq, Dv]`."""
     batch, query_heads, count, _ = query.shape
     heads, dv = keys.sinks.shape[1], values.sinks.shape[3]
-    output_map = values.codec.kernel_side().output_map
+    output_map = values.codec.kernel_side.output_map
     shared = output_map is None or output_map.shape[0] == 1
     arguments = dict(  # noqa: C408 - named as the kernel's parameters are
         p_acc=attended["p_acc"], p_dense=attended["p_dense"], p_stats=attended["p_stats"],
@@ -220,7 +220,7 @@ def sizes_of(query: torch.Tensor, keys: SideSegments, values: SideSegments, capa
     heads = keys.sinks.shape[1]
     rows = query_heads // heads * count
     exact = query.dtype == torch.float32
-    tile = tile_shape(keys.codec.kernel_side(), values.codec.kernel_side(), exact, rows, capability)
+    tile = tile_shape(keys.codec.kernel_side, values.codec.kernel_side, exact, rows, capability)
     programs = batch * heads * -(-rows // _tile_rows(tile, rows))
     split_tokens, splits = split_sizes(keys.packed, tile, programs, query.device)
     even = keys.count is None and keys.packed % tile.tokens == split_tokens % tile.tokens == 0

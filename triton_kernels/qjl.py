@@ -65,7 +65,7 @@ def score(
 def qjl_side(codec: QJLCodec) -> KernelSide:
     """Operands of a prepared QJL codec."""
     meta, widths, parts = [], [], []
-    basis = codec.constants()["basis"]
+    basis = codec.ready_basis()
     for index, part in enumerate(codec.instances):
         words = words_per_token(part.rows)
         rows = basis[:, part.span].unflatten(1, (CODES_PER_WORD, words))

@@ -87,10 +87,10 @@ def encode_signs(
 
 def qjl_encoder(codec: QJLCodec) -> KernelEncoder | None:
     """Of a prepared QJL codec; None where a token's numbers take too many registers."""
-    held, dim = codec.constants(), codec.context.head_dim
+    basis, dim = codec.ready_basis(), codec.context.head_dim
     if dim > MAX_DIM:
         return None
-    basis, padded = held["basis"], max(16, next_power_of_2(dim))
+    padded = max(16, next_power_of_2(dim))
     sketches = tuple(
         (
             words_per_token(part.rows), min(padded_words(part.rows), MAX_NUMBERS // (8 * padded)), part.start,
@@ -100,5 +100,5 @@ def qjl_encoder(codec: QJLCodec) -> KernelEncoder | None:
     )  # fmt: skip
     stride, match = basis.stride(0) if len(basis) > 1 else 0, codec.options.scalar == "match"
     meta = (padded, stride, codec.mean is not None, match, *sketches)
-    tables = (basis, basis if codec.mean is None else codec.mean, *held.get("members", ()))
+    tables = (basis, basis if codec.mean is None else codec.mean, *(() if codec.members is None else codec.members))
     return KernelEncoder(encode_signs, meta, tables)

@@ -116,7 +116,7 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
     if places:
         words.append(lookup.places(places).to(codec.context.device))
     widths = tuple(component.width for component in codec.components)
-    basis = codec.constants()["basis"]
+    basis = codec.ready_basis()
     if units != [1.0] * len(units):
         parts = basis.split(widths, 1)
         basis = torch.cat([unit * part for unit, part in zip(units, parts, strict=True)], 1)

@@ -17,6 +17,7 @@ import torch
 from ..backend import interpreting, load_part, on_device, resolve_backend
 from ..checks import LONGEST
 from ..codec import Backend, Fields
+from ..side import encoded
 from ..view import PackedKV, SideSegments
 from .check_fixed import FIXED, check_steps
 from .compare import allowed_error, attention_problem, relative_error
@@ -81,8 +82,7 @@ def check_kernels(
         count = min(side.packed, COMPARED_TOKENS)
         x = torch.randn(BATCH, shape.kv_heads, count, shape.head_dim, device=device, dtype=dtype)
         rope = side.rope(0, count)
-        with on_device(x):
-            found = differing(side.codec.encode(x, rope, backend), side.codec.encode(x, rope, "torch"))
+        found = differing(encoded(side.codec, x, rope), encoded(side.codec.on("torch"), x, rope))
         different = max(different, found)
     problem = attention_problem(error, allowed)
     if problem is None and not different <= CODES_BAR:
@@ -126,7 +126,8 @@ def _each_merge(keys: SideSegments, values: SideSegments, backend: Backend) -> I
     yield
     if backend != "triton":
         return
-    k_side = keys.codec.kernel_side()
+    k_side = keys.codec.kernel_side
+    assert k_side is not None
     ((call, sizes),) = k_side.sizes.items()
     tile = sizes.tile.tokens
     tiles = -(-keys.packed // tile)
@@ -173,7 +174,7 @@ def _flushes(side: SideSegments, device: torch.device, dtype: torch.dtype) -> bo
 
     The second of three calls is a repeated launch. True where a codec has no such kernel.
     """
-    encoder, right = side.codec.kernel_encoder(), True
+    encoder, right = side.codec.kernel_encoder, True
     if encoder is None:
         return True
     batch, heads, _, dim = side.sinks.shape
@@ -189,7 +190,7 @@ def _flushes(side: SideSegments, device: torch.device, dtype: torch.dtype) -> bo
         moved = torch.zeros(batch, heads, 16, dim, device=device, dtype=dtype)
         with on_device(tail):
             kernels.flush(encoder, tail, leaving, 8, fields, leaving, moved, flags, LONGEST)
-            expected = side.codec.encode(tail[:, :, :leaving], None, "triton")
+            expected = encoded(side.codec.on("triton"), tail[:, :, :leaving])
         right = right and bool(flags.all()) == (call != 2)
         right = right and torch.equal(moved[:, :, :8], tail[:, :, leaving:]) and not moved[:, :, 8:].any()
         if call != 2:

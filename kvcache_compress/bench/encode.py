@@ -67,11 +67,13 @@ def encode_time(
         state.store.fix(tokens)
         states.append((state, x))
     backend = resolve_backend(choice, device, [state.codec for state, _ in states])
+    for state, _ in states:
+        state.codec = state.codec.on(backend)
 
     def encode() -> None:
         for state, x in states:
             state.store.truncate(0)
-            state.pack(x, tokens, backend, growing=False)
+            state.pack(x, tokens, growing=False)
 
     time, size = median_ms(encode, device, repeats, flushes=FLUSHES), sum(x.nbytes for _, x in states)
     return EncodeTime(preset, name, batch, tokens, time, size / time / 1e6)

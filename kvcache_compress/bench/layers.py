@@ -12,14 +12,15 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..backend import on_device
 from ..codec import Backend, Codec, CodecContext, MethodOptions, Side
 from ..commvq_file import CENTRES, describe_model, group_count, rounds_for, write_codebooks
 from ..config import CompressionConfig, LayerPlan, load_config
 from ..estimate import MODELS
+from ..layer import CompressedLayer
 from ..registry import get_method
 from ..rope import RopeLayout
 from ..rope_track import RopeTrack
+from ..side import encoded
 from ..store import PackedStore
 from ..view import SideSegments
 
@@ -145,14 +146,14 @@ def encoded_side(
         packed: tokens that are compressed.
         windows: dense tokens before and after them.
         codes: `encoded` from random tokens, or `random` codes and scales, for lengths that would take long to encode.
-        backend: that encodes.
+        backend: that encodes, here and later.
 
     Raises:
         ValueError: a head dimension that the method cannot take, or tokens that are not whole groups.
     """
     device = device or torch.device("cpu")
     first, last = windows
-    codec = build_codec(method, options, side, head_dim, heads, dtype, device)
+    codec = build_codec(method, options, side, head_dim, heads, dtype, device).on(backend)
     if packed % codec.group:
         raise ValueError(f"{packed} packed tokens for {method}: allowed multiples of {codec.group}")
     count = max(packed if codes == "encoded" else 128, *windows)
@@ -169,8 +170,7 @@ def encoded_side(
     store = PackedStore(codec.fields, batch, heads, device)
     if codes == "encoded":
         rope = None if track is None else track.read(first, first + packed)
-        with on_device(tokens):
-            store.append(codec.encode(tokens[:, :, :packed], rope, backend), packed, growing=True)
+        store.append(encoded(codec, tokens[:, :, :packed], rope), packed, growing=True)
     else:
         store.fix(packed)
         store.tokens = packed
@@ -182,3 +182,10 @@ def encoded_side(
     return SideSegments(
         tokens[:, :, :first].contiguous(), store, packed, tokens[:, :, :last].contiguous(), last, codec, track
     )
+
+
+def use_backend(layer: CompressedLayer, backend: Backend) -> None:
+    """From here on a layer encodes and attends on another backend than its config's."""
+    layer.backend = backend
+    for state in layer._sides.values():
+        state.codec = state.codec.on(backend)

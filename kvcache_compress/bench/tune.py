@@ -97,7 +97,7 @@ def plan_cases(presets: Sequence[str], shapes: Mapping[str, Shape], small: bool 
                 encoded_side(
                     plan.side(side).method, plan.side(side).options(), side, shape.head_dim, torch.bfloat16,
                     heads=shape.kv_heads, codes="random",
-                ).codec.kernel_side()
+                ).codec.kernel_side
                 for side in ("keys", "values")
             )  # fmt: skip
             kernel, rule = tiles.kernel_name(keys, values, False), tiles.rule(keys, values, False)
@@ -137,7 +137,8 @@ def try_tile(
     tiles = load_part(".triton_kernels.tiles")
     scaling, errors, times = shape.head_dim**-0.5, [], []
     for view, query in _views(preset, shape, batch, tokens, device)[: INPUTS if timed else 1]:
-        k_side, v_side = view.keys.codec.kernel_side(), view.values.codec.kernel_side()
+        k_side, v_side = view.keys.codec.kernel_side, view.values.codec.kernel_side
+        assert k_side is not None
 
         def attend(view: PackedKV = view, query: torch.Tensor = query) -> torch.Tensor:
             return view.attend(query, None, scaling, None, None)

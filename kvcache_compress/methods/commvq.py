@@ -9,6 +9,7 @@ codebooks come from a file that calibration writes (`commvq_file.py`).
 
 from __future__ import annotations
 
+from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +20,7 @@ from transformers import PreTrainedConfig
 from .. import additive
 from ..bit_encoder import BitEncoder
 from ..cache import CompressedCache
-from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
+from ..codec import Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
 from ..commvq_file import (
     CENTRES,
     CodebookHeader,
@@ -76,7 +77,6 @@ class CommVQCodec(Codec):
     name: ClassVar[str] = "commvq"
     Options: ClassVar[type[MethodOptions]] = CommVQOptions
     options: CommVQOptions
-    on_cpp: ClassVar[bool] = True
 
     def __init__(self, options: CommVQOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -139,7 +139,7 @@ class CommVQCodec(Codec):
             raise RuntimeError("the encoder form of values has no residual codebooks")
         return ResidualBooks(self.codebooks)
 
-    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
+    def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         x = x.float()
         if self.context.side == "keys":
             layout, factors = self._rope(rope)
@@ -147,13 +147,13 @@ class CommVQCodec(Codec):
             if self.weights is not None:
                 x = x * self._weights_by_channel()
         if self.encoder:
-            codes, point, token_norm = self.encoder.encode(x, backend)
+            codes, point, token_norm = self.encoder.encode(x, self.backend)
             usual = token_norm[:, None].expand(x.shape[:3])
             norm = usual if self.scalar == "norm" else x.norm(dim=-1)
             return codes, self._scale(x / norm.clamp_min(1e-30)[..., None], point, norm, usual)
         norm = x.norm(dim=-1)
         z = x / norm.clamp_min(1e-30)[..., None]
-        codes, point = self._books().encode(z, backend)
+        codes, point = self._books().encode(z, self.backend)
         return codes, self._scale(z, point, norm, norm)
 
     def _scale(self, z: torch.Tensor, point: torch.Tensor, norm: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ class CommVQCodec(Codec):
     def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         return mapped @ self.decode(fields, rope).mT
 
-    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         """With the encoder: in the space of the token's bits, `[B, H, R, bits]`."""
         if self.encoder:
             return (weights * fields[-1].float()[:, :, None]) @ self.encoder.bits(fields[:-1])[:, None]
@@ -207,12 +207,14 @@ class CommVQCodec(Codec):
         assert self.encoder is not None
         return self.encoder.codebook().float()
 
-    def build_kernel_side(self) -> KernelSide:
+    @cached_property
+    def kernel_side(self) -> KernelSide:
         from ..triton_kernels.commvq import commvq_side
 
         return commvq_side(self)
 
-    def build_cpu_side(self) -> CPUSide:
+    @cached_property
+    def cpu_side(self) -> CPUSide:
         """Keys' code space has their pairs, real parts first; that of the encoder all bits of a token."""
         from ..cpu_kernels.operands import CPUSide
 

@@ -6,6 +6,7 @@ channels of a token do. Both are stored in 16 bits, so b-bit codes really take b
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedConfig
 from .. import packing
 from ..backend import quantizer
 from ..cache import CompressedCache
-from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
+from ..codec import Codec, CodecContext, Fields, MethodOptions, Rope, Side
 from ..config import bits_of_sides, config_from_options
 from ..layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
 from ..registry import register_method
@@ -56,7 +57,6 @@ class KIVICodec(Codec):
     name: ClassVar[str] = "kivi"
     Options: ClassVar[type[MethodOptions]] = KIVIOptions
     options: KIVIOptions
-    on_cpp: ClassVar[bool] = True
 
     def __init__(self, options: KIVIOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -86,16 +86,14 @@ class KIVICodec(Codec):
             return x.unflatten(2, (-1, self.options.group_size)), 3
         return x.unflatten(3, (-1, self.options.group_size)), 4
 
-    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
-        if backend == "triton" and (fields := self._encoded_in_triton(x)):
-            return fields
+    def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         grouped, axis = self._grouped(x.float())
         low, high = grouped.amin(axis), grouped.amax(axis)
         limit = torch.finfo(torch.float16).max
         zero = low.clamp(-limit, limit).to(torch.float16)
         scale = ((high - low) / (2**self.options.bits - 1)).clamp(max=limit).to(torch.float16)
         tokens, channels = (self.options.group_size, 1) if axis == 3 else (1, self.options.group_size)
-        quantize_on = quantizer(backend, quantize, "kivi_encode", "quantize_groups")
+        quantize_on = quantizer(self.backend, quantize, "kivi_encode", "quantize_groups")
         return (*quantize_on(x.float(), scale, zero, self.options.bits, tokens, channels), scale, zero)
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
@@ -110,23 +108,26 @@ class KIVICodec(Codec):
     def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         return mapped @ self.decode(fields).mT
 
-    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         return weights @ self.decode(fields)
 
     def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
         return accumulated
 
-    def build_kernel_side(self) -> KernelSide:
+    @cached_property
+    def kernel_side(self) -> KernelSide:
         from ..triton_kernels.kivi import kivi_side
 
         return kivi_side(self)
 
-    def build_kernel_encoder(self) -> KernelEncoder | None:
+    @cached_property
+    def kernel_encoder(self) -> KernelEncoder | None:
         from ..triton_kernels.kivi_encode import kivi_encoder
 
         return kivi_encoder(self)
 
-    def build_cpu_side(self) -> CPUSide:
+    @cached_property
+    def cpu_side(self) -> CPUSide:
         from ..cpu_kernels.operands import CPUSide
 
         group = self.options.group_size

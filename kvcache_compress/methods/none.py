@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side
+from ..codec import Codec, CodecContext, Fields, MethodOptions, Rope, Side
 from ..layout import Field
 from ..registry import register_method
 
@@ -28,7 +29,6 @@ class DenseCodec(Codec):
 
     name: ClassVar[str] = "none"
     Options: ClassVar[type[MethodOptions]] = DenseOptions
-    on_cpp: ClassVar[bool] = True
 
     def __init__(self, options: DenseOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -38,7 +38,7 @@ class DenseCodec(Codec):
     def layout(cls, options: DenseOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         return (Field("dense", torch.bfloat16, (head_dim,)),)
 
-    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
+    def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         return (x.to(self.context.dtype),)
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
@@ -50,18 +50,20 @@ class DenseCodec(Codec):
     def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         return mapped @ fields[0].float().mT
 
-    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         return weights @ fields[0].float()
 
     def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
         return accumulated
 
-    def build_kernel_side(self) -> KernelSide:
+    @cached_property
+    def kernel_side(self) -> KernelSide:
         from ..triton_kernels.dense import dense_side
 
         return dense_side(self.context.head_dim, self.context.device)
 
-    def build_cpu_side(self) -> CPUSide:
+    @cached_property
+    def cpu_side(self) -> CPUSide:
         from ..cpu_kernels.operands import CPUSide
 
         return CPUSide("dense")

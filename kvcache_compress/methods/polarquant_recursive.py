@@ -8,6 +8,7 @@ the plain norm already keeps lengths, `match` is the same.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -16,7 +17,7 @@ from pydantic import field_validator
 from .. import polar_tree
 from ..backend import quantizer
 from ..centring import Center, chosen_center, mean_key
-from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
+from ..codec import Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from ..layout import Field, check_head_dim
 from ..options import AnyTuple
 from ..polar_codebooks import AngleCodebook, make_codebook, offline_codebook, online_codebook
@@ -102,7 +103,6 @@ class PolarQuantRecursiveCodec(Codec):
     name: ClassVar[str] = "polarquant_recursive"
     Options: ClassVar[type[MethodOptions]] = PolarQuantRecursiveOptions
     options: PolarQuantRecursiveOptions
-    on_cpp: ClassVar[bool] = True
 
     def __init__(self, options: PolarQuantRecursiveOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -171,11 +171,9 @@ class PolarQuantRecursiveCodec(Codec):
     def _to_code_space(self, x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
         return (x if mean is None else x - mean[:, None]) @ self.basis.mT
 
-    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
-        if backend == "triton" and (fields := self._encoded_in_triton(x)):
-            return fields
+    def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         y = self._to_code_space(x.float(), self.mean)
-        encode = quantizer(backend, polar_tree.encode, None, "quantize_tree")
+        encode = quantizer(self.backend, polar_tree.encode, None, "quantize_tree")
         planes, energy, cross = encode(y, self.tree, self._ready_books())
         if self.scalar == "unbiased":
             radii = energy / cross.clamp_min(1e-30)
@@ -224,25 +222,28 @@ class PolarQuantRecursiveCodec(Codec):
         scores = mapped[..., : self.context.head_dim] @ self._points(fields).mT
         return scores if self.mean is None else scores + mapped[..., -1:]
 
-    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         return weights @ self._points(fields)
 
     def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
         return accumulated @ self.basis
 
-    def build_kernel_side(self) -> KernelSide:
+    @cached_property
+    def kernel_side(self) -> KernelSide:
         from ..triton_kernels.polarquant_recursive import polarquant_side
 
         return polarquant_side(self)
 
-    def build_kernel_encoder(self) -> KernelEncoder:
+    @cached_property
+    def kernel_encoder(self) -> KernelEncoder:
         from ..triton_kernels.polarquant_recursive_encode import polarquant_recursive_encoder
 
         self._ready_books()
         self._ready_range()
         return polarquant_recursive_encoder(self)
 
-    def build_cpu_side(self) -> CPUSide:
+    @cached_property
+    def cpu_side(self) -> CPUSide:
         from ..cpu_kernels.operands import cpu_side
 
         tables = [book.points for book in self._ready_books()]

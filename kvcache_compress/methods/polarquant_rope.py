@@ -7,6 +7,7 @@ channels (section 3). The radius takes `radius_bits`, per channel or group of to
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -15,7 +16,7 @@ from pydantic import field_validator
 from .. import packing
 from ..backend import quantizer
 from ..centring import Center, chosen_center, mean_key
-from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
+from ..codec import Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
 from ..layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
 from ..polar_pairs import quantize, quarter_bounds, radii
 from ..registry import register_method
@@ -85,7 +86,6 @@ class PolarQuantRopeCodec(Codec):
     name: ClassVar[str] = "polarquant_rope"
     Options: ClassVar[type[MethodOptions]] = PolarQuantRopeOptions
     options: PolarQuantRopeOptions
-    on_cpp: ClassVar[bool] = True
 
     def __init__(self, options: PolarQuantRopeOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -155,14 +155,12 @@ class PolarQuantRopeCodec(Codec):
             raise RuntimeError("scales per channel need prepare() before the first token is encoded")
         return self.scale
 
-    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
-        if backend == "triton" and (fields := self._encoded_in_triton(x)):
-            return fields
+    def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         real, imaginary = self.pairs.split(self._centred(x.float()))
         radius = radii(real, imaginary)
         stored = self._stored_scale(radius)
         steps = radius / self._token_scale(stored).clamp_min(1e-30)
-        quantize_on = quantizer(backend, quantize, None, "quantize_pairs")
+        quantize_on = quantizer(self.backend, quantize, None, "quantize_pairs")
         bits = self.options.angle_bits, self.options.radius_bits
         fields = (*quantize_on(real, imaginary, steps, self.bounds, *bits), *stored)
         if self.options.scalar == "match":
@@ -229,25 +227,28 @@ class PolarQuantRopeCodec(Codec):
             return mapped @ self._code_space(fields).mT
         return mapped[..., :-1] @ self._code_space(fields).mT + mapped[..., -1:]
 
-    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         return weights @ self._code_space(fields)
 
     def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
         return accumulated @ self.basis()
 
-    def build_kernel_side(self) -> KernelSide:
+    @cached_property
+    def kernel_side(self) -> KernelSide:
         from ..triton_kernels.polarquant_rope import polarquant_rope_side
 
         return polarquant_rope_side(self)
 
-    def build_kernel_encoder(self) -> KernelEncoder:
+    @cached_property
+    def kernel_encoder(self) -> KernelEncoder:
         from ..triton_kernels.polarquant_rope_encode import polarquant_rope_encoder
 
         if self.options.radius_scale == "channel":
             self._channel_scale()
         return polarquant_rope_encoder(self)
 
-    def build_cpu_side(self) -> CPUSide:
+    @cached_property
+    def cpu_side(self) -> CPUSide:
         """Of the score function `direct`, which is what suits it."""
         from ..cpu_kernels.operands import cpu_side
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from .. import packing
 from ..cache import CompressedCache
 from ..centring import Center, chosen_center, mean_key
-from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
+from ..codec import Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from ..config import config_from_options
 from ..decoder import decoder_layers, head_dim_of
 from ..layout import CODES_PER_WORD, Field, code_fields
@@ -119,7 +119,6 @@ class QJLCodec(Codec):
     name: ClassVar[str] = "qjl"
     Options: ClassVar[type[MethodOptions]] = QJLOptions
     options: QJLOptions
-    on_cpp: ClassVar[bool] = True
 
     def __init__(self, options: QJLOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -135,7 +134,7 @@ class QJLCodec(Codec):
         self._center = chosen_center(options.center, context)
         self.mean: torch.Tensor | None = None
         self.basis: torch.Tensor | None = None
-        self._members: torch.Tensor | None = None
+        self.members: torch.Tensor | None = None
         if not options.outlier_channels:
             self.basis = self._sketches[0].unsqueeze(0)
 
@@ -169,9 +168,9 @@ class QJLCodec(Codec):
         """Puts the columns of each sketch on each head's own channels; `inliers` `[H, channels]`."""
         heads, head_dim = len(inliers), self.context.head_dim
         is_inlier = torch.zeros(heads, head_dim, device=inliers.device).scatter_(1, inliers, 1.0)
-        self._members = torch.stack([is_inlier, 1 - is_inlier])
+        self.members = torch.stack([is_inlier, 1 - is_inlier])
         parts = []
-        for part, sketch, member in zip(self.instances, self._sketches, self._members, strict=True):
+        for part, sketch, member in zip(self.instances, self._sketches, self.members, strict=True):
             channels = member.argsort(dim=-1, descending=True, stable=True)[:, None, : part.channels]
             spread = torch.zeros(heads, part.rows, head_dim, device=inliers.device)
             parts.append(spread.scatter_(2, channels.expand(-1, part.rows, -1), sketch.expand(heads, -1, -1)))
@@ -181,26 +180,24 @@ class QJLCodec(Codec):
     def _centred(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.mean is None else x - self.mean[:, None]
 
-    def _ready_basis(self) -> torch.Tensor:
+    def ready_basis(self) -> torch.Tensor:
         if self.basis is None:
             raise RuntimeError("outlier channels need prepare() before the first token is encoded")
         return self.basis
 
-    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
-        if backend == "triton" and (fields := self._encoded_in_triton(x)):
-            return fields
+    def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         x = self._centred(x.float())
-        fields = ()
+        fields: Fields = ()
         for index, part in enumerate(self.instances):
-            sketched = x @ self._ready_basis()[:, part.span].mT
-            norm = (x if self._members is None else x * self._members[index][:, None]).norm(dim=-1)
+            sketched = x @ self.ready_basis()[:, part.span].mT
+            norm = (x if self.members is None else x * self.members[index][:, None]).norm(dim=-1)
             if self.options.scalar == "norm":
                 stored = norm * sketch_constant(self.options.sketch, part.channels, part.rows)
             else:
                 signs = (sketched > 0).float() * 2 - 1
-                point = signs @ self._ready_basis()[:, part.span]
+                point = signs @ self.ready_basis()[:, part.span]
                 stored = norm / point.norm(dim=-1).clamp_min(1e-30)
-            fields += quantize_on(backend, sketched, stored, self._levels, 1, "norm")
+            fields += quantize_on(self.backend, sketched, stored, self._levels, 1, "norm")
         return fields
 
     def _parts(self, fields: Fields) -> Iterator[tuple[Instance, torch.Tensor, torch.Tensor]]:
@@ -210,7 +207,7 @@ class QJLCodec(Codec):
             yield part, signs, fields[2 * index + 1].float()
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        rows = self._ready_basis().mT
+        rows = self.ready_basis().mT
         x = torch.zeros((), device=rows.device)
         for part, signs, scale in self._parts(fields):
             x = x + (signs * scale[..., None]) @ packing.memory_order(rows[..., part.span]).mT
@@ -218,7 +215,7 @@ class QJLCodec(Codec):
 
     def map_query(self, query: torch.Tensor) -> torch.Tensor:
         """With a mean μ one more column holds q·μ, which every score of the query gets."""
-        mapped = query @ self._ready_basis().mT
+        mapped = query @ self.ready_basis().mT
         return mapped if self.mean is None else torch.cat([mapped, query @ self.mean[..., None]], -1)
 
     def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
@@ -227,33 +224,36 @@ class QJLCodec(Codec):
             scores = scores + (packing.memory_order(mapped[..., part.span]) @ signs.mT) * scale[:, :, None]
         return scores if self.mean is None else scores + mapped[..., -1:]
 
-    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         sums = [(weights * scale[:, :, None]) @ signs for _, signs, scale in self._parts(fields)]
         return torch.cat([packing.channel_order(part) for part in sums], -1)
 
     def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
-        return accumulated @ self._ready_basis()
+        return accumulated @ self.ready_basis()
 
-    def build_kernel_side(self) -> KernelSide:
+    @cached_property
+    def kernel_side(self) -> KernelSide:
         from ..triton_kernels.qjl import qjl_side
 
         return qjl_side(self)
 
-    def build_kernel_encoder(self) -> KernelEncoder | None:
+    @cached_property
+    def kernel_encoder(self) -> KernelEncoder | None:
         from ..triton_kernels.qjl_encode import qjl_encoder
 
-        self._ready_basis()
+        self.ready_basis()
         return qjl_encoder(self)
 
-    def build_cpu_side(self) -> CPUSide:
+    @cached_property
+    def cpu_side(self) -> CPUSide:
         from ..cpu_kernels.operands import cpu_side
 
         count = len(self.instances)
-        return cpu_side("levels", [1] * count, [self._levels] * count, self._ready_basis(), self.mean)
+        return cpu_side("levels", [1] * count, [self._levels] * count, self.ready_basis(), self.mean)
 
     def constants(self) -> dict[str, torch.Tensor]:
         held = {"levels": self._levels, "table": self._table, "basis": self.basis}
-        held |= {"members": self._members, "mean": self.mean}
+        held |= {"members": self.members, "mean": self.mean}
         held |= {f"sketch{i}": sketch for i, sketch in enumerate(self._sketches)}
         return {name: tensor for name, tensor in held.items() if tensor is not None}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from .. import packing
 from ..cache import CompressedCache
 from ..centring import Center, chosen_center, mean_key
-from ..codec import Backend, Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
+from ..codec import Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from ..components import Component, build_components, channel_sets, component_bits
 from ..config import bits_of_sides, config_from_options
 from ..layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
@@ -89,7 +89,6 @@ class TurboQuantCodec(Codec):
     name: ClassVar[str] = "turboquant"
     Options: ClassVar[type[MethodOptions]] = TurboQuantOptions
     options: TurboQuantOptions
-    on_cpp: ClassVar[bool] = True
 
     def __init__(self, options: TurboQuantOptions, context: CodecContext) -> None:
         super().__init__(options, context)
@@ -177,19 +176,17 @@ class TurboQuantCodec(Codec):
         if len(self.sets) == 2:
             self._set_basis(statistics["energy"].argsort(dim=-1, descending=True, stable=True))
 
-    def _ready_basis(self) -> torch.Tensor:
+    def ready_basis(self) -> torch.Tensor:
         if self.basis is None:
             raise RuntimeError("fractional bits need prepare() before the first token is encoded")
         return self.basis
 
-    def encode(self, x: torch.Tensor, rope: Rope | None = None, backend: Backend = "torch") -> Fields:
-        self._ready_basis()
-        if backend == "triton" and (fields := self._encoded_in_triton(x)):
-            return fields
+    def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
+        self.ready_basis()
         x = x.float()
         if self.mean is not None:
             x = x - self.mean[:, None]
-        fields = ()
+        fields: Fields = ()
         for index, rows in enumerate(self.set_rows):
             rotated = x @ rows.mT
             norm = rotated.norm(dim=-1)
@@ -200,9 +197,9 @@ class TurboQuantCodec(Codec):
                 if component.sketch:
                     length = residual.norm(dim=-1) * norm * sketch_constant(self.options.sketch, component.width)
                     sketched = residual @ self._sketches[index].mT
-                    fields += quantize_on(backend, sketched, length, component.levels, component.bits, "norm")
+                    fields += quantize_on(self.backend, sketched, length, component.levels, component.bits, "norm")
                 else:
-                    part = quantize_on(backend, direction, norm, component.levels, component.bits, self.scalar)
+                    part = quantize_on(self.backend, direction, norm, component.levels, component.bits, self.scalar)
                     fields += part
                     if self._sketches:
                         point = packing.look_up(part[:-1], component.bits, component.table)
@@ -219,7 +216,7 @@ class TurboQuantCodec(Codec):
             at += planes + 1
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        rows = self._ready_basis().mT
+        rows = self.ready_basis().mT
         parts = [
             (levels * scale[..., None]) @ packing.memory_order(rows[..., component.rows]).mT
             for component, levels, scale in self._parts(fields)
@@ -229,7 +226,7 @@ class TurboQuantCodec(Codec):
 
     def map_query(self, query: torch.Tensor) -> torch.Tensor:
         """With a mean μ one more column holds q·μ, which every score of the query gets."""
-        mapped = query @ self._ready_basis().mT
+        mapped = query @ self.ready_basis().mT
         return mapped if self.mean is None else torch.cat([mapped, query @ self.mean[..., None]], -1)
 
     def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
@@ -240,28 +237,31 @@ class TurboQuantCodec(Codec):
         scores = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
         return scores if self.mean is None else scores + mapped[..., -1:]
 
-    def accumulate(self, weights: torch.Tensor, fields: Fields) -> torch.Tensor:
+    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         sums = [(weights * scale[:, :, None]) @ levels for _, levels, scale in self._parts(fields)]
         return torch.cat([packing.channel_order(part) for part in sums], -1)
 
     def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
-        return accumulated @ self._ready_basis()
+        return accumulated @ self.ready_basis()
 
-    def build_kernel_side(self) -> KernelSide:
+    @cached_property
+    def kernel_side(self) -> KernelSide:
         from ..triton_kernels.turboquant import turboquant_side
 
         return turboquant_side(self)
 
-    def build_kernel_encoder(self) -> KernelEncoder | None:
+    @cached_property
+    def kernel_encoder(self) -> KernelEncoder | None:
         from ..triton_kernels.turboquant_encode import turboquant_encoder
 
         return None if self._sketches else turboquant_encoder(self)
 
-    def build_cpu_side(self) -> CPUSide:
+    @cached_property
+    def cpu_side(self) -> CPUSide:
         from ..cpu_kernels.operands import cpu_side
 
         bits, levels = (c.bits for c in self.components), (c.levels for c in self.components)
-        return cpu_side("levels", bits, levels, self._ready_basis(), self.mean)
+        return cpu_side("levels", bits, levels, self.ready_basis(), self.mean)
 
     def constants(self) -> dict[str, torch.Tensor]:
         held = {"basis": self.basis, "mean": self.mean}

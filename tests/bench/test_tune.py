@@ -47,7 +47,7 @@ def timer_of(times: dict[Tile, float]) -> Callable[..., float]:
     def timer(call: Any, device: torch.device, repeats: int) -> float:
         call()
         view, _ = call.__defaults__
-        return times[view.keys.codec.kernel_side().tile]
+        return times[view.keys.codec.kernel_side.tile]
 
     return timer
 
@@ -67,7 +67,7 @@ def test_the_fastest_tile_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatc
     attend = tune.PackedKV.attend
 
     def attend_wrongly(view: Any, *arguments: Any) -> torch.Tensor:
-        return attend(view, *arguments) * (1.05 if view.keys.codec.kernel_side().tile == WRONG else 1)
+        return attend(view, *arguments) * (1.05 if view.keys.codec.kernel_side.tile == WRONG else 1)
 
     monkeypatch.setattr(tune.PackedKV, "attend", attend_wrongly)
     times = {RULE: 1.0, FAST: 0.9, SLOW: 0.95, WRONG: 0.1}
@@ -91,7 +91,7 @@ def test_the_fastest_tile_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tiles, "TABLE", path)
     tiles.measured.cache_clear()
     ((view, _), *_) = tune._views(case.cache, TINY, *SIZE, CPU)
-    sides = [side.codec.kernel_side() for side in (view.keys, view.values)]
+    sides = [side.codec.kernel_side for side in (view.keys, view.values)]
     sides[0].use_tile(None)
     assert tiles.tile_shape(*sides, False, 4, "9.0") == FAST
     tiles.measured.cache_clear()

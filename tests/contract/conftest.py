@@ -124,7 +124,7 @@ class OracleLayer(DynamicLayer):
             if not self.prepared:
                 codec.prepare(tail)
             rope = (self.rope.keys[:, 0, start : start + leaving], self.rope.values[:, 0, start : start + leaving])
-            decoded = codec.decode(codec.encode(tail[:, :, :leaving], rope, backend), rope).to(x.dtype)
+            decoded = codec.decode(codec.on(backend).encode(tail[:, :, :leaving], rope), rope).to(x.dtype)
             both.append(torch.cat([x[:, :, :start], decoded, tail[:, :, leaving:]], 2))
         self.keys, self.values = both
         self.prepared = True

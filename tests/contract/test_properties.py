@@ -97,7 +97,7 @@ class LayerModel:
             if not self.prepared:
                 codec.prepare(x[:, :, start:])
             rope = factors(len(x), start, start + leaving)
-            decoded = codec.decode(codec.encode(x[:, :, start : start + leaving], rope, self.backend), rope)
+            decoded = codec.decode(codec.on(self.backend).encode(x[:, :, start : start + leaving], rope), rope)
             self.x[side] = torch.cat([x[:, :, :start], decoded, x[:, :, start + leaving :]], 2)
         self.prepared = True
         self.packed += leaving

@@ -17,6 +17,7 @@ import torch
 from small_model import method_config, small_model
 
 from kvcache_compress import CompressedCache, backend
+from kvcache_compress.codec import Codec
 from kvcache_compress.cpu_kernels import build
 from kvcache_compress.registry import get_method
 
@@ -193,7 +194,7 @@ def test_without_vector_extensions() -> None:
 @pytest.mark.usefixtures("built")
 def test_method_without_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new one is at first: an explicit choice is refused, and `auto` takes torch."""
-    monkeypatch.setattr(get_method("qjl"), "on_cpp", False)
+    monkeypatch.setattr(get_method("qjl"), "cpu_side", Codec.cpu_side)
     config, model = method_config("qjl"), small_model()
     with pytest.raises(ValueError, match="backend=\"cpp\" cannot be had for method 'qjl'"):
         CompressedCache(model.config, {**config, "backend": "cpp"})

@@ -16,9 +16,10 @@ from transformers import LlamaConfig
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.attention import AttentionName, attention_forward
-from kvcache_compress.bench.layers import encoded_side
+from kvcache_compress.bench.layers import encoded_side, use_backend
 from kvcache_compress.config import load_config
 from kvcache_compress.methods.turboquant import TurboQuantOptions
+from kvcache_compress.side import encoded
 from kvcache_compress.triton_kernels import encode, launch, plan
 from kvcache_compress.triton_kernels.plan import Plan
 
@@ -82,7 +83,7 @@ class Layer:
         call: Callable[[], torch.Tensor] = lambda: launch.attend(  # noqa: E731
             query, self.keys, self.values, mask, scaling=0.125, sinks=sinks
         )
-        plans = self.keys.codec.kernel_side().plans
+        plans = self.keys.codec.kernel_side.plans
         with mock.patch.object(triton.JITFunction, "run", autospec=True, side_effect=triton.JITFunction.run) as looked:
             ours = launches_of(call)
         kept = dict(plans)
@@ -118,7 +119,7 @@ def decoding(room: int | None, chosen: str | dict[str, Any] = "turboquant-4bit")
     layer = cache.layers[1]
     prompt, step = (torch.zeros(1, 2, tokens, DIM, dtype=torch.bfloat16) for tokens in (700, 1))
     cache.update(prompt, prompt, 1)
-    layer.backend = "triton"  # from here on: no kernel of the fake driver's computes what a prompt needs
+    use_backend(layer, "triton")  # from here on: no kernel of the fake driver's computes what a prompt needs
     query = torch.zeros(1, 6, 1, DIM, dtype=torch.bfloat16)
     module = SimpleNamespace(config=config, is_causal=True)
 
@@ -159,11 +160,11 @@ def check_launches_of_fixed_capacity() -> None:
 
     def encode() -> None:
         for state in layer._sides.values():
-            state.codec.encode(torch.zeros(1, 2, state.codec.group, DIM, dtype=torch.bfloat16), None, "triton")
+            encoded(state.codec, torch.zeros(1, 2, state.codec.group, DIM, dtype=torch.bfloat16))
 
     decode()
     layer._freeze()
-    keys, values = (state.codec.kernel_encoder() for state in layer._sides.values())
+    keys, values = (state.codec.kernel_encoder for state in layer._sides.values())
     assert keys is None
     assert values is not None
     kernels, operators = traced(encode)
@@ -213,7 +214,7 @@ def check_wide_numbers() -> None:
     """Triton compiles another kernel for numbers of 64 bits, which the one for 32 would cut off."""
     layer, _ = decoding(None)
     state = layer.sides["keys"]
-    encoder, x = state.codec.kernel_encoder(), torch.zeros(1, 2, 64, DIM, dtype=torch.bfloat16)
+    encoder, x = state.codec.kernel_encoder, torch.zeros(1, 2, 64, DIM, dtype=torch.bfloat16)
     wide = x.as_strided(x.shape, (2**31, *x.stride()[1:]))
     for given in (x, x, wide, wide, x):
 

@@ -78,7 +78,7 @@ def test_result_does_not_depend_on_splits(
     whole = launch.attend(query, keys, values, None, scaling=0.125)
     for split in ((16, 6), (19, 6), (96, 3)):
         monkeypatch.setattr(launch, "split_sizes", lambda *_, split=split: split)
-        keys.codec.kernel_side().sizes.clear()
+        keys.codec.kernel_side.sizes.clear()
         torch.testing.assert_close(launch.attend(query, keys, values, None, scaling=0.125), whole)
 
 
@@ -92,7 +92,7 @@ def test_steps_that_follow_each_other(make_side: Callable[..., SideSegments]) ->
         query = torch.randn(2, 6, 1, 64).to(case.dtype)
         out = launch.attend(query, *step, None, scaling=0.125)
         assert error(out, plain_attention(query, *step, None, case, None)) <= BARS[BF16]
-        plans += keys.codec.kernel_side().plans.values()
+        plans += keys.codec.kernel_side.plans.values()
     assert len(set(plans)) == 1
 
 

@@ -16,6 +16,7 @@ from kvcache_compress.codec import Codec
 from kvcache_compress.layout import PLANES
 from kvcache_compress.lloyd_max import lloyd_max_levels, outward, uniform_levels
 from kvcache_compress.methods import kivi
+from kvcache_compress.side import encoded
 from kvcache_compress.triton_kernels.kivi_encode import quantize as kivi_kernel
 from kvcache_compress.triton_kernels.turboquant_encode import quantize as turboquant_kernel
 
@@ -71,8 +72,8 @@ def test_codecs_encode_alike_on_both_backends(
     rope = random_track(half_layout(head_dim), 2, 64).read(16, 48)
     # A slice of a bigger tensor, as the layer hands its tail over.
     part = x[:, :, 16:48]
-    ours, theirs = codec.encode(part, rope, "triton"), codec.encode(part, rope, "torch")
-    if method in ROTATED and codec.kernel_encoder() is not None:
+    ours, theirs = encoded(codec.on("triton"), part, rope), codec.encode(part, rope)
+    if method in ROTATED and codec.kernel_encoder is not None:
         assert_equal_but_for_ties(codec, ours, theirs)
     else:
         assert_equal_fields(ours, theirs)
@@ -88,8 +89,8 @@ def test_angles_on_boundaries(bits: int, head_dim: int, make_codec: Callable[...
     real = torch.where((real == 0) & (imaginary == 0), 0.0, real)  # what has no length has no angle
     points = torch.cat([real.repeat(head_dim // 32), imaginary.repeat(head_dim // 32)])
     x = (torch.rand(1, 1, 32, 1).exp() * points).bfloat16()
-    ours = codec.encode(x, None, "triton")
-    assert_equal_fields(ours, codec.encode(x, None, "torch"))
+    ours = encoded(codec.on("triton"), x)
+    assert_equal_fields(ours, codec.encode(x))
     angle = torch.atan2(imaginary.double(), real.double()).remainder(2 * math.pi) / (2 * math.pi)
     cell = (angle * 2**bits + 1e-9).long().where(real.abs() + imaginary.abs() > 0, 0)
     codes = packing.unpack(ours[: len(PLANES[bits])], bits)
@@ -101,4 +102,4 @@ def test_pairs_that_take_several_turns(scalar: str, make_codec: Callable[..., Co
     codec = make_codec("polarquant_rope", {"group_size": 128, "scalar": scalar, "center": "on"}, "keys", 160)
     x = 3 + torch.randn(1, 2, 256, 160)
     codec.prepare(x)
-    assert_equal_fields(codec.encode(x, None, "triton"), codec.encode(x, None, "torch"))
+    assert_equal_fields(encoded(codec.on("triton"), x), codec.encode(x))

@@ -12,6 +12,7 @@ from segment_makers import DEVICE
 from small_model import small_model
 
 from kvcache_compress import CompressedCache
+from kvcache_compress.bench.layers import use_backend
 from kvcache_compress.checks import PackableChecks
 from kvcache_compress.layer import CompressedLayer
 from kvcache_compress.triton_kernels import encode
@@ -50,7 +51,7 @@ def filled(
         2, HEADS, PROMPT + 80, dim, generator=torch.Generator(torch.get_default_device()).manual_seed(0)
     )
     layer.update(tokens[:, :, :PROMPT], 2 * tokens[:, :, :PROMPT])
-    layer.backend = backend  # type: ignore[assignment]
+    use_backend(layer, backend)
     at = PROMPT
     while layer.sides["keys"].tail.tokens < recent + layer.flush_tokens:
         step(layer, tokens[:, :, at : at + 1])
@@ -136,12 +137,12 @@ def test_late_findings_raise_once() -> None:
 def test_writes_its_own_tokens_alone() -> None:
     layer = filled("triton")
     state = layer.sides["keys"]
-    encoder = state.codec.kernel_encoder()
+    encoder = state.codec.kernel_encoder
     assert encoder is not None
     x = torch.randn(2, HEADS, 37, 48).transpose(1, 2).contiguous().transpose(1, 2)
     fields = tuple(torch.full((2, HEADS, 50, *f.shape), 7, dtype=f.dtype) for f in state.codec.fields)
     encode.encode(encoder, x, fields, 5)
-    expected = state.codec.encode(x, None, "torch")
+    expected = state.codec.on("torch").encode(x)
     assert_equal_but_for_ties(state.codec, tuple(field[:, :, 5:42] for field in fields), expected)
     for field in fields:
         assert (field[:, :, :5] == 7).all()

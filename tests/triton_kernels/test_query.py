@@ -28,7 +28,7 @@ METHODS = {
 def test_mapped_queries_factors_and_biases(
     name: str, dim: int, dtype: torch.dtype, make_side: Callable[..., SideSegments]
 ) -> None:
-    side = make_side(*METHODS[name], "keys", dim, 32, dtype=dtype).codec.kernel_side()
+    side = make_side(*METHODS[name], "keys", dim, 32, dtype=dtype).codec.kernel_side
     query = (100 * torch.randn(2, 6, 3, dim)).to(dtype)
     grid, arguments = map_query_arguments(query, side, 2, 0.5)
     map_query_kernel[grid](**arguments)
@@ -49,7 +49,7 @@ def test_mapped_queries_factors_and_biases(
 
 
 def test_a_query_of_zeros(make_side: Callable[..., SideSegments]) -> None:
-    side = make_side(*METHODS["turboquant"], "keys", 64, 32, dtype=torch.float16).codec.kernel_side()
+    side = make_side(*METHODS["turboquant"], "keys", 64, 32, dtype=torch.float16).codec.kernel_side
     grid, arguments = map_query_arguments(torch.zeros(1, 2, 1, 64, dtype=torch.float16), side, 2, 1.0)
     map_query_kernel[grid](**arguments)
     assert (arguments["p_mapped"] == 0).all()

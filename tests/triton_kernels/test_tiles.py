@@ -45,7 +45,7 @@ def sides(name: str, head_dim: int = 64, heads: int = 2) -> tuple[KernelSide, Ke
         part = plan.side(side)
         codec = build_codec(part.method, part.options(), side, head_dim, heads, torch.bfloat16)
         codec.prepare(torch.randn(1, heads, 128, head_dim).bfloat16())
-        found.append(codec.kernel_side())
+        found.append(codec.kernel_side)
     return found[0], found[1]
 
 
@@ -80,7 +80,7 @@ def test_sizes_and_launches_are_those_of_the_entry(
     """Also ahead of time, for targets of that capability; and what is launched is right."""
     case = Case(kivi(4), tq(3), dtype=BF16, packed=96)
     keys, values = segments(case, make_side)
-    k_side, v_side = keys.codec.kernel_side(), values.codec.kernel_side()
+    k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
     use_table(tiles.kernel_name(k_side, v_side, False), {"tokens": 16, "warps": 4, "stages": 1})
     query = torch.randn(2, 6, 1, 64).to(BF16)
     for target, capability in (("sm_90", "9.0"), ("sm_80", "8.0"), ("sm_100", "10.0"), ("gfx942", None)):
@@ -126,7 +126,7 @@ def test_an_entry_of_more_tokens_than_the_sides_take_is_refused(use_table: Calla
     options = plan.keys.options().model_copy(update={"group_size": 32})
     codec = build_codec("polarquant_rope", options, "keys", 64, 2, torch.bfloat16)
     codec.prepare(torch.randn(1, 2, 128, 64).bfloat16())
-    keys, values = codec.kernel_side(), sides("turboquant-4bit")[1]
+    keys, values = codec.kernel_side, sides("turboquant-4bit")[1]
     assert {tile.tokens for tile in tiles.candidates(keys, values)} == {16, 32}
     assert {tile.tokens for tile in tiles.candidates(*sides("turboquant-4bit"))} == {16, 32, 64}
     larger = sides("commvq-1bit")
