@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from kvcache_compress.bench.layers import build_codec, encoded_side, middle_layer
-from kvcache_compress.checks import LONGEST
+from kvcache_compress.checks import LONGEST, PackableChecks
 from kvcache_compress.codec import MethodOptions, Side
 from kvcache_compress.config import load_config, preset_names
-from kvcache_compress.fixed_step import StepBuffers, Windows
+from kvcache_compress.dynamic_storage import DynamicStorage
 from kvcache_compress.registry import get_method
-from kvcache_compress.side import SideState
-from kvcache_compress.slots import Slots
+from kvcache_compress.side import SideState, Windows
+from kvcache_compress.static_storage import StaticStorage
 from kvcache_compress.store import PackedStore
 from kvcache_compress.triton_kernels import aot, launch
 from kvcache_compress.triton_kernels.append import append_arguments, append_inputs, append_kernel
@@ -134,22 +134,17 @@ def fixed_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any,
     both: tuple[Side, Side] = ("keys", "values")
     for side in both:
         method = keys if side == "keys" else side_of("turboquant", bits=4)
-        codec = build_codec(*method, side, 128, 2, torch.bfloat16)
+        codec = build_codec(*method, side, 128, 2, torch.bfloat16).on("triton")
         sides[side] = SideState(codec, tokens, 96, None)
         sides[side].prepare(tokens)
-        sides[side].store.fix(512)
-    flushed = max(32, sides["keys"].codec.group)
-    ring = 64 + flushed + 16
-    buffers = StepBuffers(sides, Windows(16, 448, ring, 64, flushed, 464))
-    slots = Slots(16, 448, ring, 464, buffers.length, buffers.packed)
-    layer = (
-        SideSegments(buffers.sinks[side], state.store, 448, buffers.ring[side], ring, state.codec, None, buffers.packed)
-        for side, state in sides.items()
-    )
+    group = sides["keys"].codec.group
+    windows = Windows(sinks=16, recent=64, flush=max(32, group), group=group, room=464)
+    storage = StaticStorage(DynamicStorage(sides, windows, PackableChecks(0)))
 
     def step() -> None:
-        buffers.step(sides, dict.fromkeys(both, tokens[:, :, :1]), "triton", None)
-        launch.attend(tokens[:, :, :1].repeat(1, 2, 1, 1), *layer, None, scaling=0.1, slots=slots)
+        storage.buffers.step(sides, dict.fromkeys(both, tokens[:, :, :1]), None)
+        query = tokens[:, :, :1].repeat(1, 2, 1, 1)
+        launch.attend(query, *storage.segments(), None, scaling=0.1, slots=storage.slots)
 
     names = {"write_slots_kernel": "write slots", "store_groups_kernel": "store groups", "map_step_kernel": "map step"}
     launches = ((kernel.__name__, (kernel, arguments)) for kernel, arguments in aot.captured_launches(step))

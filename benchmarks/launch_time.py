@@ -135,8 +135,6 @@ def layer_calls(
     prompt = plan.sink_tokens + tokens + plan.recent_tokens
     cache.update(states(shape.kv_heads, prompt), states(shape.kv_heads, prompt), LAYER)
     use_backend(cache.layers[LAYER], "triton")  # only now: the prompt is encoded by torch, the stub computes nothing
-    if room is not None:
-        cache.layers[LAYER].device = torch.device("cuda")  # where a step checks without waiting
     keys, values, query = states(shape.kv_heads, 1), states(shape.kv_heads, 1), states(shape.query_heads, 1)
 
     def update() -> tuple[Any, Any]:

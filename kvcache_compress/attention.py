@@ -1,9 +1,7 @@
 """Our attention function in Transformers: registered by name, switched on per model, and its dispatch.
 
-Without packed tokens (prefill) the model's previous attention runs on the fresh tensors. With packed tokens and a few
-queries, in C++ a few more, the fused path runs over the compressed cache; many queries attend to long caches tile by
-tile. Anything else - gradients, attention weights, options that these do not know - decodes one layer and runs the
-previous attention with its own mask.
+Without packed tokens (prefill) the model's previous attention runs on the fresh tensors. With packed tokens `path.py`
+decides; where the whole layer is decoded, the previous attention runs with its own mask.
 """
 
 from __future__ import annotations
@@ -17,15 +15,12 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.output_capturing import _active_collector
 
 from .adapters import compressible, unwrapped
-from .chunk import ChunkKV
 from .layer import ATTENTION_NAME
+from .path import attention_path, weights_wanted
 from .positions import hand_over_positions, unhook_positions
-from .view import MAX_DECODE_TOKENS, PackedKV
-
-_WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "is_causal"}
+from .view import PackedKV
 
 
 class AttentionName(str):
@@ -70,28 +65,20 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention as Transformers calls it, arguments in its order: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]`."""
-    if (
-        isinstance(key, PackedKV)
-        and isinstance(value, PackedKV)
-        and _fusable(module, key, query, attention_mask, dropout, kwargs)
-    ):
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return key.attend(query, attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux")), None
-    dense_key, dense_value, mask = _decoded(key, value, attention_mask)
+    if isinstance(key, PackedKV) and isinstance(value, PackedKV):
+        step = key.step
+        if attention_path(step, module, query, attention_mask, dropout, kwargs) != "decode":
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return step.attend(query, attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux")), None
+        if weights_wanted() or not (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
+            key, value = key.dense(), value.dense()
+        else:
+            key, value, attention_mask = step.without_room(attention_mask)
+    else:
+        key, value = (x.dense() if isinstance(x, PackedKV) else x for x in (key, value))
     previous = _previous_attention(module)
     with _under_previous_name(module.config):
-        return previous(module, query, dense_key, dense_value, mask, scaling=scaling, dropout=dropout, **kwargs)
-
-
-def _decoded(
-    key: torch.Tensor | PackedKV, value: torch.Tensor | PackedKV, mask: Any
-) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """What the previous attention gets: of a chunk without the room that is left, where mask and weights allow it."""
-    narrow = (mask is None or isinstance(mask, torch.Tensor)) and not _weights_wanted()
-    if narrow and isinstance(key, ChunkKV) and isinstance(value, ChunkKV):
-        return key.there(mask)
-    both = (side.dense() if isinstance(side, PackedKV) else side for side in (key, value))
-    return *both, mask
+        return previous(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
 
 
 @contextmanager
@@ -106,32 +93,6 @@ def _under_previous_name(config: PreTrainedConfig) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation_internal = ours
-
-
-def _fusable(
-    module: torch.nn.Module, key: PackedKV, query: torch.Tensor, mask: Any, dropout: float, kwargs: dict[str, Any]
-) -> bool:
-    """Whether the fused path computes exactly what was asked for, and of many queries whether there is one."""
-    if query.shape[2] > MAX_DECODE_TOKENS and key.way(query, kwargs.get("softcap")) is None:
-        return False
-    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, mask, kwargs.get("s_aux"))):
-        return False
-    if dropout or not (mask is None or isinstance(mask, torch.Tensor)):
-        return False
-    if kwargs.get("is_causal", mask is not None or getattr(module, "is_causal", True)) is False or _weights_wanted():
-        return False
-    known = _WITHOUT_EFFECT | {"softcap", "s_aux"}
-    return all(value is None or value is False or name in known for name, value in kwargs.items())
-
-
-def _weights_wanted() -> bool:
-    """Whether this forward returns attention weights: several families, such as GPT-2, do not pass the option on.
-
-    Code in which only layers are compiled cannot ask: there, those families' weights are not returned.
-    """
-    if torch.compiler.is_compiling() and not _active_collector.compiling:
-        return False
-    return any("attentions" in name for name in _active_collector.get() or ())
 
 
 def enable_fused_attention(model: torch.nn.Module) -> None:
@@ -168,7 +129,7 @@ def disable_fused_attention(model: torch.nn.Module) -> None:
 
 
 def attends_fused(model: PreTrainedModel) -> bool:
-    """Whether fused attention is on."""
+    """True while fused attention is on."""
     return bool(_decoder_config(model)._attn_implementation == ATTENTION_NAME)
 
 

@@ -22,7 +22,6 @@ from .checks import check_croppable, positive_count, row_numbers
 from .codec import Side
 from .config import CompressionConfig, LayerPlan, load_config
 from .decoder import decoder_layers, head_dim_of, is_full_attention, layer_types
-from .fixed import FixedCapacityLayer
 from .hybrid import HybridCompressedLayer
 from .layer import CompressedLayer
 from .offloading import Offloading
@@ -64,9 +63,7 @@ class CompressedCache(Cache):
             track = self.rope_track if "factors" in (plan.rope_use("keys"), plan.rope_use("values")) else None
             leads = track is not None and not any(getattr(layer, "track", None) for layer in layers[:index])
             kind: Callable[..., CompressedLayer] = CompressedLayer
-            if self.config.max_cache_len is not None:
-                kind = FixedCapacityLayer
-            elif isinstance(layers[index], LinearAttentionAndFullAttentionLayer):
+            if self.config.max_cache_len is None and isinstance(layers[index], LinearAttentionAndFullAttentionLayer):
                 kind = partial(HybridCompressedLayer, number_of_states=layers[index].number_of_states)
             layers[index] = kind(index, plan, self.config, self.decoder_config, rope, track, leads)
         super().__init__(layers=layers)
@@ -194,8 +191,8 @@ class CompressedCache(Cache):
         self._refuse_static("repeated")
         if self._empty():
             return
-        super().batch_repeat_interleave(repeats)
         self._apply_to_track(lambda x: x.repeat_interleave(repeats, dim=0))
+        super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._refuse_static("selected from")
@@ -207,8 +204,8 @@ class CompressedCache(Cache):
         if self._empty():
             return
         self._settle()
-        select(rows)
         self._apply_to_track(lambda x: x.index_select(0, rows.to(x.device)))
+        select(rows)
 
     def _settle(self) -> None:
         if self._offloading is not None:
@@ -227,6 +224,7 @@ class CompressedCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer) and layer.track is not None]
 
     def _apply_to_track(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Changes rows of cos and sin, before those of the layers: these may encode what left a window since."""
         if self.rope_track is not None:
             self.rope_track.apply(change)
 

@@ -35,6 +35,11 @@ def not_packable(what: str, layer: int) -> ValueError:
     )
 
 
+def full(layer: int, room: int) -> ValueError:
+    """The error for more tokens than a layer of fixed capacity has room for."""
+    return ValueError(f"layer {layer} is full: max_cache_len={room} tokens are not enough")
+
+
 def one_prompt(first: torch.Tensor) -> bool:
     """True where all rows of keys or values `[B, H, T, D]` are of one prompt: the same but for rounding in deep layers.
 

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .backend import load_part, on_device
 from .checks import LONGEST, longest
-from .codec import Backend, Side
+from .codec import Side
 from .rope import Rope
-from .side import SideState, encoded, triton_encoder
+from .side import SideState, Windows, encoded, triton_encoder
 
 NOT_FINITE, FULL = 1, 2
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Numbers of tokens: `sinks | capacity | ring`, and of the ring the window of `recent` ones.
-
-    `flush` tokens count as packed together; the layer takes `room` in all.
-    """
-
-    sinks: int
-    capacity: int
-    ring: int
-    recent: int
-    flush: int
-    room: int
 
 
 class StepBuffers:
@@ -41,7 +25,8 @@ class StepBuffers:
     """
 
     def __init__(self, sides: Mapping[Side, SideState], windows: Windows) -> None:
-        self.windows = windows
+        assert windows.room is not None
+        self.windows, self.room = windows, windows.room
         self.sinks: dict[Side, torch.Tensor] = {}
         self.ring: dict[Side, torch.Tensor] = {}
         for side, state in sides.items():
@@ -90,13 +75,12 @@ class StepBuffers:
         """What is wrong with a step's tokens, int64 `[]`; 0 for nothing."""
         good = torch.stack([longest(x) for x in fresh.values()]).amax() <= LONGEST
         fault = torch.where(good, 0, NOT_FINITE)
-        return torch.where(self.length + fresh["keys"].shape[2] > self.windows.room, FULL, fault)
+        return torch.where(self.length + fresh["keys"].shape[2] > self.room, FULL, fault)
 
     def step(
         self,
         sides: Mapping[Side, SideState],
         fresh: Mapping[Side, torch.Tensor],
-        backend: Backend,
         total: torch.Tensor | None,
     ) -> None:
         """Writes n tokens, and encodes the groups that the last n to leave the recent window made whole.
@@ -105,8 +89,7 @@ class StepBuffers:
 
         Every shape depends on n alone, and no value is read back. `total` int64 `[]` becomes the number of tokens.
         """
-        fresh = {side: x.to(self.ring[side].dtype) for side, x in fresh.items()}
-        if backend == "triton":
+        if sides["keys"].codec.backend == "triton":
             self._step_in_triton(sides, fresh, total)
             return
         windows, count = self.windows, fresh["keys"].shape[2]
@@ -166,7 +149,7 @@ class StepBuffers:
                 list(fresh.values()), list(self.sinks.values()), list(self.ring.values()),
                 [state.codec.group for state in states], [triton_encoder(state.codec) for state in states],
                 [tuple(state.store.buffers) for state in states], self.counts, total,
-                recent=windows.recent, flush=windows.flush, room=windows.room, capacity=windows.capacity,
+                recent=windows.recent, flush=windows.flush, room=self.room, capacity=windows.capacity,
                 longest=LONGEST,
             )  # fmt: skip
             left = [(state, *copied) for state, copied in zip(states, leaving, strict=True) if copied is not None]

@@ -1,9 +1,11 @@
-"""One compressed layer: `sinks | packed | tail`, and every operation that Transformers performs on a cache layer."""
+"""One compressed layer: what Transformers asks of a cache layer, over a storage of `sinks | packed | tail`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,15 +13,18 @@ from transformers import PreTrainedConfig
 
 from . import ops
 from .backend import resolve_backend
-from .checks import PackableChecks, check_batch, check_states, tokens_after_crop
+from .checks import PackableChecks, check_batch, check_states, full, tokens_after_crop
 from .codec import Codec, CodecContext, Side
 from .config import CompressionConfig, LayerPlan, SideConfig
+from .dynamic_storage import DynamicStorage
 from .gradients import wanted, with_step
+from .path import MAX_DECODE_TOKENS
 from .rope import RopeLayout
 from .rope_track import RopeTrack
 from .row_operations import RowOperations
-from .side import SideState, append, begin, crop, flush, pack, triton_encoder
-from .view import MAX_DECODE_TOKENS, PackedKV, SideSegments
+from .side import SideState, Windows
+from .static_storage import StaticStorage, has_static_steps
+from .view import PackedKV, SideSegments, Step
 
 ATTENTION_NAME = "kvcache_compress"
 """Name under which our attention is registered; `update()` returns `PackedKV` while a decoder's config bears it."""
@@ -33,11 +38,14 @@ class CompressedLayer(RowOperations):
     New tokens go to `tail`. Once `FLUSH_TOKENS` more than `recent_tokens` are there, the oldest are encoded and
     appended to `packed`, where they are never touched again. A step attends to its own tokens, and to all that were
     dense when it began, in full precision.
+
+    With `config.max_cache_len` all the room is there from the first token on, masks and decoded tokens have that many
+    tokens, the last of them zero, and what depends on data is set from the first prompt. On a GPU its steps have fixed
+    shapes and cannot raise: tokens that are not finite, or too many, raise at the next operation that is not a step.
     """
 
     is_sliding = False
     is_croppable = True
-    is_compileable = False
 
     def __init__(
         self,
@@ -50,8 +58,13 @@ class CompressedLayer(RowOperations):
         leads_track: bool = True,
     ) -> None:
         self.index = index
-        self.plan = plan
         self.config = config
+        self.max_cache_len = room = config.max_cache_len
+        if room is not None:
+            # Wider windows than that hold no more, and their buffers are made at once.
+            windows = {name: min(getattr(plan, name), room) for name in ("sink_tokens", "recent_tokens")}
+            plan = replace(plan, **windows)
+        self.plan = plan
         self.decoder_config = decoder_config
         self.rope = rope
         self.track = track
@@ -61,12 +74,25 @@ class CompressedLayer(RowOperations):
     def _forget(self) -> None:
         self.is_initialized = False
         self.number = ops.register(self, getattr(self, "number", None))
-        self._sides: dict[Side, SideState] = {}
+        self.storage: DynamicStorage | StaticStorage | None = None
         self._checks = PackableChecks(self.index)
         self._accepted: tuple[Any, ...] | None = None
 
+    @property
+    def is_compileable(self) -> bool:
+        """True for `generate` to compile the model's forward: where shapes do not change from step to step."""
+        return self.max_cache_len is not None
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Builds codecs and empty buffers for tensors like these, `[B, H, T, D]`."""
+        """Builds codecs and an empty storage for tensors like these, `[B, H, T, D]`."""
+        with self._buffers_for_later():
+            self._initialize(key_states, value_states)
+
+    def _buffers_for_later(self) -> AbstractContextManager[Any]:
+        """Makes tensors that may be written in place for ever, of a fixed capacity: those of inference mode may not."""
+        return torch.inference_mode(torch.is_inference_mode_enabled() and self.max_cache_len is None)
+
+    def _initialize(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size = key_states.shape[0]
         self._accepted = None
@@ -79,11 +105,21 @@ class CompressedLayer(RowOperations):
         codecs = {side: codec.on(self.backend) for side, codec in codecs.items()}
         self.group = math.lcm(*(codec.group for codec in codecs.values()))
         self.flush_tokens = math.lcm(FLUSH_TOKENS, self.group)
-        usual = self.plan.recent_tokens + self.flush_tokens
-        self._sides = {
-            side: SideState(codec, given[side], usual, self.track if self.plan.rope_use(side) == "factors" else None)
+        plan, usual = self.plan, self.plan.recent_tokens + self.flush_tokens
+        sides = {
+            side: SideState(codec, given[side], usual, self.track if plan.rope_use(side) == "factors" else None)
             for side, codec in codecs.items()
         }
+        windows = Windows(plan.sink_tokens, plan.recent_tokens, self.flush_tokens, self.group, self.max_cache_len)
+        self.storage = storage = DynamicStorage(
+            sides, windows, self._checks, packs_steps=self.config.quantize_generated, track=self.track,
+            leads_track=self.leads_track,
+        )  # fmt: skip
+        if self.max_cache_len is not None:
+            self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
+            torch._dynamo.mark_static_address(self.cumulative_length)
+            if has_static_steps(self.backend, self.device):
+                self.storage = StaticStorage(storage)
         self.is_initialized = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -100,8 +136,8 @@ class CompressedLayer(RowOperations):
 
     @property
     def sides(self) -> dict[Side, SideState]:
-        """The two sides; empty before the first update."""
-        return self._sides
+        """The two sides; empty before the first update. Not to be changed: `storage.edited` is for that."""
+        return {} if self.storage is None else self.storage.sides
 
     @property
     def fused(self) -> bool:
@@ -113,12 +149,12 @@ class CompressedLayer(RowOperations):
 
     @property
     def packed_tokens(self) -> int:
-        return self._sides["keys"].store.tokens if self._sides else 0
+        return 0 if self.storage is None else self.storage.packed_tokens
 
     @property
     def spare(self) -> tuple[torch.Tensor, ...]:
         """Tensors in the model's dtype that are held beside the two sides."""
-        return ()
+        return () if self.storage is None else self.storage.spare
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -131,12 +167,13 @@ class CompressedLayer(RowOperations):
         return self._dense("values")
 
     def _dense(self, side: Side) -> torch.Tensor | None:
-        if not self._sides:
+        if self.storage is None:
             return None
-        self.prefetch()
+        if self.storage.dense_parts[side].device != self.device:
+            self.prefetch()
         if self.config.offloading and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        return self._sides[side].everything().dense()
+        return self.storage.sides[side].everything().dense()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -147,21 +184,28 @@ class CompressedLayer(RowOperations):
         and values but none of an earlier step; else `PackedKV`.
 
         Raises:
-            ValueError: another batch size than before, or tokens to be packed that are not finite. The cache is
-                unchanged (on a GPU, where waiting for the check would stall, a later update raises).
+            ValueError: another batch size than before, more tokens than there is room for, or tokens to be packed that
+                are not finite. The cache is unchanged (on a GPU, where waiting for the check would stall, a later
+                update raises).
         """
         if torch.compiler.is_compiling():
             return self._update_when_run(key_states, value_states)
-        length = self._host_length()
-        keys, values = self.store(key_states, value_states)
-        if not length:
+        room = self.max_cache_len
+        first = room is None and (self.storage is None or self.storage.empty)
+        keys, values = self._store(key_states, value_states, counting=room is not None)
+        if first:
             return key_states, value_states
-        # Asked by every layer at every step: a function would cost more than what it asks.
-        if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
-            return with_step(keys.dense(), key_states, length), with_step(values.dense(), value_states, length)
-        if self.fused and keys.packed:
-            return PackedKV(keys, values, "keys", self.backend), PackedKV(keys, values, "values", self.backend)
-        return keys.dense(), values.dense()
+        step = Step(keys, values, self.backend) if room is None else self._step_of(keys, values)
+        if wanted(key_states, value_states):
+            count = key_states.shape[2]
+            start: Any = keys.shape[2] - count
+            if room is not None:
+                start = (self.cumulative_length - count).clamp(max=room - count)
+            k_dense, v_dense = step.dense("keys"), step.dense("values")
+            return with_step(k_dense, key_states, start), with_step(v_dense, value_states, start)
+        if self.fused and (keys.packed or room is not None):
+            return PackedKV(step, "keys"), PackedKV(step, "values")
+        return step.dense("keys"), step.dense("values")
 
     def _update_when_run(
         self, key_states: torch.Tensor, value_states: torch.Tensor
@@ -173,31 +217,36 @@ class CompressedLayer(RowOperations):
             )
         tokens = key_states.shape[2]
         total = self.get_mask_sizes(tokens)[0]
-        if self.fused and tokens <= MAX_DECODE_TOKENS:
-            return ops.pending(self, key_states, value_states, total)
-        return ops.decoded(self, key_states, value_states, total)
+        counts = self.max_cache_len is not None and self._goes_on(key_states)
+        trace = ops.traced_step if self.fused and tokens <= MAX_DECODE_TOKENS else ops.decoded
+        found: tuple[Any, Any] = trace(self, key_states, value_states, total)
+        if counts:
+            self.cumulative_length.add_(tokens)
+        return found
+
+    def _goes_on(self, key_states: torch.Tensor) -> bool:
+        """True where the layer's counter stays, which compiled code then adds to: it must see all of its changes."""
+        return self.is_initialized and bool(key_states.shape[0] == self.batch_size > 0)
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[SideSegments, SideSegments]:
-        """`update` without a view: stores `[B, H, T, D]` and returns the segments that this step attends to."""
+        """`update` as compiled code runs it: stores `[B, H, T, D]`; returns the segments that this step attends to.
+
+        A counter of fixed capacity stays as it is, unless it is a new one: the compiled code adds to it itself.
+        """
+        counting = self.max_cache_len is not None and not self._goes_on(key_states)
+        return self._store(key_states, value_states, counting)
+
+    def _store(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, counting: bool
+    ) -> tuple[SideSegments, SideSegments]:
         keys, values = self._accept(key_states, value_states)
-        tokens = keys.shape[2]
-        prompt = tokens > MAX_DECODE_TOKENS
-        self._checks.raise_for_known()
-        if self.track is not None:
-            self.track.extend(self._host_length(), keys, again=not self.leads_track)
-        if not prompt and self.config.quantize_generated:
-            self._flush_tail()
-        k_side, v_side = self._sides.values()
-        sinks = min(self.plan.sink_tokens - k_side.sinks.shape[2], tokens)
-        packed = k_side.store.tokens
-        if prompt:
-            k_tail, v_tail = self._append_prompt(keys, values, sinks)
-            return k_side.segments(packed, k_tail, k_tail.shape[2]), v_side.segments(packed, v_tail, v_tail.shape[2])
-        append(self._sides, keys, values, sinks, self.backend)
-        return k_side.everything(), v_side.everything()
+        assert self.storage is not None
+        if isinstance(self.storage, StaticStorage) and not self.storage.steps(keys.shape[2]):
+            self._renumber()
+        return self.storage.append(keys, values, self.cumulative_length if counting else None)
 
     def _accept(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """New keys and values in the dtypes that the layer holds, without gradients, and the layer ready for them.
+        """New keys and values in the dtypes that the layer holds, without gradients, and a storage for them.
 
         Raises where they do not fit; those that are like the ones before them do.
         """
@@ -205,71 +254,38 @@ class CompressedLayer(RowOperations):
         if type(keys) is type(values) is torch.Tensor:
             like = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
         if like is None or like != self._accepted:
-            self._check_shapes(keys, values)
-            if not self.is_initialized or (keys.shape[0] != self.batch_size and not self._host_length()):
+            storage = self.storage
+            check_states(self.index, keys, values, {} if storage is None else storage.dense_parts)
+            if storage is None or (keys.shape[0] != self.batch_size and storage.empty):
+                if self.max_cache_len is not None and keys.shape[2] > self.max_cache_len:
+                    raise full(self.index, self.max_cache_len)
                 self.lazy_initialization(keys, values)
+            assert self.storage is not None
             check_batch(keys.shape[0], self.batch_size)
-            k_side, v_side = self._sides.values()
-            k_side.widen(keys.dtype)
-            v_side.widen(values.dtype)
-            held = k_side.sinks.dtype, v_side.sinks.dtype
-            as_held = held == (keys.dtype, values.dtype)
+            if wider := self.storage.widened(keys.dtype, values.dtype):
+                with self.edited() as dynamic:
+                    dynamic.widen(*wider)
+            held = [x.dtype for x in self.storage.dense_parts.values()]
+            as_held = held == [keys.dtype, values.dtype]
             keys, values = keys.to(held[0]), values.to(held[1])
-            if not self._host_length():
-                first: dict[Side, torch.Tensor] = {"keys": keys.detach(), "values": values.detach()}
-                begin(self._sides, first, self._checks, self.plan.sink_tokens, self.plan.recent_tokens)
             self._accepted = like if as_held else None
         return keys.detach() if keys.requires_grad else keys, values.detach() if values.requires_grad else values
 
     def dense_step(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`store` with what the step attends to decoded, `[B, H, T, D]`."""
-        keys, values = (side.dense() for side in self.store(key_states, value_states))
-        return keys, values
+        step = self._step_of(*self.store(key_states, value_states))
+        return step.dense("keys"), step.dense("values")
 
-    def view(self, side: Side) -> PackedKV:
+    def step(self) -> Step:
         """All that the layer holds, as a step of a few tokens that was stored last attends to it."""
-        keys, values = (state.everything() for state in self._sides.values())
-        return PackedKV(keys, values, side, self.backend)
+        assert self.storage is not None
+        return self._step_of(*self.storage.segments())
 
-    def _append_prompt(self, keys: torch.Tensor, values: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends a part of a prompt, and packs at once what the recent window does not hold; both tails with all.
-
-        Those of the first part are views of it, since no step attends to them: that saves a copy of the prompt.
-        """
-        tails: dict[Side, torch.Tensor] = {"keys": keys[:, :, sinks:], "values": values[:, :, sinks:]}
-        if self._host_length():
-            tails = {side: torch.cat([self._sides[side].tail.view(), x], 2) for side, x in tails.items()}
-        leaving = self._leaving(tails["keys"].shape[2])
-        if leaving:
-            self._check_packable(tails, leaving)
-            append(self._sides, keys[:, :, :sinks], values[:, :, :sinks], sinks, self.backend)
-            pack(self._sides, tails, leaving, self.config.quantize_generated)
-        else:
-            append(self._sides, keys, values, sinks, self.backend)
-        return tails["keys"], tails["values"]
-
-    def _flush_tail(self) -> None:
-        leaving = self._leaving(self._sides["keys"].tail.tokens)
-        if not leaving:
-            return
-        states = self._sides.values()
-        if all(state.prepared and triton_encoder(state.codec) for state in states):
-            flush(self._sides, leaving, self._checks)
-        else:
-            tails = {side: state.tail.view() for side, state in self._sides.items()}
-            self._check_packable(tails, leaving)
-            pack(self._sides, tails, leaving, growing=True)
-
-    def _leaving(self, tail_tokens: int) -> int:
-        return max(0, tail_tokens - self.plan.recent_tokens) // self.flush_tokens * self.flush_tokens
-
-    def _check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        check_states(self.index, keys, values, {side: state.sinks for side, state in self._sides.items()})
-
-    def _check_packable(self, tails: dict[Side, torch.Tensor], leaving: int) -> None:
-        """Raises for what is about to be encoded, and for all of what a codec is about to be prepared with."""
-        for side, x in tails.items():
-            self._checks.add(side, x[:, :, :leaving] if self._sides[side].prepared else x)
+    def _step_of(self, keys: SideSegments, values: SideSegments) -> Step:
+        """A step over segments of the storage, by slots where the numbers of tokens are on the device."""
+        assert self.storage is not None
+        slots = None if keys.count is None else self.storage.slots
+        return Step(keys, values, self.backend, self.max_cache_len, slots)
 
     def raise_for_known(self) -> None:
         """Raises where tokens that were packed on a GPU are by now known not to be finite."""
@@ -277,20 +293,20 @@ class CompressedLayer(RowOperations):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a query of this length will meet."""
-        return self.get_seq_length() + query_length, 0
+        return self.max_cache_len or self._length() + query_length, 0
 
-    def get_seq_length(self) -> int:
-        return self._host_length()
+    def get_seq_length(self) -> Any:
+        """Tokens so far; with a fixed capacity a tensor, as in Transformers' static layers, for compiled code."""
+        if self.max_cache_len is not None:
+            return self.cumulative_length if self.is_initialized else 0
+        return self._length()
 
-    def _host_length(self) -> int:
-        if not self._sides:
-            return 0
-        keys = self._sides["keys"]
-        return int(keys.sinks.shape[2]) + keys.store.tokens + keys.tail.tokens
+    def _length(self) -> int:
+        return 0 if self.storage is None else self.storage.tokens
 
     def get_max_length(self) -> int:
-        """-1: the layer grows without a limit."""
-        return -1
+        """The fixed capacity; -1 for a layer that grows without a limit."""
+        return self.max_cache_len or -1
 
     get_max_cache_shape = get_max_length
 
@@ -303,14 +319,30 @@ class CompressedLayer(RowOperations):
 
         Where Transformers itself still crops to a length, a positive count is that length.
         """
-        left = tokens_after_crop(tokens_to_remove, self._host_length())
-        if self._sides and left < self._host_length():
-            self._accepted = None
-            crop(self._sides, left, self.group)
+        length = self._length()
+        left = tokens_after_crop(tokens_to_remove, length)
+        if self.storage is not None and left < length:
+            with self.edited() as storage:
+                storage.crop(left)
 
     def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.storage is not None:
+            with self.edited() as storage:
+                storage.apply(change)
+            self.batch_size = self.storage.dense_parts["keys"].shape[0]
+
+    @contextmanager
+    def edited(self) -> Iterator[DynamicStorage]:
+        """The layer's tokens, to be changed in the block; after an error steps of fixed shapes are as they were."""
+        assert self.storage is not None
+        self._renumber()
+        with self._buffers_for_later(), self.storage.edited() as storage:
+            yield storage
+        if self.max_cache_len is not None:
+            self.cumulative_length.fill_(self._length())
+
+    def _renumber(self) -> None:
+        """Before a change of steps of fixed shapes: a recorded CUDA graph knows the old buffers alone."""
         self._accepted = None
-        for state in self._sides.values():
-            state.apply(change)
-        if self._sides:
-            self.batch_size = self._sides["keys"].sinks.shape[0]
+        if isinstance(self.storage, StaticStorage) and not self.storage.empty:
+            self.number = ops.register(self, self.number)

@@ -1,19 +1,22 @@
 """What `torch.compile` sees of a compressed layer: a few operators, so that no graph break comes from us.
 
-While a model is traced, `CompressedLayer.update` puts the operator `store` into the graph and returns `PendingKV`s; the
-attention function adds `attend`, and any other code that touches a `PendingKV` adds `read`, which gives dense tensors.
-Prompts and unfused steps get dense tensors from `update`. The operators find their layer by number when the compiled
-code runs: its state is Python's and cannot pass through the graph. What `store` returns keeps them in order.
+While a model is traced, `CompressedLayer.update` puts the operator `store` into the graph and returns handles of a
+`TracedStep`; the attention function adds `attend`, and any other code that touches a handle adds `read`, which gives
+dense tensors. Prompts and unfused steps get dense tensors from `update`. The operators find their layer by number when
+the compiled code runs: its state is Python's and cannot pass through the graph. What `store` returns keeps them in
+order.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from .path import AttentionPath
 from .view import PackedKV
 
 if TYPE_CHECKING:
@@ -39,57 +42,64 @@ def _factors(layer: CompressedLayer) -> tuple[torch.Tensor, torch.Tensor] | tupl
     return (None, None) if layer.track is None else layer.track.take()
 
 
-def pending(
+def traced_step(
     layer: CompressedLayer, keys: torch.Tensor, values: torch.Tensor, tokens: int
-) -> tuple[PendingKV, PendingKV]:
+) -> tuple[PackedKV, PackedKV]:
     """Has the step's keys and values `[B, H, n, D]` stored when the code runs, with which the layer has `tokens`."""
-    stored = store(keys, values, *_factors(layer), layer.number)
-    both = (keys, values)
-    return PendingKV(layer.number, stored, both, tokens, "keys"), PendingKV(
-        layer.number, stored, both, tokens, "values"
-    )
+    step = TracedStep(layer.number, store(keys, values, *_factors(layer), layer.number), keys, values, tokens)
+    return PackedKV(step, "keys"), PackedKV(step, "values")
 
 
 def decoded(
     layer: CompressedLayer, keys: torch.Tensor, values: torch.Tensor, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `pending`, with all `tokens` that the step attends to decoded, `[B, H, tokens, D]`."""
+    """As `traced_step`, with all `tokens` that the step attends to decoded, `[B, H, tokens, D]`."""
     return update(keys, values, *_factors(layer), layer.number, tokens)
 
 
-class PendingKV(PackedKV):
-    """The keys or the values of a layer in a step that is being traced."""
+@dataclass(slots=True)
+class TracedStep:
+    """The place of a `Step` while a model is traced: its layer's number, and the new keys and values.
 
-    __slots__ = ("both", "number", "stored", "tokens")
+    stored: what the operator `store` returned, by which the others come after it.
+    tokens: that the layer has then.
+    """
 
-    def __init__(
-        self, number: int, stored: torch.Tensor, both: tuple[torch.Tensor, torch.Tensor], tokens: int, side: Side
-    ) -> None:
-        self.backend = "torch"  # The operator finds the layer's own.
-        self.number = number
-        self.stored = stored
-        self.both = both
-        self.tokens = tokens
-        self.side = side
-
-    def _fresh(self) -> torch.Tensor:
-        return self.both[self.side == "values"]
+    number: int
+    stored: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    tokens: int
 
     @property
-    def shape(self) -> torch.Size:
-        batch, heads, _, dim = self._fresh().shape
+    def packed(self) -> None:
+        """None: only known when the code runs."""
+        return None
+
+    def _fresh(self, side: Side) -> torch.Tensor:
+        return self.keys if side == "keys" else self.values
+
+    def shape(self, side: Side) -> torch.Size:
+        batch, heads, _, dim = self._fresh(side).shape
         return torch.Size((batch, heads, self.tokens, dim))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._fresh().dtype
+    def dtype(self, side: Side) -> torch.dtype:
+        return self._fresh(side).dtype
 
     @property
     def device(self) -> torch.device:
-        return self._fresh().device
+        return self.keys.device
 
-    def dense(self) -> torch.Tensor:
-        return read(self.stored, self._fresh(), self.number, self.tokens, self.side)
+    def dense(self, side: Side) -> torch.Tensor:
+        return read(self.stored, self._fresh(side), self.number, self.tokens, side)
+
+    def without_room(self, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Both sides decoded, with all room: a shape must not depend on how many tokens there are."""
+        return self.dense("keys"), self.dense("values"), mask
+
+    def path(self, query: torch.Tensor, softcap: float | None) -> AttentionPath:
+        """`torch`, in place of the path that the operator finds when it runs."""
+        return "torch"
 
     def attend(
         self,
@@ -99,11 +109,8 @@ class PendingKV(PackedKV):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        width = self.both[1].shape[3]
+        width = self.values.shape[3]
         return attend(query, self.stored, mask, sinks, scaling, softcap or 0.0, self.number, width)
-
-    def __repr__(self) -> str:
-        return f"PendingKV({self.side}, shape={tuple(self.shape)})"
 
 
 def _layer(number: int, cos: torch.Tensor | None, sin: torch.Tensor | None) -> CompressedLayer:
@@ -141,7 +148,7 @@ def attend(
     width: int,
 ) -> torch.Tensor:
     """Attention of queries `[B, Hq, n, Dk]` over a layer, the step in `stored` included: `[B, n, Hq, width]`."""
-    return _LAYERS[number].view("keys").attend(query, mask, scaling, softcap or None, sinks)
+    return _LAYERS[number].step().attend(query, mask, scaling, softcap or None, sinks)
 
 
 @attend.register_fake
@@ -161,7 +168,7 @@ def _(
 @torch.library.custom_op("kvcache_compress::read", mutates_args=())
 def read(stored: torch.Tensor, fresh: torch.Tensor, number: int, tokens: int, side: str) -> torch.Tensor:
     """A side of a layer decoded, `[B, H, tokens, D]`; `fresh` `[B, H, n, D]` is what was stored of it last."""
-    return _LAYERS[number].view("keys" if side == "keys" else "values").dense()
+    return _LAYERS[number].step().dense("keys" if side == "keys" else "values")
 
 
 @read.register_fake

@@ -17,7 +17,11 @@ class RowOperations(CacheLayerMixin):
     """Beams, batch selection and moves between devices, each by `_apply` of a function of a tensor `[B, ...]`."""
 
     device: torch.device
-    _sides: dict[Side, SideState]
+
+    @property
+    @abstractmethod
+    def sides(self) -> dict[Side, SideState]:
+        """The two sides; empty before the first update."""
 
     @abstractmethod
     def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -37,11 +41,11 @@ class RowOperations(CacheLayerMixin):
 
     def offload(self) -> None:
         """Moves all buffers to the CPU; what a step handed out stays where it is."""
-        for state in self._sides.values():
+        for state in self.sides.values():
             state.store = copy.copy(state.store)
         self._apply(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         """Moves offloaded buffers back to the layer's device."""
-        if self._sides:
+        if self.sides:
             self._apply(lambda x: x.to(self.device, non_blocking=True))

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from .cache import SIDES
 from .codec import Side
-from .fixed import FixedCapacityLayer
 from .layer import CompressedLayer
 from .side import SideState
 
@@ -103,7 +102,14 @@ def restore_layer(
     _check_room(layer, state)
     if layer.track is not None and rope is not None:
         layer.track.restore(rope.to(device))
-    sides = list(layer.sides.items())
+    with layer.edited() as storage:
+        _restore_sides(layer, storage.sides, state, tensors)
+
+
+def _restore_sides(
+    layer: CompressedLayer, own_sides: Mapping[Side, SideState], state: LayerState, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    sides = list(own_sides.items())
     expected = {f"{side}.{name}": shape for side, own in sides for name, shape in _shapes(own, state)}
     expect(expected, tensors)
     for side, own in sides:
@@ -117,7 +123,6 @@ def restore_layer(
                 f"its {side} decode to something else than when it was saved: other codebooks than then, or a release "
                 "whose codecs differ"
             )
-    layer.crop(0)
 
 
 def _check_counts(layer: CompressedLayer, state: LayerState, rope: torch.Tensor | None) -> None:
@@ -150,8 +155,10 @@ def _check_room(layer: CompressedLayer, state: LayerState) -> None:
     """Refuses what an initialized layer of this kind cannot hold."""
     if state.packed % layer.group:
         raise ValueError(f"damaged: {state.packed} packed tokens, in groups of {layer.group}")
-    if isinstance(layer, FixedCapacityLayer) and (state.tokens > layer.max_cache_len or state.tail > layer.ring_tokens):
-        raise ValueError(f"damaged: {state.tokens} tokens, {state.tail} of them dense, for {layer.max_cache_len}")
+    assert layer.storage is not None
+    room, ring = layer.max_cache_len, layer.storage.windows.ring
+    if room is not None and (state.tokens > room or state.tail > ring):
+        raise ValueError(f"damaged: {state.tokens} tokens, {state.tail} of them dense, for {room}")
 
 
 def _shapes(own: SideState, state: LayerState) -> Iterator[tuple[str, Shape]]:

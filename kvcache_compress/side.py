@@ -3,23 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from .backend import load_part, on_device
-from .checks import LONGEST, PackableChecks, one_prompt
-from .codec import Backend, Codec, Fields, Side
+from .codec import Codec, Fields
+from .path import MAX_DECODE_TOKENS
 from .rope import Rope
 from .rope_track import RopeTrack
 from .store import PackedStore, TailBuffer
-from .view import MAX_DECODE_TOKENS, SideSegments
+from .view import SideSegments
 
 if TYPE_CHECKING:
     from .triton_kernels.operands import KernelEncoder
 
 CHUNK_TOKENS = 4096
 """Tokens encoded at a time, so that a long prompt needs little memory beside itself; a multiple of every group."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Numbers of tokens per sequence.
+
+    sinks, recent: kept dense, before and after the packed ones.
+    flush: packed together, a multiple of `group`, the tokens that are encoded together.
+    room: taken in all; None for a storage that grows without limit.
+    """
+
+    sinks: int
+    recent: int
+    flush: int
+    group: int
+    room: int | None = None
+
+    def leaving(self, tail: int) -> int:
+        """Tokens of a tail of so many that are to be packed."""
+        return max(0, tail - self.recent) // self.flush * self.flush
+
+    @property
+    def capacity(self) -> int:
+        """Packed tokens that there is room for, of a limited storage."""
+        assert self.room is not None
+        return -(-max(0, self.room - self.sinks) // self.group) * self.group
+
+    @property
+    def ring(self) -> int:
+        """Dense tokens after the sinks that steps of fixed shapes have room for."""
+        return self.recent + self.flush + MAX_DECODE_TOKENS
 
 
 class SideState:
@@ -87,13 +119,9 @@ class SideState:
             )
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Holds dense tokens in a dtype that loses nothing of `dtype` either, as concatenation would."""
-        if dtype == self.sinks.dtype:
-            return
-        wider = torch.promote_types(self.sinks.dtype, dtype)
-        if wider != self.sinks.dtype:
-            self.sinks = self.sinks.to(wider)
-            self.tail.apply(lambda x: x.to(wider))
+        """Holds dense tokens in another dtype from now on."""
+        self.sinks = self.sinks.to(dtype)
+        self.tail.apply(lambda x: x.to(dtype))
 
     def segments(self, packed: int, tail: torch.Tensor, tokens: int) -> SideSegments:
         """With the first `packed` tokens of the store, and the first `tokens` of a contiguous `tail`."""
@@ -133,101 +161,7 @@ def encoded(codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         return codec.encode(x, rope)
 
 
-def begin(
-    sides: Mapping[Side, SideState],
-    first: Mapping[Side, torch.Tensor],
-    checks: PackableChecks,
-    sinks: int,
-    recent: int,
-) -> None:
-    """Sets what is to be one prompt's own, from the first tokens `[B, H, T, D]`: of both sides or of neither.
-
-    Raises:
-        ValueError: rows of several prompts, or what `checks` refuses.
-    """
-    own = {side: state for side, state in sides.items() if state.codec.of_one_prompt and first[side].shape[2]}
-    for side, state in own.items():
-        checks.add(side, first[side])
-        if not one_prompt(first[side]):
-            raise ValueError(
-                f"codebook='online' for {side} of {state.codec.name}, with {len(first[side])} prompts in a batch: "
-                "allowed one, alone or repeated for beams and samples, or codebook='offline'"
-            )
-    for side, state in own.items():
-        if not state.prepared:
-            state.prepare(measured(first[side], sinks, recent))
-
-
 def measured(first: torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
     """The first tokens that set what depends on data: without the sinks, unless there are few others."""
     others = first[:, :, sinks:]
     return others if others.shape[2] >= max(1, recent) else first
-
-
-def append(
-    sides: Mapping[Side, SideState], keys: torch.Tensor, values: torch.Tensor, sinks: int, backend: Backend
-) -> None:
-    """Adds new tokens `[B, H, n, D]`, the first `sinks` of them to the sinks of both sides, the others to the tails.
-
-    Triton copies those of a step to the tails in one launch.
-    """
-    k_side, v_side = sides["keys"], sides["values"]
-    k_tail, v_tail = k_side.tail, v_side.tail
-    count = keys.shape[2] - sinks
-    # For both before either has more tokens: there may be memory for one of them only.
-    k_tail.reserve(count)
-    v_tail.reserve(count)
-    if sinks:
-        k_side.sinks, v_side.sinks = (
-            torch.cat([side.sinks, x[:, :, :sinks]], 2) for side, x in ((k_side, keys), (v_side, values))
-        )
-        keys, values = keys[:, :, sinks:], values[:, :, sinks:]
-    if backend == "triton" and 0 < count <= MAX_DECODE_TOKENS and keys.stride(3) == values.stride(3) == 1:
-        with on_device(keys):
-            load_part(".triton_kernels.append").append(keys, values, k_tail.buffer, v_tail.buffer, k_tail.tokens)
-        k_tail.tokens += count
-        v_tail.tokens += count
-    else:
-        k_tail.append(keys)
-        v_tail.append(values)
-
-
-def pack(sides: Mapping[Side, SideState], tails: Mapping[Side, torch.Tensor], leaving: int, growing: bool) -> None:
-    """Encodes the first `leaving` tokens of `tails` `[B, H, T, D]`; the others are the tails from now on."""
-    for side, tail in tails.items():
-        sides[side].pack(tail, leaving, growing)
-        sides[side].tail.replace(tail[:, :, leaving:])
-
-
-def flush(sides: Mapping[Side, SideState], leaving: int, checks: PackableChecks) -> None:
-    """`pack` of the first `leaving` tokens of the tails in one launch per side, which checks them as well.
-
-    For Triton, and sides that are prepared and have a `kernel_encoder`. Where `checks` raises at once nothing changes.
-    """
-    following = []
-    for state, good in zip(sides.values(), checks.flags(sides["keys"].sinks.device), strict=True):
-        tail, encoder = state.tail, state.codec.kernel_encoder
-        kept = tail.tokens - leaving
-        following.append(tail.another(kept))
-        with on_device(tail.buffer):
-            load_part(".triton_kernels.encode").flush(
-                encoder, tail.buffer, leaving, kept, state.store.room(leaving, growing=True), state.store.tokens,
-                following[-1], good, LONGEST,
-            )  # fmt: skip
-    checks.add_flags()
-    for state, buffer in zip(sides.values(), following, strict=True):
-        state.store.tokens += leaving
-        state.tail.buffer = buffer
-        state.tail.tokens -= leaving
-
-
-def crop(sides: Mapping[Side, SideState], left: int, group: int) -> None:
-    """Keeps the first `left` tokens. Exact within the tail; a packed group that is cut is decoded."""
-    keys = sides["keys"]
-    sinks = min(left, keys.sinks.shape[2])
-    packed = min(left - sinks, keys.store.tokens)
-    for state in sides.values():
-        if packed < state.store.tokens or sinks < state.sinks.shape[2]:
-            state.crop(sinks, packed, group)
-        else:
-            state.tail.truncate(left - sinks - packed)

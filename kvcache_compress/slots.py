@@ -1,14 +1,10 @@
-"""Views of a layer of fixed capacity: which token lies in which slot, and attention over all slots under a mask."""
+"""Places of a layer's tokens where decode steps have fixed shapes: which token lies in which slot."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-
-from .backend import load_part, on_device
-from .codec import Backend, Side
-from .view import PackedKV, SideSegments
 
 
 @dataclass(frozen=True)
@@ -51,35 +47,11 @@ class Slots:
             return causal
         return causal & mask.bool().index_select(-1, tokens.clamp(0, mask.shape[-1] - 1))[:, None, None]
 
-
-class SlotKV(PackedKV):
-    """The keys or the values of a layer of fixed capacity; dense, it has `room` tokens, the last of them zero."""
-
-    __slots__ = ("slots",)
-
-    def __init__(self, keys: SideSegments, values: SideSegments, side: Side, backend: Backend, slots: Slots) -> None:
-        super().__init__(keys, values, side, backend, slots.room)
-        self.slots = slots
-
-    def dense(self) -> torch.Tensor:
-        tokens, holds = self.slots.tokens()
-        batch, heads, room, dim = self.shape
-        by_token = self._segments().tail_buffer.new_zeros(batch, heads, room + 1, dim)
+    def by_token(self, x: torch.Tensor) -> torch.Tensor:
+        """What lies in the slots, `[B, H, slots, D]`, in the order of the tokens: `[B, H, room, D]`, then zeros."""
+        tokens, holds = self.tokens()
+        batch, heads, _, dim = x.shape
         # A layer that was given too many on a GPU raises for them later, not here.
-        by_token.index_copy_(2, torch.where(holds & (tokens < room), tokens, room), super().dense())
-        return by_token[:, :, :room].contiguous()
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        if self.way(query, softcap) != "triton":
-            return super().attend(query, self.slots.mask(mask, query.shape[2]), scaling, softcap, sinks)
-        with on_device(query):
-            return load_part(".triton_kernels.launch").attend(
-                query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, sinks=sinks, slots=self.slots
-            )
+        found = x.new_zeros(batch, heads, self.room + 1, dim)
+        found.index_copy_(2, torch.where(holds & (tokens < self.room), tokens, self.room), x)
+        return found[:, :, : self.room].contiguous()

@@ -21,8 +21,8 @@ BLOCK_QUERIES = 1024
 mask that differs by head."""
 
 
-def suits(query: torch.Tensor, keys: SideSegments, values: SideSegments, softcap: float | None) -> bool:
-    """Whether `attend` can."""
+def supports(query: torch.Tensor, keys: SideSegments, values: SideSegments, softcap: float | None) -> bool:
+    """True where `attend` can take these."""
     if softcap is not None or keys.count is not None:
         return False
     dims = keys.sinks.shape[3], values.sinks.shape[3]
@@ -45,7 +45,7 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same arguments and result as `reference.attend`, for what `suits`; `mask` may also be `[B, T]`, of padding.
+    """The same arguments and result as `reference.attend`, for what it `supports`; `mask` may be `[B, T]`, of padding.
 
     Besides the result it holds a tile of decoded keys and values, the mask of a block of queries for it, and the output
     in float32. Where an additive mask is lower than -1e30 (in float16 than -6e4), that is taken.

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .backend import load_part, on_device
+from .backend import on_device
 from .codec import Backend, Codec, Side
+from .path import AttentionPath, attention, path_over
 from .rope import Rope
 from .rope_track import RopeTrack
+from .slots import Slots
 from .store import PackedStore
+
+if TYPE_CHECKING:
+    from .ops import TracedStep
 
 CHUNK_TOKENS = 2048
 """Packed tokens decoded at a time; a multiple of every group size."""
-MAX_CPP_QUERIES = 128
-"""Queries of a chunk that C++ attends with; for more of them PyTorch's attention over decoded tiles is faster."""
-MAX_DECODE_TOKENS = 16
-"""Queries of a decode step, at most: one, or those of speculative decoding. More are a part of a prompt."""
 
 
 @dataclass(slots=True)
@@ -85,72 +86,61 @@ class SideSegments:
             out[:, :, begin - start : end - start] = part
 
 
-Way: TypeAlias = Backend | Literal["tiles"]
-_ATTENTION: dict[Way, str] = {
-    "triton": ".triton_kernels.launch",
-    "cpp": ".cpu_kernels.launch",
-    "torch": ".reference",
-    "tiles": ".tiled",
-}
-"""Modules with a function `attend` each: that of the backends, and one for many queries."""
+@dataclass(slots=True)
+class Step:
+    """Keys and values of a layer that a step attends to, which are its own tokens and all before them.
 
-
-def _attention(way: Way) -> Callable[..., torch.Tensor]:
-    return load_part(_ATTENTION[way]).attend
-
-
-class PackedKV:
-    """The keys or the values of one layer, compressed. Reports the logical shape; any other use decodes it first.
-
-    `keys` and `values` are both of the layer's sides, whichever this object stands for: attention needs the two.
-    A layer of fixed capacity has `room` tokens to anyone who asks.
+    room: tokens that masks have, of a layer of fixed capacity: more than there are.
+    slots: places of the tokens in the segments, where these are all that steps of fixed shapes have room for.
     """
 
-    __slots__ = ("backend", "keys", "room", "side", "values")
-
-    def __init__(
-        self, keys: SideSegments, values: SideSegments, side: Side, backend: Backend, room: int | None = None
-    ) -> None:
-        self.keys = keys
-        self.values = values
-        self.side = side
-        self.backend = backend
-        self.room = room
-
-    def _segments(self) -> SideSegments:
-        return self.keys if self.side == "keys" else self.values
+    keys: SideSegments
+    values: SideSegments
+    backend: Backend
+    room: int | None = None
+    slots: Slots | None = None
 
     @property
-    def shape(self) -> torch.Size:
-        batch, heads, tokens, dim = self._segments().shape
+    def packed(self) -> int:
+        """Packed tokens, or the room for them, per sequence."""
+        return self.keys.packed
+
+    def side(self, side: Side) -> SideSegments:
+        return self.keys if side == "keys" else self.values
+
+    def shape(self, side: Side) -> torch.Size:
+        """Logical shape `[B, H, T, D]`, with the room of a layer of fixed capacity."""
+        batch, heads, tokens, dim = self.side(side).shape
         return torch.Size((batch, heads, self.room or tokens, dim))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._segments().tail_buffer.dtype
+    def dtype(self, side: Side) -> torch.dtype:
+        return self.side(side).tail_buffer.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._segments().tail_buffer.device
+        return self.keys.tail_buffer.device
 
-    @property
-    def ndim(self) -> int:
-        return 4
+    def dense(self, side: Side) -> torch.Tensor:
+        """A side decoded, `[B, H, T, D]`; zero where a layer of fixed capacity has no token."""
+        found = self.side(side).dense()
+        if self.slots is not None:
+            return self.slots.by_token(found)
+        if self.room is not None:
+            return torch.nn.functional.pad(found, (0, 0, 0, self.room - found.shape[2]))
+        return found
 
-    def dense(self) -> torch.Tensor:
-        """This side decoded, `[B, H, T, D]`."""
-        return self._segments().dense()
+    def without_room(self, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Both sides decoded without empty room, where that can be told from tokens, and the mask over them."""
+        if self.slots is not None:
+            return self.dense("keys"), self.dense("values"), mask
+        return self.keys.dense(), self.values.dense(), self._over_tokens(mask)
 
-    def way(self, query: torch.Tensor, softcap: float | None) -> Way | None:
-        """What attends to the layer without decoding all of it; None where nothing does, or where it is no gain."""
-        if not self.keys.packed:
-            return "torch"  # Codecs may not be prepared before they pack.
-        short = query.shape[2] <= MAX_CPP_QUERIES and query.dtype == torch.float32 and self.values.codec.chunks_on_cpp
-        if query.shape[2] <= MAX_DECODE_TOKENS or (self.backend == "cpp" and short):
-            return self.backend
-        tiled = load_part(".tiled")
-        long = self.keys.packed > tiled.TILE_TOKENS or self.backend == "cpp"
-        return "tiles" if long and tiled.suits(query, self.keys, self.values, softcap) else None
+    def _over_tokens(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """A mask `[B, T]` or `[B or 1, Hq or 1, n, T]` without the room that no token has."""
+        return mask if mask is None or self.room is None else mask[..., : self.keys.shape[2]]
+
+    def path(self, query: torch.Tensor, softcap: float | None) -> AttentionPath:
+        return path_over(self, query, softcap)
 
     def attend(
         self,
@@ -162,15 +152,57 @@ class PackedKV:
     ) -> torch.Tensor:
         """Attention of queries `[B, Hq, n, Dk]` over both sides, `[B, n, Hq, Dv]`; see `reference.attend`.
 
-        `mask` may also be a flash attention's padding mask, `[B, T]`.
+        By the backend's path where none but decoding is left. `mask` is one over tokens, with the room of a layer of
+        fixed capacity, or a flash attention's padding mask `[B, T]`.
         """
-        way = self.way(query, softcap) or self.backend
-        if mask is not None and mask.ndim == 2 and way != "tiles":
+        path = self.path(query, softcap)
+        path = self.backend if path == "decode" else path
+        own: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+        if self.slots is None:
+            mask = self._over_tokens(mask)
+        elif path == "triton":
+            own["slots"] = self.slots
+        else:
+            mask = self.slots.mask(mask, query.shape[2])
+        if mask is not None and mask.ndim == 2 and path != "tiled" and "slots" not in own:
             count, tokens = query.shape[2], self.keys.shape[2]
             causal = torch.ones(count, tokens, dtype=torch.bool, device=mask.device).tril(tokens - count)
             mask = causal & mask[:, None, None, -tokens:].bool()
         with on_device(query):
-            return _attention(way)(query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+            return attention(path)(query, self.keys, self.values, mask, **own)
+
+
+class PackedKV:
+    """The keys or the values of one layer, compressed. Reports the logical shape; any other use decodes it first.
+
+    `step` has both sides, whichever this object stands for: attention needs the two.
+    """
+
+    __slots__ = ("side", "step")
+
+    def __init__(self, step: Step | TracedStep, side: Side) -> None:
+        self.step = step
+        self.side = side
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.step.shape(self.side)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.step.dtype(self.side)
+
+    @property
+    def device(self) -> torch.device:
+        return self.step.device
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def dense(self) -> torch.Tensor:
+        """This side decoded, `[B, H, T, D]`."""
+        return self.step.dense(self.side)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -195,7 +227,7 @@ class PackedKV:
         return self.shape[0]
 
     def __repr__(self) -> str:
-        return f"PackedKV({self.side}, shape={tuple(self.shape)}, packed={self._segments().packed})"
+        return f"PackedKV({self.side}, shape={tuple(self.shape)}, packed={self.step.packed})"
 
 
 def _decoding(name: str) -> Callable[..., Any]:

@@ -318,7 +318,7 @@ def check(family: str, config: CompressionConfig, largest_loss: float) -> bool:
 
     Returns whether fused attention was used.
     """
-    with mock.patch.object(view, "_attention", wraps=view._attention) as attention:
+    with mock.patch.object(view, "attention", wraps=view.attention) as attention:
         both = both_ways(model(family), config)
     unfused, cache = both.unfused, both.cache
     assert cache.packed_tokens == 64, f"{cache.packed_tokens} tokens packed"

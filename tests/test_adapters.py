@@ -72,7 +72,7 @@ def test_fused_attention(model: Any, prompt: torch.Tensor) -> None:
         for config in (model.config, small_model().config):
             cache = CompressedCache(config, CONFIG)
             options = {"output_logits": True, "return_dict_in_generate": True}
-            with mock.patch.object(view, "_attention", wraps=view._attention) as attention:
+            with mock.patch.object(view, "attention", wraps=view.attention) as attention:
                 output = model.generate(input_ids=prompt, past_key_values=cache, **GREEDY, **options)
             assert cache.packed_tokens > 0
             assert attention.call_count == (2 * 5 if switch is enable_fused_attention else 0)
@@ -91,7 +91,7 @@ def test_forward_of_the_wrapper(prompt: torch.Tensor) -> None:
     enable_fused_attention(model)
     cache = CompressedCache(small_model().config, CONFIG)
     model(input_ids=prompt, past_key_values=cache)
-    with mock.patch.object(view, "_attention", wraps=view._attention) as attention:
+    with mock.patch.object(view, "attention", wraps=view.attention) as attention:
         model(input_ids=prompt[:, :1], past_key_values=cache)
     assert attention.call_count == 2
 

@@ -75,7 +75,7 @@ def test_nothing_else_falls_back(family: str, ids: torch.Tensor) -> None:
     enable_fused_attention(model)
     cache = filled(model, ids)
     model(input_ids=ids[:, :1], past_key_values=cache, output_attentions=True)
-    with mock.patch.object(view, "_attention", wraps=view._attention) as attention:
+    with mock.patch.object(view, "attention", wraps=view.attention) as attention:
         model(input_ids=ids[:, :1], past_key_values=cache, output_hidden_states=True)
     assert attention.call_count == model.config.num_hidden_layers
 

@@ -113,7 +113,7 @@ def test_another_config_object() -> None:
     outputs = []
     for config in (model.config, small_config(1)):
         cache = CompressedCache(config, method_config("turboquant", 1))
-        with mock.patch.object(view, "_attention", wraps=view._attention) as attention:
+        with mock.patch.object(view, "attention", wraps=view.attention) as attention:
             outputs.append(
                 [compiled(input_ids=x, past_key_values=cache).logits for x in ids.split([60, 1, 1, 1, 1], 1)]
             )

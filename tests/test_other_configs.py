@@ -33,7 +33,7 @@ def run(model: Any, cache: CompressedCache, ids: torch.Tensor) -> tuple[torch.Te
     """Logits of a prompt, where nothing is cached yet, and of single tokens; how often packed tokens were attended."""
     first = [] if cache.get_seq_length() else [PROMPT]
     parts = ids.split([*first, *[1] * (ids.shape[1] - sum(first))], 1)
-    with mock.patch.object(view, "_attention", wraps=view._attention) as attention:
+    with mock.patch.object(view, "attention", wraps=view.attention) as attention:
         logits = [model(input_ids=part, past_key_values=cache).logits for part in parts]
     assert cache.packed_tokens > 0
     return torch.cat(logits, 1), attention.call_count

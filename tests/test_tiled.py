@@ -31,7 +31,7 @@ from segment_makers import DEVICE, make_codec, make_side, poison  # noqa: F401
 from small_model import VOCAB, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention, reference, tiled
-from kvcache_compress.view import PackedKV, SideSegments
+from kvcache_compress.view import SideSegments, Step
 
 TILE = 64
 """Tokens of a tile here, a multiple of every group size."""
@@ -160,7 +160,7 @@ def test_chunks_of_a_prompt_never_decode_a_layer(
     monkeypatch.setattr(SideSegments, "dense", watched_dense)
     ours, _ = _chunks(backend, dtype)
     assert (max(decoded), whole) == (TILE, [])
-    monkeypatch.setattr(tiled, "suits", lambda *_: False)
+    monkeypatch.setattr(tiled, "supports", lambda *_: False)
     theirs, _ = _chunks(backend, dtype)
     assert whole
     assert error(ours, theirs) <= (1e-5 if dtype == F32 else 1e-2)
@@ -195,39 +195,38 @@ def test_padding_mask_of_flash_attention(padded: bool, make_side: Callable[..., 
     mask[1, :100] = 1 - padded
     allowed = torch.ones(40, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - 40) & mask[:, None, None].bool()
     longer = torch.nn.functional.pad(mask, (7, 0))  # of a cache with room for more: the last tokens count
-    out = PackedKV(keys, values, "keys", "torch").attend(query, longer, 0.125, None, None)
+    out = Step(keys, values, "torch").attend(query, longer, 0.125, None, None)
     assert error(out, plain_attention(query, keys, values, allowed, case, None)) <= BARS[F32]
 
 
 @pytest.mark.parametrize(
-    ("way", "changes"),
+    ("path", "changes"),
     [
         ("torch", {"count": 16}),
-        ("tiles", {"count": 17}),
+        ("tiled", {"count": 17}),
         ("cpp", {"backend": "cpp", "count": 128}),
-        ("tiles", {"backend": "cpp", "count": 129, "packed": TILE}),
-        ("tiles", {"backend": "cpp", "count": 40, "dtype": BF16}),
-        (None, {"packed": TILE}),
+        ("tiled", {"backend": "cpp", "count": 129, "packed": TILE}),
+        ("tiled", {"backend": "cpp", "count": 40, "dtype": BF16}),
+        ("decode", {"packed": TILE}),
         ("cpp", {"backend": "cpp", "packed": TILE}),
-        ("torch", {"packed": 0}),
-        (None, {"softcap": 5.0}),
-        (None, {"dtype": torch.float64}),
-        (None, {"value_dim": 96}),
-        (None, {"fixed": True}),
+        ("torch", {"packed": 0, "count": 16}),
+        ("decode", {"packed": 0}),
+        ("decode", {"softcap": 5.0}),
+        ("decode", {"dtype": torch.float64}),
+        ("decode", {"value_dim": 96}),
+        ("decode", {"fixed": True}),
     ],
     ids=str,
 )
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU takes other widths")
-def test_which_calls_take_tiles(
-    way: str | None, changes: dict[str, Any], make_side: Callable[..., SideSegments]
-) -> None:
+def test_which_calls_take_tiles(path: str, changes: dict[str, Any], make_side: Callable[..., SideSegments]) -> None:
     call = {name: x for name, x in changes.items() if name not in ("backend", "fixed")}
     case = Case(**{"packed": TILE + 32, "count": 17} | call)
     keys, values = segments(case, make_side)
     if "fixed" in changes:
         keys = replace(keys, count=torch.tensor(40))
     query = torch.zeros(2, 6, case.count, 64, dtype=case.dtype)
-    assert PackedKV(keys, values, "keys", changes.get("backend", "torch")).way(query, case.softcap) == way
+    assert Step(keys, values, changes.get("backend", "torch")).path(query, case.softcap) == path
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="on CPUs PyTorch has no attention for them that gives its logarithm")

@@ -18,7 +18,7 @@ from ..backend import interpreting, load_part, on_device, resolve_backend
 from ..checks import LONGEST
 from ..codec import Backend, Fields
 from ..side import encoded
-from ..view import PackedKV, SideSegments
+from ..view import SideSegments, Step
 from .check_fixed import FIXED, check_steps
 from .compare import allowed_error, attention_problem, relative_error
 from .layers import Shape, build_codec, encoded_side, middle_layer, named_config
@@ -112,7 +112,7 @@ def _attention_error(
             for side in (keys, values)
         )
         expected = load_part(".reference").attend(query.float(), k_moved, v_moved, None, scaling=scaling)
-        calls.append((query, PackedKV(k_moved, v_moved, "keys", backend), expected))
+        calls.append((query, Step(k_moved, v_moved, backend), expected))
     found = []
     for _ in _each_merge(keys, values, backend):
         for query, view, expected in calls:

@@ -92,8 +92,8 @@ def check_steps(
     keys, values, query = tokens(shape.kv_heads, 1), tokens(shape.kv_heads, 1), tokens(shape.query_heads, 1)
 
     def step(cache: CompressedCache, query: torch.Tensor) -> torch.Tensor:
-        view = cast(PackedKV, cache.update(keys, values, 0)[0])
-        return view.attend(query, None, shape.head_dim**-0.5, None, None)
+        step = cast(PackedKV, cache.update(keys, values, 0)[0]).step
+        return step.attend(query, None, shape.head_dim**-0.5, None, None)
 
     run: Callable[[], torch.Tensor] = partial(step, kernels, query)
     worst = 0.0

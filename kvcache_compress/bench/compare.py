@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from ..view import PackedKV, SideSegments
+from ..view import SideSegments, Step
 
 ATTENTION_BAR = 2e-3
 """RMS of the difference relative to that of the output, beside what rounding the output to 16 bits brings."""
@@ -21,7 +21,7 @@ LIBRARY_BAR = 1e-2
 """The same for other libraries' attention, whose weights are bfloat16 numbers: that it is the same attention."""
 
 
-def compare_view(view: PackedKV, query: torch.Tensor, scaling: float) -> float:
+def compare_view(view: Step, query: torch.Tensor, scaling: float) -> float:
     """What attention of queries `[B, Hq, 1, D]` over a layer differs by; also by a repeated launch, as timed ones are.
 
     Raises:

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..backend import BackendChoice, interpreting, resolve_backend
 from ..eval.results import error_message
-from ..view import PackedKV, SideSegments
+from ..view import SideSegments, Step
 from .compare import LIBRARY_BAR, compare, compare_view
 from .layers import Shape, encoded_side, middle_layer, named_config
 from .peers import PEERS, installed
@@ -111,13 +111,13 @@ def compressed_time(
     error = compare_view(view, query, scaling)
     time = median_ms(lambda: view.attend(query, None, scaling, None, None), device, repeats)
     size = _stored(view.keys) + _stored(view.values)
-    numbers = 2 * batch * shape.kv_heads * view.shape[2] * shape.head_dim
+    numbers = 2 * batch * shape.kv_heads * view.shape("keys")[2] * shape.head_dim
     return DecodeTime(preset, name, batch, tokens, time, size / time / 1e6, 8 * size / numbers, attention_error=error)
 
 
 def random_view(
     preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype
-) -> tuple[PackedKV, torch.Tensor]:
+) -> tuple[Step, torch.Tensor]:
     """A layer of random codes, with the preset's dense windows beside `tokens` packed, and queries `[B, Hq, 1, D]`.
 
     Raises:
@@ -135,7 +135,7 @@ def random_view(
     choice: BackendChoice = "triton" if interpreting() else "auto"
     backend = resolve_backend(choice, device, (keys.codec, values.codec))
     query = torch.randn(batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
-    return PackedKV(keys, values, "keys", backend), query
+    return Step(keys, values, backend), query
 
 
 def measure_decode(

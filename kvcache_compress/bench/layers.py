@@ -21,6 +21,7 @@ from ..registry import get_method
 from ..rope import RopeLayout
 from ..rope_track import RopeTrack
 from ..side import encoded
+from ..static_storage import StaticStorage, has_static_steps
 from ..store import PackedStore
 from ..view import SideSegments
 
@@ -187,5 +188,8 @@ def encoded_side(
 def use_backend(layer: CompressedLayer, backend: Backend) -> None:
     """From here on a layer encodes and attends on another backend than its config's."""
     layer.backend = backend
-    for state in layer._sides.values():
-        state.codec = state.codec.on(backend)
+    with layer.edited() as storage:
+        for state in storage.sides.values():
+            state.codec = state.codec.on(backend)
+    if layer.max_cache_len and layer.storage is storage and has_static_steps(backend, layer.device):
+        layer.storage = StaticStorage(storage)

@@ -146,8 +146,8 @@ def _attention_error(model: PreTrainedModel, cache: Cache) -> float | None:
     layer = cache.layers[len(cache.layers) // 2]
     if not isinstance(layer, CompressedLayer):
         return None
-    config, view = model.config, layer.view("keys")
-    size = (view.shape[0], config.num_attention_heads, 1, config.head_dim)
+    config, view = model.config, layer.step()
+    size = (layer.batch_size, config.num_attention_heads, 1, config.head_dim)
     query = torch.randn(size, device=model.device, dtype=model.dtype)
     return compare_view(view, query, config.head_dim**-0.5)
 

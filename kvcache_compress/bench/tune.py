@@ -21,7 +21,7 @@ import torch
 from ..backend import load_part
 from ..eval.results import write_atomically
 from ..text_files import parse_json, read_text
-from ..view import PackedKV
+from ..view import Step
 from .compare import compare_view
 from .decode import random_view
 from .jobs import CHECK_FAILED, NOT_MEASURED, Job
@@ -111,7 +111,7 @@ def plan_cases(presets: Sequence[str], shapes: Mapping[str, Shape], small: bool 
 @lru_cache(maxsize=1)
 def _views(
     preset: str, shape: Shape, batch: int, tokens: int, device: torch.device
-) -> tuple[tuple[PackedKV, torch.Tensor], ...]:
+) -> tuple[tuple[Step, torch.Tensor], ...]:
     """Layers and queries for all tiles of a case, which follow each other."""
     return tuple(random_view(preset, shape, batch, tokens, device, torch.bfloat16) for _ in range(INPUTS))
 
@@ -140,7 +140,7 @@ def try_tile(
         k_side, v_side = view.keys.codec.kernel_side, view.values.codec.kernel_side
         assert k_side is not None
 
-        def attend(view: PackedKV = view, query: torch.Tensor = query) -> torch.Tensor:
+        def attend(view: Step = view, query: torch.Tensor = query) -> torch.Tensor:
             return view.attend(query, None, scaling, None, None)
 
         k_side.use_tile(tiles.Tile(*tile))

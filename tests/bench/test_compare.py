@@ -11,7 +11,7 @@ import torch
 from kvcache_compress.bench import compare, decode, models, peers
 from kvcache_compress.bench.layers import Shape
 from kvcache_compress.rope_track import _warn_of_positions
-from kvcache_compress.view import PackedKV
+from kvcache_compress.view import Step
 
 CPU = torch.device("cpu")
 TINY = Shape(4, 2, 64)
@@ -56,7 +56,7 @@ def test_both_calls_are_compared(wrong: int) -> None:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> Mock:
     """Makes a row of attention's results wrong, and has nothing timed; what would be."""
-    attend = PackedKV.attend
+    attend = Step.attend
 
     def attend_wrongly(*arguments: Any) -> torch.Tensor:
         out = attend(*arguments)
@@ -64,7 +64,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> Mock:
         return out
 
     timed = Mock(return_value=1.0)
-    monkeypatch.setattr(PackedKV, "attend", attend_wrongly)
+    monkeypatch.setattr(Step, "attend", attend_wrongly)
     monkeypatch.setattr(decode, "median_ms", timed)
     return timed
 

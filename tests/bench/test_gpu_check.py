@@ -20,8 +20,8 @@ ONE_OF_EACH_METHOD = (
 
 @pytest.mark.parametrize("factor", [1.0, 1.01, float("nan")])
 def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    attend = check.PackedKV.attend
-    monkeypatch.setattr(check.PackedKV, "attend", lambda *arguments: attend(*arguments) * factor)
+    attend = check.Step.attend
+    monkeypatch.setattr(check.Step, "attend", lambda *arguments: attend(*arguments) * factor)
     found = check.check_kernels("turboquant-2bit", "tiny", Shape(4, 2, 64), 64, CPU)
     assert (found.error is None) == (factor == 1), found.error
     if found.error is not None:
@@ -31,16 +31,16 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch, factor: float
 @pytest.mark.parametrize("wrong", [1, 3])
 def test_every_call_is_compared(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
     """Two by the launcher's own splits and two by more of them, each pair a first and a repeated launch."""
-    attend = check.PackedKV.attend
+    attend = check.Step.attend
     calls: list[int] = []
     places: set[tuple[int, ...]] = set()
 
-    def attend_once_wrong(view: check.PackedKV, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def attend_once_wrong(view: check.Step, query: torch.Tensor, *rest: Any) -> torch.Tensor:
         calls.append(len(view.keys.codec.kernel_side.plans))
         places.add((query.data_ptr(), view.keys.tail.data_ptr(), view.values.sinks.data_ptr()))
         return attend(view, query, *rest) * (1.5 if len(calls) == wrong + 1 else 1)
 
-    monkeypatch.setattr(check.PackedKV, "attend", attend_once_wrong)
+    monkeypatch.setattr(check.Step, "attend", attend_once_wrong)
     found = check.check_kernels("turboquant-2bit", "tiny", Shape(4, 2, 64), 128, CPU)
     assert str(found.error).startswith("attention differs by")
     assert calls == [0, 1, 1, 2], "plans before each call"

@@ -67,8 +67,8 @@ def test_a_cache_that_fails_says_why() -> None:
 def test_fused_attention_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise what is timed is the decoding of the cache."""
     calls: list[str] = []
-    attention = view._attention
-    monkeypatch.setattr(view, "_attention", lambda backend: calls.append(backend) or attention(backend))
+    attention = view.attention
+    monkeypatch.setattr(view, "attention", lambda backend: calls.append(backend) or attention(backend))
     spec = resolve_cache("turboquant-4bit@sinks=4,recent=8")
     measure_steps(small_model(), [full_cache(), spec], torch.randint(1, VOCAB, (1, 64)), steps=2)
     assert len(calls) == 2 * 2

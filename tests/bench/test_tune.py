@@ -64,12 +64,12 @@ def tried(case: Case, tile: Tile, times: dict[Tile, float]) -> dict[str, Any]:
 
 def test_the_fastest_tile_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that is faster still, but wrong, is not; what is chosen, attention takes."""
-    attend = tune.PackedKV.attend
+    attend = tune.Step.attend
 
     def attend_wrongly(view: Any, *arguments: Any) -> torch.Tensor:
         return attend(view, *arguments) * (1.05 if view.keys.codec.kernel_side.tile == WRONG else 1)
 
-    monkeypatch.setattr(tune.PackedKV, "attend", attend_wrongly)
+    monkeypatch.setattr(tune.Step, "attend", attend_wrongly)
     times = {RULE: 1.0, FAST: 0.9, SLOW: 0.95, WRONG: 0.1}
     (planned,) = plan_cases(["turboquant-4bit"], {"tiny": TINY})
     assert planned.rule == RULE

@@ -9,7 +9,7 @@ from closeness import assert_close_but_for_flips
 from transformers import DynamicCache
 
 from kvcache_compress import enable_fused_attention, view
-from kvcache_compress.view import MAX_DECODE_TOKENS, Way
+from kvcache_compress.path import MAX_DECODE_TOKENS, AttentionPath
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 
@@ -126,17 +126,17 @@ def test_fused_path_is_taken(case: Any, ids: torch.Tensor, monkeypatch: pytest.M
 
     In C++ also prompts' chunks, or tiles do where the codec of values minds.
     """
-    calls: list[tuple[Way, int]] = []
-    attention = view._attention
+    calls: list[tuple[AttentionPath, int]] = []
+    attention = view.attention
 
-    def counted(way: Way) -> Callable[..., torch.Tensor]:
+    def counted(path: AttentionPath) -> Callable[..., torch.Tensor]:
         def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            calls.append((way, query.shape[2]))
-            return attention(way)(query, *args, **kwargs)
+            calls.append((path, query.shape[2]))
+            return attention(path)(query, *args, **kwargs)
 
         return attend
 
-    monkeypatch.setattr(view, "_attention", counted)
+    monkeypatch.setattr(view, "attention", counted)
     cache = case.cache()
     case.feed(cache, ids[:, :60])
     assert calls == []
@@ -145,7 +145,7 @@ def test_fused_path_is_taken(case: Any, ids: torch.Tensor, monkeypatch: pytest.M
     assert set(backends) <= {"cpp", "torch"}
     on_cpp = [layer.sides["values"].codec.chunks_on_cpp for layer in layers if layer.backend == "cpp"]
     case.feed(cache, ids[:, 60:90])
-    assert calls == [("cpp" if direct else "tiles", 30) for direct in on_cpp] * case.fused
+    assert calls == [("cpp" if direct else "tiled", 30) for direct in on_cpp] * case.fused
     calls.clear()
     case.feed(cache, ids[:, 90:97], [1, 6])
     assert calls == [(backend, count) for count in (1, 6) for backend in backends] * case.fused

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
 from kvcache_compress import CompressedCache, checks, disable_fused_attention, enable_fused_attention, ops
+from kvcache_compress.static_storage import StaticStorage
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 ROOM = 230
@@ -58,7 +59,7 @@ def test_equals_the_growing_cache(case: Any, ids: torch.Tensor) -> None:
 @both_kinds_of_steps
 @croppable_cases
 def test_operations_between_steps(case: Any, ids: torch.Tensor) -> None:
-    """Batch operations, copies and crops thaw the layer; the steps after them go on as in the growing cache."""
+    """Steps after batch operations, copies and crops go on as in the growing cache."""
     results = []
     growing, fixed = pair(case)
     for cache in (growing, fixed):
@@ -131,12 +132,11 @@ def test_steps_have_fixed_shapes_and_never_wait(unfused: Any, ids: torch.Tensor,
     query = torch.randn(2, 6, 1, 32, generator=torch.Generator().manual_seed(1))
     for layer in [layer for layer in cache.layers if hasattr(layer, "sides")]:
         buffers = [b.data_ptr() for side in layer.sides.values() for b in side.store.buffers]
-        layer._freeze()
         before, traces = layer.packed_tokens, []
         for at in range(36):
             with _Watch() as watch:
                 layer.store(*(states[:, :, at : at + 1],) * 2)
-                layer.view("keys").attend(query, None, 0.2, None, None)
+                layer.step().attend(query, None, 0.2, None, None)
             traces.append(watch.seen)
         assert all(trace == traces[0] for trace in traces)
         assert layer.packed_tokens == before + 32
@@ -208,7 +208,7 @@ def test_what_is_not_finite_or_too_much_is_refused(case: Any, ids: torch.Tensor)
     with pytest.raises(ValueError, match="NaN"):
         new.update(*(torch.full((2, 2, 40, 32), torch.inf),) * 2)
     # Where a step cannot wait, the next operation that can says so.
-    layer.device = torch.device("cuda")
+    layer.storage = StaticStorage(layer.storage)
     layer.update(bad[:, :, -1:], bad[:, :, -1:])
     with pytest.raises(ValueError, match="NaN"):
         layer.crop(-1)
@@ -265,7 +265,7 @@ def test_padding_mask_of_flash_attention(tiny_model: Any) -> None:
     whole = torch.zeros(2, 1, 3, 100, dtype=torch.bool)
     whole[..., :73] = torch.ones(3, 73, dtype=torch.bool).tril(70) & padding[:, None, None].bool()
     query = torch.randn(2, 6, 3, 32, generator=torch.Generator().manual_seed(1))
-    got, expected = (layer.view("keys").attend(query, mask, 0.2, None, None) for mask in (padding, whole))
+    got, expected = (layer.step().attend(query, mask, 0.2, None, None) for mask in (padding, whole))
     torch.testing.assert_close(got, expected)
 
 

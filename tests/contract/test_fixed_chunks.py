@@ -9,8 +9,8 @@ from closeness import assert_close_but_for_flips
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_compress import CompressedCache, attention, disable_fused_attention, enable_fused_attention, tiled
-from kvcache_compress.chunk import ChunkKV
-from kvcache_compress.view import MAX_DECODE_TOKENS, SideSegments
+from kvcache_compress.path import MAX_DECODE_TOKENS
+from kvcache_compress.view import PackedKV, SideSegments, Step
 
 TILE, ROOM = 32, 235
 SIZES = [100, 20, 1, 40, 16, 33]
@@ -39,18 +39,18 @@ def model(tiny_model: Any) -> Any:
 
 
 @pytest.fixture
-def ways(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """What attended to each chunk over packed tokens, steps left out; None for the model's own attention."""
-    found: list[str | None] = []
-    way = ChunkKV.way
+def paths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The path of each chunk over packed tokens of a layer of fixed capacity, steps left out."""
+    found: list[str] = []
+    path = Step.path
 
-    def watched(view: ChunkKV, query: torch.Tensor, softcap: float | None) -> Any:
-        result = way(view, query, softcap)
-        if view.keys.packed and query.shape[2] > MAX_DECODE_TOKENS:
+    def watched(step: Step, query: torch.Tensor, softcap: float | None) -> Any:
+        result = path(step, query, softcap)
+        if step.room and step.packed and query.shape[2] > MAX_DECODE_TOKENS:
             found.append(result)
         return result
 
-    monkeypatch.setattr(ChunkKV, "way", watched)
+    monkeypatch.setattr(Step, "path", watched)
     return found
 
 
@@ -72,7 +72,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @fused_cases
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_equals_the_growing_cache(
-    case: Any, ids: torch.Tensor, backend: str, ways: list[str | None], decoded: list[int]
+    case: Any, ids: torch.Tensor, backend: str, paths: list[str], decoded: list[int]
 ) -> None:
     """By tiles and in C++, with left padding and without."""
     total = sum(SIZES)
@@ -84,7 +84,7 @@ def test_equals_the_growing_cache(
         results = [case.feed(one, ids[:, :total], SIZES, seen)[:, padding:] for one in caches]
         assert_close_but_for_flips(*results)
         assert caches[0].packed_tokens == caches[1].packed_tokens > 2 * TILE
-    assert {*ways} == {"tiles" if backend == "torch" else "cpp"}
+    assert {*paths} == {"tiled" if backend == "torch" else "cpp"}
     assert decoded == []
 
 
@@ -158,14 +158,14 @@ def test_foreign_code_and_attention_with_nothing_packed(model: Any, packed: bool
     states = torch.randn(2, 2, 70, 32, generator=torch.Generator().manual_seed(0))
     layer.update(states[:, :, :50], states[:, :, :50])
     keys, values = layer.update(states[:, :, 50:], states[:, :, 50:])
-    assert isinstance(keys, ChunkKV)
-    assert (keys.keys.packed > 0) == packed
+    assert isinstance(keys, PackedKV)
+    assert (keys.step.packed > 0) == packed
     assert keys.shape == keys.dense().shape == (2, 2, 100, 32)
     assert layer.get_mask_sizes(20) == (keys.shape[2], 0)
     assert keys[:, :, 70:].eq(0).all()
     whole = torch.zeros(2, 1, 20, 100, dtype=torch.bool)
     whole[..., :70] = torch.ones(20, 70, dtype=torch.bool).tril(50)
-    there = keys.there(whole)
+    there = keys.step.without_room(whole)
     assert [x.shape[2] for x in there[:2]] == [70, 70]
     assert torch.equal(torch.cat([there[0], keys[:, :, 70:]], 2), keys.dense())
     query = torch.randn(2, 6, 20, 32, generator=torch.Generator().manual_seed(1))
@@ -189,9 +189,9 @@ def test_padding_masks_of_flash_attention(model: Any, width: int | None) -> None
     whole = torch.zeros(2, 1, 20, 120, dtype=torch.bool)
     whole[..., :100] = torch.ones(20, 100, dtype=torch.bool).tril(80) & padding[:, None, None, :100].bool()
     query = torch.randn(2, 6, 20, 32, generator=torch.Generator().manual_seed(1))
-    assert keys.way(query, None) == "tiles"
+    assert keys.step.path(query, None) == "tiled"
     mask = None if width is None else padding[:, :width]
-    got, expected = (keys.attend(query, one, 0.2, None, None) for one in (mask, whole))
+    got, expected = (keys.step.attend(query, one, 0.2, None, None) for one in (mask, whole))
     torch.testing.assert_close(got, expected)
 
 
@@ -205,7 +205,7 @@ def _generated(model: Any, room: int | None, ids: torch.Tensor, **how: Any) -> t
 
 @pytest.mark.parametrize("way", ["in chunks", "assisted", "next turn"])
 def test_generate(
-    model: Any, assistant: Any, ids: torch.Tensor, way: str, ways: list[str | None], decoded: list[int]
+    model: Any, assistant: Any, ids: torch.Tensor, way: str, paths: list[str], decoded: list[int]
 ) -> None:
     """As the growing cache, where a step of speculative decoding has more tokens than others, and chunks anyway."""
     if way == "in chunks":
@@ -227,7 +227,7 @@ def test_generate(
             again = torch.cat([first, ids[:, 90:130]], 1)
             results.append(model.generate(again, past_key_values=cache, max_new_tokens=20, do_sample=False))
     assert torch.equal(*results)
-    assert "tiles" in ways
+    assert "tiled" in paths
     assert max(decoded, default=0) <= TILE
 
 

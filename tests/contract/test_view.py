@@ -22,7 +22,7 @@ def views(unfused: Any, ids: torch.Tensor) -> tuple[PackedKV, PackedKV, torch.Te
     cache.update(fresh, -fresh, 1)
     assert isinstance(keys, PackedKV)
     assert isinstance(values, PackedKV)
-    assert keys._segments().packed > 0
+    assert keys.step.packed > 0
     return keys, values, cache.layers[1].keys, cache.layers[1].values
 
 

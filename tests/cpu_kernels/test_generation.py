@@ -31,7 +31,7 @@ def test_generation_equals_the_torch_backend(
     ids[1, :31], padding[1, :31] = 0, 0
     calls = []
     attend = launch.attend
-    monkeypatch.setattr("kvcache_compress.view._attention", lambda backend: _attention(backend, calls, attend))
+    monkeypatch.setattr("kvcache_compress.view.attention", lambda backend: _attention(backend, calls, attend))
     logits = {}
     for backend in ("torch", "auto"):
         config = {**method_config(method), "sink_tokens": 4, "recent_tokens": 8, "backend": backend, **changes}

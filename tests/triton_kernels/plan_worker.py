@@ -150,21 +150,19 @@ def check_launches_of_fixed_capacity() -> None:
     four = ["write_slots_kernel", "map_step_kernel", "attend_kernel", "merge_kernel"]
     for preset in ENCODED:
         layer, decode = decoding(1024, preset)
-        layer.device = torch.device("cuda")  # where a step checks without waiting
         decode()
         for _ in range(layer.flush_tokens):  # of which one encodes
             assert traced(decode) == (four, []), preset
 
     layer, decode = decoding(1024, APART)
-    layer.device = torch.device("cuda")
+    sides = layer.sides
 
     def encode() -> None:
-        for state in layer._sides.values():
+        for state in sides.values():
             encoded(state.codec, torch.zeros(1, 2, state.codec.group, DIM, dtype=torch.bfloat16))
 
     decode()
-    layer._freeze()
-    keys, values = (state.codec.kernel_encoder for state in layer._sides.values())
+    keys, values = (state.codec.kernel_encoder for state in sides.values())
     assert keys is None
     assert values is not None
     kernels, operators = traced(encode)

@@ -12,8 +12,11 @@ import torch
 from small_model import small_model
 
 from kvcache_compress import CompressedCache
-from kvcache_compress.fixed import FixedCapacityLayer
+from kvcache_compress.bench.layers import use_backend
+from kvcache_compress.dynamic_storage import DynamicStorage
 from kvcache_compress.fixed_step import FULL, NOT_FINITE
+from kvcache_compress.layer import CompressedLayer
+from kvcache_compress.static_storage import StaticStorage
 
 HEADS, GROUPS, DIM, ROOM = 2, 3, 32, 140
 KIVI = {"method": "kivi", "bits": 2}
@@ -25,14 +28,15 @@ APART = {"method": "turboquant", "bits": 3, "estimator": "prod"}
 """Which no kernel encodes as it writes."""
 
 
-def fixed_layer(backend: str, keys: dict[str, Any], sinks: int, recent: int) -> FixedCapacityLayer:
+def fixed_layer(backend: str, keys: dict[str, Any], sinks: int, recent: int) -> CompressedLayer:
     """One that holds a prompt of 50 tokens, the same for every call."""
     config = {"keys": keys, "values": TURBOQUANT, "sink_tokens": sinks, "recent_tokens": recent, "max_cache_len": ROOM}
     layer = CompressedCache(small_model(1).config, {**config, "backend": "torch"}).layers[0]
     prompt = torch.randn(2, HEADS, 50, DIM, generator=torch.Generator(torch.get_default_device()).manual_seed(0))
     layer.update(prompt, 2 * prompt)
-    # On a GPU a step checks without waiting; this stands in for one.
-    layer.backend, layer.device = backend, torch.device("cuda")
+    use_backend(layer, backend)
+    if isinstance(layer.storage, DynamicStorage):  # for torch on a CPU; on a GPU there is none
+        layer.storage = StaticStorage(layer.storage)
     return layer
 
 
@@ -61,11 +65,11 @@ def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent
         mask = masks(count, tokens)[step % 4]
         outputs = []
         for layer in layers:
-            layer._store(fresh, 2 * fresh, layer.cumulative_length)
-            outputs.append(layer.view("keys").attend(query, mask, 0.2, None, None))
-            assert (layer._buffers.counts[0, 0], layer.cumulative_length) == (tokens, tokens)
+            layer._store(fresh, 2 * fresh, counting=True)
+            outputs.append(layer.step().attend(query, mask, 0.2, None, None))
+            assert (layer.storage.buffers.counts[0, 0], layer.cumulative_length) == (tokens, tokens)
         torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=1e-4)
-        by_operators, by_kernels = (layer._buffers for layer in layers)
+        by_operators, by_kernels = (layer.storage.buffers for layer in layers)
         assert (by_kernels.counts == by_kernels.counts[:, :1]).all()
         assert torch.equal(by_kernels.counts[:, 0], by_operators.counts[:, 0])
         for side in ("keys", "values"):
@@ -85,10 +89,10 @@ def test_masks_of_one_row_serve_all_queries() -> None:
     mask = torch.rand(2, 1, 1, ROOM) > 0.5
     outputs = []
     for layer in layers:
-        layer._store(fresh, 2 * fresh, layer.cumulative_length)
-        outputs.append(layer.view("keys").attend(query, mask, 0.2, None, None))
+        layer._store(fresh, 2 * fresh, counting=True)
+        outputs.append(layer.step().attend(query, mask, 0.2, None, None))
         with pytest.raises(RuntimeError):
-            layer.view("keys").attend(query, mask.expand(-1, -1, 9, -1), 0.2, None, None)
+            layer.step().attend(query, mask.expand(-1, -1, 9, -1), 0.2, None, None)
     torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=1e-4)
 
 
@@ -96,14 +100,14 @@ def test_faults_are_noted() -> None:
     layer = fixed_layer("triton", TURBOQUANT, 4, 8)
     fresh = torch.randn(2, HEADS, 2, DIM)
     layer.store(fresh, fresh)
-    assert not layer._buffers.fault.any()
+    assert not layer.storage.buffers.fault.any()
     bad = fresh.clone()
     bad[1, 0, 1, 3] = torch.nan
     layer.store(fresh, bad)
-    assert layer._buffers.fault.amax() == NOT_FINITE
+    assert layer.storage.buffers.fault.amax() == NOT_FINITE
     for _ in range(6):
         layer.store(*(torch.randn(2, HEADS, 16, DIM),) * 2)
-    assert layer._buffers.fault.amax() == FULL
+    assert layer.storage.buffers.fault.amax() == FULL
     with pytest.raises(ValueError, match="max_cache_len=140"):
         layer.crop(-1)
 
@@ -113,22 +117,21 @@ def test_too_many_are_noted_and_not_read() -> None:
     layer = fixed_layer("triton", TURBOQUANT, 4, 8)
     for _ in range(8):
         layer.store(*(torch.randn(2, HEADS, 16, DIM),) * 2)
-        assert layer.view("keys").dense().shape == (2, HEADS, ROOM, DIM)
-    assert layer._buffers.fault.amax() == FULL
+        assert layer.step().dense("keys").shape == (2, HEADS, ROOM, DIM)
+    assert layer.storage.buffers.fault.amax() == FULL
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("copied", [lambda layer: pickle.loads(pickle.dumps(layer)), copy.deepcopy])
-def test_copies_count_on(backend: str, copied: Callable[[FixedCapacityLayer], FixedCapacityLayer]) -> None:
+def test_copies_count_on(backend: str, copied: Callable[[CompressedLayer], CompressedLayer]) -> None:
     layer = fixed_layer(backend, TURBOQUANT, 4, 8)
     tokens = torch.randn(2, HEADS, 3, DIM)
     layer.store(tokens, tokens)
     other = copied(layer)
     for each in (layer, other):
         each.store(tokens, tokens)
-        assert each._buffers.counts[0, 0] == 56
-        assert each._buffers.length == 56
-        each.device = each._buffers.counts.device
+        assert each.storage.buffers.counts[0, 0] == 56
+        assert each.storage.buffers.length == 56
     layer.crop(-1)
     other.crop(-1)
     assert layer.get_seq_length() == other.get_seq_length() == 55
