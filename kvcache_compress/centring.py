@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import torch
 from pydantic import BeforeValidator
 
-from .codec import CodecContext
+from .codec import CodecContext, Side
 
 
 def _from_yaml(center: Any) -> Any:
@@ -37,3 +37,14 @@ def mean_key(x: torch.Tensor, center: str) -> torch.Tensor | None:
         share = mean.square().sum(-1) / x.square().sum(-1).mean(dim=(0, 2)).clamp_min(1e-30)
         mean = torch.where(share[:, None] > CENTER_SHARE, mean, 0.0)
     return mean
+
+
+def centred(x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
+    """Tokens `[B, H, T, D]` less their mean `[H, D]`, where there is one; float32."""
+    return x.float() if mean is None else x.float() - mean[:, None]
+
+
+def check_center(method: str, center: Center | None, side: Side) -> None:
+    """Raises `ValueError` for values that are to be centred."""
+    if side == "values" and center in ("on", "auto"):
+        raise ValueError(f"center={center!r} for values of {method}: allowed 'off' (only keys can be centred)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -74,12 +75,12 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
-    Options: ClassVar[type[MethodOptions]]
+    Options: ClassVar[type[MethodOptions]] = MethodOptions
 
     fields: tuple[Field, ...]
-    """What is stored, from which every byte count comes."""
-    group: int = 1
-    """Tokens that are encoded together."""
+    """What is stored, from which every byte count comes: the `layout`."""
+    group: int
+    """Tokens that are encoded together, those that a field has one entry for."""
     backend: Backend = "torch"
     """Code that encodes, chosen by the layer, which knows its device; see `on` and `backend.quantizer`."""
     chunks_on_cpp: bool = True
@@ -91,6 +92,8 @@ class Codec(ABC):
         self.options = options
         self.context = context
         self.statistics: Statistics = {}
+        self.fields = self.layout(options, context.side, context.head_dim)
+        self.group = math.lcm(*(field.tokens for field in self.fields))
 
     @classmethod
     @abstractmethod

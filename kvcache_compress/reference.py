@@ -73,7 +73,7 @@ def _weighted_sum(weights: torch.Tensor, values: SideSegments) -> torch.Tensor:
     for start in range(0, values.packed, CHUNK_TOKENS):
         stop = min(start + CHUNK_TOKENS, values.packed)
         fields = values.store.read(start, stop)
-        part = values.codec.accumulate(weights[..., sinks + start : sinks + stop], fields)
+        part = values.codec.accumulate(weights[..., sinks + start : sinks + stop], fields, values.rope(start, stop))
         summed = part if summed is None else summed + part
     return output if summed is None else output + values.codec.map_output(summed)
 

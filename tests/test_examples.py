@@ -21,7 +21,12 @@ def test_the_configuration_plans_a_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "printed"), [("generate.py", "bits per packed number"), ("shared_prefix.py", "built of ... granite")]
+    ("name", "printed"),
+    [
+        ("generate.py", "bits per packed number"),
+        ("own_method.py", "3.75 bits per packed number"),
+        ("shared_prefix.py", "built of ... granite"),
+    ],
 )
 def test_examples(name: str, printed: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

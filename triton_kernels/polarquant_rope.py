@@ -140,7 +140,7 @@ def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
         0 if options.radius_scale == "channel" else options.group_size, options.scalar == "match", table, fast,
     )  # fmt: skip
     parts = 2 ** (options.angle_bits - 1) if table else 2
-    basis = in_code_order(codec.basis(), (pairs,) * parts)
+    basis = in_code_order(codec.ready_basis(), (pairs,) * parts)
     side = KernelSide(
         score,
         None,

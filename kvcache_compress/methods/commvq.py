@@ -84,7 +84,6 @@ class CommVQCodec(Codec):
         heads = own_heads(header, context)
         if context.side == "keys" and context.rope is None:
             raise ValueError("commvq for keys needs the model's rotary position embeddings")
-        self.fields = self.layout(options, context.side, context.head_dim)
         self.scalar: Scalar = options.scalar or ("match" if context.side == "keys" else "unbiased")
         tensors = load_layer(header, context.side, context.layer, context.device)
         if context.heads < header.kv_heads:
@@ -187,17 +186,11 @@ class CommVQCodec(Codec):
         assert self.weights is not None
         return self.weights.float().repeat_interleave(2, -1)[:, None]
 
-    def map_query(self, query: torch.Tensor) -> torch.Tensor:
-        return query
-
-    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        return mapped @ self.decode(fields, rope).mT
-
     def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         """With the encoder: in the space of the token's bits, `[B, H, R, bits]`."""
         if self.encoder:
             return (weights * fields[-1].float()[:, :, None]) @ self.encoder.bits(fields[:-1])[:, None]
-        return weights @ self.decode(fields)
+        return super().accumulate(weights, fields, rope)
 
     def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
         return accumulated @ self.output_map() if self.encoder else accumulated
@@ -229,12 +222,6 @@ class CommVQCodec(Codec):
         basis = None if sorted_already else torch.eye(len(order), device=self.codebooks.device)[[*order]][None]
         tables = (self.codebooks,) if self.weights is None else (self.codebooks, self.weights)
         return CPUSide("complex", tables=tables, basis=basis)
-
-    def constants(self) -> dict[str, torch.Tensor]:
-        if self.encoder:
-            return self.encoder.tensors
-        assert self.codebooks is not None
-        return {"codebooks": self.codebooks} | ({} if self.weights is None else {"weights": self.weights})
 
 
 def _header(options: CommVQOptions) -> CodebookHeader:

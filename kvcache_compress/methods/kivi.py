@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from .. import packing
 from ..backend import quantizer
 from ..cache import CompressedCache
-from ..codec import Codec, CodecContext, Fields, MethodOptions, Rope, Side
+from ..codec import Codec, Fields, MethodOptions, Rope, Side
 from ..config import bits_of_sides, config_from_options
 from ..layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
 from ..registry import register_method
@@ -58,11 +58,6 @@ class KIVICodec(Codec):
     Options: ClassVar[type[MethodOptions]] = KIVIOptions
     options: KIVIOptions
 
-    def __init__(self, options: KIVIOptions, context: CodecContext) -> None:
-        super().__init__(options, context)
-        self.fields = self.layout(options, context.side, context.head_dim)
-        self.group = options.group_size if context.side == "keys" else 1
-
     @classmethod
     def layout(cls, options: KIVIOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         check_head_dim(cls.name, head_dim, CODES_PER_WORD, CODES_PER_WORD)
@@ -101,18 +96,6 @@ class KIVICodec(Codec):
         grouped, axis = self._grouped(codes.float())
         scale, zero = (field.float().unsqueeze(axis) for field in fields[-2:])
         return (grouped * scale + zero).flatten(axis - 1, axis)
-
-    def map_query(self, query: torch.Tensor) -> torch.Tensor:
-        return query
-
-    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        return mapped @ self.decode(fields).mT
-
-    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        return weights @ self.decode(fields)
-
-    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
-        return accumulated
 
     @cached_property
     def kernel_side(self) -> KernelSide:

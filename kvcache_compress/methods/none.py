@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from ..triton_kernels.operands import KernelSide
 
 
-class DenseOptions(MethodOptions):
-    """`none` takes no options."""
-
-
 @register_method
 class DenseCodec(Codec):
     """Stores vectors in the model's own dtype.
@@ -28,14 +24,13 @@ class DenseCodec(Codec):
     """
 
     name: ClassVar[str] = "none"
-    Options: ClassVar[type[MethodOptions]] = DenseOptions
 
-    def __init__(self, options: DenseOptions, context: CodecContext) -> None:
+    def __init__(self, options: MethodOptions, context: CodecContext) -> None:
         super().__init__(options, context)
         self.fields = (Field("dense", context.dtype, (context.head_dim,)),)
 
     @classmethod
-    def layout(cls, options: DenseOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
+    def layout(cls, options: MethodOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         return (Field("dense", torch.bfloat16, (head_dim,)),)
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
@@ -43,18 +38,6 @@ class DenseCodec(Codec):
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         return fields[0].float()
-
-    def map_query(self, query: torch.Tensor) -> torch.Tensor:
-        return query
-
-    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        return mapped @ fields[0].float().mT
-
-    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        return weights @ fields[0].float()
-
-    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
-        return accumulated
 
     @cached_property
     def kernel_side(self) -> KernelSide:

@@ -8,6 +8,7 @@ the plain norm already keeps lengths, `match` is the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -16,9 +17,10 @@ from pydantic import field_validator
 
 from .. import polar_tree
 from ..backend import quantizer
-from ..centring import Center, chosen_center, mean_key
-from ..codec import Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
+from ..centring import Center, centred, check_center
+from ..codec import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from ..layout import Field, check_head_dim
+from ..linear import LinearCodec, Part, prepared
 from ..options import AnyTuple
 from ..polar_codebooks import AngleCodebook, make_codebook, offline_codebook, online_codebook
 from ..registry import register_method
@@ -97,7 +99,7 @@ class PolarQuantRecursiveOptions(MethodOptions):
 
 
 @register_method
-class PolarQuantRecursiveCodec(Codec):
+class PolarQuantRecursiveCodec(LinearCodec):
     """One side of a layer under recursive PolarQuant; see the module's docstring."""
 
     name: ClassVar[str] = "polarquant_recursive"
@@ -107,13 +109,10 @@ class PolarQuantRecursiveCodec(Codec):
     def __init__(self, options: PolarQuantRecursiveOptions, context: CodecContext) -> None:
         super().__init__(options, context)
         self.of_one_prompt = options.codebook == "online"
-        self.fields = self.layout(options, context.side, context.head_dim)
         bits = options.level_bits(context.head_dim)
         self.tree = polar_tree.polar_tree(context.head_dim, bits)
         default: Scalar = "unbiased" if context.side == "values" else "match"
         self.scalar: Scalar = options.scalar or default
-        self.center = chosen_center(options.center, context)
-        self.mean: torch.Tensor | None = None
         self.books: tuple[AngleCodebook, ...] = ()
         if options.codebook == "offline":
             self.books = tuple(offline_codebook(level + 1, own).to(context.device) for level, own in enumerate(bits))
@@ -124,28 +123,23 @@ class PolarQuantRecursiveCodec(Codec):
     @classmethod
     def layout(cls, options: PolarQuantRecursiveOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         bits = options.level_bits(head_dim)
-        if side == "values" and options.center in ("on", "auto"):
-            raise ValueError(
-                f"center={options.center!r} for values of {cls.name}: allowed 'off' (only keys can be centred)"
-            )
+        check_center(cls.name, options.center, side)
         radius = torch.float16 if options.radius_bits == 16 else torch.uint8
         return polar_tree.polar_tree(head_dim, bits).fields(radius)
 
     def _build_basis(self) -> torch.Tensor:
-        """Rows are the code space's coordinates, float32 `[D, D]`: the rotation, its rows paired as in the paper."""
+        """Rows are the code space's coordinates, float32 `[1, D, D]`: the rotation, its rows paired as in the paper."""
         dim = self.context.head_dim
         basis = torch.eye(dim)
         if self.options.precondition:
             seed = self.context.seed_of("rotation", self.options.shared_rotation)
             basis = random_rotation(self.options.rotation, dim, seed)
-        return basis[polar_tree.adjacent_order(dim, len(self.tree.levels))]
+        return basis[None, polar_tree.adjacent_order(dim, len(self.tree.levels))]
 
     def measure(self, x: torch.Tensor) -> Statistics:
         """`mean` `[H, D]` where keys are centred; `angles1`, ... of online codebooks; the range of 8-bit radii."""
-        x = x.float()
-        mean = mean_key(x, self.center)
-        found = {} if mean is None else {"mean": mean}
-        y = self._to_code_space(x, mean)
+        found = super().measure(x)
+        y = self._to_code_space(x, found.get("mean"))
         if self.options.codebook == "online":
             angles = polar_tree.angles(y, len(self.tree.levels))
             for index, (level, own) in enumerate(zip(self.tree.levels, angles, strict=True)):
@@ -157,7 +151,6 @@ class PolarQuantRecursiveCodec(Codec):
 
     def set_statistics(self, statistics: Statistics) -> None:
         super().set_statistics(statistics)
-        self.mean = statistics.get("mean")
         if self.options.codebook == "online":
             angles = (statistics[f"angles{index + 1}"].cpu() for index in range(len(self.tree.levels)))
             books = (make_codebook(own, circular=index == 0) for index, own in enumerate(angles))
@@ -169,10 +162,10 @@ class PolarQuantRecursiveCodec(Codec):
             self.radius_table = torch.where(codes > 0, table, 0.0).half().float()
 
     def _to_code_space(self, x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
-        return (x if mean is None else x - mean[:, None]) @ self.basis.mT
+        return centred(x, mean) @ self.ready_basis()[0].mT
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        y = self._to_code_space(x.float(), self.mean)
+        y = self._to_code_space(x, self.mean)
         encode = quantizer(self.backend, polar_tree.encode, None, "quantize_tree")
         planes, energy, cross = encode(y, self.tree, self._ready_books())
         if self.scalar == "unbiased":
@@ -182,13 +175,11 @@ class PolarQuantRecursiveCodec(Codec):
         return (*planes, self._store_radii(radii))
 
     def _ready_books(self) -> tuple[AngleCodebook, ...]:
-        if not self.books:
-            raise RuntimeError("online codebooks need prepare() before the first token is encoded")
-        return self.books
+        return prepared(self.books or None, "online codebooks")
 
     def _ready_range(self) -> None:
-        if self.options.radius_bits == 8 and self.radius_table is None:
-            raise RuntimeError("8-bit radii need prepare() before the first token is encoded")
+        if self.options.radius_bits == 8:
+            prepared(self.radius_table, "8-bit radii")
 
     def _store_radii(self, radii: torch.Tensor) -> torch.Tensor:
         if self.options.radius_bits == 16:
@@ -205,28 +196,9 @@ class PolarQuantRecursiveCodec(Codec):
         heads = torch.arange(stored.shape[1], device=stored.device)[:, None, None]
         return self.radius_table[heads, stored.long()]
 
-    def _points(self, fields: Fields) -> torch.Tensor:
-        """Stored tokens in code space, float32 `[B, H, T, D]`."""
-        return polar_tree.expand(polar_tree.unpack(self.tree, fields), self._radii(fields[-1]), self._ready_books())
-
-    def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        x = self._points(fields) @ self.basis
-        return x if self.mean is None else x + self.mean[:, None]
-
-    def map_query(self, query: torch.Tensor) -> torch.Tensor:
-        """With a mean μ one more column holds q·μ, which every score of the query gets."""
-        mapped = query @ self.basis.mT
-        return mapped if self.mean is None else torch.cat([mapped, query @ self.mean[..., None]], -1)
-
-    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        scores = mapped[..., : self.context.head_dim] @ self._points(fields).mT
-        return scores if self.mean is None else scores + mapped[..., -1:]
-
-    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        return weights @ self._points(fields)
-
-    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
-        return accumulated @ self.basis
+    def parts(self, fields: Fields) -> Iterator[Part]:
+        codes, radii = polar_tree.unpack(self.tree, fields), self._radii(fields[-1])
+        yield Part(slice(self.context.head_dim), polar_tree.expand(codes, radii, self._ready_books()))
 
     @cached_property
     def kernel_side(self) -> KernelSide:
@@ -249,15 +221,7 @@ class PolarQuantRecursiveCodec(Codec):
         tables = [book.points for book in self._ready_books()]
         if self.radius_table is not None:
             tables.append(self.radius_table)
-        return cpu_side("tree", self.tree.places, tables, self.basis[None], self.mean)
-
-    def constants(self) -> dict[str, torch.Tensor]:
-        held: dict[str, torch.Tensor] = {"basis": self.basis}
-        for level, book in enumerate(self.books, 1):
-            held |= {f"angles{level}": book.angles, f"points{level}": book.points, f"bounds{level}": book.bounds}
-        if self.radius_table is not None:
-            held["radius_table"] = self.radius_table
-        return held if self.mean is None else held | {"mean": self.mean}
+        return cpu_side("tree", self.tree.places, tables, self.ready_basis(), self.mean)
 
 
 def radius_range(radii: torch.Tensor) -> Statistics:

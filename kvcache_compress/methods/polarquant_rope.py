@@ -7,6 +7,7 @@ channels (section 3). The radius takes `radius_bits`, per channel or group of to
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -15,9 +16,10 @@ from pydantic import field_validator
 
 from .. import packing
 from ..backend import quantizer
-from ..centring import Center, chosen_center, mean_key
-from ..codec import Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
+from ..centring import Center, centred
+from ..codec import CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
 from ..layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
+from ..linear import LinearCodec, Part, prepared
 from ..polar_pairs import quantize, quarter_bounds, radii
 from ..registry import register_method
 from ..rope import RopeLayout
@@ -80,7 +82,7 @@ class PolarQuantRopeOptions(MethodOptions):
 
 
 @register_method
-class PolarQuantRopeCodec(Codec):
+class PolarQuantRopeCodec(LinearCodec):
     """The keys of a layer: pair j of a token is `radius_j · (cos angle_j, sin angle_j)`."""
 
     name: ClassVar[str] = "polarquant_rope"
@@ -89,18 +91,15 @@ class PolarQuantRopeCodec(Codec):
 
     def __init__(self, options: PolarQuantRopeOptions, context: CodecContext) -> None:
         super().__init__(options, context)
-        self.fields = self.layout(options, context.side, context.head_dim)
-        self.group = options.group_size if options.radius_scale == "group" else 1
         self.pairs = pair_layout(options, context)
-        self._center = chosen_center(options.center, context)
-        self.mean: torch.Tensor | None = None
-        self._basis: torch.Tensor | None = None
         self.scale: torch.Tensor | None = None
         """float32 `[H, pairs]` of the paper's scales per channel."""
         angles = 2 * math.pi * (torch.arange(2**options.angle_bits) + options.offset) / 2**options.angle_bits
         self.points = torch.stack([angles.cos(), angles.sin()], -1).to(context.device)
         """Unit vectors of the angle codes, float32 `[2 ** angle_bits, 2]`."""
         self.bounds = quarter_bounds(options.angle_bits).to(context.device)
+        if options.radius_scale == "group":
+            self.basis = self._build_basis(options.score_function)
 
     @classmethod
     def layout(cls, options: PolarQuantRopeOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
@@ -122,20 +121,17 @@ class PolarQuantRopeCodec(Codec):
 
     def measure(self, x: torch.Tensor) -> Statistics:
         """`mean` `[H, D]` where keys are centred; `scale` `[H, pairs]` where radii have one per channel."""
-        mean = mean_key(x, self._center)
-        found = {} if mean is None else {"mean": mean}
+        found = super().measure(x)
         if self.options.radius_scale == "channel":
-            real, imaginary = self.pairs.split(x.float() if mean is None else x.float() - mean[:, None])
+            real, imaginary = self.pairs.split(centred(x, found.get("mean")))
             found["scale"] = radii(real, imaginary).amax(dim=(0, 2)) / self.options.steps
         return found
 
     def set_statistics(self, statistics: Statistics) -> None:
         super().set_statistics(statistics)
-        self.mean, self.scale = statistics.get("mean"), statistics.get("scale")
-        self._basis = self._build_basis()
-
-    def _centred(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.mean is None else x - self.mean[:, None]
+        if self.options.radius_scale == "channel":
+            self.scale = statistics["scale"]
+            self.basis = self._build_basis(self.options.score_function)
 
     def _stored_scale(self, radius: torch.Tensor) -> Fields:
         """The scale of each group of `radius` `[B, H, T, pairs]`; nothing where scales are per channel."""
@@ -151,12 +147,10 @@ class PolarQuantRopeCodec(Codec):
         return stored[0].float().repeat_interleave(self.group, 2)
 
     def _channel_scale(self) -> torch.Tensor:
-        if self.scale is None:
-            raise RuntimeError("scales per channel need prepare() before the first token is encoded")
-        return self.scale
+        return prepared(self.scale, "scales per channel")
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        real, imaginary = self.pairs.split(self._centred(x.float()))
+        real, imaginary = self.pairs.split(centred(x, self.mean))
         radius = radii(real, imaginary)
         stored = self._stored_scale(radius)
         steps = radius / self._token_scale(stored).clamp_min(1e-30)
@@ -180,36 +174,27 @@ class PolarQuantRopeCodec(Codec):
         return x * fields[-1].float()[..., None] if self.options.scalar == "match" else x
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        """Pair by pair, without the basis, which for `table` is many times as wide as a head."""
         angle, radius = self._polar(fields)
         x = radius[..., None] * self.points[angle]
         x = self._matched(fields, self.pairs.join(x[..., 0], x[..., 1]))
         return x if self.mean is None else x + self.mean[:, None]
 
-    def map_query(self, query: torch.Tensor) -> torch.Tensor:
+    def _build_basis(self, score_function: str) -> torch.Tensor:
         """`direct`: real, then imaginary parts. `table`: for each angle of a half turn, q_x cos + q_y sin of all pairs.
 
-        Scales per channel are multiplied in here, so that stored radii need none. With a mean μ one more column holds
-        q·μ, which every score of the query gets.
+        Scales per channel are multiplied in here, so that stored radii need none.
         """
-        mapped = query @ self.basis().mT
-        return mapped if self.mean is None else torch.cat([mapped, query @ self.mean[..., None]], -1)
-
-    def basis(self) -> torch.Tensor:
-        """float32 `[H or 1, W, head_dim]`, rows of code space."""
-        return self._build_basis() if self._basis is None else self._basis
-
-    def _build_basis(self, score_function: str | None = None) -> torch.Tensor:
         unit = torch.eye(self.context.head_dim, device=self.context.device)
         parts = torch.stack(self.pairs.split(unit))  # [2, head_dim, pairs]
-        if (score_function or self.options.score_function) == "table":
+        if score_function == "table":
             parts = torch.einsum("ac,cdp->adp", self.points[: len(self.points) // 2], parts)
         if self.options.radius_scale == "group":
             return parts.transpose(1, 2).flatten(0, 1).unsqueeze(0)
         scaled = parts * self._channel_scale()[:, None, None]
         return scaled.transpose(2, 3).flatten(1, 2)
 
-    def _code_space(self, fields: Fields) -> torch.Tensor:
-        """Stored tokens in code space, `[B, H, T, W]`: rows that `basis` turns back into keys."""
+    def parts(self, fields: Fields) -> Iterator[Part]:
         angle, radius = self._polar(fields)
         if self.options.radius_scale == "channel":
             radius = radius / self._channel_scale()[:, None].clamp_min(1e-30)
@@ -220,18 +205,7 @@ class PolarQuantRopeCodec(Codec):
             signed = torch.where(angle < half, radius, -radius)
             chosen = torch.arange(half, device=angle.device)[:, None] == (angle % half)[..., None, :]
             x = (chosen * signed[..., None, :]).flatten(-2)
-        return self._matched(fields, x)
-
-    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        if self.mean is None:
-            return mapped @ self._code_space(fields).mT
-        return mapped[..., :-1] @ self._code_space(fields).mT + mapped[..., -1:]
-
-    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        return weights @ self._code_space(fields)
-
-    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
-        return accumulated @ self.basis()
+        yield Part(slice(x.shape[-1]), self._matched(fields, x))
 
     @cached_property
     def kernel_side(self) -> KernelSide:
@@ -255,13 +229,8 @@ class PolarQuantRopeCodec(Codec):
         own = self.options
         tokens = self.group if own.radius_scale == "group" else 0
         options = (own.angle_bits, own.radius_bits, tokens, int(own.scalar == "match"), round(2 * own.offset))
-        basis = self.basis() if own.score_function == "direct" else self._build_basis("direct")
+        basis = self.ready_basis() if own.score_function == "direct" else self._build_basis("direct")
         return cpu_side("pairs", options, [self.points], basis, self.mean)
-
-    def constants(self) -> dict[str, torch.Tensor]:
-        held = {"points": self.points, "bounds": self.bounds, "scale": self.scale, "mean": self.mean}
-        held["basis"] = self._basis
-        return {name: tensor for name, tensor in held.items() if tensor is not None}
 
 
 def pair_layout(options: PolarQuantRopeOptions, context: CodecContext) -> RopeLayout:

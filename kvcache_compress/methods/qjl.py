@@ -18,11 +18,12 @@ from transformers import PreTrainedConfig
 
 from .. import packing
 from ..cache import CompressedCache
-from ..centring import Center, chosen_center, mean_key
-from ..codec import Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
+from ..centring import Center, centred
+from ..codec import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from ..config import config_from_options
 from ..decoder import decoder_layers, head_dim_of
 from ..layout import CODES_PER_WORD, Field, code_fields
+from ..linear import LinearCodec, Part
 from ..registry import register_method
 from ..scalar import quantize_on
 from ..sketch import SketchKind, sketch_constant, sketch_matrix
@@ -113,16 +114,16 @@ def instances(options: QJLOptions, head_dim: int) -> tuple[Instance, ...]:
 
 
 @register_method
-class QJLCodec(Codec):
+class QJLCodec(LinearCodec):
     """The keys of a layer under QJL; see the module's docstring."""
 
     name: ClassVar[str] = "qjl"
     Options: ClassVar[type[MethodOptions]] = QJLOptions
     options: QJLOptions
+    in_memory_order: ClassVar[bool] = True
 
     def __init__(self, options: QJLOptions, context: CodecContext) -> None:
         super().__init__(options, context)
-        self.fields = self.layout(options, context.side, context.head_dim)
         self.instances = instances(options, context.head_dim)
         seed_of = partial(context.seed_of, shared=options.shared_sketch)
         self._sketches = tuple(
@@ -131,9 +132,6 @@ class QJLCodec(Codec):
         )
         self._levels = torch.tensor([-1.0, 1.0], device=context.device)
         self._table = packing.level_table(self._levels, 1)
-        self._center = chosen_center(options.center, context)
-        self.mean: torch.Tensor | None = None
-        self.basis: torch.Tensor | None = None
         self.members: torch.Tensor | None = None
         if not options.outlier_channels:
             self.basis = self._sketches[0].unsqueeze(0)
@@ -149,17 +147,13 @@ class QJLCodec(Codec):
 
     def measure(self, x: torch.Tensor) -> Statistics:
         """`mean` `[H, D]` where keys are centred; with outlier channels `energy` `[H, D]` of each channel."""
-        x = x.float()
-        mean = mean_key(x, self._center)
-        found = {} if mean is None else {"mean": mean}
+        found = super().measure(x)
         if self.options.outlier_channels:
-            centred = x if mean is None else x - mean[:, None]
-            found["energy"] = centred.square().sum(dim=(0, 2))
+            found["energy"] = centred(x, found.get("mean")).square().sum(dim=(0, 2))
         return found
 
     def set_statistics(self, statistics: Statistics) -> None:
         super().set_statistics(statistics)
-        self.mean = statistics.get("mean")
         if self.options.outlier_channels:
             order = statistics["energy"].argsort(dim=-1, stable=True)
             self._spread(order[:, : self.instances[0].channels].sort(-1).values)
@@ -177,16 +171,8 @@ class QJLCodec(Codec):
         self.basis = torch.cat(parts, 1)
         self._sketches = ()
 
-    def _centred(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.mean is None else x - self.mean[:, None]
-
-    def ready_basis(self) -> torch.Tensor:
-        if self.basis is None:
-            raise RuntimeError("outlier channels need prepare() before the first token is encoded")
-        return self.basis
-
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        x = self._centred(x.float())
+        x = centred(x, self.mean)
         fields: Fields = ()
         for index, part in enumerate(self.instances):
             sketched = x @ self.ready_basis()[:, part.span].mT
@@ -200,36 +186,11 @@ class QJLCodec(Codec):
             fields += quantize_on(self.backend, sketched, stored, self._levels, 1, "norm")
         return fields
 
-    def _parts(self, fields: Fields) -> Iterator[tuple[Instance, torch.Tensor, torch.Tensor]]:
-        """Instance, signs `[B, H, T, rows]` in memory order and scale `[B, H, T]` of each sketch, float32."""
+    def parts(self, fields: Fields) -> Iterator[Part]:
+        """One per sketch."""
         for index, part in enumerate(self.instances):
             signs = packing.look_up(fields[2 * index : 2 * index + 1], 1, self._table)
-            yield part, signs, fields[2 * index + 1].float()
-
-    def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        rows = self.ready_basis().mT
-        x = torch.zeros((), device=rows.device)
-        for part, signs, scale in self._parts(fields):
-            x = x + (signs * scale[..., None]) @ packing.memory_order(rows[..., part.span]).mT
-        return x if self.mean is None else x + self.mean[:, None]
-
-    def map_query(self, query: torch.Tensor) -> torch.Tensor:
-        """With a mean μ one more column holds q·μ, which every score of the query gets."""
-        mapped = query @ self.ready_basis().mT
-        return mapped if self.mean is None else torch.cat([mapped, query @ self.mean[..., None]], -1)
-
-    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        scores = torch.zeros((), device=mapped.device)
-        for part, signs, scale in self._parts(fields):
-            scores = scores + (packing.memory_order(mapped[..., part.span]) @ signs.mT) * scale[:, :, None]
-        return scores if self.mean is None else scores + mapped[..., -1:]
-
-    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        sums = [(weights * scale[:, :, None]) @ signs for _, signs, scale in self._parts(fields)]
-        return torch.cat([packing.channel_order(part) for part in sums], -1)
-
-    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
-        return accumulated @ self.ready_basis()
+            yield Part(part.span, signs, fields[2 * index + 1].float())
 
     @cached_property
     def kernel_side(self) -> KernelSide:
@@ -241,7 +202,6 @@ class QJLCodec(Codec):
     def kernel_encoder(self) -> KernelEncoder | None:
         from ..triton_kernels.qjl_encode import qjl_encoder
 
-        self.ready_basis()
         return qjl_encoder(self)
 
     @cached_property
@@ -250,12 +210,6 @@ class QJLCodec(Codec):
 
         count = len(self.instances)
         return cpu_side("levels", [1] * count, [self._levels] * count, self.ready_basis(), self.mean)
-
-    def constants(self) -> dict[str, torch.Tensor]:
-        held = {"levels": self._levels, "table": self._table, "basis": self.basis}
-        held |= {"members": self.members, "mean": self.mean}
-        held |= {f"sketch{i}": sketch for i, sketch in enumerate(self._sketches)}
-        return {name: tensor for name, tensor in held.items() if tensor is not None}
 
 
 def _default_values(model_config: PreTrainedConfig) -> dict[str, Any]:

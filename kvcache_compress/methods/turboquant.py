@@ -19,11 +19,12 @@ from transformers import PreTrainedConfig
 
 from .. import packing
 from ..cache import CompressedCache
-from ..centring import Center, chosen_center, mean_key
-from ..codec import Codec, CodecContext, Fields, MethodOptions, Rope, Side, Statistics
-from ..components import Component, build_components, channel_sets, component_bits
+from ..centring import Center, centred, check_center
+from ..codec import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
+from ..components import build_components, channel_sets, component_bits
 from ..config import bits_of_sides, config_from_options
 from ..layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
+from ..linear import LinearCodec, Part
 from ..registry import register_method
 from ..rotation import RotationKind, random_rotation
 from ..scalar import Scalar, quantize_on
@@ -83,35 +84,29 @@ class TurboQuantOptions(MethodOptions):
 
 
 @register_method
-class TurboQuantCodec(Codec):
+class TurboQuantCodec(LinearCodec):
     """One side of a layer under TurboQuant; see the module's docstring."""
 
     name: ClassVar[str] = "turboquant"
     Options: ClassVar[type[MethodOptions]] = TurboQuantOptions
     options: TurboQuantOptions
+    in_memory_order: ClassVar[bool] = True
 
     def __init__(self, options: TurboQuantOptions, context: CodecContext) -> None:
         super().__init__(options, context)
-        self.fields = self.layout(options, context.side, context.head_dim)
         default: Scalar = "unbiased" if context.side == "values" else "match"
         self.scalar: Scalar = "norm" if options.estimator == "prod" else options.scalar or default
-        self.center = chosen_center(options.center, context)
-        self.mean: torch.Tensor | None = None
         self.sets = channel_sets(options.bits, context.head_dim, options.outlier_fraction)
         self.components = build_components(options, self.sets, context.device)
         self._rotations, self._sketches = self._build_rotations()
         self.set_rows: tuple[torch.Tensor, ...] = ()
-        self.basis: torch.Tensor | None = None
         if len(self.sets) == 1:
             self._set_basis(None)
 
     @classmethod
     def layout(cls, options: TurboQuantOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         check_head_dim(cls.name, head_dim, CODES_PER_WORD, 2 * CODES_PER_WORD)
-        if side == "values" and options.center in ("on", "auto"):
-            raise ValueError(
-                f"center={options.center!r} for values of turboquant: allowed 'off' (only keys can be centred)"
-            )
+        check_center(cls.name, options.center, side)
         sets = channel_sets(options.bits, head_dim, options.outlier_fraction)
         fields: tuple[Field, ...] = ()
         for index, (width, set_bits) in enumerate(sets):
@@ -162,30 +157,19 @@ class TurboQuantCodec(Codec):
 
     def measure(self, x: torch.Tensor) -> Statistics:
         """`mean` `[H, D]` where keys are centred; for fractional bits `energy` `[H, D]` of each channel."""
-        x = x.float()
-        mean = mean_key(x, self.center)
-        found = {} if mean is None else {"mean": mean}
+        found = super().measure(x)
         if len(self.sets) == 2:
-            centred = x if mean is None else x - mean[:, None]
-            found["energy"] = centred.square().mean(dim=(0, 2))
+            found["energy"] = centred(x, found.get("mean")).square().mean(dim=(0, 2))
         return found
 
     def set_statistics(self, statistics: Statistics) -> None:
         super().set_statistics(statistics)
-        self.mean = statistics.get("mean")
         if len(self.sets) == 2:
             self._set_basis(statistics["energy"].argsort(dim=-1, descending=True, stable=True))
 
-    def ready_basis(self) -> torch.Tensor:
-        if self.basis is None:
-            raise RuntimeError("fractional bits need prepare() before the first token is encoded")
-        return self.basis
-
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         self.ready_basis()
-        x = x.float()
-        if self.mean is not None:
-            x = x - self.mean[:, None]
+        x = centred(x, self.mean)
         fields: Fields = ()
         for index, rows in enumerate(self.set_rows):
             rotated = x @ rows.mT
@@ -206,43 +190,14 @@ class TurboQuantCodec(Codec):
                         residual = direction - packing.channel_order(point)
         return fields
 
-    def _parts(self, fields: Fields) -> Iterator[tuple[Component, torch.Tensor, torch.Tensor]]:
-        """Component, levels `[B, H, T, width]` in memory order and scale `[B, H, T]` of each component, float32."""
+    def parts(self, fields: Fields) -> Iterator[Part]:
+        """One per component."""
         at = 0
         for component in self.components:
             planes = len(PLANES[component.bits])
             levels = packing.look_up(fields[at : at + planes], component.bits, component.table)
-            yield component, levels, fields[at + planes].float()
+            yield Part(component.rows, levels, fields[at + planes].float())
             at += planes + 1
-
-    def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        rows = self.ready_basis().mT
-        parts = [
-            (levels * scale[..., None]) @ packing.memory_order(rows[..., component.rows]).mT
-            for component, levels, scale in self._parts(fields)
-        ]
-        x = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
-        return x if self.mean is None else x + self.mean[:, None]
-
-    def map_query(self, query: torch.Tensor) -> torch.Tensor:
-        """With a mean μ one more column holds q·μ, which every score of the query gets."""
-        mapped = query @ self.ready_basis().mT
-        return mapped if self.mean is None else torch.cat([mapped, query @ self.mean[..., None]], -1)
-
-    def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        parts = [
-            (packing.memory_order(mapped[..., component.rows]) @ levels.mT) * scale[:, :, None]
-            for component, levels, scale in self._parts(fields)
-        ]
-        scores = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
-        return scores if self.mean is None else scores + mapped[..., -1:]
-
-    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        sums = [(weights * scale[:, :, None]) @ levels for _, levels, scale in self._parts(fields)]
-        return torch.cat([packing.channel_order(part) for part in sums], -1)
-
-    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
-        return accumulated @ self.ready_basis()
 
     @cached_property
     def kernel_side(self) -> KernelSide:
@@ -262,14 +217,6 @@ class TurboQuantCodec(Codec):
 
         bits, levels = (c.bits for c in self.components), (c.levels for c in self.components)
         return cpu_side("levels", bits, levels, self.ready_basis(), self.mean)
-
-    def constants(self) -> dict[str, torch.Tensor]:
-        held = {"basis": self.basis, "mean": self.mean}
-        held |= {f"sketch{i}": sketch for i, sketch in enumerate(self._sketches)}
-        held |= {f"rotation{i}": rows for i, rows in enumerate(self.set_rows or self._rotations)}
-        for i, component in enumerate(self.components):
-            held |= {f"levels{i}": component.levels, f"table{i}": component.table}
-        return {name: tensor for name, tensor in held.items() if tensor is not None}
 
 
 class TurboQuantCache(CompressedCache):

@@ -1,0 +1,90 @@
+"""CONTRIBUTING's recipe: a method of three functions, in one file outside the package, does all that others do."""
+
+from pathlib import Path
+from typing import Any
+
+import own_method
+import pytest
+import torch
+from own_method import RoundingCodec
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvcache_compress import CompressedCache, enable_fused_attention, get_method, load_config
+from kvcache_compress.backend import resolve_backend
+from kvcache_compress.codec import HOOKS, Codec
+from kvcache_compress.methods.turboquant import TurboQuantCodec
+
+MOST_LINES = 59
+KEYS, VALUES = {"method": "rounding"}, {"method": "rounding", "bits": 3}
+TURBOQUANT = {"method": "turboquant", "bits": 4}
+CONTRACT = {
+    "own-method": {"keys": KEYS, "values": VALUES},
+    "own-turboquant": {"keys": KEYS, "values": TURBOQUANT},
+}
+MODEL = LlamaConfig(
+    hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, pad_token_id=0,
+    bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+
+
+def test_it_is_one_short_file() -> None:
+    assert len(Path(own_method.__file__).read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+    written = {name for name in vars(RoundingCodec) if not name.startswith("_")}
+    assert written == {"name", "Options", "layout", "encode", "decode"}
+    assert get_method("rounding") is RoundingCodec
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
+def test_numbers_are_rounded_to_the_nearest(make_codec: Any, bits: int) -> None:
+    codec = make_codec("rounding", 64, bits=bits)
+    assert codec.bits_per_number() == bits + 16 / 64
+    assert codec.group == 1
+    x = torch.randn(2, 1, 100, 64)
+    fields = codec.encode(x)
+    half_step = fields[-1].float()[..., None] / 2
+    assert ((codec.decode(fields) - x).abs() <= 1.01 * half_step).all()
+    assert not codec.decode(codec.encode(torch.zeros(1, 1, 8, 64))).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+@pytest.mark.parametrize("codecs", [(RoundingCodec, RoundingCodec), (RoundingCodec, TurboQuantCodec)])
+def test_it_runs_in_torch_on_every_device(codecs: tuple[type[Codec], ...], device: str) -> None:
+    assert resolve_backend("auto", torch.device(device), codecs) == "torch"
+
+
+@pytest.mark.parametrize("backend", ["triton", "cpp"])
+@pytest.mark.parametrize("pair", CONTRACT)
+def test_other_backends_are_refused(pair: str, backend: str) -> None:
+    config = {**CONTRACT[pair], "backend": backend}
+    with pytest.raises(ValueError, match=rf'backend="{backend}" cannot be had for method \'rounding\'; use'):
+        CompressedCache.from_config(MODEL, config)
+
+
+def test_it_has_no_hooks(make_codec: Any) -> None:
+    codec = make_codec("rounding", 64)
+    assert [getattr(codec, hook) for hook in HOOKS] == [None] * len(HOOKS)
+
+
+@pytest.mark.parametrize("pair", CONTRACT)
+@pytest.mark.parametrize("capacity", [None, 256])
+@pytest.mark.parametrize("fused", [False, True])
+def test_generate_save_and_load(pair: str, capacity: int | None, fused: bool, tmp_path: Path) -> None:
+    """From a YAML file that names the method, once it is registered."""
+    (tmp_path / "own.yaml").write_text(load_config({**CONTRACT[pair], "max_cache_len": capacity}).to_yaml())
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(MODEL).eval()
+    if fused:
+        enable_fused_attention(model)
+    cache = CompressedCache.from_config(model.config, tmp_path / "own.yaml")
+    ids = torch.randint(1, 64, (2, 160), generator=torch.Generator().manual_seed(1))
+    generated = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert {layer.backend for layer in cache.layers} == {"torch"}
+    report = cache.memory_report()
+    assert all(layer.packed_tokens for layer in report.layers)
+    assert report.layers[0].method.startswith("rounding")
+    bits = 4.5 if pair == "own-turboquant" else 4.0  # of codes, and a scale of 16 bits for 32 numbers
+    assert [8 * layer.packed_bytes / layer.packed_numbers for layer in report.layers] == [bits, bits]
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = CompressedCache.load(tmp_path / "cache.safetensors", model.config)
+    following = [model(generated[:, -1:], past_key_values=one).logits for one in (cache, loaded)]
+    assert torch.equal(*following)
