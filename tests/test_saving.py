@@ -78,8 +78,8 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "no model": (lambda h, t, m: h.pop("model"), "damaged: model: Field required"),
     "type": (_state(sinks="4"), r"damaged: layers\.0\.state\.sinks: Input should be a valid integer"),
     "negative": (_state(tail=-1), r"damaged: layers\.0\.state\.tail: Input should be greater"),
-    "method": (lambda h, t, m: h["config"]["keys"].update(method="zip"), "config: unknown method 'zip'"),
-    "option": (lambda h, t, m: h["config"]["keys"].update(bits=9), "config: bits=9 for turboquant"),
+    "method": (lambda h, t, m: h["config"]["keys"].update(method="zip"), "config: keys: unknown method 'zip'"),
+    "option": (lambda h, t, m: h["config"]["keys"].update(bits=9), "config: keys.bits=9 for turboquant"),
     "fewer layers": (lambda h, t, m: h["layers"].pop(), "made by another model, 'org/small': layers"),
     "kind": (lambda h, t, m: h["layers"][2].update(kind="StaticLayer"), "made by another model"),
     "heads": (
