@@ -21,13 +21,13 @@ constexpr int64_t TASKS_PER_THREAD = 8;
 // contiguous.
 class Basis {
  public:
-  explicit Basis(const std::optional<Tensor>& rows) {
-    if (!rows) return;
-    data_ = static_cast<const char*>(rows->const_data_ptr());
-    width_ = rows->size(1), dim_ = rows->size(2);
-    head_ = rows->size(0) == 1 ? 0 : rows->stride(0) * rows->element_size();
-    row_ = rows->stride(1) * rows->element_size();
-    widen_ = conversion(rows->scalar_type()).widen;
+  explicit Basis(const Tensor& rows) {
+    if (rows.numel() == 0) return;
+    data_ = static_cast<const char*>(rows.const_data_ptr());
+    width_ = rows.size(1), dim_ = rows.size(2);
+    head_ = rows.size(0) == 1 ? 0 : rows.stride(0) * rows.element_size();
+    row_ = rows.stride(1) * rows.element_size();
+    widen_ = conversion(rows.scalar_type()).widen;
   }
 
   // Query rows [count][D] in code space, [count][W].
@@ -57,13 +57,33 @@ class Basis {
   void (*widen_)(const void*, int64_t, float*) = nullptr;
 };
 
-// The three segments of a layer.
+template <class Form>
+std::unique_ptr<Decoder> decoder(const Side& side) {
+  return std::make_unique<Form>(side);
+}
+
+// The decoders of packed tokens: `operands.Form`.
+constexpr Named<std::unique_ptr<Decoder> (*)(const Side&)> FORMS[] = {
+    {"dense", decoder<DenseDecoder>}, {"levels", decoder<LevelDecoder>},    {"groups", decoder<GroupDecoder>},
+    {"pairs", decoder<PairDecoder>},  {"tree", decoder<TreeDecoder>},       {"additive", decoder<AdditiveDecoder>},
+    {"bits", decoder<BitDecoder>},    {"complex", decoder<ComplexDecoder>},
+};
+
+// The three segments of a side.
+struct Segments {
+  explicit Segments(const Side& side)
+      : sinks(side.sinks), packed(named("form", side.form, FORMS)(side)), tail(side.tail), basis(side.basis) {}
+
+  DenseDecoder sinks;
+  std::unique_ptr<Decoder> packed;
+  DenseDecoder tail;
+  Basis basis;  // of the packed tokens' code space
+};
+
 struct Layer {
-  const Decoder &packed_k, &packed_v;
-  DenseDecoder sink_k, sink_v, tail_k, tail_v;
+  Segments keys, values;
   int64_t sinks, packed, tail;  // tokens
-  Basis k_basis, v_basis;
-  const float* mean;  // of the keys, [H, D], or none
+  const float* mean;            // of the keys, [H, D], or none
 };
 
 class Attention {
@@ -79,7 +99,7 @@ class Attention {
     const int64_t wanted = TASKS_PER_THREAD * torch::stable::get_num_threads() / blocks();
     const int64_t most = std::max<int64_t>(1, layer.packed / MIN_SPLIT_TOKENS);
     splits_ = layer.packed == 0 ? 0 : std::clamp<int64_t>(wanted, 1, most);
-    width_ = std::max(layer.packed_v.width, layer.sink_v.width);
+    width_ = std::max(layer.values.packed->width, layer.values.sinks.width);
     partials_.resize(tasks() * rows_);
     sums_.reset(new float[partials_.size() * width_]);
     for (size_t i = 0; i < partials_.size(); ++i) partials_[i].sums = sums_.get() + i * width_;
@@ -96,16 +116,16 @@ class Attention {
     std::fill_n(partials->sums, rows.count * width_, 0.0f);
     std::vector<float> q = queries(rows);
     if (split == splits_) {
-      const Run sinks{layer_.sink_k, layer_.sink_v, 0, layer_.sinks, 0};
-      const Run tail{layer_.tail_k, layer_.tail_v, 0, layer_.tail, layer_.sinks + layer_.packed};
+      const Run sinks{layer_.keys.sinks, layer_.values.sinks, 0, layer_.sinks, 0};
+      const Run tail{layer_.keys.tail, layer_.values.tail, 0, layer_.tail, layer_.sinks + layer_.packed};
       attend_run(step_, rows, q.data(), nullptr, sinks, partials);
       attend_run(step_, rows, q.data(), nullptr, tail, partials);
       return;
     }
     const std::vector<float> bias = mean_scores(rows, q);
-    q = layer_.k_basis.map(rows.head.head, std::move(q), rows.count);
+    q = layer_.keys.basis.map(rows.head.head, std::move(q), rows.count);
     const int64_t first = layer_.packed * split / splits_, last = layer_.packed * (split + 1) / splits_;
-    const Run run{layer_.packed_k, layer_.packed_v, first, last, layer_.sinks};
+    const Run run{*layer_.keys.packed, *layer_.values.packed, first, last, layer_.sinks};
     attend_run(step_, rows, q.data(), bias.empty() ? nullptr : bias.data(), run, partials);
   }
 
@@ -113,7 +133,7 @@ class Attention {
   void merge(int64_t block, const float* logits, Tensor& out) const {
     const Rows rows = rows_of(block);
     const auto narrow = conversion(out.scalar_type()).narrow;
-    std::vector<float> coordinates(layer_.packed_v.width), result(layer_.sink_v.width);
+    std::vector<float> coordinates(layer_.values.packed->width), result(layer_.values.sinks.width);
     for (int64_t r = 0; r < rows.count; ++r) {
       const auto [query_head, query] = query_of(rows, r);
       const float logit = logits == nullptr ? -INF : logits[query_head] * LOG2E;
@@ -130,7 +150,7 @@ class Attention {
         for (size_t c = 0; c < sums.size(); ++c) sums[c] += share * one.sums[c];
         total += share * one.total;
       }
-      layer_.v_basis.add(rows.head.head, coordinates, result);
+      layer_.values.basis.add(rows.head.head, coordinates, result);
       for (float& x : result) x /= std::max(total, std::numeric_limits<float>::min());
       const int64_t row = (rows.head.batch * step_.count + query) * step_.query_heads() + query_head;
       const int64_t bytes = out.size(3) * out.element_size();
@@ -151,7 +171,7 @@ class Attention {
 
   // Query rows times the scale, each as wide as a decoded dense key.
   std::vector<float> queries(const Rows& rows) const {
-    const int64_t width = layer_.sink_k.width;
+    const int64_t width = layer_.keys.sinks.width;
     const auto* data = static_cast<const char*>(query_.const_data_ptr());
     std::vector<float> q(rows.count * width);
     for (int64_t r = 0; r < rows.count; ++r) {
@@ -166,7 +186,7 @@ class Attention {
   // The product of each query row with the keys' mean; nothing where there is none.
   std::vector<float> mean_scores(const Rows& rows, const std::vector<float>& q) const {
     std::vector<float> scores;
-    const int64_t dim = query_.size(3), width = layer_.sink_k.width;
+    const int64_t dim = query_.size(3), width = layer_.keys.sinks.width;
     for (int64_t r = 0; r < rows.count && layer_.mean != nullptr; ++r) {
       const float* mean = layer_.mean + rows.head.head * dim;
       float sum = 0;
@@ -186,66 +206,28 @@ class Attention {
   std::unique_ptr<float[]> sums_;
 };
 
-std::unique_ptr<Decoder> packed_decoder(const std::vector<Tensor>& fields, const std::vector<Tensor>& tables,
-                                        const std::vector<int64_t>& form) {
-  const std::vector<int64_t> options(form.begin() + 1, form.end());
-  switch (form[0]) {
-    case 0:
-      return std::make_unique<DenseDecoder>(fields[0]);
-    case 1:
-      return std::make_unique<LevelDecoder>(fields, tables, options);
-    case 2:
-      return std::make_unique<GroupDecoder>(fields, options[0], options[1], options[2]);
-    case 3:
-      return std::make_unique<PairDecoder>(fields, tables, options);
-    case 4:
-      return std::make_unique<TreeDecoder>(fields, tables, options);
-    case 5:
-      return std::make_unique<AdditiveDecoder>(fields, tables[0]);
-    case 6:
-      return std::make_unique<ComplexDecoder>(fields, tables);
-    case 7:
-      return std::make_unique<BitDecoder>(fields);
-    default:
-      STD_TORCH_CHECK(false, "no such form of packed tokens");
-      return nullptr;
-  }
-}
-
-Tensor attend(const Tensor& query, std::vector<Tensor> k_fields, std::vector<Tensor> k_tables,
-              std::vector<int64_t> k_form, std::optional<Tensor> k_basis, std::optional<Tensor> mean,
-              std::vector<Tensor> v_fields, std::vector<Tensor> v_tables, std::vector<int64_t> v_form,
-              std::optional<Tensor> v_basis, const Tensor& sink_k, const Tensor& sink_v, const Tensor& tail_k,
-              const Tensor& tail_v, std::optional<Tensor> mask, std::optional<Tensor> logits, int64_t packed,
-              double scaling, double softcap) {
-  STD_TORCH_CHECK(query.size(0) == sink_k.size(0), "queries of ", query.size(0), " sequences for a cache of ",
-                  sink_k.size(0));
-  STD_TORCH_CHECK(query.size(1) % sink_k.size(1) == 0, query.size(1), " query heads for ", sink_k.size(1),
+Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_t>& k_numbers,
+              const std::vector<Tensor>& k_tensors, StringHandle v_form, const std::vector<int64_t>& v_numbers,
+              const std::vector<Tensor>& v_tensors, std::optional<Tensor> mask, std::optional<Tensor> logits,
+              int64_t packed, double scaling, double softcap) {
+  const Side keys(k_form, k_numbers, k_tensors), values(v_form, v_numbers, v_tensors);
+  STD_TORCH_CHECK(query.size(0) == keys.sinks.size(0), "queries of ", query.size(0), " sequences for a cache of ",
+                  keys.sinks.size(0));
+  STD_TORCH_CHECK(query.size(1) % keys.sinks.size(1) == 0, query.size(1), " query heads for ", keys.sinks.size(1),
                   " key/value heads");
-  STD_TORCH_CHECK(query.size(3) == sink_k.size(3), "queries of ", query.size(3), " numbers for keys of ",
-                  sink_k.size(3));
+  STD_TORCH_CHECK(query.size(3) == keys.sinks.size(3), "queries of ", query.size(3), " numbers for keys of ",
+                  keys.sinks.size(3));
   STD_TORCH_CHECK(!logits || logits->numel() == query.size(1), "one learned sink per query head is needed");
   STD_TORCH_CHECK(
-      !k_basis || (k_basis->scalar_type() == torch::headeronly::ScalarType::Float && k_basis->is_contiguous()),
+      keys.basis.numel() == 0 || (keys.basis.scalar_type() == ScalarType::Float && keys.basis.is_contiguous()),
       "a basis of keys must be float32 and contiguous");
-  const int64_t heads = sink_k.size(1), sinks = sink_k.size(2), tail = tail_k.size(2);
+  const int64_t heads = keys.sinks.size(1), sinks = keys.sinks.size(2), tail = keys.tail.size(2);
   Step step{query.size(0),          heads, query.size(1) / heads, query.size(2), sinks + packed + tail,
             float(softcap) * LOG2E, {}};
   if (mask) step.mask.emplace(*mask);
-  const auto keys = packed_decoder(k_fields, k_tables, k_form), values = packed_decoder(v_fields, v_tables, v_form);
-  const Layer layer{*keys,
-                    *values,
-                    DenseDecoder(sink_k),
-                    DenseDecoder(sink_v),
-                    DenseDecoder(tail_k),
-                    DenseDecoder(tail_v),
-                    sinks,
-                    packed,
-                    tail,
-                    Basis(k_basis),
-                    Basis(v_basis),
-                    mean ? mean->const_data_ptr<float>() : nullptr};
-  Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(2), query.size(1), sink_v.size(3)});
+  const float* mean = keys.mean.numel() > 0 ? keys.mean.const_data_ptr<float>() : nullptr;
+  const Layer layer{Segments(keys), Segments(values), sinks, packed, tail, mean};
+  Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(2), query.size(1), values.sinks.size(3)});
   if (out.numel() == 0) return out;
   const float* sink_logits = logits ? logits->const_data_ptr<float>() : nullptr;
   Attention attention(step, layer, query, scaling);
@@ -263,10 +245,8 @@ Tensor attend(const Tensor& query, std::vector<Tensor> k_fields, std::vector<Ten
 
 STABLE_TORCH_LIBRARY(kvcache_compress_cpu, m) {
   m.def(
-      "attend(Tensor query, Tensor[] k_fields, Tensor[] k_tables, int[] k_form, Tensor? k_basis, Tensor? mean, "
-      "Tensor[] v_fields, Tensor[] v_tables, int[] v_form, Tensor? v_basis, Tensor sink_k, Tensor sink_v, "
-      "Tensor tail_k, Tensor tail_v, Tensor? mask, Tensor? logits, int packed, float scaling, "
-      "float softcap) -> Tensor");
+      "attend(Tensor query, str k_form, int[] k_numbers, Tensor[] k_tensors, str v_form, int[] v_numbers, "
+      "Tensor[] v_tensors, Tensor? mask, Tensor? logits, int packed, float scaling, float softcap) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) { m.impl("attend", TORCH_BOX(&kvcache_compress::attend)); }

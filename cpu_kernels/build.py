@@ -28,7 +28,7 @@ from ..whole_file import whole_file
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
-_FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-DTORCH_TARGET_VERSION=0x020a000000000000")
+_FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020a000000000000")
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 
 

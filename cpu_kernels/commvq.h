@@ -84,11 +84,11 @@ class Codebooks {
   std::vector<int64_t> starts_;
 };
 
-// Values, `scale * sum of rows`. Fields: codes, scale. `books` are [H, G, R, N, w].
+// Values, `scale * sum of rows`. Fields: codes, scale. The table has the books, [H, G, R, N, w].
 class AdditiveDecoder : public Decoder {
  public:
-  AdditiveDecoder(const std::vector<Tensor>& fields, const Tensor& books)
-      : codes_(fields[0]), scales_(fields[1]), books_(books, 1) {
+  explicit AdditiveDecoder(const Side& side)
+      : codes_(side.fields[0]), scales_(side.fields[1]), books_(side.tables[0], 1) {
     width = books_.groups * books_.width();
   }
 
@@ -123,13 +123,13 @@ class AdditiveDecoder : public Decoder {
 };
 
 // Keys, `scale * e^(i theta) * sum of (c[a] + i c[b])`, in code space `[real parts | imaginary parts]` of all pairs.
-// Fields: codes, of each round b before a; scale; cos and sin of the rotary pairs, which come first. `tables` has
-// books, [H, G, R, N, 2, pairs of a group], and where pairs are weighed what to divide them by, [H, pairs].
+// Fields: codes, of each round b before a; scale; cos and sin of the rotary pairs, which come first. Tables: books,
+// [H, G, R, N, 2, pairs of a group], and where pairs are weighed what to divide them by, [H, pairs].
 class ComplexDecoder : public Decoder {
  public:
-  ComplexDecoder(const std::vector<Tensor>& fields, const std::vector<Tensor>& tables)
-      : codes_(fields[0]), scales_(fields[1]), rope_(fields[2]), books_(tables[0], 2) {
-    if (tables.size() > 1) weights_ = tables[1].const_data_ptr<Half>();
+  explicit ComplexDecoder(const Side& side)
+      : codes_(side.fields[0]), scales_(side.fields[1]), rope_(side.fields[2]), books_(side.tables[0], 2) {
+    if (side.tables.size() > 1) weights_ = side.tables[1].const_data_ptr<Half>();
     width = books_.groups * books_.width();
   }
 
@@ -189,8 +189,8 @@ class ComplexDecoder : public Decoder {
 // Fields: bits, scale.
 class BitDecoder : public Decoder {
  public:
-  explicit BitDecoder(const std::vector<Tensor>& fields)
-      : bits_(fields[0]), scales_(fields[1]), heads_(fields[0].size(1)) {
+  explicit BitDecoder(const Side& side)
+      : bits_(side.fields[0]), scales_(side.fields[1]), heads_(side.fields[0].size(1)) {
     width = heads_ * bits_.numbers * CODES_PER_WORD;
   }
 

@@ -1,22 +1,20 @@
 // Stored tokens decoded tile by tile, to float32 in the code space of their side.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <memory>
 #include <type_traits>
-#include <vector>
 
+#include "side.h"
 #include "simd.h"
 
 namespace kvcache_compress {
 
 using torch::headeronly::BFloat16;
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int64_t CODES_PER_WORD = 8;
 
@@ -87,6 +85,8 @@ class DenseDecoder : public Decoder {
     dim_ = x.size(3);
     STD_TORCH_CHECK(x.stride(3) == 1, "the channels of a dense token must lie side by side");
   }
+
+  explicit DenseDecoder(const Side& side) : DenseDecoder(side.fields[0]) {}
 
   void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
     const char* from = data_ + (head.batch * batch_ + head.head * head_) * bytes_;
@@ -204,14 +204,15 @@ inline void with_bits(int64_t bits, Call call) {
 inline int64_t plane_count(int64_t bits) { return bits == 3 || bits >= 5 ? 2 : 1; }
 
 // Sums of components `scale * levels[codes]`, each along rows of its own: TurboQuant and QJL.
-// Fields of a component: its planes, then its scale. Its levels are [2^bits].
+// Options: the bits of each component. Fields of a component: its planes, then its scale; its table: levels, [2^bits].
 class LevelDecoder : public Decoder {
  public:
-  LevelDecoder(const std::vector<Tensor>& fields, const std::vector<Tensor>& levels, const std::vector<int64_t>& bits) {
-    auto field = fields.begin();
-    for (size_t i = 0; i < bits.size(); ++i) {
-      Component component{bits[i], width, levels[i].const_data_ptr<float>(), {}};
-      for (int64_t n = plane_count(bits[i]) + 1; n > 0; --n) component.fields.emplace_back(*field++);
+  explicit LevelDecoder(const Side& side) {
+    auto field = side.fields.begin();
+    auto levels = side.tables.begin();
+    for (const int64_t bits : side.options) {
+      Component component{bits, width, (levels++)->const_data_ptr<float>(), {}};
+      for (int64_t n = plane_count(bits) + 1; n > 0; --n) component.fields.emplace_back(*field++);
       width += component.fields[0].numbers * CODES_PER_WORD;
       components_.push_back(std::move(component));
     }
@@ -250,11 +251,11 @@ inline void spread(const Half* from, int64_t channels, int64_t width, float* to)
 }
 
 // `code * scale + zero` with a scale and a zero point for `tokens` tokens and `channels` channels: KIVI.
-// Fields: the planes, scale, zero.
+// Options: bits, tokens, channels. Fields: the planes, scale, zero.
 class GroupDecoder : public Decoder {
  public:
-  GroupDecoder(const std::vector<Tensor>& fields, int64_t bits, int64_t tokens, int64_t channels)
-      : fields_(fields.begin(), fields.end()), bits_(bits), tokens_(tokens), channels_(channels) {
+  explicit GroupDecoder(const Side& side) : fields_(side.fields.begin(), side.fields.end()) {
+    side.read_options(bits_, tokens_, channels_);
     width = fields_[0].numbers * CODES_PER_WORD;
   }
 

@@ -10,8 +10,12 @@ namespace {
 
 constexpr float SCALE_MAX = 65504.0f;
 
-// What is stored per vector, in the order of `scalar.Scalar`.
-enum class Scalar : int64_t { NORM, MATCH, UNBIASED, LEAST_SQUARES };
+// What is stored per vector: `scalar.Scalar`.
+enum class Scalar { NORM, MATCH, UNBIASED, LEAST_SQUARES };
+constexpr Named<Scalar> SCALARS[] = {{"norm", Scalar::NORM},
+                                     {"match", Scalar::MATCH},
+                                     {"unbiased", Scalar::UNBIASED},
+                                     {"least_squares", Scalar::LEAST_SQUARES}};
 
 float sum(Floats x) {
   float total = 0;
@@ -40,7 +44,8 @@ float stored_scalar(Scalar scalar, float norm, Floats own, Floats cross, Floats 
 // Planes of the levels [2^bits] nearest to z [..., D], and the scalars for norms [...]. Levels ascend, or their lower
 // half descends (`lloyd_max.outward`).
 std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const Tensor& levels, int64_t bits,
-                                    int64_t scalar) {
+                                    StringHandle scalar) {
+  const Scalar kind = named("scalar", text(scalar), SCALARS);
   const int64_t width = z.size(z.dim() - 1);
   STD_TORCH_CHECK(z.is_contiguous() && norm.is_contiguous() && levels.is_contiguous(), "contiguous tensors are needed");
   STD_TORCH_CHECK(z.numel() == norm.numel() * width, norm.numel(), " norms for ", z.numel(), " numbers");
@@ -70,7 +75,7 @@ std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const T
           own += x * x, cross += x * y, point += y * y;
           return codes;
         });
-        stored[vector] = stored_scalar(Scalar(scalar), norms[vector], own, cross, point);
+        stored[vector] = stored_scalar(kind, norms[vector], own, cross, point);
       }
     });
     fields = planes.fields();
@@ -172,7 +177,7 @@ std::vector<Tensor> quantize_pairs(const Tensor& real, const Tensor& imaginary, 
 }  // namespace kvcache_compress
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) {
-  m.def("quantize_levels(Tensor z, Tensor norm, Tensor levels, int bits, int scalar) -> Tensor[]");
+  m.def("quantize_levels(Tensor z, Tensor norm, Tensor levels, int bits, str scalar) -> Tensor[]");
   m.def("quantize_groups(Tensor x, Tensor scale, Tensor zero, int bits, int tokens, int channels) -> Tensor[]");
   m.def(
       "quantize_pairs(Tensor real, Tensor imaginary, Tensor steps, Tensor bounds, int angle_bits, int radius_bits) "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import torch
 
 from ..codec import Fields
@@ -12,13 +10,11 @@ from ..polar_tree import PolarTree
 from ..scalar import Scalar
 from . import build
 
-_SCALARS: tuple[Scalar, ...] = get_args(Scalar)
-
 
 def quantize_levels(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:
     """`scalar.quantize` for float32 `z` `[..., width]`: the same codes, scalars to one unit in the last place."""
     operator = build.operators().quantize_levels.default
-    return tuple(operator(z.contiguous(), norm.contiguous(), levels, bits, _SCALARS.index(scalar)))
+    return tuple(operator(z.contiguous(), norm.contiguous(), levels, bits, scalar))
 
 
 def quantize_groups(

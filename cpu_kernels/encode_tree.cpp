@@ -4,17 +4,15 @@
 #include <map>
 
 #include "encode.h"
+#include "polar.h"
 
 namespace kvcache_compress {
 namespace {
 
 constexpr int64_t TILE = 16;  // tokens, whose numbers and codes fit into the first-level cache
 
-// Where the codes of a level lie (see `polar_tree.LevelCodes`), its points and its boundaries, both [..., 2].
-struct Level {
-  int64_t bits, count, field;
-  Words words;
-  int64_t base;
+// A level, its points and its boundaries, both [..., 2].
+struct Level : LevelCodes {
   const float *points, *bounds;
 };
 
@@ -36,24 +34,25 @@ inline Floats rounded(Floats x) {
 
 class TreeEncoder {
  public:
-  // `options` has six numbers per level, as those of `TreeDecoder`; `lower` boundaries of the first level lie below π.
+  // `lower` boundaries of the first level lie below π.
   TreeEncoder(const Tensor& y, const std::vector<Tensor>& points, const std::vector<Tensor>& bounds,
-              const std::vector<int64_t>& options, int64_t lower)
+              const std::vector<int64_t>& places, int64_t lower)
       : width_(y.size(y.dim() - 1)), lower_(lower), numbers_(y.const_data_ptr<float>()) {
     STD_TORCH_CHECK(y.is_contiguous(), "contiguous tensors are needed");
-    STD_TORCH_CHECK(!points.empty() && points.size() == bounds.size() && options.size() == 6 * points.size(),
-                    "six options, points and boundaries are needed for each level");
-    for (size_t i = 0; i < points.size(); ++i) {
-      const int64_t* o = &options[6 * i];
-      const int64_t codes = 1 << o[0];
-      STD_TORCH_CHECK(o[1] << (i + 1) == width_, o[1], " codes of level ", i + 1, " for ", width_, " numbers");
-      STD_TORCH_CHECK(points[i].is_contiguous() && points[i].numel() == 2 * codes, "points for ", o[0], " bits");
+    const std::vector<LevelCodes> levels = level_codes(places);
+    STD_TORCH_CHECK(points.size() == levels.size() && bounds.size() == levels.size(),
+                    "points and boundaries are needed for each level");
+    for (size_t i = 0; i < levels.size(); ++i) {
+      const LevelCodes& own = levels[i];
+      const int64_t codes = 1 << own.bits;
+      STD_TORCH_CHECK(own.count << (i + 1) == width_, own.count, " codes of level ", i + 1, " for ", width_,
+                      " numbers");
+      STD_TORCH_CHECK(points[i].is_contiguous() && points[i].numel() == 2 * codes, "points for ", own.bits, " bits");
       STD_TORCH_CHECK(bounds[i].is_contiguous() && bounds[i].numel() == 2 * (i == 0 ? codes : codes - 1),
-                      "boundaries for ", o[0], " bits");
-      levels_.push_back(
-          {o[0], o[1], o[2], {o[3], o[4]}, o[5], points[i].const_data_ptr<float>(), bounds[i].const_data_ptr<float>()});
-      int64_t& words = planes_[o[2]].words;
-      words = std::max(words, o[3] + o[4]);
+                      "boundaries for ", own.bits, " bits");
+      levels_.push_back({own, points[i].const_data_ptr<float>(), bounds[i].const_data_ptr<float>()});
+      int64_t& words = planes_[own.field].words;
+      words = std::max(words, own.words.first + own.words.count);
     }
     for (auto& [field, own] : planes_) {
       const auto like = std::find_if(levels_.begin(), levels_.end(), [&](auto& level) { return level.field == field; });
@@ -147,8 +146,8 @@ class TreeEncoder {
 };
 
 std::vector<Tensor> quantize_tree(const Tensor& y, const std::vector<Tensor>& points, const std::vector<Tensor>& bounds,
-                                  const std::vector<int64_t>& options, int64_t lower) {
-  const TreeEncoder encoder(y, points, bounds, options, lower);
+                                  const std::vector<int64_t>& places, int64_t lower) {
+  const TreeEncoder encoder(y, points, bounds, places, lower);
   each_range(y, [&](int64_t first, int64_t end) { encoder.encode(first, end); });
   return encoder.fields();
 }
@@ -157,7 +156,7 @@ std::vector<Tensor> quantize_tree(const Tensor& y, const std::vector<Tensor>& po
 }  // namespace kvcache_compress
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) {
-  m.def("quantize_tree(Tensor y, Tensor[] points, Tensor[] bounds, int[] options, int lower) -> Tensor[]");
+  m.def("quantize_tree(Tensor y, Tensor[] points, Tensor[] bounds, int[] places, int lower) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {

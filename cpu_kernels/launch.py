@@ -6,6 +6,7 @@ import torch
 
 from ..view import SideSegments
 from . import build
+from .operands import Form
 
 
 def attend(
@@ -23,17 +24,26 @@ def attend(
     Raises:
         RuntimeError: the C++ code cannot be compiled or loaded here.
     """
-    k_side, v_side = keys.codec.cpu_side, values.codec.cpu_side
     if mask is not None:
         mask = mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.float()
         mask = mask.expand(*query.shape[:3], keys.shape[2])
     return build.operators().attend.default(
         query if query.stride(3) == 1 else query.contiguous(),
-        _fields(keys), k_side.tables, k_side.code, k_side.basis, k_side.mean,
-        _fields(values), v_side.tables, v_side.code, v_side.basis,
-        keys.sinks, values.sinks, keys.tail, values.tail,
-        mask, None if sinks is None else sinks.float().contiguous(), keys.packed, scaling, softcap or 0.0,
-    )  # fmt: skip
+        *_operands(keys),
+        *_operands(values),
+        mask,
+        None if sinks is None else sinks.float().contiguous(),
+        keys.packed,
+        scaling,
+        softcap or 0.0,
+    )
+
+
+def _operands(side: SideSegments) -> tuple[Form, list[int], list[torch.Tensor]]:
+    """A side's three arguments: see `Side` in `side.h`."""
+    own, fields = side.codec.cpu_side, _fields(side)
+    tensors = [side.sinks, side.tail, *own.code_space, *fields, *own.tables]
+    return own.form, [len(fields), *own.options], tensors
 
 
 def _fields(side: SideSegments) -> list[torch.Tensor]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import torch
 from torch.nn import functional
 
 Form: TypeAlias = Literal["dense", "levels", "groups", "pairs", "tree", "additive", "complex", "bits"]
-_FORMS: tuple[Form, ...] = get_args(Form)
 _LANES = 8
 """Numbers that the C++ code takes at a time."""
 
@@ -20,8 +19,8 @@ _LANES = 8
 class CPUSide:
     """How one side's fields are decoded; see the decoders in `decode.h`, `polar.h` and `commvq.h`.
 
-    form: which decoder.
-    options: its options.
+    form: which decoder; C++ has a table of the same names.
+    options: its options, whole numbers.
     tables: its tables, contiguous: the codec's own, so that they take no memory beside it.
     basis: `[H or 1, W, D]`, D rounded up to a multiple of eight: the axes of code space; None is the identity. That of
         keys is float32 and contiguous; that of values of any dtype, the numbers of an axis side by side.
@@ -35,9 +34,10 @@ class CPUSide:
     mean: torch.Tensor | None = None
 
     @cached_property
-    def code(self) -> list[int]:
-        """The form and its options as the operator takes them."""
-        return [_FORMS.index(self.form), *self.options]
+    def code_space(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Basis and mean as the operator takes them: empty for None, since optional ones in a list cost more time."""
+        none = torch.empty(0, device="cpu")
+        return none if self.basis is None else self.basis, none if self.mean is None else self.mean
 
 
 def cpu_side(

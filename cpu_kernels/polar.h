@@ -6,19 +6,17 @@
 namespace kvcache_compress {
 
 // Pairs `radius * (cos, sin)` in code space `[real parts | imaginary parts]`: PolarQuant on RoPE pairs.
-// Fields: the planes of the angles, of the radii, a scale for each pair of `tokens` tokens (0: there is none), and a
-// factor of each token if it is matched. A radius is `(code + offset / 2) * scale`. `tables` has one, [2^bits, 2]:
-// cosine and sine of each angle code.
+// Options: bits of angles, bits of radii, tokens that share a scale (0: there is none), twice the offset of radii.
+// Fields: the planes of the angles, of the radii, a scale for each pair, and a factor of each token where it is
+// matched. A radius is `(code + offset) * scale`. There is one table, [2^bits, 2]: cosine and sine of each angle code.
 class PairDecoder : public Decoder {
  public:
-  PairDecoder(const std::vector<Tensor>& fields, const std::vector<Tensor>& tables, const std::vector<int64_t>& options)
-      : fields_(fields.begin(), fields.end()),
-        points_(tables[0].const_data_ptr<float>()),
-        angle_bits_(options[0]),
-        radius_bits_(options[1]),
-        tokens_(options[2]),
-        matched_(options[3]),
-        offset_(options[4] * 0.5f) {
+  explicit PairDecoder(const Side& side)
+      : fields_(side.fields.begin(), side.fields.end()), points_(side.tables[0].const_data_ptr<float>()) {
+    int64_t twice_offset;
+    side.read_options(angle_bits_, radius_bits_, tokens_, twice_offset);
+    offset_ = twice_offset * 0.5f;
+    matched_ = plane_count(angle_bits_) + plane_count(radius_bits_) + (tokens_ > 0) < int64_t(fields_.size());
     pairs_ = fields_[0].numbers * CODES_PER_WORD;
     width = 2 * pairs_;
   }
@@ -64,19 +62,35 @@ class PairDecoder : public Decoder {
   int64_t pairs_;
 };
 
-// Recursive PolarQuant: see polar_tree.py. Fields: the planes of all codes, then the radii that are left.
-// `options` has six numbers per level, finest first: bits, codes, number of the low plane, first word, words, first
-// slot. `tables` has [2^bits, 2], cosines and sines, for each level, and last, if radii have 8 bits, what they stand
-// for, [H, 256].
+// Where the codes of a level of a tree lie: see `polar_tree.LevelCodes`.
+struct LevelCodes {
+  int64_t bits, count, field;
+  Words words;
+  int64_t base;
+};
+
+// Those of all levels, finest first, from `PolarTree.places`.
+inline std::vector<LevelCodes> level_codes(const std::vector<int64_t>& places) {
+  constexpr int64_t NUMBERS = 6;
+  STD_TORCH_CHECK(!places.empty() && places.size() % NUMBERS == 0, "six numbers are needed for each level");
+  std::vector<LevelCodes> levels;
+  for (auto at = places.begin(); at != places.end(); at += NUMBERS) {
+    levels.push_back({at[0], at[1], at[2], {at[3], at[4]}, at[5]});
+  }
+  return levels;
+}
+
+// Recursive PolarQuant: see polar_tree.py. Options: `PolarTree.places`. Fields: the planes of all codes, then the radii
+// that are left. Tables: [2^bits, 2], cosines and sines, for each level, and last, if radii have 8 bits, what they
+// stand for, [H, 256].
 class TreeDecoder : public Decoder {
  public:
-  TreeDecoder(const std::vector<Tensor>& fields, const std::vector<Tensor>& tables, const std::vector<int64_t>& options)
-      : fields_(fields.begin(), fields.end()) {
-    for (size_t i = 0; 6 * i < options.size(); ++i) {
-      const int64_t* o = &options[6 * i];
-      levels_.push_back({o[0], o[1], &fields_[o[2]], {o[3], o[4]}, o[5], tables[i].const_data_ptr<float>()});
+  explicit TreeDecoder(const Side& side) : fields_(side.fields.begin(), side.fields.end()) {
+    auto points = side.tables.begin();
+    for (const LevelCodes& codes : level_codes(side.options)) {
+      levels_.push_back({codes, &fields_[codes.field], (points++)->const_data_ptr<float>()});
     }
-    if (tables.size() > levels_.size()) radii_ = tables.back().const_data_ptr<float>();
+    if (points != side.tables.end()) radii_ = points->const_data_ptr<float>();
     width = 2 * levels_[0].count;
   }
 
@@ -98,11 +112,8 @@ class TreeDecoder : public Decoder {
   }
 
  private:
-  struct Level {
-    int64_t bits, count;
+  struct Level : LevelCodes {
     const Field* planes;
-    Words words;
-    int64_t base;
     const float* points;
   };
 

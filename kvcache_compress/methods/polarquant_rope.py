@@ -228,7 +228,7 @@ class PolarQuantRopeCodec(LinearCodec):
 
         own = self.options
         tokens = self.group if own.radius_scale == "group" else 0
-        options = (own.angle_bits, own.radius_bits, tokens, int(own.scalar == "match"), round(2 * own.offset))
+        options = (own.angle_bits, own.radius_bits, tokens, round(2 * own.offset))
         basis = self.ready_basis() if own.score_function == "direct" else self._build_basis("direct")
         return cpu_side("pairs", options, [self.points], basis, self.mean)
 

@@ -1,0 +1,43 @@
+// Names that cross from Python: for each `Literal` that does there is a table of the same names here.
+#pragma once
+
+#include <torch/csrc/stable/c/shim.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/shim_utils.h>
+
+#include <string>
+
+namespace kvcache_compress {
+
+// A string argument of an operator, whose C++ function takes a handle: as of PyTorch 2.13 the conversion to a
+// `std::string` leaks one at each call.
+inline std::string text(StringHandle handle) {
+  const char* data = nullptr;
+  size_t length = 0;
+  TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  const std::string copy(data, length);
+  TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  return copy;
+}
+
+template <class Value>
+struct Named {
+  const char* name;
+  Value value;
+};
+
+// What `name` stands for in a table of all `kind`s.
+template <class Value, size_t COUNT>
+Value named(const char* kind, const std::string& name, const Named<Value> (&table)[COUNT]) {
+  for (const auto& entry : table) {
+    if (name == entry.name) return entry.value;
+  }
+  std::string known;
+  for (const auto& entry : table) known.append(known.empty() ? "" : ", ").append(entry.name);
+  STD_TORCH_CHECK(false, "there is no ", kind, " '", name, "' among ", known);
+  return {};
+}
+
+}  // namespace kvcache_compress

@@ -1,0 +1,41 @@
+"""Names that cross to C++: those of Python's `Literal` types, all of them and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import get_args
+
+import pytest
+import torch
+from attention_cases import Case, segments
+
+from kvcache_compress.cpu_kernels import encode, launch
+from kvcache_compress.cpu_kernels.operands import Form
+from kvcache_compress.scalar import Scalar
+from kvcache_compress.view import SideSegments
+
+pytestmark = pytest.mark.usefixtures("built")
+
+
+def names_in_cpp(kind: str, call: Callable[[], object]) -> list[str]:
+    """What C++ lists when a `call` gives it a name that it does not know."""
+    with pytest.raises(RuntimeError, match=f"there is no {kind} 'unknown' among ") as refused:
+        call()
+    return sorted(str(refused.value).splitlines()[0].partition(" among ")[2].split(", "))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_forms(side: int, make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = segments(Case(), make_side)
+    codec = sides[side].codec
+    monkeypatch.setattr(codec, "cpu_side", replace(codec.cpu_side, form="unknown"))
+    call = partial(launch.attend, torch.randn(2, 6, 1, 64), *sides, scaling=0.125)
+    assert names_in_cpp("form", call) == sorted(get_args(Form))
+
+
+def test_scalars() -> None:
+    x = torch.randn(2, 64)
+    call = partial(encode.quantize_levels, x, x[:, 0], x[0, :4], 2, "unknown")
+    assert names_in_cpp("scalar", call) == sorted(get_args(Scalar))
