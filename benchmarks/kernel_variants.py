@@ -14,7 +14,7 @@ from kvcache_compress.codec import MethodOptions, Side
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.fixed_step import StepBuffers, Windows
 from kvcache_compress.registry import get_method
-from kvcache_compress.side import SideState
+from kvcache_compress.side import SideState, encoded
 from kvcache_compress.slots import Slots
 from kvcache_compress.store import PackedStore
 from kvcache_compress.triton_kernels import aot, launch
@@ -137,6 +137,7 @@ def fixed_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any,
         codec = build_codec(*method, side, 128, 2, torch.bfloat16)
         sides[side] = SideState(codec, tokens, 96, None)
         sides[side].prepare(tokens)
+        sides[side].codec = sides[side].codec.on("triton")  # only now: what is prepared is not encoded by a kernel
         sides[side].store.fix(512)
     flushed = max(32, sides["keys"].codec.group)
     ring = 64 + flushed + 16
@@ -194,4 +195,4 @@ def encode_launches(side: Side, method: str, options: MethodOptions, head_dim: i
     tokens = torch.randn(1, 2, 512, head_dim).bfloat16()
     codec.prepare(tokens)
     rope = (torch.ones(1, 512, head_dim // 2), torch.zeros(1, 512, head_dim // 2))
-    return aot.captured_launches(lambda: codec.encode(tokens, rope, "triton"))
+    return aot.captured_launches(lambda: encoded(codec.on("triton"), tokens, rope))

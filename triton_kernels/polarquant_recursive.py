@@ -120,7 +120,9 @@ def tiles(
     """
     SHAPE: tl.constexpr = META[0]
     if FAST and SHAPE[5]:
-        b_tiles = polar_columns.column_tiles(fields, tables[len(tables) - 1], words, o_row, o_t, m_t, META, SHAPE[6])
+        b_tiles = polar_columns.column_tiles(
+            fields, tables[2 if SHAPE[4] else 1], words, o_row, o_t, m_t, META, SHAPE[6]
+        )
         if SHAPE[2] == 1:
             b_scale = stored_radii(fields, tables, i_h, o_row + o_t, m_t, SHAPE[3], SHAPE[4])
         else:
