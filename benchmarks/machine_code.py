@@ -87,8 +87,8 @@ def inner_turns(arguments: dict[str, Any]) -> list[int]:
     turns = []
     for function, side, codes in ((commvq.score, "K", 2), (commvq.accumulate, "V", 1)):
         if function in (arguments["SCORE"], arguments["ACCUMULATE"]):
-            groups, rounds, bits, *_ = arguments[side].meta
-            turns += [rounds // commvq.rounds_at_once(codes * bits)] * groups
+            books = arguments[side].meta
+            turns += [books.rounds // commvq.rounds_at_once(codes * books.bits)] * books.groups
     return turns
 
 

@@ -53,7 +53,7 @@ class KernelSide:
     """One side's device functions and constant operands.
 
     score, accumulate: the two Triton device functions; see `dense.py` for their contract by example.
-    meta: compile-time parameters of both functions.
+    meta: compile-time parameters of both functions, a named tuple.
     widths: widths of the code-space tiles, powers of two of at least 16.
     tables: constant tensors that the functions read, in float32; they get them in the dtype of the operands, and after
         them what may not be read, so that they count from the first.
@@ -133,7 +133,7 @@ class KernelEncoder:
     encode: a Triton device function `(p_x, o_x, m_t, fields, o_row, tables, i_h, D, META, PRECISION)` that encodes the
         tokens of head `i_h` whose `D` numbers begin at `p_x + o_x`, `[T]`, where `m_t`, and stores what becomes of them
         as tokens `o_row` of all fields.
-    meta: its compile-time parameters.
+    meta: its compile-time parameters, a named tuple.
     tables: constant tensors that it reads.
     group: tokens that are encoded together, a power of two; a tile of `T` tokens has whole groups.
     fused: whether products may be added without being rounded: not where codes are to equal torch's to the bit.
