@@ -14,7 +14,7 @@ from kvcache_compress.codec import MethodOptions, Side
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.dynamic_storage import DynamicStorage
 from kvcache_compress.registry import get_method
-from kvcache_compress.side import SideState, Windows
+from kvcache_compress.side import SideState, Windows, encoded
 from kvcache_compress.static_storage import StaticStorage
 from kvcache_compress.store import PackedStore
 from kvcache_compress.triton_kernels import aot, launch
@@ -134,9 +134,10 @@ def fixed_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any,
     both: tuple[Side, Side] = ("keys", "values")
     for side in both:
         method = keys if side == "keys" else side_of("turboquant", bits=4)
-        codec = build_codec(*method, side, 128, 2, torch.bfloat16).on("triton")
+        codec = build_codec(*method, side, 128, 2, torch.bfloat16)
         sides[side] = SideState(codec, tokens, 96, None)
         sides[side].prepare(tokens)
+        sides[side].codec = sides[side].codec.on("triton")  # only now: what is prepared is not encoded by a kernel
     group = sides["keys"].codec.group
     windows = Windows(sinks=16, recent=64, flush=max(32, group), group=group, room=464)
     storage = StaticStorage(DynamicStorage(sides, windows, PackableChecks(0)))
@@ -189,4 +190,4 @@ def encode_launches(side: Side, method: str, options: MethodOptions, head_dim: i
     tokens = torch.randn(1, 2, 512, head_dim).bfloat16()
     codec.prepare(tokens)
     rope = (torch.ones(1, 512, head_dim // 2), torch.zeros(1, 512, head_dim // 2))
-    return aot.captured_launches(lambda: codec.encode(tokens, rope, "triton"))
+    return aot.captured_launches(lambda: encoded(codec.on("triton"), tokens, rope))

@@ -79,16 +79,16 @@ def packed_loop(arguments: dict[str, Any], code: aot.MachineCode, target: str) -
         return None
     loop = min(found, key=lambda loop: abs(loop.instructions - alone[0].instructions))
     length = loop.instructions + sum(count * inner for count, inner in zip(turns, loop.inner, strict=True))
-    return round(length * 32 * code.warps / (arguments["BLOCK"] * (arguments["DK"] + arguments["DV"])), 2)
+    return round(length * 32 * code.warps / (arguments["BLOCK"] * (arguments["K"].dim + arguments["V"].dim)), 2)
 
 
 def inner_turns(arguments: dict[str, Any]) -> list[int]:
     """Turns of the loops inside the one over packed tokens: CommVQ's, one for each group of keys and of values."""
     turns = []
-    for function, meta, codes in ((commvq.score, "K_META", 2), (commvq.accumulate, "V_META", 1)):
+    for function, side, codes in ((commvq.score, "K", 2), (commvq.accumulate, "V", 1)):
         if function in (arguments["SCORE"], arguments["ACCUMULATE"]):
-            groups, rounds, bits, *_ = arguments[meta]
-            turns += [rounds // commvq.rounds_at_once(codes * bits)] * groups
+            books = arguments[side].meta
+            turns += [books.rounds // commvq.rounds_at_once(codes * books.bits)] * books.groups
     return turns
 
 

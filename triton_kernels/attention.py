@@ -9,6 +9,7 @@ by their log-sum-exp, maps the packed sum out of code space and adds the dense o
 """
 
 import math
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -16,31 +17,60 @@ import triton.language as tl
 LOG2E = tl.constexpr(math.log2(math.e))
 HEADROOM = tl.constexpr(4)
 """How far the reference of the softmax is put above the largest logit when a larger one comes, in units of log 2."""
+DENSE_BLOCK = tl.constexpr(16)
+"""Tokens of a tile of the dense segments."""
 NO_MASK, BOOL_MASK, FLOAT_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+SINKS, TAIL, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Of a side's memory: its dense segments, then all that it stores packed."""
+
+
+class Masking(NamedTuple):
+    """Constants of the logits: the kind of mask, whether they are capped, and whether queries see later tokens."""
+
+    kind: int
+    softcap: bool
+    causal: bool
+
+
+class Rows(NamedTuple):
+    """Query rows `[M]` of a program and what their logits need.
+
+    Where each row's mask begins and how far apart its tokens lie, the query's number, which rows there are; tokens
+    before the first query; the cap.
+    """
+
+    p_mask: Any
+    o_mask: Any
+    s_mask: Any
+    o_query: Any
+    m_row: Any
+    count: Any
+    softcap: Any
 
 
 @triton.jit
-def _query_tiles(p_mapped, o_r, m_r, WIDTHS: tl.constexpr, STRIDE: tl.constexpr):
+def _query_tiles(p_mapped, o_r, m_r, SIDE: tl.constexpr):
     b_tiles = ()
     base = 0
-    for i in tl.static_range(len(WIDTHS)):
-        o_w = base + tl.arange(0, WIDTHS[i])
-        b_tiles = b_tiles + (tl.load(p_mapped + o_r[:, None] * STRIDE + o_w[None, :], mask=m_r[:, None], other=0.0),)
-        base += WIDTHS[i]
+    for i in tl.static_range(len(SIDE.widths)):
+        o_w = base + tl.arange(0, SIDE.widths[i])
+        b_tile = tl.load(p_mapped + o_r[:, None] * SIDE.width + o_w[None, :], mask=m_r[:, None], other=0.0)
+        b_tiles = b_tiles + (b_tile,)
+        base += SIDE.widths[i]
     return b_tiles
 
 
 @triton.jit
-def _constants(p_words, COUNT: tl.constexpr, PLACES: tl.constexpr):
-    """`COUNT` words as tiles `[1, 1]`, and a tile `[1, PLACES]` of those that follow.
+def _words(tables, COUNT: tl.constexpr, PLACES: tl.constexpr):
+    """Words of a side, the last of its tables: `COUNT` as tiles `[1, 1]`, and those that follow as one `[1, PLACES]`.
 
     Loaded here, before the loop, they stay in registers, and broadcasting them costs nothing.
     """
     b_words = ()
     for i in tl.static_range(COUNT):
-        b_words = b_words + (tl.load(p_words + i + tl.zeros([1, 1], tl.int32)),)
+        b_words = b_words + (tl.load(tables[len(tables) - 1] + i + tl.zeros([1, 1], tl.int32)),)
     if PLACES:
-        b_words = b_words + (tl.load(p_words + COUNT + tl.arange(0, PLACES)[None, :]),)
+        b_words = b_words + (tl.load(tables[len(tables) - 1] + COUNT + tl.arange(0, PLACES)[None, :]),)
     return b_words
 
 
@@ -50,10 +80,10 @@ def _zero_tile(M: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _zero_tiles(M: tl.constexpr, WIDTHS: tl.constexpr):
+def _zero_tiles(M: tl.constexpr, SIDE: tl.constexpr):
     b_tiles = ()
-    for i in tl.static_range(len(WIDTHS)):
-        b_tiles = b_tiles + (_zero_tile(M, WIDTHS[i]),)
+    for i in tl.static_range(len(SIDE.widths)):
+        b_tiles = b_tiles + (_zero_tile(M, SIDE.widths[i]),)
     return b_tiles
 
 
@@ -66,23 +96,19 @@ def _rescaled(b_tiles, b_factor):
 
 
 @triton.jit
-def _logits(
-    b_s, p_mask, o_m, s_mask, o_t, m_t, o_n, m_r, first, count, softcap,
-    MASK: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
+def _logits(b_s, rows, o_t, m_t, first, MASKING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr):
     """Logits capped and masked, in units of log 2; `first` is the position of token 0 of this segment."""
-    if SOFTCAP:
-        b_s = softcap * (2 * tl.sigmoid(2 * b_s / softcap) - 1)
-    m_s = m_r[:, None] & m_t[None, :]
-    if MASK == BOOL_MASK:
-        b_mask = tl.load(p_mask + o_m[:, None] + (first + o_t)[None, :] * s_mask, mask=m_s, other=0)
-        m_s = m_s & (b_mask != 0)
-    elif MASK == FLOAT_MASK:
-        b_mask = tl.load(p_mask + o_m[:, None] + (first + o_t)[None, :] * s_mask, mask=m_s, other=0.0)
-        b_s += b_mask.to(tl.float32) * LOG2E
+    if MASKING.softcap:
+        b_s = rows.softcap * (2 * tl.sigmoid(2 * b_s / rows.softcap) - 1)
+    m_s = rows.m_row[:, None] & m_t[None, :]
+    p_mask = rows.p_mask + rows.o_mask[:, None] + (first + o_t)[None, :] * rows.s_mask
+    if MASKING.kind == BOOL_MASK:
+        m_s = m_s & (tl.load(p_mask, mask=m_s, other=0) != 0)
+    elif MASKING.kind == FLOAT_MASK:
+        b_s += tl.load(p_mask, mask=m_s, other=0.0).to(tl.float32) * LOG2E
     elif CAUSAL:
-        m_s = m_s & ((first + o_t)[None, :] <= count + o_n[:, None])
-    if MASK == BOOL_MASK or CAUSAL or not EVEN:
+        m_s = m_s & ((first + o_t)[None, :] <= rows.count + rows.o_query[:, None])
+    if MASKING.kind == BOOL_MASK or CAUSAL or not EVEN:
         b_s = tl.where(m_s, b_s, float("-inf"))
     return b_s
 
@@ -105,81 +131,81 @@ def _softmax_step(b_s, b_m, b_l):
 
 @triton.jit
 def _dense_segment(
-    b_q, p_k, p_v, s_k, s_v, tokens, p_mask, o_m, s_mask, o_n, m_r, first, count, scaling, softcap, b_m, b_l, b_acc,
-    DK: tl.constexpr, DV: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    b_q, p_k, p_v, tokens, rows, first, scaling, b_m, b_l, b_acc,
+    K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over dense tokens.
 
     With FAST the scores of 16-bit queries and keys are products of 16-bit operands, as exact as any. Weights are
     multiplied in TF32, which holds 16-bit values exactly and more of the weights than 16 bits do; float32 needs `ieee`.
     """
-    o_k, o_v = tl.arange(0, b_q.shape[1]), tl.arange(0, b_acc.shape[1])
-    for start in range(0, tokens, BLOCK):
-        o_t = start + tl.arange(0, BLOCK)
+    o_k, o_v = tl.arange(0, K.padded), tl.arange(0, V.padded)
+    m_k, m_v = (o_k < K.dim)[None, :], (o_v < V.dim)[None, :]
+    for start in range(0, tokens, DENSE_BLOCK):
+        o_t = start + tl.arange(0, DENSE_BLOCK)
         m_t = o_t < tokens
-        b_k = tl.load(p_k + o_t[:, None] * s_k + o_k[None, :], mask=m_t[:, None] & (o_k < DK)[None, :], other=0.0)
+        b_k = tl.load(p_k + o_t[:, None] * K.dim + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)
         if FAST and b_k.dtype == b_q.dtype:
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         else:
             b_s = tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision=PRECISION)
-        b_s = _logits(
-            b_s * scaling, p_mask, o_m, s_mask, o_t, m_t, o_n, m_r, first, count, softcap, MASK, SOFTCAP, CAUSAL, False
-        )
+        b_s = _logits(b_s * scaling, rows, o_t, m_t, first, MASKING, CAUSAL, False)
         b_p, b_factor, b_m, b_l = _softmax_step(b_s, b_m, b_l)
-        b_v = tl.load(p_v + o_t[:, None] * s_v + o_v[None, :], mask=m_t[:, None] & (o_v < DV)[None, :], other=0.0)
+        b_v = tl.load(p_v + o_t[:, None] * V.dim + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0)
         b_acc = tl.dot(b_p, b_v.to(tl.float32), b_acc * b_factor[:, None], input_precision=PRECISION)
     return b_m, b_l, b_acc
 
 
 # Triton compiles anew for integers that are 1 or divisible by 16, which these become and cease to be as tokens arrive.
+# They are no members of the sides' tuples, as that cannot be said of those.
 _GROWING = (
-    "n_sinks", "n_packed", "n_tail", "k_capacity", "v_capacity", "tail_k_capacity", "tail_v_capacity", "rope_capacity",
-    "split_tokens", "s_mask_b", "s_mask_h", "s_mask_n",
+    "n_sinks", "n_packed", "n_tail", "k_capacity", "v_capacity", "k_room", "v_room", "rope_room", "split_tokens",
+    "s_mask_b", "s_mask_h", "s_mask_n",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_GROWING)
 def attend_kernel(
-    p_q, p_mapped, p_rows, k_fields, k_tables, p_k_words, v_fields, v_tables, p_v_words,
-    p_sink_k, p_sink_v, p_tail_k, p_tail_v, p_rope, p_mask, p_packed, p_acc, p_dense, p_stats,
-    n_sinks, n_packed, n_tail, k_capacity, v_capacity, tail_k_capacity, tail_v_capacity, rope_capacity, split_tokens,
-    s_mask_b, s_mask_h, s_mask_n, s_mask_t, scaling, softcap,
-    G, N,
-    SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K_META: tl.constexpr, V_META: tl.constexpr,
-    K_WORDS: tl.constexpr, V_WORDS: tl.constexpr, K_PLACES: tl.constexpr, V_PLACES: tl.constexpr,
-    K_WIDTHS: tl.constexpr, V_WIDTHS: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr,
-    BIAS: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, DENSE_BLOCK: tl.constexpr,
-    MASK: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, ROW_BLOCKS: tl.constexpr, ROPE_WIDTH: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    p_q, p_mapped, p_rows, keys, values, k_tables, v_tables, p_rope, p_mask, p_packed, p_acc, p_dense, p_stats,
+    n_sinks, n_packed, n_tail, k_capacity, v_capacity, k_room, v_room, rope_room, split_tokens,
+    s_mask_b, s_mask_h, s_mask_n, s_mask_t, scaling, softcap, G, N,
+    SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr,
+    M: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, ROW_BLOCKS: tl.constexpr,
+    PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """A run of packed tokens, or the dense segments, of `M` query rows.
+
+    `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`, with room for `capacity` packed tokens and
+    `room` tokens in the tail; `k_tables` and `v_tables` its constant tensors, `K` and `V` its `SideForm`.
+    """
     i_s, i_h, i_b = tl.program_id(0), tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - 1
     i_bh = i_b.to(tl.int64) * (tl.num_programs(1) // ROW_BLOCKS) + i_h
-    rows = G * N
+    n_rows = G * N
     o_r = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M)
-    m_r = o_r < rows
-    o_n = o_r % N
-    o_m = i_b.to(tl.int64) * s_mask_b + (i_h * G + o_r // N).to(tl.int64) * s_mask_h + o_n * s_mask_n
-    count = n_sinks + n_packed + n_tail - N
+    m_r = o_r < n_rows
+    o_m = i_b.to(tl.int64) * s_mask_b + (i_h * G + o_r // N).to(tl.int64) * s_mask_h + o_r % N * s_mask_n
+    rows = Rows(p_mask, o_m, s_mask_t, o_r % N, m_r, n_sinks + n_packed + n_tail - N, softcap)
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_total = tl.zeros([M], tl.float32)
     if i_s < splits:
         # Logits are made relative to the reference as they are computed, unless they may lie far away from each other.
-        ABSOLUTE: tl.constexpr = SOFTCAP or MASK == FLOAT_MASK
+        ABSOLUTE: tl.constexpr = MASKING.softcap or MASKING.kind == FLOAT_MASK
+        K_META: tl.constexpr = K.meta
+        V_META: tl.constexpr = V.meta
+        DTYPE: tl.constexpr = p_mapped.dtype.element_ty
         # Every eighth token has a sum of its own: tokens of different threads are added up after the loop.
         b_l = tl.zeros([M, 8], tl.float32)
-        p_rows += i_bh * rows * 2
+        p_rows += i_bh * n_rows * 2
         b_factor = tl.load(p_rows + o_r * 2, mask=m_r, other=0.0)
         b_bias = tl.load(p_rows + o_r * 2 + 1, mask=m_r, other=0.0)
-        b_q = _query_tiles(p_mapped + i_bh * rows * K_STRIDE, o_r, m_r, K_WIDTHS, K_STRIDE)
-        b_acc = _zero_tiles(M, V_WIDTHS)
-        k_words = _constants(p_k_words, K_WORDS, K_PLACES)
-        v_words = _constants(p_v_words, V_WORDS, V_PLACES)
-        if ROPE_WIDTH:
-            p_rope += (i_b.to(tl.int64) * rope_capacity + n_sinks) * ROPE_WIDTH
+        b_q = _query_tiles(p_mapped + i_bh * n_rows * K.width, o_r, m_r, K)
+        b_acc = _zero_tiles(M, V)
+        k_words = _words(k_tables, K.words, K.places)
+        v_words = _words(v_tables, V.words, V.places)
+        if K.rope:
+            p_rope += (i_b.to(tl.int64) * rope_room + n_sinks) * K.rope
         stop = tl.minimum(i_s * split_tokens + split_tokens, n_packed)
         if BOUNDED:
             stop = tl.minimum(stop, tl.load(p_packed).to(tl.int32))
@@ -189,15 +215,13 @@ def attend_kernel(
             if EVEN:
                 m_t = tl.full([BLOCK], True, tl.int1)
             b_s = SCORE(
-                b_q, k_fields, k_tables, k_words, p_rope + start * ROPE_WIDTH, i_h,
+                b_q, keys[FIELDS:], k_tables, k_words, p_rope + start * K.rope, i_h,
                 i_bh * k_capacity + start, o_t, m_t, K_META, PRECISION, FAST,
             )  # fmt: skip
             b_base = tl.zeros_like(b_m) if ABSOLUTE else _finite(b_m)
-            b_offset = b_bias - b_base if BIAS else -b_base
-            b_s = _logits(
-                b_s * b_factor[:, None] + b_offset[:, None], p_mask, o_m, s_mask_t, o_t, m_t, o_n, m_r,
-                n_sinks + start, count, softcap, MASK, SOFTCAP, False, EVEN,
-            )  # fmt: skip
+            b_offset = b_bias - b_base if K.bias else -b_base
+            b_s = b_s * b_factor[:, None] + b_offset[:, None]
+            b_s = _logits(b_s, rows, o_t, m_t, n_sinks + start, MASKING, False, EVEN)
             b_tops = tl.max(tl.max(tl.reshape(b_s, [M, BLOCK // 8, 4, 2]), 1), 2)
             m_larger = b_tops > (b_m - b_base)[:, None]
             if tl.max(m_larger.to(tl.int32)) > 0:
@@ -214,35 +238,33 @@ def attend_kernel(
             b_p = tl.exp2(b_s)
             b_l += tl.sum(tl.reshape(b_p, [M, BLOCK // 8, 8]), 1)
             b_acc = ACCUMULATE(
-                b_p, v_fields, v_tables, v_words, i_h, v_capacity, i_bh * v_capacity + start, o_t, m_t, b_acc,
+                b_p, values[FIELDS:], v_tables, v_words, i_h, v_capacity, i_bh * v_capacity + start, o_t, m_t, b_acc,
                 V_META, DTYPE, PRECISION, FAST,
             )  # fmt: skip
         b_total = tl.sum(b_l, 1)
-        p_acc += ((i_bh * splits + i_s) * rows) * V_STRIDE
+        p_acc += ((i_bh * splits + i_s) * n_rows) * V.width
         base = 0
-        for i in tl.static_range(len(V_WIDTHS)):
-            o_w = base + tl.arange(0, V_WIDTHS[i])
-            tl.store(p_acc + o_r[:, None] * V_STRIDE + o_w[None, :], b_acc[i], mask=m_r[:, None])
-            base += V_WIDTHS[i]
+        for i in tl.static_range(len(V.widths)):
+            o_w = base + tl.arange(0, V.widths[i])
+            tl.store(p_acc + o_r[:, None] * V.width + o_w[None, :], b_acc[i], mask=m_r[:, None])
+            base += V.widths[i]
     else:
-        o_k, o_v = tl.arange(0, DK_PAD), tl.arange(0, DV_PAD)
-        p_q += i_bh * rows * DK
-        m_q = m_r[:, None] & (o_k < DK)[None, :]
-        b_query = tl.load(p_q + o_r[:, None] * DK + o_k[None, :], mask=m_q, other=0.0)
-        b_dense = tl.zeros([M, DV_PAD], tl.float32)
+        o_k, o_v = tl.arange(0, K.padded), tl.arange(0, V.padded)
+        p_q += i_bh * n_rows * K.dim
+        m_q = m_r[:, None] & (o_k < K.dim)[None, :]
+        b_query = tl.load(p_q + o_r[:, None] * K.dim + o_k[None, :], mask=m_q, other=0.0)
+        b_dense = _zero_tile(M, V.padded)
         b_m, b_total, b_dense = _dense_segment(
-            b_query, p_sink_k + i_bh * n_sinks * DK, p_sink_v + i_bh * n_sinks * DV, DK, DV, n_sinks,
-            p_mask, o_m, s_mask_t, o_n, m_r, 0, count, scaling, softcap, b_m, b_total, b_dense,
-            DK, DV, MASK, SOFTCAP, False, DENSE_BLOCK, PRECISION, FAST,
+            b_query, keys[SINKS] + i_bh * n_sinks * K.dim, values[SINKS] + i_bh * n_sinks * V.dim, n_sinks,
+            rows, 0, scaling, b_m, b_total, b_dense, K, V, MASKING, False, PRECISION, FAST,
         )  # fmt: skip
         b_m, b_total, b_dense = _dense_segment(
-            b_query, p_tail_k + i_bh * tail_k_capacity * DK, p_tail_v + i_bh * tail_v_capacity * DV, DK, DV, n_tail,
-            p_mask, o_m, s_mask_t, o_n, m_r, n_sinks + n_packed, count, scaling, softcap, b_m, b_total, b_dense,
-            DK, DV, MASK, SOFTCAP, CAUSAL, DENSE_BLOCK, PRECISION, FAST,
+            b_query, keys[TAIL] + i_bh * k_room * K.dim, values[TAIL] + i_bh * v_room * V.dim, n_tail,
+            rows, n_sinks + n_packed, scaling, b_m, b_total, b_dense, K, V, MASKING, MASKING.causal, PRECISION, FAST,
         )  # fmt: skip
-        p_dense += i_bh * rows * DV
-        tl.store(p_dense + o_r[:, None] * DV + o_v[None, :], b_dense, mask=m_r[:, None] & (o_v < DV)[None, :])
-    p_stats += ((i_bh * (splits + 1) + i_s) * rows + o_r) * 2
+        p_dense += i_bh * n_rows * V.dim
+        tl.store(p_dense + o_r[:, None] * V.dim + o_v[None, :], b_dense, mask=m_r[:, None] & (o_v < V.dim)[None, :])
+    p_stats += ((i_bh * (splits + 1) + i_s) * n_rows + o_r) * 2
     tl.store(p_stats, b_m, mask=m_r)
     tl.store(p_stats + 1, b_total, mask=m_r)
 

@@ -9,7 +9,7 @@ The tables are the codebooks `[H, G, R, N, 2, g]` of keys (real, imaginary) and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -26,6 +26,25 @@ TOKENS = 128
 """Of a tile: the more, the fewer times each centre comes from beyond the first-level cache, which holds no codebook."""
 COLUMNS = 64
 """Of a tile of values, at most: with more of them threads would share rows, and each work out where they are."""
+
+
+class Books(NamedTuple):
+    """Groups, rounds and bits of codes; numbers of a centre, pairs of them for keys; bytes of a token; rotary pairs."""
+
+    groups: int
+    rounds: int
+    bits: int
+    width: int
+    bytes: int
+    rotary: int = 0
+
+
+class Bits(NamedTuple):
+    """Of the encoder form: words of a head's bits and padded ones (`codes.py`), and heads."""
+
+    words: int
+    padded: int
+    heads: int
 
 
 @triton.constexpr_function
@@ -112,12 +131,12 @@ def score(
     b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    GROUPS: tl.constexpr = META[0]
-    ROUNDS: tl.constexpr = META[1]
-    BITS: tl.constexpr = META[2]
-    PAIRS: tl.constexpr = META[3]
-    BYTES: tl.constexpr = META[4]
-    ROTARY: tl.constexpr = META[5]
+    GROUPS: tl.constexpr = META.groups
+    ROUNDS: tl.constexpr = META.rounds
+    BITS: tl.constexpr = META.bits
+    PAIRS: tl.constexpr = META.width
+    BYTES: tl.constexpr = META.bytes
+    ROTARY: tl.constexpr = META.rotary
     DTYPE: tl.constexpr = tl.float16 if FAST else tl.float32
     TURN: tl.constexpr = rounds_at_once(2 * BITS)
     WHOLE: tl.constexpr = (TURN * 2 * BITS % 8 == 0) & ((GROUPS == 1) | (ROUNDS * 2 * BITS % 8 == 0))
@@ -154,11 +173,11 @@ def accumulate(
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The residual form of values."""
-    GROUPS: tl.constexpr = META[0]
-    ROUNDS: tl.constexpr = META[1]
-    BITS: tl.constexpr = META[2]
-    WIDTH: tl.constexpr = META[3]
-    BYTES: tl.constexpr = META[4]
+    GROUPS: tl.constexpr = META.groups
+    ROUNDS: tl.constexpr = META.rounds
+    BITS: tl.constexpr = META.bits
+    WIDTH: tl.constexpr = META.width
+    BYTES: tl.constexpr = META.bytes
     TILES: tl.constexpr = len(b_acc) // GROUPS
     TURN: tl.constexpr = rounds_at_once(BITS)
     WHOLE: tl.constexpr = (TURN * BITS % 8 == 0) & ((GROUPS == 1) | (ROUNDS * BITS % 8 == 0))
@@ -195,10 +214,10 @@ def accumulate_bits(
     b_scale = tl.load(fields[1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
     b_weights = (b_p * b_scale[None, :]).to(DTYPE)
     b_sums = ()
-    HEADS: tl.constexpr = META[2]
+    HEADS: tl.constexpr = META.heads
     for i in tl.static_range(HEADS):
         o_own = o_row + (i - i_h) * s_head
-        b_bits = load_codes(fields[0], fields[0], o_own, o_t, m_t, 1, META[0], META[1], META[0])
+        b_bits = load_codes(fields[0], fields[0], o_own, o_t, m_t, 1, META.words, META.padded, META.words)
         for j in tl.static_range(len(b_bits)):
             b_tile = b_bits[j].to(DTYPE)
             b_sums = b_sums + (tl.dot(b_weights, b_tile, b_acc[i * len(b_bits) + j], input_precision=PRECISION),)
@@ -209,30 +228,30 @@ def commvq_side(codec: CommVQCodec) -> KernelSide:
     """Operands of a CommVQ codec. Code space: keys' pairs by groups, real parts first; values' channels, or bits."""
     if codec.codebooks is None:
         heads, bits = codec.context.heads, codec.fields[0].shape[0] * 8
-        meta: tuple[int, ...] = (words_per_token(bits), padded_words(bits), heads)
         output_map = in_code_order(codec.output_map(), (bits,) * heads).contiguous()
         widths = code_tiles(bits) * heads
+        meta = Bits(words_per_token(bits), padded_words(bits), heads)
         return KernelSide(score, accumulate_bits, meta, widths, tokens=64, warps=8, output_map=output_map)
     books = codec.codebooks
     groups, rounds, centres, width = books.shape[1], books.shape[2], books.shape[3], books.shape[-1]
     padded = max(16, triton.next_power_of_2(width))
-    meta = (groups, rounds, centres.bit_length() - 1, width, codec.fields[0].shape[0])
+    form = Books(groups, rounds, centres.bit_length() - 1, width, codec.fields[0].shape[0])
     if codec.context.side == "values":
         tile = min(padded, COLUMNS)
         widths = (tile,) * (groups * padded // tile)
         output_map = None
         if padded != width:
             output_map = _spread(torch.arange(codec.context.head_dim), groups, padded).to(books.device)
-        return KernelSide(score, accumulate, meta, widths, (books,), tokens=TOKENS, warps=8, output_map=output_map)
+        return KernelSide(score, accumulate, form, widths, (books,), tokens=TOKENS, warps=8, output_map=output_map)
     assert codec.context.rope is not None
     channels = torch.tensor(codec.context.rope.order).view(2, groups, width).transpose(0, 1)
     query_map = _spread(channels, 2 * groups, padded).mT.contiguous().to(books.device)
     if codec.weights is not None:
         order = torch.tensor(codec.context.rope.order, device=books.device)
         query_map = query_map / codec.weights.float().repeat(1, 2)[:, order.argsort(), None]
-    meta = (*meta, codec.context.rope.rotary)
+    form = form._replace(rotary=codec.context.rope.rotary)
     widths = (padded,) * (2 * groups)
-    return KernelSide(score, accumulate, meta, widths, (books,), tokens=TOKENS, warps=8, query_map=query_map)
+    return KernelSide(score, accumulate, form, widths, (books,), tokens=TOKENS, warps=8, query_map=query_map)
 
 
 def _spread(channels: torch.Tensor, tiles: int, padded: int) -> torch.Tensor:

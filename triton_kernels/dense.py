@@ -15,11 +15,20 @@ PRECISION: of float32 operands in `tl.dot`; 16-bit ones are not affected.
 FAST: whether 16-bit operands may be made by NVIDIA's assembly (`lookup.py`); the other way is portable.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from .operands import KernelSide
+
+
+class Width(NamedTuple):
+    """Numbers of a token, and the power of two that holds them."""
+
+    dim: int
+    padded: int
 
 
 @triton.jit
@@ -28,9 +37,9 @@ def score(
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s = q · k"""
-    o_d = tl.arange(0, META[1])
-    m_d = m_t[:, None] & (o_d < META[0])[None, :]
-    b_k = tl.load(fields[0] + (o_row + o_t)[:, None] * META[0] + o_d[None, :], mask=m_d, other=0.0)
+    o_d = tl.arange(0, META.padded)
+    m_d = m_t[:, None] & (o_d < META.dim)[None, :]
+    b_k = tl.load(fields[0] + (o_row + o_t)[:, None] * META.dim + o_d[None, :], mask=m_d, other=0.0)
     return tl.dot(b_q[0], tl.trans(b_k.to(b_q[0].dtype)), input_precision=PRECISION)
 
 
@@ -40,16 +49,16 @@ def accumulate(
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """acc += p v"""
-    o_d = tl.arange(0, META[1])
-    m_d = m_t[:, None] & (o_d < META[0])[None, :]
-    b_v = tl.load(fields[0] + (o_row + o_t)[:, None] * META[0] + o_d[None, :], mask=m_d, other=0.0)
+    o_d = tl.arange(0, META.padded)
+    m_d = m_t[:, None] & (o_d < META.dim)[None, :]
+    b_v = tl.load(fields[0] + (o_row + o_t)[:, None] * META.dim + o_d[None, :], mask=m_d, other=0.0)
     return (tl.dot(b_p.to(DTYPE), b_v.to(DTYPE), b_acc[0], input_precision=PRECISION),)
 
 
 def dense_side(head_dim: int, device: torch.device) -> KernelSide:
     """The side of a `none` codec: code space is the head's own space, up to padding."""
     padded = max(16, triton.next_power_of_2(head_dim))
-    side = KernelSide(score, accumulate, (head_dim, padded), (padded,))
+    side = KernelSide(score, accumulate, Width(head_dim, padded), (padded,))
     if padded != head_dim:
         side.output_map = torch.eye(padded, head_dim, device=device).unsqueeze(0)
         side.query_map = side.output_map.mT.contiguous()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -15,6 +15,20 @@ from .operands import KernelSide, code_tiles, in_code_order
 
 if TYPE_CHECKING:
     from ..methods.kivi import KIVICodec
+
+
+class Grouped(NamedTuple):
+    """Bits of a code, words of a token and padded ones (`codes.py`), tokens and channels that share a scale.
+
+    fits: whether `lookup.py` can unpack them.
+    """
+
+    bits: int
+    words: int
+    padded: int
+    tokens: int
+    channels: int
+    fits: bool
 
 
 @triton.constexpr_function
@@ -39,12 +53,14 @@ def per_unit(b_scale, BITS: tl.constexpr):
 
 
 @triton.jit
-def decoded(
-    fields, words, o_row, o_t, m_t, DTYPE: tl.constexpr, FAST: tl.constexpr,
-    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
-    FITS: tl.constexpr,
-):  # fmt: skip
-    """Tiles of decoded tokens (see `codes.py`); a scale is shared by `TOKENS` tokens and `CHANNELS` channels."""
+def decoded(fields, words, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """Tiles of decoded tokens (see `codes.py`)."""
+    BITS: tl.constexpr = META.bits
+    WORDS: tl.constexpr = META.words
+    PADDED: tl.constexpr = META.padded
+    TOKENS: tl.constexpr = META.tokens
+    CHANNELS: tl.constexpr = META.channels
+    FITS: tl.constexpr = META.fits
     SCALE: tl.constexpr = 1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2
     SPAN: tl.constexpr = WORDS * tile_width(PADDED) // PADDED
     if FAST and FITS:
@@ -83,9 +99,7 @@ def score(
     b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    b_k = decoded(
-        fields, words, o_row, o_t, m_t, b_q[0].dtype, FAST, META[0], META[1], META[2], META[3], META[4], META[5]
-    )
+    b_k = decoded(fields, words, o_row, o_t, m_t, META, b_q[0].dtype, FAST)
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
     for i in tl.static_range(len(b_k)):
         b_s = tl.dot(b_q[i], tl.trans(b_k[i]), b_s, input_precision=PRECISION)
@@ -97,7 +111,7 @@ def accumulate(
     b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    b_v = decoded(fields, words, o_row, o_t, m_t, DTYPE, FAST, META[0], META[1], META[2], META[3], META[4], META[5])
+    b_v = decoded(fields, words, o_row, o_t, m_t, META, DTYPE, FAST)
     b_sums = ()
     for i in tl.static_range(len(b_v)):
         b_sums = b_sums + (tl.dot(b_p.to(DTYPE), b_v[i], b_acc[i], input_precision=PRECISION),)
@@ -110,7 +124,7 @@ def kivi_side(codec: KIVICodec) -> KernelSide:
     keys, bits = codec.context.side == "keys", codec.options.bits
     tokens, channels = (group, 1) if keys else (1, group)
     fits = lookup.fits(width, bits)
-    meta = (bits, words_per_token(width), padded_words(width), tokens, channels, fits)
+    meta = Grouped(bits, words_per_token(width), padded_words(width), tokens, channels, fits)
     side = KernelSide(score, accumulate, meta, code_tiles(width))
     if fits:
         side.words, side.places = lookup.even_words(bits, width, codec.context.device)

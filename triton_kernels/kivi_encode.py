@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,17 @@ MAX_NUMBERS = 8192
 """Of a group of keys in all channels, which a program holds; more take more registers than there are."""
 
 
+class Groups(NamedTuple):
+    """Bits, words, padded words, planes, and how many tokens and channels share a scale and a zero point."""
+
+    bits: int
+    words: int
+    padded: int
+    planes: int
+    tokens: int
+    channels: int
+
+
 @triton.jit
 def nearest_codes(b_x, b_scale, b_zero, BITS: tl.constexpr):
     """clamp(floor((x - zero) / scale + 1/2)), for scales and zero points as they are stored."""
@@ -30,32 +41,32 @@ def nearest_codes(b_x, b_scale, b_zero, BITS: tl.constexpr):
 def encode_groups(
     p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """`META`: bits, words, padded words, planes, and how many tokens and channels share a scale and a zero point.
-
-    A tile is seen as `[groups, numbers of a group, channels of a group]`, the last axis that of keys alone.
-    """
+    """A tile is seen as `[groups, numbers of a group, channels of a group]`, the last axis that of keys alone."""
     T: tl.constexpr = o_x.shape[0]
-    SIZE: tl.constexpr = META[4] * META[5]
-    AFTER: tl.constexpr = 8 * META[2] if META[4] > 1 else 1
-    GROUPS: tl.constexpr = T * 8 * META[2] // (SIZE * AFTER)
-    o_c = tl.arange(0, 8 * META[2])
-    o_d = o_c // META[2] * META[1] + o_c % META[2]
-    m_x = m_t[:, None] & (o_c % META[2] < META[1])[None, :]
+    WORDS: tl.constexpr = META.words
+    PADDED: tl.constexpr = META.padded
+    SCALE: tl.constexpr = META.planes
+    SIZE: tl.constexpr = META.tokens * META.channels
+    AFTER: tl.constexpr = 8 * PADDED if META.tokens > 1 else 1
+    GROUPS: tl.constexpr = T * 8 * PADDED // (SIZE * AFTER)
+    o_c = tl.arange(0, 8 * PADDED)
+    o_d = o_c // PADDED * WORDS + o_c % PADDED
+    m_x = m_t[:, None] & (o_c % PADDED < WORDS)[None, :]
     b_x = tl.load(p_x + o_x[:, None] + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
     b_x = tl.reshape(b_x, [GROUPS, SIZE, AFTER])
     b_low, b_high = tl.min(b_x, 1), tl.max(b_x, 1)
     b_zero = tl.minimum(tl.maximum(b_low, -65504.0), 65504.0).to(tl.float16)
-    b_scale = tl.minimum(tl.div_rn(b_high - b_low, tl.full(b_low.shape, 2.0 ** META[0] - 1, tl.float32)), 65504.0)
+    b_scale = tl.minimum(tl.div_rn(b_high - b_low, tl.full(b_low.shape, 2.0**META.bits - 1, tl.float32)), 65504.0)
     b_scale = b_scale.to(tl.float16)
     # The same place for all numbers of a group.
-    o_s = (o_row // META[4])[:, None] * (D // META[5]) + (o_d // META[5])[None, :]
+    o_s = (o_row // META.tokens)[:, None] * (D // META.channels) + (o_d // META.channels)[None, :]
     o_s = tl.max(tl.reshape(o_s, [GROUPS, SIZE, AFTER]), 1)
     m_s = tl.max(tl.reshape(m_x.to(tl.int32), [GROUPS, SIZE, AFTER]), 1) > 0
-    tl.store(fields[META[3]] + o_s, b_scale, mask=m_s)
-    tl.store(fields[META[3] + 1] + o_s, b_zero, mask=m_s)
-    b_codes = nearest_codes(b_x, b_scale[:, None, :], b_zero[:, None, :], META[0])
-    b_codes = tl.reshape(b_codes, [T, 8, META[2]])
-    store_codes(b_codes, fields[0], fields[META[3] - 1], o_row, m_t, META[0], META[1], META[2])
+    tl.store(fields[SCALE] + o_s, b_scale, mask=m_s)
+    tl.store(fields[SCALE + 1] + o_s, b_zero, mask=m_s)
+    b_codes = nearest_codes(b_x, b_scale[:, None, :], b_zero[:, None, :], META.bits)
+    b_codes = tl.reshape(b_codes, [T, 8, PADDED])
+    store_codes(b_codes, fields[0], fields[SCALE - 1], o_row, m_t, META.bits, WORDS, PADDED)
 
 
 def kivi_encoder(codec: KIVICodec) -> KernelEncoder | None:
@@ -67,7 +78,7 @@ def kivi_encoder(codec: KIVICodec) -> KernelEncoder | None:
     if group != next_power_of_2(group) or not fits:
         return None
     tokens, channels = (group, 1) if keys else (1, group)
-    meta = (bits, words, padded_words(width), len(PLANES[bits]), tokens, channels)
+    meta = Groups(bits, words, padded_words(width), len(PLANES[bits]), tokens, channels)
     return KernelEncoder(encode_groups, meta, (), tokens)
 
 

@@ -6,12 +6,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 
 from ..backend import interpreting
 from ..slots import Slots
 from ..view import SideSegments
-from .attention import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, attend_kernel, merge_kernel
+from .attention import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, merge_kernel
 from .operands import launch_options, next_power_of_2
 from .plan import AMD, Plan, addresses, kept
 from .query import map_query_arguments, map_query_kernel
@@ -107,13 +106,12 @@ def attend_inputs(
     k_store, v_store, k_tail, v_tail = keys.store, values.store, keys.tail_buffer, values.tail_buffer
     rope = None if keys.track is None else keys.track.buffer
     inputs = dict(  # noqa: C408 - named as the kernel's parameters are
-        p_q=query, k_fields=tuple(k_store.buffers), v_fields=tuple(v_store.buffers),
-        p_sink_k=keys.sinks.contiguous(), p_sink_v=values.sinks.contiguous(), p_tail_k=k_tail, p_tail_v=v_tail,
+        p_q=query, keys=(keys.sinks.contiguous(), k_tail, *k_store.buffers),
+        values=(values.sinks.contiguous(), v_tail, *v_store.buffers),
         p_rope=query if rope is None else rope, p_mask=mask_operand,
         p_packed=query if keys.count is None else keys.count, n_packed=keys.packed, n_tail=keys.tail_tokens,
-        split_tokens=split_tokens, k_capacity=k_store.capacity,
-        v_capacity=v_store.capacity, tail_k_capacity=k_tail.shape[2], tail_v_capacity=v_tail.shape[2],
-        rope_capacity=0 if rope is None else rope.shape[1],
+        split_tokens=split_tokens, k_capacity=k_store.capacity, v_capacity=v_store.capacity, k_room=k_tail.shape[2],
+        v_room=v_tail.shape[2], rope_room=0 if rope is None else rope.shape[1],
         s_mask_b=mask_strides[0], s_mask_h=mask_strides[1], s_mask_n=mask_strides[2], s_mask_t=mask_strides[3],
     )  # fmt: skip
     return inputs, mask_kind
@@ -147,28 +145,18 @@ def attend_arguments(
     tile = sizes.tile
     tile_rows = _tile_rows(tile, rows)
     row_blocks = -(-rows // tile_rows)
-    v_stride = sum(v_side.widths)
     fast = not (exact or amd or INTERPRETING)
-    k_words, v_words = (side.words if fast else None for side in (k_side, v_side))
+    k_tables, k_form = k_side.operands(operand, fast, dk, 0 if keys.track is None else keys.track.buffer.shape[2])
+    v_tables, v_form = v_side.operands(operand, fast, dv, 0)
     arguments = inputs | dict(
-        p_mapped=mapped["p_mapped"], p_rows=mapped["p_rows"],
-        k_tables=k_side.tables_as(operand), p_k_words=query if k_words is None else k_words,
-        v_tables=v_side.tables_as(operand), p_v_words=query if v_words is None else v_words,
-        p_acc=query.new_empty(batch, heads, sizes.splits, rows, v_stride, dtype=torch.float32),
+        p_mapped=mapped["p_mapped"], p_rows=mapped["p_rows"], k_tables=k_tables, v_tables=v_tables,
+        p_acc=query.new_empty(batch, heads, sizes.splits, rows, v_form.width, dtype=torch.float32),
         p_dense=query.new_empty(batch, heads, rows, dv, dtype=torch.float32),
         p_stats=query.new_empty(batch, heads, sizes.splits + 1, rows, 2, dtype=torch.float32),
-        n_sinks=keys.sinks.shape[2], scaling=scaling * LOG2E.value,
-        softcap=(softcap or 0.0) * LOG2E.value, G=groups, N=count,
-        SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K_META=k_side.meta, V_META=v_side.meta,
-        K_WORDS=0 if k_words is None else len(k_words) - k_side.places, K_PLACES=k_side.places if fast else 0,
-        V_WORDS=0 if v_words is None else len(v_words) - v_side.places, V_PLACES=v_side.places if fast else 0,
-        K_WIDTHS=k_side.widths, V_WIDTHS=v_side.widths, K_STRIDE=mapped["W"], V_STRIDE=v_stride, BIAS=k_side.bias,
-        EVEN=sizes.even, FAST=fast,
-        DK=dk, DV=dv, DK_PAD=max(16, next_power_of_2(dk)), DV_PAD=max(16, next_power_of_2(dv)),
-        DTYPE=tl.float32 if exact else tl.float16, PRECISION="ieee" if exact or amd else "tf32",
-        M=tile_rows, BLOCK=tile.tokens, DENSE_BLOCK=16, MASK=mask_kind, SOFTCAP=softcap is not None, CAUSAL=count > 1,
-        ROW_BLOCKS=row_blocks, ROPE_WIDTH=0 if keys.track is None else keys.track.buffer.shape[2],
-        BOUNDED=keys.count is not None,
+        n_sinks=keys.sinks.shape[2], scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
+        G=groups, N=count, SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K=k_form, V=v_form,
+        MASKING=Masking(mask_kind, softcap is not None, count > 1), M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even,
+        BOUNDED=keys.count is not None, ROW_BLOCKS=row_blocks, PRECISION="ieee" if exact or amd else "tf32", FAST=fast,
         num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(amd),
     )  # fmt: skip
@@ -194,7 +182,7 @@ def merge_arguments(
         p_map=attended["p_acc"] if output_map is None else output_map,
         p_sinks=attended["p_acc"] if sinks is None else sinks, p_out=out,
         splits=splits, s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
-        W=attended["V_STRIDE"], DV=dv, DV_PAD=next_power_of_2(dv),
+        W=attended["V"].width, DV=dv, DV_PAD=next_power_of_2(dv),
         S_PAD=max(16, next_power_of_2(splits + 1)), CHUNK=16,
         HAS_MAP=output_map is not None, HAS_SINKS=sinks is not None, enable_fp_fusion=True,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,14 +28,35 @@ def launch_options(amd: bool = AMD, fusion: bool = True) -> dict[str, Any]:
     return {"enable_fp_fusion": fusion} | ({} if amd else {"maxnreg": 255})
 
 
+class SideForm(NamedTuple):
+    """What the attention kernel knows of a side when it is compiled.
+
+    meta, widths: as in `KernelSide`; width: columns of code space, the sum of `widths`.
+    words, places: of `KernelSide.words`, those that are tiles of their own, and those of the last tile.
+    dim, padded: numbers of a dense token, and the power of two that holds them.
+    bias: of keys, whether a term is added to all scores of a query; rope: cos and sin of a token, or 0 without.
+    """
+
+    meta: tuple[Any, ...]
+    widths: tuple[int, ...]
+    width: int
+    words: int
+    places: int
+    dim: int
+    padded: int
+    bias: bool
+    rope: int
+
+
 @dataclass(eq=False)
 class KernelSide:
     """One side's device functions and constant operands.
 
     score, accumulate: the two Triton device functions; see `dense.py` for their contract by example.
-    meta: compile-time parameters of both functions.
+    meta: compile-time parameters of both functions, a named tuple.
     widths: widths of the code-space tiles, powers of two of at least 16.
-    tables: constant tensors that the functions read, in float32; they get them in the dtype of the operands.
+    tables: constant tensors that the functions read, in float32; they get them in the dtype of the operands, and after
+        them what may not be read, so that they count from the first.
     words: int32 constants for the functions' fast path, which stay in registers (see `lookup.py`); they get each as a
         tile `[1, 1]`, and the last `places` of them as one more tile `[1, places]`.
     tokens, warps: tokens of a tile, at most, and warps of a program that suit the functions with 16-bit operands.
@@ -77,6 +98,20 @@ class KernelSide:
             self._cast[dtype] = tuple(table.to(dtype).contiguous() for table in self.tables)
         return self._cast[dtype]
 
+    def operands(
+        self, dtype: torch.dtype, fast: bool, dim: int, rope: int
+    ) -> tuple[tuple[torch.Tensor, ...], SideForm]:
+        """Its constant tensors, of this dtype, and its form; `fast` with the words of the fast path, if it has one.
+
+        dim: numbers of a dense token; rope: those of cos and sin of a token that the side reads.
+        """
+        tables, words, places = self.tables_as(dtype), 0, 0
+        if fast and self.words is not None:
+            tables, words, places = (*tables, self.words), len(self.words) - self.places, self.places
+        padded = max(16, next_power_of_2(dim))
+        form = SideForm(self.meta, self.widths, sum(self.widths), words, places, dim, padded, self.bias, rope)
+        return tables, form
+
     def query_bound(self) -> torch.Tensor:
         """Largest 1-norm of a column of `query_map`: what a query of largest magnitude 1 can become. Float32 `[]`."""
         if self._bound is None:
@@ -98,7 +133,7 @@ class KernelEncoder:
     encode: a Triton device function `(p_x, o_x, m_t, fields, o_row, tables, i_h, D, META, PRECISION)` that encodes the
         tokens of head `i_h` whose `D` numbers begin at `p_x + o_x`, `[T]`, where `m_t`, and stores what becomes of them
         as tokens `o_row` of all fields.
-    meta: its compile-time parameters.
+    meta: its compile-time parameters, a named tuple.
     tables: constant tensors that it reads.
     group: tokens that are encoded together, a power of two; a tile of `T` tokens has whole groups.
     fused: whether products may be added without being rounded: not where codes are to equal torch's to the bit.

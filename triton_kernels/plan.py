@@ -1,9 +1,9 @@
 """Launches that are repeated from step to step, without working out again what does not change.
 
-Triton's own launch looks at all arguments, 60 of the attention kernel, to find the compiled kernel for their types,
-alignments and constants. A plan remembers the kernel and what is constant, and hands over addresses where Triton takes
-tensors. Whoever keeps it compares all else that Triton looks at. On AMD's GPUs that is the size of each tensor's memory
-too, so nothing is repeated there.
+Triton's own launch looks at all arguments, 42 of the attention kernel and those in their tuples, to find the compiled
+kernel for their types, alignments and constants. A plan remembers the kernel and what is constant, and hands over
+addresses where Triton takes tensors. Whoever keeps it compares all else that Triton looks at. On AMD's
+GPUs that is the size of each tensor's memory too, so nothing is repeated there.
 """
 
 from __future__ import annotations

@@ -207,40 +207,44 @@ def fourth_level(p_radii, p_codes, b_table, b_places, o_row, o_t, m_t, ROW: tl.c
 
 
 @triton.jit
-def column_tiles(fields, p_coarse, words, o_row, o_t, m_t, META: tl.constexpr, KEYS: tl.constexpr):
-    """Eight tiles `[T, 16]` in code space, in `tile_order`; `META` as in `polarquant_recursive.py`."""
+def column_tiles(fields, p_coarse, words, o_row, o_t, m_t, META: tl.constexpr):
+    """Eight tiles `[T, 16]` in code space, in `tile_order`; `META` is the `Tree` of `polarquant_recursive.py`."""
     T: tl.constexpr = o_t.shape[0]
-    TWO: tl.constexpr = 16 + 2 ** META[2][0]
+    SECOND_BITS: tl.constexpr = META.bits[1]
+    FOUR_LEVELS_ONLY: tl.constexpr = len(META.bits) == 4
+    TWO: tl.constexpr = 16 + 2**SECOND_BITS
     b_places = words[len(words) - 1]
-    if len(META) == 5:
+    if FOUR_LEVELS_ONLY:
         b_places = tl.reshape(tl.broadcast_to(tl.reshape(b_places, [1, 2, 8]), [T // 2, 2, 8]), [T, 8])
-    p_twos = fields[META[3][1]]
+    p_twos = fields[META.field[2]]
     b_two_shift, b_three_shift = b_places & 255, b_places >> 16 & 255
-    if len(META) == 5:
+    if FOUR_LEVELS_ONLY:
         b_fourth = lane_table(words, TWO + 4, 2)
-        b_radii = fourth_level(fields[META[0][3]], p_twos, b_fourth, b_places, o_row, o_t, m_t, META[4][2], META[4][3])
+        b_radii = fourth_level(
+            fields[META.radii], p_twos, b_fourth, b_places, o_row, o_t, m_t, META.row[3], META.offset[3]
+        )
         b_halves = tl.load(p_coarse + (o_row & 1) + tl.zeros([1, 1], tl.int32)).to(tl.int16, bitcast=True).to(tl.int32)
         b_two_shift ^= b_halves
         b_three_shift ^= b_halves
     else:
-        b_radii = coarse_radii(p_coarse, p_twos, b_places, o_row, o_t, m_t, META[4][2], META[4][3])
-    b_third = word_of_column(p_twos, o_row, o_t, m_t, b_three_shift, META[3][2], META[3][3], 2)
-    b_second = word_of_column(fields[META[2][1]], o_row, o_t, m_t, b_two_shift, META[2][2], META[2][3], 4)
+        b_radii = coarse_radii(p_coarse, p_twos, b_places, o_row, o_t, m_t, META.row[3], META.offset[3])
+    b_third = word_of_column(p_twos, o_row, o_t, m_t, b_three_shift, META.row[2], META.offset[2], 2)
+    b_second = word_of_column(fields[META.field[1]], o_row, o_t, m_t, b_two_shift, META.row[1], META.offset[1], 4)
     b_first = load_words(fields[0], o_row, o_t, m_t, 8, 8, 8)
     b_codes = (b_radii, b_third, b_second)
-    if META[2][0] == 3:
-        p_high = fields[META[2][1] + 1].to(tl.pointer_type(tl.int32), bitcast=True)
+    if SECOND_BITS == 3:
+        p_high = fields[META.field[1] + 1].to(tl.pointer_type(tl.int32), bitcast=True)
         b_codes = b_codes + (load_words(p_high, o_row, o_t, m_t, 1, 1, 1) >> (b_places >> 8 & 255),)
-    b_tables = (lane_table(words, 0, 4), lane_table(words, 16, META[2][0]), lane_table(words, TWO, 2))
+    b_tables = (lane_table(words, 0, 4), lane_table(words, 16, SECOND_BITS), lane_table(words, TWO, 2))
     b_pairs = tl.inline_asm_elementwise(
-        THREE_LEVELS[META[2][0] - 2], THREE_LEVELS_REGISTERS[META[2][0] - 2], b_codes + (b_first,) + b_tables,
+        THREE_LEVELS[SECOND_BITS - 2], THREE_LEVELS_REGISTERS[SECOND_BITS - 2], b_codes + (b_first,) + b_tables,
         dtype=(tl.int32,) * 8, is_pure=True, pack=1,
     )  # fmt: skip
     b_tiles = ()
     for i in tl.static_range(8):
         b_low = b_pairs[i].to(tl.int16).to(tl.float16, bitcast=True)
         b_high = (b_pairs[i] >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-        b_tiles = b_tiles + (beside(b_low, b_high, KEYS),)
+        b_tiles = b_tiles + (beside(b_low, b_high, META.keys),)
     return b_tiles
 
 

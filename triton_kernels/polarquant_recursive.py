@@ -11,7 +11,7 @@ of two and pairing by halves stays as it is. `polar_columns.py` has a faster way
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -25,15 +25,41 @@ if TYPE_CHECKING:
     from ..methods.polarquant_recursive import PolarQuantRecursiveCodec
 
 
+class Tree(NamedTuple):
+    """Odd part of the head dimension and its power of two, roots, the field of their radii, whether these have 8 bits.
+
+    fast: whether `polar_columns.py` undoes the tree; keys: whether it is theirs. By level: `LevelCodes`, and where its
+    entries in the joined tables start.
+    """
+
+    odd: int
+    pad: int
+    roots: int
+    radii: int
+    coded: bool
+    fast: bool
+    keys: bool
+    bits: tuple[int, ...]
+    field: tuple[int, ...]
+    row: tuple[int, ...]
+    offset: tuple[int, ...]
+    words: tuple[int, ...]
+    base: tuple[int, ...]
+    count: tuple[int, ...]
+    start: tuple[int, ...]
+
+
 @triton.jit
-def level_codes(fields, o_row, o_t, m_t, META: tl.constexpr, AT: tl.constexpr, ODD: tl.constexpr, PAD: tl.constexpr):
+def level_codes(fields, o_row, o_t, m_t, META: tl.constexpr, AT: tl.constexpr):
     """Codes of level number `AT`, from 0, int32 `[T, COUNT // ODD * PAD]`."""
-    LEVEL: tl.constexpr = META[1 + AT]
-    BITS: tl.constexpr = LEVEL[0]
-    FIELD: tl.constexpr = LEVEL[1]
-    WORDS: tl.constexpr = LEVEL[4]
-    SIZE: tl.constexpr = LEVEL[6] // ODD * PAD
-    WHOLE: tl.constexpr = LEVEL[6] == 8 * WORDS
+    ODD: tl.constexpr = META.odd
+    PAD: tl.constexpr = META.pad
+    BITS: tl.constexpr = META.bits[AT]
+    FIELD: tl.constexpr = META.field[AT]
+    WORDS: tl.constexpr = META.words[AT]
+    BASE: tl.constexpr = META.base[AT]
+    SIZE: tl.constexpr = META.count[AT] // ODD * PAD
+    WHOLE: tl.constexpr = META.count[AT] == 8 * WORDS
     LOW: tl.constexpr = 4 if BITS >= 4 else (2 if BITS >= 2 else 1)
     o_c = tl.arange(0, SIZE // 8 if WHOLE else SIZE)
     m_w = m_t[:, None]
@@ -43,8 +69,8 @@ def level_codes(fields, o_row, o_t, m_t, META: tl.constexpr, AT: tl.constexpr, O
     if WHOLE:
         o_w, o_j = o_i, tl.arange(0, 8)[None, :, None]
     else:
-        o_w, o_j = (LEVEL[5] + o_i) % WORDS, ((LEVEL[5] + o_i) // WORDS)[None, :]
-    o_w = (o_row + o_t)[:, None] * LEVEL[2] + LEVEL[3] + o_w[None, :]
+        o_w, o_j = (BASE + o_i) % WORDS, ((BASE + o_i) // WORDS)[None, :]
+    o_w = (o_row + o_t)[:, None] * META.row[AT] + META.offset[AT] + o_w[None, :]
     b_low = tl.load(fields[FIELD] + o_w, mask=m_w, other=0).to(tl.int32)
     if WHOLE:
         b_low = b_low[:, None, :]
@@ -72,10 +98,10 @@ def halves(b_x):
 
 
 @triton.jit
-def stored_radii(fields, tables, i_h, o_i, m_i, FIELD: tl.constexpr, CODED: tl.constexpr):
+def stored_radii(fields, tables, i_h, o_i, m_i, META: tl.constexpr):
     """Radii at `o_i`, float32; 8-bit ones through their head's table."""
-    b_radii = tl.load(fields[FIELD] + o_i, mask=m_i, other=0)
-    if CODED:
+    b_radii = tl.load(fields[META.radii] + o_i, mask=m_i, other=0)
+    if META.coded:
         b_radii = tl.load(tables[1] + i_h * 256 + b_radii.to(tl.int32))
     return b_radii.to(tl.float32)
 
@@ -83,23 +109,22 @@ def stored_radii(fields, tables, i_h, o_i, m_i, FIELD: tl.constexpr, CODED: tl.c
 @triton.jit
 def tree_tile(fields, tables, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr):
     """Low and high half of a tile in code space, each `[T, W]`, and the radius of each token that is left out."""
-    SHAPE: tl.constexpr = META[0]
-    ODD: tl.constexpr = SHAPE[0]
-    PAD: tl.constexpr = SHAPE[1]
-    ROOTS: tl.constexpr = SHAPE[2]
-    DEPTH: tl.constexpr = len(META) - 1
+    ODD: tl.constexpr = META.odd
+    PAD: tl.constexpr = META.pad
+    ROOTS: tl.constexpr = META.roots
+    DEPTH: tl.constexpr = len(META.bits)
     SINGLE: tl.constexpr = ROOTS == 1
     if SINGLE:
-        b_scale = stored_radii(fields, tables, i_h, o_row + o_t, m_t, SHAPE[3], SHAPE[4])
+        b_scale = stored_radii(fields, tables, i_h, o_row + o_t, m_t, META)
     else:
         o_r = tl.arange(0, ROOTS // ODD * PAD)
         o_i = o_r // PAD * ODD + o_r % PAD
         m_r = m_t[:, None] & (o_r % PAD < ODD)[None, :]
-        b_r = stored_radii(fields, tables, i_h, (o_row + o_t)[:, None] * ROOTS + o_i[None, :], m_r, SHAPE[3], SHAPE[4])
+        b_r = stored_radii(fields, tables, i_h, (o_row + o_t)[:, None] * ROOTS + o_i[None, :], m_r, META)
         b_scale = tl.full([o_t.shape[0]], 1.0, tl.float32)
     for i in tl.static_range(DEPTH):
-        b_codes = level_codes(fields, o_row, o_t, m_t, META, DEPTH - 1 - i, ODD, PAD)
-        b_pair = points(tables[0], b_codes, META[DEPTH - i][7])
+        b_codes = level_codes(fields, o_row, o_t, m_t, META, DEPTH - 1 - i)
+        b_pair = points(tables[0], b_codes, META.start[DEPTH - 1 - i])
         if i > 0 or not SINGLE:
             b_pair = b_pair * (b_r[:, :, None] if i < DEPTH - 1 else b_r.to(DTYPE)[:, :, None])
         if i < DEPTH - 1:
@@ -113,22 +138,17 @@ def tree_tile(fields, tables, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: t
 def tiles(
     fields, tables, words, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
-    """Tiles of code space, and the radius of each token that is left out: two tiles, or eight of 16 columns.
-
-    `META[0]` is the shape of the tree, last whether `polar_columns.py` undoes it, and for keys, and `META[ℓ]` level ℓ
-    as in `level_meta`. It is handed on whole: Triton 3.6 takes no tuple out of another one as an argument.
-    """
-    SHAPE: tl.constexpr = META[0]
-    if FAST and SHAPE[5]:
-        b_tiles = polar_columns.column_tiles(fields, tables[len(tables) - 1], words, o_row, o_t, m_t, META, SHAPE[6])
-        if SHAPE[2] == 1:
-            b_scale = stored_radii(fields, tables, i_h, o_row + o_t, m_t, SHAPE[3], SHAPE[4])
+    """Tiles of code space, and the radius of each token that is left out: two tiles, or eight of 16 columns."""
+    if FAST and META.fast:
+        b_tiles = polar_columns.column_tiles(fields, tables[2 if META.coded else 1], words, o_row, o_t, m_t, META)
+        if META.roots == 1:
+            b_scale = stored_radii(fields, tables, i_h, o_row + o_t, m_t, META)
         else:
             b_scale = tl.full([o_t.shape[0]], 1.0, tl.float32)
     else:
         b_low, b_high, b_scale = tree_tile(fields, tables, i_h, o_row, o_t, m_t, META, DTYPE)
         b_tiles = (b_low, b_high)
-        if SHAPE[5]:
+        if META.fast:
             b_0, b_2 = halves(b_low)
             b_4, b_6 = halves(b_high)
             b_lows, b_highs = halves(b_0) + halves(b_2), halves(b_4) + halves(b_6)
@@ -137,8 +157,8 @@ def tiles(
                 b_near_low, b_far_low = halves(b_lows[i])
                 b_near_high, b_far_high = halves(b_highs[i])
                 b_tiles = b_tiles + (
-                    polar_columns.beside(b_near_low, b_near_high, SHAPE[6]),
-                    polar_columns.beside(b_far_low, b_far_high, SHAPE[6]),
+                    polar_columns.beside(b_near_low, b_near_high, META.keys),
+                    polar_columns.beside(b_far_low, b_far_high, META.keys),
                 )
     return b_tiles, b_scale
 
@@ -161,7 +181,7 @@ def accumulate(
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b_tiles, b_scale = tiles(fields, tables, words, i_h, o_row, o_t, m_t, META, DTYPE, FAST)
-    if META[0][2] != 1:
+    if META.roots != 1:
         b_weights = b_p.to(DTYPE)
     elif FAST:
         b_weights = lookup.product(b_p.to(DTYPE), b_scale.to(DTYPE)[None, :])
@@ -179,13 +199,13 @@ def padding(head_dim: int) -> tuple[int, int]:
     return odd, triton.next_power_of_2(odd)
 
 
-def level_meta(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
-    """`LevelCodes` of each level as the kernels take it, and where its entries in the joined tables start."""
-    meta, start = [], 0
+def level_columns(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
+    """Of all levels what `Tree` has by level, from bits on."""
+    rows, start = [], 0
     for level in tree.levels:
-        meta.append((level.bits, level.field, level.row, level.offset, level.words, level.base, level.count, start))
+        rows.append((level.bits, level.field, level.row, level.offset, level.words, level.base, level.count, start))
         start += 2**level.bits
-    return tuple(meta)
+    return tuple(zip(*rows, strict=True))
 
 
 def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
@@ -205,11 +225,11 @@ def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
         basis = basis[:, polar_columns.tile_order(keys).to(device)]
         coarse = polar_columns.coarse_table(codec.books) if tree.roots == 1 else polar_columns.odd_rows()
         tables += (coarse.to(device),)
-    shape = (odd, pad, tree.roots, len(codec.fields) - 1, codec.radius_table is not None, fast, keys)
+    coded, radii = codec.radius_table is not None, len(codec.fields) - 1
     return KernelSide(
         score,
         accumulate,
-        (shape, *level_meta(tree)),
+        Tree(odd, pad, tree.roots, radii, coded, fast, keys, *level_columns(tree)),
         (16,) * 8 if fast else (width // 2, width // 2),
         tables=tables,
         words=polar_columns.words(codec.books).to(device) if fast else None,

@@ -9,7 +9,7 @@ vectors of the angles:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,24 @@ from .operands import KernelSide, code_tiles, in_code_order, with_mean
 
 if TYPE_CHECKING:
     from ..methods.polarquant_rope import PolarQuantRopeCodec
+
+
+class Polar(NamedTuple):
+    """Bits of angles and radii, words of a token and padded ones (`codes.py`), where in its cell a radius is decoded.
+
+    tokens: of a group that shares scales, or 0; match: whether scores are scaled; table: the score function; fast:
+    whether `directions.py` and `lookup.py` can unpack the codes.
+    """
+
+    angle_bits: int
+    radius_bits: int
+    words: int
+    padded: int
+    offset: float
+    tokens: int
+    match: bool
+    table: bool
+    fast: bool
 
 
 @triton.jit
@@ -72,15 +90,19 @@ def unpacked_scores(
     META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores by codes: the portable way, and either score function."""
-    b_angles = load_codes(fields[0], fields[AT - 1], o_row, o_t, m_t, META[0], META[2], META[3], META[2])
-    b_steps = load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, META[1], META[2], META[3], META[2])
+    b_angles = load_codes(
+        fields[0], fields[AT - 1], o_row, o_t, m_t, META.angle_bits, META.words, META.padded, META.words
+    )
+    b_steps = load_codes(
+        fields[AT], fields[SCALE - 1], o_row, o_t, m_t, META.radius_bits, META.words, META.padded, META.words
+    )
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
     TILES: tl.constexpr = len(b_angles)
-    HALF: tl.constexpr = 2 ** (META[0] - 1)
+    HALF: tl.constexpr = 2 ** (META.angle_bits - 1)
     for j in tl.static_range(TILES):
         b_steps_j = as_numbers(b_steps[j], b_q[0].dtype)
-        b_radii = radii(b_steps_j, p_scale, o_row, j, META[2], META[3], 1, META[4], META[5], False)
-        if META[7]:
+        b_radii = radii(b_steps_j, p_scale, o_row, j, META.words, META.padded, 1, META.offset, META.tokens, False)
+        if META.table:
             b_signed = tl.where(b_angles[j] < HALF, b_radii, -b_radii)
             for i in tl.static_range(HALF):
                 b_chosen = tl.where((b_angles[j] & (HALF - 1)) == i, b_signed, 0.0)
@@ -98,15 +120,20 @@ def looked_up_scores(
     META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores by `directions.py` and `lookup.py`; the table of radii follows that of angles in `words`."""
-    b_points = directions.directions(fields[0], fields[AT - 1], words, o_row, o_t, m_t, META[0], META[2], META[3])
+    BITS: tl.constexpr = META.radius_bits
+    b_points = directions.directions(
+        fields[0], fields[AT - 1], words, o_row, o_t, m_t, META.angle_bits, META.words, META.padded
+    )
     b_steps = lookup.levels(
-        fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, 8, META[1], True, META[2], META[3], META[2]
+        fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, 8, BITS, True, META.words, META.padded, META.words
     )
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
     TILES: tl.constexpr = len(b_steps)
-    OFFSET: tl.constexpr = META[4] + (2 ** META[1] - 1) / 2
+    OFFSET: tl.constexpr = META.offset + (2**BITS - 1) / 2
     for j in tl.static_range(TILES):
-        b_radii = radii(b_steps[j], p_scale, o_row, j, META[2], META[3], lookup.unit(META[1]), OFFSET, META[5], True)
+        b_radii = radii(
+            b_steps[j], p_scale, o_row, j, META.words, META.padded, lookup.unit(BITS), OFFSET, META.tokens, True
+        )
         b_x, b_y = lookup.product(b_points[j], b_radii), lookup.product(b_points[TILES + j], b_radii)
         b_s = tl.dot(b_q[j], tl.trans(b_x), b_s, input_precision=PRECISION)
         b_s = tl.dot(b_q[TILES + j], tl.trans(b_y), b_s, input_precision=PRECISION)
@@ -118,14 +145,14 @@ def score(
     b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    AT: tl.constexpr = 1 if (META[0] == 2 or META[0] == 4) else 2
-    SCALE: tl.constexpr = AT + (1 if (META[1] == 2 or META[1] == 4) else 2)
-    p_scale = fields[SCALE if META[5] else 0]
-    if FAST and META[8]:
+    AT: tl.constexpr = 1 if (META.angle_bits == 2 or META.angle_bits == 4) else 2
+    SCALE: tl.constexpr = AT + (1 if (META.radius_bits == 2 or META.radius_bits == 4) else 2)
+    p_scale = fields[SCALE if META.tokens else 0]
+    if FAST and META.fast:
         b_s = looked_up_scores(b_q, fields, words, p_scale, o_row, o_t, m_t, META, AT, SCALE, PRECISION)
     else:
         b_s = unpacked_scores(b_q, fields, tables[0], p_scale, o_row, o_t, m_t, META, AT, SCALE, PRECISION)
-    if META[6]:
+    if META.match:
         b_s *= tl.load(fields[len(fields) - 1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)[None, :]
     return b_s
 
@@ -135,7 +162,7 @@ def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
     options, pairs = codec.options, codec.pairs.pairs
     table = options.score_function == "table"
     fast = not table and lookup.fits(pairs, options.radius_bits) and directions.fits(codec.points, pairs)
-    meta = (
+    meta = Polar(
         options.angle_bits, options.radius_bits, words_per_token(pairs), padded_words(pairs), options.offset,
         0 if options.radius_scale == "channel" else options.group_size, options.scalar == "match", table, fast,
     )  # fmt: skip

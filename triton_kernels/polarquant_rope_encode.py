@@ -8,7 +8,7 @@ No angle is ever computed: a point turned back to the first quarter is `(u, v)`,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,25 @@ if TYPE_CHECKING:
 
 MAX_PAIRS = 4096
 """Of all tokens of a group, that a program holds at a time; more take more registers than there are."""
+
+
+class Pairs(NamedTuple):
+    """Bits and planes of angles and of radii, words of a token and how many of them at a time, tokens of a group or 0.
+
+    steps: of a scale; offset: where in its cell a radius is decoded; and whether keys are centred, and matched.
+    """
+
+    angle_bits: int
+    radius_bits: int
+    angle_planes: int
+    radius_planes: int
+    words: int
+    count: int
+    tokens: int
+    steps: int
+    offset: float
+    centred: bool
+    match: bool
 
 
 @triton.jit
@@ -57,10 +76,10 @@ def group_scale(
 @triton.jit
 def encode_words(p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, FIRST: tl.constexpr):
     """The pairs of words from `FIRST` on: their parts of the tokens' squared lengths, before and after, each `[T]`."""
-    PLANES_A: tl.constexpr = META[2]
-    AT: tl.constexpr = META[2] + META[3]
-    WORDS: tl.constexpr = META[4]
-    COUNT: tl.constexpr = META[5]
+    RADII: tl.constexpr = META.angle_planes
+    AT: tl.constexpr = RADII + META.radius_planes
+    WORDS: tl.constexpr = META.words
+    COUNT: tl.constexpr = META.count
     o_w = FIRST + tl.arange(0, COUNT)[None, :]
     o_p = tl.arange(0, 8)[:, None] * WORDS + o_w
     m_p = (o_w < WORDS) & (o_p >= 0)
@@ -69,21 +88,21 @@ def encode_words(p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, MET
     m_x = m_t[:, None, None] & m_p[None, :, :]
     b_x = tl.load(p_x + o_x[:, None, None] + o_real[None, :, :], mask=m_x, other=0.0).to(tl.float32)
     b_y = tl.load(p_x + o_x[:, None, None] + o_imaginary[None, :, :], mask=m_x, other=0.0).to(tl.float32)
-    if META[9]:
+    if META.centred:
         b_x -= tl.load(tables[3] + i_h * D + o_real, mask=m_p, other=0.0)[None, :, :]
         b_y -= tl.load(tables[3] + i_h * D + o_imaginary, mask=m_p, other=0.0)[None, :, :]
-    b_angle = angle_codes(b_x, b_y, tables[1], META[0])
-    store_codes(b_angle, fields[0], fields[PLANES_A - 1], o_row, m_t, META[0], WORDS, COUNT, FIRST)
+    b_angle = angle_codes(b_x, b_y, tables[1], META.angle_bits)
+    store_codes(b_angle, fields[0], fields[RADII - 1], o_row, m_t, META.angle_bits, WORDS, COUNT, FIRST)
     b_square = b_x * b_x + b_y * b_y
     b_radius = tl.sqrt_rn(b_square)
-    if META[6] > 0:
-        b_scale = group_scale(b_radius, fields[AT], o_row, m_t, o_p, m_p, WORDS, META[7], META[6])
+    if META.tokens > 0:
+        b_scale = group_scale(b_radius, fields[AT], o_row, m_t, o_p, m_p, WORDS, META.steps, META.tokens)
     else:
         b_scale = tl.load(tables[2] + i_h * (8 * WORDS) + o_p, mask=m_p, other=0.0)
     b_steps = tl.floor(tl.div_rn(b_radius, tl.maximum(b_scale, 1e-30)[None, :, :]))
-    b_steps = tl.minimum(tl.maximum(b_steps, 0.0), 2 ** META[1] - 1)
-    store_codes(b_steps.to(tl.int32), fields[PLANES_A], fields[AT - 1], o_row, m_t, META[1], WORDS, COUNT, FIRST)
-    b_point = (b_steps + META[8]) * b_scale[None, :, :]
+    b_steps = tl.minimum(tl.maximum(b_steps, 0.0), 2**META.radius_bits - 1)
+    store_codes(b_steps.to(tl.int32), fields[RADII], fields[AT - 1], o_row, m_t, META.radius_bits, WORDS, COUNT, FIRST)
+    b_point = (b_steps + META.offset) * b_scale[None, :, :]
     return tl.sum(tl.sum(b_square, 2), 1), tl.sum(tl.sum(b_point * b_point, 2), 1)
 
 
@@ -91,19 +110,18 @@ def encode_words(p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, MET
 def encode_pairs(
     p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """`META`: bits of angles and of radii, planes of each, words of a token and how many of them at a time, tokens of a
-    group or 0, steps of a scale, where in its cell a radius is decoded, whether keys are centred, and matched.
+    """Some words after the others.
 
     `tables` are the channels of all pairs, `[2, pairs]`; the boundaries of a quarter turn, cos and sin; scales
     `[H, pairs]` where they are no groups'; and the mean `[H, D]`.
     """
     b_square = tl.zeros([o_x.shape[0]], tl.float32)
     b_point = b_square
-    for i in tl.static_range((META[4] + META[5] - 1) // META[5]):
-        b_own, b_found = encode_words(p_x, o_x, m_t, fields, o_row, tables, i_h, D, META, i * META[5])
+    for i in tl.static_range((META.words + META.count - 1) // META.count):
+        b_own, b_found = encode_words(p_x, o_x, m_t, fields, o_row, tables, i_h, D, META, i * META.count)
         b_square += b_own
         b_point += b_found
-    if META[10]:
+    if META.match:
         b_match = tl.div_rn(tl.sqrt_rn(b_square), tl.maximum(tl.sqrt_rn(b_point), 1e-30))
         tl.store(fields[len(fields) - 1] + o_row, tl.minimum(b_match, 65504.0).to(tl.float16), mask=m_t)
 
@@ -113,7 +131,7 @@ def polarquant_rope_encoder(codec: PolarQuantRopeCodec) -> KernelEncoder:
     options, pairs = codec.options, codec.pairs.pairs
     grouped, device = options.radius_scale == "group", codec.points.device
     tokens = codec.group if grouped else MANY_TOKENS
-    meta = (
+    meta = Pairs(
         options.angle_bits, options.radius_bits, len(PLANES[options.angle_bits]), len(PLANES[options.radius_bits]),
         words_per_token(pairs), min(padded_words(pairs), MAX_PAIRS // (8 * tokens)), codec.group if grouped else 0,
         options.steps, options.offset, codec.mean is not None, options.scalar == "match",

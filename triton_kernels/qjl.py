@@ -7,7 +7,7 @@ With sketches i of rows S_i, signs g_i[t] and stored scales c_i[t] (QJL, Definit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -25,12 +25,33 @@ CHUNK_WORDS = 16
 """Words of a token that are unpacked at a time; 512 signs at once take more registers than there are."""
 
 
+class Chunks(NamedTuple):
+    """By chunk: its sketch's field and words, the first of its words, how many they are, and padded.
+
+    last: whether it is the sketch's; tile: its first; fits: whether `lookup.py` can unpack it.
+    """
+
+    field: tuple[int, ...]
+    words: tuple[int, ...]
+    first: tuple[int, ...]
+    count: tuple[int, ...]
+    padded: tuple[int, ...]
+    last: tuple[bool, ...]
+    tile: tuple[int, ...]
+    fits: tuple[bool, ...]
+
+
 @triton.jit
 def signs(
-    p_words, words, o_row, o_t, m_t, DTYPE: tl.constexpr, FAST: tl.constexpr,
-    WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, FITS: tl.constexpr,
+    fields, words, o_row, o_t, m_t,
+    META: tl.constexpr, AT: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Tiles of ±1/2 (see `codes.py`)."""
+    WORDS: tl.constexpr = META.words[AT]
+    PADDED: tl.constexpr = META.padded[AT]
+    COUNT: tl.constexpr = META.count[AT]
+    FITS: tl.constexpr = META.fits[AT]
+    p_words = fields[META.field[AT]] + META.first[AT]
     if FAST and FITS:
         b_signs = lookup.levels(p_words, p_words, words, o_row, o_t, m_t, 0, 1, True, WORDS, PADDED, COUNT)
     else:
@@ -48,15 +69,12 @@ def score(
 ):  # fmt: skip
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
     b_sketch = b_s
-    for i in tl.static_range(len(META)):
-        p_words = fields[META[i][0]] + META[i][2]
-        b_signs = signs(
-            p_words, words, o_row, o_t, m_t, b_q[0].dtype, FAST, META[i][1], META[i][4], META[i][3], META[i][7]
-        )
+    for i in tl.static_range(len(META.field)):
+        b_signs = signs(fields, words, o_row, o_t, m_t, META, i, b_q[0].dtype, FAST)
         for j in tl.static_range(len(b_signs)):
-            b_sketch = tl.dot(b_q[META[i][6] + j], tl.trans(b_signs[j]), b_sketch, input_precision=PRECISION)
-        if META[i][5]:
-            b_scale = tl.load(fields[META[i][0] + 1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
+            b_sketch = tl.dot(b_q[META.tile[i] + j], tl.trans(b_signs[j]), b_sketch, input_precision=PRECISION)
+        if META.last[i]:
+            b_scale = tl.load(fields[META.field[i] + 1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
             b_s += b_sketch * b_scale[None, :]
             b_sketch = tl.zeros_like(b_s)
     return b_s
@@ -82,7 +100,7 @@ def qjl_side(codec: QJLCodec) -> KernelSide:
     return KernelSide(
         score,
         None,
-        tuple(meta),
+        Chunks(*zip(*meta, strict=True)),
         tuple(widths),
         words=lookup.places(CHUNK_WORDS).to(basis.device),
         places=CHUNK_WORDS,

@@ -5,7 +5,7 @@ The twin of `Slots.mask`, in which `slots.py` of the package says which token li
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,30 +16,43 @@ from .plan import KernelCall
 from .query import map_query
 
 CAUSAL, BOOL, FLOAT, PADDING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-BLOCK = 1024
+BLOCK = tl.constexpr(1024)
 """Slots of a program."""
+
+
+class MaskForm(NamedTuple):
+    """Constants of a mask over slots: its heads and queries, numbers of slots by kind, the mask over tokens' kind."""
+
+    heads: int
+    count: int
+    sinks: int
+    capacity: int
+    ring: int
+    kind: int
 
 
 @triton.jit
 def _slot_mask(
-    p_mask, p_length, p_packed, p_out, s_b, s_h, s_n, s_t, tokens, i_s, i_n, i_h, i_b,
-    HEADS: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr, CAPACITY: tl.constexpr, RING: tl.constexpr,
-    KIND: tl.constexpr, BLOCK: tl.constexpr,
+    p_mask, p_length, p_packed, p_out, s_b, s_h, s_n, s_t, tokens, i_s, i_n, i_h, i_b, FORM: tl.constexpr
 ):  # fmt: skip
+    SINKS: tl.constexpr = FORM.sinks
+    RING: tl.constexpr = FORM.ring
+    KIND: tl.constexpr = FORM.kind
+    RING_START: tl.constexpr = SINKS + FORM.capacity
     length, packed = tl.load(p_length), tl.load(p_packed)
-    SLOTS: tl.constexpr = SINKS + CAPACITY + RING
+    SLOTS: tl.constexpr = RING_START + RING
     o_s = i_s * BLOCK + tl.arange(0, BLOCK)
     m_s = o_s < SLOTS
     newest = length - SINKS - 1
     # Of tokens after the sinks; `SINKS + 1` rings more make the dividend positive.
-    o_ring = newest - (newest - (o_s - SINKS - CAPACITY) + (SINKS + 1) * RING) % RING
-    m_ring = o_s >= SINKS + CAPACITY
+    o_ring = newest - (newest - (o_s - RING_START) + (SINKS + 1) * RING) % RING
+    m_ring = o_s >= RING_START
     o_t = tl.where(m_ring, o_ring + SINKS, o_s)
     BY_POSITION: tl.constexpr = KIND != BOOL and KIND != FLOAT
     holds = tl.where(o_s < SINKS, o_s < length, tl.where(m_ring, o_ring >= packed, o_s - SINKS < packed))
     if BY_POSITION:
-        holds = holds & (o_t <= length - N + i_n)
-    p_out += ((i_b.to(tl.int64) * HEADS + i_h) * N + i_n) * SLOTS
+        holds = holds & (o_t <= length - FORM.count + i_n)
+    p_out += ((i_b.to(tl.int64) * FORM.heads + i_h) * FORM.count + i_n) * SLOTS
     if KIND == CAUSAL:
         tl.store(p_out + o_s, holds.to(tl.uint8), mask=m_s)
     else:
@@ -59,27 +72,23 @@ def _slot_mask(
 def map_step_kernel(
     p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads,
     p_given, p_length, p_packed, p_mask, s_given_b, s_given_h, s_given_n, s_given_t, tokens,
-    D: tl.constexpr, D_PAD: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-    DEPTH: tl.constexpr, M: tl.constexpr, HAS_MAP: tl.constexpr, BIAS: tl.constexpr, NORMALISE: tl.constexpr,
-    CHUNKS: tl.constexpr, ROW_BLOCKS: tl.constexpr, MAPS: tl.constexpr, MASK_HEADS: tl.constexpr,
-    MASK_BLOCKS: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr, CAPACITY: tl.constexpr, RING: tl.constexpr,
-    KIND: tl.constexpr, BLOCK: tl.constexpr,
+    MAPPING: tl.constexpr, MAPS: tl.constexpr, ROW_BLOCKS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """The first `MAPS` programs do what those of `map_query_kernel` do, the others fill a mask over slots."""
     i = tl.program_id(0)
     if i < MAPS:
+        CHUNKS: tl.constexpr = MAPPING.width // MAPPING.chunk
         map_query(
             p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads,
-            i % CHUNKS, i // CHUNKS % ROW_BLOCKS, (i // (CHUNKS * ROW_BLOCKS)).to(tl.int64),
-            D, D_PAD, W, COLUMNS, CHUNK, DEPTH, M, HAS_MAP, BIAS, NORMALISE,
+            i % CHUNKS, i // CHUNKS % ROW_BLOCKS, (i // (CHUNKS * ROW_BLOCKS)).to(tl.int64), MAPPING,
         )  # fmt: skip
     else:
         i -= MAPS
-        i_bh = i // (MASK_BLOCKS * N)
+        BLOCKS: tl.constexpr = (FORM.sinks + FORM.capacity + FORM.ring + BLOCK - 1) // BLOCK
+        i_bh = i // (BLOCKS * FORM.count)
         _slot_mask(
             p_given, p_length, p_packed, p_mask, s_given_b, s_given_h, s_given_n, s_given_t, tokens,
-            i % MASK_BLOCKS, i // MASK_BLOCKS % N, i_bh % MASK_HEADS, i_bh // MASK_HEADS,
-            MASK_HEADS, N, SINKS, CAPACITY, RING, KIND, BLOCK,
+            i % BLOCKS, i // BLOCKS % FORM.count, i_bh % FORM.heads, i_bh // FORM.heads, FORM,
         )  # fmt: skip
 
 
@@ -114,11 +123,8 @@ class SlotMask:
         """`map_step_kernel` for grid and arguments of `map_query_kernel`, and those of `attend_kernel`."""
         chunks, row_blocks, pairs = grid
         batch, heads, count, number = self.tensor.shape
-        blocks = -(-number // BLOCK)
+        blocks = -(-number // BLOCK.value)
         maps = chunks * row_blocks * pairs
-        own = dict(  # noqa: C408
-            p_packed=given["p_packed"], p_mask=given["p_mask"], CHUNKS=chunks, ROW_BLOCKS=row_blocks, MAPS=maps,
-            MASK_HEADS=heads, MASK_BLOCKS=blocks, N=count, SINKS=self.slots.sinks, CAPACITY=self.slots.capacity,
-            RING=self.slots.ring, KIND=self.kind, BLOCK=BLOCK,
-        )  # fmt: skip
+        form = MaskForm(heads, count, self.slots.sinks, self.slots.capacity, self.slots.ring, self.kind)
+        own = dict(p_packed=given["p_packed"], p_mask=given["p_mask"], MAPS=maps, ROW_BLOCKS=row_blocks, FORM=form)  # noqa: C408
         return map_step_kernel, (maps + blocks * count * heads * batch, 1, 1), mapping | self.inputs | own

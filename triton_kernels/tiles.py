@@ -90,7 +90,8 @@ def kernel_name(k_side: KernelSide, v_side: KernelSide, exact: bool) -> str:
 
 def _named(function: Any, side: KernelSide) -> str:
     widths = "+".join(f"{len(list(same))}x{width}" for width, same in groupby(side.widths))
-    return f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}{side.meta} {widths}"
+    meta = repr(side.meta).removeprefix(type(side.meta).__name__)
+    return f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}{meta} {widths}"
 
 
 @cache

@@ -8,7 +8,7 @@ With components i along rows A_i of the basis, scales c_i[t], levels L_i (TurboQ
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -23,13 +23,34 @@ if TYPE_CHECKING:
     from ..methods.turboquant import TurboQuantCodec
 
 
+class Components(NamedTuple):
+    """By component: bits of a code, words of a token and padded ones (`codes.py`), and its first field.
+
+    even: whether levels are; first: where in the words their table begins, or -1 where `lookup.py` cannot unpack them;
+    tile: the component's first.
+    """
+
+    bits: tuple[int, ...]
+    words: tuple[int, ...]
+    padded: tuple[int, ...]
+    field: tuple[int, ...]
+    even: tuple[bool, ...]
+    first: tuple[int, ...]
+    tile: tuple[int, ...]
+
+
 @triton.jit
 def component_levels(
-    fields, p_levels, words, o_row, o_t, m_t, DTYPE: tl.constexpr, FAST: tl.constexpr,
-    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, AT: tl.constexpr, EVEN: tl.constexpr,
-    FIRST: tl.constexpr,
+    fields, tables, words, o_row, o_t, m_t,
+    META: tl.constexpr, PART: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Tiles of a component's levels (see `codes.py`) and the scale per token; even levels need no lookup."""
+    BITS: tl.constexpr = META.bits[PART]
+    WORDS: tl.constexpr = META.words[PART]
+    PADDED: tl.constexpr = META.padded[PART]
+    AT: tl.constexpr = META.field[PART]
+    EVEN: tl.constexpr = META.even[PART]
+    FIRST: tl.constexpr = META.first[PART]
     SCALE: tl.constexpr = AT + (1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2)
     b_scale = tl.load(fields[SCALE] + o_row + o_t, mask=m_t, other=0.0)
     if FAST and FIRST >= 0:
@@ -43,7 +64,7 @@ def component_levels(
             if EVEN:
                 b_tile = (b_codes[i].to(DTYPE) - (2**BITS - 1) / 2) * lookup.unit(BITS)
             else:
-                b_tile = tl.load(p_levels + b_codes[i])
+                b_tile = tl.load(tables[PART] + b_codes[i])
             b_levels = b_levels + (b_tile.to(DTYPE),)
     return b_levels, b_scale
 
@@ -54,21 +75,18 @@ def score(
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
-    for i in tl.static_range(len(META)):
-        b_levels, b_scale = component_levels(
-            fields, tables[i], words, o_row, o_t, m_t, b_q[0].dtype, FAST,
-            META[i][0], META[i][1], META[i][2], META[i][3], META[i][4], META[i][5],
-        )  # fmt: skip
+    for i in tl.static_range(len(META.bits)):
+        b_levels, b_scale = component_levels(fields, tables, words, o_row, o_t, m_t, META, i, b_q[0].dtype, FAST)
         b_scale = b_scale.to(tl.float32)
         if b_q[0].dtype == tl.float32:
             # Chained: left independent, the operands of all components are loaded at once, more than registers hold.
             for j in tl.static_range(len(b_levels)):
                 b_tile = tl.trans(b_levels[j] * b_scale[:, None])
-                b_s = tl.dot(b_q[META[i][6] + j], b_tile, b_s, input_precision=PRECISION)
+                b_s = tl.dot(b_q[META.tile[i] + j], b_tile, b_s, input_precision=PRECISION)
         else:
             b_part = tl.zeros_like(b_s)
             for j in tl.static_range(len(b_levels)):
-                b_part = tl.dot(b_q[META[i][6] + j], tl.trans(b_levels[j]), b_part, input_precision=PRECISION)
+                b_part = tl.dot(b_q[META.tile[i] + j], tl.trans(b_levels[j]), b_part, input_precision=PRECISION)
             b_s += b_part * b_scale[None, :]
     return b_s
 
@@ -79,17 +97,14 @@ def accumulate(
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b_sums = ()
-    for i in tl.static_range(len(META)):
-        b_levels, b_scale = component_levels(
-            fields, tables[i], words, o_row, o_t, m_t, DTYPE, FAST,
-            META[i][0], META[i][1], META[i][2], META[i][3], META[i][4], META[i][5],
-        )  # fmt: skip
+    for i in tl.static_range(len(META.bits)):
+        b_levels, b_scale = component_levels(fields, tables, words, o_row, o_t, m_t, META, i, DTYPE, FAST)
         if FAST:
             b_weights = lookup.product(b_p.to(DTYPE), b_scale[None, :])
         else:
             b_weights = (b_p * b_scale.to(tl.float32)[None, :]).to(DTYPE)
         for j in tl.static_range(len(b_levels)):
-            b_sums = b_sums + (tl.dot(b_weights, b_levels[j], b_acc[META[i][6] + j], input_precision=PRECISION),)
+            b_sums = b_sums + (tl.dot(b_weights, b_levels[j], b_acc[META.tile[i] + j], input_precision=PRECISION),)
     return b_sums
 
 
@@ -124,7 +139,7 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
     return KernelSide(
         score,
         accumulate,
-        tuple(meta),
+        Components(*zip(*meta, strict=True)),
         tuple(tiles),
         tables=tuple(component.levels for component in codec.components),
         words=torch.cat(words) if words else None,

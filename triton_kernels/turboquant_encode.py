@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -25,6 +25,22 @@ MAX_WIDTH = 256
 SCALARS = ("norm", "match", "unbiased", "least_squares")
 """By number, which Triton takes in tuples of tuples: there it takes no text."""
 NORM, MATCH, UNBIASED = (tl.constexpr(number) for number in range(3))
+
+
+class Sets(NamedTuple):
+    """By channel set: bits of a code, words of a token and padded ones, planes, first field, head stride of its rows.
+
+    Of all: the scalar by its number, and whether keys are centred.
+    """
+
+    bits: tuple[int, ...]
+    words: tuple[int, ...]
+    padded: tuple[int, ...]
+    planes: tuple[int, ...]
+    field: tuple[int, ...]
+    stride: tuple[int, ...]
+    scalar: int
+    centred: bool
 
 
 @triton.jit
@@ -90,16 +106,17 @@ def encode_set(
 def encode_tokens(
     p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """One channel set after the other: `(bits, words, padded, planes, field, scalar, head stride of rows, centred)`.
+    """One channel set after the other.
 
     `tables` are rows `[H or 1, width, D]`, levels and boundaries of each set, and the mean `[H, D]`.
     """
-    for i in tl.static_range(len(META)):
+    SETS: tl.constexpr = len(META.bits)
+    for i in tl.static_range(SETS):
         encode_set(
-            p_x, o_x, m_t, tables[3 * i] + i_h * META[i][6], tables[3 * i + 1], tables[3 * i + 2],
-            tables[3 * len(META)] + i_h * D, fields[META[i][4]], fields[META[i][4] + META[i][3] - 1],
-            fields[META[i][4] + META[i][3]], o_row, D, META[i][0], META[i][1], META[i][2], META[i][5], META[i][7],
-            PRECISION,
+            p_x, o_x, m_t, tables[3 * i] + i_h * META.stride[i], tables[3 * i + 1], tables[3 * i + 2],
+            tables[3 * SETS] + i_h * D, fields[META.field[i]], fields[META.field[i] + META.planes[i] - 1],
+            fields[META.field[i] + META.planes[i]], o_row, D, META.bits[i], META.words[i], META.padded[i],
+            META.scalar, META.centred, PRECISION,
         )  # fmt: skip
 
 
@@ -107,16 +124,17 @@ def turboquant_encoder(codec: TurboQuantCodec) -> KernelEncoder | None:
     """Of a prepared TurboQuant codec without a sketch; None where a token's numbers take too many registers."""
     if max(padded_width(component.width) for component in codec.components) > MAX_WIDTH:
         return None
-    meta, tables, at = [], [], 0
+    sets, tables, at = [], [], 0
     for component, rows in zip(codec.components, codec.set_rows, strict=True):
         width, bits = component.width, component.bits
         stride = rows.stride(0) if len(rows) > 1 else 0
-        words, planes, scalar = words_per_token(width), len(PLANES[bits]), SCALARS.index(codec.scalar)
-        meta.append((bits, words, padded_words(width), planes, at, scalar, stride, codec.mean is not None))
+        planes = len(PLANES[bits])
+        sets.append((bits, words_per_token(width), padded_words(width), planes, at, stride))
         tables += [rows, component.levels, boundaries(component.levels)]
         at += planes + 1
     tables.append(tables[0] if codec.mean is None else codec.mean)
-    return KernelEncoder(encode_tokens, tuple(meta), tuple(tables))
+    meta = Sets(*zip(*sets, strict=True), scalar=SCALARS.index(codec.scalar), centred=codec.mean is not None)
+    return KernelEncoder(encode_tokens, meta, tuple(tables))
 
 
 def quantize(
