@@ -145,7 +145,7 @@ def fixed_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any,
     def step() -> None:
         storage.buffers.step(sides, dict.fromkeys(both, tokens[:, :, :1]), None)
         query = tokens[:, :, :1].repeat(1, 2, 1, 1)
-        launch.attend(query, *storage.segments(), None, scaling=0.1, slots=storage.slots)
+        launch.attend(query, *storage.segments(), None, scaling=0.1)
 
     names = {"write_slots_kernel": "write slots", "store_groups_kernel": "store groups", "map_step_kernel": "map step"}
     launches = ((kernel.__name__, (kernel, arguments)) for kernel, arguments in aot.captured_launches(step))

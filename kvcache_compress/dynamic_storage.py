@@ -13,19 +13,7 @@ from .codec import Side
 from .path import MAX_DECODE_TOKENS
 from .rope_track import RopeTrack
 from .side import SideState, Windows, measured, triton_encoder
-from .slots import Slots
 from .view import SideSegments
-
-
-def wider_dtypes(
-    held: Mapping[Side, torch.Tensor], keys: torch.dtype, values: torch.dtype
-) -> tuple[torch.dtype, torch.dtype] | None:
-    """See `DynamicStorage.widened`."""
-    old = held["keys"].dtype, held["values"].dtype
-    if old == (keys, values):
-        return None
-    new = torch.promote_types(old[0], keys), torch.promote_types(old[1], values)
-    return None if new == old else new
 
 
 class DynamicStorage:
@@ -77,11 +65,6 @@ class DynamicStorage:
         return self.sides["keys"].store.tokens
 
     @property
-    def slots(self) -> Slots | None:
-        """None: every token has a place of its own."""
-        return None
-
-    @property
     def spare(self) -> tuple[torch.Tensor, ...]:
         """Tensors in the model's dtype that are held beside the two sides."""
         return ()
@@ -100,10 +83,6 @@ class DynamicStorage:
     def dense_parts(self) -> dict[Side, torch.Tensor]:
         """A part of each side's dense tokens, for its shape, dtype and device."""
         return {side: state.sinks for side, state in self.sides.items()}
-
-    def widened(self, keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype] | None:
-        """The dtypes that lose nothing of these nor of those that are held, as in a concatenation; None if held."""
-        return wider_dtypes(self.dense_parts, keys, values)
 
     def widen(self, keys: torch.dtype, values: torch.dtype) -> None:
         """Holds dense tokens in these dtypes from now on."""

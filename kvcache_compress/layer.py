@@ -195,7 +195,7 @@ class CompressedLayer(RowOperations):
         keys, values = self._store(key_states, value_states, counting=room is not None)
         if first:
             return key_states, value_states
-        step = Step(keys, values, self.backend) if room is None else self._step_of(keys, values)
+        step = Step(keys, values, self.backend, room)
         if wanted(key_states, value_states):
             count = key_states.shape[2]
             start: Any = keys.shape[2] - count
@@ -262,30 +262,33 @@ class CompressedLayer(RowOperations):
                 self.lazy_initialization(keys, values)
             assert self.storage is not None
             check_batch(keys.shape[0], self.batch_size)
-            if wider := self.storage.widened(keys.dtype, values.dtype):
-                with self.edited() as dynamic:
-                    dynamic.widen(*wider)
-            held = [x.dtype for x in self.storage.dense_parts.values()]
-            as_held = held == [keys.dtype, values.dtype]
+            held = self._widened(keys.dtype, values.dtype)
+            as_held = held == (keys.dtype, values.dtype)
             keys, values = keys.to(held[0]), values.to(held[1])
             self._accepted = like if as_held else None
         return keys.detach() if keys.requires_grad else keys, values.detach() if values.requires_grad else values
 
+    def _widened(self, keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes of dense tokens, made to lose nothing of these, as a concatenation would."""
+        assert self.storage is not None
+        k_held, v_held = (x.dtype for x in self.storage.dense_parts.values())
+        if (k_held, v_held) == (keys, values):
+            return keys, values
+        wider = torch.promote_types(k_held, keys), torch.promote_types(v_held, values)
+        if wider != (k_held, v_held):
+            with self.edited() as storage:
+                storage.widen(*wider)
+        return wider
+
     def dense_step(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`store` with what the step attends to decoded, `[B, H, T, D]`."""
-        step = self._step_of(*self.store(key_states, value_states))
+        step = Step(*self.store(key_states, value_states), self.backend, self.max_cache_len)
         return step.dense("keys"), step.dense("values")
 
     def step(self) -> Step:
         """All that the layer holds, as a step of a few tokens that was stored last attends to it."""
         assert self.storage is not None
-        return self._step_of(*self.storage.segments())
-
-    def _step_of(self, keys: SideSegments, values: SideSegments) -> Step:
-        """A step over segments of the storage, by slots where the numbers of tokens are on the device."""
-        assert self.storage is not None
-        slots = None if keys.count is None else self.storage.slots
-        return Step(keys, values, self.backend, self.max_cache_len, slots)
+        return Step(*self.storage.segments(), self.backend, self.max_cache_len)
 
     def raise_for_known(self) -> None:
         """Raises where tokens that were packed on a GPU are by now known not to be finite."""

@@ -18,7 +18,7 @@ import torch
 
 from .checks import full, not_packable
 from .codec import Backend, Side
-from .dynamic_storage import DynamicStorage, wider_dtypes
+from .dynamic_storage import DynamicStorage
 from .fixed_step import FULL, StepBuffers
 from .path import MAX_DECODE_TOKENS
 from .side import SideState, triton_encoder
@@ -71,23 +71,18 @@ class StaticStorage:
         return int(self.buffers.packed)
 
     @property
-    def slots(self) -> Slots:
-        """Places of the tokens: those of `segments`, filled or not."""
-        windows, buffers = self.windows, self.buffers
-        assert windows.room is not None
-        return Slots(windows.sinks, windows.capacity, windows.ring, windows.room, buffers.length, buffers.packed)
-
-    @property
     def spare(self) -> tuple[torch.Tensor, ...]:
         """Tensors in the model's dtype that are held beside the two sides."""
         return self.buffers.held()
 
     def segments(self) -> tuple[SideSegments, SideSegments]:
         """All slots of both sides, whether they hold a token or not."""
+        windows, buffers = self.windows, self.buffers
+        slots = Slots(windows.sinks, windows.capacity, windows.ring, buffers.room, buffers.length, buffers.packed)
         keys, values = (
             SideSegments(
-                self.buffers.sinks[side], state.store, self.windows.capacity, self.buffers.ring[side],
-                self.windows.ring, state.codec, state.track, self.buffers.packed,
+                buffers.sinks[side], state.store, windows.capacity, buffers.ring[side], windows.ring, state.codec,
+                state.track, slots,
             )
             for side, state in self._states.items()
         )  # fmt: skip
@@ -97,10 +92,6 @@ class StaticStorage:
     def dense_parts(self) -> dict[Side, torch.Tensor]:
         """As `DynamicStorage.dense_parts`."""
         return self.buffers.sinks
-
-    def widened(self, keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype] | None:
-        """As `DynamicStorage.widened`."""
-        return wider_dtypes(self.dense_parts, keys, values)
 
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, total: torch.Tensor | None = None

@@ -23,7 +23,7 @@ mask that differs by head."""
 
 def supports(query: torch.Tensor, keys: SideSegments, values: SideSegments, softcap: float | None) -> bool:
     """True where `attend` can take these."""
-    if softcap is not None or keys.count is not None:
+    if softcap is not None or keys.slots is not None:
         return False
     dims = keys.sinks.shape[3], values.sinks.shape[3]
     if query.device.type == "cpu":

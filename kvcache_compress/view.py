@@ -39,8 +39,8 @@ class SideSegments:
     codec: Codec
     track: RopeTrack | None = None
     """cos and sin of all tokens, where the codec asks for them."""
-    count: torch.Tensor | None = None
-    """Where `packed` is room that may be partly empty: how many tokens are there, int64 `[]`."""
+    slots: Slots | None = None
+    """Places of the tokens, where the segments are all the room that steps of fixed shapes have, filled or not."""
 
     @property
     def tail(self) -> torch.Tensor:
@@ -91,14 +91,12 @@ class Step:
     """Keys and values of a layer that a step attends to, which are its own tokens and all before them.
 
     room: tokens that masks have, of a layer of fixed capacity: more than there are.
-    slots: places of the tokens in the segments, where these are all that steps of fixed shapes have room for.
     """
 
     keys: SideSegments
     values: SideSegments
     backend: Backend
     room: int | None = None
-    slots: Slots | None = None
 
     @property
     def packed(self) -> int:
@@ -122,16 +120,17 @@ class Step:
 
     def dense(self, side: Side) -> torch.Tensor:
         """A side decoded, `[B, H, T, D]`; zero where a layer of fixed capacity has no token."""
-        found = self.side(side).dense()
-        if self.slots is not None:
-            return self.slots.by_token(found)
+        own = self.side(side)
+        found = own.dense()
+        if own.slots is not None:
+            return own.slots.by_token(found)
         if self.room is not None:
             return torch.nn.functional.pad(found, (0, 0, 0, self.room - found.shape[2]))
         return found
 
     def without_room(self, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Both sides decoded without empty room, where that can be told from tokens, and the mask over them."""
-        if self.slots is not None:
+        if self.keys.slots is not None:
             return self.dense("keys"), self.dense("values"), mask
         return self.keys.dense(), self.values.dense(), self._over_tokens(mask)
 
@@ -157,19 +156,17 @@ class Step:
         """
         path = self.path(query, softcap)
         path = self.backend if path == "decode" else path
-        own: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-        if self.slots is None:
+        slots, count = self.keys.slots, query.shape[2]
+        if slots is None:
             mask = self._over_tokens(mask)
-        elif path == "triton":
-            own["slots"] = self.slots
-        else:
-            mask = self.slots.mask(mask, query.shape[2])
-        if mask is not None and mask.ndim == 2 and path != "tiled" and "slots" not in own:
-            count, tokens = query.shape[2], self.keys.shape[2]
-            causal = torch.ones(count, tokens, dtype=torch.bool, device=mask.device).tril(tokens - count)
-            mask = causal & mask[:, None, None, -tokens:].bool()
+            if mask is not None and mask.ndim == 2 and path != "tiled":
+                tokens = self.keys.shape[2]
+                causal = torch.ones(count, tokens, dtype=torch.bool, device=mask.device).tril(tokens - count)
+                mask = causal & mask[:, None, None, -tokens:].bool()
+        elif path != "triton":  # whose kernels make the mask over slots
+            mask = slots.mask(mask, count)
         with on_device(query):
-            return attention(path)(query, self.keys, self.values, mask, **own)
+            return attention(path)(query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, sinks=sinks)
 
 
 class PackedKV:

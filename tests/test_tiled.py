@@ -31,6 +31,7 @@ from segment_makers import DEVICE, make_codec, make_side, poison  # noqa: F401
 from small_model import VOCAB, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention, reference, tiled
+from kvcache_compress.slots import Slots
 from kvcache_compress.view import SideSegments, Step
 
 TILE = 64
@@ -224,7 +225,7 @@ def test_which_calls_take_tiles(path: str, changes: dict[str, Any], make_side: C
     case = Case(**{"packed": TILE + 32, "count": 17} | call)
     keys, values = segments(case, make_side)
     if "fixed" in changes:
-        keys = replace(keys, count=torch.tensor(40))
+        keys = replace(keys, slots=Slots(16, keys.packed, 17, 400, torch.tensor(56), torch.tensor(40)))
     query = torch.zeros(2, 6, case.count, 64, dtype=case.dtype)
     assert Step(keys, values, changes.get("backend", "torch")).path(query, case.softcap) == path
 

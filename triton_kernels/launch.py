@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backend import interpreting
-from ..slots import Slots
 from ..view import SideSegments
 from .attention import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, merge_kernel
 from .operands import launch_options, next_power_of_2
@@ -49,19 +48,18 @@ def attend(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    slots: Slots | None = None,
 ) -> torch.Tensor:
     """The kernels' launcher; the same arguments and result as its twin, `reference.attend`.
 
-    With `slots`, those of a layer of fixed capacity, `mask` is one over tokens, as `Slots.mask` takes it.
+    Over slots (`keys.slots`) `mask` is one over tokens, as `Slots.mask` takes it.
     """
     query = query.contiguous()
     k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
-    call = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.count is None)
+    call = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.slots is None)
     sizes = k_side.sizes.get((keys.packed, call))
     if sizes is None:
         sizes = kept(k_side.sizes, (keys.packed, call), sizes_of(query, keys, values, capability_of(query.device)))
-    over_slots = None if slots is None else SlotMask(mask, query, slots)
+    over_slots = None if keys.slots is None else SlotMask(mask, query, keys.slots)
     if over_slots is not None:
         mask = over_slots.tensor
     inputs, mask_kind = attend_inputs(query, keys, values, mask, sizes.split_tokens)
@@ -109,7 +107,7 @@ def attend_inputs(
         p_q=query, keys=(keys.sinks.contiguous(), k_tail, *k_store.buffers),
         values=(values.sinks.contiguous(), v_tail, *v_store.buffers),
         p_rope=query if rope is None else rope, p_mask=mask_operand,
-        p_packed=query if keys.count is None else keys.count, n_packed=keys.packed, n_tail=keys.tail_tokens,
+        p_packed=query if keys.slots is None else keys.slots.packed, n_packed=keys.packed, n_tail=keys.tail_tokens,
         split_tokens=split_tokens, k_capacity=k_store.capacity, v_capacity=v_store.capacity, k_room=k_tail.shape[2],
         v_room=v_tail.shape[2], rope_room=0 if rope is None else rope.shape[1],
         s_mask_b=mask_strides[0], s_mask_h=mask_strides[1], s_mask_n=mask_strides[2], s_mask_t=mask_strides[3],
@@ -156,7 +154,7 @@ def attend_arguments(
         n_sinks=keys.sinks.shape[2], scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
         G=groups, N=count, SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K=k_form, V=v_form,
         MASKING=Masking(mask_kind, softcap is not None, count > 1), M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even,
-        BOUNDED=keys.count is not None, ROW_BLOCKS=row_blocks, PRECISION="ieee" if exact or amd else "tf32", FAST=fast,
+        BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks, PRECISION="ieee" if exact or amd else "tf32", FAST=fast,
         num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(amd),
     )  # fmt: skip
@@ -211,7 +209,7 @@ def sizes_of(query: torch.Tensor, keys: SideSegments, values: SideSegments, capa
     tile = tile_shape(keys.codec.kernel_side, values.codec.kernel_side, exact, rows, capability)
     programs = batch * heads * -(-rows // _tile_rows(tile, rows))
     split_tokens, splits = split_sizes(keys.packed, tile, programs, query.device)
-    even = keys.count is None and keys.packed % tile.tokens == split_tokens % tile.tokens == 0
+    even = keys.slots is None and keys.packed % tile.tokens == split_tokens % tile.tokens == 0
     return Sizes(split_tokens, splits, even, tile)
 
 
