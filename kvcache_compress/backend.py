@@ -55,10 +55,15 @@ def resolve_backend(choice: BackendChoice, device: torch.device, codecs: Iterabl
         backend = "cpp"
     elif choice == "auto":
         fast: Backend = "triton" if device.type == "cuda" else "cpp" if device.type == "cpu" else "torch"
-        there = find_spec("triton") is not None if fast == "triton" else fast == "torch" or not _cpp_problem()
-        backend = fast if all(codec.runs_on(fast) for codec in codecs) and there else "torch"
+        backend = fast if all(codec.runs_on(fast) for codec in codecs) and _is_there(fast) else "torch"
     _log_once(backend, device.type)
     return backend
+
+
+def _is_there(backend: Backend) -> bool:
+    if backend == "cpp":
+        return not _cpp_problem()
+    return backend == "torch" or find_spec("triton") is not None
 
 
 def _triton_problem() -> str | None:

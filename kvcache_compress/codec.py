@@ -48,7 +48,7 @@ class MethodOptions(StrictOptions):
 
 @dataclass(frozen=True)
 class CodecContext:
-    """What a codec is built for: `head_dim` numbers per head of `side` in decoder layer `layer`."""
+    """The place that a codec serves: `head_dim` numbers per head of `side` in decoder layer `layer`."""
 
     side: Side
     head_dim: int
@@ -150,7 +150,7 @@ class Codec(ABC):
 
     @cached_property
     def kernel_side(self) -> KernelSide | None:
-        """This side's device functions and operands for Triton's attention; without them it runs in torch."""
+        """This side's device functions and operands for Triton's attention; a class has them for all its options."""
         return None
 
     @cached_property
@@ -160,7 +160,7 @@ class Codec(ABC):
 
     @cached_property
     def cpu_side(self) -> CPUSide | None:
-        """This side's operands for the C++ attention; without them it runs in torch."""
+        """This side's operands for the C++ attention; a class has them for all its options."""
         return None
 
     def on(self, backend: Backend) -> Self:

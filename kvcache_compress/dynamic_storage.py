@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from .backend import load_part, on_device
-from .checks import LONGEST, PackableChecks, full, one_prompt
+from .checks import LONGEST, PackableChecks, one_prompt
 from .codec import Side
 from .path import MAX_DECODE_TOKENS
 from .rope_track import RopeTrack
@@ -19,8 +19,8 @@ from .view import SideSegments
 class DynamicStorage:
     """`sinks | packed | tail` of keys and values, in buffers that grow with the tokens.
 
-    With `windows.room` the packed tokens' room is there from the start, tokens are checked when they come, and what
-    depends on data is set from the first of them, so that a `StaticStorage` can take the tokens over at any time.
+    With `windows.room` the packed tokens' room is there from the start, the layer checks tokens when they come, and
+    what depends on data is set from the first of them, so that a `StaticStorage` can take them over at any time.
 
     Args:
         sides: the two sides, empty.
@@ -65,9 +65,9 @@ class DynamicStorage:
         return self.sides["keys"].store.tokens
 
     @property
-    def spare(self) -> tuple[torch.Tensor, ...]:
-        """Tensors in the model's dtype that are held beside the two sides."""
-        return ()
+    def dense_buffers(self) -> tuple[torch.Tensor, ...]:
+        """The room of the dense tokens of both sides, in the model's dtype."""
+        return tuple(x for state in self.sides.values() for x in (state.sinks, state.tail.buffer))
 
     def segments(self) -> tuple[SideSegments, SideSegments]:
         """All that both sides hold."""
@@ -75,8 +75,8 @@ class DynamicStorage:
         return k_side.everything(), v_side.everything()
 
     @contextmanager
-    def edited(self) -> Iterator[DynamicStorage]:
-        """The storage itself; see `StaticStorage.edited`."""
+    def taken_out(self) -> Iterator[DynamicStorage]:
+        """The storage itself; see `StaticStorage.taken_out`."""
         yield self
 
     @property
@@ -90,24 +90,22 @@ class DynamicStorage:
             state.widen(dtype)
 
     def append(
-        self, keys: torch.Tensor, values: torch.Tensor, total: torch.Tensor | None = None
+        self, keys: torch.Tensor, values: torch.Tensor, counter: torch.Tensor | None = None
     ) -> tuple[SideSegments, SideSegments]:
         """Stores new tokens `[B, H, n, D]` of the dtypes that are held.
 
         Args:
-            total: int64 `[]`, where the number of tokens is to be written.
+            counter: int64 `[]`, where the number of tokens is to be written.
 
         Returns:
             The segments of both sides that these tokens attend to: all that was dense before and they themselves in
             full precision, though some of them may be packed by now.
 
         Raises:
-            ValueError: more tokens than there is room for, or what is to be encoded is not finite.
+            ValueError: what is to be encoded is not finite.
         """
         length, count = self.tokens, keys.shape[2]
         self.checks.raise_for_known()
-        if self.windows.room is not None:
-            self._check_arrival(keys, values)
         if not length:
             self._begin({"keys": keys, "values": values})
         if self.track is not None:
@@ -126,21 +124,15 @@ class DynamicStorage:
             found = k_side.everything(), v_side.everything()
         if self.windows.room is not None:
             self._prepare()
-        if total is not None:
-            total.fill_(self.tokens)
+        if counter is not None:
+            counter.fill_(self.tokens)
         return found
-
-    def _check_arrival(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        assert self.windows.room is not None
-        if self.tokens + keys.shape[2] > self.windows.room:
-            raise full(self.checks.layer, self.windows.room)
-        if keys.numel():
-            self.checks.add("keys", keys)
-            self.checks.add("values", values)
 
     def _check_packable(self, tails: Mapping[Side, torch.Tensor], leaving: int) -> None:
         """Raises for what is about to be encoded, and for all of what a codec is about to be prepared with."""
-        for side, x in tails.items() if self.windows.room is None else ():
+        if self.windows.room is not None:
+            return  # each token was checked when it came
+        for side, x in tails.items():
             self.checks.add(side, x[:, :, :leaving] if self.sides[side].prepared else x)
 
     def _begin(self, first: Mapping[Side, torch.Tensor]) -> None:

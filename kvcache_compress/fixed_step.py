@@ -19,7 +19,7 @@ NOT_FINITE, FULL = 1, 2
 class StepBuffers:
     """Dense tokens and counters of a layer, which its steps write in place.
 
-    sinks, ring: `[B, H, sinks, D]` and `[B, H, ring + 1, D]`, the last one for what is to be nowhere.
+    sinks, ring: `[B, H, sinks, D]` and `[B, H, ring + 1, D]`, the last one a spare slot, where discarded writes go.
     length, packed: tokens, int64 `[]`, and fault `[2 B H]`, `NOT_FINITE` or `FULL` where something went wrong: views of
         `counts` `[3, 2 B H]`, in which each program of a kernel has its own.
     """
@@ -45,8 +45,8 @@ class StepBuffers:
         self.__dict__.update(state)
         self._view_counts()
 
-    def fit(self, sides: Mapping[Side, SideState]) -> bool:
-        """Whether they are of the batch, the device and the dtypes of these sides."""
+    def fits(self, sides: Mapping[Side, SideState]) -> bool:
+        """True where these sides are of the buffers' batch, device and dtypes."""
         held = {side: state.sinks for side, state in sides.items()}
         return all(
             (x.shape[0], x.device, x.dtype) == (held[side].shape[0], held[side].device, held[side].dtype)
@@ -64,15 +64,11 @@ class StepBuffers:
         self.counts[1].fill_(packed)
 
     def slots(self, start: int, stop: int) -> torch.Tensor:
-        """Where in the ring tokens `[start, stop)` after the sinks lie."""
+        """Places in the ring of tokens `[start, stop)` after the sinks."""
         return (torch.arange(start, stop) % self.windows.ring).to(self.counts.device)
 
-    def held(self) -> tuple[torch.Tensor, ...]:
-        """Sinks and rings of both sides."""
-        return (*self.sinks.values(), *self.ring.values())
-
     def check(self, fresh: Mapping[Side, torch.Tensor]) -> torch.Tensor:
-        """What is wrong with a step's tokens, int64 `[]`; 0 for nothing."""
+        """The fault of a step's tokens, int64 `[]`; 0 for none."""
         good = torch.stack([longest(x) for x in fresh.values()]).amax() <= LONGEST
         fault = torch.where(good, 0, NOT_FINITE)
         return torch.where(self.length + fresh["keys"].shape[2] > self.room, FULL, fault)
@@ -81,16 +77,16 @@ class StepBuffers:
         self,
         sides: Mapping[Side, SideState],
         fresh: Mapping[Side, torch.Tensor],
-        total: torch.Tensor | None,
+        counter: torch.Tensor | None,
     ) -> None:
         """Writes n tokens, and encodes the groups that the last n to leave the recent window made whole.
 
         Triton encodes them with those that count as packed from then on, where it can.
 
-        Every shape depends on n alone, and no value is read back. `total` int64 `[]` becomes the number of tokens.
+        Every shape depends on n alone, and no value is read back. `counter` int64 `[]` becomes the number of tokens.
         """
         if sides["keys"].codec.backend == "triton":
-            self._step_in_triton(sides, fresh, total)
+            self._step_in_triton(sides, fresh, counter)
             return
         windows, count = self.windows, fresh["keys"].shape[2]
         self.fault.copy_(torch.maximum(self.fault, self.check(fresh)))
@@ -102,14 +98,14 @@ class StepBuffers:
         waiting = self.length - windows.sinks - self.packed - windows.recent
         self.packed.add_(waiting.clamp_min(0) // windows.flush * windows.flush)
         self.length.add_(count)
-        if total is not None:
-            total.copy_(self.length)
+        if counter is not None:
+            counter.copy_(self.length)
         for side, state in sides.items():
             x, groups = self._leaving(side, state.codec.group, count)
             state.store.write(groups, encoded(state.codec, x, self._rope(state, count)), state.codec.group)
 
     def _write_sinks(self, sinks: torch.Tensor, x: torch.Tensor) -> None:
-        """Those of the new tokens that are sinks: each sink asks which of them it is."""
+        """Writes those of the new tokens that are sinks, gathered by sink, so that shapes stay fixed."""
         count = x.shape[2]
         age = torch.arange(sinks.shape[2], device=sinks.device) - self.length
         new = (age >= 0) & (age < count)
@@ -134,12 +130,12 @@ class StepBuffers:
         return state.track.gather((_tokens(groups, state.codec.group) + self.windows.sinks).clamp_min(0))
 
     def _groups(self, group: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many tokens after the sinks have left the recent window, and the groups that `count` may complete."""
+        """The number of tokens past sinks and recent window, and the groups that `count` may complete."""
         stop = self.length - self.windows.sinks - self.windows.recent
         return stop, stop // group - torch.arange((count - 1) // group + 1, device=stop.device) - 1
 
     def _step_in_triton(
-        self, sides: Mapping[Side, SideState], fresh: Mapping[Side, torch.Tensor], total: torch.Tensor | None
+        self, sides: Mapping[Side, SideState], fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None
     ) -> None:
         """The same by one kernel; by one more where a side has no encoder for it, whose tokens are encoded apart."""
         kernels, windows = load_part(".triton_kernels.slots"), self.windows
@@ -148,7 +144,7 @@ class StepBuffers:
             leaving = kernels.write_slots(
                 list(fresh.values()), list(self.sinks.values()), list(self.ring.values()),
                 [state.codec.group for state in states], [triton_encoder(state.codec) for state in states],
-                [tuple(state.store.buffers) for state in states], self.counts, total,
+                [tuple(state.store.buffers) for state in states], self.counts, counter,
                 recent=windows.recent, flush=windows.flush, room=self.room, capacity=windows.capacity,
                 longest=LONGEST,
             )  # fmt: skip

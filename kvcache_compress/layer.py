@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -85,12 +85,13 @@ class CompressedLayer(RowOperations):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Builds codecs and an empty storage for tensors like these, `[B, H, T, D]`."""
-        with self._buffers_for_later():
+        with self._writable_buffers():
             self._initialize(key_states, value_states)
 
-    def _buffers_for_later(self) -> AbstractContextManager[Any]:
-        """Makes tensors that may be written in place for ever, of a fixed capacity: those of inference mode may not."""
-        return torch.inference_mode(torch.is_inference_mode_enabled() and self.max_cache_len is None)
+    def _writable_buffers(self) -> AbstractContextManager[Any]:
+        """Leaves inference mode for a fixed capacity, whose buffers are written in place outside of it as well."""
+        leaves = self.max_cache_len is not None and torch.is_inference_mode_enabled()
+        return torch.inference_mode(False) if leaves else nullcontext()
 
     def _initialize(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -136,7 +137,7 @@ class CompressedLayer(RowOperations):
 
     @property
     def sides(self) -> dict[Side, SideState]:
-        """The two sides; empty before the first update. Not to be changed: `storage.edited` is for that."""
+        """The two sides; empty before the first update. Not to be changed: `edited` is for that."""
         return {} if self.storage is None else self.storage.sides
 
     @property
@@ -152,9 +153,9 @@ class CompressedLayer(RowOperations):
         return 0 if self.storage is None else self.storage.packed_tokens
 
     @property
-    def spare(self) -> tuple[torch.Tensor, ...]:
-        """Tensors in the model's dtype that are held beside the two sides."""
-        return () if self.storage is None else self.storage.spare
+    def dense_buffers(self) -> tuple[torch.Tensor, ...]:
+        """The room of the dense tokens of both sides, in the model's dtype."""
+        return () if self.storage is None else self.storage.dense_buffers
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -241,7 +242,7 @@ class CompressedLayer(RowOperations):
     ) -> tuple[SideSegments, SideSegments]:
         keys, values = self._accept(key_states, value_states)
         assert self.storage is not None
-        if isinstance(self.storage, StaticStorage) and not self.storage.steps(keys.shape[2]):
+        if isinstance(self.storage, StaticStorage) and not self.storage.is_step(keys.shape[2]):
             self._renumber()
         return self.storage.append(keys, values, self.cumulative_length if counting else None)
 
@@ -256,9 +257,8 @@ class CompressedLayer(RowOperations):
         if like is None or like != self._accepted:
             storage = self.storage
             check_states(self.index, keys, values, {} if storage is None else storage.dense_parts)
+            self._check_arrival(keys, values)
             if storage is None or (keys.shape[0] != self.batch_size and storage.empty):
-                if self.max_cache_len is not None and keys.shape[2] > self.max_cache_len:
-                    raise full(self.index, self.max_cache_len)
                 self.lazy_initialization(keys, values)
             assert self.storage is not None
             check_batch(keys.shape[0], self.batch_size)
@@ -266,7 +266,21 @@ class CompressedLayer(RowOperations):
             as_held = held == (keys.dtype, values.dtype)
             keys, values = keys.to(held[0]), values.to(held[1])
             self._accepted = like if as_held else None
+        else:
+            self._check_arrival(keys, values)
         return keys.detach() if keys.requires_grad else keys, values.detach() if values.requires_grad else values
+
+    def _check_arrival(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Refuses what a fixed capacity has no room for, or cannot pack, but in steps that may not wait."""
+        storage, count = self.storage, keys.shape[2]
+        if self.max_cache_len is None or (isinstance(storage, StaticStorage) and storage.is_step(count)):
+            return
+        if self._length() + count > self.max_cache_len:
+            raise full(self.index, self.max_cache_len)
+        self._checks.raise_for_known()
+        if keys.numel():
+            self._checks.add("keys", keys)
+            self._checks.add("values", values)
 
     def _widened(self, keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """The dtypes of dense tokens, made to lose nothing of these, as a concatenation would."""
@@ -339,7 +353,7 @@ class CompressedLayer(RowOperations):
         """The layer's tokens, to be changed in the block; after an error steps of fixed shapes are as they were."""
         assert self.storage is not None
         self._renumber()
-        with self._buffers_for_later(), self.storage.edited() as storage:
+        with self._writable_buffers(), self.storage.taken_out() as storage:
             yield storage
         if self.max_cache_len is not None:
             self.cumulative_length.fill_(self._length())

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """What tokens are along some rows of the basis.
+    """Coordinates of tokens along some rows of the basis.
 
     rows: those of code space.
     coordinates: float32 `[B, H, T, w]` along them.
@@ -32,15 +32,16 @@ class Part(NamedTuple):
 class LinearCodec(Codec):
     """A codec that says by `parts` which points its fields are; attention over them follows.
 
-    With a mean μ one more column of a mapped query holds q·μ, which every score of the query gets. Values have none.
+    Keys are centred as the option `center` says, where a method has it: with a mean μ one more column of a mapped query
+    holds q·μ, which every score of the query gets. Values have none.
     """
 
     in_memory_order: ClassVar[bool] = False
-    """Whether coordinates come as codes lie in memory (see `packing.memory_order`), not in the order of the rows."""
+    """True where coordinates come as codes lie in memory (see `packing.memory_order`), not in the order of the rows."""
 
     def __init__(self, options: Any, context: CodecContext) -> None:
         super().__init__(options, context)
-        self.center: Center = chosen_center(options.center, context)
+        self.center: Center = chosen_center(getattr(options, "center", "off"), context)
         self.basis: torch.Tensor | None = None
         """Rows of code space, float32 `[H or 1, W, head_dim]`; None before `prepare` where they depend on data."""
         self.mean: torch.Tensor | None = None

@@ -237,18 +237,17 @@ def _compressed(index: int, layer: CompressedLayer) -> LayerMemory:
         dtype, size, stored = state.sinks.dtype, state.sinks.element_size(), state.store.bytes_used()
         fields["dense"] += dense * size
         fields |= {f"{side}.{name}": own for name, own in stored.items()}
-        allocated += state.sinks.nbytes + state.tail.buffer.nbytes + state.store.bytes_allocated()
+        allocated += state.store.bytes_allocated()
         constants += state.codec.constant_bytes()
         packed_numbers += packed
         numbers += dense + packed
         full += (dense + packed) * size
-        room = [state.sinks, state.tail.buffer]
         if state.codec.name == "none":
             wider_packed += packed * (size - 2)
-            room += state.store.buffers
-        wider += sum(x.nbytes - 2 * x.numel() for x in room)
-    allocated += sum(x.nbytes for x in layer.spare)
-    wider += sum(x.nbytes - 2 * x.numel() for x in layer.spare)
+            wider += sum(x.nbytes - 2 * x.numel() for x in state.store.buffers)
+    for x in layer.dense_buffers:
+        allocated += x.nbytes
+        wider += x.nbytes - 2 * x.numel()
     dense_tokens = int(layer.get_seq_length()) - layer.packed_tokens
     return LayerMemory(
         index, method, dense_tokens, layer.packed_tokens, fields, allocated, constants, packed_numbers, numbers,

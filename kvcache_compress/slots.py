@@ -48,7 +48,7 @@ class Slots:
         return causal & mask.bool().index_select(-1, tokens.clamp(0, mask.shape[-1] - 1))[:, None, None]
 
     def by_token(self, x: torch.Tensor) -> torch.Tensor:
-        """What lies in the slots, `[B, H, slots, D]`, in the order of the tokens: `[B, H, room, D]`, then zeros."""
+        """Contents `[B, H, slots, D]` of the slots in the order of the tokens, `[B, H, room, D]`; zero without one."""
         tokens, holds = self.tokens()
         batch, heads, _, dim = x.shape
         # A layer that was given too many on a GPU raises for them later, not here.

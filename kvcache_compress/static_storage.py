@@ -27,7 +27,7 @@ from .view import SideSegments
 
 
 def has_static_steps(backend: Backend, device: torch.device) -> bool:
-    """Whether steps have fixed shapes: on CPUs only those of Triton's interpreter, which stands in for a GPU."""
+    """True where steps have fixed shapes: on CPUs only in Triton's interpreter, which stands in for a GPU."""
     return backend == "triton" or device.type != "cpu"
 
 
@@ -35,7 +35,7 @@ class StaticStorage:
     """`sinks | packed | ring` of keys and values, with counters on the device.
 
     Everything but a step is an edit: the tokens are taken out as a `DynamicStorage`, changed, and put back. Reading
-    (`sides`, `tokens`, `edited`) waits for the device, and raises for what went wrong in steps since the last time:
+    (`sides`, `tokens`, `taken_out`) waits for the device, and raises for what went wrong in steps since the last time:
     on a GPU a step itself cannot raise.
 
     Args:
@@ -43,22 +43,19 @@ class StaticStorage:
     """
 
     def __init__(self, dynamic: DynamicStorage) -> None:
-        self._template = dynamic
-        self._states = dynamic.sides
+        assert dynamic.windows.room is not None
         self.windows = dynamic.windows
-        self.buffers = self._new_buffers()
-        self.empty = True
-        """True until the first tokens, and after an edit that left none: the host can tell it without waiting."""
+        self.buffers = self._new_buffers(dynamic)
         self._put_back(dynamic)
 
     @torch.inference_mode(False)
-    def _new_buffers(self) -> StepBuffers:
-        return StepBuffers(self._states, self.windows)
+    def _new_buffers(self, dynamic: DynamicStorage) -> StepBuffers:
+        return StepBuffers(dynamic.sides, self.windows)
 
     @property
     def sides(self) -> dict[Side, SideState]:
         """Copies of the two sides as they are now, which share what is packed."""
-        return self._taken_out().sides
+        return self._read().sides
 
     @property
     def tokens(self) -> int:
@@ -71,9 +68,9 @@ class StaticStorage:
         return int(self.buffers.packed)
 
     @property
-    def spare(self) -> tuple[torch.Tensor, ...]:
-        """Tensors in the model's dtype that are held beside the two sides."""
-        return self.buffers.held()
+    def dense_buffers(self) -> tuple[torch.Tensor, ...]:
+        """As `DynamicStorage.dense_buffers`."""
+        return (*self.buffers.sinks.values(), *self.buffers.ring.values())
 
     def segments(self) -> tuple[SideSegments, SideSegments]:
         """All slots of both sides, whether they hold a token or not."""
@@ -84,7 +81,7 @@ class StaticStorage:
                 buffers.sinks[side], state.store, windows.capacity, buffers.ring[side], windows.ring, state.codec,
                 state.track, slots,
             )
-            for side, state in self._states.items()
+            for side, state in self._carrier.sides.items()
         )  # fmt: skip
         return keys, values
 
@@ -94,44 +91,45 @@ class StaticStorage:
         return self.buffers.sinks
 
     def append(
-        self, keys: torch.Tensor, values: torch.Tensor, total: torch.Tensor | None = None
+        self, keys: torch.Tensor, values: torch.Tensor, counter: torch.Tensor | None = None
     ) -> tuple[SideSegments, SideSegments]:
         """As `DynamicStorage.append`; of a step the segments are all slots."""
-        if not self.steps(keys.shape[2]):
-            with self.edited() as dynamic:
-                return dynamic.append(keys, values, total)
-        if (track := self._template.track) is not None:
+        if not self.is_step(keys.shape[2]):
+            with self.taken_out() as dynamic:
+                return dynamic.append(keys, values, counter)
+        carrier = self._carrier
+        if carrier.track is not None:
             positions = torch.arange(keys.shape[2], device=keys.device) + self.buffers.length
-            track.write(positions, keys, again=not self._template.leads_track)
-        self.buffers.step(self._states, {"keys": keys, "values": values}, total)
+            carrier.track.write(positions, keys, again=not carrier.leads_track)
+        self.buffers.step(carrier.sides, {"keys": keys, "values": values}, counter)
         return self.segments()
 
-    def steps(self, count: int) -> bool:
-        """Whether so many new tokens are a step of fixed shapes: not the first ones, which set statistics."""
+    def is_step(self, count: int) -> bool:
+        """True for so many new tokens in a step of fixed shapes: not the first ones, which set statistics."""
         return not self.empty and 0 < count <= MAX_DECODE_TOKENS
 
     @contextmanager
-    def edited(self) -> Iterator[DynamicStorage]:
+    def taken_out(self) -> Iterator[DynamicStorage]:
         """The tokens as a `DynamicStorage`, which are put back afterwards; after an error all is as it was."""
-        dynamic = self._taken_out()
+        dynamic = self._read()
+        if dynamic.track is not None and dynamic.leads_track:
+            dynamic.track.tokens = dynamic.tokens
         yield dynamic
         self._put_back(dynamic)
 
-    def _taken_out(self) -> DynamicStorage:
-        buffers, track = self.buffers, self._template.track
+    def _read(self) -> DynamicStorage:
+        buffers = self.buffers
         length, packed = self.tokens, self.packed_tokens
         sinks = min(length, self.windows.sinks)
         slots = buffers.slots(packed, length - sinks)
-        dynamic = copy.copy(self._template)
+        dynamic = copy.copy(self._carrier)
         dynamic.sides = {}
-        for side, state in self._states.items():
+        for side, state in self._carrier.sides.items():
             dynamic.sides[side] = twin = copy.copy(state)
             twin.sinks = buffers.sinks[side][:, :, :sinks]
             twin.store, twin.tail = copy.copy(state.store), copy.copy(state.tail)
             twin.store.truncate(packed)
             twin.tail.replace(buffers.ring[side].index_select(2, slots))
-        if track is not None and self._template.leads_track:
-            track.tokens = length
         return dynamic
 
     def _put_back(self, dynamic: DynamicStorage) -> None:
@@ -139,24 +137,27 @@ class StaticStorage:
 
         A kernel that steps encode with takes that from the ring when it is packed.
         """
-        self._states, self.empty = dynamic.sides, dynamic.empty
-        if not self.buffers.fit(self._states):
-            self.buffers = self._new_buffers()
-        packed = dynamic.packed_tokens
-        for side, state in self._states.items():
+        empty, packed = dynamic.empty, dynamic.packed_tokens
+        for state in dynamic.sides.values():
             group = state.codec.group
             early = max(0, state.tail.tokens - self.windows.recent) // group * group
             if early and not triton_encoder(state.codec):
                 state.pack(state.tail.view(), early, growing=False)
                 state.store.truncate(packed)
+        # From here on nothing fails: an edit leaves all as it was, or is whole.
+        self.buffers = self.buffers if self.buffers.fits(dynamic.sides) else self._new_buffers(dynamic)
+        for side, state in dynamic.sides.items():
             self.buffers.load(side, state, packed)
+        self._carrier = dynamic
+        """Codecs and packed stores; what else it holds is in the buffers, and not kept up here."""
+        self.empty = empty
+        """True until the first tokens, and after an edit that left none: the host can tell it without waiting."""
 
     def _raise_for_faults(self) -> None:
-        checks = self._template.checks
+        checks = self._carrier.checks
         checks.raise_for_known()
         if not (fault := int(self.buffers.fault.amax())):
             return
         if fault == FULL:
-            assert self.windows.room is not None
-            raise full(checks.layer, self.windows.room)
+            raise full(checks.layer, self.buffers.room)
         raise not_packable("keys or values", checks.layer)

@@ -64,7 +64,7 @@ def steps(
             keys, values = cache.update(x, x, layer)
             assert keys.device == values.device == device
             if isinstance(keys, PackedKV) and size <= 16:
-                keys = keys.attend(x, None, 1.0, None, None)
+                keys = keys.step.attend(x, None, 1.0, None, None)
                 assert keys.device == device
             outputs.append(keys.cpu())
     return outputs

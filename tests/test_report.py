@@ -10,6 +10,7 @@ from method_cases import declared
 from transformers import DynamicCache, LlamaConfig
 
 from kvcache_compress import CompressedCache, KIVICache, TurboQuantCache
+from kvcache_compress.static_storage import StaticStorage
 
 BATCH, HEADS, DIM, TOKENS = 2, 2, 64, 60
 ROWS = BATCH * HEADS
@@ -112,7 +113,7 @@ def test_rings_of_fixed_capacity_count_16_bits() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         cache = filled(TurboQuantCache(CONFIG, sink_tokens=4, recent_tokens=8, max_cache_len=120), 64, dtype)
         filled(cache, 1, dtype)
-        assert cache.layers[0].spare
+        assert isinstance(cache.layers[0].storage, StaticStorage)
         found.append(cache.memory_report())
     wide, narrow = found
     assert wide.bits_per_number == narrow.bits_per_number

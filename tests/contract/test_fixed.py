@@ -1,17 +1,28 @@
 """The fixed-capacity variant: as the growing one after every operation, with steps whose shapes never change."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from closeness import assert_close_but_for_flips
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import StaticCache
+from transformers import LlamaConfig, StaticCache
 
-from kvcache_compress import CompressedCache, checks, disable_fused_attention, enable_fused_attention, ops
+from kvcache_compress import (
+    CompressedCache,
+    checks,
+    disable_fused_attention,
+    enable_fused_attention,
+    ops,
+    static_storage,
+)
+from kvcache_compress.layer import CompressedLayer
 from kvcache_compress.static_storage import StaticStorage
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
@@ -318,3 +329,60 @@ def test_options(tiny_model: Any) -> None:
         )
     with pytest.raises(ValueError, match="max_cache_len=0"):
         CompressedCache(tiny_model.config, {"keys": "kivi", "values": "kivi", "max_cache_len": 0})
+
+
+@pytest.fixture
+def static_layer(fixed_shapes: None) -> CompressedLayer:
+    """One whose steps have fixed shapes, with 50 tokens in bfloat16 and room for 80."""
+    config = {"keys": "turboquant", "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8, "max_cache_len": 80}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    layer = CompressedCache(LlamaConfig(num_hidden_layers=1, **sizes), {**config, "backend": "torch"}).layers[0]
+    x = torch.randn(1, 2, 50, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    layer.update(x, x)
+    assert layer.packed_tokens > 0
+    return layer
+
+
+def test_rows_that_are_gone_take_no_memory(static_layer: CompressedLayer) -> None:
+    """Of packed tokens that another batch replaced, nothing is held on."""
+    old = [weakref.ref(buffer) for side in static_layer.sides.values() for buffer in side.store.buffers]
+    static_layer.batch_repeat_interleave(2)
+    gc.collect()
+    assert static_layer.sides["keys"].sinks.shape[0] == 2
+    assert not any(buffer() is not None for buffer in old)
+
+
+def test_an_edit_without_memory_leaves_all_as_it_was(
+    static_layer: CompressedLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, step = static_layer.keys.clone(), torch.ones(1, 2, 1, 32, dtype=torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(static_storage, "StepBuffers", mock.Mock(side_effect=torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            static_layer.batch_repeat_interleave(2)
+    assert torch.equal(static_layer.keys, keys)
+    static_layer.update(step, step)
+    assert static_layer.keys.shape == (1, 2, 51, 32)
+    assert torch.equal(static_layer.keys[:, :, :50], keys)
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_refused_tokens_change_no_dtype(static: bool, request: pytest.FixtureRequest) -> None:
+    """Too many, or not finite: neither widens what is there, nor decides the dtype of an empty layer."""
+    if static:
+        layer = request.getfixturevalue("static_layer")
+    else:
+        layer = CompressedCache(
+            LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32),
+            {"keys": "turboquant", "values": "turboquant", "max_cache_len": 80},
+        ).layers[0]
+        x = torch.randn(1, 2, 50, 32, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match="NaN"):
+            layer.update(x.float() * torch.nan, x.float())
+        assert not layer.is_initialized
+        layer.update(x, x)
+    for refused in (torch.zeros(1, 2, 40, 32), torch.full((1, 2, 20, 32), torch.inf)):
+        with pytest.raises(ValueError, match=r"max_cache_len=80|NaN"):
+            layer.update(refused, refused)
+    assert layer.keys.dtype == torch.bfloat16
+    assert layer.keys.shape[2] == layer.get_seq_length() == 50

@@ -9,7 +9,7 @@ import torch
 from own_method import RoundingCodec
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvcache_compress import CompressedCache, enable_fused_attention, get_method, load_config
+from kvcache_compress import CompressedCache, backend, enable_fused_attention, get_method, load_config
 from kvcache_compress.backend import resolve_backend
 from kvcache_compress.codec import HOOKS, Codec
 from kvcache_compress.methods.turboquant import TurboQuantCodec
@@ -58,6 +58,11 @@ def test_other_backends_are_refused(pair: str, backend: str) -> None:
     config = {**CONTRACT[pair], "backend": backend}
     with pytest.raises(ValueError, match=rf'backend="{backend}" cannot be had for method \'rounding\'; use'):
         CompressedCache.from_config(MODEL, config)
+
+
+def test_it_does_not_ask_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_cpp_problem", lambda: pytest.fail("the C++ code is not needed"))
+    assert backend.resolve_backend("auto", torch.device("cpu"), [RoundingCodec, TurboQuantCodec]) == "torch"
 
 
 def test_it_has_no_hooks(make_codec: Any) -> None:
