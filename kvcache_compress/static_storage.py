@@ -112,8 +112,6 @@ class StaticStorage:
     def taken_out(self) -> Iterator[DynamicStorage]:
         """The tokens as a `DynamicStorage`, which are put back afterwards; after an error all is as it was."""
         dynamic = self._read()
-        if dynamic.track is not None and dynamic.leads_track:
-            dynamic.track.tokens = dynamic.tokens
         yield dynamic
         self._put_back(dynamic)
 
@@ -130,6 +128,8 @@ class StaticStorage:
             twin.store, twin.tail = copy.copy(state.store), copy.copy(state.tail)
             twin.store.truncate(packed)
             twin.tail.replace(buffers.ring[side].index_select(2, slots))
+        if dynamic.track is not None and dynamic.leads_track:
+            dynamic.track.tokens = length  # which steps do not count
         return dynamic
 
     def _put_back(self, dynamic: DynamicStorage) -> None:

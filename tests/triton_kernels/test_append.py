@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from kvcache_compress.side import append
+from kvcache_compress.checks import PackableChecks
+from kvcache_compress.dynamic_storage import DynamicStorage
+from kvcache_compress.side import Windows
 from kvcache_compress.store import TailBuffer
 from kvcache_compress.triton_kernels import append as kernel
 
 SIDES = ("keys", "values")
 
 
-class Side:
-    def __init__(self, tail: TailBuffer) -> None:
-        self.tail = tail
+def with_tails(tails: Sequence[TailBuffer]) -> DynamicStorage:
+    """A storage on Triton of which there is nothing but the tails."""
+    codec = SimpleNamespace(backend="triton")
+    sides: Any = {name: SimpleNamespace(tail=tail, codec=codec) for name, tail in zip(SIDES, tails, strict=True)}
+    return DynamicStorage(sides, Windows(sinks=0, recent=8, flush=32, group=1), PackableChecks(0))
 
 
 @pytest.mark.parametrize(
@@ -34,12 +42,12 @@ def test_equals_copies(count: int, dims: tuple[int, int], dtype: torch.dtype, tr
         x = torch.randn(2, count, 3, dim).to(dtype).transpose(1, 2)
         given.append(x if transposed else x.contiguous())
     tails = [TailBuffer(x, 21) for x in given]
-    sides = {name: Side(tail) for name, tail in zip(SIDES, tails, strict=True)}
+    storage = with_tails(tails)
     for tail, x in zip(tails, given, strict=True):
         tail.buffer.fill_(7)
         tail.append(x[:, :, :1])
     before = [tail.buffer.clone() for tail in tails]
-    append(sides, *given, 0, "triton")
+    storage._add(*given, 0)
     for tail, x, old in zip(tails, given, before, strict=True):
         old[:, :, 1 : 1 + count] = x
         torch.testing.assert_close(tail.buffer, old, atol=0, rtol=0)
@@ -51,7 +59,7 @@ def test_only_steps_take_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "append", lambda keys, *_: calls.append(keys.shape[2]))
     for count in (0, 1, 16, 17):
         x = torch.randn(1, 2, count, 64)
-        append({name: Side(TailBuffer(x, 40)) for name in SIDES}, x, x, 0, "triton")
+        with_tails([TailBuffer(x, 40) for _ in SIDES])._add(x, x, 0)
     columns = torch.randn(1, 2, 64, 4).mT
-    append({name: Side(TailBuffer(columns, 40)) for name in SIDES}, columns, columns, 0, "triton")
+    with_tails([TailBuffer(columns, 40) for _ in SIDES])._add(columns, columns, 0)
     assert calls == [1, 16]

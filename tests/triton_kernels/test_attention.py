@@ -11,6 +11,7 @@ from attention_cases import BARS, BF16, CASES, F16, F32, Case, error, kivi, make
 from segment_makers import DEVICE
 
 from kvcache_compress import reference
+from kvcache_compress.slots import Slots
 from kvcache_compress.triton_kernels import launch
 from kvcache_compress.view import SideSegments
 
@@ -101,8 +102,10 @@ def test_in_a_cuda_graph(make_side: Callable[..., SideSegments]) -> None:
     """Replayed with another query and more tokens than when it was captured."""
     case = Case(tq(4), tq(4), dtype=F16)
     keys, values = segments(case, make_side)
-    count = torch.tensor(40)
-    full = [replace(side, count=count) for side in (keys, values)]
+    sinks, ring = keys.sinks.shape[2], keys.tail_tokens
+    length, count = torch.tensor(sinks + 40 + ring), torch.tensor(40)
+    slots = Slots(sinks, keys.packed, ring, sinks + keys.packed + ring, length, count)
+    full = [replace(side, slots=slots) for side in (keys, values)]
     query = torch.randn(2, 6, 1, 64).to(case.dtype)
     for _ in range(2):
         launch.attend(query, *full, None, scaling=0.125)
@@ -111,6 +114,7 @@ def test_in_a_cuda_graph(make_side: Callable[..., SideSegments]) -> None:
         out = launch.attend(query, *full, None, scaling=0.125)
     query.copy_(torch.randn(2, 6, 1, 64))
     count.fill_(56)
+    length.fill_(sinks + 56 + ring)
     graph.replay()
     parts = [replace(side, packed=56) for side in (keys, values)]
     assert error(out, plain_attention(query, *parts, None, case, None)) <= BARS[F16]
