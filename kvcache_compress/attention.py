@@ -67,9 +67,10 @@ def attention_forward(
     """Attention as Transformers calls it, arguments in its order: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]`."""
     if isinstance(key, PackedKV) and isinstance(value, PackedKV):
         step = key.step
-        if attention_path(step, module, query, attention_mask, dropout, kwargs) != "decode":
+        path = attention_path(step, module, query, attention_mask, dropout, kwargs)
+        if path != "decode":
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return step.attend(query, attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux")), None
+            return step.attend(query, attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux"), path), None
         if weights_wanted() or not (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
             key, value = key.dense(), value.dense()
         else:

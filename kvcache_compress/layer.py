@@ -191,13 +191,14 @@ class CompressedLayer(RowOperations):
         """
         if torch.compiler.is_compiling():
             return self._update_when_run(key_states, value_states)
-        room = self.max_cache_len
-        first = room is None and (self.storage is None or self.storage.empty)
+        room, storage = self.max_cache_len, self.storage
+        first = room is None and (storage is None or not storage.tokens)
         keys, values = self._store(key_states, value_states, counting=room is not None)
         if first:
             return key_states, value_states
         step = Step(keys, values, self.backend, room)
-        if wanted(key_states, value_states):
+        # Asked by every layer at every step: `wanted` would cost more than what it asks.
+        if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
             count = key_states.shape[2]
             start: Any = keys.shape[2] - count
             if room is not None:
@@ -241,10 +242,11 @@ class CompressedLayer(RowOperations):
         self, key_states: torch.Tensor, value_states: torch.Tensor, counting: bool
     ) -> tuple[SideSegments, SideSegments]:
         keys, values = self._accept(key_states, value_states)
-        assert self.storage is not None
-        if isinstance(self.storage, StaticStorage) and not self.storage.is_step(keys.shape[2]):
+        storage = self.storage
+        assert storage is not None
+        if isinstance(storage, StaticStorage) and not storage.is_step(keys.shape[2]):
             self._renumber()
-        return self.storage.append(keys, values, self.cumulative_length if counting else None)
+        return storage.append(keys, values, self.cumulative_length if counting else None)
 
     def _accept(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """New keys and values in the dtypes that the layer holds, without gradients, and a storage for them.
@@ -266,7 +268,7 @@ class CompressedLayer(RowOperations):
             as_held = held == (keys.dtype, values.dtype)
             keys, values = keys.to(held[0]), values.to(held[1])
             self._accepted = like if as_held else None
-        else:
+        elif self.max_cache_len is not None:
             self._check_arrival(keys, values)
         return keys.detach() if keys.requires_grad else keys, values.detach() if values.requires_grad else values
 

@@ -108,7 +108,9 @@ class TracedStep:
         scaling: float,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        path: AttentionPath | None = None,
     ) -> torch.Tensor:
+        """As `Step.attend`; the path is found when the code runs."""
         width = self.values.shape[3]
         return attend(query, self.stored, mask, sinks, scaling, softcap or 0.0, self.number, width)
 

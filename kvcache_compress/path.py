@@ -30,8 +30,9 @@ _MODULES: dict[AttentionPath, str] = {
     "torch": ".reference",
     "tiled": ".tiled",
 }
-_WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "is_causal"}
-"""Arguments of attention functions that change nothing."""
+_KNOWN = {"softcap", "s_aux", "is_causal"}
+_KNOWN |= {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states"}
+"""Options of attention functions that the fused paths take, or that change nothing."""
 
 
 def attention(path: AttentionPath) -> Callable[..., torch.Tensor]:
@@ -79,9 +80,9 @@ def attention_path(
         return "decode"
     if options.get("is_causal", mask is not None or getattr(module, "is_causal", True)) is False or weights_wanted():
         return "decode"
-    known = _WITHOUT_EFFECT | {"softcap", "s_aux"}
-    if not all(value is None or value is False or name in known for name, value in options.items()):
-        return "decode"
+    for name, value in options.items():
+        if not (value is None or value is False or name in _KNOWN):
+            return "decode"
     return step.path(query, options.get("softcap"))
 
 

@@ -148,13 +148,14 @@ class Step:
         scaling: float,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        path: AttentionPath | None = None,
     ) -> torch.Tensor:
         """Attention of queries `[B, Hq, n, Dk]` over both sides, `[B, n, Hq, Dv]`; see `reference.attend`.
 
-        By the backend's path where none but decoding is left. `mask` is one over tokens, with the room of a layer of
-        fixed capacity, or a flash attention's padding mask `[B, T]`.
+        `mask` is one over tokens, with the room of a layer of fixed capacity, or a flash attention's padding mask
+        `[B, T]`. `path` is what `self.path` gives, or will be asked for; by the backend where only decoding is left.
         """
-        path = self.path(query, softcap)
+        path = path or self.path(query, softcap)
         path = self.backend if path == "decode" else path
         slots, count = self.keys.slots, query.shape[2]
         if slots is None:
