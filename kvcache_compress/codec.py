@@ -78,7 +78,7 @@ class Codec(ABC):
     Options: ClassVar[type[MethodOptions]] = MethodOptions
 
     fields: tuple[Field, ...]
-    """What is stored, from which every byte count comes: the `layout`."""
+    """The stored quantities, as `layout` gives them; every byte count comes from here."""
     group: int
     """Tokens that are encoded together, those that a field has one entry for."""
     backend: Backend = "torch"

@@ -1,4 +1,4 @@
-"""How a step attends to a compressed layer: the one decision, and its reasons.
+"""The choice of the code by which a step attends to a compressed layer, and its reasons.
 
 `triton`, `cpp`, `torch`: the fused attention of a backend, over the codes as they are stored. `tiled`: attention of
 many queries over tiles of decoded tokens. `decode`: the model's previous attention over all of the layer decoded.

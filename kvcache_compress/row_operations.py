@@ -47,5 +47,5 @@ class RowOperations(CacheLayerMixin):
 
     def prefetch(self) -> None:
         """Moves offloaded buffers back to the layer's device."""
-        if self.sides:
+        if self.is_initialized:
             self._apply(lambda x: x.to(self.device, non_blocking=True))

@@ -43,15 +43,16 @@ class LayerState(StrictModel):
 
 
 def layer_state(layer: CompressedLayer) -> LayerState | None:
-    if not layer.sides:
+    sides = layer.sides
+    if not sides:
         return None
-    keys = layer.sides["keys"]
+    keys = sides["keys"]
     batch, heads, sinks, _ = keys.sinks.shape
     return LayerState(
         batch=batch, heads=heads, sinks=sinks, packed=layer.packed_tokens, tail=keys.tail.tokens,
         prepared=keys.prepared,
-        head_dims={side: state.sinks.shape[3] for side, state in layer.sides.items()},
-        dtypes={side: _name(state.sinks.dtype) for side, state in layer.sides.items()},
+        head_dims={side: state.sinks.shape[3] for side, state in sides.items()},
+        dtypes={side: _name(state.sinks.dtype) for side, state in sides.items()},
     )  # fmt: skip
 
 

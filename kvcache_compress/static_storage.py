@@ -144,11 +144,11 @@ class StaticStorage:
             if early and not triton_encoder(state.codec):
                 state.pack(state.tail.view(), early, growing=False)
                 state.store.truncate(packed)
-        # From here on nothing fails: an edit leaves all as it was, or is whole.
-        self.buffers = self.buffers if self.buffers.fits(dynamic.sides) else self._new_buffers(dynamic)
+        # New buffers count only once they are filled: without memory for them all stays as it was.
+        buffers = self.buffers if self.buffers.fits(dynamic.sides) else self._new_buffers(dynamic)
         for side, state in dynamic.sides.items():
-            self.buffers.load(side, state, packed)
-        self._carrier = dynamic
+            buffers.load(side, state, packed)
+        self.buffers, self._carrier = buffers, dynamic
         """Codecs and packed stores; what else it holds is in the buffers, and not kept up here."""
         self.empty = empty
         """True until the first tokens, and after an edit that left none: the host can tell it without waiting."""

@@ -26,7 +26,9 @@ class ThreeRows(LinearCodec):
         return Field("numbers", torch.float32, (3,)), Field("scale", torch.float32), Field("group", torch.int8, (), 4)
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        raise NotImplementedError
+        """The channels as they are, with a scale of one."""
+        ones, group = torch.ones(x.shape[:3]), torch.zeros(*x.shape[:2], x.shape[2] // 4, dtype=torch.int8)
+        return torch.nn.functional.pad(x, (0, 1)), ones, group
 
     def parts(self, fields: Fields) -> Iterator[Part]:
         yield Part(slice(2), fields[0][..., :2], fields[1])
@@ -47,6 +49,8 @@ def test_by_hand(codec: ThreeRows, mean: bool) -> None:
         codec.set_statistics({"mean": torch.tensor([[10.0, 0.0]])})
         decoded[..., 0] += 10
     assert torch.equal(codec.decode(fields), decoded)
+    x = torch.tensor([[[[3.0, -1.0]] * 4]])
+    assert torch.equal(codec.decode(codec.encode(x)) - codec.decode(codec.encode(0 * x)), x)
     mapped = codec.map_query(torch.tensor([[[[1.0, 2.0]]]]))
     assert mapped.flatten().tolist() == [1, 2, 3] + mean * [10]
     assert codec.score(mapped, fields).flatten().tolist() == [19 + 10 * mean, 10 + 10 * mean]

@@ -21,7 +21,7 @@ DENSE_BLOCK = tl.constexpr(16)
 """Tokens of a tile of the dense segments."""
 NO_MASK, BOOL_MASK, FLOAT_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SINKS, TAIL, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Of a side's memory: its dense segments, then all that it stores packed."""
+"""Places in a side's tuple of memory: its dense segments, then its packed fields."""
 
 
 class Masking(NamedTuple):

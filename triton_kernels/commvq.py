@@ -40,7 +40,7 @@ class Books(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """Of the encoder form: words of a head's bits and padded ones (`codes.py`), and heads."""
+    """Constants of the encoder form: words of a head's bits and padded ones (`codes.py`), and heads."""
 
     words: int
     padded: int

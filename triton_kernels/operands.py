@@ -29,7 +29,7 @@ def launch_options(amd: bool = AMD, fusion: bool = True) -> dict[str, Any]:
 
 
 class SideForm(NamedTuple):
-    """What the attention kernel knows of a side when it is compiled.
+    """Compile-time constants of a side in the attention kernel.
 
     meta, widths: as in `KernelSide`; width: columns of code space, the sum of `widths`.
     words, places: of `KernelSide.words`, those that are tiles of their own, and those of the last tile.

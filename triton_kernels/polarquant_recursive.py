@@ -200,7 +200,7 @@ def padding(head_dim: int) -> tuple[int, int]:
 
 
 def level_columns(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
-    """Of all levels what `Tree` has by level, from bits on."""
+    """Columns of `Tree` that have a member per level, from `bits` on."""
     rows, start = [], 0
     for level in tree.levels:
         rows.append((level.bits, level.field, level.row, level.offset, level.words, level.base, level.count, start))

@@ -344,7 +344,7 @@ def static_layer(fixed_shapes: None) -> CompressedLayer:
 
 
 def test_rows_that_are_gone_take_no_memory(static_layer: CompressedLayer) -> None:
-    """Of packed tokens that another batch replaced, nothing is held on."""
+    """Packed tokens that another batch replaced are freed."""
     old = [weakref.ref(buffer) for side in static_layer.sides.values() for buffer in side.store.buffers]
     static_layer.batch_repeat_interleave(2)
     gc.collect()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("built")
 
 
 def names_in_cpp(kind: str, call: Callable[[], object]) -> list[str]:
-    """What C++ lists when a `call` gives it a name that it does not know."""
+    """Names that C++ lists in its error for an unknown one."""
     with pytest.raises(RuntimeError, match=f"there is no {kind} 'unknown' among ") as refused:
         call()
     return sorted(str(refused.value).splitlines()[0].partition(" among ")[2].split(", "))
