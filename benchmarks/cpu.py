@@ -17,9 +17,9 @@ import torch
 import typer
 
 from kvcache_compress.bench.steps import measure_steps
-from kvcache_compress.eval.resolve import resolve_cache
-from kvcache_compress.eval.results import circumstances, write_atomically
-from kvcache_compress.models import load_model
+from kvcache_compress.eval.caches.resolve import resolve_cache
+from kvcache_compress.eval.provenance.results import circumstances, write_atomically
+from kvcache_compress.modeling.loading import load_model
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu.json"
 CACHES = ("full", "turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "kivi-4bit", "qjl-3bit", "hqq-4", "quanto-4")

@@ -9,8 +9,8 @@ import argparse
 import json
 from pathlib import Path
 
-from kvcache_compress.eval.distortion_measures import ESTIMATORS, estimator_options, measure_random
-from kvcache_compress.eval.results import command_line, package_versions, write_atomically
+from kvcache_compress.eval.provenance.results import command_line, package_versions, write_atomically
+from kvcache_compress.eval.studies.distortion_measures import ESTIMATORS, estimator_options, measure_random
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import torch
 import typer
 
 from kvcache_compress.bench.layers import Shape, encoded_side, middle_layer, named_config
-from kvcache_compress.codec import Backend, Side
+from kvcache_compress.codecs.base import Backend, Side
 
 PRESETS = (
     "turboquant-4bit", "turboquant-2.5bit", "kivi-4bit", "qjl-3bit", "polarquant-rope-4bit", "polarquant-3.4bit",

@@ -7,8 +7,8 @@
 
 Each preset's kernels are compared with PyTorch's operators on the device, in several processes, since most of that time
 goes into compiling what is timed afterwards; a preset that fails, or was not reached, is not timed. Rows are measured
-by a process that is started again if it dies (`kvcache_compress/bench/worker.py`), and each is in the file as soon
-as it is measured. `kvcache_compress/bench/jobs.py` says how the time is shared out, and what comes first in each part.
+by a process that is started again if it dies (`gpu_kit/worker.py`), and each is in the file as soon
+as it is measured. `gpu_kit/jobs.py` says how the time is shared out, and what comes first in each part.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ import typer
 if find_spec("pydantic") is None:
     raise SystemExit("pydantic is missing, which the package's configurations are made of: pip install pydantic")
 
-from kvcache_compress.backend import interpreting
-from kvcache_compress.bench.gpu_table import line, tables
-from kvcache_compress.bench.jobs import KEYS, SIZES, SMALL_SIZES, Job, plan_jobs, without_check
+from gpu_kit.gpu_table import line, tables
+from gpu_kit.jobs import KEYS, SIZES, SMALL_SIZES, Job, plan_jobs, without_check
+from gpu_kit.result_file import ResultFile, hash_sources
+from gpu_kit.supervise import measure_all, measure_in_parallel
+
 from kvcache_compress.bench.layers import VARIANTS
 from kvcache_compress.bench.peers import installed
-from kvcache_compress.bench.result_file import ResultFile, hash_sources
-from kvcache_compress.bench.supervise import measure_all, measure_in_parallel
+from kvcache_compress.codecs.backend import interpreting
 from kvcache_compress.config import preset_names
-from kvcache_compress.eval.results import circumstances, git_commit
+from kvcache_compress.eval.provenance.results import circumstances, git_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"

@@ -9,19 +9,20 @@ from typing import Any
 import torch
 
 from kvcache_compress.bench.layers import build_codec, encoded_side, middle_layer
-from kvcache_compress.checks import LONGEST, PackableChecks
-from kvcache_compress.codec import MethodOptions, Side
+from kvcache_compress.codecs.base import MethodOptions, Side
 from kvcache_compress.config import load_config, preset_names
-from kvcache_compress.dynamic_storage import DynamicStorage
 from kvcache_compress.registry import get_method
-from kvcache_compress.side import SideState, Windows, encoded
-from kvcache_compress.static_storage import StaticStorage
-from kvcache_compress.store import PackedStore
-from kvcache_compress.triton_kernels import aot, launch
-from kvcache_compress.triton_kernels.append import append_arguments, append_inputs, append_kernel
-from kvcache_compress.triton_kernels.encode import flush
-from kvcache_compress.triton_kernels.query import map_query_arguments
-from kvcache_compress.view import SideSegments
+from kvcache_compress.storage.checks import LONGEST, PackableChecks
+from kvcache_compress.storage.dynamic import DynamicStorage
+from kvcache_compress.storage.packed_store import PackedStore
+from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.side import SideState, Windows, encoded
+from kvcache_compress.storage.static import StaticStorage
+from kvcache_compress.triton_kernels import aot
+from kvcache_compress.triton_kernels.attention import launch
+from kvcache_compress.triton_kernels.attention.query import map_query_arguments
+from kvcache_compress.triton_kernels.encode.launch import flush
+from kvcache_compress.triton_kernels.update.append import append_arguments, append_inputs, append_kernel
 
 ENCODED_KEYS = ("polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit")
 """Presets whose keys' encoder is tracked in the kernels of steps too; their values have TurboQuant's."""

@@ -31,11 +31,11 @@ import typer
 from transformers import LlamaConfig
 
 from kvcache_compress import CompressedCache
-from kvcache_compress.attention import AttentionName, attention_forward
-from kvcache_compress.backend import interpreting
+from kvcache_compress.attention.interface import AttentionName, attention_forward
 from kvcache_compress.bench.layers import SHAPES, Shape, encoded_side, middle_layer, use_backend
-from kvcache_compress.checks import PackableChecks
+from kvcache_compress.codecs.backend import interpreting
 from kvcache_compress.config import load_config
+from kvcache_compress.storage.checks import PackableChecks
 
 LAYER = 4
 """One that no preset's rule for the first or last layers meets, of eight."""
@@ -101,7 +101,7 @@ def use_stub(folder: Path) -> ctypes.CDLL:
 
 def attention_call(preset: str, shape: Shape, tokens: int) -> Callable[[], Any]:
     """The launches of attention over so many packed tokens beside the preset's dense windows."""
-    from kvcache_compress.triton_kernels import launch
+    from kvcache_compress.triton_kernels.attention import launch
 
     plan = middle_layer(load_config(preset))
     keys, values = (
@@ -125,7 +125,7 @@ def layer_calls(
     )  # fmt: skip
     config._attn_implementation = AttentionName("sdpa")
     chosen = load_config(preset)
-    cache = CompressedCache.from_config(config, chosen.model_copy(update={"max_cache_len": room}))
+    cache = CompressedCache(config, chosen.model_copy(update={"max_cache_len": room}))
     module = SimpleNamespace(config=config, is_causal=True, training=False)
 
     def states(heads: int, count: int) -> torch.Tensor:

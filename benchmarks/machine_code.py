@@ -32,10 +32,12 @@ from kernel_variants import (
     step_launches,
 )
 
-from kvcache_compress.eval.results import write_atomically
-from kvcache_compress.triton_kernels import aot, attention, commvq
-from kvcache_compress.triton_kernels.encode import exact_precision
-from kvcache_compress.triton_kernels.query import map_query_kernel
+from kvcache_compress.eval.provenance.results import write_atomically
+from kvcache_compress.triton_kernels import aot
+from kvcache_compress.triton_kernels.attention import kernel as attention
+from kvcache_compress.triton_kernels.attention.query import map_query_kernel
+from kvcache_compress.triton_kernels.decode import commvq
+from kvcache_compress.triton_kernels.encode.launch import exact_precision
 
 RESULTS = Path(__file__).parent / "results" / "kernels.json"
 TOLERANCE = 0.05

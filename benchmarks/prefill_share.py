@@ -22,7 +22,7 @@ from transformers import Cache, DynamicCache, LlamaModel
 
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.bench.layers import SHAPES, single_layer
-from kvcache_compress.eval.results import circumstances, write_atomically
+from kvcache_compress.eval.provenance.results import circumstances, write_atomically
 
 PRESETS = (
     "turboquant-4bit", "turboquant-2.5bit", "kivi-4bit", "qjl-3bit", "polarquant-rope-4bit", "polarquant-3.4bit",

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcache_compress.eval.cells import Cell, read_cells
-from kvcache_compress.eval.plots import pareto
-from kvcache_compress.eval.results import write_atomically
-from kvcache_compress.eval.tables import MISSING, Table, tables
+from kvcache_compress.eval.provenance.results import write_atomically
+from kvcache_compress.eval.reporting.plots import pareto
+from kvcache_compress.eval.reporting.tables import MISSING, Table, tables
+from kvcache_compress.eval.runner.cells import Cell, read_cells
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

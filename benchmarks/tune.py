@@ -24,19 +24,20 @@ import typer
 if find_spec("pydantic") is None:
     raise SystemExit("pydantic is missing, which the package's configurations are made of: pip install pydantic")
 
-from kvcache_compress.backend import interpreting
-from kvcache_compress.bench.jobs import SIZES, SMALL_SIZES, TARGETS, TUNING, Job
+from gpu_kit.jobs import SIZES, SMALL_SIZES, TARGETS, TUNING, Job
+from gpu_kit.result_file import ResultFile, hash_sources, measured
+from gpu_kit.supervise import measure_all, measure_in_parallel
+from gpu_kit.tune import BATCH, SMALL, TOKENS, Case, best_tiles, plan_cases, update_table, without_try
+
 from kvcache_compress.bench.layers import VARIANTS
-from kvcache_compress.bench.result_file import ResultFile, hash_sources, measured
-from kvcache_compress.bench.supervise import measure_all, measure_in_parallel
-from kvcache_compress.bench.tune import BATCH, SMALL, TOKENS, Case, best_tiles, plan_cases, update_table, without_try
+from kvcache_compress.codecs.backend import interpreting
 from kvcache_compress.config import preset_names
-from kvcache_compress.eval.results import circumstances, git_commit
-from kvcache_compress.triton_kernels.tiles import capability_of
+from kvcache_compress.eval.provenance.results import circumstances, git_commit
+from kvcache_compress.triton_kernels.attention.tiles import capability_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "tiles.json"
-TABLE = ROOT / "triton_kernels" / "tiles.json"
+TABLE = ROOT / "triton_kernels" / "attention" / "tiles.json"
 TRY_SHARE = 0.6
 """Of the time, at most, for compiling and comparing."""
 COMPILERS = 16

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
-from ..whole_file import whole_file
+from kvcache_compress.files.atomic import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def _load() -> None:
 
     command = _command()
     key = hashlib.sha256(repr((torch.__version__, platform.machine(), command)).encode())
-    for source in sorted(path for path in _SOURCES.iterdir() if path.suffix in (".cpp", ".h")):
+    for source in sorted(path for path in _SOURCES.rglob("*") if path.suffix in (".cpp", ".h")):
         key.update(source.read_bytes())
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     start = f"kvcache_compress_cpu_{key.hexdigest()[:16]}_"
@@ -105,9 +105,9 @@ def _compiled(command: Sequence[str], folder: Path, start: str) -> Path:
 
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch, "library.so")
-        places = [f"-I{path}" for path in cpp_extension.include_paths()]
+        places = [f"-I{path}" for path in (_SOURCES, *cpp_extension.include_paths())]
         places += [f"-L{path}" for path in cpp_extension.library_paths()]
-        sources = map(str, sorted(_SOURCES.glob("*.cpp")))
+        sources = map(str, sorted(_SOURCES.rglob("*.cpp")))
         whole = [*command, *sources, "-o", str(built), *places, "-ltorch_cpu", "-lc10"]
         subprocess.run(whole, check=True, capture_output=True, text=True, errors="replace")
         if not built.is_file():

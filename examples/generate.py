@@ -1,7 +1,7 @@
 """A batch of two prompts of different length, generated from a compressed cache: `python examples/generate.py`."""
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.models import load_model
+from kvcache_compress.modeling.loading import load_model
 
 model, tokenizer = load_model("smollm2-135m")
 enable_fused_attention(model)
@@ -10,7 +10,7 @@ enable_fused_attention(model)
 prompts = ["The lighthouse on the cape was built of granite. " * 30, "Once upon a time there was a harbour town. " * 20]
 inputs = tokenizer(prompts, return_tensors="pt", padding=True)
 
-cache = CompressedCache.from_config(model.config, "examples/mixed.yaml")
+cache = CompressedCache(model.config, "examples/mixed.yaml")
 output = model.generate(**inputs, past_key_values=cache, max_new_tokens=24, do_sample=False)
 for row in output:
     print(repr(tokenizer.decode(row[-24:], skip_special_tokens=True)))

@@ -10,10 +10,11 @@ from typing import ClassVar
 import pydantic
 import torch
 
-from kvcache_compress import CompressedCache, enable_fused_attention, packing, register_method
-from kvcache_compress.codec import Codec, Fields, MethodOptions, Rope, Side
-from kvcache_compress.layout import Field, check_head_dim, code_fields
-from kvcache_compress.models import load_model
+from kvcache_compress import CompressedCache, enable_fused_attention, register_method
+from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.base import Codec, Fields, MethodOptions, Rope, Side
+from kvcache_compress.codecs.layout import Field, check_head_dim, code_fields
+from kvcache_compress.modeling.loading import load_model
 
 
 class RoundingOptions(MethodOptions):
@@ -50,7 +51,7 @@ if __name__ == "__main__":
     model, tokenizer = load_model("smollm2-135m")
     enable_fused_attention(model)
     config = {"keys": {"method": "rounding", "bits": 4}, "values": {"method": "turboquant", "bits": 3}}
-    cache = CompressedCache.from_config(model.config, config)
+    cache = CompressedCache(model.config, config)
     inputs = tokenizer("The lighthouse on the cape was built of granite. " * 30, return_tensors="pt")
     output = model.generate(**inputs, past_key_values=cache, max_new_tokens=24, do_sample=False)
     print(tokenizer.decode(output[0, -24:]))

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from kvcache_compress import CompressedCache, TurboQuantCache, enable_fused_attention
-from kvcache_compress.models import load_model
+from kvcache_compress.modeling.loading import load_model
 
 model, tokenizer = load_model("smollm2-135m")
 enable_fused_attention(model)

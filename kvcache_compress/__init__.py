@@ -1,15 +1,13 @@
 """KV-cache compression for Hugging Face Transformers. Importing this package patches nothing."""
 
-from .attention import disable_fused_attention, enable_fused_attention
-from .cache import CompressedCache
-from .compression import compress
+from . import methods as methods  # importing it registers them
+from ._version import __version__ as __version__
+from .attention.interface import disable_fused_attention, enable_fused_attention
+from .attention.position_hooks import register_position_hooks
+from .cache.by_method import CommVQCache, KIVICache, PolarQuantCache, QJLCache, TurboQuantCache
+from .cache.compress import compress
+from .cache.compressed_cache import CompressedCache
 from .config import CompressionConfig, load_config, preset_names
-from .methods.commvq import CommVQCache
-from .methods.kivi import KIVICache
-from .methods.polarquant import PolarQuantCache
-from .methods.qjl import QJLCache
-from .methods.turboquant import TurboQuantCache
-from .positions import hand_over_positions
 from .registry import get_method, method_names, register_method
 
 __all__ = [
@@ -24,10 +22,9 @@ __all__ = [
     "disable_fused_attention",
     "enable_fused_attention",
     "get_method",
-    "hand_over_positions",
     "load_config",
     "method_names",
     "preset_names",
     "register_method",
+    "register_position_hooks",
 ]
-__version__ = "0.1.0"

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .messages import shortened
-from .options import MOST_TOKENS
+from kvcache_compress.validation.messages import shortened
+from kvcache_compress.validation.options import MOST_TOKENS
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="KV-cache compression for Hugging Face Transformers."
@@ -44,8 +44,9 @@ def demo(
 @app.command()
 def presets() -> None:
     """List the presets with their stored bits per number."""
+    from kvcache_compress.cache.estimate import packed_bits, summary
+
     from .config import load_config, preset_names
-    from .estimate import packed_bits, summary
 
     table = Table(title="presets: stored bits per packed number of 32 layers with 8 heads, everything counted")
     for heading in ("preset", "D=64", "D=128", "sinks", "recent", "what it is"):
@@ -69,8 +70,9 @@ def memory(
     head_dim: Annotated[int, typer.Option(help="Without --model: head dimension.", min=1, max=1024)] = 128,
 ) -> None:
     """Estimate what each preset's cache takes, all counted; the shape is Llama-3.1-8B's unless given."""
+    from kvcache_compress.cache.estimate import model_shape, total_bytes
+
     from .config import load_config, preset_names
-    from .estimate import model_shape, total_bytes
 
     try:
         if model is not None:
@@ -111,8 +113,8 @@ def calibrate(
     device: Annotated[str | None, typer.Option(help="Device; a GPU where there is one.")] = None,
 ) -> None:
     """Train CommVQ's codebooks for a model; goes on where an interrupted run with the same options stopped."""
-    from .calibration import CommVQSettings
-    from .calibration.command import run_calibration
+    from kvcache_compress.methods.commvq.calibration import CommVQSettings
+    from kvcache_compress.methods.commvq.calibration.command import run_calibration
 
     try:
         if method != "commvq":
@@ -145,7 +147,7 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="PNG file for a plot.", dir_okay=False)] = None,
 ) -> None:
     """Time attention over compressed caches on this machine, beside PyTorch's over the full one."""
-    from .bench.command import run_bench
+    from kvcache_compress.bench.command import run_bench
 
     named: dict[str, Any] = {"repeats": repeats, "dtype": dtype, "device": device, "output": output, "plot": plot}
     try:
@@ -161,7 +163,7 @@ def doctor() -> None:
     """Show versions, devices and which backend would run."""
     import torch
 
-    from .backend import interpreting, resolve_backend
+    from kvcache_compress.codecs.backend import interpreting, resolve_backend
 
     table = Table(title="kvcache-compress doctor", show_header=False)
     table.add_row("python", platform.python_version())
@@ -190,6 +192,18 @@ EVALUATIONS = {
     "compare": "Models x caches x benchmarks from a YAML file.",
     "report": "Tables and the HTML report of a comparison's folder.",
 }
+_EVAL_MODULES = {
+    "perplexity": "tasks.perplexity",
+    "longbench": "tasks.longbench.benchmark",
+    "needle": "tasks.needle",
+    "ruler": "tasks.ruler",
+    "gsm8k": "tasks.gsm8k",
+    "probe": "studies.probe",
+    "distortion": "studies.distortion",
+    "neighbors": "studies.neighbors",
+    "compare": "cli.compare",
+    "report": "reporting.report",
+}
 evaluation = typer.Typer(no_args_is_help=True, help="Measure what caches cost; each command has a --help of its own.")
 app.add_typer(evaluation, name="eval")
 
@@ -201,7 +215,7 @@ def _add_evaluation(name: str, summary: str) -> None:
         context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     )
     def run(context: typer.Context) -> None:
-        module = importlib.import_module(f"kvcache_compress.eval.{name}")
+        module = importlib.import_module(f"kvcache_compress.eval.{_EVAL_MODULES[name]}")
         module.app(args=context.args, prog_name=f"kvcache-compress eval {name}")
 
 

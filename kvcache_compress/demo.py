@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from .attention import disable_fused_attention, enable_fused_attention
-from .cache import CompressedCache
+from kvcache_compress.attention.interface import disable_fused_attention, enable_fused_attention
+from kvcache_compress.cache.compressed_cache import CompressedCache
+from kvcache_compress.modeling.loading import load_model
+
 from .config import load_config
-from .models import load_model
 
 PASSAGE_TOKENS = 1024
 QUESTION = "How often does the light of the lighthouse turn?"
@@ -20,10 +21,10 @@ QUESTION = "How often does the light of the lighthouse turn?"
 
 def run_demo(console: Console, model_name: str, preset: str, new_tokens: int) -> None:
     """Prints generations from both caches, the memory of both and the loss of the compressed one."""
-    from kvcache_compress.eval.caches import full_cache, preset_cache
-    from kvcache_compress.eval.perplexity import DEFAULT_TEXT, Perplexity
-    from kvcache_compress.eval.runner import Runner
-    from kvcache_compress.eval.samples import check_fits
+    from kvcache_compress.eval.caches.caches import full_cache, preset_cache
+    from kvcache_compress.eval.runner.runner import Runner
+    from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
+    from kvcache_compress.eval.tasks.samples import check_fits
 
     config = load_config(preset)
     console.print(f"[bold]Loading {model_name}[/bold] (the first time takes half a minute) ...")
@@ -35,7 +36,7 @@ def run_demo(console: Console, model_name: str, preset: str, new_tokens: int) ->
     console.print(f"[bold]A question about a text, {prompt.shape[1]} tokens[/bold]; the answers, greedy:\n")
     full_ids, full_s = _generate(model, prompt, DynamicCache(config=model.config), new_tokens)
     enable_fused_attention(model)
-    cache = CompressedCache.from_config(model.config, config)
+    cache = CompressedCache(model.config, config)
     packed_ids, packed_s = _generate(model, prompt, cache, new_tokens)
     disable_fused_attention(model)
     shorter = min(len(full_ids), len(packed_ids))

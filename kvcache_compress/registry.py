@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TypeVar
 
-from .codec import Codec
-from .messages import quoted
+from kvcache_compress.codecs.base import Codec
+from kvcache_compress.validation.messages import quoted
 
 _CODECS: dict[str, type[Codec]] = {}
 C = TypeVar("C", bound=type[Codec])
@@ -25,12 +24,10 @@ def register_method(codec: C) -> C:
 
 def get_method(name: str) -> type[Codec]:
     """The codec class of a method; an unknown name raises `ValueError` with the names there are."""
-    import_module(".methods", __package__)
     if name not in _CODECS:
         raise ValueError(f"unknown method {quoted(name)}: there are {', '.join(method_names())}")
     return _CODECS[name]
 
 
 def method_names() -> list[str]:
-    import_module(".methods", __package__)
     return sorted(_CODECS)

@@ -15,6 +15,6 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 @pytest.fixture
 def fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of fixed capacity do on the CPU what they do elsewhere: steps whose shapes do not change."""
-    from kvcache_compress import layer
+    from kvcache_compress.cache import layer
 
     monkeypatch.setattr(layer, "has_static_steps", lambda backend, device: True)

@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..config import load_config
-from ..estimate import model_shape
-from ..eval.drawing import require_matplotlib
-from ..eval.results import circumstances, without_folders, write_atomically
+from kvcache_compress.cache.estimate import model_shape
+from kvcache_compress.config import load_config
+from kvcache_compress.eval.provenance.results import circumstances, without_folders, write_atomically
+from kvcache_compress.eval.reporting.drawing import require_matplotlib
+
 from .decode import DecodeTime, measure_decode
 from .layers import Shape
 from .plot import decode_plot

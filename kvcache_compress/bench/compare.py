@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import torch
 
-from ..view import SideSegments, Step
+from kvcache_compress.attention.handle import Step
+from kvcache_compress.storage.segments import SideSegments
 
 ATTENTION_BAR = 2e-3
 """RMS of the difference relative to that of the output, beside what rounding the output to 16 bits brings."""

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..backend import BackendChoice, interpreting, resolve_backend
-from ..eval.results import error_message
-from ..view import SideSegments, Step
+from kvcache_compress.attention.handle import Step
+from kvcache_compress.codecs.backend import BackendChoice, interpreting, resolve_backend
+from kvcache_compress.eval.provenance.results import error_message
+from kvcache_compress.storage.segments import SideSegments
+
 from .compare import LIBRARY_BAR, compare, compare_view
 from .layers import Shape, encoded_side, middle_layer, named_config
 from .peers import PEERS, installed

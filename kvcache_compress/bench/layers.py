@@ -12,18 +12,24 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..codec import Backend, Codec, CodecContext, MethodOptions, Side
-from ..commvq_file import CENTRES, describe_model, group_count, rounds_for, write_codebooks
-from ..config import CompressionConfig, LayerPlan, load_config
-from ..estimate import MODELS
-from ..layer import CompressedLayer
-from ..registry import get_method
-from ..rope import RopeLayout
-from ..rope_track import RopeTrack
-from ..side import encoded
-from ..static_storage import StaticStorage, has_static_steps
-from ..store import PackedStore
-from ..view import SideSegments
+from kvcache_compress.cache.estimate import MODELS
+from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.codecs.base import Backend, Codec, CodecContext, MethodOptions, Side
+from kvcache_compress.config import CompressionConfig, LayerPlan, load_config
+from kvcache_compress.methods.commvq.codebook_file import (
+    CENTRES,
+    describe_model,
+    group_count,
+    rounds_for,
+    write_codebooks,
+)
+from kvcache_compress.modeling.rope import RopeLayout
+from kvcache_compress.registry import get_method
+from kvcache_compress.storage.packed_store import PackedStore
+from kvcache_compress.storage.rope_track import RopeTrack
+from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.side import encoded
+from kvcache_compress.storage.static import StaticStorage, has_static_steps
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..eval.artifacts import save_figure
-from ..eval.drawing import COLORS, MARKERS, PRINTED, THEME, new_figure, shortened, style
+from kvcache_compress.eval.provenance.artifacts import save_figure
+from kvcache_compress.eval.reporting.drawing import COLORS, MARKERS, PRINTED, THEME, new_figure, shortened, style
+
 from .decode import DecodeTime
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from transformers import Cache, PreTrainedModel
 
-from ..attention import disable_fused_attention, enable_fused_attention
-from ..eval.caches import CacheSpec
-from ..eval.results import error_message
+from kvcache_compress.attention.interface import disable_fused_attention, enable_fused_attention
+from kvcache_compress.eval.caches.caches import CacheSpec
+from kvcache_compress.eval.provenance.results import error_message
 
 WARM_UP_TOKENS = 256
 

@@ -1,4 +1,4 @@
-"""One method, one file: importing this package imports every module in it, which registers them all."""
+"""One method, one file or folder: importing this package imports every module in it, which registers them all."""
 
 import pkgutil
 from importlib import import_module

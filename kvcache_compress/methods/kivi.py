@@ -7,23 +7,20 @@ channels of a token do. Both are stored in 16 bits, so b-bit codes really take b
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import field_validator
-from transformers import PreTrainedConfig
 
-from .. import packing
-from ..backend import quantizer
-from ..cache import CompressedCache
-from ..codec import Codec, Fields, MethodOptions, Rope, Side
-from ..config import bits_of_sides, config_from_options
-from ..layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
-from ..registry import register_method
+from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.backend import quantizer
+from kvcache_compress.codecs.base import Codec, Fields, MethodOptions, Rope, Side
+from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
+from kvcache_compress.registry import register_method
 
 if TYPE_CHECKING:
-    from ..cpu_kernels.operands import CPUSide
-    from ..triton_kernels.operands import KernelEncoder, KernelSide
+    from kvcache_compress.cpu_kernels.common.operands import CPUSide
+    from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 
 GROUP_SIZES = (16, 32, 64, 128)
@@ -88,7 +85,7 @@ class KIVICodec(Codec):
         zero = low.clamp(-limit, limit).to(torch.float16)
         scale = ((high - low) / (2**self.options.bits - 1)).clamp(max=limit).to(torch.float16)
         tokens, channels = (self.options.group_size, 1) if axis == 3 else (1, self.options.group_size)
-        quantize_on = quantizer(self.backend, quantize, "kivi_encode", "quantize_groups")
+        quantize_on = quantizer(self.backend, quantize, "kivi", "quantize_groups")
         return (*quantize_on(x.float(), scale, zero, self.options.bits, tokens, channels), scale, zero)
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
@@ -99,19 +96,19 @@ class KIVICodec(Codec):
 
     @cached_property
     def kernel_side(self) -> KernelSide:
-        from ..triton_kernels.kivi import kivi_side
+        from kvcache_compress.triton_kernels.decode.kivi import kivi_side
 
         return kivi_side(self)
 
     @cached_property
     def kernel_encoder(self) -> KernelEncoder | None:
-        from ..triton_kernels.kivi_encode import kivi_encoder
+        from kvcache_compress.triton_kernels.encode.kivi import kivi_encoder
 
         return kivi_encoder(self)
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from ..cpu_kernels.operands import CPUSide
+        from kvcache_compress.cpu_kernels.common.operands import CPUSide
 
         group = self.options.group_size
         return CPUSide("groups", (self.options.bits, *((group, 1) if self.context.side == "keys" else (1, group))))
@@ -128,36 +125,3 @@ def quantize(
     start = zero.float().repeat_interleave(tokens, 2).repeat_interleave(channels, 3)
     codes = ((x - start) / steps + 0.5).floor().clamp(0, 2**bits - 1)
     return packing.pack(codes, bits)
-
-
-class KIVICache(CompressedCache):
-    """A cache compressed by KIVI, with its paper's window of 128 recent tokens and no sinks by default.
-
-    Args:
-        model_config: the model's config.
-        bits: code bits per number, 1 to 6 (KIVI's are 2 and 4), by default 2, of the sides that `key_bits` and
-            `value_bits` do not name.
-        group_size: tokens (keys) or channels (values) that share a scale and a zero point.
-        sink_tokens: first tokens kept in full precision.
-        recent_tokens: last tokens kept in full precision.
-        options: more of `CompressionConfig` (`layers`, `backend`, `quantize_generated`, ...).
-
-    Raises:
-        ValueError: for options out of range and for models without full-attention layers.
-    """
-
-    def __init__(
-        self,
-        model_config: PreTrainedConfig,
-        bits: int | None = None,
-        key_bits: int | None = None,
-        value_bits: int | None = None,
-        group_size: int = 32,
-        sink_tokens: int = 0,
-        recent_tokens: int = 128,
-        **options: Any,
-    ) -> None:
-        sides = bits_of_sides(bits, key_bits, value_bits, default=2)
-        options["group_size"] = group_size
-        config = config_from_options("kivi", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
-        super().__init__(model_config, config)

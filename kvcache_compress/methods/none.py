@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ..codec import Codec, CodecContext, Fields, MethodOptions, Rope, Side
-from ..layout import Field
-from ..registry import register_method
+from kvcache_compress.codecs.base import Codec, CodecContext, Fields, MethodOptions, Rope, Side
+from kvcache_compress.codecs.layout import Field
+from kvcache_compress.registry import register_method
 
 if TYPE_CHECKING:
-    from ..cpu_kernels.operands import CPUSide
-    from ..triton_kernels.operands import KernelSide
+    from kvcache_compress.cpu_kernels.common.operands import CPUSide
+    from kvcache_compress.triton_kernels.common.operands import KernelSide
 
 
 @register_method
@@ -41,12 +41,12 @@ class DenseCodec(Codec):
 
     @cached_property
     def kernel_side(self) -> KernelSide:
-        from ..triton_kernels.dense import dense_side
+        from kvcache_compress.triton_kernels.decode.dense import dense_side
 
         return dense_side(self.context.head_dim, self.context.device)
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from ..cpu_kernels.operands import CPUSide
+        from kvcache_compress.cpu_kernels.common.operands import CPUSide
 
         return CPUSide("dense")

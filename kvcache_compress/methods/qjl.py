@@ -7,30 +7,26 @@ of their own (section 4.2), so that they do not set the error of all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from pydantic import field_validator
-from transformers import PreTrainedConfig
 
-from .. import packing
-from ..cache import CompressedCache
-from ..centring import Center, centred
-from ..codec import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
-from ..config import config_from_options
-from ..decoder import decoder_layers, head_dim_of
-from ..layout import CODES_PER_WORD, Field, code_fields
-from ..linear import LinearCodec, Part
-from ..registry import register_method
-from ..scalar import quantize_on
-from ..sketch import SketchKind, sketch_constant, sketch_matrix
+from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
+from kvcache_compress.codecs.centering import Center, centred
+from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, code_fields
+from kvcache_compress.codecs.linear import LinearCodec, Part
+from kvcache_compress.codecs.scalar import quantize_on
+from kvcache_compress.codecs.sketch import SketchKind, sketch_constant, sketch_matrix
+from kvcache_compress.registry import register_method
 
 if TYPE_CHECKING:
-    from ..cpu_kernels.operands import CPUSide
-    from ..triton_kernels.operands import KernelEncoder, KernelSide
+    from kvcache_compress.cpu_kernels.common.operands import CPUSide
+    from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 MAX_RATIO = 4
 MIN_OUTLIERS = 4
@@ -194,64 +190,19 @@ class QJLCodec(LinearCodec):
 
     @cached_property
     def kernel_side(self) -> KernelSide:
-        from ..triton_kernels.qjl import qjl_side
+        from kvcache_compress.triton_kernels.decode.qjl import qjl_side
 
         return qjl_side(self)
 
     @cached_property
     def kernel_encoder(self) -> KernelEncoder | None:
-        from ..triton_kernels.qjl_encode import qjl_encoder
+        from kvcache_compress.triton_kernels.encode.qjl import qjl_encoder
 
         return qjl_encoder(self)
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        from ..cpu_kernels.operands import cpu_side
+        from kvcache_compress.cpu_kernels.common.operands import cpu_side
 
         count = len(self.instances)
         return cpu_side("levels", [1] * count, [self._levels] * count, self.ready_basis(), self.mean)
-
-
-def _default_values(model_config: PreTrainedConfig) -> dict[str, Any]:
-    """2 bits by KIVI in groups as near to the paper's 32 channels as can be, or by TurboQuant where there are none."""
-    decoder, _ = decoder_layers(model_config)
-    groups = [size for size in (32, 16) if head_dim_of(decoder) % size == 0]
-    return {"method": "kivi", "bits": 2, "group_size": groups[0]} if groups else {"method": "turboquant", "bits": 2}
-
-
-class QJLCache(CompressedCache):
-    """A cache with keys compressed by QJL, and values by KIVI's per-token groups as in its paper.
-
-    Args:
-        model_config: the model's config.
-        sketch_ratio: sketch rows per channel of the keys, that is code bits per number; 2 by default.
-        sketch_dim: the number of rows itself, a multiple of 8, instead.
-        values: method and options of the values; by default KIVI's 2 bits in the paper's groups of 32 channels, or of
-            16 where the head dimension is no multiple of 32, or where it is none of 16 either TurboQuant's 2 bits.
-            Options without a method change that default.
-        sink_tokens: first tokens kept in full precision.
-        recent_tokens: last tokens kept in full precision.
-        options: more of `QJLOptions`, or of `CompressionConfig` (`layers`, `seed`, ...).
-
-    Raises:
-        ValueError: for options out of range and for models without full-attention layers.
-    """
-
-    def __init__(
-        self,
-        model_config: PreTrainedConfig,
-        sketch_ratio: float | None = None,
-        sketch_dim: int | None = None,
-        values: Mapping[str, Any] | str | None = None,
-        sink_tokens: int = 16,
-        recent_tokens: int = 64,
-        **options: Any,
-    ) -> None:
-        named = {"method": values} if isinstance(values, str) else dict(values or {})
-        named = named if "method" in named else _default_values(model_config) | named
-        keys = {name: options.pop(name) for name in QJLOptions.model_fields if name in options}
-        given = {"sketch_ratio": sketch_ratio, "sketch_dim": sketch_dim}
-        keys |= {name: number for name, number in given.items() if number is not None}
-        sides = {"keys": keys, "values": named}
-        config = config_from_options("qjl", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
-        super().__init__(model_config, config)

@@ -7,11 +7,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from gpu_kit import models
 
-from kvcache_compress.bench import compare, decode, models, peers
+from kvcache_compress.attention.handle import Step
+from kvcache_compress.bench import compare, decode, peers
 from kvcache_compress.bench.layers import Shape
-from kvcache_compress.rope_track import _warn_of_positions
-from kvcache_compress.view import Step
+from kvcache_compress.storage.rope_track import _warn_of_positions
 
 CPU = torch.device("cpu")
 TINY = Shape(4, 2, 64)

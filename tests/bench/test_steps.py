@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
-from small_model import VOCAB, small_model
+from support.small_model import VOCAB, small_model
 from transformers import Cache, PreTrainedModel
 
-from kvcache_compress import view
+from kvcache_compress.attention.interface import ATTENTION_NAME
+from kvcache_compress.attention.path import record_paths
 from kvcache_compress.bench.steps import measure_steps
-from kvcache_compress.eval.caches import CacheSpec, full_cache
-from kvcache_compress.eval.resolve import resolve_cache
-from kvcache_compress.layer import ATTENTION_NAME
+from kvcache_compress.eval.caches.caches import CacheSpec, full_cache
+from kvcache_compress.eval.caches.resolve import resolve_cache
 
 
 class Broken(Cache):
@@ -64,11 +63,10 @@ def test_a_cache_that_fails_says_why() -> None:
     assert full.step_ms is not None
 
 
-def test_fused_attention_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_attention_is_used() -> None:
     """Otherwise what is timed is the decoding of the cache."""
-    calls: list[str] = []
-    attention = view.attention
-    monkeypatch.setattr(view, "attention", lambda backend: calls.append(backend) or attention(backend))
     spec = resolve_cache("turboquant-4bit@sinks=4,recent=8")
-    measure_steps(small_model(), [full_cache(), spec], torch.randint(1, VOCAB, (1, 64)), steps=2)
-    assert len(calls) == 2 * 2
+    with record_paths() as taken:
+        measure_steps(small_model(), [full_cache(), spec], torch.randint(1, VOCAB, (1, 64)), steps=2)
+    assert len(taken) == 2 * 2
+    assert {call.path for call in taken} <= {"cpp", "torch"}

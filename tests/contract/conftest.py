@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from method_cases import declared
+from support.method_cases import declared
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvcache_compress import CompressedCache, CompressionConfig, disable_fused_attention, enable_fused_attention
-from kvcache_compress.backend import resolve_backend
-from kvcache_compress.codec import Codec, CodecContext
+from kvcache_compress.attention.interface import ATTENTION_NAME
+from kvcache_compress.codecs.backend import resolve_backend
+from kvcache_compress.codecs.base import Codec, CodecContext
 from kvcache_compress.config import LayerPlan, load_config
-from kvcache_compress.layer import ATTENTION_NAME
-from kvcache_compress.rope import Rope, rope_layout
+from kvcache_compress.modeling.rope import Rope, rope_layout
 
 SINKS, RECENT, LAYERS, VOCAB = 4, 8, 3, 128
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import assert_close_but_for_flips
+from support.closeness import assert_close_but_for_flips
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 LENGTH = 75

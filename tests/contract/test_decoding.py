@@ -1,15 +1,15 @@
 """Prefill, decoding and everything between: the logits of a compressed cache are those of the oracle."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from closeness import assert_close_but_for_flips
+from support.closeness import assert_close_but_for_flips
 from transformers import DynamicCache
 
-from kvcache_compress import enable_fused_attention, view
-from kvcache_compress.path import MAX_DECODE_TOKENS, AttentionPath
+from kvcache_compress import enable_fused_attention
+from kvcache_compress.attention.path import record_paths
+from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 
@@ -121,34 +121,26 @@ def test_no_sinks_and_no_window(case: Any, ids: torch.Tensor) -> None:
     check(case, ids, [64] + [2] * 17, sink_tokens=0, recent_tokens=0, layers=[])
 
 
-def test_fused_path_is_taken(case: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_path_is_taken(case: Any, ids: torch.Tensor) -> None:
     """Fused attention serves decode steps over packed tokens, once per compressed layer.
 
     In C++ also prompts' chunks, or tiles do where the codec of values minds.
     """
-    calls: list[tuple[AttentionPath, int]] = []
-    attention = view.attention
-
-    def counted(path: AttentionPath) -> Callable[..., torch.Tensor]:
-        def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            calls.append((path, query.shape[2]))
-            return attention(path)(query, *args, **kwargs)
-
-        return attend
-
-    monkeypatch.setattr(view, "attention", counted)
     cache = case.cache()
-    case.feed(cache, ids[:, :60])
-    assert calls == []
+    with record_paths() as taken:
+        case.feed(cache, ids[:, :60])
+    assert taken == []
     layers = [layer for layer in cache.layers if hasattr(layer, "packed_tokens")]
     backends = [layer.backend for layer in layers]
     assert set(backends) <= {"cpp", "torch"}
-    on_cpp = [layer.sides["values"].codec.chunks_on_cpp for layer in layers if layer.backend == "cpp"]
-    case.feed(cache, ids[:, 60:90])
-    assert calls == [("cpp" if direct else "tiled", 30) for direct in on_cpp] * case.fused
-    calls.clear()
-    case.feed(cache, ids[:, 90:97], [1, 6])
-    assert calls == [(backend, count) for count in (1, 6) for backend in backends] * case.fused
+    on_cpp = [layer for layer in layers if layer.backend == "cpp"]
+    with record_paths() as taken:
+        case.feed(cache, ids[:, 60:90])
+    fused_chunks = ["cpp" if layer.sides["values"].codec.chunks_on_cpp else "tiled" for layer in on_cpp]
+    assert [call for call in taken if call.path != "decode"] == [(path, 30) for path in fused_chunks] * case.fused
+    with record_paths() as taken:
+        case.feed(cache, ids[:, 90:97], [1, 6])
+    assert taken == [(backend, count) for count in (1, 6) for backend in backends] * case.fused
 
 
 def test_fused_is_switched_in_mid_generation(unfused: Any, ids: torch.Tensor) -> None:

@@ -10,20 +10,16 @@ from unittest import mock
 
 import pytest
 import torch
-from closeness import assert_close_but_for_flips
+from support.closeness import assert_close_but_for_flips
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, StaticCache
 
-from kvcache_compress import (
-    CompressedCache,
-    checks,
-    disable_fused_attention,
-    enable_fused_attention,
-    ops,
-    static_storage,
-)
-from kvcache_compress.layer import CompressedLayer
-from kvcache_compress.static_storage import StaticStorage
+from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
+from kvcache_compress.attention import compile_ops as ops
+from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.storage import checks
+from kvcache_compress.storage import static as static_storage
+from kvcache_compress.storage.static import StaticStorage
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 ROOM = 230

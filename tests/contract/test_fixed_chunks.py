@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from closeness import assert_close_but_for_flips
+from support.closeness import assert_close_but_for_flips
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcache_compress import CompressedCache, attention, disable_fused_attention, enable_fused_attention, tiled
-from kvcache_compress.path import MAX_DECODE_TOKENS
-from kvcache_compress.view import PackedKV, SideSegments, Step
+from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
+from kvcache_compress.attention import interface as attention
+from kvcache_compress.attention import tiled
+from kvcache_compress.attention.handle import PackedKV, Step
+from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 
 TILE, ROOM = 32, 235
 SIZES = [100, 20, 1, 40, 16, 33]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import METHODS, VOCAB, method_config, small_model
+from support.small_model import METHODS, VOCAB, method_config, small_model
 
 from kvcache_compress import CompressedCache
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import METHODS, VOCAB, method_config, mixed_config, small_model
+from support.small_model import METHODS, VOCAB, method_config, mixed_config, small_model
 from transformers import Cache, DynamicCache, GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.view import PackedKV
+from kvcache_compress.attention.handle import PackedKV
 
 PROMPT, ROOM = 60, 100
 CONFIGS: dict[str, dict[str, Any]] = {name: method_config(name) for name in METHODS} | {

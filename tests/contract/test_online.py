@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import VOCAB, small_model
+from support.small_model import VOCAB, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from small_model import HEAD_DIM, HEADS, method_config, small_config
+from support.small_model import HEAD_DIM, HEADS, method_config, small_config
 
 from kvcache_compress import CompressedCache
-from kvcache_compress.backend import resolve_backend
-from kvcache_compress.codec import CodecContext
+from kvcache_compress.codecs.backend import resolve_backend
+from kvcache_compress.codecs.base import CodecContext
 from kvcache_compress.config import LayerPlan, load_config
-from kvcache_compress.rope import rope_layout, rotary_embedding
+from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 
 CONFIG = small_config(3)
 ROPE = rope_layout(CONFIG, HEAD_DIM)

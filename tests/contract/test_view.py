@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvcache_compress import enable_fused_attention
-from kvcache_compress.view import PackedKV
+from kvcache_compress.attention.handle import PackedKV
 
 
 @pytest.fixture

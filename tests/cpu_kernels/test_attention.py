@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import BARS, CASES, F32, Case, error, kivi, make_mask, plain_attention, segments, tq
-from commvq_files import codebook_file
-from method_cases import declared
+from support.attention_cases import BARS, CASES, F32, Case, error, kivi, make_mask, plain_attention, segments, tq
+from support.commvq_files import codebook_file
+from support.method_cases import declared
 
-from kvcache_compress import reference
-from kvcache_compress.cpu_kernels import launch
-from kvcache_compress.rope import RopeLayout
-from kvcache_compress.view import SideSegments
+from kvcache_compress.attention import reference
+from kvcache_compress.cpu_kernels.attention import launch
+from kvcache_compress.modeling.rope import RopeLayout
+from kvcache_compress.storage.segments import SideSegments
 
 pytestmark = pytest.mark.usefixtures("built")
 

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_model import method_config, small_model
+from support.paths import ROOT
+from support.small_model import method_config, small_model
 
-from kvcache_compress import CompressedCache, backend
-from kvcache_compress.codec import Codec
+from kvcache_compress import CompressedCache
+from kvcache_compress.codecs import backend
+from kvcache_compress.codecs.base import Codec
 from kvcache_compress.cpu_kernels import build
 from kvcache_compress.registry import get_method
 
@@ -185,8 +187,7 @@ def test_without_vector_extensions() -> None:
     tests = [str(Path(__file__).with_name(name)) for name in ("test_attention.py", "test_encode.py")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *tests, "-k", chosen]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "SKIPPED" not in done.stdout
 

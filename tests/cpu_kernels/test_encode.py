@@ -7,20 +7,25 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from commvq_files import codebook_file
-from encode_cases import SIDES, assert_equal_fields, last_places, unit_vectors
-from method_cases import half_layout, random_track
-from small_model import method_config, small_model
+from support.commvq_files import codebook_file
+from support.encode_cases import SIDES, assert_equal_fields, last_places, unit_vectors
+from support.method_cases import half_layout, random_track
+from support.small_model import method_config, small_model
 
-from kvcache_compress import CompressedCache, additive, polar_pairs, polar_tree, scalar
-from kvcache_compress.codec import Codec, Side
-from kvcache_compress.commvq_file import CENTRES, rounds_for
+from kvcache_compress import CompressedCache
+from kvcache_compress.codecs import scalar
+from kvcache_compress.codecs.base import Codec, Side
+from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward, uniform_levels
+from kvcache_compress.codecs.packing import pack_signs
 from kvcache_compress.config import load_config, preset_names
-from kvcache_compress.cpu_kernels import build, encode
-from kvcache_compress.lloyd_max import lloyd_max_levels, outward, uniform_levels
+from kvcache_compress.cpu_kernels import build
+from kvcache_compress.cpu_kernels.encode import launch as encode
 from kvcache_compress.methods import kivi
-from kvcache_compress.packing import pack_signs
-from kvcache_compress.polar_codebooks import offline_codebook, online_codebook
+from kvcache_compress.methods.commvq import additive
+from kvcache_compress.methods.commvq.codebook_file import CENTRES, rounds_for
+from kvcache_compress.methods.polarquant import pairs as polar_pairs
+from kvcache_compress.methods.polarquant import tree as polar_tree
+from kvcache_compress.methods.polarquant.codebooks import offline_codebook, online_codebook
 
 pytestmark = pytest.mark.usefixtures("built")
 

@@ -9,12 +9,13 @@ from typing import get_args
 
 import pytest
 import torch
-from attention_cases import Case, segments
+from support.attention_cases import Case, segments
 
-from kvcache_compress.cpu_kernels import encode, launch
-from kvcache_compress.cpu_kernels.operands import Form
-from kvcache_compress.scalar import Scalar
-from kvcache_compress.view import SideSegments
+from kvcache_compress.codecs.scalar import Scalar
+from kvcache_compress.cpu_kernels.attention import launch
+from kvcache_compress.cpu_kernels.common.operands import Form
+from kvcache_compress.cpu_kernels.encode import launch as encode
+from kvcache_compress.storage.segments import SideSegments
 
 pytestmark = pytest.mark.usefixtures("built")
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from method_cases import half_layout
+from support.method_cases import half_layout
 
-from kvcache_compress.codec import Codec, CodecContext
+from kvcache_compress.codecs.base import Codec, CodecContext
 from kvcache_compress.registry import get_method
 
 

@@ -9,10 +9,11 @@ import torch
 from own_method import RoundingCodec
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvcache_compress import CompressedCache, backend, enable_fused_attention, get_method, load_config
-from kvcache_compress.backend import resolve_backend
-from kvcache_compress.codec import HOOKS, Codec
-from kvcache_compress.methods.turboquant import TurboQuantCodec
+from kvcache_compress import CompressedCache, enable_fused_attention, get_method, load_config
+from kvcache_compress.codecs import backend
+from kvcache_compress.codecs.backend import resolve_backend
+from kvcache_compress.codecs.base import HOOKS, Codec
+from kvcache_compress.methods.turboquant.codec import TurboQuantCodec
 
 MOST_LINES = 59
 KEYS, VALUES = {"method": "rounding"}, {"method": "rounding", "bits": 3}
@@ -57,7 +58,7 @@ def test_it_runs_in_torch_on_every_device(codecs: tuple[type[Codec], ...], devic
 def test_other_backends_are_refused(pair: str, backend: str) -> None:
     config = {**CONTRACT[pair], "backend": backend}
     with pytest.raises(ValueError, match=rf'backend="{backend}" cannot be had for method \'rounding\'; use'):
-        CompressedCache.from_config(MODEL, config)
+        CompressedCache(MODEL, config)
 
 
 def test_it_does_not_ask_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +81,7 @@ def test_generate_save_and_load(pair: str, capacity: int | None, fused: bool, tm
     model = LlamaForCausalLM(MODEL).eval()
     if fused:
         enable_fused_attention(model)
-    cache = CompressedCache.from_config(model.config, tmp_path / "own.yaml")
+    cache = CompressedCache(model.config, tmp_path / "own.yaml")
     ids = torch.randint(1, 64, (2, 160), generator=torch.Generator().manual_seed(1))
     generated = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
     assert {layer.backend for layer in cache.layers} == {"torch"}

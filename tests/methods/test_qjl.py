@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig
 
 from kvcache_compress import load_config
-from kvcache_compress.layer import CompressedLayer
-from kvcache_compress.methods.qjl import QJLCache
-from kvcache_compress.sketch import sketch_constant, sketch_matrix
+from kvcache_compress.cache.by_method import QJLCache
+from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.codecs.sketch import sketch_constant, sketch_matrix
 
 Make = Callable[..., Any]
 PAPER = {"scalar": "norm", "center": "off"}

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from segment_makers import make_codec, make_side, poison  # noqa: F401
+from support.segment_makers import make_codec, make_side, poison  # noqa: F401
 
 
 @pytest.fixture

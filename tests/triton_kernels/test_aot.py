@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "machine_code.py"
 # Those that take the most registers, and the one that matters most.
 VARIANTS = ["turboquant-4bit", "prod-2.5bit", "kivi-4bit, D=256", "encode values of turboquant-4bit"]

@@ -1,0 +1,202 @@
+"""Whether a preset's kernels are right on the device.
+
+In one dtype, for two sequences with one query each and no mask, with merging as it is compiled for any number of
+splits, and by repeated launches as well as Triton's own; of a few presets with a fixed capacity too (`check_fixed.py`).
+All else is covered by the kernel tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from kvcache_compress.attention.handle import Step
+from kvcache_compress.bench.compare import allowed_error, attention_problem, relative_error
+from kvcache_compress.bench.layers import Shape, build_codec, encoded_side, middle_layer, named_config
+from kvcache_compress.codecs.backend import interpreting, load_part, on_device, resolve_backend
+from kvcache_compress.codecs.base import Backend, Fields
+from kvcache_compress.storage.checks import LONGEST
+from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.side import encoded
+
+from .check_fixed import FIXED, check_steps
+
+CODES_BAR = 1e-3
+"""Share of the stored words: where sums round differently, a number on the edge of two levels gets the other code."""
+
+BATCH = 2
+COMPARED_TOKENS = 256
+"""Encoded by PyTorch's operators as well, which takes CommVQ long."""
+MERGED = (16, 32, 64, 128, 256)
+"""Numbers of splits, padded, for which merging is compiled: which one depends on the batch, the length and the GPU."""
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """One preset and shape: encoding, attention and steps against PyTorch's operators on the same device.
+
+    Attributes:
+        cache: preset.
+        shape: name of the model's shape.
+        tokens: packed ones, up to which the method's groups are filled.
+        attention_error: RMS of the difference to the reference in float32, relative to the RMS of the output, the
+            worst of all calls; None where there is NaN or infinity.
+        differing_codes: share of the stored words that differ, scalars by more than a unit in the last place.
+        error: why the kernels may not be timed.
+    """
+
+    cache: str
+    shape: str
+    tokens: int
+    attention_error: float | None = None
+    differing_codes: float | None = None
+    error: str | None = None
+
+
+@torch.inference_mode()
+def check_kernels(
+    cache: str, name: str, shape: Shape, tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> KernelCheck:
+    """Encodes, appends and attends to a sequence of `tokens` packed tokens with kernels and without.
+
+    Raises:
+        ValueError: a preset that does not fit the shape.
+    """
+    plan = middle_layer(named_config(cache))
+    backend = resolve_backend("triton" if interpreting() else "auto", device)
+    sides: tuple[Literal["keys", "values"], ...] = ("keys", "values")
+    methods = [(plan.side(side).method, plan.side(side).options(), side, shape.head_dim) for side in sides]
+    group = math.lcm(*(build_codec(*method, shape.kv_heads, dtype, device).group for method in methods))
+    keys, values = (
+        encoded_side(
+            *method, dtype, heads=shape.kv_heads, packed=-(-tokens // group) * group,
+            windows=(plan.sink_tokens, plan.recent_tokens), batch=BATCH, device=device, backend=backend,
+        )
+        for method in methods
+    )  # fmt: skip
+    error, allowed = _attention_error(keys, values, shape, device, dtype, backend)
+    different = 0.0
+    for side in (keys, values):
+        count = min(side.packed, COMPARED_TOKENS)
+        x = torch.randn(BATCH, shape.kv_heads, count, shape.head_dim, device=device, dtype=dtype)
+        rope = side.rope(0, count)
+        found = differing(encoded(side.codec, x, rope), encoded(side.codec.on("torch"), x, rope))
+        different = max(different, found)
+    problem = attention_problem(error, allowed)
+    if problem is None and not different <= CODES_BAR:
+        problem = f"{different:.1e} of the stored words differ: allowed {CODES_BAR:g}"
+    if problem is None and not _appends(shape, device, dtype):
+        problem = "appended keys and values are not those that were given"
+    if problem is None and backend == "triton" and not all(_flushes(side, device, dtype) for side in (keys, values)):
+        problem = "tokens that leave a tail are not encoded, checked or moved as they should be"
+    if problem is None and backend == "triton" and cache in FIXED:
+        _, problem = check_steps(cache, shape, device, dtype)
+    return KernelCheck(cache, name, tokens, error if math.isfinite(error) else None, different, problem)
+
+
+def _attention_error(
+    keys: SideSegments, values: SideSegments, shape: Shape, device: torch.device, dtype: torch.dtype, backend: Backend
+) -> tuple[float, float]:
+    """What attention differs by and what is allowed, of the worst of all calls.
+
+    The second of the two calls for each number of splits, with its query, sinks and tails elsewhere in memory, is a
+    repeated launch, as all are that are timed.
+    """
+    scaling, calls = shape.head_dim**-0.5, []
+    for _ in range(2):
+        query = torch.randn(BATCH, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
+        k_moved, v_moved = (
+            replace(side, sinks=torch.randn_like(side.sinks), tail_buffer=torch.randn_like(side.tail_buffer))
+            for side in (keys, values)
+        )
+        expected = load_part("attention.reference").attend(query.float(), k_moved, v_moved, None, scaling=scaling)
+        calls.append((query, Step(k_moved, v_moved, backend), expected))
+    found = []
+    for _ in _each_merge(keys, values, backend):
+        for query, view, expected in calls:
+            ours = view.attend(query, None, scaling, None, None)
+            found.append((relative_error(ours, expected), allowed_error(expected, dtype)))
+    return max(found, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
+
+
+def _each_merge(keys: SideSegments, values: SideSegments, backend: Backend) -> Iterator[None]:
+    """First leaves the launcher its own number of splits, then gives it one for each of `MERGED`."""
+    yield
+    if backend != "triton":
+        return
+    k_side = keys.codec.kernel_side
+    assert k_side is not None
+    ((call, sizes),) = k_side.sizes.items()
+    tile = sizes.tile.tokens
+    tiles = -(-keys.packed // tile)
+    seen = {sizes.splits}
+    for padded in MERGED:
+        each = -(-tiles // (padded // 2))  # and another one for the dense windows
+        splits = -(-tiles // each)
+        if splits not in seen:
+            seen.add(splits)
+            k_side.sizes[call] = sizes._replace(split_tokens=each * tile, splits=splits)
+            yield
+
+
+def differing(ours: Fields, theirs: Fields) -> float:
+    """Share of the words of encoded fields that differ; of 16-bit scalars those by more than one in the last place."""
+    unequal = total = 0
+    for mine, yours in zip(ours, theirs, strict=True):
+        if mine.dtype == torch.float16:
+            bad = (mine.view(torch.int16).int() - yours.view(torch.int16).int()).abs() > 1
+        else:
+            bad = mine != yours
+        unequal += int(bad.sum())
+        total += bad.numel()
+    return unequal / total if total else 0.0
+
+
+def _appends(shape: Shape, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the keys and values of steps arrive in the tails, and nowhere else; the second by a repeated launch."""
+    size, right = (BATCH, shape.kv_heads, 8, shape.head_dim), True
+    for at in (3, 6):
+        new = [torch.randn(BATCH, shape.kv_heads, 1, shape.head_dim, device=device, dtype=dtype) for _ in range(2)]
+        rooms = [torch.zeros(size, device=device, dtype=dtype) for _ in range(2)]
+        with on_device(new[0]):
+            load_part("triton_kernels.update.append").append(*new, *rooms, at)
+        for x, room in zip(new, rooms, strict=True):
+            expected = torch.zeros_like(room)
+            expected[:, :, at : at + 1] = x
+            right = right and torch.equal(room, expected)
+    return right
+
+
+def _flushes(side: SideSegments, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel for tokens that leave a tail encodes as a prompt's does, moves the others, and sees a NaN.
+
+    The second of three calls is a repeated launch. True where a codec has no such kernel.
+    """
+    encoder, right = side.codec.kernel_encoder, True
+    if encoder is None:
+        return True
+    batch, heads, _, dim = side.sinks.shape
+    leaving = max(32, side.codec.group)
+    kernels, flags = load_part("triton_kernels.encode.launch"), torch.ones(4, dtype=torch.int32, device=device)
+    for call in range(3):
+        tail = torch.randn(batch, heads, leaving + 8, dim, device=device, dtype=dtype)
+        tail[-1, -1, leaving - 1, 0] = torch.nan if call == 2 else 1
+        fields = tuple(
+            torch.zeros(batch, heads, 2 * leaving // field.tokens, *field.shape, dtype=field.dtype, device=device)
+            for field in side.codec.fields
+        )
+        moved = torch.zeros(batch, heads, 16, dim, device=device, dtype=dtype)
+        with on_device(tail):
+            kernels.flush(encoder, tail, leaving, 8, fields, leaving, moved, flags, LONGEST)
+            expected = encoded(side.codec.on("triton"), tail[:, :, :leaving])
+        right = right and bool(flags.all()) == (call != 2)
+        right = right and torch.equal(moved[:, :, :8], tail[:, :, leaving:]) and not moved[:, :, 8:].any()
+        if call != 2:
+            ours = tuple(x[:, :, x.shape[2] // 2 :] for x in fields)
+            right = right and differing(ours, expected) <= CODES_BAR
+            right = right and not any(bool(x[:, :, : x.shape[2] // 2].any()) for x in fields)
+    return right

@@ -1,0 +1,229 @@
+"""Tiles of the attention kernel, tried on a device: which of them are right, and which are faster than the rule's.
+
+Each is compared with plain attention, and timed by the kit's clock (`timing.py`) in turns with the rule's tile. Not by
+`triton.autotune`: it knows nothing of wrong results and of registers that spill, keeps what it finds for one process or
+by a hash, and a tile changes more than its kernel: the number of splits, so the memory between kernels, and the merge.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcache_compress.attention.handle import Step
+from kvcache_compress.bench.compare import compare_view
+from kvcache_compress.bench.decode import random_view
+from kvcache_compress.bench.layers import Shape, encoded_side, middle_layer, named_config
+from kvcache_compress.bench.timing import median_ms
+from kvcache_compress.codecs.backend import load_part
+from kvcache_compress.eval.provenance.results import write_atomically
+from kvcache_compress.files.text import parse_json, read_text
+
+from .jobs import CHECK_FAILED, NOT_MEASURED, Job
+
+BATCH, TOKENS = 8, 32_768
+"""What tiles are timed at; `SMALL` without a GPU."""
+SMALL = (1, 64)
+INPUTS = 3
+"""Sets of random codes and queries that each tile is timed with."""
+MARGIN = 0.03
+"""A tile that takes less than this share from the rule's time, with any inputs, is none to remember."""
+WARPS_AND_STAGES_IN_SMALL = (1, 2)
+"""Triton's interpreter knows no others."""
+
+
+@dataclass(frozen=True)
+class TileTime:
+    """A tile of one preset and shape, beside the rule's.
+
+    Attributes:
+        cache: preset.
+        shape: name of the model's shape.
+        tokens: packed ones of each sequence.
+        block, warps, stages: the tile.
+        registers: of a thread; None in Triton's interpreter.
+        milliseconds, rule_milliseconds: of attention with this tile and with the rule's, medians over the inputs; None
+            where it was not timed.
+        ratio: of both times, the worst of all inputs.
+        attention_error: beside plain attention, the worst of all inputs.
+        error: why it is none to choose.
+    """
+
+    cache: str
+    shape: str
+    batch: int
+    tokens: int
+    block: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    milliseconds: float | None = None
+    rule_milliseconds: float | None = None
+    ratio: float | None = None
+    attention_error: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A preset and shape: the kernel that they run, its tile by rule, and the others that it can have."""
+
+    cache: str
+    shape: str
+    kernel: str
+    rule: Any
+    others: tuple[Any, ...]
+
+    def job(self, part: str, tile: Any, size: tuple[int, int]) -> Job:
+        """The row of a tile, of `size` sequences and tokens: `part` is `try` or `tile`."""
+        return Job(part, (self.cache, self.shape, *size, *tile))
+
+
+def plan_cases(presets: Sequence[str], shapes: Mapping[str, Shape], small: bool = False) -> list[Case]:
+    """What there is to tune; of presets with the same kernel for a shape, the first."""
+    tiles = load_part("triton_kernels.attention.tiles")
+    cases: dict[tuple[str, str], Case] = {}
+    for preset in presets:
+        plan = middle_layer(named_config(preset))
+        for name, shape in shapes.items():
+            keys, values = (
+                encoded_side(
+                    plan.side(side).method, plan.side(side).options(), side, shape.head_dim, torch.bfloat16,
+                    heads=shape.kv_heads, codes="random",
+                ).codec.kernel_side
+                for side in ("keys", "values")
+            )  # fmt: skip
+            kernel, rule = tiles.kernel_name(keys, values, False), tiles.rule(keys, values, False)
+            found = [tile for tile in tiles.candidates(keys, values) if tile != rule]
+            if small:
+                found = [tile for tile in found if tile[1:] == WARPS_AND_STAGES_IN_SMALL]
+            cases.setdefault((kernel, name), Case(preset, name, kernel, rule, tuple(found)))
+    return list(cases.values())
+
+
+@lru_cache(maxsize=1)
+def _views(
+    preset: str, shape: Shape, batch: int, tokens: int, device: torch.device
+) -> tuple[tuple[Step, torch.Tensor], ...]:
+    """Layers and queries for all tiles of a case, which follow each other."""
+    return tuple(random_view(preset, shape, batch, tokens, device, torch.bfloat16) for _ in range(INPUTS))
+
+
+def try_tile(
+    preset: str,
+    name: str,
+    shape: Shape,
+    batch: int,
+    tokens: int,
+    device: torch.device,
+    tile: tuple[int, int, int],
+    *,
+    timed: bool,
+    repeats: int = 20,
+    timer: Callable[..., float] = median_ms,
+) -> TileTime:
+    """Attention over `tokens` packed tokens with this tile; `timed`, in turns with the rule's.
+
+    Raises:
+        ValueError: attention that is not right, or registers that spill.
+    """
+    tiles = load_part("triton_kernels.attention.tiles")
+    scaling, errors, times = shape.head_dim**-0.5, [], []
+    for view, query in _views(preset, shape, batch, tokens, device)[: INPUTS if timed else 1]:
+        k_side, v_side = view.keys.codec.kernel_side, view.values.codec.kernel_side
+        assert k_side is not None
+
+        def attend(view: Step = view, query: torch.Tensor = query) -> torch.Tensor:
+            return view.attend(query, None, scaling, None, None)
+
+        k_side.use_tile(tiles.Tile(*tile))
+        errors.append(compare_view(view, query, scaling))
+        registers = _registers(k_side)
+        if timed:
+            ours = timer(attend, device, repeats)
+            k_side.use_tile(tiles.rule(k_side, v_side, False))
+            times.append((ours, timer(attend, device, repeats)))
+    found = TileTime(preset, name, batch, tokens, *tile, registers, attention_error=max(errors))
+    if not times:
+        return found
+    ours, rules = (statistics.median(column) for column in zip(*times, strict=True))
+    return TileTime(
+        preset, name, batch, tokens, *tile, registers, ours, rules, max(x / y for x, y in times), max(errors)
+    )
+
+
+def _registers(k_side: Any) -> int | None:
+    """Registers of a thread of the attention kernel that was launched last; refuses one that has too few."""
+    (plan,) = k_side.plans.values()
+    _, attention, _ = plan.launches
+    compiled = attention.compiled
+    if compiled is None:
+        return None
+    if compiled.n_spills:
+        raise ValueError(f"{4 * compiled.n_spills} bytes of a thread's registers spill to memory")
+    return int(compiled.n_regs)
+
+
+def without_try(job: Job, rows: Mapping[Job, Mapping[str, Any]]) -> str | None:
+    """Why a tile may not be timed; None where it is known to be right."""
+    row = rows[Job("try", job.values)]
+    if not _reached(row):
+        return f"{NOT_MEASURED} it was not tried"
+    return None if row.get("error") is None else CHECK_FAILED + str(row["error"])
+
+
+def _reached(row: Mapping[str, Any]) -> bool:
+    """Whether a tile was compiled or timed, or ended the process that did so: such a one has failed."""
+    return not str(row.get("error")).removeprefix(CHECK_FAILED).startswith(NOT_MEASURED)
+
+
+def best_tiles(
+    cases: Sequence[Case], rows: Mapping[Job, Mapping[str, Any]], size: tuple[int, int]
+) -> dict[str, dict[str, Any] | None]:
+    """Entries of the table by kernel; None for one whose best tile is the rule's, or hardly better.
+
+    A tile must be faster than the rule's by the margin in each case of its kernel, with all inputs. A kernel is not
+    named unless all its tiles were timed or failed, and one of them at least was timed.
+    """
+    found: dict[str, dict[str, Any] | None] = {}
+    for kernel, group in groupby(sorted(cases, key=lambda case: case.kernel), lambda case: case.kernel):
+        mine = list(group)
+        table = {tile: [rows[case.job("tile", tile, size)] for case in mine] for tile in mine[0].others}
+        if not all(_reached(row) for measured in table.values() for row in measured):
+            continue
+        right = {tile: times for tile, times in table.items() if all(row.get("error") is None for row in times)}
+        if not right:
+            continue
+        ratios = {tile: max(row["ratio"] for row in times) for tile, times in right.items()}
+        best = min(ratios, key=lambda tile: ratios[tile])
+        found[kernel] = None
+        if ratios[best] < 1 - MARGIN:
+            figures = ("cache", "shape", "batch", "tokens", "milliseconds", "rule_milliseconds", "ratio")
+            measured = [{name: row[name] for name in figures} for row in right[best]]
+            found[kernel] = {"tile": best._asdict(), "rule": mine[0].rule._asdict(), "measured": measured}
+    return found
+
+
+def update_table(
+    path: Path, capability: str, found: Mapping[str, dict[str, Any] | None], where: Mapping[str, Any]
+) -> None:
+    """Sets or removes the entries of `found` in the table at `path`, and leaves all others; `where` is said of each."""
+    table = parse_json(read_text(path), str(path)) if path.is_file() else {}
+    kernels = table.pop(capability, {})
+    for kernel, entry in found.items():
+        kernels.pop(kernel, None)
+        if entry is not None:
+            kernels[kernel] = entry | dict(where)
+    if kernels:
+        table[capability] = dict(sorted(kernels.items()))
+    text = json.dumps(dict(sorted(table.items())), indent=1) + "\n"
+    load_part("triton_kernels.attention.tiles").read_tiles(text)
+    write_atomically(path, text)

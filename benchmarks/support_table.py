@@ -1,0 +1,94 @@
+"""Writes `docs/support.md` from what the tests find: `python benchmarks/support.py`; `--check` only compares.
+
+Needs the development requirements; every family of `tests/family_cases.py` runs with every method.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import transformers
+
+from kvcache_compress.eval.provenance.results import write_atomically
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "support.md"
+sys.path.append(str(ROOT / "tests"))
+
+from support.family_cases import FAMILIES, METHODS, outcome  # noqa: E402 - found by the line above
+
+INTRODUCTION = """# Support
+
+Which families of models work with which methods. `tests/test_families.py` makes a small random model of each family
+(2 to 4 layers, float32) and gives it a left-padded batch: a prompt, single steps, several tokens at once and a
+chunk. *Yes* means that tokens are packed, that full-attention layers are compressed while all others stay
+Transformers' own, and that logits with fused attention and without it differ by less than 1e-4. *No* means that
+`CompressedCache` refuses, for the reason given. *Fused* says whether attention reads the packed tokens as they are;
+where it does not, each step decodes them first.
+"""
+OPERATIONS = """## Operations
+
+Each of these runs for every method, where it matters with fused attention and without it, on a small Llama;
+`tests/test_families.py` has beams and sampling on families with layers of several kinds as well.
+"""
+
+
+def footnote(family: str, method: str) -> str:
+    """Why not, or not without a rule."""
+    found = outcome(family, method)
+    text = f"Refused: {found.reason.removeprefix(f'{method} for keys ')}."
+    rule = FAMILIES[family].rule
+    if found.support == "no" or rule is None:
+        return text
+    rules = " or ".join(f"`layers: [{{match: {rule['match']}, method: {one}}}]`" for one in (rule["method"], "none"))
+    return f"{text} With a rule for this layer it works: {rules}."
+
+
+def family_table() -> str:
+    """A line per family, and footnotes."""
+    notes: list[str] = []
+    lines = ["| family | what sets it apart | " + " | ".join(METHODS) + " | fused |", "|---" * (len(METHODS) + 3) + "|"]
+    for family, case in FAMILIES.items():
+        cells = []
+        for method in METHODS:
+            support = outcome(family, method).support
+            if support != "yes":
+                text = footnote(family, method)
+                if text not in notes:
+                    notes.append(text)
+                support = f"{'with a rule' if support == 'rules' else 'no'} [^{notes.index(text) + 1}]"
+            cells.append(support)
+        works = [outcome(family, method) for method in METHODS if outcome(family, method).support != "no"]
+        fused = "–" if not works else "yes" if all(one.fused for one in works) else "no"
+        lines.append(f"| {family} | {case.about} | {' | '.join(cells)} | {fused} |")
+    return "\n".join([*lines, "", *(f"[^{number}]: {text}" for number, text in enumerate(notes, 1))])
+
+
+def operation_table() -> str:
+    """What each file of the contract tests says of itself."""
+    lines = ["| operations | tests |", "|---|---|"]
+    for path in sorted((ROOT / "tests" / "contract").glob("test_*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        first = " ".join(text.split("\n\n")[0].split())
+        lines.append(f"| {first} | [{path.name}](../{path.relative_to(ROOT).as_posix()}) |")
+    return "\n".join(lines)
+
+
+def render() -> str:
+    """The page."""
+    source = f"Written by `python benchmarks/support.py` with Transformers {transformers.__version__}.\n"
+    return "\n".join([INTRODUCTION, family_table(), "", source, OPERATIONS, operation_table(), ""])
+
+
+def main() -> int:
+    new = render()
+    if "--check" in sys.argv[1:]:
+        return int(not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != new)
+    write_atomically(PAGE, new)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Decode attention in C++."""

@@ -1,0 +1,252 @@
+// Decode attention over `sinks | packed | tail` on CPUs, the twin of `attend` in reference.py.
+//
+// The rows of a key/value head and a split of its tokens are a task; tasks run in parallel and are then merged. Packed
+// tokens are scored and summed in code space, so that queries and sums are mapped, and no token is.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <functional>
+
+#include "decode/commvq.h"
+#include "attention/softmax.h"
+
+namespace kvcache_compress {
+namespace {
+
+constexpr int64_t MAX_ROWS = 128;          // of a task
+constexpr int64_t MIN_SPLIT_TOKENS = 256;  // shorter splits would cost more to merge than they save
+constexpr int64_t TASKS_PER_THREAD = 8;
+
+// A basis of code space, [1 or H, W, D]; none where code space is a head's own space. That of keys is float32 and
+// contiguous.
+class Basis {
+ public:
+  explicit Basis(const Tensor& rows) {
+    if (rows.numel() == 0) return;
+    data_ = static_cast<const char*>(rows.const_data_ptr());
+    width_ = rows.size(1), dim_ = rows.size(2);
+    head_ = rows.size(0) == 1 ? 0 : rows.stride(0) * rows.element_size();
+    row_ = rows.stride(1) * rows.element_size();
+    widen_ = conversion(rows.scalar_type()).widen;
+  }
+
+  // Query rows [count][D] in code space, [count][W].
+  std::vector<float> map(int64_t head, std::vector<float> q, int64_t count) const {
+    if (data_ == nullptr) return q;
+    std::vector<float> mapped(count * width_);
+    score(q.data(), count, reinterpret_cast<const float*>(data_ + head * head_), width_, dim_, mapped.data(), width_);
+    return mapped;
+  }
+
+  // x[D] += the vector that has these coordinates in code space.
+  void add(int64_t head, const std::vector<float>& coordinates, std::vector<float>& x) const {
+    if (data_ == nullptr) {
+      std::transform(x.begin(), x.end(), coordinates.begin(), x.begin(), std::plus<float>());
+      return;
+    }
+    std::vector<float> axis(dim_);
+    for (int64_t w = 0; w < width_; ++w) {
+      widen_(data_ + head * head_ + w * row_, dim_, axis.data());
+      for (int64_t d = 0; d < dim_; ++d) x[d] += axis[d] * coordinates[w];
+    }
+  }
+
+ private:
+  const char* data_ = nullptr;
+  int64_t width_ = 0, dim_ = 0, head_ = 0, row_ = 0;  // the last two in bytes
+  void (*widen_)(const void*, int64_t, float*) = nullptr;
+};
+
+template <class Form>
+std::unique_ptr<Decoder> decoder(const Side& side) {
+  return std::make_unique<Form>(side);
+}
+
+// The decoders of packed tokens: `operands.Form`.
+constexpr Named<std::unique_ptr<Decoder> (*)(const Side&)> FORMS[] = {
+    {"dense", decoder<DenseDecoder>}, {"levels", decoder<LevelDecoder>},    {"groups", decoder<GroupDecoder>},
+    {"pairs", decoder<PairDecoder>},  {"tree", decoder<TreeDecoder>},       {"additive", decoder<AdditiveDecoder>},
+    {"bits", decoder<BitDecoder>},    {"complex", decoder<ComplexDecoder>},
+};
+
+// The three segments of a side.
+struct Segments {
+  explicit Segments(const Side& side)
+      : sinks(side.sinks), packed(named("form", side.form, FORMS)(side)), tail(side.tail), basis(side.basis) {}
+
+  DenseDecoder sinks;
+  std::unique_ptr<Decoder> packed;
+  DenseDecoder tail;
+  Basis basis;  // of the packed tokens' code space
+};
+
+struct Layer {
+  Segments keys, values;
+  int64_t sinks, packed, tail;  // tokens
+  const float* mean;            // of the keys, [H, D], or none
+};
+
+class Attention {
+ public:
+  Attention(const Step& step, const Layer& layer, const Tensor& query, double scaling)
+      : step_(step),
+        layer_(layer),
+        query_(query),
+        widen_(conversion(query.scalar_type()).widen),
+        scale_(static_cast<float>(scaling) * LOG2E) {
+    rows_ = std::min(step.rows(), MAX_ROWS);
+    row_blocks_ = (step.rows() + rows_ - 1) / rows_;
+    const int64_t wanted = TASKS_PER_THREAD * torch::stable::get_num_threads() / blocks();
+    const int64_t most = std::max<int64_t>(1, layer.packed / MIN_SPLIT_TOKENS);
+    splits_ = layer.packed == 0 ? 0 : std::clamp<int64_t>(wanted, 1, most);
+    width_ = std::max(layer.values.packed->width, layer.values.sinks.width);
+    partials_.resize(tasks() * rows_);
+    sums_.reset(new float[partials_.size() * width_]);
+    for (size_t i = 0; i < partials_.size(); ++i) partials_[i].sums = sums_.get() + i * width_;
+  }
+
+  int64_t blocks() const { return step_.batch * step_.heads * row_blocks_; }
+  int64_t tasks() const { return blocks() * (splits_ + 1); }
+
+  // The last split of a block takes the dense tokens, the others share out the packed ones.
+  void attend(int64_t task) {
+    const Rows rows = rows_of(task / (splits_ + 1));
+    const int64_t split = task % (splits_ + 1);
+    Partial* partials = &partials_[task * rows_];
+    std::fill_n(partials->sums, rows.count * width_, 0.0f);
+    std::vector<float> q = queries(rows);
+    if (split == splits_) {
+      const Run sinks{layer_.keys.sinks, layer_.values.sinks, 0, layer_.sinks, 0};
+      const Run tail{layer_.keys.tail, layer_.values.tail, 0, layer_.tail, layer_.sinks + layer_.packed};
+      attend_run(step_, rows, q.data(), nullptr, sinks, partials);
+      attend_run(step_, rows, q.data(), nullptr, tail, partials);
+      return;
+    }
+    const std::vector<float> bias = mean_scores(rows, q);
+    q = layer_.keys.basis.map(rows.head.head, std::move(q), rows.count);
+    const int64_t first = layer_.packed * split / splits_, last = layer_.packed * (split + 1) / splits_;
+    const Run run{*layer_.keys.packed, *layer_.values.packed, first, last, layer_.sinks};
+    attend_run(step_, rows, q.data(), bias.empty() ? nullptr : bias.data(), run, partials);
+  }
+
+  // Adds up the splits of a block into its rows of `out` [B, n, Hq, D]. `logits` [Hq] join the denominator.
+  void merge(int64_t block, const float* logits, Tensor& out) const {
+    const Rows rows = rows_of(block);
+    const auto narrow = conversion(out.scalar_type()).narrow;
+    std::vector<float> coordinates(layer_.values.packed->width), result(layer_.values.sinks.width);
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const auto [query_head, query] = query_of(rows, r);
+      const float logit = logits == nullptr ? -INF : logits[query_head] * LOG2E;
+      const Partial* splits = &partials_[block * (splits_ + 1) * rows_ + r];
+      float top = std::max(logit, LOWEST);
+      for (int64_t split = 0; split <= splits_; ++split) top = std::max(top, splits[split * rows_].top);
+      float total = std::exp2(logit - top);
+      std::fill(coordinates.begin(), coordinates.end(), 0.0f);
+      std::fill(result.begin(), result.end(), 0.0f);
+      for (int64_t split = 0; split <= splits_; ++split) {
+        const Partial& one = splits[split * rows_];
+        const float share = std::exp2(one.top - top);
+        auto& sums = split == splits_ ? result : coordinates;
+        for (size_t c = 0; c < sums.size(); ++c) sums[c] += share * one.sums[c];
+        total += share * one.total;
+      }
+      layer_.values.basis.add(rows.head.head, coordinates, result);
+      for (float& x : result) x /= std::max(total, std::numeric_limits<float>::min());
+      const int64_t row = (rows.head.batch * step_.count + query) * step_.query_heads() + query_head;
+      const int64_t bytes = out.size(3) * out.element_size();
+      narrow(result.data(), out.size(3), static_cast<char*>(out.mutable_data_ptr()) + row * bytes);
+    }
+  }
+
+ private:
+  Rows rows_of(int64_t block) const {
+    const int64_t first = block % row_blocks_ * rows_, head = block / row_blocks_;
+    return {{head / step_.heads, head % step_.heads}, first, std::min(rows_, step_.rows() - first)};
+  }
+
+  std::pair<int64_t, int64_t> query_of(const Rows& rows, int64_t r) const {
+    const int64_t row = rows.first + r;
+    return {rows.head.head * step_.groups + row / step_.count, row % step_.count};
+  }
+
+  // Query rows times the scale, each as wide as a decoded dense key.
+  std::vector<float> queries(const Rows& rows) const {
+    const int64_t width = layer_.keys.sinks.width;
+    const auto* data = static_cast<const char*>(query_.const_data_ptr());
+    std::vector<float> q(rows.count * width);
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const auto [head, query] = query_of(rows, r);
+      const int64_t at = rows.head.batch * query_.stride(0) + head * query_.stride(1) + query * query_.stride(2);
+      widen_(data + at * query_.element_size(), query_.size(3), &q[r * width]);
+    }
+    for (float& x : q) x *= scale_;
+    return q;
+  }
+
+  // The product of each query row with the keys' mean; nothing where there is none.
+  std::vector<float> mean_scores(const Rows& rows, const std::vector<float>& q) const {
+    std::vector<float> scores;
+    const int64_t dim = query_.size(3), width = layer_.keys.sinks.width;
+    for (int64_t r = 0; r < rows.count && layer_.mean != nullptr; ++r) {
+      const float* mean = layer_.mean + rows.head.head * dim;
+      float sum = 0;
+      for (int64_t d = 0; d < dim; ++d) sum += q[r * width + d] * mean[d];
+      scores.push_back(sum);
+    }
+    return scores;
+  }
+
+  const Step& step_;
+  const Layer& layer_;
+  const Tensor& query_;
+  void (*widen_)(const void*, int64_t, float*);
+  float scale_;
+  int64_t rows_, row_blocks_, splits_, width_;
+  std::vector<Partial> partials_;  // [block][split][row]
+  std::unique_ptr<float[]> sums_;
+};
+
+Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_t>& k_numbers,
+              const std::vector<Tensor>& k_tensors, StringHandle v_form, const std::vector<int64_t>& v_numbers,
+              const std::vector<Tensor>& v_tensors, std::optional<Tensor> mask, std::optional<Tensor> logits,
+              int64_t packed, double scaling, double softcap) {
+  const Side keys(k_form, k_numbers, k_tensors), values(v_form, v_numbers, v_tensors);
+  STD_TORCH_CHECK(query.size(0) == keys.sinks.size(0), "queries of ", query.size(0), " sequences for a cache of ",
+                  keys.sinks.size(0));
+  STD_TORCH_CHECK(query.size(1) % keys.sinks.size(1) == 0, query.size(1), " query heads for ", keys.sinks.size(1),
+                  " key/value heads");
+  STD_TORCH_CHECK(query.size(3) == keys.sinks.size(3), "queries of ", query.size(3), " numbers for keys of ",
+                  keys.sinks.size(3));
+  STD_TORCH_CHECK(!logits || logits->numel() == query.size(1), "one learned sink per query head is needed");
+  STD_TORCH_CHECK(
+      keys.basis.numel() == 0 || (keys.basis.scalar_type() == ScalarType::Float && keys.basis.is_contiguous()),
+      "a basis of keys must be float32 and contiguous");
+  const int64_t heads = keys.sinks.size(1), sinks = keys.sinks.size(2), tail = keys.tail.size(2);
+  Step step{query.size(0),          heads, query.size(1) / heads, query.size(2), sinks + packed + tail,
+            float(softcap) * LOG2E, {}};
+  if (mask) step.mask.emplace(*mask);
+  const float* mean = keys.mean.numel() > 0 ? keys.mean.const_data_ptr<float>() : nullptr;
+  const Layer layer{Segments(keys), Segments(values), sinks, packed, tail, mean};
+  Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(2), query.size(1), values.sinks.size(3)});
+  if (out.numel() == 0) return out;
+  const float* sink_logits = logits ? logits->const_data_ptr<float>() : nullptr;
+  Attention attention(step, layer, query, scaling);
+  torch::stable::parallel_for(0, attention.tasks(), 1, [&](int64_t task, int64_t end) {
+    for (; task < end; ++task) attention.attend(task);
+  });
+  torch::stable::parallel_for(0, attention.blocks(), 1, [&](int64_t block, int64_t end) {
+    for (; block < end; ++block) attention.merge(block, sink_logits, out);
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace kvcache_compress
+
+STABLE_TORCH_LIBRARY(kvcache_compress_cpu, m) {
+  m.def(
+      "attend(Tensor query, str k_form, int[] k_numbers, Tensor[] k_tensors, str v_form, int[] v_numbers, "
+      "Tensor[] v_tensors, Tensor? mask, Tensor? logits, int packed, float scaling, float softcap) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) { m.impl("attend", TORCH_BOX(&kvcache_compress::attend)); }

@@ -1,0 +1,58 @@
+"""Calling the C++ attention. `attend` is the twin of the one in `reference.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcache_compress.cpu_kernels import build
+from kvcache_compress.cpu_kernels.common.operands import Form
+
+if TYPE_CHECKING:
+    from kvcache_compress.storage.segments import SideSegments
+
+
+def attend(
+    query: torch.Tensor,
+    keys: SideSegments,
+    values: SideSegments,
+    mask: torch.Tensor | None = None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same arguments and result as `reference.attend`.
+
+    Raises:
+        RuntimeError: the C++ code cannot be compiled or loaded here.
+    """
+    if mask is not None:
+        mask = mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.float()
+        mask = mask.expand(*query.shape[:3], keys.shape[2])
+    return build.operators().attend.default(
+        query if query.stride(3) == 1 else query.contiguous(),
+        *_operands(keys),
+        *_operands(values),
+        mask,
+        None if sinks is None else sinks.float().contiguous(),
+        keys.packed,
+        scaling,
+        softcap or 0.0,
+    )
+
+
+def _operands(side: SideSegments) -> tuple[Form, list[int], list[torch.Tensor]]:
+    """A side's three arguments: see `Side` in `side.h`."""
+    own, fields = side.codec.cpu_side, _fields(side)
+    tensors = [side.sinks, side.tail, *own.code_space, *fields, *own.tables]
+    return own.form, [len(fields), *own.options], tensors
+
+
+def _fields(side: SideSegments) -> list[torch.Tensor]:
+    """What is stored, and cos and sin of the packed tokens, `[B, H, T, 2 * rotary]`, where the codec asks for them."""
+    if side.track is None:
+        return side.store.buffers
+    _, heads, first, _ = side.sinks.shape
+    return [*side.store.buffers, side.track.buffer[:, None, first:].expand(-1, heads, -1, -1)]

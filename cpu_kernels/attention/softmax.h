@@ -1,0 +1,209 @@
+// Attention of some query rows to a run of tokens, tile by tile, with an online softmax. Logits are in units of log 2.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <optional>
+
+#include "decode/polar.h"
+
+namespace kvcache_compress {
+
+constexpr float LOG2E = 1.44269504f;
+constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr float LOWEST = std::numeric_limits<float>::lowest();
+constexpr int64_t TILE_NUMBERS = 4096;  // decoded numbers of a tile: half of a first-level cache
+constexpr int64_t MAX_TILE = 64;        // tokens
+
+// A mask [B, Hq, n, T] of any strides: boolean (true is visible), or a term of each logit.
+class Mask {
+ public:
+  explicit Mask(const Tensor& mask)
+      : data_(static_cast<const char*>(mask.const_data_ptr())), bytes_(mask.element_size()) {
+    for (int i = 0; i < 4; ++i) stride_[i] = mask.stride(i);
+    if (mask.scalar_type() != ScalarType::Bool) widen_ = conversion(mask.scalar_type()).widen;
+  }
+
+  // Masks the logits of one query for tokens [first, first + count).
+  void apply(int64_t batch, int64_t head, int64_t query, int64_t first, int64_t count, float* logits) const {
+    const int64_t at = batch * stride_[0] + head * stride_[1] + query * stride_[2] + first * stride_[3];
+    const char* from = data_ + at * bytes_;
+    if (widen_ == nullptr && stride_[3] == 1) {
+      for (int64_t t = 0; t < count; ++t) logits[t] = from[t] != 0 ? logits[t] : -INF;
+      return;
+    }
+    for (int64_t t = 0; t < count; ++t, from += stride_[3] * bytes_) {
+      if (widen_ == nullptr) {
+        if (*from == 0) logits[t] = -INF;
+        continue;
+      }
+      float term;
+      widen_(from, 1, &term);
+      logits[t] += term == -INF ? term : std::max(term * LOG2E, LOWEST);
+    }
+  }
+
+ private:
+  const char* data_;
+  int64_t bytes_, stride_[4];
+  void (*widen_)(const void*, int64_t, float*) = nullptr;
+};
+
+// A step: `count` queries of `groups` query heads for each of `heads` key/value heads. Row r of a key/value head is
+// query r % count of its query head r / count. The queries are the last of `tokens` tokens.
+struct Step {
+  int64_t batch, heads, groups, count, tokens;
+  float softcap;  // 0 for none
+  std::optional<Mask> mask;
+
+  int64_t rows() const { return groups * count; }
+  int64_t query_heads() const { return heads * groups; }
+};
+
+// Rows [first, first + count) of a key/value head.
+struct Rows {
+  Head head;
+  int64_t first, count;
+};
+
+// Tokens [first, last) of a segment whose first token is number `position` of all.
+struct Run {
+  const Decoder &keys, &values;
+  int64_t first, last, position;
+};
+
+// What the tokens so far add to the softmax of a row: the largest logit, and relative to it the sum of the weights and
+// the weighted sum of the values.
+struct Partial {
+  float top = -INF, total = 0;
+  float* sums = nullptr;
+};
+
+// Rows that share what is loaded of a tile, as many as registers allow: their sums take four registers each.
+constexpr int64_t BLOCK_ROWS = 3;
+
+// Calls `call` with blocks of up to BLOCK_ROWS rows, their number as a template argument, without a single row last.
+template <class Call>
+inline void each_block(int64_t rows, Call call) {
+  for (int64_t r = 0; r < rows;) {
+    const int64_t left = rows - r;
+    if (left == 3 || left > 4) {
+      call.template operator()<3>(r);
+      r += 3;
+    } else if (left > 1) {
+      call.template operator()<2>(r);
+      r += 2;
+    } else {
+      call.template operator()<1>(r);
+      r += 1;
+    }
+  }
+}
+
+// scores[r * stride + t] = q[r] · k[t] for `count` tokens, and for up to three beyond them, which must be readable.
+inline void score(const float* q, int64_t rows, const float* k, int64_t count, int64_t width, float* scores,
+                  int64_t stride) {
+  each_block(rows, [&]<int ROWS>(int64_t first) {
+    for (int64_t t = 0; t < count; t += 4) {
+      Floats sums[ROWS][4] = {};
+      for (int64_t c = 0; c < width; c += LANES) {
+        Floats x[ROWS];
+        for (int r = 0; r < ROWS; ++r) x[r] = load(q + (first + r) * width + c);
+        for (int i = 0; i < 4; ++i) {
+          const Floats y = load(k + (t + i) * width + c);
+          for (int r = 0; r < ROWS; ++r) sums[r][i] += x[r] * y;
+        }
+      }
+      for (int r = 0; r < ROWS; ++r) sum_each(sums[r], scores + (first + r) * stride + t);
+    }
+  });
+}
+
+// sums[r * width...] += the sum over tokens of weights[r * stride + t] * v[t * width...], for VECTORS * LANES channels.
+template <int ROWS, int VECTORS>
+inline void add_weighted(const float* weights, int64_t stride, const float* v, int64_t count, int64_t width,
+                         float* const (&sums)[ROWS]) {
+  Floats x[ROWS][VECTORS];
+  for (int r = 0; r < ROWS; ++r) {
+    for (int i = 0; i < VECTORS; ++i) x[r][i] = load(sums[r] + i * LANES);
+  }
+  for (int64_t t = 0; t < count; ++t) {
+    for (int i = 0; i < VECTORS; ++i) {
+      const Floats y = load(v + t * width + i * LANES);
+      for (int r = 0; r < ROWS; ++r) x[r][i] += y * weights[r * stride + t];
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    for (int i = 0; i < VECTORS; ++i) store(sums[r] + i * LANES, x[r][i]);
+  }
+}
+
+// Turns the logits of a row, with room for whole LANES, into weights relative to the largest logit so far; what was
+// summed relative to a smaller one shrinks.
+inline void weigh(float* logits, int64_t count, int64_t width, Partial& part) {
+  std::fill(logits + count, logits + whole_lanes(count), -INF);
+  Floats tops = Floats{} - INF;
+  for (int64_t t = 0; t < count; t += LANES) {
+    const Floats x = load(logits + t);
+    tops = x > tops ? x : tops;
+  }
+  float top = part.top;
+  for (int lane = 0; lane < LANES; ++lane) top = std::max(top, tops[lane]);
+  if (top > part.top) {
+    const float shrink = std::exp2(part.top - top);
+    part.top = top;
+    part.total *= shrink;
+    for (int64_t c = 0; c < width; ++c) part.sums[c] *= shrink;
+  }
+  Floats total = {};
+  for (int64_t t = 0; t < count; t += LANES) {
+    const Floats weights = exp2(load(logits + t) - std::max(top, LOWEST));
+    store(logits + t, weights);
+    total += weights;
+  }
+  for (int lane = 0; lane < LANES; ++lane) part.total += total[lane];
+}
+
+// Adds a run of tokens to the `parts` of some rows with queries `q` [rows][run.keys.width]; `bias` is added to all
+// logits of a row.
+inline void attend_run(const Step& step, const Rows& rows, const float* q, const float* bias, const Run& run,
+                       Partial* parts) {
+  const int64_t k_width = run.keys.width, v_width = run.values.width, widest = std::max(k_width, v_width);
+  const int64_t tile = std::clamp(TILE_NUMBERS / widest / LANES * LANES, LANES, MAX_TILE);
+  const std::unique_ptr<float[]> decoded(new float[tile * widest]), logits(new float[rows.count * MAX_TILE]);
+  for (int64_t t = run.first; t < run.last; t += tile) {
+    const int64_t count = std::min(tile, run.last - t), position = run.position + t;
+    run.keys.decode(rows.head, t, count, decoded.get());
+    score(q, rows.count, decoded.get(), count, k_width, logits.get(), MAX_TILE);
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const int64_t query = (rows.first + r) % step.count;
+      float* row = logits.get() + r * MAX_TILE;
+      for (int64_t i = 0; i < count && bias != nullptr; ++i) row[i] += bias[r];
+      for (int64_t i = 0; i < count && step.softcap > 0; ++i) row[i] = step.softcap * std::tanh(row[i] / step.softcap);
+      if (step.mask) {
+        const int64_t query_head = rows.head.head * step.groups + (rows.first + r) / step.count;
+        step.mask->apply(rows.head.batch, query_head, query, position, count, row);
+      } else {
+        const int64_t visible = std::clamp<int64_t>(step.tokens - step.count + query + 1 - position, 0, count);
+        std::fill(row + visible, row + count, -INF);
+      }
+      weigh(row, count, v_width, parts[r]);
+    }
+    run.values.decode(rows.head, t, count, decoded.get());
+    each_block(rows.count, [&]<int ROWS>(int64_t first) {
+      const float* weights = logits.get() + first * MAX_TILE;
+      float* sums[ROWS];
+      for (int r = 0; r < ROWS; ++r) sums[r] = parts[first + r].sums;
+      int64_t c = 0;
+      const auto add = [&]<int VECTORS>() {
+        add_weighted<ROWS, VECTORS>(weights, MAX_TILE, decoded.get() + c, count, v_width, sums);
+        for (float*& x : sums) x += VECTORS * LANES;
+        c += VECTORS * LANES;
+      };
+      while (c + 4 * LANES <= v_width) add.template operator()<4>();
+      while (c < v_width) add.template operator()<1>();
+    });
+  }
+}
+
+}  // namespace kvcache_compress

@@ -1,0 +1,1 @@
+"""Operands of a side, names and SIMD helpers."""

@@ -1,0 +1,214 @@
+// CommVQ: sums of codebook rows (see additive.py), keys turned by their tokens' RoPE, and the bits of the encoder.
+#pragma once
+
+#include <bit>
+
+#include "decode/decode.h"
+
+namespace kvcache_compress {
+
+constexpr int LINE = 4;  // registers of halves that a cache line fills
+
+// Calls `call(first, lanes)` for runs of `n` numbers that fill up to MOST registers, a power of two, with the number of
+// registers as a template argument. Only a run of one register may have fewer than LANES numbers.
+template <int MOST, class Call>
+inline void each_run_of_registers(int64_t n, Call call, int64_t first = 0) {
+  for (; n - first >= MOST * LANES; first += MOST * LANES) call.template operator()<MOST>(first, LANES);
+  if constexpr (MOST > 1) {
+    each_run_of_registers<MOST / 2>(n, call, first);
+  } else if (first < n) {
+    call.template operator()<1>(first, n - first);
+  }
+}
+
+// Residual codebooks, float16 [H, G, R, N, ...], and tokens' codes: for each group and round `parts` indices of rows.
+class Codebooks {
+ public:
+  Codebooks(const Tensor& books, int64_t parts)
+      : groups(books.size(1)),
+        terms(books.size(2) * parts),
+        stride(whole_lanes(groups * terms)),
+        books_(books.const_data_ptr<Half>()),
+        head_(books.stride(0)),
+        row_(books.stride(3)),
+        bits_(std::countr_zero(static_cast<uint64_t>(books.size(3)))),
+        starts_(stride) {
+    STD_TORCH_CHECK(books.is_contiguous(), "codebooks must be contiguous");
+    STD_TORCH_CHECK(std::has_single_bit(static_cast<uint64_t>(books.size(3))) && bits_ <= 8,
+                    "a codebook must have a power of two of rows, at most 256");
+    for (int64_t i = 0; i < groups * terms; ++i) starts_[i] = i / parts * books.size(3) * row_;
+  }
+
+  const Half* of(const Head& head) const { return books_ + head.head * head_; }
+
+  // Numbers of a row.
+  int64_t width() const { return row_; }
+
+  // Where in a head's books the rows of tokens' codes begin, [count][G][terms] with `stride` numbers per token, and
+  // zeros for one token more: what is fetched early while the last one is summed.
+  std::vector<int64_t> find(const Field& codes, const Head& head, int64_t first, int64_t count) const {
+    std::vector<int64_t> rows((count + 1) * stride);
+    const uint32_t mask = (1u << bits_) - 1, width = row_;
+    for (int64_t t = 0; t < count; ++t) {
+      const auto* packed = codes.row<uint8_t>(head, first + t);
+      int64_t* to = &rows[t * stride];
+      for (int64_t i = 0, byte = 0; i < stride; i += LANES, byte += bits_) {
+        const uint64_t eight = load_word(packed, byte, codes.numbers);
+        for (int lane = 0; lane < LANES; ++lane) {
+          const uint32_t code = static_cast<uint32_t>(eight >> (lane * bits_)) & mask;
+          to[i + lane] = starts_[i + lane] + uint64_t{code} * width;
+        }
+      }
+    }
+    return rows;
+  }
+
+  int64_t groups, terms, stride;
+
+ private:
+  // The bytes from number `first` on of `count`, as many as there are of eight.
+  static uint64_t load_word(const uint8_t* bytes, int64_t first, int64_t count) {
+    uint64_t word = 0;
+    if (count < 8) {
+      std::memcpy(&word, bytes + first, count - first);
+    } else {
+      const int64_t start = std::min(first, count - 8);
+      std::memcpy(&word, bytes + start, 8);
+      word >>= 8 * (first - start);
+    }
+    return word;
+  }
+
+  const Half* books_;
+  int64_t head_, row_, bits_;
+  std::vector<int64_t> starts_;
+};
+
+// Values, `scale * sum of rows`. Fields: codes, scale. The table has the books, [H, G, R, N, w].
+class AdditiveDecoder : public Decoder {
+ public:
+  explicit AdditiveDecoder(const Side& side)
+      : codes_(side.fields[0]), scales_(side.fields[1]), books_(side.tables[0], 1) {
+    width = books_.groups * books_.width();
+  }
+
+  void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
+    const std::vector<int64_t> rows = books_.find(codes_, head, first, count);
+    for (int64_t t = 0; t < count; ++t) {
+      const float scale = *scales_.row<Half>(head, first + t);
+      for (int64_t group = 0; group < books_.groups; ++group) {
+        const int64_t* own = &rows[t * books_.stride + group * books_.terms];
+        float* to = tile + t * width + group * books_.width();
+        each_run_of_registers<8>(books_.width(), [&]<int COUNT>(int64_t at, int64_t lanes) {
+          add<COUNT>(books_.of(head) + at, own, scale, lanes, to + at);
+        });
+      }
+    }
+  }
+
+ private:
+  template <int COUNT>
+  void add(const Half* from, const int64_t* rows, float scale, int64_t lanes, float* to) const {
+    const int64_t n = COUNT > 1 ? LANES : lanes;
+    Floats sums[COUNT] = {};
+    for (int64_t i = 0; i < books_.terms; ++i) {
+      for (int j = 0; j < COUNT; j += LINE) __builtin_prefetch(from + rows[i + books_.stride] + j * LANES);
+      for (int j = 0; j < COUNT; ++j) sums[j] += load(from + rows[i] + j * LANES, n);
+    }
+    for (int j = 0; j < COUNT; ++j) store(to + j * LANES, sums[j] * scale, n);
+  }
+
+  Field codes_, scales_;
+  Codebooks books_;
+};
+
+// Keys, `scale * e^(i theta) * sum of (c[a] + i c[b])`, in code space `[real parts | imaginary parts]` of all pairs.
+// Fields: codes, of each round b before a; scale; cos and sin of the rotary pairs, which come first. Tables: books,
+// [H, G, R, N, 2, pairs of a group], and where pairs are weighed what to divide them by, [H, pairs].
+class ComplexDecoder : public Decoder {
+ public:
+  explicit ComplexDecoder(const Side& side)
+      : codes_(side.fields[0]), scales_(side.fields[1]), rope_(side.fields[2]), books_(side.tables[0], 2) {
+    if (side.tables.size() > 1) weights_ = side.tables[1].const_data_ptr<Half>();
+    width = books_.groups * books_.width();
+  }
+
+  void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
+    const int64_t pairs = width / 2, own_pairs = books_.width() / 2, rotary = rope_.numbers / 2;
+    std::vector<float> gain(pairs + LANES, 1.0f), cosine(pairs + LANES, 1.0f), sine(pairs + LANES);
+    for (int64_t i = 0; i < pairs && weights_ != nullptr; ++i) gain[i] = 1.0f / weights_[head.head * pairs + i];
+    const std::vector<int64_t> rows = books_.find(codes_, head, first, count);
+    for (int64_t t = 0; t < count; ++t) {
+      const Half* factors = rope_.row<Half>(head, first + t);
+      widen<Half>(factors, rotary, cosine.data());
+      widen<Half>(factors + rotary, rotary, sine.data());
+      const float scale = *scales_.row<Half>(head, first + t);
+      for (int64_t group = 0; group < books_.groups; ++group) {
+        const int64_t* own = &rows[t * books_.stride + group * books_.terms];
+        each_run_of_registers<4>(own_pairs, [&]<int COUNT>(int64_t at, int64_t lanes) {
+          const int64_t n = COUNT > 1 ? LANES : lanes;
+          Floats real[COUNT] = {}, imaginary[COUNT] = {};
+          add(books_.of(head) + at, own, n, real, imaginary);
+          for (int j = 0; j < COUNT; ++j) {
+            const int64_t pair = group * own_pairs + at + j * LANES;
+            const Floats factor = load(&gain[pair]) * scale, x = real[j] * factor, y = imaginary[j] * factor;
+            const Floats c = load(&cosine[pair]), s = load(&sine[pair]);
+            store(tile + t * width + pair, x * c - y * s, n);
+            store(tile + t * width + pairs + pair, x * s + y * c, n);
+          }
+        });
+      }
+    }
+  }
+
+ private:
+  // The sum of c[a] + i c[b] for some pairs of a group, from the books of the first of them.
+  template <int COUNT>
+  [[gnu::always_inline]] void add(const Half* from, const int64_t* rows, int64_t n, Floats (&real)[COUNT],
+                                  Floats (&imaginary)[COUNT]) const {
+    const int64_t half = books_.width() / 2;
+    for (int64_t i = 0; i < books_.terms; i += 2) {
+      const Half *b = from + rows[i], *a = from + rows[i + 1];
+      for (const int64_t next : {rows[i + books_.stride], rows[i + 1 + books_.stride]}) {
+        __builtin_prefetch(from + next);
+        __builtin_prefetch(from + next + half);
+      }
+      for (int j = 0; j < COUNT * LANES; j += LANES) {
+        real[j / LANES] += load(a + j, n) - load(b + half + j, n);
+        imaginary[j / LANES] += load(a + half + j, n) + load(b + j, n);
+      }
+    }
+  }
+
+  Field codes_, scales_, rope_;
+  Codebooks books_;
+  const Half* weights_ = nullptr;
+};
+
+// Values by the paper's encoder: the bits of all heads of a token, times the scale of the head that asks.
+// Fields: bits, scale.
+class BitDecoder : public Decoder {
+ public:
+  explicit BitDecoder(const Side& side)
+      : bits_(side.fields[0]), scales_(side.fields[1]), heads_(side.fields[0].size(1)) {
+    width = heads_ * bits_.numbers * CODES_PER_WORD;
+  }
+
+  void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
+    for (int64_t t = first; t < first + count; ++t) {
+      const float scale = *scales_.row<Half>(head, t);
+      for (int64_t i = 0; i < heads_; ++i, tile += width / heads_) {
+        each_run<1>(&bits_, {head.batch, i}, t, bits_.words(),
+                    [&] [[gnu::always_inline]] (int64_t bit, Ints codes, int64_t lanes) {
+                      store(tile + bit, __builtin_convertvector(codes, Floats) * scale, lanes);
+                    });
+      }
+    }
+  }
+
+ private:
+  Field bits_, scales_;
+  int64_t heads_;
+};
+
+}  // namespace kvcache_compress

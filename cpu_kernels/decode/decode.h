@@ -1,0 +1,286 @@
+// Stored tokens decoded tile by tile, to float32 in the code space of their side.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <memory>
+#include <type_traits>
+
+#include "common/side.h"
+#include "common/simd.h"
+
+namespace kvcache_compress {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::ScalarType;
+
+constexpr int64_t CODES_PER_WORD = 8;
+
+// `n` numbers of a stored dtype as float32, and back.
+template <class Number>
+void widen(const void* from, int64_t n, float* to) {
+  const auto* x = static_cast<const Number*>(from);
+  int64_t i = 0;
+  if constexpr (std::is_same_v<Number, Half>) {
+    for (; i + LANES <= n; i += LANES) store(to + i, load(x + i));
+  }
+  for (; i < n; ++i) to[i] = static_cast<float>(x[i]);
+}
+
+template <class Number>
+void narrow(const float* from, int64_t n, void* to) {
+  auto* x = static_cast<Number*>(to);
+  for (int64_t i = 0; i < n; ++i) x[i] = static_cast<Number>(from[i]);
+}
+
+struct Conversion {
+  void (*widen)(const void*, int64_t, float*);
+  void (*narrow)(const float*, int64_t, void*);
+};
+
+inline Conversion conversion(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return {widen<float>, narrow<float>};
+    case ScalarType::Half:
+      return {widen<Half>, narrow<Half>};
+    case ScalarType::BFloat16:
+      return {widen<BFloat16>, narrow<BFloat16>};
+    case ScalarType::Double:
+      return {widen<double>, narrow<double>};
+    default:
+      STD_TORCH_CHECK(false, "floating point numbers are needed");
+      return {};
+  }
+}
+
+// A key/value head of a sequence.
+struct Head {
+  int64_t batch, head;
+};
+
+class Decoder {
+ public:
+  virtual ~Decoder() = default;
+
+  // Tokens [first, first + count) of a head into `tile` [count][width].
+  virtual void decode(const Head& head, int64_t first, int64_t count, float* tile) const = 0;
+
+  int64_t width = 0;
+};
+
+// Tokens that are stored as they are, [B, H, T, D]; their code space is D wide, rounded up to whole LANES.
+class DenseDecoder : public Decoder {
+ public:
+  explicit DenseDecoder(const Tensor& x)
+      : data_(static_cast<const char*>(x.const_data_ptr())),
+        bytes_(x.element_size()),
+        batch_(x.stride(0)),
+        head_(x.stride(1)),
+        token_(x.stride(2)),
+        widen_(conversion(x.scalar_type()).widen) {
+    width = whole_lanes(x.size(3));
+    dim_ = x.size(3);
+    STD_TORCH_CHECK(x.stride(3) == 1, "the channels of a dense token must lie side by side");
+  }
+
+  explicit DenseDecoder(const Side& side) : DenseDecoder(side.fields[0]) {}
+
+  void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
+    const char* from = data_ + (head.batch * batch_ + head.head * head_) * bytes_;
+    for (int64_t t = 0; t < count; ++t) {
+      widen_(from + (first + t) * token_ * bytes_, dim_, tile + t * width);
+      std::fill(tile + t * width + dim_, tile + (t + 1) * width, 0.0f);
+    }
+  }
+
+ private:
+  const char* data_;
+  int64_t bytes_, batch_, head_, token_, dim_;
+  void (*widen_)(const void*, int64_t, float*);
+};
+
+// Some words of a token: `count` from number `first` on.
+struct Words {
+  int64_t first, count;
+};
+
+// A field of a store, [B, H, rows, numbers].
+class Field {
+ public:
+  explicit Field(const Tensor& x)
+      : data_(static_cast<const char*>(x.const_data_ptr())),
+        batch_(x.stride(0) * x.element_size()),
+        head_(x.stride(1) * x.element_size()),
+        row_(x.stride(2) * x.element_size()) {
+    numbers = x.dim() == 4 ? x.size(3) : 1;
+    STD_TORCH_CHECK(numbers == 1 || x.stride(3) == 1, "the numbers of a field must lie side by side");
+  }
+
+  template <class Number>
+  const Number* row(const Head& head, int64_t row) const {
+    return reinterpret_cast<const Number*>(data_ + head.batch * batch_ + head.head * head_ + row * row_);
+  }
+
+  Words words() const { return {0, numbers}; }
+
+  int64_t numbers;
+
+ private:
+  const char* data_;
+  int64_t batch_, head_, row_;
+};
+
+// The bit planes of codes of BITS bits: see layout.py.
+template <int BITS>
+struct Planes {
+  static constexpr int LOW = BITS >= 4 ? 4 : BITS >= 2 ? 2 : 1, HIGH = BITS - LOW;
+  template <int PLANE>
+  using Word = std::conditional_t<PLANE == 4, int32_t, std::conditional_t<PLANE == 2, int16_t, uint8_t>>;
+  using LowWord = Word<LOW>;
+  using HighWord = Word<HIGH>;
+};
+
+// LANES words, of which but `count` are there.
+template <class Word>
+inline Ints load_words(const Word* words, int64_t count) {
+  if (count >= LANES) return load_words(words);
+  Word room[LANES] = {};
+  std::memcpy(room, words, count * sizeof(Word));
+  return load_words(room);
+}
+
+// Calls `emit(channel, codes, lanes)` for each run of LANES channels of a token, of which `lanes` may be written: up to
+// the token's end. Where words are no whole LANES, a run reaches into the next parts, whose own runs follow.
+template <int BITS, class Emit>
+[[gnu::always_inline]] inline void each_run(const Field* planes, const Head& head, int64_t token, const Words& own,
+                                            Emit emit) {
+  using P = Planes<BITS>;
+  const int64_t words = own.count;
+  const auto* low = planes[0].row<typename P::LowWord>(head, token) + own.first;
+  const typename P::HighWord* high = nullptr;
+  if constexpr (P::HIGH > 0) high = planes[1].row<typename P::HighWord>(head, token) + own.first;
+  const auto runs = [&]<bool WHOLE>() __attribute__((always_inline)) {
+    for (int64_t word = (words - 1) / LANES * LANES; word >= 0; word -= LANES) {
+      const int64_t left = WHOLE ? LANES : words - word;
+      const Ints low_words = load_words(low + word, left);
+      Ints high_words = {};
+      if constexpr (P::HIGH > 0) high_words = load_words(high + word, left);
+#pragma GCC unroll 8
+      for (int part = 0; part < CODES_PER_WORD; ++part) {
+        Ints codes = (low_words >> (P::LOW * part)) & ((1 << P::LOW) - 1);
+        if constexpr (P::HIGH > 0) codes |= ((high_words >> (P::HIGH * part)) & ((1 << P::HIGH) - 1)) << P::LOW;
+        const int64_t channel = part * words + word;
+        emit(channel, codes, WHOLE ? LANES : std::min(LANES, CODES_PER_WORD * words - channel));
+      }
+    }
+  };
+  words % LANES == 0 ? runs.template operator()<true>() : runs.template operator()<false>();
+}
+
+// `call` with the number of bits as a template argument.
+template <class Call>
+inline void with_bits(int64_t bits, Call call) {
+  switch (bits) {
+    case 1:
+      return call.template operator()<1>();
+    case 2:
+      return call.template operator()<2>();
+    case 3:
+      return call.template operator()<3>();
+    case 4:
+      return call.template operator()<4>();
+    case 5:
+      return call.template operator()<5>();
+    case 6:
+      return call.template operator()<6>();
+    default:
+      STD_TORCH_CHECK(false, "1 to 6 bits are needed");
+  }
+}
+
+inline int64_t plane_count(int64_t bits) { return bits == 3 || bits >= 5 ? 2 : 1; }
+
+// Sums of components `scale * levels[codes]`, each along rows of its own: TurboQuant and QJL.
+// Options: the bits of each component. Fields of a component: its planes, then its scale; its table: levels, [2^bits].
+class LevelDecoder : public Decoder {
+ public:
+  explicit LevelDecoder(const Side& side) {
+    auto field = side.fields.begin();
+    auto levels = side.tables.begin();
+    for (const int64_t bits : side.options) {
+      Component component{bits, width, (levels++)->const_data_ptr<float>(), {}};
+      for (int64_t n = plane_count(bits) + 1; n > 0; --n) component.fields.emplace_back(*field++);
+      width += component.fields[0].numbers * CODES_PER_WORD;
+      components_.push_back(std::move(component));
+    }
+  }
+
+  void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
+    for (const auto& part : components_) {
+      with_bits(part.bits, [&]<int BITS>() {
+        const Table<1 << BITS> table(part.levels);
+        for (int64_t t = 0; t < count; ++t) {
+          const float scale = *part.fields.back().row<Half>(head, first + t);
+          float* to = tile + t * width + part.start;
+          each_run<BITS>(part.fields.data(), head, first + t, part.fields[0].words(),
+                         [&] [[gnu::always_inline]] (int64_t channel, Ints codes, int64_t lanes) {
+                           store(to + channel, table[codes] * scale, lanes);
+                         });
+        }
+      });
+    }
+  }
+
+ private:
+  struct Component {
+    int64_t bits, start;
+    const float* levels;
+    std::vector<Field> fields;
+  };
+  std::vector<Component> components_;
+};
+
+// Numbers that `channels` channels each share, to all `width` channels of a token.
+inline void spread(const Half* from, int64_t channels, int64_t width, float* to) {
+  for (int64_t channel = 0; channel < width; channel += channels) {
+    std::fill_n(to + channel, channels, static_cast<float>(*from++));
+  }
+}
+
+// `code * scale + zero` with a scale and a zero point for `tokens` tokens and `channels` channels: KIVI.
+// Options: bits, tokens, channels. Fields: the planes, scale, zero.
+class GroupDecoder : public Decoder {
+ public:
+  explicit GroupDecoder(const Side& side) : fields_(side.fields.begin(), side.fields.end()) {
+    side.read_options(bits_, tokens_, channels_);
+    width = fields_[0].numbers * CODES_PER_WORD;
+  }
+
+  void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
+    const Field &scales = fields_.end()[-2], &zeros = fields_.end()[-1];
+    std::vector<float> scale(width + LANES), zero(width + LANES);
+    with_bits(bits_, [&]<int BITS>() {
+      for (int64_t t = first; t < first + count; ++t) {
+        if (t == first || t % tokens_ == 0) {
+          spread(scales.row<Half>(head, t / tokens_), channels_, width, scale.data());
+          spread(zeros.row<Half>(head, t / tokens_), channels_, width, zero.data());
+        }
+        float* to = tile + (t - first) * width;
+        each_run<BITS>(fields_.data(), head, t, fields_[0].words(),
+                       [&] [[gnu::always_inline]] (int64_t channel, Ints codes, int64_t lanes) {
+                         const Floats x = __builtin_convertvector(codes, Floats);
+                         store(to + channel, x * load(&scale[channel]) + load(&zero[channel]), lanes);
+                       });
+      }
+    });
+  }
+
+ private:
+  std::vector<Field> fields_;
+  int64_t bits_, tokens_, channels_;
+};
+
+}  // namespace kvcache_compress

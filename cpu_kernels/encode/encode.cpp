@@ -1,0 +1,191 @@
+// Codes of tokens on CPUs, the twins of the methods' `quantize`: found and packed in one pass.
+#include "encode/encode.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <cmath>
+
+namespace kvcache_compress {
+namespace {
+
+constexpr float SCALE_MAX = 65504.0f;
+
+// What is stored per vector: `scalar.Scalar`.
+enum class Scalar { NORM, MATCH, UNBIASED, LEAST_SQUARES };
+constexpr Named<Scalar> SCALARS[] = {{"norm", Scalar::NORM},
+                                     {"match", Scalar::MATCH},
+                                     {"unbiased", Scalar::UNBIASED},
+                                     {"least_squares", Scalar::LEAST_SQUARES}};
+
+float sum(Floats x) {
+  float total = 0;
+  for (int lane = 0; lane < LANES; ++lane) total += x[lane];
+  return total;
+}
+
+// Of a vector norm · z with code point p, from the terms of z·z, z·p and p·p.
+float stored_scalar(Scalar scalar, float norm, Floats own, Floats cross, Floats point) {
+  switch (scalar) {
+    case Scalar::NORM:
+      break;
+    case Scalar::MATCH:
+      norm = norm / std::sqrt(sum(point));
+      break;
+    case Scalar::UNBIASED:
+      norm = norm * sum(own) / std::max(sum(cross), 1e-12f);
+      break;
+    case Scalar::LEAST_SQUARES:
+      norm = norm * sum(cross) / sum(point);
+      break;
+  }
+  return std::min(norm, SCALE_MAX);
+}
+
+// Planes of the levels [2^bits] nearest to z [..., D], and the scalars for norms [...]. Levels ascend, or their lower
+// half descends (`lloyd_max.outward`).
+std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const Tensor& levels, int64_t bits,
+                                    StringHandle scalar) {
+  const Scalar kind = named("scalar", text(scalar), SCALARS);
+  const int64_t width = z.size(z.dim() - 1);
+  STD_TORCH_CHECK(z.is_contiguous() && norm.is_contiguous() && levels.is_contiguous(), "contiguous tensors are needed");
+  STD_TORCH_CHECK(z.numel() == norm.numel() * width, norm.numel(), " norms for ", z.numel(), " numbers");
+  STD_TORCH_CHECK(levels.numel() == 1 << bits, levels.numel(), " levels for ", bits, " bits");
+  const float *numbers = z.const_data_ptr<float>(), *norms = norm.const_data_ptr<float>();
+  const auto* points = levels.const_data_ptr<float>();
+  const Tensor scales = empty_field(z, 0, ScalarType::Half);
+  auto* stored = static_cast<Half*>(scales.mutable_data_ptr());
+  std::vector<Tensor> fields;
+  with_bits(bits, [&]<int BITS>() {
+    constexpr int COUNT = 1 << BITS, HALF = COUNT / 2;
+    const int turned = points[0] > points[1] ? HALF - 1 : 0;
+    const auto code_of = [turned](auto i) { return i < HALF ? i ^ turned : i; };
+    float bounds[COUNT];
+    for (int i = 0; i + 1 < COUNT; ++i) bounds[i] = (points[code_of(i + 1)] + points[code_of(i)]) / 2;
+    const Nearest<BITS> nearest(bounds);
+    const Table<COUNT> table(points);
+    const PlaneWriter<BITS> planes(z);
+    each_range(z, [&](int64_t vector, int64_t end) {
+      for (; vector < end; ++vector) {
+        const float* from = numbers + vector * width;
+        Floats own = {}, cross = {}, point = {};
+        planes.pack(vector, [&] [[gnu::always_inline]] (int64_t channel, int64_t lanes) {
+          const Floats x = load_lanes(from + channel, lanes);
+          const Ints codes = code_of(nearest(x));
+          const Floats y = keep_lanes(table[codes], lanes);
+          own += x * x, cross += x * y, point += y * y;
+          return codes;
+        });
+        stored[vector] = stored_scalar(kind, norms[vector], own, cross, point);
+      }
+    });
+    fields = planes.fields();
+  });
+  fields.push_back(scales);
+  return fields;
+}
+
+// Planes of x [B, H, T, D] for scales and zero points [B, H, T / tokens, D / channels].
+std::vector<Tensor> quantize_groups(const Tensor& x, const Tensor& scale, const Tensor& zero, int64_t bits,
+                                    int64_t tokens, int64_t channels) {
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "float32 is needed");
+  for (const Tensor& field : {scale, zero}) {
+    STD_TORCH_CHECK(field.scalar_type() == ScalarType::Half, "scales and zero points in float16 are needed");
+    STD_TORCH_CHECK(field.size(0) == x.size(0) && field.size(1) == x.size(1), "heads of ", field.size(0), "x",
+                    field.size(1), " for ", x.size(0), "x", x.size(1));
+    STD_TORCH_CHECK(field.size(2) == scale.size(2) && field.size(3) == scale.size(3), "scales and zero points differ");
+  }
+  const int64_t heads = x.size(1), count = x.size(2), width = x.size(3);
+  STD_TORCH_CHECK(scale.size(2) * tokens == count && scale.size(3) * channels == width, scale.size(2), "x",
+                  scale.size(3), " groups for ", count, "x", width, " numbers");
+  const Field numbers(x), scales(scale), zeros(zero);
+  std::vector<Tensor> fields;
+  with_bits(bits, [&]<int BITS>() {
+    const PlaneWriter<BITS> planes(x);
+    each_range(x, [&](int64_t first, int64_t end) {
+      std::vector<float> steps(width + LANES), starts(width + LANES);
+      for (int64_t vector = first; vector < end; ++vector) {
+        const int64_t row = vector / count, token = vector % count;
+        const Head head{row / heads, row % heads};
+        if (vector == first || token % tokens == 0) {
+          spread(scales.row<Half>(head, token / tokens), channels, width, steps.data());
+          spread(zeros.row<Half>(head, token / tokens), channels, width, starts.data());
+          for (float& step : steps) step = std::max(step, 1e-30f);
+        }
+        const auto* from = numbers.row<float>(head, token);
+        planes.pack(vector, [&] [[gnu::always_inline]] (int64_t channel, int64_t lanes) {
+          const Floats offset = load_lanes(from + channel, lanes) - load(&starts[channel]);
+          return __builtin_convertvector(clamp(offset / load(&steps[channel]) + 0.5f, (1 << BITS) - 1), Ints);
+        });
+      }
+    });
+    fields = planes.fields();
+  });
+  return fields;
+}
+
+// Cells of the angles of points: whole quarter turns, and those of the CELLS boundaries of a quarter, (cos, sin) each,
+// that they are past.
+template <int CELLS>
+inline Ints angle_codes(Floats x, Floats y, const float* bounds) {
+  const Ints second = (y > 0) & (x <= 0), third = (y <= 0) & (x < 0), fourth = (y < 0) & (x >= 0);
+  x = x < 0 ? -x : x, y = y < 0 ? -y : y;
+  const Ints turned = second | fourth;
+  const Floats v = turned ? x : y;
+  const Floats u = v > 0 ? (turned ? y : x) : Floats{} + 1.0f;  // the angle of zero is zero
+  Ints codes = (second + 2 * third + 3 * fourth) * -CELLS;
+  for (int i = 1; i < CELLS; ++i) codes -= v * bounds[2 * i] >= u * bounds[2 * i + 1];
+  return codes;
+}
+
+// Planes of the angles of points (real, imaginary) and of radii `steps` in cells, each [..., pairs]; `bounds` are those
+// of the cells in a quarter turn, [2^(angle_bits - 2), 2].
+std::vector<Tensor> quantize_pairs(const Tensor& real, const Tensor& imaginary, const Tensor& steps,
+                                   const Tensor& bounds, int64_t angle_bits, int64_t radius_bits) {
+  for (const Tensor* x : {&real, &imaginary, &steps, &bounds}) {
+    STD_TORCH_CHECK(x->is_contiguous() && x->scalar_type() == ScalarType::Float, "contiguous float32 is needed");
+  }
+  STD_TORCH_CHECK(angle_bits >= 2 && bounds.numel() == 1 << (angle_bits - 1), bounds.numel(), " numbers for ",
+                  angle_bits, " bits");
+  STD_TORCH_CHECK(real.numel() == steps.numel() && imaginary.numel() == steps.numel(), "one radius to each point");
+  std::vector<Tensor> fields;
+  const int64_t width = steps.size(steps.dim() - 1);
+  const auto add = [&](int64_t bits, auto code) {
+    with_bits(bits, [&]<int BITS>() {
+      const PlaneWriter<BITS> planes(steps);
+      each_range(steps, [&](int64_t vector, int64_t end) {
+        for (; vector < end; ++vector) {
+          planes.pack(vector, [&] [[gnu::always_inline]] (int64_t channel, int64_t lanes) {
+            return code.template operator()<BITS>(vector * width + channel, lanes);
+          });
+        }
+      });
+      fields.insert(fields.end(), planes.fields().begin(), planes.fields().end());
+    });
+  };
+  const auto *xs = real.const_data_ptr<float>(), *ys = imaginary.const_data_ptr<float>();
+  const auto *radii = steps.const_data_ptr<float>(), *quarter = bounds.const_data_ptr<float>();
+  add(angle_bits, [=]<int BITS>(int64_t at, int64_t lanes) {
+    return angle_codes<(1 << BITS) / 4>(load_lanes(xs + at, lanes), load_lanes(ys + at, lanes), quarter);
+  });
+  add(radius_bits, [=]<int BITS>(int64_t at, int64_t lanes) {
+    return __builtin_convertvector(clamp(load_lanes(radii + at, lanes), (1 << BITS) - 1), Ints);
+  });
+  return fields;
+}
+
+}  // namespace
+}  // namespace kvcache_compress
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) {
+  m.def("quantize_levels(Tensor z, Tensor norm, Tensor levels, int bits, str scalar) -> Tensor[]");
+  m.def("quantize_groups(Tensor x, Tensor scale, Tensor zero, int bits, int tokens, int channels) -> Tensor[]");
+  m.def(
+      "quantize_pairs(Tensor real, Tensor imaginary, Tensor steps, Tensor bounds, int angle_bits, int radius_bits) "
+      "-> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {
+  m.impl("quantize_levels", TORCH_BOX(&kvcache_compress::quantize_levels));
+  m.impl("quantize_groups", TORCH_BOX(&kvcache_compress::quantize_groups));
+  m.impl("quantize_pairs", TORCH_BOX(&kvcache_compress::quantize_pairs));
+}

@@ -1,0 +1,223 @@
+// Codes of CommVQ: a round of the greedy search of additive.py, whose matrix products are left to torch, and packing.
+#include <torch/csrc/stable/library.h>
+
+#include <limits>
+
+#include "decode/commvq.h"
+#include "encode/encode.h"
+
+namespace kvcache_compress {
+namespace {
+
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+// `a` where it is less, else `b`, whether or not either is a number.
+inline Floats lesser(Floats a, Floats b) {
+#ifdef __AVX2__
+  return _mm256_min_ps(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+inline float least_lane(Floats x) {
+  x = lesser(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+  x = lesser(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
+  return x[0] < x[1] ? x[0] : x[1];
+}
+
+// A bit for each lane that is true.
+inline uint32_t true_lanes(Ints x) {
+#ifdef __AVX2__
+  return _mm256_movemask_ps((__m256)x);
+#else
+  uint32_t bits = 0;
+  for (int lane = 0; lane < LANES; ++lane) bits |= (x[lane] & 1) << lane;
+  return bits;
+#endif
+}
+
+// The place of the first of the least of some numbers; as in torch, what is no number is less than all. `numbers(i)`
+// gives LANES of `n` numbers from i on, and infinity for those that are missing.
+template <class Numbers>
+[[gnu::always_inline]] inline int64_t first_least(int64_t n, Numbers numbers) {
+  Floats least = Floats{} + INFINITE;
+  Ints lost = {};
+  for (int64_t i = 0; i < n; i += LANES) {
+    const Floats x = numbers(i);
+    least = lesser(x, least);
+    lost |= x != x;
+  }
+  const bool any_lost = true_lanes(lost) != 0;
+  const float bound = least_lane(least);
+  for (int64_t i = 0; i < n; i += LANES) {
+    const Floats x = numbers(i);
+    const uint32_t found = true_lanes(any_lost ? x != x : x == bound);
+    if (found != 0) return i + std::countr_zero(found);
+  }
+  return 0;
+}
+
+// Rows of `n` numbers, each followed by infinity up to whole LANES.
+class PaddedRows {
+ public:
+  explicit PaddedRows(int64_t rows, int64_t n) : stride_(whole_lanes(n)), numbers_(rows * stride_, INFINITE) {}
+
+  float* operator[](int64_t row) { return &numbers_[row * stride_]; }
+
+ private:
+  int64_t stride_;
+  std::vector<float> numbers_;
+};
+
+// Of real codebooks, the a of least `squares[a] - product[a]`.
+class RowSearch {
+ public:
+  static constexpr int CODES = 1;
+
+  explicit RowSearch(int64_t centres) : centres_(centres), squares_(1, centres) {}
+
+  // What depends on the codebook alone.
+  void read(const float* squares) { std::copy_n(squares, centres_, squares_[0]); }
+
+  void find(const float* products, int64_t* code) {
+    *code = first_least(centres_,
+                        [&](int64_t i) { return load(squares_[0] + i) - load_lanes(products + i, centres_ - i); });
+  }
+
+ private:
+  int64_t centres_;
+  PaddedRows squares_;
+};
+
+// Of complex codebooks, the (a, b) of least `table[a, b] - second[b] - first[a]`, `first` and `second` being the
+// products with c and i c.
+class PairSearch {
+ public:
+  static constexpr int CODES = 2;
+
+  explicit PairSearch(int64_t centres)
+      : centres_(centres), by_a_(centres, centres), by_b_(centres, centres), least_(1, centres) {}
+
+  void read(const float* table) {
+    for (int64_t a = 0; a < centres_; ++a) {
+      for (int64_t b = 0; b < centres_; ++b) by_a_[a][b] = by_b_[b][a] = table[a * centres_ + b];
+    }
+  }
+
+  void find(const float* products, int64_t* codes) {
+    const float *first = products, *second = products + centres_;
+    each_run_of_registers<8>(whole_lanes(centres_), [&]<int COUNT>(int64_t at, int64_t) {
+      Floats least[COUNT];
+      for (Floats& x : least) x = Floats{} + INFINITE;
+      for (int64_t b = 0; b < centres_; ++b) {
+        const float* row = by_b_[b] + at;
+        for (int i = 0; i < COUNT; ++i) least[i] = lesser(load(row + i * LANES) - second[b], least[i]);
+      }
+      for (int i = 0; i < COUNT; ++i) store(least_[0] + at + i * LANES, least[i]);
+    });
+    const auto place = [&](const float* costs, const float* own) {
+      return first_least(centres_, [&](int64_t i) { return load(costs + i) - load_lanes(own + i, centres_ - i); });
+    };
+    const int64_t a = place(least_[0], first), b = place(by_a_[a], second);
+    codes[0] = second[b] == second[b] ? a : 0;  // in torch one that is no number makes the least of every a none
+    codes[1] = b;
+  }
+
+ private:
+  int64_t centres_;
+  PaddedRows by_a_, by_b_, least_;
+};
+
+// Codes [..., n, CODES] of the points nearest to z [..., n, w], and what is left of z. `products` are those of z
+// with the rows [..., CODES * N, w]; a point is the sum of a row of each run of N.
+template <class Search>
+std::vector<Tensor> subtract_nearest(const Tensor& z, const Tensor& products, const Tensor& table, const Tensor& rows) {
+  constexpr int64_t CODES = Search::CODES;
+  const int64_t width = z.size(z.dim() - 1), count = z.size(z.dim() - 2), centres = rows.size(rows.dim() - 2) / CODES;
+  for (const Tensor& x : {z, products, table, rows}) {
+    STD_TORCH_CHECK(x.is_contiguous(), "contiguous tensors are needed");
+  }
+  const int64_t books = rows.numel() / (CODES * centres * width), held = table.numel() / books;
+  STD_TORCH_CHECK(rows.numel() == books * CODES * centres * width && z.numel() == books * count * width,
+                  "codebooks of ", rows.numel(), " numbers for ", z.numel(), " in vectors of ", width);
+  STD_TORCH_CHECK(held == (CODES == 1 ? centres : centres * centres), held, " costs of ", centres, " centres");
+  STD_TORCH_CHECK(products.numel() == books * count * CODES * centres, products.numel(), " products of ", books * count,
+                  " vectors with ", CODES * centres, " rows");
+  const Tensor codes = empty_field(z, CODES, ScalarType::Long), left = empty_field(z, width, ScalarType::Float);
+  const float *numbers = z.const_data_ptr<float>(), *inner = products.const_data_ptr<float>();
+  const float *costs = table.const_data_ptr<float>(), *points = rows.const_data_ptr<float>();
+  auto* found = codes.mutable_data_ptr<int64_t>();
+  auto* rest = left.mutable_data_ptr<float>();
+  each_range(z, [&](int64_t first, int64_t end) {
+    Search search(centres);
+    for (int64_t vector = first; vector < end; ++vector) {
+      const int64_t book = vector / count;
+      if (vector == first || vector % count == 0) search.read(costs + book * held);
+      int64_t* own = found + vector * CODES;
+      search.find(inner + vector * CODES * centres, own);
+      const float* begin = points + book * CODES * centres * width;
+      const float *one = begin + own[0] * width, *other = begin + (CODES - 1) * (centres + own[CODES - 1]) * width;
+      const float* from = numbers + vector * width;
+      float* to = rest + vector * width;
+      for (int64_t i = 0; i < width; ++i) to[i] = from[i] - (CODES == 1 ? one[i] : one[i] + other[i]);
+    }
+  });
+  return {codes, left};
+}
+
+// `additive.pack_codes`: codes [..., n] as one run of bits each.
+Tensor pack_run(const Tensor& codes, int64_t bits) {
+  STD_TORCH_CHECK(codes.is_contiguous() && bits > 0 && bits < 32, "contiguous codes of 1 to 31 bits are needed");
+  const int64_t count = codes.size(codes.dim() - 1), bytes = (count * bits + 7) / 8;
+  const Tensor packed = empty_field(codes, bytes, ScalarType::Byte);
+  const auto* from = codes.const_data_ptr<int64_t>();
+  auto* to = packed.mutable_data_ptr<uint8_t>();
+  each_range(codes, [&](int64_t vector, int64_t end) {
+    for (; vector < end; ++vector) {
+      uint8_t* byte = to + vector * bytes;
+      uint64_t waiting = 0;
+      int64_t held = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        waiting |= static_cast<uint64_t>(from[vector * count + i]) << held;
+        for (held += bits; held >= 8; held -= 8, waiting >>= 8) *byte++ = static_cast<uint8_t>(waiting);
+      }
+      if (held > 0) *byte = static_cast<uint8_t>(waiting);
+    }
+  });
+  return packed;
+}
+
+// The plane of the bits `x > 0` of x [..., D].
+Tensor pack_signs(const Tensor& x) {
+  STD_TORCH_CHECK(x.is_contiguous(), "contiguous tensors are needed");
+  const auto* numbers = x.const_data_ptr<float>();
+  const int64_t width = x.size(x.dim() - 1);
+  const PlaneWriter<1> planes(x);
+  each_range(x, [&](int64_t vector, int64_t end) {
+    for (; vector < end; ++vector) {
+      planes.pack(vector, [&] [[gnu::always_inline]] (int64_t channel, int64_t lanes) {
+        return load_lanes(numbers + vector * width + channel, lanes) > 0.0f;
+      });
+    }
+  });
+  return planes.fields().front();
+}
+
+}  // namespace
+}  // namespace kvcache_compress
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) {
+  m.def("subtract_nearest_row(Tensor z, Tensor products, Tensor squares, Tensor rows) -> Tensor[]");
+  m.def("subtract_nearest_pair(Tensor z, Tensor products, Tensor table, Tensor rows) -> Tensor[]");
+  m.def("pack_run(Tensor codes, int bits) -> Tensor");
+  m.def("pack_signs(Tensor x) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {
+  using namespace kvcache_compress;
+  m.impl("subtract_nearest_row", TORCH_BOX(&subtract_nearest<RowSearch>));
+  m.impl("subtract_nearest_pair", TORCH_BOX(&subtract_nearest<PairSearch>));
+  m.impl("pack_run", TORCH_BOX(&pack_run));
+  m.impl("pack_signs", TORCH_BOX(&pack_signs));
+}

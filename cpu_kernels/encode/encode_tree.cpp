@@ -1,0 +1,164 @@
+// Codes of recursive PolarQuant, the twin of `polar_tree.encode`: a level of all tokens of a tile at a time.
+#include <torch/csrc/stable/library.h>
+
+#include <map>
+
+#include "encode/encode.h"
+#include "decode/polar.h"
+
+namespace kvcache_compress {
+namespace {
+
+constexpr int64_t TILE = 16;  // tokens, whose numbers and codes fit into the first-level cache
+
+// A level, its points and its boundaries, both [..., 2].
+struct Level : LevelCodes {
+  const float *points, *bounds;
+};
+
+// The planes of all codes of one number of bits, and where a token's codes are gathered for them.
+struct CodePlanes {
+  int64_t words = 0, slot = 0;
+  std::vector<Tensor> fields;
+};
+
+// A product that is rounded before it is added to anything, as torch does it: otherwise both may be one instruction.
+inline Floats rounded(Floats x) {
+#ifdef __AVX2__
+  asm("" : "+x"(x));
+#else
+  asm("" : "+m"(x));
+#endif
+  return x;
+}
+
+class TreeEncoder {
+ public:
+  // `lower` boundaries of the first level lie below π.
+  TreeEncoder(const Tensor& y, const std::vector<Tensor>& points, const std::vector<Tensor>& bounds,
+              const std::vector<int64_t>& places, int64_t lower)
+      : width_(y.size(y.dim() - 1)), lower_(lower), numbers_(y.const_data_ptr<float>()) {
+    STD_TORCH_CHECK(y.is_contiguous(), "contiguous tensors are needed");
+    const std::vector<LevelCodes> levels = level_codes(places);
+    STD_TORCH_CHECK(points.size() == levels.size() && bounds.size() == levels.size(),
+                    "points and boundaries are needed for each level");
+    for (size_t i = 0; i < levels.size(); ++i) {
+      const LevelCodes& own = levels[i];
+      const int64_t codes = 1 << own.bits;
+      STD_TORCH_CHECK(own.count << (i + 1) == width_, own.count, " codes of level ", i + 1, " for ", width_,
+                      " numbers");
+      STD_TORCH_CHECK(points[i].is_contiguous() && points[i].numel() == 2 * codes, "points for ", own.bits, " bits");
+      STD_TORCH_CHECK(bounds[i].is_contiguous() && bounds[i].numel() == 2 * (i == 0 ? codes : codes - 1),
+                      "boundaries for ", own.bits, " bits");
+      levels_.push_back({own, points[i].const_data_ptr<float>(), bounds[i].const_data_ptr<float>()});
+      int64_t& words = planes_[own.field].words;
+      words = std::max(words, own.words.first + own.words.count);
+    }
+    for (auto& [field, own] : planes_) {
+      const auto like = std::find_if(levels_.begin(), levels_.end(), [&](auto& level) { return level.field == field; });
+      own.fields = empty_planes(y, own.words, like->bits);
+      own.slot = slots_;
+      slots_ += own.words * CODES_PER_WORD;
+    }
+    for (Tensor& sum : sums_) sum = empty_field(y, levels_.back().count, ScalarType::Float);
+  }
+
+  // The planes, the squared radii that are left, and the inner products with the code points.
+  std::vector<Tensor> fields() const {
+    std::vector<Tensor> found;
+    for (const auto& [field, own] : planes_) found.insert(found.end(), own.fields.begin(), own.fields.end());
+    found.insert(found.end(), {sums_[0], sums_[1]});
+    return found;
+  }
+
+  void encode(int64_t first, int64_t end) const {
+    const int64_t stride = width_ + LANES, roots = levels_.back().count;
+    std::vector<float> energy(TILE * stride), cross;
+    std::vector<int32_t> codes(TILE * slots_ + LANES);
+    for (; first < end; first += TILE) {
+      const int64_t count = std::min(TILE, end - first);
+      for (int64_t t = 0; t < count; ++t) std::copy_n(numbers_ + (first + t) * width_, width_, &energy[t * stride]);
+      cross = energy;
+      for (const Level& level : levels_) {
+        with_bits(level.bits, [&]<int BITS>() {
+          const Table<1 << BITS> cosines(level.points, 2), sines(level.points + 1, 2);
+          for (int64_t t = 0; t < count; ++t) {
+            halve<BITS>(level, cosines, sines, &energy[t * stride], &cross[t * stride], &codes[t * slots_]);
+          }
+        });
+      }
+      for (const Level& level : levels_) {
+        if (level.base > 0) continue;  // packed with the first of the levels that share its words
+        with_bits(level.bits, [&]<int BITS>() { pack<BITS>(level, first, count, codes.data()); });
+      }
+      for (int i = 0; i < 2; ++i) {
+        auto* to = static_cast<float*>(sums_[i].mutable_data_ptr()) + first * roots;
+        const float* from = i == 0 ? energy.data() : cross.data();
+        for (int64_t t = 0; t < count; ++t) std::copy_n(from + t * stride, roots, to + t * roots);
+      }
+    }
+  }
+
+ private:
+  // A level's codes of a token, `slots` being those of all levels; its squared radii and its inner products become
+  // those of the level above, half as many. They may be read and written LANES beyond.
+  template <int BITS>
+  void halve(const Level& level, const Table<1 << BITS>& cosines, const Table<1 << BITS>& sines, float* energy,
+             float* cross, int32_t* slots) const {
+    constexpr int COUNT = 1 << BITS;
+    const bool circle = &level == &levels_.front();
+    int32_t* to = slots + planes_.at(level.field).slot + level.words.first * CODES_PER_WORD + level.base;
+    for (int64_t i = 0; i < level.count; i += LANES) {
+      const Floats x = load(energy + i), y = load(energy + level.count + i);
+      const Ints beyond = y < 0.0f;
+      Ints code = {};
+      for (int j = 0; j < COUNT - !circle; ++j) {
+        const Ints turned = y * level.bounds[2 * j] > x * level.bounds[2 * j + 1];
+        code -= !circle ? turned : j < lower_ ? (beyond | turned) : (beyond & turned);  // what is true is -1
+      }
+      code &= COUNT - 1;
+      store(energy + i, circle ? rounded(x * x) + rounded(y * y) : x + y);
+      const Floats left = rounded(load(cross + i) * cosines[code]);
+      store(cross + i, left + rounded(load(cross + level.count + i) * sines[code]));
+      std::memcpy(to + i, &code, std::min(LANES, level.count - i) * sizeof(int32_t));
+    }
+  }
+
+  template <int BITS>
+  void pack(const Level& level, int64_t first, int64_t count, const int32_t* slots) const {
+    using P = Planes<BITS>;
+    const CodePlanes& own = planes_.at(level.field);
+    auto* low = static_cast<typename P::LowWord*>(own.fields.front().mutable_data_ptr());
+    auto* high = static_cast<typename P::HighWord*>(own.fields.back().mutable_data_ptr());
+    for (int64_t t = 0; t < count; ++t) {
+      const int32_t* from = slots + t * slots_ + own.slot + level.words.first * CODES_PER_WORD;
+      const int64_t word = (first + t) * own.words + level.words.first;
+      pack_words<BITS>(low + word, high + word, level.words.count,
+                       [&] [[gnu::always_inline]] (int64_t channel, int64_t) { return load<Ints>(from + channel); });
+    }
+  }
+
+  int64_t width_, lower_, slots_ = 0;
+  const float* numbers_;
+  std::vector<Level> levels_;
+  std::map<int64_t, CodePlanes> planes_;  // by the number of their low plane
+  Tensor sums_[2];
+};
+
+std::vector<Tensor> quantize_tree(const Tensor& y, const std::vector<Tensor>& points, const std::vector<Tensor>& bounds,
+                                  const std::vector<int64_t>& places, int64_t lower) {
+  const TreeEncoder encoder(y, points, bounds, places, lower);
+  each_range(y, [&](int64_t first, int64_t end) { encoder.encode(first, end); });
+  return encoder.fields();
+}
+
+}  // namespace
+}  // namespace kvcache_compress
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) {
+  m.def("quantize_tree(Tensor y, Tensor[] points, Tensor[] bounds, int[] places, int lower) -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {
+  m.impl("quantize_tree", TORCH_BOX(&kvcache_compress::quantize_tree));
+}

@@ -1,0 +1,77 @@
+"""Calling the C++ encoders, the twins of the methods' own `quantize`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcache_compress.codecs.base import Fields
+from kvcache_compress.codecs.scalar import Scalar
+from kvcache_compress.cpu_kernels import build
+
+if TYPE_CHECKING:
+    from kvcache_compress.methods.polarquant.codebooks import AngleCodebook
+    from kvcache_compress.methods.polarquant.tree import PolarTree
+
+
+def quantize_levels(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:
+    """`scalar.quantize` for float32 `z` `[..., width]`: the same codes, scalars to one unit in the last place."""
+    operator = build.operators().quantize_levels.default
+    return tuple(operator(z.contiguous(), norm.contiguous(), levels, bits, scalar))
+
+
+def quantize_groups(
+    x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, tokens: int, channels: int
+) -> Fields:
+    """`kivi.quantize` for float32 `x` `[B, H, T, D]`."""
+    x = x if x.stride(3) == 1 else x.contiguous()
+    return tuple(build.operators().quantize_groups.default(x, scale, zero, bits, tokens, channels))
+
+
+def quantize_pairs(
+    real: torch.Tensor,
+    imaginary: torch.Tensor,
+    steps: torch.Tensor,
+    bounds: torch.Tensor,
+    angle_bits: int,
+    radius_bits: int,
+) -> Fields:
+    """`polar_pairs.quantize` for float32 `real`, `imaginary` and `steps` `[..., pairs]`."""
+    operator = build.operators().quantize_pairs.default
+    numbers = (x.contiguous() for x in (real, imaginary, steps))
+    return tuple(operator(*numbers, bounds, angle_bits, radius_bits))
+
+
+def quantize_tree(
+    y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
+) -> tuple[Fields, torch.Tensor, torch.Tensor]:
+    """`polar_tree.encode` for float32 `y` `[..., D]`."""
+    points, bounds = [book.points for book in books], [book.bounds for book in books]
+    operator = build.operators().quantize_tree.default
+    *planes, energy, cross = operator(y.contiguous(), points, bounds, tree.places, books[0].lower)
+    return tuple(planes), energy, cross
+
+
+def complex_step(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`additive.complex_step` for float32 `z` `[*, n, 2g]`; the products are torch's, and so are all codes."""
+    codes, left = build.operators().subtract_nearest_pair.default(z, z @ rows.mT, costs, rows)
+    return codes, left
+
+
+def real_step(x: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`additive.real_step` for float32 `x` `[*, n, d]`."""
+    codes, left = build.operators().subtract_nearest_row.default(x, x @ rows.mT, costs, rows)
+    return codes, left
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """`additive.pack_codes` for int64 `codes` `[..., n]`."""
+    packed: torch.Tensor = build.operators().pack_run.default(codes.contiguous(), bits)
+    return packed
+
+
+def pack_signs(x: torch.Tensor) -> torch.Tensor:
+    """`packing.pack_signs` for float32 `x` `[..., width]`."""
+    packed: torch.Tensor = build.operators().pack_signs.default(x.contiguous())
+    return packed

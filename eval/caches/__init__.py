@@ -1,0 +1,1 @@
+"""Caches under test: ours, peers, and one prefill that fills them all."""

@@ -1,0 +1,114 @@
+"""Kinds of cache to measure: the contract, the uncompressed cache, and ours."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from kvcache_compress import CompressedCache, load_config
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a filled cache holds, in the width it would have beside a 16-bit model, whatever type the model ran in.
+
+    Attributes:
+        packed_tokens: tokens per sequence that are stored compressed, the most of any layer.
+        packed_bits: bits per compressed number (one coordinate of one key or value): codes, scales, zero points, norms,
+            padding. 16 where nothing is compressed.
+        all_bits: bits per number over the whole cache, dense tokens and everything else that it keeps included.
+        total_bytes: bytes of the whole cache.
+    """
+
+    packed_tokens: int
+    packed_bits: float
+    all_bits: float
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """A kind of cache to measure.
+
+    Attributes:
+        name: its name in tables; unique within one run.
+        make: builds an empty cache for a model.
+        measure: says what a filled one holds.
+        lossless: it compresses nothing on purpose; every other cache is refused when it has compressed nothing.
+        description: all that it is made of, as plain JSON without paths; results of equal descriptions compare.
+    """
+
+    name: str
+    make: Callable[[PreTrainedModel], Cache]
+    measure: Callable[[Cache], Measured]
+    lossless: bool = False
+    description: dict[str, Any] = field(default_factory=dict)
+
+
+def full_cache() -> CacheSpec:
+    """Spec of the uncompressed cache, against which all others are measured."""
+    description = {"class": "DynamicCache"}
+    return CacheSpec("full", lambda model: DynamicCache(config=model.config), _measure_full, True, description)
+
+
+def preset_cache(
+    preset: str | dict[str, Any],
+    *,
+    sink_tokens: int | None = None,
+    recent_tokens: int | None = None,
+    codebooks: Path | None = None,
+    name: str | None = None,
+) -> CacheSpec:
+    """Spec of one of our caches.
+
+    Args:
+        preset: anything that `load_config` takes.
+        sink_tokens: first tokens kept dense, instead of the preset's.
+        recent_tokens: last tokens kept dense, instead of the preset's.
+        codebooks: file for a method that has learned codebooks.
+        name: name in tables; `preset`, which then is a string, when None.
+    """
+    windows = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
+    config = load_config(preset).changed(**{key: n for key, n in windows.items() if n is not None})
+    config = config if codebooks is None else config.with_codebooks(codebooks)
+
+    def make(model: PreTrainedModel) -> Cache:
+        return CompressedCache(model.config, config)
+
+    description = _without_paths(config.model_dump(mode="json"))
+    return CacheSpec(name or str(preset), make, _measure_ours, description=description)
+
+
+def _without_paths(config: Any) -> Any:
+    """A config whose codebook files are named by their name and digest, wherever they lie."""
+    if isinstance(config, dict):
+        named = {key: _without_paths(value) for key, value in config.items() if value is not None}
+        if "codebooks" in named:
+            path = Path(named["codebooks"])
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else None
+            named["codebooks"] = {"file": path.name, "sha256": digest}
+        return named
+    return [_without_paths(item) for item in config] if isinstance(config, list) else config
+
+
+def _measure_ours(cache: Cache) -> Measured:
+    report = cache.memory_report()
+    return Measured(
+        packed_tokens=report.packed_tokens,
+        packed_bits=report.packed_bits_per_number if report.packed_numbers else 16.0,
+        all_bits=report.bits_per_number,
+        total_bytes=report.total_bytes_at_16,
+    )
+
+
+def _measure_full(cache: Cache) -> Measured:
+    # Layers without keys and values, as of linear attention, hold a state that no cache compresses.
+    kept = (getattr(layer, side, None) for layer in cache.layers for side in ("keys", "values"))
+    numbers = sum(x.numel() for x in kept if isinstance(x, torch.Tensor))
+    return Measured(packed_tokens=0, packed_bits=16.0, all_bits=16.0, total_bytes=2 * numbers)

@@ -1,0 +1,181 @@
+"""Caches of others as peers: Transformers' `QuantizedCache` with hqq, quanto and fp8.
+
+What `QuantizedCache` does, so that its figures are read rightly: the first prefill is quantized whole, last tokens
+included, and returned unquantized. From then on every step decodes everything. hqq and quanto collect new tokens in a
+dense residual and, each time it would reach `residual_length`, quantize the *whole* history anew, so that errors add
+up; fp8 quantizes new tokens as they come, with the one scale per layer and side that it found in the prefill.
+
+So for hqq and quanto the size of the steps matters. A continuation fed in one pass never sees a second quantization: at
+4 bits this halves their KL against passes of 16 tokens with a short residual. hqq also fails where the number of groups
+(heads x tokens x head dimension / group size) is no multiple of the codes in a byte.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedModel, QuantizedCache
+
+from .caches import CacheSpec, Measured
+
+GROUP_SIZE = 64
+RESIDUAL_LENGTH = 128
+
+
+def hqq_cache(bits: int, *, group_size: int = GROUP_SIZE, residual_length: int = RESIDUAL_LENGTH) -> CacheSpec:
+    """Spec of `QuantizedCache` with hqq: groups of `group_size` consecutive numbers of a token (axis 1).
+
+    Args:
+        bits: 1, 2, 3, 4 or 8.
+        group_size: numbers that share a scale and a zero point of 16 bits each.
+        residual_length: tokens after which the dense residual is quantized.
+
+    Raises:
+        ImportError: hqq is not installed.
+    """
+    return _group_wise("hqq", bits, axis=1, group_size=group_size, residual_length=residual_length)
+
+
+def quanto_cache(bits: int, *, group_size: int = GROUP_SIZE, residual_length: int = RESIDUAL_LENGTH) -> CacheSpec:
+    """Spec of `QuantizedCache` with optimum-quanto: groups of `group_size` consecutive numbers of a token (axis 0).
+
+    quanto compiles a small extension on its first use (about 40 s, kept for later processes); this happens in `make`.
+
+    Args:
+        bits: 2 or 4.
+        group_size: numbers that share a scale and a shift of 16 bits each.
+        residual_length: tokens after which the dense residual is quantized.
+
+    Raises:
+        ImportError: optimum-quanto is not installed, or (from `make`) its extension cannot be compiled.
+    """
+    return _group_wise("quanto", bits, axis=0, group_size=group_size, residual_length=residual_length)
+
+
+def fp8_cache() -> CacheSpec:
+    """Spec of `QuantizedCache` with fp8: one scale per layer and side, no residual."""
+    description = {"class": "QuantizedCache", "backend": "fp8"}
+    return CacheSpec("fp8", lambda model: QuantizedCache("fp8", model.config), _measure_quantized, False, description)
+
+
+PEERS: dict[str, Callable[..., CacheSpec]] = {
+    "hqq-4": functools.partial(hqq_cache, 4),
+    "hqq-2": functools.partial(hqq_cache, 2),
+    "quanto-4": functools.partial(quanto_cache, 4),
+    "quanto-2": functools.partial(quanto_cache, 2),
+    "fp8": fp8_cache,
+}
+
+
+def _group_wise(backend: str, bits: int, *, axis: int, group_size: int, residual_length: int) -> CacheSpec:
+    module = {"hqq": "hqq", "quanto": "optimum.quanto"}[backend]
+    try:
+        installed = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the parent package
+        installed = False
+    if not installed:
+        raise ImportError(f'cache {backend}-{bits} needs {module}: pip install "kvcache-compress[peers]"')
+
+    options = {
+        "nbits": bits,
+        "axis_key": axis,
+        "axis_value": axis,
+        "q_group_size": group_size,
+        "residual_length": residual_length,
+    }
+
+    def make(model: PreTrainedModel) -> Cache:
+        if backend == "quanto":
+            _build_quanto_extension(model.device)
+        return QuantizedCache(backend, model.config, **options)
+
+    description = {"class": "QuantizedCache", "backend": backend, **options}
+    return CacheSpec(f"{backend}-{bits}", make, _measure_quantized, False, description)
+
+
+@functools.cache
+def _build_quanto_extension(device: torch.device) -> None:
+    """Have quanto compile what it unpacks codes with, which it would else do within the first measurement."""
+    from optimum.quanto import MaxOptimizer, qint4, quantize_weight
+
+    path = os.environ.get("PATH", "")
+    # The compiler is driven by ninja, which in a virtual environment that is not activated lies beside the interpreter.
+    os.environ["PATH"] = os.pathsep.join([path, str(Path(sys.executable).parent)])
+    try:
+        numbers = torch.ones(1, GROUP_SIZE, device=device)
+        scale, shift = MaxOptimizer()(numbers, qint4, 0, GROUP_SIZE)
+        quantize_weight(numbers, qint4, 0, scale, shift, GROUP_SIZE).dequantize()
+    except (RuntimeError, ImportError, OSError) as error:
+        raise ImportError(
+            "optimum-quanto has to compile an extension on first use, which needs a C++ compiler, ninja and a writable "
+            f"installation: {error}"
+        ) from error
+    finally:
+        os.environ["PATH"] = path
+
+
+def _measure_quantized(cache: Cache) -> Measured:
+    """Measure a `QuantizedCache` by walking all that its quantized fields hold.
+
+    Floating-point scales, zero points and dense tokens count as 16-bit numbers: on a CPU the model runs in float32 only
+    for speed, and these follow the model's type.
+    """
+    packed_bytes = packed_numbers = dense_numbers = packed_tokens = 0
+    for layer in cache.layers:
+        dense_numbers += layer.keys.numel() + layer.values.numel()
+        for stored in (layer._quantized_keys, layer._quantized_values):
+            shape = _logical_shape(stored)
+            packed_tokens = max(packed_tokens, shape[-2])
+            packed_numbers += shape.numel()
+            packed_bytes += stored_bytes(stored)
+    total_bytes = packed_bytes + 2 * dense_numbers
+    return Measured(
+        packed_tokens=packed_tokens,
+        packed_bits=8 * packed_bytes / packed_numbers,
+        all_bits=8 * total_bytes / (packed_numbers + dense_numbers),
+        total_bytes=total_bytes,
+    )
+
+
+def _logical_shape(stored: Any) -> torch.Size:
+    """Shape [B, H, T, D] of what a quantized field stands for."""
+    if isinstance(stored, tuple):
+        codes, scale = stored
+        # hqq reshapes its codes and keeps the shape in its dictionary; fp8 pairs codes of full shape with a scale.
+        return torch.Size(scale["shape"]) if isinstance(scale, dict) else codes.shape
+    return stored.shape
+
+
+def stored_bytes(stored: Any) -> int:
+    """Bytes of every distinct tensor storage in nested tuples, lists, dictionaries and tensor subclasses.
+
+    Floating-point types wider than 16 bits count as 16 bits.
+    """
+    sizes = {}
+    for tensor in _plain_tensors(stored):
+        storage = tensor.untyped_storage()
+        width = min(tensor.itemsize, 2) if tensor.is_floating_point() else tensor.itemsize
+        sizes[storage.data_ptr()] = storage.nbytes() // tensor.itemsize * width
+    return sum(sizes.values())
+
+
+def _plain_tensors(stored: Any) -> Iterator[torch.Tensor]:
+    if isinstance(stored, torch.Tensor):
+        if hasattr(stored, "__tensor_flatten__"):
+            for name in stored.__tensor_flatten__()[0]:
+                yield from _plain_tensors(getattr(stored, name))
+        else:
+            yield stored
+    elif isinstance(stored, dict):
+        for value in stored.values():
+            yield from _plain_tensors(value)
+    elif isinstance(stored, (tuple, list)):
+        for value in stored:
+            yield from _plain_tensors(value)

@@ -1,0 +1,282 @@
+"""A prompt that goes through the model once, and from which every cache under test is then filled.
+
+While nothing is packed yet, a cache returns what it was given, so the prefill of a prompt computes the same keys and
+values whichever cache takes them up. They are kept, and each cache is given them by `update`, as the model would:
+what it then holds is bit for bit what its own prefill would have left. A comparison of thirty caches so pays for one
+prefill per prompt instead of thirty. Models with layers that are not plain full attention (sliding windows, states)
+prefill each cache anew. On CPUs several caches then also go through the model together, as the rows of a batch: what
+follows the prompt is the same for all, and a product with a few rows reaches half the speed of one with many.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from .caches import CacheSpec, Measured, full_cache
+from .decode_once import decode_once
+from .rows import REPLACED, RowCaches, row_attention
+
+MOST_ROWS = 8
+ROWS_BYTES = 2 << 30
+ROWS_TOKENS = 256
+"""Caches that go through the model together at most, and bytes that they may take: keys and values, decoded, and the
+logits of so many tokens, twice."""
+STEP_TOKENS = 16
+"""Tokens per pass where they are given, not generated: the KL of single steps in a fifth of the time."""
+
+
+@dataclass
+class Prefill:
+    """A prompt after its one pass through the model.
+
+    Attributes:
+        model: the model, in evaluation mode.
+        ids: `[1, T]`, the prompt.
+        question: `[1, Q]`, what follows the prompt and goes through the cache under test; often empty.
+        logits: `[V]`, after the prompt's last token.
+        states: keys and values `[1, H, T, D]` of each layer; None where they cannot be shared.
+        seconds: time of that pass.
+        keep: caches that are filled are kept, by name, for other questions after the same prompt.
+    """
+
+    model: PreTrainedModel
+    ids: torch.Tensor
+    question: torch.Tensor
+    logits: torch.Tensor
+    states: list[tuple[torch.Tensor, torch.Tensor]] | None
+    seconds: float
+    keep: bool = False
+    _full: dict[bytes, torch.Tensor] = field(default_factory=dict)
+    _filled: dict[str, Cache | None] = field(default_factory=dict)
+
+    def run(self, spec: CacheSpec) -> CacheRun:
+        """A new cache of this kind that holds the prompt.
+
+        Raises:
+            ValueError: the cache does not fit the model.
+        """
+        started = _now(self.ids.device)
+        kept = self._filled.get(spec.name)
+        cache = self._fill(spec) if kept is None else copy.deepcopy(kept)
+        if self.keep and spec.name not in self._filled:
+            self._filled[spec.name] = _copy(cache)
+        if self.ids.device.type == "cpu":
+            decode_once(cache)
+        return CacheRun(self, spec, cache, spec.measure(cache), self.logits, _now(self.ids.device) - started)
+
+    @torch.inference_mode()
+    def _fill(self, spec: CacheSpec) -> Cache:
+        cache = spec.make(self.model)
+        if self.states is None:
+            _pass(self.model, cache, self.ids, last=True)
+        else:
+            for layer, (keys, values) in enumerate(self.states):
+                cache.update(keys, values, layer)
+        return cache
+
+    def rows(self) -> int:
+        """How many caches can go through the model together (`join`): more than one on CPUs with plain attention."""
+        plain = self.model.config._attn_implementation == REPLACED
+        if self.states is None or not plain or self.ids.device.type != "cpu":
+            return 1
+        held = sum(keys.nbytes + values.nbytes for keys, values in self.states)
+        logits = 2 * ROWS_TOKENS * self.logits.numel() * torch.float32.itemsize
+        return max(1, min(MOST_ROWS, ROWS_BYTES // (held + logits)))
+
+    def asked(self, question: torch.Tensor) -> Prefill:
+        """The same prompt with another question `[1, Q]`, without another pass."""
+        return replace(self, question=question.to(self.ids.device), seconds=0.0, _full={})
+
+    def full_logits(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
+        """`forced` with the full cache, `[S + 1, V]`, computed once: the yardstick of the caches under test."""
+        key = tokens.cpu().numpy().tobytes() + step.to_bytes(8)
+        if key not in self._full:
+            self._full = {key: self.run(full_cache()).forced(tokens, step)}
+        return self._full[key]
+
+
+@dataclass
+class CacheRun:
+    """One cache under test after the prompt; good for one continuation, as that goes into the cache.
+
+    Attributes:
+        prefill: the prompt.
+        spec: the kind of cache.
+        cache: the cache itself.
+        measured: what it held after the prompt: those tokens can only be seen compressed from then on.
+        logits: `[V]`, after the prompt's last token.
+        seconds: filling the cache, and then its share of all passes through it.
+        joined: the runs that go through the model together, this one among them; see `join`.
+    """
+
+    prefill: Prefill
+    spec: CacheSpec
+    cache: Cache
+    measured: Measured
+    logits: torch.Tensor
+    seconds: float
+    joined: Sequence[CacheRun] = ()
+    _asked: Any = None
+    _answer: torch.Tensor | None = None
+
+    def forced(self, tokens: torch.Tensor, step: int = STEP_TOKENS) -> torch.Tensor:
+        """Feeds the question at once and `tokens` `[S]`, `step` per pass: float32 logits `[S + 1, V]`, around each.
+
+        Raises:
+            ValueError: logits that are not finite, or more tokens than the model has positions for.
+        """
+        self._check_length(len(tokens))
+        asked = (tokens.tolist(), step)
+        return self._answered(asked, lambda cache, rows: list(self._force(cache, rows, tokens, step)))
+
+    def generate(self, config: GenerationConfig) -> torch.Tensor:
+        """Feeds the question and generates greedily by the model's `generate`: new token ids `[S]`.
+
+        Plainly greedy: what the model's own generation config adds, such as a penalty of repetition, is left out.
+
+        Args:
+            config: `max_new_tokens`, at least 1, end tokens, if any, and `min_new_tokens` of at most 1.
+
+        Raises:
+            ValueError: logits that are not finite, or more tokens than the model has positions for.
+        """
+        self._check_length(config.max_new_tokens)
+        return self._answered(config.to_dict(), lambda cache, rows: self._generate(cache, rows, config))
+
+    @torch.inference_mode()
+    def _answered(self, asked: Any, answer: Callable[[Cache, int], Sequence[torch.Tensor]]) -> torch.Tensor:
+        """This row of `answer(cache, rows)`, computed once for all runs that go together."""
+        if self._answer is None:
+            runs = self.joined or (self,)
+            for run in runs:
+                run.joined = ()  # else they would hold each other, and all caches, until garbage is collected
+            started = _now(self.logits.device)
+            if len(runs) == 1:
+                rows = answer(self.cache, 1)
+            else:
+                with row_attention(self.prefill.model):
+                    rows = answer(RowCaches([run.cache for run in runs]), len(runs))
+            share = (_now(self.logits.device) - started) / len(runs)
+            for run, row in zip(runs, rows, strict=True):
+                run._asked, run._answer, run.seconds = asked, row, run.seconds + share
+        if asked != self._asked or self._answer is None:
+            raise ValueError(
+                f"cache={self.spec.name!r}: a run is good for one continuation, the same for caches that go together"
+            )
+        return self._answer
+
+    def _force(self, cache: Cache, rows: int, tokens: torch.Tensor, step: int) -> torch.Tensor:
+        logits = [self._ask(cache, rows)]
+        for part in tokens[None].to(self.prefill.ids.device).split(step, dim=1):
+            logits.append(_pass(self.prefill.model, cache, part.expand(rows, -1)))
+        return self._finite(torch.cat(logits, 1).float())
+
+    def _generate(self, cache: Cache, rows: int, config: GenerationConfig) -> list[torch.Tensor]:
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        end = torch.tensor([token for token in ends if token is not None], dtype=torch.long, device=self.logits.device)
+        logits = self._finite(self._ask(cache, rows)[:, -1])
+        if config.min_new_tokens:
+            logits = logits.index_fill(1, end, -torch.inf)
+        new = logits.argmax(-1, keepdim=True)
+        if config.max_new_tokens > 1 and not torch.isin(new, end).all():
+            read = torch.cat([self.prefill.ids, self.prefill.question], dim=1).expand(rows, -1)
+            new = self._generate_rest(cache, torch.cat([read, new], dim=1), config)[:, read.shape[1] :]
+        ended = torch.isin(new, end).cumsum(1) - torch.isin(new, end).long()
+        return [row[gone == 0] for row, gone in zip(new, ended, strict=True)]
+
+    def _generate_rest(self, cache: Cache, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
+        model = self.prefill.model
+        rest = GenerationConfig(
+            max_new_tokens=config.max_new_tokens - 1, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+        )
+        own, model.generation_config = model.generation_config, rest
+        try:
+            output: torch.Tensor = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                generation_config=rest,
+                logits_processor=LogitsProcessorList([lambda _, scores: self._finite(scores)]),
+            )
+        finally:
+            model.generation_config = own
+        return output
+
+    def _finite(self, logits: torch.Tensor) -> torch.Tensor:
+        if not logits.sum(dtype=torch.float32).isfinite():
+            raise ValueError(f"cache={self.spec.name!r}: the model's logits are not finite")
+        return logits
+
+    def _check_length(self, new: int) -> None:
+        prefill = self.prefill
+        _check_length(prefill.model, prefill.ids.shape[1] + prefill.question.shape[1] + new)
+
+    def _ask(self, cache: Cache, rows: int) -> torch.Tensor:
+        """Logits `[rows, 1, V]` before the first new token."""
+        if not self.prefill.question.numel():
+            return self.logits.expand(rows, 1, -1)
+        return _pass(self.prefill.model, cache, self.prefill.question.expand(rows, -1), last=True)
+
+
+def join(runs: Sequence[CacheRun]) -> None:
+    """Lets runs of one prompt go through the model together: what one is asked, all are, and only once.
+
+    The passes then are those of a batch, equal to single ones to the rounding of their sums.
+    """
+    for run in runs:
+        run.joined = runs
+
+
+@torch.inference_mode()
+def prefill(model: PreTrainedModel, ids: torch.Tensor, question: torch.Tensor | None = None) -> Prefill:
+    """Run a prompt `[1, T]` through the model; `question` `[1, Q]` is left for the caches under test.
+
+    Raises:
+        ValueError: more tokens than the model has positions for.
+    """
+    ids = ids.to(model.device)
+    question = ids[:, :0] if question is None else question.to(model.device)
+    _check_length(model, ids.shape[1] + question.shape[1])
+    started = _now(model.device)
+    cache = DynamicCache(config=model.config)
+    logits = _pass(model, cache, ids, last=True)[0, -1]
+    shared = all(type(layer) is DynamicLayer for layer in cache.layers)
+    states = [(layer.keys, layer.values) for layer in cache.layers] if shared else None
+    return Prefill(model, ids, question, logits, states, _now(model.device) - started)
+
+
+def _now(device: torch.device) -> float:
+    """Seconds of a clock, once the device has done what it was given."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def _check_length(model: PreTrainedModel, tokens: int) -> None:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise ValueError(
+            f"prompt and continuation of {tokens} tokens: allowed {positions}, the model's max_position_embeddings"
+        )
+
+
+def _pass(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, *, last: bool = False) -> torch.Tensor:
+    """One forward pass of tokens `[rows, S]`: logits `[rows, S, V]`, or of the last token alone."""
+    logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=int(last)).logits
+    return logits
+
+
+def _copy(cache: Cache) -> Cache | None:
+    """A copy, or None where the cache holds what cannot be copied, as quanto's tensors."""
+    try:
+        return copy.deepcopy(cache)
+    except RuntimeError:
+        return None

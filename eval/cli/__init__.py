@@ -1,0 +1,1 @@
+"""Commands of `kvcache-compress eval`."""

@@ -1,0 +1,232 @@
+"""Models x caches x benchmarks from one YAML file: which cache should I take?
+
+    models: [smollm2-135m]                 # hub ids, folders; or {model: ..., codebooks: FILE} for CommVQ
+    caches:                                # presets, YAML files, peers; the full cache is always there
+      - turboquant-4bit
+      - hqq-4
+      - {name: mine, config: {keys: {method: turboquant, bits: 3}, values: {method: turboquant, bits: 2}}}
+    benchmarks:
+      wikitext: {kind: perplexity, texts: [wikitext-2/valid.txt]}
+      passkey: {kind: needle, mode: passkey, lengths: [512, 1024]}
+    output: results
+
+Run it by `kvcache-compress eval compare FILE`, or over several processes by
+`accelerate launch --num_processes N -m kvcache_compress.eval.cli.compare FILE`: the samples are sharded, the results are
+those of one process. (On CPUs accelerate starts more than one process only by MPI; `torchrun --nproc-per-node N -m ...`
+does without.) What is done is never computed again, so that an interrupted or enlarged comparison goes on where
+it was. A cell that fails (out of memory, missing data, a cache that does not fit) says why, and the rest goes on.
+Files are looked for from the working directory.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import Discriminator, Field, Tag, ValidationError
+from transformers import Cache, PreTrainedModel
+
+from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_cache
+from kvcache_compress.eval.caches.resolve import resolve_cache
+from kvcache_compress.eval.runner.cells import Cell
+from kvcache_compress.eval.runner.processes import LaunchedProcesses, Processes
+from kvcache_compress.eval.runner.progress import ProgressLine
+from kvcache_compress.eval.runner.runner import Progress, Runner, check_distinct
+from kvcache_compress.eval.tasks.benchmark import Benchmark, make_benchmark
+from kvcache_compress.files.text import read_yaml
+from kvcache_compress.validation.messages import explain
+from kvcache_compress.validation.options import AnyPath, AnyTuple, Seed, StrictOptions
+
+from .command import failure, load, show
+
+
+class ModelEntry(StrictOptions):
+    """A model, and CommVQ's codebooks for it."""
+
+    model: str
+    codebooks: AnyPath | None = None
+
+
+class CacheEntry(StrictOptions):
+    """A cache under a name of its own: `config` is anything that `load_config` takes."""
+
+    name: str
+    config: str | dict[str, Any]
+    codebooks: AnyPath | None = None
+
+
+def _kind(entry: Any) -> str:
+    return "<name>" if isinstance(entry, str) else "<mapping>"
+
+
+class Comparison(StrictOptions):
+    """What is compared; see the module's docstring.
+
+    Attributes:
+        models: names, or models with their codebooks.
+        caches: names as on the command line of any benchmark, or caches with a config.
+        benchmarks: name to `kind` and that kind's options.
+        output: folder of cells and report.
+        dtype: of the models.
+        device: of the models; each process's own by default.
+        seed: set before each sample.
+        fused: attend over the codes instead of decoding them.
+    """
+
+    models: AnyTuple[
+        Annotated[Annotated[str, Tag("<name>")] | Annotated[ModelEntry, Tag("<mapping>")], Discriminator(_kind)]
+    ] = Field(min_length=1)
+    caches: AnyTuple[
+        Annotated[Annotated[str, Tag("<name>")] | Annotated[CacheEntry, Tag("<mapping>")], Discriminator(_kind)]
+    ] = Field(min_length=1)
+    benchmarks: dict[str, dict[str, Any]] = Field(min_length=1)
+    output: AnyPath
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str | None = None
+    seed: Seed = 0
+    fused: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> Comparison:
+        """Raises ValueError for a file that is missing, no YAML, or says something that is not allowed."""
+        content = read_yaml(path)
+        if not isinstance(content, dict):
+            raise ValueError(f"{path}: a mapping is needed at the top, with {', '.join(cls.model_fields)}")
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            models: dict[str, type[StrictOptions]] = {"": cls, "models": ModelEntry, "caches": CacheEntry}
+            raise ValueError(f"{path}: {explain(error, 'in the comparison', models)}") from error
+
+    def specs(self, model: ModelEntry) -> list[CacheSpec]:
+        """The caches for a model, the full one first.
+
+        Raises:
+            ValueError: a name that is no cache, or two caches of one name.
+        """
+        specs = [full_cache(), *(_spec(entry, model.codebooks) for entry in self.caches if entry != "full")]
+        check_distinct("caches", [spec.name for spec in specs])
+        return specs
+
+    def suite(self) -> dict[str, Benchmark]:
+        """The benchmarks by name.
+
+        Raises:
+            ValueError: no such kind, options that it does not have, or names that are the same as folders.
+        """
+        check_distinct("benchmarks", list(self.benchmarks))
+        return {name: _benchmark(name, options) for name, options in self.benchmarks.items()}
+
+    def entries(self) -> list[ModelEntry]:
+        """Raises ValueError for a model that is there twice."""
+        entries = [ModelEntry(model=entry) if isinstance(entry, str) else entry for entry in self.models]
+        check_distinct("models", [entry.model for entry in entries])
+        return entries
+
+
+def compare(
+    comparison: Comparison, processes: Processes, on_progress: Progress | None = None
+) -> tuple[list[Cell], list[str]]:
+    """Run a comparison: all its cells, and what went wrong with whole models.
+
+    Raises:
+        ValueError: the comparison itself is wrong; nothing was run.
+    """
+    suite = comparison.suite()
+    entries = [(entry, comparison.specs(entry)) for entry in comparison.entries()]
+    cells: list[Cell] = []
+    problems: list[str] = []
+    for entry, specs in entries:
+        problem, model, tokenizer = None, None, None
+        try:
+            model, tokenizer = load(
+                entry.model, comparison.dtype, comparison.device or str(processes.device), fused=comparison.fused
+            )
+        except Exception as error:
+            problem = f"model {entry.model}: {error}"
+        if failed := [message for message in processes.gather(problem) if message is not None]:
+            problems.append(failed[0])
+            continue
+        runner = Runner(
+            model,
+            tokenizer,
+            comparison.output,
+            seed=comparison.seed,
+            processes=processes,
+            on_progress=on_progress,
+        )
+        for name, benchmark in suite.items():
+            cells += runner.run(name, benchmark, specs)
+        del model, runner
+        gc.collect()
+    return cells, problems
+
+
+def _spec(entry: str | CacheEntry, codebooks: Path | None) -> CacheSpec:
+    name = entry if isinstance(entry, str) else entry.name
+    try:
+        if isinstance(entry, str):
+            return resolve_cache(entry, codebooks=codebooks)
+        return preset_cache(entry.config, codebooks=entry.codebooks or codebooks, name=name)
+    except ImportError as error:
+        return CacheSpec(name, _missing(error), lambda cache: NotImplemented, description={"missing": str(error)})
+
+
+def _missing(error: ImportError) -> Any:
+    def make(model: PreTrainedModel) -> Cache:
+        raise error
+
+    return make
+
+
+def _benchmark(name: str, options: Mapping[str, Any]) -> Benchmark:
+    if not isinstance(options.get("kind"), str):
+        raise ValueError(f"benchmarks.{name}: `kind` is missing, or no text")
+    try:
+        return make_benchmark(options["kind"], {key: value for key, value in options.items() if key != "kind"})
+    except ValueError as error:
+        raise ValueError(f"benchmarks.{name}: {error}") from error
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    file: Annotated[Path, typer.Argument(help="YAML file with models, caches, benchmarks and output")],
+    output: Annotated[Path | None, typer.Option(help="folder, instead of the file's")] = None,
+) -> None:
+    """Compare caches on models and benchmarks; write JSON cells, a Markdown table, CSV and an HTML report."""
+    processes = LaunchedProcesses()
+    main_process = processes.index == 0
+    try:
+        comparison = Comparison.read(file)
+        if output is not None:
+            comparison = comparison.model_copy(update={"output": output})
+        try:
+            cells, problems = compare(comparison, processes, ProgressLine() if main_process else None)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+    except (ValueError, OSError) as error:
+        raise failure(str(error)) from error
+    finally:
+        processes.close()
+    if main_process:
+        for benchmark in dict.fromkeys((cell.model, cell.benchmark["name"]) for cell in cells):
+            show([cell for cell in cells if (cell.model, cell.benchmark["name"]) == benchmark])
+        for problem in problems:
+            typer.echo(f"error: {problem}", err=True)
+        if cells:
+            from kvcache_compress.eval.reporting.report import write_report
+
+            write_report(comparison.output)
+            typer.echo(f"report: {comparison.output / 'report.html'}")
+    if problems or any(cell.error is not None for cell in cells):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

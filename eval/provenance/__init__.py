@@ -1,0 +1,1 @@
+"""The identity of a result: model, text, options, machine and code."""

@@ -1,0 +1,98 @@
+"""How and where something was measured, and files that are complete or not there."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcache_compress.files.atomic import whole_file
+
+from .identity import without_folders
+
+_PACKAGES = ("kvcache_compress", "torch", "transformers", "triton", "hqq", "optimum-quanto", "rouge-score")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a text file; see `whole_file`."""
+    with whole_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def command_line() -> str:
+    """The command that this process was started with, without the folders of this machine."""
+    program = Path(sys.argv[0])
+    arguments = [without_folders(word) for word in sys.argv[1:]]
+    if program.suffix == ".py":
+        module = ["-m", f"kvcache_compress.eval.{program.stem}"]
+        script = ["/".join(program.resolve().parts[-2:])]
+        return shlex.join(
+            ["python", *(module if program.resolve().parent == Path(__file__).parent else script), *arguments]
+        )
+    return shlex.join([program.name, *arguments])
+
+
+def circumstances(device: torch.device, *packages: str) -> dict[str, Any]:
+    """How and where something is measured: command, date, commit, versions (also of `packages`), hardware."""
+    return {
+        "command": command_line(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(),
+        "versions": package_versions(*packages),
+        "hardware": hardware(device),
+    }
+
+
+def package_versions(*packages: str) -> dict[str, str | None]:
+    """Versions of what takes part in a measurement; None for what is not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in (*_PACKAGES, *packages):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """The machine: its processor, cores, threads used, and the accelerator if the model is on one."""
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.partition(":")[2] for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].strip() if names else cpu
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "accelerator": accelerator}
+
+
+def git_commit(file: str = __file__) -> str | None:
+    """Commit of a source file's repository, `-dirty` if its tree has changes; None where there is none."""
+    here = Path(file).resolve()
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        # An installed copy may lie inside of some other project's repository.
+        git("ls-files", "--error-unmatch", here.name)
+        return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def error_message(error: Exception) -> str:
+    """One line that says what went wrong, without folders."""
+    text = without_folders(" ".join(str(error).split())) or type(error).__name__
+    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if memory or "not enough memory" in text or "can't allocate memory" in text:
+        return f"out of memory: {text}"
+    return text if isinstance(error, (ValueError, OSError, ImportError)) else f"{type(error).__name__}: {text}"

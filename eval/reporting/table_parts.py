@@ -1,0 +1,98 @@
+"""What a table of a comparison consists of: columns, rows, points of a plot, failures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvcache_compress.eval.runner.cells import Cell
+
+
+@dataclass(frozen=True)
+class Column:
+    """A benchmark: its name, kind, main score, and whether more of it is better. `peak` is the largest score."""
+
+    name: str
+    kind: str
+    main_score: str
+    higher_is_better: bool
+    peak: float
+
+    @property
+    def digits(self) -> int:
+        """Decimals of its scores: KL needs four, shares three, points out of 100 two."""
+        if not self.higher_is_better:
+            return 4
+        return 3 if self.peak < 10 else 2
+
+    @property
+    def in_nats(self) -> bool:
+        """Whether the main score is a log-probability, whose differences count as they are."""
+        return self.main_score.endswith("logprob")
+
+    def text(self, score: float) -> str:
+        return f"{score:.{self.digits}f}"
+
+    def difference_text(self, difference: float) -> str:
+        """With its sign; ±0 for what the decimals shown do not tell from zero."""
+        rounded = round(difference, self.digits)
+        return f"{rounded:+.{self.digits}f}".replace("-", "−") if rounded else "±0"
+
+    @property
+    def label(self) -> str:
+        """The main score in words."""
+        return "KL" if self.main_score == "kl" else self.main_score.replace("_", " ")
+
+    @property
+    def heading(self) -> str:
+        return f"{self.name}: {self.label} {'↑' if self.higher_is_better else '↓'}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cache.
+
+    Attributes:
+        number: of the row, from 1 on; plots use it.
+        family: what the cache is built on: the method, the peer's backend, or the beginning of its name.
+        lossless: it compresses nothing on purpose.
+        packed_bits, all_bits: bits per compressed number and per number of the whole cache, in the benchmark
+            `measured_in`: the leading one, or the first that the cache has finished. None if there is none.
+        packed_tokens: least number of tokens that were stored compressed in any sample of any finished benchmark.
+        cells: by benchmark.
+    """
+
+    number: int
+    cache: str
+    family: str
+    lossless: bool
+    packed_bits: float | None
+    all_bits: float | None
+    measured_in: str | None
+    packed_tokens: int | None
+    cells: dict[str, Cell]
+
+    def score(self, column: Column) -> float | None:
+        """Main score; None for a failed or missing cell, or a score that is no number."""
+        cell = self.cells.get(column.name)
+        score = None if cell is None or cell.error is not None else cell.score
+        return score if score is not None and math.isfinite(score) else None
+
+
+@dataclass(frozen=True)
+class Point:
+    """A cache in a plot of bits against `value`, a score or its difference; `on_front` if none is better in both."""
+
+    row: Row
+    bits: float
+    value: float
+    on_front: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error and the caches that failed with it in one benchmark."""
+
+    benchmark: str
+    caches: list[str]
+    message: str

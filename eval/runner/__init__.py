@@ -1,0 +1,1 @@
+"""Running benchmarks over caches: shared, resumable, in one process or several."""

@@ -1,0 +1,217 @@
+"""Cells of a comparison on disk: one JSON per model, benchmark and cache, and the samples of an unfinished one.
+
+    OUTPUT/MODEL/BENCHMARK/CACHE.json             a finished cell, or one that failed (with `error`)
+    OUTPUT/MODEL/BENCHMARK/CACHE.part-DIGEST-RANK.jsonl
+                                                  samples that process RANK has done; gone once the cell is written
+    OUTPUT/MODEL/BENCHMARK/.lock                  there while a run is at work, which alone changes the others
+
+A record is taken over by a later run if the cell's digest (weights, options, cache, seed) and the sample's agree.
+A finished cell of another digest is never overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcache_compress.eval.provenance.results import write_atomically
+from kvcache_compress.eval.tasks.benchmark import Record
+from kvcache_compress.files.text import parse_json, read_text
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one cache did in one benchmark with one model.
+
+    Attributes:
+        model: the model's name; `dtype` its type, `attention` its implementation, `weights` their fingerprint.
+        benchmark: `name`, `kind`, `options`, `main_score`, `higher_is_better`.
+        cache: `name`, `lossless`, and `config`, everything that it was made of.
+        seed: set before each sample.
+        digest: of all of the above that decides about results.
+        error: why there are no scores; None for a finished cell.
+        skipped: what of the benchmark has no samples with this model, and why.
+        scores: what the benchmark's `summarize` gave.
+        samples: how many were scored.
+        packed_tokens: tokens per sequence stored compressed after the prompt: `least`, `mean` and `most` over samples.
+        packed_bits: bits per compressed number; `all_bits` over the whole cache; means over samples.
+        total_bytes: bytes of the cache, beside a 16-bit model, mean over samples.
+        seconds: filling the cache and all that followed, over all samples; `prefill_seconds` the prefills, shared by
+            all caches.
+        records: one per sample: `id`, `digest`, `tokens` (of the prompt), `packed_tokens`, `packed_bits`, `all_bits`,
+            `total_bytes`, `seconds`, `prefill_seconds`, `commit`, and the benchmark's own.
+        further: records of samples that this run did not ask for, as a higher limit had.
+        command, date, commit, versions, hardware: how and where it was measured.
+    """
+
+    model: str
+    dtype: str
+    benchmark: dict[str, Any]
+    cache: dict[str, Any]
+    seed: int
+    digest: str
+    attention: str = ""
+    weights: str = ""
+    error: str | None = None
+    skipped: list[str] = dataclasses.field(default_factory=list)
+    scores: dict[str, float] = dataclasses.field(default_factory=dict)
+    samples: int = 0
+    packed_tokens: dict[str, float] = dataclasses.field(default_factory=dict)
+    packed_bits: float | None = None
+    all_bits: float | None = None
+    total_bytes: float | None = None
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    command: str | None = None
+    date: str = ""
+    commit: str | None = None
+    versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    hardware: dict[str, Any] = dataclasses.field(default_factory=dict)
+    records: list[Record] = dataclasses.field(default_factory=list)
+    further: list[Record] = dataclasses.field(default_factory=list)
+
+    @property
+    def score(self) -> float | None:
+        """The benchmark's main score; None for a failed cell."""
+        return self.scores.get(self.benchmark["main_score"])
+
+    def to_json(self) -> str:
+        """A line per record, so that a difference of two runs can be read."""
+        fields = dataclasses.asdict(self)
+        lists = {name: fields.pop(name) for name in ("records", "further")}
+        text = json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False).removesuffix("\n}")
+        for name, records in lists.items():
+            lines = (f"    {json.dumps(record, ensure_ascii=False, allow_nan=False)}" for record in records)
+            text += f',\n  "{name}": [\n' + ",\n".join(lines) + "\n  ]"
+        return text + "\n}\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Cell:
+        """Raises ValueError for a file that is no cell."""
+        try:
+            return cls(**parse_json(read_text(path), path.name))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: not a cell of a comparison: {error}") from error
+
+
+def cell_path(output: Path, model: str, benchmark: str, cache: str) -> Path:
+    """Where a cell is kept; characters that file systems dislike become `-`."""
+    return output.joinpath(safe_name(model), safe_name(benchmark), f"{safe_name(cache)}.json")
+
+
+def lock_of(output: Path, model: str, benchmark: str) -> Path:
+    """Path of the lock that a run holds while it changes the cells of a model and benchmark."""
+    return output.joinpath(safe_name(model), safe_name(benchmark), ".lock")
+
+
+def safe_name(name: str) -> str:
+    """A name as a file or folder."""
+    return re.sub(r"[^\w.@=,+-]+", "-", name).strip("-.")
+
+
+def read_cells(output: Path) -> list[Cell]:
+    """All cells under a folder, in the order of their names.
+
+    Raises:
+        ValueError: no such folder, no cell in it, or a file that is no cell.
+    """
+    paths = sorted(path for path in output.glob("*/*/*.json") if not path.name.startswith("."))
+    if not paths:
+        raise ValueError(f"output={str(output)!r}: no finished cell in it")
+    return [Cell.read(path) for path in paths]
+
+
+class Parts:
+    """The records of a cell that is not finished, appended as they come, and what kept it from finishing.
+
+    Args:
+        path: of the cell's JSON; None keeps everything in memory.
+        digest: the cell's, a part of the files' names.
+        rank: of this process.
+    """
+
+    def __init__(self, path: Path | None, digest: str, rank: int = 0) -> None:
+        self.path, self.digest, self.rank = path, digest, rank
+        self._entries: list[dict[str, Any]] = []
+
+    def _files(self) -> list[Path]:
+        if self.path is None:
+            return []
+        start = f"{self.path.name.removesuffix('.json')}.part-{self.digest}-"
+        files = self.path.parent.iterdir() if self.path.parent.is_dir() else ()
+        return sorted(file for file in files if file.name.startswith(start) and file.suffix == ".jsonl")
+
+    def read(self) -> tuple[dict[str, Record], str | None]:
+        """Records by sample id and an error, if there was one, of all processes. A line cut short is dropped."""
+        entries = list(self._entries)
+        for file in self._files():
+            for line in file.read_text(encoding="ascii", errors="replace").split("\n"):
+                with contextlib.suppress(json.JSONDecodeError):
+                    entries.append(json.loads(line))
+        records = {entry["record"]["id"]: entry["record"] for entry in entries if "record" in entry}
+        return records, next((entry["error"] for entry in entries if "error" in entry), None)
+
+    def add_record(self, record: Record) -> None:
+        self._append({"record": record})
+
+    def add_error(self, message: str) -> None:
+        self._append({"error": message})
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        if self.path is None:
+            self._entries.append(entry)
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.with_name(f"{self.path.name.removesuffix('.json')}.part-{self.digest}-{self.rank}.jsonl")
+        with file.open("a", encoding="ascii") as stream:
+            # The line break comes first: an interruption may have cut the last entry short. ASCII, as a text may hold
+            # characters that other readers take for line breaks.
+            stream.write("\n" + json.dumps(entry, allow_nan=False))
+
+    def clear(self) -> None:
+        self._entries.clear()
+        for file in self._files():
+            file.unlink()
+
+
+def summarized(cell: Cell, scores: dict[str, float]) -> Cell:
+    """The cell with the scores of its records, and what the records have in common.
+
+    Raises:
+        ValueError: scores that are not finite.
+    """
+    if not all(math.isfinite(score) for score in scores.values()):
+        raise ValueError(f"scores that are not finite: {scores}")
+    records = cell.records
+    packed = [record["packed_tokens"] for record in records]
+    sizes = ("packed_bits", "all_bits", "total_bytes")
+    means: dict[str, Any] = {name: statistics.fmean(record[name] for record in records) for name in sizes}
+    return dataclasses.replace(
+        cell,
+        scores=scores,
+        samples=len(records),
+        packed_tokens={"least": min(packed), "mean": statistics.fmean(packed), "most": max(packed)},
+        **means,
+        seconds=round(sum(record["seconds"] for record in records), 1),
+        prefill_seconds=round(sum(record["prefill_seconds"] for record in records), 1),
+    )
+
+
+def write_cell(path: Path, cell: Cell) -> None:
+    write_atomically(path, cell.to_json())
+
+
+def stored_cell(path: Path | None) -> Cell | None:
+    """The cell at a path, finished or failed, of whatever digest; None where nothing is.
+
+    Raises:
+        ValueError: a file that is no cell.
+    """
+    return Cell.read(path) if path is not None and path.is_file() else None

@@ -1,0 +1,299 @@
+"""Runs a benchmark over kinds of caches: shared prefills, resumable cells, samples sharded over processes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from kvcache_compress.eval.caches.caches import CacheSpec
+from kvcache_compress.eval.caches.prefill import CacheRun, Prefill, join, prefill
+from kvcache_compress.eval.provenance.identity import digest_of, fingerprint, plain, without_folders
+from kvcache_compress.eval.provenance.results import circumstances, error_message
+from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample
+from kvcache_compress.files.lock import only_one
+
+from .cells import Cell, Parts, cell_path, lock_of, safe_name, stored_cell, summarized, write_cell
+from .processes import OneProcess, Processes
+
+logger = logging.getLogger(__name__)
+
+
+class Progress(Protocol):
+    """Told of each cell-sample that is done: how many now, of how many, and what comes next."""
+
+    def __call__(self, done: int, total: int, label: str) -> None: ...
+
+
+@dataclass
+class _Work:
+    """A cell under way."""
+
+    spec: CacheSpec
+    head: Cell
+    path: Path | None
+    parts: Parts
+    stored: Cell | None = None
+    error: str | None = None
+    foreign: bool = False
+
+    def known(self) -> dict[str, Record]:
+        """Records of this and earlier runs by sample id."""
+        stored = [*self.stored.records, *self.stored.further] if self.stored else []
+        return {record["id"]: record for record in stored} | self.parts.read()[0]
+
+
+class Runner:
+    """One model and the folder of its cells.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: its tokenizer.
+        output: folder of the comparison; None keeps nothing on disk.
+        seed: set before each sample.
+        processes: over which the samples are sharded; each runs the same calls. They share the folder.
+        on_progress: see `Progress`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        output: Path | None = None,
+        *,
+        seed: int = 0,
+        processes: Processes | None = None,
+        on_progress: Progress | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.output, self.seed = model, tokenizer, output, seed
+        self.processes = processes or OneProcess()
+        self.on_progress = on_progress or (lambda done, total, label: None)
+        self.model_name = without_folders(model.name_or_path) or type(model).__name__
+
+    def run(self, name: str, benchmark: Benchmark, specs: Sequence[CacheSpec]) -> list[Cell]:
+        """Every cell of a benchmark, in the order of `specs`.
+
+        A sample that is done is not computed again. A cell that fails, fails alone; the next run tries it again. While
+        another run writes cells of this model and benchmark to the same folder, this one waits.
+
+        Args:
+            name: of the benchmark, as a folder and in tables.
+            specs: caches, with distinct names.
+
+        Raises:
+            ValueError: two caches of one name. OSError: a folder that cannot be written.
+        """
+        check_distinct("caches", [spec.name for spec in specs])
+        with ExitStack() as stack:
+            if self.output is not None and self.processes.index == 0:
+                stack.enter_context(only_one(lock_of(self.output, self.model_name, name)))
+            self.processes.gather(None)  # none reads what is done while another run still adds to it
+            return self._run_alone(name, benchmark, specs)
+
+    def _run_alone(self, name: str, benchmark: Benchmark, specs: Sequence[CacheSpec]) -> list[Cell]:
+        works = [self._work(self._head(name, benchmark, spec), spec) for spec in specs]
+        samples, problem = self._samples(name, benchmark)
+        # All take the same way, also where one alone cannot read the data.
+        problem = next((message for message in self.processes.gather(problem) if message is not None), None)
+        if problem is not None:
+            for work in works:
+                work.error = work.error or problem
+        else:
+            self._score_all(name, benchmark, samples, works)
+        self.processes.gather(None)  # all have written their records before any reads them
+        cells = [self._collect(benchmark, work, {sample.id: sample.digest for sample in samples}) for work in works]
+        self.processes.gather(None)  # and all have read them before they are cleared away
+        if self.processes.index == 0:
+            for work, cell in zip(works, cells, strict=True):
+                self._write(work, cell)
+        self.processes.gather(None)
+        return cells
+
+    def _samples(self, name: str, benchmark: Benchmark) -> tuple[list[Sample], str | None]:
+        """The samples, or why there are none."""
+        try:
+            samples = benchmark.samples(self.model, self.tokenizer)
+        except Exception as error:
+            return [], error_message(error)
+        if not benchmark.limits_itself:
+            samples = samples[: benchmark.limit]
+        if not samples:
+            return [], f"benchmark {name}: no samples"
+        try:
+            check_distinct(f"benchmark {name}: ids of samples", [sample.id for sample in samples])
+        except ValueError as error:
+            return [], str(error)
+        return samples, None
+
+    @cached_property
+    def _circumstances(self) -> dict[str, Any]:
+        found = circumstances(self.model.device)
+        return found | {"hardware": found["hardware"] | {"processes": self.processes.count}}
+
+    @cached_property
+    def _model(self) -> dict[str, Any]:
+        return {
+            "model": self.model_name,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "attention": str(self.model.config._attn_implementation),
+            "weights": fingerprint(self.model),
+        }
+
+    def _head(self, name: str, benchmark: Benchmark, spec: CacheSpec) -> Cell:
+        """A cell without results: what it is about."""
+        kind = {"kind": benchmark.kind, "options": plain(benchmark.model_dump(mode="json", exclude={"limit"}))}
+        scores = {"main_score": benchmark.main_score, "higher_is_better": benchmark.higher_is_better}
+        cache = {"name": spec.name, "lossless": spec.lossless, "config": plain(spec.description)}
+        digest = digest_of(**self._model, benchmark=kind, cache=cache["config"], seed=self.seed)
+        about = {"name": name, **kind, **scores}
+        skipped = benchmark.skipped(self.model)
+        return Cell(**self._model, benchmark=about, cache=cache, seed=self.seed, digest=digest, skipped=skipped)
+
+    def _work(self, head: Cell, spec: CacheSpec) -> _Work:
+        """A cell's records so far; an error where its file holds something else."""
+        path = None
+        if self.output is not None:
+            path = cell_path(self.output, head.model, head.benchmark["name"], spec.name)
+        work = _Work(spec, head, path, Parts(path, head.digest, self.processes.index))
+        try:
+            stored = stored_cell(path)
+        except ValueError as error:
+            return dataclasses.replace(work, error=error_message(error), foreign=True)
+        if stored is not None and stored.digest == head.digest:
+            work.stored = stored
+        elif stored is not None and stored.error is None:
+            work.error = (
+                f"{head.benchmark['name']}/{path.name if path else ''} holds results of other weights, options or "
+                "another seed: take another output or benchmark's name, or remove it"
+            )
+            work.foreign = True
+        return work
+
+    def _score_all(self, name: str, benchmark: Benchmark, samples: Sequence[Sample], works: Sequence[_Work]) -> None:
+        """This process's share of the samples that some cell lacks."""
+        done = {id(work): work.known() for work in works}
+        self.processes.gather(None)  # all have read what is done before any adds to it
+
+        def pending(sample: Sample) -> list[_Work]:
+            lacking = (work for work in works if done[id(work)].get(sample.id, {}).get("digest") != sample.digest)
+            return [work for work in lacking if work.error is None]
+
+        lacking = [sample for sample in samples if pending(sample)]
+        own = lacking[self.processes.index :: self.processes.count]
+        total = sum(len(pending(sample)) for sample in own)
+        count = 0
+        shared: Prefill | None = None
+        for sample, following in itertools.zip_longest(own, own[1:]):
+            todo = pending(sample)
+            if not todo:
+                continue
+            if shared is not None and not torch.equal(shared.ids.cpu(), sample.prompt):
+                shared = None  # before the next one is made
+            with self._failing(todo):
+                self.on_progress(count, total, f"{name} {sample.id}")
+                set_seed(self.seed)
+                prompt, question = sample.prompt, sample.question
+                shared = prefill(self.model, prompt, question) if shared is None else shared.asked(question)
+                shared.keep = following is not None and torch.equal(following.prompt, prompt)
+            for group in _grouped(todo, 1 if shared is None else shared.rows()):
+                if shared is not None and all(work.error is None for work in group):
+                    self.on_progress(count, total, f"{name} {sample.id}, {group[0].spec.name}")
+                    self._score_together(benchmark, shared, sample, group)
+                count += len(group)
+        self.on_progress(total, total, name)
+
+    def _score_together(self, benchmark: Benchmark, shared: Prefill, sample: Sample, works: Sequence[_Work]) -> None:
+        """A record for each of these cells; where something fails together, once more for each alone."""
+        if len(works) > 1:
+            try:
+                return self._score(benchmark, shared, sample, works)
+            except Exception as error:
+                logger.debug("%s: one by one after %s", sample.id, error_message(error))
+        # Out of the handler, whose error would keep all caches of the group.
+        for work in works:
+            with self._failing([work]):
+                self._score(benchmark, shared, sample, [work])
+
+    def _score(self, benchmark: Benchmark, shared: Prefill, sample: Sample, works: Sequence[_Work]) -> None:
+        runs = [self._filled(shared, work.spec) for work in works]
+        join(runs)
+        for work, run in zip(works, runs, strict=True):
+            set_seed(self.seed)
+            scored = benchmark.score(run, sample, self.tokenizer)
+            common = {"id": sample.id, "digest": sample.digest, "tokens": sample.prompt.shape[1]}
+            seconds = {"seconds": round(run.seconds, 3), "prefill_seconds": round(shared.seconds, 3)}
+            measured = dataclasses.asdict(run.measured)
+            work.parts.add_record(common | measured | seconds | {"commit": self._circumstances["commit"]} | scored)
+
+    def _filled(self, shared: Prefill, spec: CacheSpec) -> CacheRun:
+        set_seed(self.seed)
+        return shared.run(spec)
+
+    @contextmanager
+    def _failing(self, works: Sequence[_Work]) -> Iterator[None]:
+        """An error within ends these cells, and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            for work in works:
+                work.error = work.error or error_message(error)
+                work.parts.add_error(work.error)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _collect(self, benchmark: Benchmark, work: _Work, wanted: dict[str, str]) -> Cell:
+        """The cell from the records of all processes."""
+        known = {} if work.foreign else work.known()
+        records = [known[name] for name, digest in wanted.items() if known.get(name, {}).get("digest") == digest]
+        further = [record for name, record in known.items() if name not in wanted]
+        if not wanted and work.stored is not None and work.stored.error is None:
+            return work.stored  # finished when its data could be had
+        head = dataclasses.replace(work.head, records=records, further=further, **self._circumstances)
+        if len(records) < len(wanted) or not records:
+            error = work.error or work.parts.read()[1] or "interrupted"
+            return dataclasses.replace(head, error=error)
+        if not work.spec.lossless and not any(record["packed_tokens"] for record in records):
+            error = "nothing was compressed, so there is nothing to measure; take longer prompts, or fewer dense tokens"
+            return dataclasses.replace(head, error=error)
+        stored = work.stored
+        same = stored is not None and (stored.benchmark, stored.records, stored.further) == (
+            head.benchmark,
+            records,
+            further,
+        )
+        if stored is not None and same and stored.error is None:
+            return stored
+        try:
+            return summarized(head, benchmark.summarize(records))
+        except Exception as error:
+            return dataclasses.replace(head, error=error_message(error))
+
+    def _write(self, work: _Work, cell: Cell) -> None:
+        if work.path is None or work.foreign:
+            return
+        write_cell(work.path, cell)
+        work.parts.clear()
+
+
+def _grouped(works: Sequence[_Work], size: int) -> list[Sequence[_Work]]:
+    """Cells whose caches go through the model together; the yardstick, exactly as it is, alone."""
+    alone = [[work] for work in works if work.spec.lossless]
+    others = [work for work in works if not work.spec.lossless]
+    return [*alone, *(others[at : at + size] for at in range(0, len(others), size))]
+
+
+def check_distinct(what: str, names: Sequence[str]) -> None:
+    """Raises ValueError for names that are the same, or the same as files."""
+    seen = collections.Counter(safe_name(name) for name in names)
+    if twice := sorted({name for name in names if seen[safe_name(name)] > 1}):
+        raise ValueError(f"{what}: {', '.join(twice)} more than once; allowed are distinct names")

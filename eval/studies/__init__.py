@@ -1,0 +1,1 @@
+"""Studies of quantizers apart from generation: distortion, nearest neighbours, layers and sides."""

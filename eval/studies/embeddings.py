@@ -1,0 +1,160 @@
+"""Real embeddings for distortion and nearest neighbours: a model's hidden states, or any `.npy` file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcache_compress.eval.cli.command import load
+from kvcache_compress.files.text import read_text
+
+WINDOW_TOKENS = 512
+
+EmbeddingsOption = Annotated[
+    Path | None, typer.Option("--embeddings", help=".npy file of vectors, [N, d]; instead of --model and --text")
+]
+SourceModelOption = Annotated[
+    str | None, typer.Option("--model", help="take a model's hidden states: smollm2-135m, a hub id or a folder")
+]
+SourceTextOption = Annotated[Path | None, typer.Option("--text", help="text that the model reads")]
+HiddenLayerOption = Annotated[
+    int, typer.Option("--layer", help="hidden states after this layer; 0 is the input, -1 after the final norm")
+]
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Unit vectors, float32 `[N, d]`, and where they come from."""
+
+    vectors: torch.Tensor
+    source: str
+
+    def split(self, base: int, queries: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Base vectors `[base, d]` and queries `[queries, d]`, none in both, drawn at random.
+
+        Raises:
+            ValueError: not that many vectors.
+        """
+        if base < 1 or queries < 1 or base + queries > len(self.vectors):
+            raise ValueError(
+                f"base={base}, queries={queries}: allowed at least 1 each, and together at most {len(self.vectors)}, "
+                f"the vectors of {self.source}"
+            )
+        order = torch.randperm(len(self.vectors), generator=torch.Generator().manual_seed(seed))
+        return self.vectors[order[:base]], self.vectors[order[base : base + queries]]
+
+
+def load_embeddings(path: Path) -> Embeddings:
+    """Vectors of a `.npy` file.
+
+    Raises:
+        ValueError: no such file, not a `.npy` file, or not finite non-zero real vectors `[N, d]`.
+    """
+    try:
+        array = np.load(path, allow_pickle=False)
+    except FileNotFoundError as error:
+        raise ValueError(f"embeddings={str(path)!r}: there is no such file") from error
+    except (ValueError, EOFError, OSError) as error:
+        raise ValueError(f"embeddings={str(path)!r}: not a .npy file of numbers: {error}") from error
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
+        raise ValueError(f"embeddings={str(path)!r}: allowed one array of real numbers in a .npy file")
+    return Embeddings(_unit(torch.from_numpy(array.astype(np.float32)), path.name), path.name)
+
+
+@torch.inference_mode()
+def hidden_states(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    layer: int = -1,
+    tokens: int = 8192,
+    text_name: str = "text",
+    on_progress: Callable[[int, int, str], None] | None = None,
+) -> Embeddings:
+    """A vector per token of a text, read in windows of 512 tokens.
+
+    A window's first token, which sees nothing but itself and on which models dump attention, is left out.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        tokenizer: its tokenizer.
+        text: what is read, as far as needed.
+        layer: hidden states after this layer; 0 is the input of the first, -1 what comes after the final norm.
+        tokens: vectors wanted.
+        text_name: name of the text in `source`.
+        on_progress: called with windows done, windows in all, and what comes now.
+
+    Raises:
+        ValueError: no such layer, or too short a text.
+    """
+    layers = model.config.get_text_config().num_hidden_layers
+    if not -layers - 1 <= layer <= layers:
+        raise ValueError(f"layer={layer}: allowed {-layers - 1} to {layers}")
+    windows = -(-tokens // (WINDOW_TOKENS - 1))
+    token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][: windows * WINDOW_TOKENS]
+    if tokens < 1 or len(token_ids) - -(-len(token_ids) // WINDOW_TOKENS) < tokens:
+        raise ValueError(
+            f"tokens={tokens}: allowed at least 1, and fewer than the {len(token_ids)} tokens of {text_name}"
+        )
+    found = []
+    parts = torch.tensor(token_ids).split(WINDOW_TOKENS)
+    for number, part in enumerate(parts):
+        if on_progress is not None:
+            on_progress(number, len(parts), f"hidden states of {text_name}")
+        ids = part[None].to(model.device)
+        output = model(input_ids=ids, output_hidden_states=True, use_cache=False, logits_to_keep=1)
+        found.append(output.hidden_states[layer][0, 1:].float().cpu())
+    if on_progress is not None:
+        on_progress(len(parts), len(parts), f"hidden states of {text_name}")
+    name = Path(model.name_or_path or type(model).__name__).name
+    source = f"{name}, layer {layer % (layers + 1)} of {layers}, {text_name}"
+    return Embeddings(_unit(torch.cat(found)[:tokens], source), source)
+
+
+def embeddings_from(
+    embeddings: Path | None,
+    model: str | None,
+    text: Path | None,
+    *,
+    layer: int,
+    tokens: int,
+    dtype: str,
+    device: str | None,
+    on_progress: Callable[[int, int, str], None] | None = None,
+) -> Embeddings:
+    """What a command line names: `embeddings` alone, or `model` and `text`; see `hidden_states`.
+
+    Raises:
+        ValueError: both, or neither; and what the two functions above raise.
+    """
+    if (embeddings is None) == (model is None) or (model is None) != (text is None):
+        raise ValueError("allowed either --embeddings FILE.npy, or --model MODEL with --text FILE")
+    if embeddings is not None:
+        return load_embeddings(embeddings)
+    assert model is not None
+    assert text is not None
+    content = read_text(text, f"text={str(text)!r}")
+    loaded, tokenizer = load(model, dtype, device)
+    name = "/".join(text.resolve().parts[-2:])
+    return hidden_states(
+        loaded, tokenizer, content, layer=layer, tokens=tokens, text_name=name, on_progress=on_progress
+    )
+
+
+def _unit(vectors: torch.Tensor, source: str) -> torch.Tensor:
+    if vectors.ndim != 2 or not vectors.numel():
+        raise ValueError(f"{source}: an array of shape {tuple(vectors.shape)}; allowed is [N, d], not empty")
+    if not vectors.isfinite().all():
+        raise ValueError(f"{source}: not all numbers are finite in 32 bits")
+    norms = vectors.norm(dim=1, keepdim=True)
+    if not norms.all():
+        raise ValueError(f"{source}: row {int((norms[:, 0] == 0).nonzero()[0])} is zero and has no direction")
+    return vectors / norms

@@ -1,0 +1,89 @@
+"""Configs that differ from a given one in single sides of single layers, for the probe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import yaml
+from transformers import PreTrainedModel
+
+from kvcache_compress.cache.compressed_cache import CompressedCache
+from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.codecs.base import SIDES, Side
+from kvcache_compress.config import CompressionConfig, LayerPlan, LayerRule, SideConfig
+from kvcache_compress.modeling.decoder import is_full_attention
+
+DENSE = SideConfig(method="none")
+Plans = dict[int, LayerPlan]
+"""What each full-attention layer does, by its number."""
+
+
+def plans_of(model: PreTrainedModel, config: CompressionConfig) -> tuple[Plans, dict[str, str]]:
+    """Plans of all full-attention layers; and why a layer or a side is not compressed, by its name.
+
+    Raises:
+        ValueError: the config does not fit the model.
+    """
+    plans: Plans = {}
+    skipped: dict[str, str] = {}
+    for index, layer in enumerate(CompressedCache(model.config, config).layers):
+        if isinstance(layer, CompressedLayer):
+            plans[index] = layer.plan
+        elif is_full_attention(layer):
+            plans[index] = LayerPlan(DENSE, DENSE, config.sink_tokens, config.recent_tokens)
+        else:
+            skipped[f"layer {index}"] = f"cannot be compressed: {type(layer).__name__} is not full attention"
+            continue
+        for side in SIDES:
+            if plans[index].side(side) == DENSE:
+                skipped[f"layer {index}, {side}"] = "the config itself leaves it uncompressed"
+    return plans, skipped
+
+
+def only(config: CompressionConfig, plan: LayerPlan, layer: int, side: Side) -> CompressionConfig:
+    """The config that compresses one side of one layer as `plan` says, and nothing else."""
+    alone = replace(plan, keys=DENSE) if side == "values" else replace(plan, values=DENSE)
+    bare = config.model_copy(update={"keys": DENSE, "values": DENSE})
+    return _with_plans(bare, {layer: alone})
+
+
+def without(config: CompressionConfig, plans: Plans, sides: Sequence[tuple[int, Side]]) -> CompressionConfig:
+    """The config with some sides of layers left uncompressed; its own rules become part of the new ones."""
+    changed = dict(plans)
+    for layer, side in sides:
+        plan = changed[layer]
+        changed[layer] = replace(plan, keys=DENSE) if side == "keys" else replace(plan, values=DENSE)
+    return _with_plans(config, changed)
+
+
+def rules_yaml(config: CompressionConfig) -> str:
+    """The rules as they stand in a YAML file, a line each."""
+    lines = []
+    for rule in config.layers:
+        text = yaml.safe_dump(rule.model_dump(exclude_none=True), default_flow_style=True, sort_keys=False, width=1000)
+        lines.append(f"  - {text}")
+    return f"layers:\n{''.join(lines)}"
+
+
+def _with_plans(config: CompressionConfig, plans: Plans) -> CompressionConfig:
+    """The config with one rule for all layers that do the same, where that is not what it does anyway."""
+    default = LayerPlan(config.keys, config.values, config.sink_tokens, config.recent_tokens)
+    groups: list[tuple[LayerPlan, list[int]]] = []
+    for layer, plan in sorted(plans.items()):
+        same = next((layers for known, layers in groups if known == plan), None)
+        if same is not None:
+            same.append(layer)
+        elif plan != default:
+            groups.append((plan, [layer]))
+    return config.model_copy(update={"layers": [_rule(config, plan, layers) for plan, layers in groups]})
+
+
+def _rule(config: CompressionConfig, plan: LayerPlan, layers: list[int]) -> LayerRule:
+    if not plan.compresses:
+        return LayerRule.model_validate({"match": layers, "method": "none"})
+    names = ("keys", "values", "sink_tokens", "recent_tokens")
+    changed: dict[str, Any] = {name: getattr(plan, name) for name in names}
+    changed = {name: value for name, value in changed.items() if value != getattr(config, name)}
+    return LayerRule.model_validate({"match": layers, **changed})

@@ -1,0 +1,1 @@
+"""Benchmarks: samples, and a score per sample and cache."""

@@ -1,0 +1,131 @@
+"""The contract of a benchmark: samples, a score per sample and cache, and a summary.
+
+A benchmark is a class whose fields are its options, registered under its name:
+
+    @register_benchmark("needle")
+    class Needle(Benchmark): ...
+
+The runner (`runner.py`) does the rest: one prefill per sample, a new cache per kind and sample, files, processes,
+failures. A new benchmark therefore is one file with `samples`, `score` and `summarize`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from pydantic import Field, ValidationError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcache_compress.eval.caches.prefill import CacheRun
+from kvcache_compress.validation.messages import explain, quoted
+from kvcache_compress.validation.options import StrictOptions
+
+Record = dict[str, Any]
+"""What is kept of one sample and one cache; plain JSON."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One thing to be asked.
+
+    Attributes:
+        id: unique within the benchmark, the same in every run.
+        prompt: `[1, T]` token ids, prefilled before anything is compressed.
+        data: what `score` needs beside it: references, a continuation, a position in a grid. Plain JSON.
+        question: `[1, Q]` token ids that follow the prompt and already go through the cache under test; may be empty.
+    """
+
+    id: str
+    prompt: torch.Tensor
+    data: Mapping[str, Any]
+    question: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(1, 0, dtype=torch.long))
+
+    @property
+    def digest(self) -> str:
+        """Changes with anything in the sample, so that no result of another text is taken for this one's."""
+        content = [self.prompt.tolist(), self.question.tolist(), dict(self.data)]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Benchmark(StrictOptions, abc.ABC):
+    """Base of all benchmarks: options in, samples and scores out.
+
+    Attributes:
+        limit: samples taken at most, from the first on; all when None. Raising it later adds samples to a finished
+            comparison without computing any again.
+    """
+
+    kind: ClassVar[str]
+    higher_is_better: ClassVar[bool] = True
+    limits_itself: ClassVar[bool] = False
+    """`samples` applies `limit` on its own, to each of several tasks; else the runner does."""
+
+    limit: int | None = Field(default=None, ge=1)
+
+    @property
+    @abc.abstractmethod
+    def main_score(self) -> str:
+        """The score that tables show, a key of what `summarize` returns."""
+
+    @abc.abstractmethod
+    def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+        """All samples (the runner applies `limit`).
+
+        Raises:
+            ValueError: data that are missing, empty, malformed, or do not fit the model.
+            OSError: data that cannot be read or fetched.
+        """
+
+    def skipped(self, model: PreTrainedModel) -> list[str]:
+        """What was asked for and has no samples with this model, and why."""
+        return []
+
+    @abc.abstractmethod
+    def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
+        """What one cache makes of one sample, by one call of `run.forced` or `run.generate`."""
+
+    @abc.abstractmethod
+    def summarize(self, records: Sequence[Record]) -> dict[str, float]:
+        """Scores over the records of all samples, `main_score` among them."""
+
+
+_BENCHMARKS: dict[str, type[Benchmark]] = {}
+AnyBenchmark = TypeVar("AnyBenchmark", bound=type[Benchmark])
+
+
+def register_benchmark(kind: str) -> Callable[[AnyBenchmark], AnyBenchmark]:
+    """Make a benchmark known under a name."""
+
+    def register(benchmark: AnyBenchmark) -> AnyBenchmark:
+        # A module that is run by `python -m` is loaded a second time when another imports it.
+        again = kind in _BENCHMARKS and "__main__" in (benchmark.__module__, _BENCHMARKS[kind].__module__)
+        if kind in _BENCHMARKS and not again:
+            raise ValueError(f"benchmark={kind!r}: already registered")
+        benchmark.kind = kind
+        _BENCHMARKS[kind] = benchmark
+        return benchmark
+
+    return register
+
+
+def make_benchmark(kind: str, options: Mapping[str, Any]) -> Benchmark:
+    """A benchmark by name.
+
+    Raises:
+        ValueError: no such benchmark, or options that it does not have.
+    """
+    from kvcache_compress.eval.tasks import registered  # noqa: F401  registers all that come with the package
+
+    if kind not in _BENCHMARKS:
+        raise ValueError(f"benchmark={quoted(kind)}: allowed {', '.join(sorted(_BENCHMARKS))}")
+    try:
+        return _BENCHMARKS[kind](**options)
+    except ValidationError as error:
+        problems = explain(error, f"for {kind}", {"": _BENCHMARKS[kind]})
+        raise ValueError(f"benchmark {kind}: {problems}") from error

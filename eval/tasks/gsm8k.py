@@ -1,0 +1,213 @@
+"""GSM8K (Cobbe et al. 2021, arXiv 2110.14168): word problems after solved examples, by cached decoding.
+
+The solved examples (few-shot chain of thought) are the prompt of all samples and what is compressed; question and
+answer go through the cache. Small models solve next to none of the problems: `likelihood` asks instead how probable
+the reference solution is.
+
+    python -m kvcache_compress.eval.tasks.gsm8k --data train.jsonl --scoring likelihood --cache turboquant-2bit
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from pydantic import Field
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcache_compress.eval.caches.prefill import CacheRun
+from kvcache_compress.eval.cli.command import (
+    DEFAULT_CACHES,
+    DEFAULT_MODEL,
+    CacheOption,
+    CodebooksOption,
+    DeviceOption,
+    DtypeOption,
+    FusedOption,
+    LimitOption,
+    ModelOption,
+    OutputOption,
+    SeedOption,
+    measure,
+)
+from kvcache_compress.validation.options import AnyPath
+
+from .benchmark import Benchmark, Record, Sample, register_benchmark
+from .samples import check_fits, force_answer, generate_text, load_hub_rows, read_jsonl, split_ids
+
+Scoring = Literal["generate", "likelihood"]
+
+HUB_ID = "openai/gsm8k"
+INTRODUCTION = "Solve each problem step by step, and end with the result after ####.\n\n"
+
+_COLUMNS = ("question", "answer")
+_CALCULATION = re.compile(r"<<.*?>>")
+_NUMBER = re.compile(r"((?:(?<![\w.)])-)?)\$?(\d[\d,]*(?:\.\d+)?|\.\d+)")
+
+
+@register_benchmark("gsm8k")
+class Gsm8k(Benchmark):
+    """Word problems.
+
+    Attributes:
+        data: a .jsonl file with `question` and `answer`; openai/gsm8k on the hub when None.
+        split: of the hub's data set that is asked.
+        shots: solved examples: the first rows of the file, which then are not asked, or of the hub's train split.
+        scoring: `generate` compares the number that the model comes to; `likelihood` asks for the probability of the
+            reference solution.
+        max_new_tokens: of the text written.
+        cached_question: the question goes through the cache under test, instead of being prefilled with the examples.
+    """
+
+    data: AnyPath | None = None
+    split: Literal["train", "test"] = "test"
+    shots: int = Field(default=8, ge=0)
+    scoring: Scoring = "generate"
+    max_new_tokens: int = Field(default=256, ge=1)
+    cached_question: bool = True
+
+    @property
+    def main_score(self) -> str:
+        return "accuracy" if self.scoring == "generate" else "answer_logprob"
+
+    def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+        """All have the same prompt, the solved examples, unless the question is part of it."""
+        examples, rows, start = self._rows()
+        solved = INTRODUCTION + "".join(f"{ask(row)} {solution(row)}\n\n" for row in examples)
+        samples = []
+        for number, row in enumerate(rows[: self.limit], start=start):
+            where = f"{self.data or HUB_ID}, row {number}"
+            chain, mark, result = solution(row).rpartition("####")
+            if not mark:
+                raise ValueError(f"{where}: no #### before the result in answer={row['answer']!r}")
+            answer = [f" {chain}{mark}", result] if self.scoring == "likelihood" else []
+            shot_ids, question_ids, *forced = split_ids(tokenizer, [solved, ask(row), *answer])
+            new = sum(map(len, forced)) or self.max_new_tokens
+            check_fits(model, len(shot_ids) + len(question_ids) + new, f"{where}, after {self.shots} examples")
+            if not self.cached_question:
+                shot_ids, question_ids = shot_ids + question_ids, []
+            samples.append(
+                Sample(
+                    id=str(number),
+                    prompt=torch.tensor([shot_ids]),
+                    question=torch.tensor([question_ids], dtype=torch.long),
+                    data={"result": result.strip(), **dict(zip(("chain_ids", "number_ids"), forced, strict=False))},
+                )
+            )
+        return samples
+
+    def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
+        if self.scoring == "likelihood":
+            chain_ids = sample.data["chain_ids"]
+            answer = force_answer(run, [*chain_ids, *sample.data["number_ids"]])
+            return {
+                "answer_logprob": answer.logprob,
+                "number_logprob": answer.logprobs[len(chain_ids) :].mean().item(),
+                "number_exact": float(answer.greedy[len(chain_ids) :].all()),
+            }
+        text = generate_text(run, tokenizer, self.max_new_tokens).split("Question:")[0]  # it may ask itself the next
+        number = extract_number(text)
+        right = number is not None and number == extract_number(sample.data["result"])
+        return {"score": float(right), "number": None if number is None else str(number), "text": text}
+
+    def summarize(self, records: Sequence[Record]) -> dict[str, float]:
+        """Share of right numbers; or mean log-probability per token of solution and number, and numbers foretold."""
+        if self.scoring == "generate":
+            return {"accuracy": statistics.fmean(record["score"] for record in records)}
+        names = ("answer_logprob", "number_logprob", "number_exact")
+        return {name: statistics.fmean(record[name] for record in records) for name in names}
+
+    def _rows(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
+        """Solved examples, rows to ask, and the number of the first of these in its file."""
+        if self.data is None:
+            examples = load_hub_rows(HUB_ID, "main", "train", _COLUMNS)[: self.shots] if self.shots else []
+            skipped = len(examples) if self.split == "train" else 0
+            return examples, load_hub_rows(HUB_ID, "main", self.split, _COLUMNS)[skipped:], skipped + 1
+        rows = read_jsonl(self.data, _COLUMNS)
+        if len(rows) <= self.shots:
+            raise ValueError(
+                f"shots={self.shots}: allowed at most {len(rows) - 1} of the {len(rows)} rows in {self.data}"
+            )
+        return rows[: self.shots], rows[self.shots :], self.shots + 1
+
+
+def ask(row: dict[str, Any]) -> str:
+    """A row's question, up to where the answer begins."""
+    return f"Question: {row['question'].strip()}\nAnswer:"
+
+
+def solution(row: dict[str, Any]) -> str:
+    """A row's reference solution, without the calculator's annotations."""
+    return _CALCULATION.sub("", row["answer"]).strip()
+
+
+def extract_number(text: str) -> Decimal | None:
+    """The result in a solution: the first number after the first ####, else the last number.
+
+    Commas, dollar signs and zeros at the end do not matter: `$1,200.00` equals `1200`.
+    """
+    _, mark, result = text.partition("####")
+    numbers = _NUMBER.findall(result) if mark else []
+    if not numbers:
+        numbers = _NUMBER.findall(text)[-1:]
+    if not numbers:
+        return None
+    sign, digits = numbers[0]
+    return Decimal(sign + digits.replace(",", ""))
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    cache: CacheOption = DEFAULT_CACHES,
+    model: ModelOption = DEFAULT_MODEL,
+    data: Annotated[Path | None, typer.Option(help=".jsonl file; openai/gsm8k on the hub without it")] = None,
+    split: Annotated[Literal["train", "test"], typer.Option(help="of the hub's data set")] = "test",
+    shots: Annotated[int, typer.Option(help="solved examples, the first rows")] = 8,
+    scoring: Annotated[
+        Scoring, typer.Option(help="compare the number that the model comes to, or the reference's likelihood")
+    ] = "generate",
+    max_new_tokens: Annotated[int, typer.Option(help="of the text written")] = 256,
+    cached_question: Annotated[bool, typer.Option(help="the question goes through the cache under test")] = True,
+    codebooks: CodebooksOption = None,
+    limit: LimitOption = None,
+    seed: SeedOption = 0,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = None,
+    fused: FusedOption = False,
+    output: OutputOption = None,
+) -> None:
+    """Score caches on the word problems of GSM8K."""
+    options = {
+        "data": data,
+        "split": split,
+        "shots": shots,
+        "scoring": scoring,
+        "max_new_tokens": max_new_tokens,
+        "cached_question": cached_question,
+        "limit": limit,
+    }
+    measure(
+        "gsm8k",
+        options,
+        model=model,
+        cache=cache,
+        codebooks=codebooks,
+        output=output,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        fused=fused,
+    )
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""LongBench, LongBench-E and LongBench v2."""

@@ -1,0 +1,218 @@
+"""LongBench's metrics and the averages of its tables: pure functions.
+
+A metric takes a prediction and one right answer and gives 0 to 1, as LongBench's own `metrics.py` and `eval.py` do (Bai
+et al., 2023, section 4 and table 1; v2: Bai et al., 2024). `best_score` takes the best over all right answers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+import statistics
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+
+from .data import GROUPS, TASKS
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_CHINESE_PUNCTUATION = (
+    (0x2013, 0x2014),
+    (0x2018, 0x2019),
+    (0x201B, 0x201F),
+    (0x2026, 0x2027),
+    (0x3001, 0x3003),
+    (0x300B, 0x3011),
+    (0x3014, 0x301F),
+    (0x3030, 0x3030),
+    (0x303E, 0x303F),
+    (0xFE4F, 0xFE4F),
+    (0xFF01, 0xFF0D),
+    (0xFF0F, 0xFF0F),
+    (0xFF1A, 0xFF20),
+    (0xFF3B, 0xFF40),
+    (0xFF5B, 0xFF64),
+)
+"""What the benchmark takes for punctuation beside ASCII's, first and last of each range; 《 and · are not in it."""
+_NO_ASCII = str.maketrans("", "", string.punctuation)
+_NO_PUNCTUATION = _NO_ASCII | {code: None for first, last in _CHINESE_PUNCTUATION for code in range(first, last + 1)}
+
+
+def qa_f1(prediction: str, answer: str) -> float:
+    """F1 of words in lower case, without punctuation and articles (SQuAD's)."""
+    return _f1(*(_ARTICLES.sub(" ", text.lower().translate(_NO_ASCII)).split() for text in (prediction, answer)))
+
+
+def qa_f1_zh(prediction: str, answer: str) -> float:
+    """F1 of jieba's words, without punctuation and white space."""
+    words = []
+    for text in (prediction, answer):
+        cut = ("".join(word.lower().translate(_NO_PUNCTUATION).split()) for word in _jieba().cut(text))
+        words.append([word for word in cut if word])
+    return _f1(*words)
+
+
+def rouge_l(prediction: str, answer: str) -> float:
+    """ROUGE-L as the package `rouge` 1.0.1 computes it, which the benchmark uses.
+
+    Both texts are cut into sentences at each full stop, and into words at white space. With u the set of all words in a
+    longest common subsequence of a sentence of one and a sentence of the other, and m, n the numbers of *distinct*
+    words: F1 of precision |u| / n and recall |u| / m. Neither case nor punctuation is touched.
+    """
+    lcs_ind = _package("rouge_score.rouge_scorer", "rouge-score").lcs_ind
+    predicted, wanted = ([part.split() or [""] for part in text.split(".") if part] for text in (prediction, answer))
+    if not predicted or not wanted:
+        return 0.0
+    common = {ours[index] for theirs in wanted for ours in predicted for index in lcs_ind(ours, theirs)}
+    precision = len(common) / len({word for sentence in predicted for word in sentence})
+    recall = len(common) / len({word for sentence in wanted for word in sentence})
+    return 2 * precision * recall / (precision + recall) if common else 0.0
+
+
+def rouge_l_zh(prediction: str, answer: str) -> float:
+    """`rouge_l` of jieba's words."""
+    return rouge_l(*(" ".join(_jieba().cut(text)) for text in (prediction, answer)))
+
+
+def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
+    """1 / the number of classes named in the prediction if the right one is among them, else 0.
+
+    Classes whose names are part of the right one's name do not count as named.
+    """
+    named = [name for name in classes if name in prediction and (name == answer or name not in answer)]
+    return 1 / len(named) if answer in named else 0.0
+
+
+def count(prediction: str, answer: str) -> float:
+    """Share of the right number among all numbers in the prediction."""
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(answer) / len(numbers) if numbers else 0.0
+
+
+def retrieval(prediction: str, answer: str) -> float:
+    """`count` of the number in an answer such as `Paragraph 7`.
+
+    Raises:
+        ValueError: no number in the answer.
+    """
+    return count(prediction, _number(answer, "Paragraph "))
+
+
+def retrieval_zh(prediction: str, answer: str) -> float:
+    """`count` of the number in an answer such as `段落7`.
+
+    Raises:
+        ValueError: no number in the answer.
+    """
+    return count(prediction, _number(answer, "段落"))
+
+
+def code_similarity(prediction: str, answer: str) -> float:
+    """Similarity of the first line of code: 1 - (insertions + deletions) / both lengths, in whole per cent.
+
+    Lines with a backtick, `#` or `//` are fences or comments and are passed over.
+    """
+    fuzz = _package("rapidfuzz.fuzz", "rapidfuzz")
+    lines = prediction.lstrip("\n").split("\n")
+    code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    return round(fuzz.ratio(code, answer)) / 100
+
+
+def multiple_choice(prediction: str, answer: str) -> float:
+    """1 if the prediction says `The correct answer is (X)`, or the same without brackets, of the right letter."""
+    said = prediction.replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", said) or re.search(r"The correct answer is ([A-D])", said)
+    return float(found is not None and found.group(1) == answer)
+
+
+METRICS: dict[str, Callable[..., float]] = {
+    metric.__name__: metric
+    for metric in (
+        qa_f1,
+        qa_f1_zh,
+        rouge_l,
+        rouge_l_zh,
+        classification,
+        count,
+        retrieval,
+        retrieval_zh,
+        code_similarity,
+        multiple_choice,
+    )
+}
+
+
+def best_score(metric: str, prediction: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
+    """A metric's best score over all right answers.
+
+    Args:
+        metric: a key of `METRICS`.
+        prediction: what the model wrote.
+        answers: at least one.
+        classes: all classes, for `classification`.
+
+    Raises:
+        ValueError: no such metric, no answers, or an answer that the metric cannot read.
+        ImportError: the metric's package is not installed.
+    """
+    if metric not in METRICS:
+        raise ValueError(f"metric={metric!r}: allowed {', '.join(METRICS)}")
+    if not answers:
+        raise ValueError("answers=[]: allowed at least one")
+    extra = (classes,) if metric == "classification" else ()
+    return max(METRICS[metric](prediction, answer, *extra) for answer in answers)
+
+
+def first_line(prediction: str) -> str:
+    """The first line that is not empty: all that counts where models go on with further examples."""
+    return prediction.lstrip("\n").split("\n")[0]
+
+
+def aggregate(scores: Mapping[str, float]) -> dict[str, float]:
+    """Averages as the papers print them.
+
+    Papers disagree about the last column. `average` is the mean over tasks (PolarQuant RoPE, CommVQ, TurboQuant);
+    `group_average` the mean over the groups (LongBench's leaderboard, recursive PolarQuant).
+
+    Args:
+        scores: by task, in whatever unit.
+
+    Returns:
+        `average`, the mean of each of the six groups that has a task, `group_average`.
+
+    Raises:
+        ValueError: no scores, or one of an unknown task.
+    """
+    if not scores or (unknown := scores.keys() - TASKS.keys()):
+        raise ValueError(f"tasks {sorted(unknown) if scores else []}: allowed some of {', '.join(TASKS)}")
+    members = {group: [score for name, score in scores.items() if TASKS[name].group == group] for group in GROUPS}
+    groups = {group: statistics.fmean(values) for group, values in members.items() if values}
+    overall = statistics.fmean(scores.values())
+    return {"average": overall, **groups, "group_average": statistics.fmean(groups.values())}
+
+
+def _f1(predicted: Sequence[str], wanted: Sequence[str]) -> float:
+    common = (Counter(predicted) & Counter(wanted)).total()
+    return 2 * common / (len(predicted) + len(wanted)) if common else 0.0
+
+
+def _number(answer: str, prefix: str) -> str:
+    found = re.search(rf"{prefix}(\d+)", answer)
+    if found is None:
+        raise ValueError(f"answer={answer!r}: allowed is {prefix}N")
+    return found.group(1)
+
+
+def _jieba() -> ModuleType:
+    jieba = _package("jieba", "jieba")
+    jieba.setLogLevel(logging.WARNING)
+    return jieba
+
+
+def _package(module: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f'{package} is not installed: pip install "kvcache-compress[eval]"') from error

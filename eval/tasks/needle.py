@@ -1,0 +1,302 @@
+"""Needle in a haystack: a sentence is hidden in a long text, and asked for, over a grid of lengths and depths.
+
+`needle` mode asks for a sentence, scored by the recall of its words (ROUGE-1), as G. Kamradt's "Needle In A Haystack"
+is scored where no language model judges. `passkey` mode asks for random digits (Mohtashami and Jaggi 2023, "Landmark
+Attention", section 4.2), which models of 100 million parameters can do.
+
+    python -m kvcache_compress.eval.tasks.needle --mode passkey --length 1024 --length 4096 --cache turboquant-2bit
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import random
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import torch
+import typer
+from pydantic import Field, model_validator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcache_compress.eval.caches.prefill import CacheRun
+from kvcache_compress.eval.cli.command import (
+    DEFAULT_CACHES,
+    DEFAULT_MODEL,
+    CacheOption,
+    CodebooksOption,
+    DeviceOption,
+    DtypeOption,
+    FusedOption,
+    LimitOption,
+    ModelOption,
+    OutputOption,
+    SeedOption,
+    measure,
+)
+from kvcache_compress.validation.options import AnyList, AnyPath, Seed
+
+from .benchmark import Benchmark, Record, Sample, register_benchmark
+from .haystack import haystack_words, hide
+from .samples import as_chat, force_answer, generate_text, spaced, split_ids, text_ids, too_long
+
+Mode = Literal["needle", "passkey"]
+Scoring = Literal["generate", "forced"]
+
+LENGTHS = [1024, 2048, 4096]
+DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
+INTRODUCTION = "Read this text carefully: one sentence in it answers the question at its end.\n\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wording:
+    """A needle with `{answer}` in it, the question, the answer (None: drawn digits), and the start of the reply."""
+
+    needle: str
+    question: str
+    answer: str | None
+    answer_prefix: str = ""
+
+
+WORDINGS: dict[Mode, Wording] = {
+    "needle": Wording(
+        needle="The signal for the ship at anchor is {answer}.",
+        question="What is the signal for the ship at anchor?",
+        answer="one green lantern over two white flags",
+        answer_prefix="The signal for the ship at anchor is",
+    ),
+    "passkey": Wording(
+        needle="The pass key is number {answer}.",
+        question="What is the pass key?",
+        answer=None,
+        answer_prefix="The pass key is number",
+    ),
+}
+
+
+@register_benchmark("needle")
+class Needle(Benchmark):
+    """A grid of lengths and depths.
+
+    Attributes:
+        mode: what is hidden: a sentence, or random digits.
+        lengths: tokens of the whole prompt; each prompt has as many, or a few less, as it is cut at a word. Lengths
+            beyond the model's positions are skipped, and named.
+        depths: where the needle is, between two sentences: 0 before the first, 1 after the last.
+        haystack: folder of .txt files; sentences of our own, made from the seed, when None.
+        needle, question, answer: own wording, together. `{answer}` in the needle stands for the answer, which the
+            passkey mode draws itself.
+        answer_prefix: start of the model's answer; with own wording empty unless given.
+        digits: of a pass key.
+        repeats: samples per place, with other haystacks and pass keys.
+        seed: of haystacks and pass keys.
+        chat_template: put the prompt into the tokenizer's chat template.
+        scoring: `generate` judges the text that the model writes; `forced` asks whether each token of the answer is
+            the most likely one, and for its mean log-probability. By default `generate` for a needle, `forced` for a
+            pass key.
+        max_new_tokens: of the text written.
+        cached_question: the question goes through the cache under test, instead of being prefilled with the haystack.
+    """
+
+    main_score: ClassVar[str] = "recall"
+
+    mode: Mode = "needle"
+    lengths: AnyList[Annotated[int, Field(ge=1)]] = Field(default=LENGTHS, min_length=1)
+    depths: AnyList[Annotated[float, Field(ge=0, le=1)]] = Field(default=DEPTHS, min_length=1)
+    haystack: AnyPath | None = None
+    needle: str | None = None
+    question: str | None = None
+    answer: str | None = None
+    answer_prefix: str | None = None
+    digits: int = Field(default=5, ge=1, le=1000)
+    repeats: int = Field(default=1, ge=1, le=10_000)
+    seed: Seed = 0
+    chat_template: bool = False
+    scoring: Scoring | None = None
+    max_new_tokens: int = Field(default=32, ge=1)
+    cached_question: bool = True
+
+    @model_validator(mode="after")
+    def _check_wording(self) -> Needle:
+        wanted = ["needle", "question", "answer"] if self.mode == "needle" else ["needle", "question"]
+        given = [name for name in ("needle", "question", "answer") if getattr(self, name) is not None]
+        if given not in ([], wanted):
+            raise ValueError(f"{', '.join(given)} given; allowed in mode {self.mode} are {', '.join(wanted)}, together")
+        if self.mode == "passkey" and self.needle is not None and "{answer}" not in self.needle:
+            raise ValueError(f"needle={self.needle!r}; allowed in mode passkey is one with {{answer}} in it")
+        return self
+
+    def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+        fitting = [length for length in self.lengths if self._too_long(model, length) is None]
+        if not fitting:
+            raise ValueError("; ".join(self.skipped(model)))
+        return [
+            self._sample(tokenizer, length, depth, repeat)
+            for repeat in range(self.repeats)
+            for length in fitting
+            for depth in self.depths
+        ]
+
+    def skipped(self, model: PreTrainedModel) -> list[str]:
+        """Lengths beyond the model's positions."""
+        return [why for length in self.lengths if (why := self._too_long(model, length)) is not None]
+
+    def _too_long(self, model: PreTrainedModel, length: int) -> str | None:
+        return too_long(model, length + self.max_new_tokens, f"lengths={length}")
+
+    def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
+        place = {"length": sample.data["length"], "depth": sample.data["depth"]}
+        if self._scoring == "forced":
+            answer = force_answer(run, sample.data["answer_ids"])
+            return {**place, "score": answer.exact, "logprob": answer.logprob}
+        text = generate_text(run, tokenizer, self.max_new_tokens)
+        found = passkey_found if self.mode == "passkey" else word_recall
+        return {**place, "score": found(sample.data["answer"], text), "text": text}
+
+    def summarize(self, records: Sequence[Record]) -> dict[str, float]:
+        """Mean recall, mean log-probability if the answers were forced, and both per length."""
+        scores = {}
+        for name, key in {"recall": "score", "logprob": "logprob"}.items():
+            if key in records[0]:
+                scores[name] = statistics.fmean(record[key] for record in records)
+                for length in sorted({record["length"] for record in records}):
+                    scores[f"{name}.{length}"] = statistics.fmean(r[key] for r in records if r["length"] == length)
+        return scores
+
+    @property
+    def _scoring(self) -> Scoring:
+        return self.scoring or ("forced" if self.mode == "passkey" else "generate")
+
+    @property
+    def _wording(self) -> Wording:
+        wording = WORDINGS[self.mode]
+        if self.needle is not None and self.question is not None:
+            wording = Wording(self.needle, self.question, self.answer)
+        return wording if self.answer_prefix is None else dataclasses.replace(wording, answer_prefix=self.answer_prefix)
+
+    def _sample(self, tokenizer: PreTrainedTokenizerBase, length: int, depth: float, repeat: int) -> Sample:
+        wording = self._wording
+        chance = random.Random(f"{self.seed},{length},{depth},{repeat}")
+        answer = wording.answer or str(chance.randrange(10 ** (self.digits - 1), 10**self.digits))
+        needle = wording.needle.replace("{answer}", answer)
+        words = haystack_words(self.haystack, length, f"{self.seed},{repeat}")  # a word has at least one token
+        special = not self.chat_template
+
+        def parts(count: int) -> tuple[str, str]:
+            """The prompt with so many words of the haystack: what stands before the question, and the rest."""
+            context = f"{INTRODUCTION}{hide(needle, words[:count], depth)}\n\n"
+            if self.chat_template:
+                return as_chat(tokenizer, context, wording.question, wording.answer_prefix)
+            return context, wording.question + (wording.answer_prefix and f" {wording.answer_prefix}")
+
+        def tokens(count: int) -> int:
+            return len(text_ids(tokenizer, "".join(parts(count)), special=special))
+
+        count = bisect.bisect_right(range(1, len(words) + 1), length, key=tokens)
+        while count and tokens(count) > length:  # a word more can move the needle, and so save a token elsewhere
+            count -= 1
+        if not count:
+            raise ValueError(f"lengths={length}: allowed at least {tokens(1)}, the needle, the question and one word")
+        context, question = parts(count)
+        answers = [spaced(question, answer)] if self._scoring == "forced" else []
+        prompt_ids, question_ids, *forced = split_ids(tokenizer, [context, question, *answers], special=special)
+        data = {"length": length, "depth": depth, "answer": answer, **({"answer_ids": forced[0]} if forced else {})}
+        if not self.cached_question:
+            prompt_ids, question_ids = prompt_ids + question_ids, []
+        return Sample(
+            id=f"{length},{depth:g},{repeat}",
+            prompt=torch.tensor([prompt_ids]),
+            question=torch.tensor([question_ids], dtype=torch.long),
+            data=data,
+        )
+
+
+def word_recall(answer: str, text: str) -> float:
+    """Share of the answer's words that a text has: ROUGE-1 recall, without regard to case.
+
+    Raises:
+        ImportError: the package rouge-score is not installed.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise ImportError('the recall of words needs rouge-score: pip install "kvcache-compress[eval]"') from error
+    recall: float = RougeScorer(["rouge1"]).score(answer, text)["rouge1"].recall
+    return recall
+
+
+def passkey_found(answer: str, text: str) -> float:
+    """1 if a text has exactly these digits, not as a part of a longer number, else 0."""
+    return float(answer in re.findall(r"\d+", text))
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    cache: CacheOption = DEFAULT_CACHES,
+    model: ModelOption = DEFAULT_MODEL,
+    mode: Annotated[Mode, typer.Option(help="what is hidden: a sentence, or random digits")] = "needle",
+    length: Annotated[list[int], typer.Option(help="tokens of the prompt; repeatable")] = LENGTHS,
+    depth: Annotated[list[float], typer.Option(help="of the needle, 0 to 1; repeatable")] = DEPTHS,
+    haystack: Annotated[Path | None, typer.Option(help="folder of .txt files; own sentences without it")] = None,
+    needle: Annotated[str | None, typer.Option(help="own needle; {answer} stands for the answer")] = None,
+    question: Annotated[str | None, typer.Option(help="own question")] = None,
+    answer: Annotated[str | None, typer.Option(help="own answer")] = None,
+    answer_prefix: Annotated[str | None, typer.Option(help="start of the model's answer")] = None,
+    digits: Annotated[int, typer.Option(help="of a pass key")] = 5,
+    repeats: Annotated[int, typer.Option(help="samples per length and depth")] = 1,
+    chat_template: Annotated[bool, typer.Option(help="prompt in the tokenizer's chat template")] = False,
+    scoring: Annotated[
+        Scoring | None, typer.Option(help="judge the text written, or the forced answer's likelihood")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="of the text written")] = 32,
+    cached_question: Annotated[bool, typer.Option(help="the question goes through the cache under test")] = True,
+    codebooks: CodebooksOption = None,
+    limit: LimitOption = None,
+    seed: SeedOption = 0,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = None,
+    fused: FusedOption = False,
+    output: OutputOption = None,
+) -> None:
+    """Hide a sentence or a pass key in long texts and ask for it."""
+    options = {
+        "mode": mode,
+        "lengths": length,
+        "depths": depth,
+        "haystack": haystack,
+        "needle": needle,
+        "question": question,
+        "answer": answer,
+        "answer_prefix": answer_prefix,
+        "digits": digits,
+        "repeats": repeats,
+        "seed": seed,
+        "chat_template": chat_template,
+        "scoring": scoring,
+        "max_new_tokens": max_new_tokens,
+        "cached_question": cached_question,
+        "limit": limit,
+    }
+    measure(
+        "needle",
+        options,
+        model=model,
+        cache=cache,
+        codebooks=codebooks,
+        output=output,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        fused=fused,
+    )
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,239 @@
+"""RULER (Hsieh et al. 2024, arXiv 2404.06654) from its public files: retrieval, tracing, aggregation, questions.
+
+The files are those that RULER's own scripts write: a JSON object per line with `index`, `input`, `outputs`, `length`,
+and in later versions `answer_prefix`. They hold whole prompts, so nothing is worded here. Answers are judged as there:
+by the references found in them, without regard to case, all of them or (questions) any.
+
+    python -m kvcache_compress.eval.tasks.ruler --data niah_multikey_3-4096.jsonl --scoring forced --cache turboquant-2bit
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import torch
+import typer
+from pydantic import Field
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcache_compress.eval.caches.prefill import CacheRun
+from kvcache_compress.eval.cli.command import (
+    DEFAULT_CACHES,
+    DEFAULT_MODEL,
+    CacheOption,
+    CodebooksOption,
+    DeviceOption,
+    DtypeOption,
+    FusedOption,
+    LimitOption,
+    ModelOption,
+    OutputOption,
+    SeedOption,
+    measure,
+)
+from kvcache_compress.files.text import is_file, is_folder
+from kvcache_compress.validation.messages import quoted
+from kvcache_compress.validation.options import AnyPath
+
+from .benchmark import Benchmark, Record, Sample, register_benchmark
+from .samples import as_chat, check_fits, force_answer, generate_text, read_jsonl, spaced, split_ids
+
+Task = Literal["niah", "vt", "cwe", "fwe", "qa"]
+Scoring = Literal["generate", "forced"]
+
+NEW_TOKENS: dict[Task, int] = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
+"""Tokens generated per kind of task, as in RULER's own scripts."""
+
+_TASK = re.compile(r"(?<![a-z])(niah|vt|cwe|fwe|qa)(?![a-z])")
+_COLUMNS = ("index", "input", "outputs", "length")
+
+
+@register_benchmark("ruler")
+class Ruler(Benchmark):
+    """Files of RULER.
+
+    Attributes:
+        data: a .jsonl file, or a folder of them, which is searched with its subfolders.
+        task: of all files; when None told by a file's name (`niah_multikey_3-4096.jsonl`) or its folder's
+            (`vt/validation.jsonl`).
+        scoring: `generate` judges the text that the model writes; `forced` asks whether each token of the reference is
+            the most likely one, and for its mean log-probability, which needs tasks with a single reference.
+        max_new_tokens: of the text written; RULER's own number per task when None.
+        chat_template: put the input into the tokenizer's chat template; not for files written with a model's template.
+        cached_question: the question goes through the cache under test, instead of being prefilled with the context.
+    """
+
+    limits_itself = True
+
+    data: AnyPath
+    task: Task | None = None
+    scoring: Scoring = "generate"
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    chat_template: bool = False
+    cached_question: bool = True
+
+    @property
+    def main_score(self) -> str:
+        return "accuracy" if self.scoring == "generate" else "logprob"
+
+    def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+        """Samples of all files in turns; `limit` is that of each file."""
+        per_file = [self._read(path, model, tokenizer) for path in self._files()]
+        return [sample for sample in chain.from_iterable(zip_longest(*per_file)) if sample is not None]
+
+    def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
+        about = {"task": sample.data["task"], "length": sample.data["length"]}
+        if self.scoring == "forced":
+            answer = force_answer(run, sample.data["answer_ids"])
+            return {**about, "score": answer.exact, "logprob": answer.logprob}
+        text = generate_text(run, tokenizer, sample.data["max_new_tokens"])
+        judge = string_match_part if sample.data["kind"] == "qa" else string_match_all
+        return {**about, "score": judge(text, sample.data["references"]), "text": text}
+
+    def summarize(self, records: Sequence[Record]) -> dict[str, float]:
+        """Mean over tasks, as in the paper, and each task; likewise for log-probabilities."""
+        scores = {}
+        for name, key in {"accuracy": "score", "logprob": "logprob"}.items():
+            if key in records[0]:
+                tasks = sorted({record["task"] for record in records})
+                means = {task: statistics.fmean(r[key] for r in records if r["task"] == task) for task in tasks}
+                scores[name] = statistics.fmean(means.values())
+                scores.update({f"{name}.{task}": mean for task, mean in means.items()})
+        return scores
+
+    def _files(self) -> list[Path]:
+        if not (is_folder(self.data) or is_file(self.data)):
+            raise ValueError(f"data={quoted(str(self.data))}: no such file or folder")
+        if not is_folder(self.data):
+            return [self.data]
+        if not (files := sorted(self.data.rglob("*.jsonl"))):
+            raise ValueError(f"data={str(self.data)!r}: no .jsonl files in this folder")
+        return files
+
+    def _read(self, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+        """Samples of one file."""
+        task, kind = self._named(path)
+        name = path.relative_to(self.data).with_suffix("").as_posix() if self.data.is_dir() else path.stem
+        samples = []
+        for number, row in enumerate(read_jsonl(path, _COLUMNS)[: self.limit], start=1):
+            where = f"{path}, row {number}"
+            references = row["outputs"]
+            wanted = 1 if self.scoring == "forced" else None
+            if not isinstance(references, list) or not references or len(references) != (wanted or len(references)):
+                allowed = "a list of one" if wanted else "a list of at least one"
+                raise ValueError(f"{where}: outputs={references!r}; allowed with scoring={self.scoring} is {allowed}")
+            *parts, answers = self._parts(tokenizer, row)
+            prompt_ids, question_ids, *forced = split_ids(tokenizer, [*parts, *answers], special=not self.chat_template)
+            data = {
+                "task": task,
+                "kind": kind,
+                "length": row["length"],
+                "references": [str(reference) for reference in references],
+                "max_new_tokens": self.max_new_tokens or NEW_TOKENS[kind],
+                **({"answer_ids": forced[0]} if forced else {}),
+            }
+            new = len(forced[0]) if forced else data["max_new_tokens"]
+            check_fits(model, len(prompt_ids) + len(question_ids) + new, where)
+            if not self.cached_question:
+                prompt_ids, question_ids = prompt_ids + question_ids, []
+            samples.append(
+                Sample(
+                    id=f"{name}/{number}",
+                    prompt=torch.tensor([prompt_ids]),
+                    question=torch.tensor([question_ids], dtype=torch.long),
+                    data=data,
+                )
+            )
+        return samples
+
+    def _named(self, path: Path) -> tuple[str, Task]:
+        """A file's name in scores, and its kind of task."""
+        for name in (path.stem, path.parent.name):
+            if found := _TASK.search(name.lower()):
+                return name, self.task or cast(Task, found[1])
+        if self.task is None:
+            raise ValueError(f"data={str(path)!r}: allowed is one of {', '.join(NEW_TOKENS)} in its name, or as task")
+        return path.stem, self.task
+
+    def _parts(self, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> tuple[str, str, list[str]]:
+        """A row's context and question, and its reference if that is forced."""
+        context, question = split_question(row["input"])
+        prefix = row.get("answer_prefix") or ""
+        if self.chat_template:
+            context, question = as_chat(tokenizer, context, question, prefix.lstrip())
+        else:
+            question += prefix
+        return context, question, [spaced(question, str(row["outputs"][0]))] if self.scoring == "forced" else []
+
+
+def split_question(text: str) -> tuple[str, str]:
+    """Context and question of an input: its last line that starts like RULER's questions, or the last line, and on."""
+    starts = [match.end() for match in re.finditer(r"\n(?=Question:|What (?:is|are) )", text)]
+    start = starts[-1] if starts else text.rstrip().rfind("\n") + 1
+    return text[:start], text[start:]
+
+
+def string_match_all(text: str, references: Sequence[str]) -> float:
+    """Share of the references that occur in a text, without regard to case (RULER's `string_match_all`)."""
+    return statistics.fmean(reference.lower() in text.lower() for reference in references)
+
+
+def string_match_part(text: str, references: Sequence[str]) -> float:
+    """1 if any of the references occurs in a text, without regard to case (RULER's `string_match_part`)."""
+    return float(any(reference.lower() in text.lower() for reference in references))
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    data: Annotated[Path, typer.Option(help="a .jsonl file of RULER, or a folder of them")],
+    cache: CacheOption = DEFAULT_CACHES,
+    model: ModelOption = DEFAULT_MODEL,
+    task: Annotated[Task | None, typer.Option(help="kind of task, where file names do not tell it")] = None,
+    scoring: Annotated[
+        Scoring, typer.Option(help="judge the text written, or the forced reference's likelihood")
+    ] = "generate",
+    max_new_tokens: Annotated[int | None, typer.Option(help="of the text written; RULER's own without it")] = None,
+    chat_template: Annotated[bool, typer.Option(help="input in the tokenizer's chat template")] = False,
+    cached_question: Annotated[bool, typer.Option(help="the question goes through the cache under test")] = True,
+    codebooks: CodebooksOption = None,
+    limit: LimitOption = None,
+    seed: SeedOption = 0,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = None,
+    fused: FusedOption = False,
+    output: OutputOption = None,
+) -> None:
+    """Score caches on files of RULER."""
+    options = {
+        "data": data,
+        "task": task,
+        "scoring": scoring,
+        "max_new_tokens": max_new_tokens,
+        "chat_template": chat_template,
+        "cached_question": cached_question,
+        "limit": limit,
+    }
+    measure(
+        "ruler",
+        options,
+        model=model,
+        cache=cache,
+        codebooks=codebooks,
+        output=output,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        fused=fused,
+    )
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,204 @@
+"""What `torch.compile` sees of a compressed layer: a few operators, so that no graph break comes from us.
+
+While a model is traced, `CompressedLayer.update` puts the operator `store` into the graph and returns handles of a
+`TracedStep`; the attention function adds `attend`, and any other code that touches a handle adds `read`, which gives
+dense tensors. Prompts and unfused steps get dense tensors from `update`. The operators find their layer by number when
+the compiled code runs: its state is Python's and cannot pass through the graph. What `store` returns keeps them in
+order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .handle import PackedKV
+from .path import AttentionPath
+
+if TYPE_CHECKING:
+    from kvcache_compress.cache.layer import CompressedLayer
+    from kvcache_compress.codecs.base import Side
+
+_LAYERS: weakref.WeakValueDictionary[int, CompressedLayer] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count(2)
+"""From 2 on: a compiler treats 0 and 1 as constants."""
+
+
+def register(layer: CompressedLayer, instead_of: int | None = None) -> int:
+    """A number for this layer that no other has or had; its former one is not valid any more."""
+    if instead_of is not None:
+        _LAYERS.pop(instead_of, None)
+    number = next(_NUMBERS)
+    _LAYERS[number] = layer
+    return number
+
+
+def _factors(layer: CompressedLayer) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """cos and sin of the step, which the graph must carry: attributes that are set while tracing are set too late."""
+    return (None, None) if layer.track is None else layer.track.take()
+
+
+def traced_step(
+    layer: CompressedLayer, keys: torch.Tensor, values: torch.Tensor, tokens: int
+) -> tuple[PackedKV, PackedKV]:
+    """Has the step's keys and values `[B, H, n, D]` stored when the code runs, with which the layer has `tokens`."""
+    step = TracedStep(layer.number, store(keys, values, *_factors(layer), layer.number), keys, values, tokens)
+    return PackedKV(step, "keys"), PackedKV(step, "values")
+
+
+def decoded(
+    layer: CompressedLayer, keys: torch.Tensor, values: torch.Tensor, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `traced_step`, with all `tokens` that the step attends to decoded, `[B, H, tokens, D]`."""
+    return update(keys, values, *_factors(layer), layer.number, tokens)
+
+
+@dataclass(slots=True)
+class TracedStep:
+    """The place of a `Step` while a model is traced: its layer's number, and the new keys and values.
+
+    stored: what the operator `store` returned, by which the others come after it.
+    tokens: that the layer has then.
+    """
+
+    number: int
+    stored: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    tokens: int
+
+    @property
+    def packed(self) -> None:
+        """None: only known when the code runs."""
+        return None
+
+    def _fresh(self, side: Side) -> torch.Tensor:
+        return self.keys if side == "keys" else self.values
+
+    def shape(self, side: Side) -> torch.Size:
+        batch, heads, _, dim = self._fresh(side).shape
+        return torch.Size((batch, heads, self.tokens, dim))
+
+    def dtype(self, side: Side) -> torch.dtype:
+        return self._fresh(side).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    def dense(self, side: Side) -> torch.Tensor:
+        return read(self.stored, self._fresh(side), self.number, self.tokens, side)
+
+    def without_room(self, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Both sides decoded, with all room: a shape must not depend on how many tokens there are."""
+        return self.dense("keys"), self.dense("values"), mask
+
+    def path(self, query: torch.Tensor, softcap: float | None) -> AttentionPath:
+        """`torch`, in place of the path that the operator finds when it runs."""
+        return "torch"
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        path: AttentionPath | None = None,
+    ) -> torch.Tensor:
+        """As `Step.attend`; the path is found when the code runs."""
+        width = self.values.shape[3]
+        return attend(query, self.stored, mask, sinks, scaling, softcap or 0.0, self.number, width)
+
+
+def _layer(number: int, cos: torch.Tensor | None, sin: torch.Tensor | None) -> CompressedLayer:
+    layer = _LAYERS[number]
+    if layer.track is not None and cos is not None and sin is not None:
+        layer.track.given = (cos, sin)
+    return layer
+
+
+@torch.library.custom_op("kvcache_compress::store", mutates_args=())
+def store(
+    keys: torch.Tensor, values: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, number: int
+) -> torch.Tensor:
+    """Stores new keys and values `[B, H, n, D]` in a layer; an empty tensor, for what reads the layer after that."""
+    _layer(number, cos, sin).store(keys, values)
+    return keys.new_empty(0)
+
+
+@store.register_fake
+def _(
+    keys: torch.Tensor, values: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, number: int
+) -> torch.Tensor:
+    return keys.new_empty(0)
+
+
+@torch.library.custom_op("kvcache_compress::attend", mutates_args=())
+def attend(
+    query: torch.Tensor,
+    stored: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scaling: float,
+    softcap: float,
+    number: int,
+    width: int,
+) -> torch.Tensor:
+    """Attention of queries `[B, Hq, n, Dk]` over a layer, the step in `stored` included: `[B, n, Hq, width]`."""
+    return _LAYERS[number].step().attend(query, mask, scaling, softcap or None, sinks)
+
+
+@attend.register_fake
+def _(
+    query: torch.Tensor,
+    stored: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scaling: float,
+    softcap: float,
+    number: int,
+    width: int,
+) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], width)
+
+
+@torch.library.custom_op("kvcache_compress::read", mutates_args=())
+def read(stored: torch.Tensor, fresh: torch.Tensor, number: int, tokens: int, side: str) -> torch.Tensor:
+    """A side of a layer decoded, `[B, H, tokens, D]`; `fresh` `[B, H, n, D]` is what was stored of it last."""
+    return _LAYERS[number].step().dense("keys" if side == "keys" else "values")
+
+
+@read.register_fake
+def _(stored: torch.Tensor, fresh: torch.Tensor, number: int, tokens: int, side: str) -> torch.Tensor:
+    return fresh.new_empty(fresh.shape[0], fresh.shape[1], tokens, fresh.shape[3])
+
+
+@torch.library.custom_op("kvcache_compress::update", mutates_args=())
+def update(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    number: int,
+    tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stores new keys and values `[B, H, n, D]`; all `tokens` that the step attends to decoded, `[B, H, tokens, D]`."""
+    return _layer(number, cos, sin).dense_step(keys, values)
+
+
+@update.register_fake
+def _(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    number: int,
+    tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads = keys.shape[:2]
+    return keys.new_empty(batch, heads, tokens, keys.shape[3]), values.new_empty(batch, heads, tokens, values.shape[3])

@@ -1,0 +1,207 @@
+"""Handles that `update()` returns while fused attention is on: keys or values, decoded for other code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvcache_compress.codecs.backend import on_device
+from kvcache_compress.codecs.base import Backend, Side
+from kvcache_compress.storage.segments import SideSegments
+
+from .path import AttentionPath, attention, path_over, record
+
+if TYPE_CHECKING:
+    from .compile_ops import TracedStep
+
+
+@dataclass(slots=True)
+class Step:
+    """Keys and values of a layer that a step attends to, which are its own tokens and all before them.
+
+    room: tokens that masks have, of a layer of fixed capacity: more than there are.
+    """
+
+    keys: SideSegments
+    values: SideSegments
+    backend: Backend
+    room: int | None = None
+
+    @property
+    def packed(self) -> int:
+        """Packed tokens, or the room for them, per sequence."""
+        return self.keys.packed
+
+    def side(self, side: Side) -> SideSegments:
+        return self.keys if side == "keys" else self.values
+
+    def shape(self, side: Side) -> torch.Size:
+        """Logical shape `[B, H, T, D]`, with the room of a layer of fixed capacity."""
+        batch, heads, tokens, dim = self.side(side).shape
+        return torch.Size((batch, heads, self.room or tokens, dim))
+
+    def dtype(self, side: Side) -> torch.dtype:
+        return self.side(side).tail_buffer.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.tail_buffer.device
+
+    def dense(self, side: Side) -> torch.Tensor:
+        """A side decoded, `[B, H, T, D]`; zero where a layer of fixed capacity has no token."""
+        own = self.side(side)
+        found = own.dense()
+        if own.slots is not None:
+            return own.slots.by_token(found)
+        if self.room is not None:
+            return torch.nn.functional.pad(found, (0, 0, 0, self.room - found.shape[2]))
+        return found
+
+    def without_room(self, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Both sides decoded without empty room, where that can be told from tokens, and the mask over them."""
+        if self.keys.slots is not None:
+            return self.dense("keys"), self.dense("values"), mask
+        return self.keys.dense(), self.values.dense(), self._over_tokens(mask)
+
+    def _over_tokens(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """A mask `[B, T]` or `[B or 1, Hq or 1, n, T]` without the room that no token has."""
+        return mask if mask is None or self.room is None else mask[..., : self.keys.shape[2]]
+
+    def path(self, query: torch.Tensor, softcap: float | None) -> AttentionPath:
+        return path_over(self, query, softcap)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        path: AttentionPath | None = None,
+    ) -> torch.Tensor:
+        """Attention of queries `[B, Hq, n, Dk]` over both sides, `[B, n, Hq, Dv]`; see `reference.attend`.
+
+        `mask` is one over tokens, with the room of a layer of fixed capacity, or a flash attention's padding mask
+        `[B, T]`. `path` is what `self.path` gives, or will be asked for; by the backend where only decoding is left.
+        """
+        path = path or self.path(query, softcap)
+        path = self.backend if path == "decode" else path
+        record(path, query.shape[2])
+        slots, count = self.keys.slots, query.shape[2]
+        if slots is None:
+            mask = self._over_tokens(mask)
+            if mask is not None and mask.ndim == 2 and path != "tiled":
+                tokens = self.keys.shape[2]
+                causal = torch.ones(count, tokens, dtype=torch.bool, device=mask.device).tril(tokens - count)
+                mask = causal & mask[:, None, None, -tokens:].bool()
+        elif path != "triton":  # whose kernels make the mask over slots
+            mask = slots.mask(mask, count)
+        with on_device(query):
+            return attention(path)(query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+
+
+class PackedKV:
+    """The keys or the values of one layer, compressed. Reports the logical shape; any other use decodes it first.
+
+    `step` has both sides, whichever this object stands for: attention needs the two.
+    """
+
+    __slots__ = ("side", "step")
+
+    def __init__(self, step: Step | TracedStep, side: Side) -> None:
+        self.step = step
+        self.side = side
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.step.shape(self.side)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.step.dtype(self.side)
+
+    @property
+    def device(self) -> torch.device:
+        return self.step.device
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def dense(self) -> torch.Tensor:
+        """This side decoded, `[B, H, T, D]`."""
+        return self.step.dense(self.side)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.dense()[index]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def plain(value: Any) -> Any:
+            if isinstance(value, PackedKV):
+                return value.dense()
+            return type(value)(plain(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+        return func(*plain(args), **{name: plain(value) for name, value in (kwargs or {}).items()})
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"PackedKV({self.side}, shape={tuple(self.shape)}, packed={self.step.packed})"
+
+
+def _decoding(name: str) -> Callable[..., Any]:
+    def operator(view: PackedKV, *operands: Any) -> Any:
+        return getattr(view.dense(), name)(*operands)
+
+    return operator
+
+
+# Python looks operators up on the class, where `__getattr__` has no say.
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "matmul",
+    "radd",
+    "rsub",
+    "rmul",
+    "rtruediv",
+    "neg",
+    "iter",
+    "pow",
+    "floordiv",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+):
+    setattr(PackedKV, f"__{_name}__", _decoding(f"__{_name}__"))
+
+
+def wanted(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether attention to these new keys and values must be differentiable."""
+    return (keys.requires_grad or values.requires_grad) and torch.is_grad_enabled()
+
+
+def with_step(dense: torch.Tensor, states: torch.Tensor, start: torch.Tensor | int) -> torch.Tensor:
+    """`dense` `[B, H, T, D]` with a step's own tokens `[B, H, n, D]` from `start` on as they were given.
+
+    They have their gradients there, which those that were read back from a cache have lost.
+    """
+    at = torch.arange(states.shape[2], device=dense.device) + start
+    return dense.index_copy(2, at, states.to(dense.dtype))

@@ -1,0 +1,150 @@
+"""Our attention function in Transformers: registered by name, switched on per model, and its dispatch.
+
+Without packed tokens (prefill) the model's previous attention runs on the fresh tensors. With packed tokens `path.py`
+decides; where the whole layer is decoded, the previous attention runs with its own mask.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvcache_compress.modeling.adapters import compressible, unwrapped
+
+from .handle import PackedKV
+from .path import attention_path, record, weights_wanted
+from .position_hooks import register_fused_hooks, remove_fused_hooks
+
+ATTENTION_NAME = "kvcache_compress"
+"""Name under which our attention is registered; `update()` returns `PackedKV` while a decoder's config bears it."""
+
+
+class AttentionName(str):
+    """Our registered name, which remembers the attention that it stands in for and is copied with the config."""
+
+    previous: str
+
+    def __new__(cls, previous: str) -> AttentionName:
+        name = super().__new__(cls, ATTENTION_NAME)
+        name.previous = previous
+        return name
+
+    def __getnewargs__(self) -> tuple[str]:
+        return (self.previous,)
+
+
+def _previous_name(config: PreTrainedConfig) -> str:
+    return getattr(config._attn_implementation, "previous", "sdpa")
+
+
+def _previous_attention(module: torch.nn.Module) -> Callable[..., Any]:
+    """The function that this attention module used before; eager attention lives in the model's own file."""
+    name = _previous_name(module.config)
+    if name in ALL_ATTENTION_FUNCTIONS:
+        return ALL_ATTENTION_FUNCTIONS[name]
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def attention_mask(*args: Any, **kwargs: Any) -> Any:
+    """The mask of the previous attention, which serves the fused path as well."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[_previous_name(kwargs["config"])](*args, **kwargs)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | PackedKV,
+    value: torch.Tensor | PackedKV,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention as Transformers calls it, arguments in its order: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]`."""
+    if isinstance(key, PackedKV) and isinstance(value, PackedKV):
+        step = key.step
+        path = attention_path(step, module, query, attention_mask, dropout, kwargs)
+        if path != "decode":
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return step.attend(query, attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux"), path), None
+        if not torch.compiler.is_compiling():
+            record("decode", query.shape[2])
+        if weights_wanted() or not (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
+            key, value = key.dense(), value.dense()
+        else:
+            key, value, attention_mask = step.without_room(attention_mask)
+    else:
+        key, value = (x.dense() if isinstance(x, PackedKV) else x for x in (key, value))
+    previous = _previous_attention(module)
+    with _under_previous_name(module.config):
+        return previous(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+
+
+@contextmanager
+def _under_previous_name(config: PreTrainedConfig) -> Iterator[None]:
+    """FlashAttention is one function for all its versions, and asks the config which one is meant."""
+    ours, name = config._attn_implementation, _previous_name(config)
+    if "flash" not in name:
+        yield
+        return
+    config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = ours
+
+
+def enable_fused_attention(model: torch.nn.Module) -> None:
+    """Lets `model`, or the model inside PEFT's, attend over compressed caches directly.
+
+    Other caches go on through its previous attention. Continuous batching (`generate_batch`) has caches of its own and
+    refuses a model in this state.
+
+    Raises:
+        ValueError: the model's attention cannot be switched by Transformers' attention interface, or it uses no cache
+            but its own (PEFT's prefix tuning).
+    """
+    inner = compressible(model)
+    decoder = _decoder_config(inner)
+    if decoder._attn_implementation != ATTENTION_NAME:
+        if not inner._can_set_attn_implementation():
+            raise ValueError(
+                f"{type(inner).__name__} does not take its attention from Transformers' attention interface, so it "
+                "cannot be switched; compressed caches work with it without fused attention, only slower"
+            )
+        AttentionInterface.register(ATTENTION_NAME, attention_forward)
+        AttentionMaskInterface.register(ATTENTION_NAME, attention_mask)
+        _switch(inner, decoder, AttentionName(decoder._attn_implementation))
+    register_fused_hooks(inner)
+
+
+def disable_fused_attention(model: torch.nn.Module) -> None:
+    """Gives `model`, or the model inside PEFT's, its previous attention back."""
+    inner = unwrapped(model)
+    decoder = _decoder_config(inner)
+    if decoder._attn_implementation == ATTENTION_NAME:
+        _switch(inner, decoder, _previous_name(decoder))
+        remove_fused_hooks(inner)
+
+
+def attends_fused(model: PreTrainedModel) -> bool:
+    """True while fused attention is on."""
+    return bool(_decoder_config(model)._attn_implementation == ATTENTION_NAME)
+
+
+def _decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
+    return model.config.get_text_config(decoder=True)
+
+
+def _switch(model: PreTrainedModel, decoder: PreTrainedConfig, name: str) -> None:
+    part = next((key for key in model.config.sub_configs if getattr(model.config, key, None) is decoder), None)
+    model.set_attn_implementation(name if part is None else {part: name})
+    if decoder._attn_implementation != name:
+        raise ValueError(f"{type(model).__name__}: the attention of its decoder could not be switched to {str(name)!r}")

@@ -1,0 +1,130 @@
+"""The choice of the code by which a step attends to a compressed layer, and its reasons.
+
+`triton`, `cpp`, `torch`: the fused attention of a backend, over the codes as they are stored. `tiled`: attention of
+many queries over tiles of decoded tokens. `decode`: the model's previous attention over all of the layer decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from transformers.utils.output_capturing import _active_collector
+
+from kvcache_compress.codecs.backend import load_part
+from kvcache_compress.codecs.base import Backend
+from kvcache_compress.storage.side import MAX_DECODE_TOKENS
+
+if TYPE_CHECKING:
+    from .compile_ops import TracedStep
+    from .handle import Step
+
+AttentionPath: TypeAlias = Backend | Literal["tiled", "decode"]
+MAX_CPP_QUERIES = 128
+"""Queries of a chunk that C++ attends with; for more of them PyTorch's attention over decoded tiles is faster."""
+_MODULES: dict[AttentionPath, str] = {
+    "triton": "triton_kernels.attention.launch",
+    "cpp": "cpu_kernels.attention.launch",
+    "torch": "attention.reference",
+    "tiled": "attention.tiled",
+}
+_KNOWN = {"softcap", "s_aux", "is_causal"}
+_KNOWN |= {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states"}
+"""Options of attention functions that the fused paths take, or that change nothing."""
+
+
+class PathTaken(NamedTuple):
+    """The path of one attention call, and its number of queries."""
+
+    path: AttentionPath
+    queries: int
+
+
+_RECORDS: list[list[PathTaken]] = []
+
+
+@contextmanager
+def record_paths() -> Iterator[list[PathTaken]]:
+    """Record the path of every attention call over a compressed layer, in order, while the block runs.
+
+    Calls of a first prompt, which nothing compressed takes part in, are not recorded.
+
+        with record_paths() as taken:
+            model.generate(**inputs, past_key_values=cache)
+        print(Counter(taken))
+    """
+    taken: list[PathTaken] = []
+    _RECORDS.append(taken)
+    try:
+        yield taken
+    finally:
+        _RECORDS[:] = [records for records in _RECORDS if records is not taken]
+
+
+def record(path: AttentionPath, queries: int) -> None:
+    """Note a call for the open `record_paths` blocks."""
+    for taken in _RECORDS:
+        taken.append(PathTaken(path, queries))
+
+
+def attention(path: AttentionPath) -> Callable[..., torch.Tensor]:
+    """The function `attend` of a path, whose arguments and result are those of `reference.attend`."""
+    found: Callable[..., torch.Tensor] = load_part(_MODULES[path]).attend
+    return found
+
+
+def path_over(step: Step, query: torch.Tensor, softcap: float | None) -> AttentionPath:
+    """The path by which queries `[B, Hq, n, D]` attend to what a layer holds.
+
+    Without packed tokens a few queries take torch, since codecs may not be prepared before they pack, and a chunk the
+    model's own attention. Over packed tokens a decode step takes its backend, and so does a chunk of float32 queries
+    on a CPU up to `MAX_CPP_QUERIES`; a longer one goes tile by tile, where that saves decoding a long layer.
+    """
+    keys, count = step.keys, query.shape[2]
+    if not keys.packed:
+        return "torch" if count <= MAX_DECODE_TOKENS else "decode"
+    if count <= MAX_DECODE_TOKENS:
+        return step.backend
+    cpp = step.backend == "cpp"
+    if cpp and count <= MAX_CPP_QUERIES and query.dtype == torch.float32 and step.values.codec.chunks_on_cpp:
+        return "cpp"
+    tiled = load_part("attention.tiled")
+    long = cpp or keys.packed > tiled.TILE_TOKENS
+    return "tiled" if long and tiled.supports(query, keys, step.values, softcap) else "decode"
+
+
+def attention_path(
+    step: Step | TracedStep,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    mask: Any,
+    dropout: float,
+    options: Mapping[str, Any],
+) -> AttentionPath:
+    """The path of a call as Transformers makes it; `decode` unless another computes exactly what is asked for.
+
+    That is: no gradients of queries, masks or learned sinks, no dropout, a mask that is a tensor, causal attention, no
+    attention weights, and no option that is unknown here.
+    """
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, mask, options.get("s_aux"))):
+        return "decode"
+    if dropout or not (mask is None or isinstance(mask, torch.Tensor)):
+        return "decode"
+    if options.get("is_causal", mask is not None or getattr(module, "is_causal", True)) is False or weights_wanted():
+        return "decode"
+    for name, value in options.items():
+        if not (value is None or value is False or name in _KNOWN):
+            return "decode"
+    return step.path(query, options.get("softcap"))
+
+
+def weights_wanted() -> bool:
+    """True where this forward returns attention weights: several families, such as GPT-2, do not pass the option on.
+
+    Code in which only layers are compiled cannot ask: there, those families' weights are not returned.
+    """
+    if torch.compiler.is_compiling() and not _active_collector.compiling:
+        return False
+    return any("attentions" in name for name in _active_collector.get() or ())

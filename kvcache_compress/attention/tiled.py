@@ -1,0 +1,137 @@
+"""Attention of many queries, a chunk of a prompt, over a compressed layer that is never decoded whole.
+
+Tiles of packed tokens are decoded one after the other; PyTorch's memory-efficient attention takes each and gives the
+logarithm of the sum of its exponentials, by which the tiles' results are merged:
+
+    lse = log Σ_t exp(s_t),   out = Σ_i exp(lse_i - lse) out_i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kvcache_compress.storage.segments import CHUNK_TOKENS, SideSegments
+
+TILE_TOKENS = 4 * CHUNK_TOKENS
+"""Tokens attended to at a time. Each tile reads and writes the output once to merge it: fewer of them cost less."""
+BLOCK_QUERIES = 1024
+"""Queries of one call of PyTorch's attention. They bound its mask: 8 million numbers per sequence, and per head for a
+mask that differs by head."""
+
+
+def supports(query: torch.Tensor, keys: SideSegments, values: SideSegments, softcap: float | None) -> bool:
+    """True where `attend` can take these."""
+    if softcap is not None or keys.slots is not None:
+        return False
+    dims = keys.sinks.shape[3], values.sinks.shape[3]
+    if query.device.type == "cpu":
+        return dims[0] == dims[1] and query.dtype != torch.float64
+    if query.device.type != "cuda" or any(dim % 8 for dim in dims):
+        return False
+    if query.dtype == torch.bfloat16:
+        return torch.cuda.get_device_capability(query.device)[0] >= 8
+    return query.dtype in (torch.float32, torch.float16)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: SideSegments,
+    values: SideSegments,
+    mask: torch.Tensor | None = None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same arguments and result as `reference.attend`, for what it `supports`; `mask` may be `[B, T]`, of padding.
+
+    Besides the result it holds a tile of decoded keys and values, the mask of a block of queries for it, and the output
+    in float32. Where an additive mask is lower than -1e30 (in float16 than -6e4), that is taken.
+    """
+    if softcap is not None:
+        raise ValueError(f"softcap={softcap}: attention over tiles has none")
+    batch, heads, count, _ = query.shape
+    groups, tokens = heads // keys.sinks.shape[1], keys.shape[2]
+    out = query.new_zeros(batch, heads, count, values.sinks.shape[3], dtype=torch.float32)
+    lse = out.new_full((batch, heads, count), -torch.inf)
+    sees = torch.zeros(batch, heads, count, dtype=torch.bool, device=query.device)
+    begin = 0
+    for key, value in _tiles(keys, values):
+        key, value, end = key.to(query.dtype), value.to(query.dtype), begin + key.shape[2]
+        for first in range(0, count, BLOCK_QUERIES):
+            rows = slice(first, min(first + BLOCK_QUERIES, count))
+            allowed = _allowed(mask, query, rows, begin, end, tokens)
+            sees[:, :, rows] |= True if allowed is None else _reach(allowed)
+            bias = None if allowed is None else _bias(allowed, query.dtype)
+            # One query head of each group after the other: keys and values repeated for all would be as large as tiles.
+            for i in range(groups):
+                own = bias if bias is None or bias.shape[1] == 1 else bias[:, i::groups]
+                part, part_lse = _attention(query[:, i::groups, rows], key, value, own, scaling)
+                known = lse[:, i::groups, rows]
+                both = torch.logaddexp(known, part_lse)
+                out[:, i::groups, rows].lerp_(part.float(), torch.exp(part_lse - both)[..., None])
+                known.copy_(both)
+        begin = end
+    if sinks is not None:
+        out *= torch.sigmoid(lse - sinks.float()[:, None])[..., None]
+    out.masked_fill_(~sees[..., None], 0.0)
+    return out.transpose(1, 2).to(query.dtype).contiguous()
+
+
+def _tiles(keys: SideSegments, values: SideSegments) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of all tokens in their order, `[B, H, T, D]`."""
+    for start in range(0, keys.packed, TILE_TOKENS):
+        stop = min(start + TILE_TOKENS, keys.packed)
+        yield keys.tile(start, stop), values.tile(start, stop)
+    yield from zip(keys.tail.split(TILE_TOKENS, 2), values.tail.split(TILE_TOKENS, 2), strict=True)
+
+
+def _allowed(
+    mask: torch.Tensor | None, query: torch.Tensor, rows: slice, begin: int, end: int, tokens: int
+) -> torch.Tensor | None:
+    """The mask of some queries, and of tokens `[begin, end)` of all, `[B or 1, Hq or 1, n, t]`; None hides nothing."""
+    if mask is not None and mask.ndim == 4:
+        mask = mask.expand(-1, -1, query.shape[2], tokens)
+        return mask[:, :, rows, begin:end]
+    seen = tokens - query.shape[2] + rows.start  # by the first of the queries, itself among them: one less
+    allowed = None
+    if end > seen + 1:
+        size = rows.stop - rows.start, end - begin
+        allowed = torch.ones(size, dtype=torch.bool, device=query.device).tril(seen - begin)[None, None]
+    if mask is None:
+        return allowed
+    padding = mask[:, None, None, -tokens:][..., begin:end].bool()
+    return padding.expand(-1, -1, rows.stop - rows.start, -1) if allowed is None else padding & allowed
+
+
+def _reach(allowed: torch.Tensor) -> torch.Tensor:
+    """Which queries see any of the tokens."""
+    return (allowed if allowed.dtype == torch.bool else allowed > -torch.inf).any(-1)
+
+
+def _bias(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the logits: a mask of finite numbers, whose rows begin at multiples of 16 as GPUs need them."""
+    lowest = -6e4 if dtype == torch.float16 else -1e30
+    *shape, width = allowed.shape
+    bias = torch.zeros(*shape, -(-width // 16) * 16, dtype=dtype, device=allowed.device)[..., :width]
+    if allowed.dtype == torch.bool:
+        return bias.masked_fill_(~allowed, lowest)
+    return bias.copy_(allowed.clamp(min=lowest))
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch's attention, `[B, H, n, Dv]`, and the logarithm of the sum of the exponentials, float32 `[B, H, n]`."""
+    if bias is not None:
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    if query.is_cuda:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, 0.0, False, scale=scaling
+        )
+        return out, lse[..., : query.shape[2]]  # which has room for a multiple of 32 rows
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, False, attn_mask=bias, scale=scaling
+    )

@@ -1,0 +1,1 @@
+"""Caches and their layers, as Transformers uses them."""

@@ -1,0 +1,252 @@
+"""Caches of one method each: `TurboQuantCache`, `PolarQuantCache`, `QJLCache`, `CommVQCache`, `KIVICache`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any, Literal, get_args
+
+from transformers import PreTrainedConfig
+
+from kvcache_compress.config import CompressionConfig, SideConfig, _build
+from kvcache_compress.methods.qjl import QJLOptions
+from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of
+from kvcache_compress.validation.messages import quoted
+
+from .compressed_cache import CompressedCache
+
+Variant = Literal["recursive", "rope"]
+ROPE_VALUES = {"method": "turboquant", "bits": 4}
+"""What values take where the variant, `rope`, encodes keys only."""
+
+
+class PolarQuantCache(CompressedCache):
+    """A cache compressed by PolarQuant.
+
+    Args:
+        config: the model's config.
+        variant: `recursive`, a tree of angles for keys and values (Han et al.), or `rope`, one angle and one radius
+            per rotary pair of the keys (Wu et al.).
+        sink_tokens: first tokens kept in full precision.
+        recent_tokens: last tokens kept in full precision.
+        values: another method for the values, a name or a dictionary such as `{"method": "turboquant", "bits": 3}`;
+            options without a method change those of the default, the keys' method or for `rope` TurboQuant's 4 bits.
+        options: options of the method, `polarquant_recursive` or `polarquant_rope` (`bits`, `angle_bits`, ...;
+            `center`: keys alone), or of `CompressionConfig` (`layers`, `seed`, ...).
+
+    Raises:
+        ValueError: for options out of range and for models without full-attention layers.
+    """
+
+    methods = frozenset({"polarquant_recursive", "polarquant_rope"})
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        variant: Variant = "recursive",
+        sink_tokens: int = 16,
+        recent_tokens: int = 64,
+        values: str | Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if variant not in get_args(Variant):
+            raise ValueError(f"variant={variant!r} for PolarQuantCache: allowed {', '.join(get_args(Variant))}")
+        sides: dict[str, dict[str, Any]] = {"keys": {}, "values": {}}
+        if "center" in options:
+            sides["keys"]["center"] = options.pop("center")
+        given: dict[str, Any] = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
+        if isinstance(values, Mapping) and "method" not in values:
+            values = (ROPE_VALUES if variant == "rope" else {"method": "polarquant_recursive"}) | dict(values)
+        if variant == "rope" or values is not None:
+            del sides["values"]
+            given["values"] = ROPE_VALUES if values is None else values
+        super().__init__(config, config_from_options(f"polarquant_{variant}", sides, options, **given))
+
+
+class TurboQuantCache(CompressedCache):
+    """A cache compressed by TurboQuant: `model.generate(..., past_key_values=TurboQuantCache(model.config, bits=4))`.
+
+    Args:
+        config: the model's config.
+        bits: bits per number, 1 to 6 in steps of 0.5, by default 4, of the sides that `key_bits` and `value_bits` do
+            not name.
+        sink_tokens: first tokens kept in full precision.
+        recent_tokens: last tokens kept in full precision.
+        options: more of `TurboQuantOptions` for both sides (`center`: keys alone), or of `CompressionConfig`.
+
+    Raises:
+        ValueError: for options out of range and for models without full-attention layers.
+    """
+
+    methods = frozenset({"turboquant"})
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        bits: float | None = None,
+        key_bits: float | None = None,
+        value_bits: float | None = None,
+        sink_tokens: int = 16,
+        recent_tokens: int = 64,
+        **options: Any,
+    ) -> None:
+        sides = bits_of_sides(bits, key_bits, value_bits, default=4)
+        if "center" in options:
+            sides["keys"]["center"] = options.pop("center")
+        compression = config_from_options(
+            "turboquant", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens
+        )
+        super().__init__(config, compression)
+
+
+class KIVICache(CompressedCache):
+    """A cache compressed by KIVI, with its paper's window of 128 recent tokens and no sinks by default.
+
+    Args:
+        config: the model's config.
+        bits: code bits per number, 1 to 6 (KIVI's are 2 and 4), by default 2, of the sides that `key_bits` and
+            `value_bits` do not name.
+        group_size: tokens (keys) or channels (values) that share a scale and a zero point.
+        sink_tokens: first tokens kept in full precision.
+        recent_tokens: last tokens kept in full precision.
+        options: more of `CompressionConfig` (`layers`, `backend`, `quantize_generated`, ...).
+
+    Raises:
+        ValueError: for options out of range and for models without full-attention layers.
+    """
+
+    methods = frozenset({"kivi"})
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        bits: int | None = None,
+        key_bits: int | None = None,
+        value_bits: int | None = None,
+        group_size: int = 32,
+        sink_tokens: int = 0,
+        recent_tokens: int = 128,
+        **options: Any,
+    ) -> None:
+        sides = bits_of_sides(bits, key_bits, value_bits, default=2)
+        options["group_size"] = group_size
+        compression = config_from_options("kivi", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
+        super().__init__(config, compression)
+
+
+def _default_values(config: PreTrainedConfig) -> dict[str, Any]:
+    """2 bits by KIVI in groups as near to the paper's 32 channels as can be, or by TurboQuant where there are none."""
+    decoder, _ = decoder_layers(config)
+    groups = [size for size in (32, 16) if head_dim_of(decoder) % size == 0]
+    return {"method": "kivi", "bits": 2, "group_size": groups[0]} if groups else {"method": "turboquant", "bits": 2}
+
+
+class QJLCache(CompressedCache):
+    """A cache with keys compressed by QJL, and values by KIVI's per-token groups as in its paper.
+
+    Args:
+        config: the model's config.
+        sketch_ratio: sketch rows per channel of the keys, that is code bits per number; 2 by default.
+        sketch_dim: the number of rows itself, a multiple of 8, instead.
+        values: method and options of the values; by default KIVI's 2 bits in the paper's groups of 32 channels, or of
+            16 where the head dimension is no multiple of 32, or where it is none of 16 either TurboQuant's 2 bits.
+            Options without a method change that default.
+        sink_tokens: first tokens kept in full precision.
+        recent_tokens: last tokens kept in full precision.
+        options: more of `QJLOptions`, or of `CompressionConfig` (`layers`, `seed`, ...).
+
+    Raises:
+        ValueError: for options out of range and for models without full-attention layers.
+    """
+
+    methods = frozenset({"qjl"})
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        sketch_ratio: float | None = None,
+        sketch_dim: int | None = None,
+        values: Mapping[str, Any] | str | None = None,
+        sink_tokens: int = 16,
+        recent_tokens: int = 64,
+        **options: Any,
+    ) -> None:
+        named = {"method": values} if isinstance(values, str) else dict(values or {})
+        named = named if "method" in named else _default_values(config) | named
+        keys = {name: options.pop(name) for name in QJLOptions.model_fields if name in options}
+        given = {"sketch_ratio": sketch_ratio, "sketch_dim": sketch_dim}
+        keys |= {name: number for name, number in given.items() if number is not None}
+        sides = {"keys": keys, "values": named}
+        compression = config_from_options("qjl", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
+        super().__init__(config, compression)
+
+
+class CommVQCache(CompressedCache):
+    """A cache compressed by CommVQ with codebooks of the model: `CommVQCache(model.config, codebooks=path)`.
+
+    For batches with left padding call `enable_fused_attention(model)` or `register_position_hooks(model)` once, so that
+    keys are encoded at the positions that they have.
+
+    Args:
+        config: the model's config.
+        codebooks: file that `kvcache-compress calibrate --method commvq` wrote for this model.
+        bits: code bits per number, at most what the file has (which is the default), of the sides that `key_bits` and
+            `value_bits` do not name.
+        sink_tokens: first tokens kept in full precision.
+        recent_tokens: last tokens kept in full precision.
+        options: more of `CommVQOptions` for both sides, or of `CompressionConfig` (`layers`, `backend`, ...).
+
+    Raises:
+        ValueError: no codebooks, codebooks of another model, a damaged file, or options out of range.
+    """
+
+    methods = frozenset({"commvq"})
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        codebooks: str | PathLike[str] | None = None,
+        bits: float | None = None,
+        key_bits: float | None = None,
+        value_bits: float | None = None,
+        sink_tokens: int = 16,
+        recent_tokens: int = 64,
+        **options: Any,
+    ) -> None:
+        sides = bits_of_sides(bits, key_bits, value_bits, default=None)
+        options["codebooks"] = None if codebooks is None else str(codebooks)
+        compression = config_from_options(
+            "commvq", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens
+        )
+        super().__init__(config, compression)
+
+
+def config_from_options(
+    method: str, sides: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any], **fields: Any
+) -> CompressionConfig:
+    """The config behind a method's own cache class: `options` go to it where it has them, else to both sides."""
+    own = {name: value for name, value in options.items() if name in CompressionConfig.model_fields}
+    both = {name: value for name, value in options.items() if name not in own}
+    if clash := options.keys() & {"keys", "values", "method"}:
+        raise ValueError(f"{sorted(clash)[0]!r} is no option here: use CompressedCache for other methods or sides")
+    built = {side: SideConfig.of({"method": method, **both, **given}) for side, given in sides.items()}
+    idle = {side: side_config.idle().keys() for side, side_config in built.items()}
+    # What one side can use is no mistake, though the other cannot.
+    spared = both.keys() - set.intersection(*map(set, idle.values()))
+    built = {side: chosen.without(idle[side] & spared) for side, chosen in built.items()}
+    return _build({**built, **own, **fields}, None)
+
+
+def bits_of_sides(
+    bits: float | None, key_bits: float | None, value_bits: float | None, default: float | None
+) -> dict[str, dict[str, Any]]:
+    """The option `bits` of both sides, of which each can have its own.
+
+    Raises:
+        ValueError: `bits` given although both sides have their own.
+    """
+    if None not in (bits, key_bits, value_bits):
+        raise ValueError(f"bits={quoted(bits)} beside key_bits and value_bits: allowed beside one of them at most")
+    common = default if bits is None else bits
+    own = {"keys": key_bits, "values": value_bits}
+    return {side: {"bits": common if one is None else one} for side, one in own.items()}

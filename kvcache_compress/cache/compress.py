@@ -1,0 +1,166 @@
+"""`compress`: a block within which a model's `generate` uses compressed caches, for clients that only call that."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcache_compress.attention.interface import attends_fused, disable_fused_attention, enable_fused_attention
+from kvcache_compress.attention.position_hooks import PositionHooks, register_position_hooks
+from kvcache_compress.config import CompressionConfig, load_config
+from kvcache_compress.modeling.adapters import compressible
+
+from .compressed_cache import CompressedCache
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Compression:
+    """Handle of a `compress` block, with the cache of the latest `generate` call in it."""
+
+    config: CompressionConfig
+    cache: CompressedCache | None = None
+    fused: bool | None = None
+
+    @property
+    def last_cache(self) -> CompressedCache:
+        """The cache of the latest `generate` call; raises `RuntimeError` where there was none."""
+        if self.cache is None:
+            raise RuntimeError("no cache yet: call model.generate inside the compress block first")
+        return self.cache
+
+
+@dataclass
+class _Blocks:
+    """The `compress` blocks around a model, the innermost last, and how the model was before the first of them."""
+
+    generate: Callable[..., Any] | None
+    fused: bool
+    hooks: PositionHooks | None = None
+    thread: int = field(default_factory=threading.get_ident)
+    open: list[Compression] = field(default_factory=list)
+
+
+_BLOCKS: weakref.WeakKeyDictionary[PreTrainedModel, _Blocks] = weakref.WeakKeyDictionary()
+_ENTERING = threading.Lock()
+
+
+@contextmanager
+def compress(
+    model: torch.nn.Module,
+    config: CompressionConfig | str | dict[str, Any],
+    *,
+    fused: bool | None = None,
+) -> Iterator[Compression]:
+    """Within the block `model.generate` uses a compressed cache wherever it would make one of its own.
+
+    Pipelines and other clients that only call `generate` need not know; a `cache_implementation` that they ask for
+    gives way. A call that brings its own `past_key_values`, or `use_cache=False`, is left alone, and so are calls that
+    `generate` makes of itself: drafts of early exit have a dense cache. Any thread may call `generate`. Blocks of one
+    thread may lie in each other, the innermost counts.
+
+    Args:
+        model: a decoder-only model, or PEFT's around one.
+        config: what `load_config` takes: a preset's name, a path, a dictionary or a config.
+        fused: fused attention on, off, or (None) on where the model's attention can be switched.
+
+    Raises:
+        ValueError: as `CompressedCache` does, on entry; a model in a block of another thread, or one that uses no
+            cache but its own (PEFT's prefix tuning).
+    """
+    inner = compressible(model)
+    block = Compression(load_config(config), fused=fused)
+    CompressedCache(inner.config, block.config)
+    _enter(inner, block)
+    try:
+        yield block
+    finally:
+        _leave(inner, block)
+
+
+def _enter(model: PreTrainedModel, block: Compression) -> None:
+    with _ENTERING:
+        blocks = _BLOCKS.get(model) or _Blocks(vars(model).get("generate"), attends_fused(model))
+        if blocks.thread != threading.get_ident():
+            raise ValueError(
+                f"model={type(model).__name__}: it is in a `compress` block of another thread; allowed are blocks of "
+                "one thread at a time, in which any thread may call generate"
+            )
+        _switch(model, block, blocks)
+        blocks.open.append(block)
+        if model not in _BLOCKS:
+            model.generate = _compressing(model, blocks)
+            _BLOCKS[model] = blocks
+
+
+def _leave(model: PreTrainedModel, block: Compression) -> None:
+    with _ENTERING:
+        blocks = _BLOCKS[model]
+        blocks.open.remove(block)
+        if blocks.open:
+            _switch(model, blocks.open[-1], blocks)
+            return
+        del _BLOCKS[model]
+        if blocks.generate is None:
+            del model.generate
+        else:
+            model.generate = blocks.generate
+        (enable_fused_attention if blocks.fused else disable_fused_attention)(model)
+        if blocks.hooks is not None:
+            blocks.hooks.remove()
+
+
+def _switch(model: PreTrainedModel, block: Compression, blocks: _Blocks) -> None:
+    """Fused attention as the block asks for it."""
+    if block.fused or (block.fused is None and model._can_set_attn_implementation()):
+        enable_fused_attention(model)
+        return
+    if block.fused is None:
+        logger.warning("the attention of %s cannot be switched: decoding each step instead", type(model).__name__)
+    else:
+        disable_fused_attention(model)
+    if blocks.hooks is None:
+        blocks.hooks = register_position_hooks(model)
+
+
+def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
+    """The model's `generate`, with a cache of the innermost block."""
+    generate = model.generate
+    running = threading.local()
+
+    @functools.wraps(generate)
+    def generate_compressed(*args: Any, **kwargs: Any) -> Any:
+        # Early exit drafts by a `generate` of the first layers, within that of the whole model.
+        opened = tuple(blocks.open)  # The thread that opened them may leave them meanwhile.
+        if vars(running) or not opened:
+            return generate(*args, **kwargs)
+        given = inspect.signature(generate).bind_partial(*args, **kwargs).arguments.get("generation_config")
+        settings = [one for one in (given, model.generation_config) if one is not None]
+        asked = [kwargs.get("use_cache"), *(one.use_cache for one in settings)]
+        running.generate = True
+        try:
+            own = kwargs.get("past_key_values") is not None
+            if own or next((one for one in asked if one is not None), True) is False:
+                return generate(*args, **kwargs)
+            block = opened[-1]
+            block.cache = CompressedCache(model.config, block.config)
+            kwargs["past_key_values"] = block.cache
+            kwargs.pop("cache_implementation", None)
+            if any(one.cache_implementation for one in settings):  # Generation refuses a cache beside a kind of cache.
+                kwargs["cache_implementation"] = None
+            return generate(*args, **kwargs)
+        finally:
+            del running.generate
+
+    return generate_compressed

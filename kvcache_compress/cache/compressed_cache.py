@@ -1,0 +1,288 @@
+"""`CompressedCache`: a `transformers.Cache` whose full-attention layers are compressed as a config says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    StaticLayer,
+)
+
+from kvcache_compress.attention.position_hooks import ModelListener
+from kvcache_compress.codecs.backend import check_backend
+from kvcache_compress.codecs.base import SIDES
+from kvcache_compress.config import CompressionConfig, LayerPlan, load_config
+from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, layer_types
+from kvcache_compress.modeling.rope import RopeLayout, layer_has_rope, rope_layout
+from kvcache_compress.serialization.cache_file import load_cache, save_cache
+from kvcache_compress.storage.checks import check_croppable
+from kvcache_compress.storage.rope_track import RopeTrack
+from kvcache_compress.validation.arguments import positive_count, row_numbers
+
+from .hybrid_layer import HybridCompressedLayer
+from .layer import CompressedLayer
+from .memory_report import MemoryReport, memory_report
+from .offloading import Offloading
+
+
+class CompressedCache(Cache, ModelListener):
+    """A key/value cache that stores older tokens compressed.
+
+    Args:
+        config: the model's config. Layers other than full attention (sliding, linear, shared ...) stay Transformers'
+            own, as do layers whose two sides are `none`.
+        compression: methods, windows and per-layer rules: a preset's name, the path of a YAML file, a dictionary or a
+            `CompressionConfig`.
+
+    Raises:
+        ValueError: a config that does not fit the model, encoder-decoder models, models without full attention, a
+            head dimension that a method cannot take, or a backend that cannot be had.
+    """
+
+    methods: ClassVar[frozenset[str] | None] = None
+    """Methods that a cache of this class may have for its keys or values; None for any."""
+
+    def __init__(
+        self, config: PreTrainedConfig, compression: CompressionConfig | str | Path | Mapping[str, Any]
+    ) -> None:
+        self.compression = load_config(compression)
+        self.decoder_config, layers = decoder_layers(config, self.compression.max_cache_len)
+        plans = self.compression.plan(layer_types(self.decoder_config, layers))
+        chosen = {
+            index: plans[index]
+            for index, layer in enumerate(layers)
+            if is_full_attention(layer) and plans[index].compresses
+        }
+        rope = _check_plans(chosen, self.decoder_config)
+        check_backend(self.compression.backend, (plan.side(side).codec() for plan in chosen.values() for side in SIDES))
+        self.rope_track = None
+        if rope and any(plan.rope_use(side) == "factors" for plan in chosen.values() for side in SIDES):
+            self.rope_track = RopeTrack(self.decoder_config, rope)
+        for index, plan in chosen.items():
+            track = self.rope_track if "factors" in (plan.rope_use("keys"), plan.rope_use("values")) else None
+            leads = track is not None and not any(getattr(layer, "track", None) for layer in layers[:index])
+            kind: Callable[..., CompressedLayer] = CompressedLayer
+            if self.compression.max_cache_len is None and isinstance(
+                layers[index], LinearAttentionAndFullAttentionLayer
+            ):
+                kind = partial(HybridCompressedLayer, number_of_states=layers[index].number_of_states)
+            layers[index] = kind(index, plan, self.compression, self.decoder_config, rope, track, leads)
+        super().__init__(layers=layers)
+        self._followed = self.decoder_config
+        self._offloading = Offloading() if self.compression.offloading else None
+
+    def save(self, path: str | Path) -> None:
+        """Writes all that the cache holds to a safetensors file: the whole of it or, after an error, none.
+
+        Raises:
+            ValueError: a layer that cannot be saved. OSError: a file that cannot be written.
+        """
+        self._settle()
+        save_cache(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        config: PreTrainedConfig,
+        *,
+        codebooks: str | Path | None = None,
+        device: torch.device | str | None = None,
+        any_model: bool = False,
+    ) -> Self:
+        """Read the cache that `save` wrote to `path`; it goes on as the saved one would have, bit for bit.
+
+        Args:
+            config: the config of the model that filled it, by name and shape; `any_model` leaves the name out.
+            codebooks: where CommVQ's codebooks are now, if not where they were.
+            device: where the cache is put, by default the CPU.
+
+        Raises:
+            FileNotFoundError: no such file. ValueError: one that is damaged, newer, foreign, of another model, or of
+                other methods than this class has.
+        """
+        return load_cache(path, partial(cls._of_file, config), codebooks, device, any_model)
+
+    @classmethod
+    def _of_file(cls, config: PreTrainedConfig, compression: CompressionConfig) -> Self:
+        """An empty cache of this class, whatever arguments its constructor takes."""
+        methods = compression.keys.method, compression.values.method
+        if cls.methods is not None and cls.methods.isdisjoint(methods):
+            raise ValueError(f"keys of {methods[0]} and values of {methods[1]}: use CompressedCache.load")
+        cache = cls.__new__(cls)
+        CompressedCache.__init__(cache, config, compression)
+        return cache
+
+    def follow(self, decoder_config: PreTrainedConfig) -> None:
+        """Has this config switch fused attention on and off: a model's own, which the cache was not built from.
+
+        A model with fused attention calls it in each step.
+        """
+        if decoder_config is self._followed:
+            return
+        self._followed = decoder_config
+        for layer in self.compressed_layers.values():
+            layer.decoder_config = decoder_config
+
+    def receive_positions(self, layer: int, embeddings: Any, tokens: int) -> None:
+        """Keep cos and sin of a step for layers that need them; some models hand them over for all cached tokens."""
+        receiver = self.layers[layer]
+        if isinstance(receiver, CompressedLayer) and receiver.track is not None:
+            known = isinstance(embeddings, tuple)
+            receiver.track.given = tuple(x[:, -tokens:] for x in embeddings) if known else None
+
+    @property
+    def compressed_layers(self) -> dict[int, CompressedLayer]:
+        """The layers that are compressed, by index."""
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As in `transformers.Cache`. Where a layer refuses its tokens, those before it give theirs back."""
+        if torch.compiler.is_compiling():
+            if self._offloading is not None:
+                raise ValueError("offloading=True: allowed False where the model is compiled")
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        try:
+            if self._offloading is None:
+                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            with self._offloading.at_work(self.layers, layer_idx):
+                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except Exception:
+            self._step_back(layer_idx)
+            raise
+
+    def _step_back(self, failed: int) -> None:
+        """Takes back the tokens of a step that layer `failed` refused, where all layers before it can."""
+        length, before = int(self.layers[failed].get_seq_length()), self.layers[:failed]
+        try:
+            check_croppable(before)
+        except ValueError:
+            return
+        ahead = [layer for layer in before if int(layer.get_seq_length()) > length]
+        if not all(layer.is_croppable for layer in ahead):
+            return
+        for layer in ahead:
+            if length:
+                layer.crop(length - int(layer.get_seq_length()))
+            else:
+                layer.reset()
+        if self.rope_track is not None:
+            self.rope_track.truncate(length)
+
+    @property
+    def packed_tokens(self) -> int:
+        """Packed tokens per sequence, the most of any layer."""
+        return max((layer.packed_tokens for layer in self.compressed_layers.values()), default=0)
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes and bits of every layer, everything counted; prints as a table."""
+        return memory_report(self.layers, self.rope_track)
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        self._settle()
+        self._refuse_static("cropped")
+        check_croppable(self.layers)
+        super().crop(*args, **kwargs)
+        if self.rope_track is not None:
+            self.rope_track.truncate(max((int(layer.get_seq_length()) for layer in self._tracked()), default=0))
+
+    def reset(self) -> None:
+        self._settle()
+        super().reset()
+        if self.rope_track is not None:
+            self.rope_track.reset()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._select(super().reorder_cache, "beam_idx", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        repeats = positive_count("repeats", repeats)
+        self._settle()
+        self._refuse_static("repeated")
+        if self._empty():
+            return
+        self._apply_to_track(lambda x: x.repeat_interleave(repeats, dim=0))
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._refuse_static("selected from")
+        self._select(super().batch_select_indices, "indices", indices)
+
+    def _select(self, select: Callable[[Any], Any], name: str, rows: Any) -> None:
+        if held := [batch for layer in self.layers if (batch := _rows_held(layer)) is not None]:
+            rows = row_numbers(name, rows, held[0])
+        if self._empty():
+            return
+        self._settle()
+        self._apply_to_track(lambda x: x.index_select(0, rows.to(x.device)))
+        select(rows)
+
+    def _settle(self) -> None:
+        if self._offloading is not None:
+            self._offloading.settle()
+
+    def _refuse_static(self, change: str) -> None:
+        """Transformers' own layers of fixed capacity cannot do all that the growing ones can."""
+        if static := [layer for layer in self.layers if isinstance(layer, StaticLayer)]:
+            raise ValueError(f"max_cache_len: a cache with a {type(static[0]).__name__} cannot be {change}")
+
+    def _empty(self) -> bool:
+        """Whether there are no rows to change, though there were: what comes next may have another batch."""
+        return not any(int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, CacheLayerMixin))
+
+    def _tracked(self) -> list[CompressedLayer]:
+        return [layer for layer in self.compressed_layers.values() if layer.track is not None]
+
+    def _apply_to_track(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Changes rows of cos and sin, before those of the layers: these may encode what left a window since."""
+        if self.rope_track is not None:
+            self.rope_track.apply(change)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        """A copy that shares the model's config, where fused attention is switched on and off."""
+        self._settle()
+        memo |= {id(config): config for config in (self.decoder_config, self._followed)}
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
+        return twin
+
+
+def _rows_held(layer: Any) -> int | None:
+    """The batch of a layer's keys and values; None before its first tokens, and where it has none."""
+    if isinstance(layer, CompressedLayer):
+        return layer.batch_size if layer.is_initialized else None
+    keys = getattr(layer, "keys", None)
+    return keys.shape[0] if isinstance(keys, torch.Tensor) and keys.ndim == 4 else None
+
+
+def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeLayout | None:
+    """Refuses what a method cannot take, as far as the config tells; returns the model's RoPE where one is needed."""
+    head_dim = None
+    if getattr(config, "kv_lora_rank", None) is None:
+        head_dim = head_dim_of(config)
+    uses = {plan.rope_use(side) for plan in plans.values() for side in SIDES}
+    rope = rope_layout(config, head_dim) if head_dim and uses - {"none"} else None
+    for index, plan in plans.items():
+        for side in SIDES:
+            chosen = plan.side(side)
+            if head_dim is not None:
+                chosen.codec().layout(chosen.options(), side, head_dim)
+            if plan.rope_use(side) != "none" and (rope is None or not layer_has_rope(config, index)):
+                raise ValueError(
+                    f"{chosen.method} for {side} needs rotary position embeddings: layer {index} of "
+                    f"{config.model_type} has none that is known"
+                )
+            chosen.codec().check_model(chosen.options(), side, config, index)
+    return rope

@@ -1,0 +1,122 @@
+"""Sizes that follow from a config and a model's shape alone; the arithmetic is `layout.py`'s."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import NamedTuple
+
+from transformers import AutoConfig
+
+from kvcache_compress.codecs.base import SIDES
+from kvcache_compress.codecs.layout import bytes_per_token
+from kvcache_compress.config import CompressionConfig, LayerPlan
+from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
+from kvcache_compress.storage.rope_track import DTYPE as ROPE_DTYPE
+from kvcache_compress.validation.messages import one_line, quoted
+
+BF16_BYTES = 2
+
+
+def side_bytes(plan: LayerPlan, head_dim: int) -> float:
+    """Bytes per packed token of one head, keys and values together."""
+    keys = plan.keys.codec().layout(plan.keys.options(), "keys", head_dim)
+    values = plan.values.codec().layout(plan.values.options(), "values", head_dim)
+    return bytes_per_token(keys) + bytes_per_token(values)
+
+
+def rope_bytes(config: CompressionConfig, head_dim: int, layers: int) -> int:
+    """Bytes per token, once for all layers, of the cos and sin that some methods need; of heads that rotate whole."""
+    plans = config.plan(["full_attention"] * layers)
+    used = any(plan.rope_use(side) == "factors" for plan in plans for side in SIDES)
+    return head_dim * ROPE_DTYPE.itemsize if used else 0
+
+
+def constant_bytes(config: CompressionConfig, layers: int, kv_heads: int, head_dim: int) -> int:
+    """Bytes that all layers hold whatever the number of tokens: rotations, codebooks, tables."""
+    sizes: dict[str, int] = {}
+    total = 0
+    for plan in config.plan(["full_attention"] * layers):
+        for side in SIDES if plan.compresses else ():
+            chosen = plan.side(side)
+            name = f"{side} {chosen!r}"
+            if name not in sizes:
+                sizes[name] = chosen.codec().constant_size(chosen.options(), side, head_dim, kv_heads)
+            total += sizes[name]
+    return total
+
+
+def packed_bits(config: CompressionConfig, head_dim: int, layers: int = 32, kv_heads: int = 8) -> float:
+    """Stored bits per packed number over the layers that are compressed, with what they share per token."""
+    plans = [plan for plan in config.plan(["full_attention"] * layers) if plan.compresses]
+    stored = kv_heads * sum(side_bytes(plan, head_dim) for plan in plans) + rope_bytes(config, head_dim, layers)
+    return 8 * stored / (2 * head_dim * kv_heads * len(plans))
+
+
+def cache_bytes(
+    config: CompressionConfig, layers: int, kv_heads: int, head_dim: int, tokens: int, batch: int = 1
+) -> float:
+    """Bytes of the tokens of a bfloat16 model's cache, `tokens` per sequence, in its `layers` full-attention layers.
+
+    What layers share (`rope_bytes`) and what does not depend on tokens (`constant_bytes`) come on top.
+    """
+    total = 0.0
+    for plan in config.plan(["full_attention"] * layers):
+        dense = min(tokens, plan.sink_tokens + plan.recent_tokens) if plan.compresses else tokens
+        per_head: float = dense * 2 * head_dim * BF16_BYTES
+        if plan.compresses:
+            per_head += (tokens - dense) * side_bytes(plan, head_dim)
+        total += batch * kv_heads * per_head
+    return total
+
+
+def total_bytes(
+    config: CompressionConfig, layers: int, kv_heads: int, head_dim: int, tokens: int, batch: int = 1
+) -> float:
+    """`cache_bytes` and all that comes on top."""
+    shared = batch * tokens * rope_bytes(config, head_dim, layers)
+    held = constant_bytes(config, layers, kv_heads, head_dim)
+    return cache_bytes(config, layers, kv_heads, head_dim, tokens, batch) + shared + held
+
+
+class ModelShape(NamedTuple):
+    """What a model's cache and its attention take: full-attention layers, heads of both kinds, numbers per head."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+MODELS = {
+    "llama-3.1-8b": ModelShape(32, 32, 8, 128),
+    "qwen2.5-7b": ModelShape(28, 28, 4, 128),
+    "smollm2-135m": ModelShape(30, 9, 3, 64),
+}
+"""Models that need not be there to be reckoned with."""
+
+
+def model_shape(model: str) -> ModelShape:
+    """One of `MODELS` by its name, or from the config of a hub id or a folder.
+
+    Raises:
+        ValueError: a model that cannot be compressed, or a damaged config.
+        OSError: nothing of that name.
+    """
+    if model in MODELS:
+        return MODELS[model]
+    try:
+        found = AutoConfig.from_pretrained(model)
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # Transformers has no common exception for what a damaged config leads it to
+        raise ValueError(f"model={quoted(model)}: its config cannot be read: {one_line(error)}") from error
+    config, layers = decoder_layers(found)
+    count = sum(is_full_attention(layer) for layer in layers)
+    return ModelShape(count, config.num_attention_heads, kv_heads_of(config), head_dim_of(config))
+
+
+def summary(preset: str) -> str:
+    """The first sentence of a preset's leading comment."""
+    text = (files("kvcache_compress.configs") / f"{preset}.yaml").read_text(encoding="utf-8")
+    comment = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
+    return comment.split(". ")[0].rstrip(".")

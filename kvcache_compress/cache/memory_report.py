@@ -1,0 +1,256 @@
+"""Memory of a cache: tokens, bytes and bits per number with everything counted.
+
+One rule for all models. Bytes and the ratio are as held: the ratio is to a full cache in the model's own dtype. Bits
+are comparable between models: whatever is stored in the model's own dtype (dense tokens, sides of method `none`)
+counts 16 per number.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kvcache_compress.storage.rope_track import RopeTrack
+
+from .layer import CompressedLayer
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Memory of one layer. Tokens are per sequence, bytes over the whole batch."""
+
+    layer: int
+    method: str
+    dense_tokens: int
+    packed_tokens: int
+    fields: dict[str, int]
+    """Bytes in use per stored field, `keys.codes0` and so on; `dense` is the sinks and the tail."""
+    allocated_bytes: int
+    """Bytes held for tokens, unused room included."""
+    constant_bytes: int
+    """Bytes that do not depend on the number of tokens: rotations, codebooks, means."""
+    packed_numbers: int
+    numbers: int
+    full_bytes: int = 0
+    """Bytes of its tokens in the model's own dtype."""
+    wider_bytes: int = 0
+    """Bytes beyond 16 bits of all numbers in the model's own dtype and of the room for more."""
+    wider_packed_bytes: int = 0
+    """The same of packed tokens alone, which a side of method `none` holds in that dtype."""
+    dtype: torch.dtype | None = None
+    """The model's own; None before the first tokens."""
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(self.fields.values())
+
+    @property
+    def packed_bytes(self) -> int:
+        return sum(size for name, size in self.fields.items() if name != "dense")
+
+    @property
+    def total_bytes(self) -> int:
+        return self.allocated_bytes + self.constant_bytes
+
+    @property
+    def total_bytes_at_16(self) -> int:
+        """All that it holds, with numbers in the model's own dtype counted at 16 bits."""
+        return self.total_bytes - self.wider_bytes
+
+    @property
+    def bits_per_number(self) -> float:
+        return 8 * self.total_bytes_at_16 / self.numbers if self.numbers else float("nan")
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Memory of a cache, per layer and in total."""
+
+    layers: list[LayerMemory] = field(default_factory=list)
+    rope_used_bytes: int = 0
+    """cos and sin of every token, kept once for all layers where a codec needs them; part of the totals."""
+    rope_allocated_bytes: int = 0
+
+    def _sum(self, name: str) -> int:
+        return sum(getattr(layer, name) for layer in self.layers)
+
+    @property
+    def packed_tokens(self) -> int:
+        """Packed tokens per sequence, the most of any layer."""
+        return max((layer.packed_tokens for layer in self.layers), default=0)
+
+    @property
+    def dense_tokens(self) -> int:
+        """Dense tokens per sequence, the most of any layer."""
+        return max((layer.dense_tokens for layer in self.layers), default=0)
+
+    @property
+    def numbers(self) -> int:
+        """Cached numbers, over all layers, heads and sequences."""
+        return self._sum("numbers")
+
+    @property
+    def packed_numbers(self) -> int:
+        return self._sum("packed_numbers")
+
+    @property
+    def used_bytes(self) -> int:
+        return self._sum("used_bytes") + self.rope_used_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._sum("allocated_bytes") + self.rope_allocated_bytes
+
+    @property
+    def constant_bytes(self) -> int:
+        return self._sum("constant_bytes")
+
+    @property
+    def total_bytes(self) -> int:
+        """All that the cache holds: allocated buffers and constants."""
+        return self._sum("total_bytes") + self.rope_allocated_bytes
+
+    @property
+    def total_bytes_at_16(self) -> int:
+        """All that the cache holds, with numbers in the model's own dtype counted at 16 bits."""
+        return self._sum("total_bytes_at_16") + self.rope_allocated_bytes
+
+    @property
+    def full_bytes(self) -> int:
+        """What the same tokens take in a full cache, in the model's own dtype."""
+        return self._sum("full_bytes")
+
+    @property
+    def dtype(self) -> str:
+        """The model's own, by name; before the first tokens nothing."""
+        names = {str(layer.dtype).removeprefix("torch.") for layer in self.layers if layer.dtype is not None}
+        return " and ".join(sorted(names))
+
+    @property
+    def packed_bits_per_number(self) -> float:
+        """Bits stored per packed number: codes, scales, norms, zero points, padding; 16 on a side of method `none`."""
+        packed = self._sum("packed_bytes") - self._sum("wider_packed_bytes") + self._packed_rope_bytes
+        return 8 * packed / self.packed_numbers if self.packed_numbers else float("nan")
+
+    @property
+    def _packed_rope_bytes(self) -> float:
+        """The packed tokens' share of what is kept for RoPE."""
+        tokens = self.packed_tokens + self.dense_tokens
+        return self.rope_used_bytes * self.packed_tokens / tokens if tokens else 0.0
+
+    @property
+    def bits_per_number(self) -> float:
+        """Bits per cached number, all counted: packed tokens, dense ones at 16 bits, unused room, constants."""
+        return 8 * self.total_bytes_at_16 / self.numbers if self.numbers else float("nan")
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than a full cache in the model's own dtype, everything counted."""
+        return self.full_bytes / self.total_bytes if self.total_bytes else float("nan")
+
+    def fields(self) -> dict[str, int]:
+        """Bytes in use per field, over all layers."""
+        totals: dict[str, int] = {}
+        for layer in self.layers:
+            for name, size in layer.fields.items():
+                totals[name] = totals.get(name, 0) + size
+        return totals | ({"rope": self.rope_used_bytes} if self.rope_used_bytes else {})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The totals by name, and the bytes per field."""
+        tokens_and_bytes = ("packed_tokens", "dense_tokens", "used_bytes", "allocated_bytes", "constant_bytes")
+        names = (*tokens_and_bytes, "total_bytes", "full_bytes", "packed_bits_per_number", "bits_per_number", "ratio")
+        return {name: getattr(self, name) for name in names} | {"fields": self.fields()}
+
+    def __str__(self) -> str:
+        table = Table(title="cache memory")
+        for heading in (
+            "layer",
+            "method",
+            "dense",
+            "packed",
+            "used KiB",
+            "allocated KiB",
+            "constants KiB",
+            "bits/number",
+        ):
+            table.add_column(heading, justify="left" if heading == "method" else "right")
+        for layer in self.layers:
+            sizes = (layer.used_bytes, layer.allocated_bytes, layer.constant_bytes)
+            counts = (layer.dense_tokens, layer.packed_tokens)
+            row = [str(layer.layer), layer.method, *map(str, counts), *(f"{size / 1024:.1f}" for size in sizes)]
+            table.add_row(*row, f"{layer.bits_per_number:.2f}")
+        table.add_section()
+        sizes = (self.used_bytes, self.allocated_bytes, self.constant_bytes)
+        counts = (self.dense_tokens, self.packed_tokens)
+        total = ["all", "", *map(str, counts), *(f"{size / 1024:.1f}" for size in sizes), f"{self.bits_per_number:.2f}"]
+        table.add_row(*total)
+        text = io.StringIO()
+        Console(file=text, width=110).print(table)
+        fields = ", ".join(f"{name} {size / 1024:.1f}" for name, size in sorted(self.fields().items()))
+        return (
+            f"{text.getvalue()}KiB per field: {fields}\n"
+            f"{self.packed_bits_per_number:.2f} bits per packed number, {self.bits_per_number:.2f} per number over all "
+            f"(dense tokens counted at 16); {self.total_bytes / 2**20:.2f} MiB held, {self.ratio:.2f}x smaller than a "
+            f"full cache in {self.dtype or 'the dtype of its model'} ({self.full_bytes / 2**20:.2f} MiB)"
+        )
+
+
+def memory_report(layers: Iterable[Any], track: RopeTrack | None = None) -> MemoryReport:
+    """The report of a cache's layers, Transformers' own ones included, and of what they share."""
+    rows = [_layer_memory(index, layer) for index, layer in enumerate(layers)]
+    used, allocated = (0, 0) if track is None else (track.bytes_used(), track.bytes_allocated())
+    return MemoryReport(rows, used, allocated)
+
+
+def _layer_memory(index: int, layer: Any) -> LayerMemory:
+    if isinstance(layer, CompressedLayer):
+        return _compressed(index, layer)
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if keys is None or values is None or not keys.numel():
+        return LayerMemory(index, type(layer).__name__, 0, 0, {"dense": 0}, 0, 0, 0, 0)
+    tokens, held = min(int(layer.get_seq_length()), keys.shape[2]), (keys, values)  # of room for more in a static layer
+    used = sum(x[:, :, :tokens].nbytes for x in held)
+    numbers = sum(x[:, :, :tokens].numel() for x in held)
+    return LayerMemory(
+        index, type(layer).__name__, tokens, 0, {"dense": used}, keys.nbytes + values.nbytes, 0, 0, numbers,
+        full_bytes=used, wider_bytes=keys.nbytes + values.nbytes - 2 * (keys.numel() + values.numel()),
+        dtype=keys.dtype,
+    )  # fmt: skip
+
+
+def _compressed(index: int, layer: CompressedLayer) -> LayerMemory:
+    method = layer.plan.keys.method
+    if layer.plan.values.method != method:
+        method = f"{method}/{layer.plan.values.method}"
+    fields = {"dense": 0}
+    allocated = constants = packed_numbers = numbers = full = wider = wider_packed = 0
+    dtype = None
+    for side, state in layer.sides.items():
+        batch, heads, sinks, dim = state.sinks.shape
+        dense, packed = (batch * heads * count * dim for count in (sinks + state.tail.tokens, state.store.tokens))
+        dtype, size, stored = state.sinks.dtype, state.sinks.element_size(), state.store.bytes_used()
+        fields["dense"] += dense * size
+        fields |= {f"{side}.{name}": own for name, own in stored.items()}
+        allocated += state.store.bytes_allocated()
+        constants += state.codec.constant_bytes()
+        packed_numbers += packed
+        numbers += dense + packed
+        full += (dense + packed) * size
+        if state.codec.name == "none":
+            wider_packed += packed * (size - 2)
+            wider += sum(x.nbytes - 2 * x.numel() for x in state.store.buffers)
+    for x in layer.dense_buffers:
+        allocated += x.nbytes
+        wider += x.nbytes - 2 * x.numel()
+    dense_tokens = int(layer.get_seq_length()) - layer.packed_tokens
+    return LayerMemory(
+        index, method, dense_tokens, layer.packed_tokens, fields, allocated, constants, packed_numbers, numbers,
+        full, wider, wider_packed, dtype,
+    )  # fmt: skip

@@ -1,5 +1,0 @@
-"""Calibration: what a method learns from a model and a text, once."""
-
-from .commvq import CommVQSettings, calibrate_commvq
-
-__all__ = ["CommVQSettings", "calibrate_commvq"]

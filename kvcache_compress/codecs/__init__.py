@@ -1,0 +1,1 @@
+"""Parts that methods are made of, and the contract of a method (`base.py`)."""

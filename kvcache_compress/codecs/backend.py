@@ -1,0 +1,127 @@
+"""Which code encodes tokens and attends to packed ones: Triton, C++ or torch. Resolved once per layer, logged once."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+
+from .base import Backend, Codec
+
+logger = logging.getLogger(__name__)
+_Encoded = TypeVar("_Encoded")
+BackendChoice: TypeAlias = Literal["auto", "triton", "cpp", "torch"]
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its kernels in its interpreter, which needs no GPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def check_backend(choice: BackendChoice, codecs: Iterable[type[Codec]]) -> None:
+    """Raises `ValueError` at construction where an explicit `backend` cannot be had, or not for one of the codecs."""
+    if choice == "auto" or choice == "torch":
+        return
+    for codec in codecs:
+        if not codec.runs_on(choice):
+            raise ValueError(
+                f'backend="{choice}" cannot be had for method {codec.name!r}; use backend="torch" or "auto"'
+            )
+    if problem := _cpp_problem() if choice == "cpp" else _triton_problem():
+        raise ValueError(f'backend="{choice}" cannot be had: {problem}; use backend="torch" or "auto"')
+
+
+def resolve_backend(choice: BackendChoice, device: torch.device, codecs: Iterable[Codec | type[Codec]] = ()) -> Backend:
+    """The backend for tensors on `device` of these codecs, all on one: torch where there is no other for one of them.
+
+    Raises:
+        ValueError: an explicit `choice` that the device does not have.
+    """
+    backend: Backend = "torch"
+    if choice == "triton":
+        if device.type != "cuda" and not interpreting():
+            raise ValueError(f'backend="triton" cannot be had for tensors on {device.type}: a GPU is needed')
+        backend = "triton"
+    elif choice == "cpp":
+        if device.type != "cpu":
+            raise ValueError(f'backend="cpp" cannot be had for tensors on {device.type}; use backend="auto"')
+        backend = "cpp"
+    elif choice == "auto":
+        fast: Backend = "triton" if device.type == "cuda" else "cpp" if device.type == "cpu" else "torch"
+        backend = fast if all(codec.runs_on(fast) for codec in codecs) and _is_there(fast) else "torch"
+    _log_once(backend, device.type)
+    return backend
+
+
+def _is_there(backend: Backend) -> bool:
+    if backend == "cpp":
+        return not _cpp_problem()
+    return backend == "torch" or find_spec("triton") is not None
+
+
+def _triton_problem() -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if not torch.cuda.is_available() and not interpreting():
+        return "there is no GPU (and TRITON_INTERPRET=1 is not set)"
+    return None
+
+
+@cache
+def _cpp_problem() -> str | None:
+    """Why there is no C++ code, which is compiled now if it never was; None where there is."""
+    problem: str | None = load_part("cpu_kernels.build").problem()
+    if problem:
+        logger.warning("no C++ code on CPUs, which makes compressed caches slower: %s", problem)
+    return problem
+
+
+def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """For codecs and attention: makes the device of `x` the current one, since Triton launches there, and switches
+    autocast off, under which float32 arithmetic would be done in 16 bits."""
+    kind = x.device.type
+    narrows = _has_autocast(kind) and torch.is_autocast_enabled(kind)
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return _changed(x.device if elsewhere else None, kind if narrows else None) if narrows or elsewhere else _AS_IT_IS
+
+
+_has_autocast = cache(torch.amp.is_autocast_available)
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
+
+
+@contextmanager
+def _changed(device: torch.device | None, autocast: str | None) -> Iterator[None]:
+    with (
+        nullcontext() if device is None else torch.cuda.device(device),
+        nullcontext() if autocast is None else torch.autocast(autocast, enabled=False),
+    ):
+        yield
+
+
+@cache
+def load_part(name: str) -> Any:
+    """A module of this package that is imported when it is needed, such as `triton_kernels.attention.launch`."""
+    return importlib.import_module(f"kvcache_compress.{name}")
+
+
+def quantizer(backend: Backend, twin: Callable[..., _Encoded], triton: str | None, cpp: str) -> Callable[..., _Encoded]:
+    """What does on a backend what `twin` does in torch: `quantize` of the module `triton` in `triton_kernels`, or the
+    function `cpp` of `cpu_kernels/encode.py`."""
+    found: Callable[..., _Encoded] = twin
+    if backend == "triton" and triton is not None:
+        found = load_part(f"triton_kernels.encode.{triton}").quantize
+    elif backend == "cpp":
+        found = getattr(load_part("cpu_kernels.encode.launch"), cpp)
+    return found
+
+
+@cache
+def _log_once(backend: str, device: str) -> None:
+    logger.info("packed cache on %s runs on the %s backend", device, backend)

@@ -1,0 +1,1 @@
+"""Files: written whole, read with clear errors, locked against other processes."""

@@ -1,0 +1,47 @@
+"""CommVQ's encoder of values (section 4.1): bits of whole tokens, all heads together, and what they decode to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.backend import quantizer
+from kvcache_compress.codecs.base import Backend, Fields
+
+
+@dataclass(frozen=True)
+class BitEncoder:
+    """Two linear layers whose outputs' signs are a token's bits, and a codebook that these sum up rows of.
+
+    tensors: float16, as the file names them: `weight1` `[hidden, H * D]`, `bias1`, `weight2` `[bits, hidden]`, `bias2`,
+        `codebook` `[bits, H * D]`.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    heads: int
+
+    def codebook(self) -> torch.Tensor:
+        """By heads, float16 `[H, bits, D]`."""
+        return self.tensors["codebook"].unflatten(1, (self.heads, -1)).transpose(0, 1)
+
+    def encode(self, x: torch.Tensor, backend: Backend) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Packed bits of float32 `x` `[B, H, T, D]`, an equal share of a token's with each head; what they decode to,
+        `[B, H, T, D]`; and the norm of each token `[B, T]`, by which it was divided."""
+        token = x.transpose(1, 2).flatten(2)
+        norm = token.norm(dim=-1)
+        weights = {name: tensor.float() for name, tensor in self.tensors.items()}
+        hidden = token / norm.clamp_min(1e-30)[..., None] @ weights["weight1"].mT + weights["bias1"]
+        signs = torch.nn.functional.gelu(hidden) @ weights["weight2"].mT + weights["bias2"]
+        pack = quantizer(backend, packing.pack_signs, None, "pack_signs")
+        packed = pack(signs.unflatten(2, (self.heads, -1))).transpose(1, 2)
+        return packed, self.points((signs > 0).float()), norm
+
+    def bits(self, fields: Fields) -> torch.Tensor:
+        """All bits of each token, float32 `[B, T, bits]`."""
+        return packing.unpack(fields, 1).transpose(1, 2).flatten(2).float()
+
+    def points(self, bits: torch.Tensor) -> torch.Tensor:
+        """What bits `[B, T, bits]` decode to, float32 `[B, H, T, D]`."""
+        return bits[:, None] @ self.codebook().float()

@@ -1,0 +1,306 @@
+"""Calibration of CommVQ: from a model and a text to a file of codebooks (`commvq_file.py`)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal
+
+import torch
+from torch.nn.functional import normalize
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcache_compress.codecs.base import SIDES, Side
+from kvcache_compress.codecs.rotation import hashed_seed
+from kvcache_compress.files.atomic import is_replaceable
+from kvcache_compress.methods.commvq.codebook_file import (
+    ALLOWED_CENTRES,
+    CENTRES,
+    describe_model,
+    group_count,
+    rounds_for,
+    write_codebooks,
+)
+from kvcache_compress.modeling.facts import model_shape
+
+from .collect import calibrated_layers, collect, layer_file, read_layer
+from .em import ComplexForm, RealForm, Schedule, residual_losses, train_residual
+from .encoder import EncoderSchedule, encoder_loss, train_encoder
+from .parts import Parts
+from .text import read_windows
+
+_TRAINING = 4
+"""Raised when training changes, so that parts of an older release are not mixed with new ones."""
+HELD_OUT = 8
+"""One window in so many is not trained on, and at least one: what codebooks lose on it is what they lose on new text of
+the same kind."""
+QUICK_SCHEDULE = Schedule(soft_steps=4, soft_vectors=2048, hard_steps=3, hard_vectors=8192, full_steps=1)
+QUICK_ENCODER = EncoderSchedule(steps=400)
+
+MOST_ROUNDS = 256
+"""With as many, heads of 128 numbers take more bits than uncompressed ones."""
+
+Report = Callable[[str, int, int], None]
+"""Called with what is being done, the steps done of it, and its steps in all."""
+
+
+@dataclass(frozen=True)
+class CommVQSettings:
+    """What is trained, and how long.
+
+    bits: code bits per number, 1 or 2, from which the numbers of rounds follow unless given.
+    tokens: calibration tokens, in windows of `context`, of which about one in `HELD_OUT` is only measured.
+    values: `residual` codebooks (ours), or the paper's `encoder`.
+    key_rounds, value_rounds: residual rounds of each side.
+    weigh_pairs: weigh errors of keys' pairs by the queries that meet them; the paper does not.
+    seed: of samples and starting points.
+    """
+
+    bits: int = 2
+    tokens: int = 55_296
+    context: int = 1024
+    values: Literal["residual", "encoder"] = "residual"
+    key_rounds: int | None = None
+    value_rounds: int | None = None
+    centres: int = CENTRES
+    weigh_pairs: bool = True
+    seed: int = 0
+    schedule: Schedule = field(default_factory=Schedule)
+    encoder: EncoderSchedule = field(default_factory=EncoderSchedule)
+
+    def __post_init__(self) -> None:
+        if self.bits not in (1, 2):
+            raise ValueError(f"bits={self.bits} for commvq: allowed 1, 2")
+        if self.values not in ("residual", "encoder"):
+            raise ValueError(f"values={self.values!r} for commvq: allowed 'residual', 'encoder'")
+        if self.centres not in ALLOWED_CENTRES["keys"]:
+            raise ValueError(
+                f"centres={self.centres} for commvq: allowed {', '.join(map(str, ALLOWED_CENTRES['keys']))}"
+            )
+        if self.context < 2:
+            raise ValueError(f"context={self.context} for commvq: allowed at least 2")
+        if self.tokens < 2 * self.context:
+            raise ValueError(f"tokens={self.tokens} for commvq: allowed at least two windows of {self.context}")
+        for name in ("key_rounds", "value_rounds"):
+            rounds = getattr(self, name)
+            if rounds is not None and not 1 <= rounds <= MOST_ROUNDS:
+                raise ValueError(f"{name}={rounds} for commvq: allowed 1 to {MOST_ROUNDS}")
+
+    @classmethod
+    def quick(cls, **changes: Any) -> CommVQSettings:
+        """Less text and fewer steps."""
+        short: dict[str, Any] = {"tokens": 18_432, "schedule": QUICK_SCHEDULE, "encoder": QUICK_ENCODER}
+        return cls(**short | changes)
+
+    def rounds(self, side: Side, head_dim: int) -> int:
+        given = self.key_rounds if side == "keys" else self.value_rounds
+        return given or rounds_for(self.bits, side, head_dim, group_count(head_dim), self.centres)
+
+
+def calibrate_commvq(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Sequence[str],
+    output: str | Path,
+    settings: CommVQSettings | None = None,
+    *,
+    workers: int | None = None,
+    report: Report = lambda doing, done, total: None,
+    notice: Callable[[str], None] = lambda message: None,
+) -> dict[str, Any]:
+    """Trains codebooks for every full-attention layer with RoPE, and writes them to `output`.
+
+    Finished layers are kept in a folder `<output>.*.parts/` until all are done: a second call with the same settings
+    and text goes on where the first was interrupted. Memory holds the model and the keys and values of the layers in
+    training.
+
+    Args:
+        model: the model, on the device where training happens as well.
+        tokenizer: its tokenizer.
+        text: text files, or a dataset on the hub (see `read_windows`).
+        output: the file to write; an existing one is replaced at the end.
+        settings: what is trained; 2 bits by default.
+        workers: layers trained at once; by default as many as help.
+        report: called as work proceeds.
+        notice: called with what a person should know.
+
+    Returns:
+        The losses by layer, as they are in the file: mean squared error of normalized vectors (see `train_side`).
+
+    Raises:
+        ValueError: a model that CommVQ cannot serve, a text that cannot be read or is too short, no finite keys, an
+            output that cannot be a file. OSError: a file that cannot be written.
+    """
+    settings, output = settings or CommVQSettings(), Path(output)
+    check_output(output)
+    config = model.config.get_text_config(decoder=True)
+    layers = calibrated_layers(config)
+    head_dim, heads, _ = model_shape(config)
+    windows, digest = read_windows(text, tokenizer, settings.tokens, settings.context)
+    trained, held_out = split_windows(windows)
+    data: dict[str, Any] = {"windows": len(trained), "held_out_windows": len(held_out)}
+    data |= {"context": settings.context, "sha256": digest}
+    data["dtype"] = str(model.dtype).removeprefix("torch.")
+    header = describe_model(config, output, options=asdict(settings), data=data)
+    parts = Parts(output, header.metadata() | {"training": _TRAINING, "layers": layers})
+    if parts.others:
+        notice(f"parts of other settings or texts stay: {', '.join(map(str, parts.others))}")
+    missing = [layer for layer in layers if parts.load(layer) is None]
+    if len(missing) < len(layers):
+        notice(
+            f"{parts.folder}: {len(layers) - len(missing)} of {len(layers)} layers are finished; going on from there"
+        )
+    weights = parts.load_weights()
+    folders = (parts.states, parts.held_out)
+    files = {layer: [layer_file(folder, layer, side) for folder in folders for side in SIDES] for layer in missing}
+    if missing and not (
+        all(file.exists() for layer in missing for file in files[layer]) and set(missing) <= weights.keys()
+    ):
+        count = _Counter(report, "reading text", len(windows))
+        collect(model, held_out, parts.held_out, missing, count)
+        weights = collect(model, trained, parts.states, missing, count)
+        parts.save_weights(weights)
+    weighed = {layer for layer in missing if settings.weigh_pairs and bool((weights[layer] != 1).any())}
+    if settings.weigh_pairs and len(weighed) < len(missing):
+        notice(
+            f"no queries could be observed in {len(missing) - len(weighed)} layers, where errors of all pairs of keys "
+            f"count alike; with attn_implementation='sdpa' they can (this is {config._attn_implementation!r})"
+        )
+    per_layer = settings.rounds("keys", head_dim) + (
+        settings.rounds("values", head_dim) if settings.values == "residual" else settings.encoder.steps
+    )
+    count = _Counter(report, "training", per_layer * len(missing))
+
+    def train_layer(layer: int) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        losses: dict[str, Any] = {}
+        for side in SIDES:
+            states, others = (read_layer(folder, layer, side, heads, head_dim).to(model.device) for folder in folders)
+            own = weights[layer] if layer in weighed else None
+            made, losses[side] = train_side(states, others, side, layer, settings, own, count)
+            tensors |= {f"{side}.{layer}.{name}": tensor for name, tensor in made.items()}
+        parts.save(layer, tensors, losses)
+        for file in files[layer]:
+            file.unlink()
+
+    _for_each(train_layer, missing, workers or _workers(model.device), count.stop)
+    finished = {layer: parts.load(layer) for layer in layers}
+    tensors = {name: tensor for part in finished.values() if part for name, tensor in part[0].items()}
+    losses = {str(layer): part[1] for layer, part in finished.items() if part}
+    data |= {"text": list(text), "unweighed": [layer for layer in layers if f"keys.{layer}.weights" not in tensors]}
+    write_codebooks(replace(header, losses=losses, data=data), tensors)
+    parts.remove()
+    return losses
+
+
+def split_windows(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows to train on, and every `HELD_OUT`th or so, spread evenly, to measure on; of two the second."""
+    step = len(windows) // max(1, len(windows) // HELD_OUT)
+    held_out = torch.arange(len(windows)) % step == step - 1
+    return windows[~held_out], windows[held_out]
+
+
+def check_output(output: Path) -> None:
+    """Raises `ValueError` where this cannot become a file of codebooks."""
+    if output.suffix != ".safetensors":
+        raise ValueError(f"output={str(output)!r}: allowed are files that end in .safetensors")
+    if output.is_dir():
+        raise ValueError(f"output={str(output)!r}: allowed is a file, this is a folder")
+    if not is_replaceable(output):
+        raise ValueError(f"output={str(output)!r}: allowed is a file that can be replaced, this is a device or a pipe")
+    there = next(folder for folder in output.absolute().parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"output={str(output)!r}: allowed where files can be made; {str(there)!r} is no such folder")
+
+
+def train_side(
+    states: torch.Tensor,
+    held_out: torch.Tensor,
+    side: Side,
+    layer: int,
+    settings: CommVQSettings,
+    weights: torch.Tensor | None = None,
+    on_step: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors of one side of a layer from its states `[H, tokens, head_dim]`, keys before RoPE and by pairs; losses.
+
+    Keys are scaled by `weights` `[H, pairs]` first. A loss is the mean squared error of normalized vectors: of each
+    head after each round (`rounds`), or of the encoder's tokens (`encoder`); under `held_out` the same of states that
+    were not trained on.
+    """
+    generator = torch.Generator().manual_seed(hashed_seed(settings.seed, layer, side))
+    started = time.perf_counter()
+    heads, _, head_dim = states.shape
+    if side == "values" and settings.values == "encoder":
+        tokens, others = (normalize(x.float().transpose(0, 1).flatten(1), dim=-1) for x in (states, held_out))
+        tensors, loss = train_encoder(tokens, settings.bits * heads * head_dim, settings.encoder, generator, on_step)
+        found: dict[str, Any] = {"encoder": loss, "held_out": encoder_loss(tensors, others)}
+        return tensors, found | {"seconds": time.perf_counter() - started}
+    groups, rounds = group_count(head_dim), settings.rounds(side, head_dim)
+    scale = weights.repeat_interleave(2, -1)[:, None] if side == "keys" and weights is not None else torch.ones(1)
+
+    def by_group(states: torch.Tensor) -> torch.Tensor:
+        """`[H * G, tokens, head_dim / G]`"""
+        unit = normalize(states.float() * scale.to(states.device), dim=-1)
+        return unit.unflatten(-1, (groups, -1)).transpose(1, 2).flatten(0, 1)
+
+    form = ComplexForm() if side == "keys" else RealForm()
+    books, losses = train_residual(
+        by_group(states), form, rounds, settings.centres, settings.schedule, generator, on_step
+    )
+    both = (losses, residual_losses(by_group(held_out), form, books))
+    by_head, others_by_head = (x.unflatten(0, (heads, groups)).sum(1).tolist() for x in both)
+    shaped = books.unflatten(0, (heads, groups))
+    tensors = {"codebooks": shaped.unflatten(-1, (-1, 2)) if side == "keys" else shaped}
+    if side == "keys" and weights is not None:
+        tensors["weights"] = weights
+    return tensors, {"rounds": by_head, "held_out": others_by_head, "seconds": time.perf_counter() - started}
+
+
+def _workers(device: torch.device) -> int:
+    """Layers trained at once: on a CPU a layer's many small steps leave further threads idle."""
+    return min(4, torch.get_num_threads()) if device.type == "cpu" else 1
+
+
+def _for_each(work: Callable[[int], None], layers: Sequence[int], workers: int, stop: Callable[[], None]) -> None:
+    """Calls `work` for each layer, on `workers` threads that share torch's; `stop` is called when one fails."""
+    if workers == 1:
+        for layer in layers:
+            work(layer)
+        return
+    threads = max(1, torch.get_num_threads() // workers)
+    with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        pending = [pool.submit(work, layer) for layer in layers]
+        try:
+            for future in as_completed(pending):
+                future.result()
+        except BaseException:
+            stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+class _Counter:
+    """Counts steps and reports them."""
+
+    def __init__(self, report: Report, doing: str, total: int) -> None:
+        self._report, self._doing, self._total, self._done = report, doing, total, 0
+        self._lock = Lock()
+        self._stopped = False
+        report(doing, 0, total)
+
+    def __call__(self) -> None:
+        if self._stopped:
+            raise InterruptedError("calibration was stopped")
+        with self._lock:
+            self._done += 1
+            self._report(self._doing, self._done, self._total)
+
+    def stop(self) -> None:
+        """Makes whoever counts next stop."""
+        self._stopped = True

@@ -1,0 +1,101 @@
+"""Keys before RoPE and values of a model on a text, collected in files of one layer and side each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from kvcache_compress.codecs.base import SIDES, Side
+from kvcache_compress.modeling.decoder import head_dim_of, is_full_attention
+from kvcache_compress.modeling.facts import model_shape
+from kvcache_compress.modeling.rope import RopeLayout, layer_has_rope, rope_layout, rotary_embedding
+
+from .queries import observed_queries, pair_weights
+
+
+def calibrated_layers(config: PreTrainedConfig) -> list[int]:
+    """Decoder layers that CommVQ can compress: full attention with RoPE.
+
+    Raises:
+        ValueError: there are none.
+    """
+    head_dim = head_dim_of(config) if getattr(config, "num_attention_heads", None) else None
+    if head_dim is None or rope_layout(config, head_dim) is None:
+        raise ValueError(f"{config.model_type} has no rotary position embeddings that are known: commvq needs them")
+    kinds = DynamicCache(config=config).layers
+    found = [i for i, kind in enumerate(kinds) if is_full_attention(kind) and layer_has_rope(config, i)]
+    if not found:
+        raise ValueError(f"{config.model_type} has no full-attention layer with rotary position embeddings")
+    return found
+
+
+def layer_file(folder: Path, layer: int, side: Side) -> Path:
+    return folder / f"{side}-{layer:03d}.f16"
+
+
+@torch.inference_mode()
+def collect(
+    model: PreTrainedModel,
+    windows: torch.Tensor,
+    folder: Path,
+    layers: Sequence[int],
+    on_window: Callable[[], None] = lambda: None,
+) -> dict[int, torch.Tensor]:
+    """Runs `windows` `[W, T]` through the model, without its head, and writes keys and values of `layers` to files.
+
+    Keys come from an ordinary cache, after RoPE, which is then undone by the model's own factors. At any time one
+    window's cache is in memory. A file holds float16 `[W * T, H, head_dim]`, a head's keys as
+    `[real of pair 0, imaginary of pair 0, ...]`.
+
+    Returns:
+        Weights of keys' pairs by layer, `[H, pairs]` (see `pair_weights`); ones where queries cannot be seen.
+    """
+    config = model.config.get_text_config(decoder=True)
+    layout, embed = rope_layout(config, head_dim_of(config)), rotary_embedding(config)
+    if layout is None or embed is None:
+        raise RuntimeError("a model without RoPE has no keys before it")
+    decoder = model.get_decoder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        sums = stack.enter_context(observed_queries(model, layout))
+        files = {
+            (layer, side): stack.enter_context(layer_file(folder, layer, side).open("wb"))
+            for layer in layers
+            for side in SIDES
+        }
+        cos, sin = embed(torch.zeros(1), torch.arange(windows.shape[1])[None])
+        factors = layout.factors((cos.to(model.device), sin.to(model.device)))
+        for window in windows:
+            cache = DynamicCache(config=config)
+            decoder(input_ids=window[None].to(model.device), past_key_values=cache, use_cache=True)
+            for layer in layers:
+                held = cache.layers[layer]
+                unrotated = _interleaved(layout.unrotate(held.keys, factors), layout)
+                files[layer, "keys"].write(_bytes(unrotated, f"keys of layer {layer}"))
+                files[layer, "values"].write(_bytes(held.values, f"values of layer {layer}"))
+            on_window()
+    ones = torch.ones(model_shape(config)[1], layout.pairs)
+    return {layer: pair_weights(sums.get(layer, ones)).cpu() for layer in layers}
+
+
+def _interleaved(keys: torch.Tensor, layout: RopeLayout) -> torch.Tensor:
+    return torch.stack(layout.split(keys), -1).flatten(-2)
+
+
+def _bytes(states: torch.Tensor, name: str) -> bytes:
+    half = states[0].transpose(0, 1).to("cpu", torch.float16).contiguous()
+    if not half.isfinite().all():
+        raise ValueError(f"{name} are not finite, or beyond float16")
+    return half.numpy().tobytes()
+
+
+def read_layer(folder: Path, layer: int, side: Side, heads: int, head_dim: int) -> torch.Tensor:
+    """One side of a layer, float16 `[H, tokens, head_dim]`."""
+    flat = torch.from_numpy(np.fromfile(layer_file(folder, layer, side), dtype=np.float16))
+    return flat.view(-1, heads, head_dim).transpose(0, 1)

@@ -1,0 +1,294 @@
+"""Codebooks of residual additive codes, trained by expectation–maximization (CommVQ, section 4.2 and appendix A.2).
+
+Two forms share one loop. Real, for values: a round adds `c[a]`, so training is k-means. Complex, for keys before RoPE:
+a round adds `c[a] + i c[b]` to the pairs of a head. With W the weight of vector n on the point (a, b), its M-step
+
+    min over c of  Σ_n Σ_ab W_nab |z_n - c_a - i c_b|²
+
+is a linear system in the N complex centres (2N real unknowns per pair), with one Hermitian matrix for all pairs that
+depends only on the counts C_ab = Σ_n W_nab:
+
+    (diag(Σ_b C_ab + Σ_b C_ba) + i (C - Cᵀ)) c = Σ_n (W_na z_n - i W_nb z_n)
+
+A round begins with soft steps, W = softmax(-distance / T) with T falling exponentially, on a sample of the vectors;
+then come hard steps on a larger sample until the loss stands still, and a few on all of them. T is measured in mean
+squared lengths of what the rounds before left, so one schedule serves all rounds; the public code lowers a fixed T to
+a tenth after some of them.
+
+Vectors are `[B, n, d]`: B heads train at once. Complex vectors hold real and imaginary parts side by side.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvcache_compress.methods.commvq.additive import pair_table, times_i
+
+_BLOCK = 8192
+"""Vectors per head whose inner products are held at once."""
+_POINTS = {"cpu": 1 << 19, "other": 1 << 25}
+"""Distances held at once: what a core's cache holds, or what keeps a GPU busy."""
+_PULL = 1e-3
+"""Weight of the old centre in the M-step, in mean uses: unused centres stay where they are."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how warm a round is trained.
+
+    soft_steps: soft steps, on at most `soft_vectors` vectors per head.
+    hard_steps: most hard steps on at most `hard_vectors`; fewer where one lowers no head's loss by more than the share
+        `tolerance`.
+    full_steps: then so many hard steps on all vectors.
+    hottest, coldest: temperature of the first and the last soft step, in mean squared lengths of the residuals.
+    """
+
+    soft_steps: int = 6
+    soft_vectors: int = 4096
+    hard_steps: int = 8
+    hard_vectors: int = 16_384
+    full_steps: int = 2
+    tolerance: float = 2e-3
+    hottest: float = 0.1
+    coldest: float = 0.01
+
+    def temperature(self, step: int) -> float:
+        return self.hottest * (self.coldest / self.hottest) ** (step / max(1, self.soft_steps - 1))
+
+
+class Form(ABC):
+    """What the loop needs to know of one kind of code; codes are `[B, n]`, centres `[B, N, d]`."""
+
+    @abstractmethod
+    def assign(self, x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """E-step: codes of the nearest points, and the summed squared distance `[B]`."""
+
+    @abstractmethod
+    def points(self, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+        """What codes decode to, `[B, n, d]`."""
+
+    @abstractmethod
+    def update(self, x: torch.Tensor, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+        """M-step for hard codes."""
+
+    @abstractmethod
+    def soft_update(self, x: torch.Tensor, centres: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        """Soft E-step at `temperature` `[B]` (in squared distances), and the M-step for its weights."""
+
+    @abstractmethod
+    def uses(self, codes: torch.Tensor, centres: int) -> torch.Tensor:
+        """How often each centre is used, `[B, N]`."""
+
+
+class RealForm(Form):
+    """`c[a]`."""
+
+    def assign(self, x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, loss = [], x.square().sum((-1, -2))
+        for block in x.split(_BLOCK, 1):
+            least, code = _real_costs(block, centres).min(-1)
+            codes.append(code)
+            loss = loss + least.sum(-1)
+        return torch.cat(codes, 1), loss
+
+    def points(self, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+        return _rows(centres, codes)
+
+    def update(self, x: torch.Tensor, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+        return self._solve(self.uses(codes, centres.shape[1]), _sums(x, codes, centres.shape[1]), centres)
+
+    def soft_update(self, x: torch.Tensor, centres: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        weights = (_real_costs(x, centres) / -temperature[:, None, None]).softmax(-1)
+        return self._solve(weights.sum(1), weights.mT @ x, centres)
+
+    def uses(self, codes: torch.Tensor, centres: int) -> torch.Tensor:
+        return _count(codes, centres)
+
+    @staticmethod
+    def _solve(counts: torch.Tensor, sums: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+        pull = _PULL * counts.mean(-1, keepdim=True)
+        return (sums + pull[..., None] * centres) / (counts + pull)[..., None]
+
+
+class ComplexForm(Form):
+    """`c[a] + i c[b]`; a code is `a * N + b`."""
+
+    def assign(self, x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        count, table = centres.shape[1], pair_table(_by_pairs(centres))
+        codes, loss = [], x.square().sum((-1, -2))
+        for block in x.split(_BLOCK, 1):
+            first, second = _complex_costs(block, centres)
+            over_b = [
+                (table[:, None] + part[:, :, None, :]).amin(-1) for part in second.split(_chunk(x, count * count), 1)
+            ]
+            least, a = (torch.cat(over_b, 1) + first).min(-1)
+            b = (second + _rows(table, a)).argmin(-1)
+            codes.append(a * count + b)
+            loss = loss + least.sum(-1)
+        return torch.cat(codes, 1), loss
+
+    def points(self, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+        count = centres.shape[1]
+        return _rows(centres, codes // count) + _turned(_rows(centres, codes % count))
+
+    def update(self, x: torch.Tensor, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+        count = centres.shape[1]
+        pairs = _count(codes, count * count).unflatten(-1, (count, count))
+        return self._solve(pairs, _sums(x, codes // count, count), _sums(x, codes % count, count), centres)
+
+    def soft_update(self, x: torch.Tensor, centres: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        count, table = centres.shape[1], pair_table(_by_pairs(centres))
+        pairs, by_a, by_b = torch.zeros_like(table), torch.zeros_like(centres), torch.zeros_like(centres)
+        chunk = _chunk(x, count * count)
+        for block in x.split(chunk, 1):
+            first, second = _complex_costs(block, centres)
+            costs = (table[:, None] + second[:, :, None, :]).add_(first[..., None])
+            weights = costs.div_(-temperature[:, None, None, None]).flatten(2).softmax(-1).unflatten(2, (count, count))
+            pairs += weights.sum(1)
+            by_a += weights.sum(3).mT @ block
+            by_b += weights.sum(2).mT @ block
+        return self._solve(pairs, by_a, by_b, centres)
+
+    def uses(self, codes: torch.Tensor, centres: int) -> torch.Tensor:
+        return _count(codes // centres, centres) + _count(codes % centres, centres)
+
+    @staticmethod
+    def _solve(pairs: torch.Tensor, by_a: torch.Tensor, by_b: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+        uses = pairs.sum(2) + pairs.sum(1)
+        pull = _PULL * uses.mean(-1, keepdim=True)
+        matrix = torch.complex(torch.diag_embed(uses + pull), pairs - pairs.mT).to(torch.complex128)
+        right = _by_pairs(by_a - _turned(by_b) + pull[..., None] * centres).double().contiguous()
+        solved = torch.linalg.solve(matrix, torch.view_as_complex(right))
+        return torch.view_as_real(solved).flatten(-2).to(centres.dtype)
+
+
+@torch.inference_mode()
+def train_round(
+    x: torch.Tensor, form: Form, centres: int, schedule: Schedule, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One round for vectors `[B, n, d]`: centres `[B, N, d]` and codes `[B, n]`."""
+    order = torch.randperm(x.shape[1], generator=generator).to(x.device)
+    sample = x[:, order[: schedule.soft_vectors]]
+    energy = sample.square().sum(-1).mean(-1).clamp_min(1e-30)
+    found = start_centres(sample, form, centres, generator)
+    for step in range(schedule.soft_steps):
+        found = form.soft_update(sample, found, schedule.temperature(step) * energy)
+    part = x[:, order[: schedule.hard_vectors].sort().values]
+    found, codes, _ = hard_steps(part, form, found, schedule.hard_steps, schedule.tolerance, generator)
+    if len(order) > schedule.hard_vectors:
+        found, codes, _ = hard_steps(x, form, found, schedule.full_steps, 0.0, generator)
+    return found, codes
+
+
+def hard_steps(
+    x: torch.Tensor, form: Form, found: torch.Tensor, steps: int, tolerance: float, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """At most `steps` hard steps: centres, their codes, and the mean loss before and after each, `[steps + 1, B]`."""
+    codes, loss = form.assign(x, found)
+    losses = [loss]
+    for _ in range(steps):
+        found = form.update(x, codes, reseed(found, form.uses(codes, found.shape[1]), generator))
+        codes, loss = form.assign(x, found)
+        losses.append(loss)
+        if bool((losses[-2] - loss <= tolerance * losses[-2]).all()):
+            break
+    return found, codes, torch.stack(losses) / x.shape[1]
+
+
+@torch.inference_mode()
+def train_residual(
+    x: torch.Tensor,
+    form: Form,
+    rounds: int,
+    centres: int,
+    schedule: Schedule,
+    generator: torch.Generator,
+    on_round: Callable[[], None] = lambda: None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds on what the rounds before left of vectors `[B, n, d]`, float32.
+
+    Returns:
+        Centres `[B, R, N, d]`, which float16 holds exactly, and the mean squared residual after each round `[B, R]`.
+    """
+    books, losses = [], []
+    for _ in range(rounds):
+        found, codes = train_round(x, form, centres, schedule, generator)
+        books.append(found.half().float())
+        x = x - form.points(codes, books[-1])
+        losses.append(x.square().sum(-1).mean(-1))
+        on_round()
+    return torch.stack(books, 1), torch.stack(losses, 1)
+
+
+@torch.inference_mode()
+def residual_losses(x: torch.Tensor, form: Form, books: torch.Tensor) -> torch.Tensor:
+    """Mean squared residual `[B, R]` of vectors `[B, n, d]` after each round of trained centres `[B, R, N, d]`."""
+    losses = []
+    for found in books.unbind(1):
+        x = x - form.points(form.assign(x, found)[0], found)
+        losses.append(x.square().sum(-1).mean(-1))
+    return torch.stack(losses, 1)
+
+
+def start_centres(sample: torch.Tensor, form: Form, centres: int, generator: torch.Generator) -> torch.Tensor:
+    """Vectors of the sample, shortened, since a point of the complex form is the sum of two centres."""
+    chosen = torch.randint(sample.shape[1], (centres,), generator=generator)
+    return sample[:, chosen.to(sample.device)] * (0.5 if isinstance(form, ComplexForm) else 0.7)
+
+
+def reseed(centres: torch.Tensor, uses: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Centres that no vector uses move beside the most used ones, which never raises the loss of hard codes."""
+    centres = centres.clone()
+    for row in (uses == 0).any(-1).nonzero().flatten().tolist():
+        dead = (uses[row] == 0).nonzero().flatten()
+        donors = centres[row, uses[row].argsort(descending=True)[: len(dead)]]
+        noise = torch.randn(donors.shape, generator=generator).to(donors)
+        centres[row, dead[: len(donors)]] = donors + 0.1 * noise * donors.square().mean(-1, keepdim=True).sqrt()
+    return centres
+
+
+def _by_pairs(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(-1, (-1, 2))
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    return times_i(_by_pairs(x)).flatten(-2)
+
+
+def _real_costs(x: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+    """|x - c|² - |x|² `[B, n, N]`."""
+    return torch.baddbmm(centres.square().sum(-1)[:, None], x, centres.mT, alpha=-2)
+
+
+def _complex_costs(x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """-2<z, c_a> and -2<z, i c_b>, each `[B, n, N]`."""
+    return -2 * x @ centres.mT, -2 * x @ _turned(centres).mT
+
+
+def _rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows `index` `[B, n]` of `table` `[B, N, d]`."""
+    heads = torch.arange(len(table), device=table.device)[:, None]
+    return table[heads, index]
+
+
+def _flat(codes: torch.Tensor, count: int) -> torch.Tensor:
+    return (codes + count * torch.arange(len(codes), device=codes.device)[:, None]).flatten()
+
+
+def _count(codes: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.bincount(_flat(codes, count), minlength=len(codes) * count).view(len(codes), count).float()
+
+
+def _sums(x: torch.Tensor, codes: torch.Tensor, count: int) -> torch.Tensor:
+    """Sum of the vectors of each code, `[B, N, d]`."""
+    sums = x.new_zeros(len(x) * count, x.shape[-1])
+    return sums.index_add_(0, _flat(codes, count), x.flatten(0, 1)).unflatten(0, (len(x), count))
+
+
+def _chunk(x: torch.Tensor, distances: int) -> int:
+    """Vectors per head whose distances to all points are held at once."""
+    return max(1, _POINTS["cpu" if x.device.type == "cpu" else "other"] // (len(x) * distances))

@@ -1,0 +1,54 @@
+"""How long queries are in each pair of channels: what an error of a key's pair costs.
+
+A score is Σ_j Re(conj(q_j) k_j) over pairs j, so its expected squared error is Σ_j E|q_j|² |k_j - k̂_j|² / 2 where the
+errors of pairs are independent of the queries. RoPE changes neither |q_j| nor |k_j - k̂_j|, so keys scaled per pair by
+the root of E|q_j|² can be coded before RoPE like any others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvcache_compress.modeling.rope import RopeLayout
+
+
+@contextmanager
+def observed_queries(model: PreTrainedModel, layout: RopeLayout) -> Iterator[dict[int, torch.Tensor]]:
+    """While it is open, sums |q_j|² of every layer's queries over tokens and grouped heads, float64 `[H, pairs]`.
+
+    The sums stay empty for models with attention of their own, which Transformers does not look up by name.
+    """
+    name = str(model.config.get_text_config(decoder=True)._attn_implementation)
+    sums: dict[int, torch.Tensor] = {}
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        yield sums
+        return
+    attend = ALL_ATTENTION_FUNCTIONS[name]
+
+    def observe(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> Any:
+        real, imaginary = layout.split(query.float())
+        squares = (real.square() + imaginary.square()).double().sum((0, 2)).unflatten(0, (key.shape[1], -1)).sum(1)
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        sums[layer] = sums[layer] + squares if layer in sums else squares
+        return attend(module, query, key, *args, **options)
+
+    before = ALL_ATTENTION_FUNCTIONS._local_mapping.get(name)
+    ALL_ATTENTION_FUNCTIONS[name] = observe
+    try:
+        yield sums
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]
+        if before is not None:
+            ALL_ATTENTION_FUNCTIONS[name] = before
+
+
+def pair_weights(sums: torch.Tensor) -> torch.Tensor:
+    """Weights `[H, pairs]` of keys' pairs, exact in float16: root mean squares, of mean square 1 within a head."""
+    shares = sums / sums.mean(-1, keepdim=True).clamp_min(1e-30)
+    return shares.clamp_min(1e-4).sqrt().half().float()

@@ -1,0 +1,289 @@
+"""CommVQ's codebook file: one safetensors file per model, written by calibration, read and checked by the codec.
+
+Metadata (all strings): `format`, `version`, `model` (hub id or path), `model_type`, `head_dim`, `kv_heads`, `layers`,
+`sha256` of the tensors (not in the first files), and as JSON `rope` (`rope_record`), `options`, `data` and `losses` of
+the calibration (the first files have no losses `held_out`). Tensors, float16, for H key/value heads, G groups of g
+pairs (G * g = head_dim / 2), R rounds of N centres:
+
+    keys.{layer}.codebooks    [H, G, R, N, g, 2]          real and imaginary parts
+    keys.{layer}.weights      [H, head_dim / 2]           may be left out: pairs are scaled by them before coding
+    values.{layer}.codebooks  [H, G, R, N, head_dim / G]  the residual form, or the encoder form of the paper:
+    values.{layer}.weight1    [hidden, H * head_dim]      values.{layer}.bias1  [hidden]
+    values.{layer}.weight2    [bits, hidden]              values.{layer}.bias2  [bits]
+    values.{layer}.codebook   [bits, H * head_dim]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from kvcache_compress.codecs.base import Side
+from kvcache_compress.files.tensors import open_tensors, write_tensors
+from kvcache_compress.files.text import is_file
+from kvcache_compress.modeling.facts import model_shape, rope_record, same_model
+from kvcache_compress.modeling.rope import rope_layout
+from kvcache_compress.validation.messages import on_one_line, quoted
+
+FORMAT, VERSION = "kvcache_compress.commvq", "1"
+ENCODER = ("weight1", "bias1", "weight2", "bias2", "codebook")
+CENTRES, GROUP_PAIRS = 64, 64
+ALLOWED_CENTRES = {"keys": (2, 4, 8, 16, 32, 64), "values": (2, 4, 8, 16, 32, 64, 256)}
+
+
+def refusal(path: str, problem: str) -> ValueError:
+    """The error for a file that cannot be taken. What it holds may be long, and of several lines."""
+    return ValueError(f"codebooks={quoted(path)} for commvq: {on_one_line(problem, 600)}")
+
+
+def group_count(head_dim: int) -> int:
+    """Groups of a head by default: as few as keep each within `GROUP_PAIRS` pairs and a multiple of 8 of them."""
+    counts = (count for count in range(1, head_dim) if head_dim % (16 * count) == 0)
+    return next(count for count in counts if head_dim // (2 * count) <= GROUP_PAIRS)
+
+
+def code_bits(side: Side, centres: int = CENTRES) -> int:
+    """Bits of one group's code per round: two indices for keys, one for values."""
+    return (2 if side == "keys" else 1) * (centres.bit_length() - 1)
+
+
+def rounds_for(bits: float, side: Side, head_dim: int, groups: int, centres: int = CENTRES) -> int:
+    """Residual rounds that come nearest to `bits` code bits per number: 21 for 2 bits of keys at D = 128."""
+    return max(1, round(bits * head_dim / (groups * code_bits(side, centres))))
+
+
+@dataclass(frozen=True)
+class CodebookHeader:
+    """What a codebook file says of itself, and the shapes of its tensors."""
+
+    path: str
+    model: str
+    model_type: str
+    head_dim: int
+    kv_heads: int
+    layers: int
+    rope: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    losses: Any = None
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def metadata(self) -> dict[str, str]:
+        numbers = {name: str(getattr(self, name)) for name in ("head_dim", "kv_heads", "layers")}
+        described = {name: json.dumps(getattr(self, name)) for name in ("rope", "options", "data", "losses")}
+        names = {"format": FORMAT, "version": VERSION, "model": self.model, "model_type": self.model_type}
+        return names | numbers | described
+
+    @property
+    def encoder_bits(self) -> int:
+        """Bits per token of the paper's value encoder, over all heads; 0 where values have the residual form."""
+        found = next((shape for name, shape in self.shapes.items() if name.endswith(".codebook")), (0,))
+        return found[0] if found else 0
+
+    def shape(self, side: Side) -> tuple[int, int, int, int]:
+        """(heads, groups, rounds, centres) of a side in residual form.
+
+        Raises:
+            ValueError: the file has none.
+        """
+        for name, shape in self.shapes.items():
+            if name.startswith(side) and name.endswith(".codebooks"):
+                return shape[0], shape[1], shape[2], shape[3]
+        raise refusal(self.path, f"no {side} in it")
+
+    def rounds(self, side: Side, bits: float | None) -> int:
+        """Rounds for `bits` code bits per number, all by default: the first rounds of residual codes stand alone.
+
+        Raises:
+            ValueError: the file has fewer.
+        """
+        _, groups, held, centres = self.shape(side)
+        wanted = held if bits is None else rounds_for(bits, side, self.head_dim, groups, centres)
+        if wanted > held:
+            there = held * groups * code_bits(side, centres) / self.head_dim
+            raise ValueError(f"bits={bits:g} for commvq: the {side} in {self.path!r} have {there:.3g}")
+        return wanted
+
+    def encoder_share(self, bits: float | None) -> int:
+        """The encoder's bits per token and head. Raises `ValueError` where `bits` per number are others."""
+        share = self.encoder_bits // self.kv_heads
+        held = share / self.head_dim
+        if bits is not None and abs(held - bits) > 0.1 * bits:
+            raise ValueError(f"bits={bits:g} for commvq: the encoder of {self.path!r} has {held:.3g}, no others")
+        return share
+
+
+def describe_model(
+    config: PreTrainedConfig, path: str | Path, *, options: Any = None, data: Any = None, losses: Any = None
+) -> CodebookHeader:
+    """The header of a file for this decoder.
+
+    Raises:
+        ValueError: the model has no RoPE that is known.
+    """
+    head_dim, kv_heads, layers = model_shape(config)
+    layout = rope_layout(config, head_dim)
+    if layout is None:
+        raise ValueError(f"{config.model_type} has no rotary position embeddings that are known: commvq needs them")
+    return CodebookHeader(
+        path=str(path), model=config._name_or_path, model_type=config.model_type, head_dim=head_dim, kv_heads=kv_heads,
+        layers=layers, rope=rope_record(config, layout), options=options or {}, data=data or {}, losses=losses,
+    )  # fmt: skip
+
+
+def write_codebooks(header: CodebookHeader, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes the tensors, as float16, to `header.path`; an existing file is replaced only once all is written."""
+    held = {name: tensor.detach().to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
+    write_tensors(header.path, held, header.metadata() | {"sha256": _digest(held.keys(), held.__getitem__)})
+
+
+def _digest(names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> str:
+    """SHA-256 of tensors by name."""
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        digest.update(name.encode())
+        digest.update(tensor(name).reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def read_header(path: str) -> CodebookHeader:
+    """The header of a file, read once while the file stays the same.
+
+    Raises:
+        ValueError: no such file, not a safetensors file, cut short, of another format or version, or tensors that are
+            missing or do not fit together.
+    """
+    file = Path(path).expanduser()
+    if not is_file(file):
+        raise refusal(path, f"there is no such file. {how_to_calibrate()}")
+    stat = file.stat()
+    return _read_header(str(file), stat.st_mtime_ns, stat.st_size)
+
+
+def how_to_calibrate() -> str:
+    return (
+        "Make one with `kvcache-compress calibrate --method commvq --model MODEL --text FILE --output FILE.safetensors`"
+    )
+
+
+@lru_cache(maxsize=8)
+def _read_header(path: str, changed: int, size: int) -> CodebookHeader:
+    with open_tensors(path, f"codebooks={quoted(path)} for commvq") as file:
+        metadata = file.metadata() or {}
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        dtypes = {part.get_dtype() for part in slices.values()}
+        changed_since = "sha256" in metadata and _digest(shapes, file.get_tensor) != metadata["sha256"]
+    if metadata.get("format") != FORMAT:
+        raise refusal(path, f"not a codebook file of kvcache-compress. {how_to_calibrate()}")
+    if metadata.get("version") != VERSION:
+        raise refusal(path, f"format version {metadata.get('version')!r}, this release reads {VERSION!r}")
+    try:
+        described = {name: json.loads(metadata[name]) for name in ("rope", "options", "data", "losses")}
+        if wrong := [name for name in ("rope", "options", "data") if not isinstance(described[name], dict)]:
+            raise ValueError(f"{wrong[0]} is no mapping")
+        numbers: dict[str, Any] = {name: int(metadata[name]) for name in ("head_dim", "kv_heads", "layers")}
+        header = CodebookHeader(
+            path=path, model=metadata["model"], model_type=metadata["model_type"], shapes=shapes, **numbers, **described
+        )
+    except (KeyError, ValueError, RecursionError) as error:
+        raise refusal(path, f"its metadata is damaged ({error})") from None
+    if problem := _shape_problem(header) or (f"dtypes {sorted(dtypes)}, not F16" if dtypes - {"F16"} else None):
+        raise refusal(path, f"damaged: {problem}")
+    if changed_since:
+        raise refusal(path, "damaged: its numbers are not those that were written")
+    return header
+
+
+def _shape_problem(header: CodebookHeader) -> str | None:
+    """What is wrong with the tensors, in words."""
+    heads, dim = header.kv_heads, header.head_dim
+    if not header.shapes:
+        return "no tensors"
+    kinds: dict[tuple[str, str], tuple[int, ...]] = {}
+    for name, shape in header.shapes.items():
+        side, layer, kind = [*name.split("."), "", ""][:3]
+        known = (f"{side}.{layer}.codebooks", f"keys.{layer}.weights", *(f"values.{layer}.{part}" for part in ENCODER))
+        numbered = layer.isdecimal() and len(layer) < 6 and int(layer) < header.layers
+        if name not in known or not numbered:
+            return f"a tensor {name!r}, which no codebook file has"
+        if shape != kinds.setdefault((side, kind), shape):
+            return f"{name} of shape {list(shape)}, where another layer has {list(kinds[side, kind])}"
+    for (side, kind), shape in kinds.items():
+        groups = shape[1] if len(shape) > 3 else 0
+        whole = groups > 0 and dim % (2 * groups) == 0
+        parts = (dim // (2 * groups), 2) if whole and side == "keys" else (dim // max(1, groups),)
+        fits = whole and shape[0] == heads and shape[2] > 0 and shape[4:] == parts
+        if kind == "weights" and shape != (heads, dim // 2):
+            return f"weights of shape {list(shape)} for {heads} heads of {dim}"
+        if kind == "codebooks" and not (fits and shape[3] in ALLOWED_CENTRES.get(side, ())):
+            return f"{kind} of {side} of shape {list(shape)} for {heads} heads of {dim}"
+    encoder = [kinds.get(("values", part), ()) for part in ENCODER]
+    if any(encoder):
+        hidden, bits, width = (encoder[0] or (0,))[0], header.encoder_bits, heads * dim
+        if encoder != [(hidden, width), (hidden,), (bits, hidden), (bits,), (bits, width)] or bits % (8 * heads):
+            return f"an encoder with shapes {encoder} for {heads} heads of {dim}"
+        if ("values", "codebooks") in kinds:
+            return "both an encoder and codebooks for values"
+    return None
+
+
+def check_model(
+    header: CodebookHeader, side: Side, config: PreTrainedConfig, layer: int, any_model: bool = False
+) -> None:
+    """Raises `ValueError` where the file was made for another model than this decoder, or lacks this layer.
+
+    Dimensions and RoPE must agree in any case. Model ids agree where they are equal or, as for folders, the last two
+    parts of the path are; an unnamed model agrees with all. `any_model` leaves the ids out of it.
+    """
+    name = config._name_or_path or f"this {config.model_type}"
+    start = f"made for {header.model or header.model_type!r}, not for {name!r}"
+    head_dim, kv_heads, layers = model_shape(config)
+    there, here = (header.head_dim, header.kv_heads, header.layers), (head_dim, kv_heads, layers)
+    if there != here:
+        words = "{} layers with {} key/value heads of {}"
+        raise refusal(header.path, f"{start}: {words.format(*there[::-1])} there, {words.format(*here[::-1])} here")
+    layout = rope_layout(config, head_dim) if side == "keys" else None
+    if layout is not None and (record := rope_record(config, layout)) != header.rope:
+        differing = [key for key in record if record[key] != header.rope.get(key)]
+        words = "; ".join(f"{key} {header.rope.get(key)} there, {record[key]} here" for key in differing)
+        raise refusal(header.path, f"{start}: other rotary position embeddings: {words}")
+    if not any_model and header.model_type != config.model_type:
+        raise refusal(header.path, f"{start}: a model of type {header.model_type!r} there, {config.model_type!r} here")
+    if not any_model and not same_model(header.model, config._name_or_path):
+        raise refusal(header.path, f"{start}. If both are the same model, say any_model: true")
+    _names(header, side, layer)
+
+
+def _names(header: CodebookHeader, side: Side, layer: int) -> list[str]:
+    encoder = side == "values" and header.encoder_bits
+    names = [f"{side}.{layer}.{part}" for part in (ENCODER if encoder else ("codebooks",))]
+    if missing := [name for name in names if name not in header.shapes]:
+        raise refusal(header.path, f"no {side} of layer {layer} in it ({missing[0]})")
+    weights = f"{side}.{layer}.weights"
+    return [*names, weights] if weights in header.shapes else names
+
+
+def load_layer(header: CodebookHeader, side: Side, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """The float16 tensors of one side of a layer, by their last names.
+
+    Raises:
+        ValueError: a layer that is missing, numbers that are not finite, or weights that are not positive.
+    """
+    prefix, names = f"{side}.{layer}.", _names(header, side, layer)
+    with open_tensors(header.path, f"codebooks={quoted(header.path)} for commvq") as file:
+        tensors = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise refusal(header.path, f"damaged: {prefix}{name} holds NaN or infinity")
+        if name == "weights" and not (tensor > 0).all():
+            raise refusal(header.path, f"damaged: {prefix}{name} holds weights of zero or less")
+    return {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -1,0 +1,228 @@
+"""CommVQ (Li et al., ICML 2025): learned additive codes; those of keys commute with RoPE (sections 4.1 and 4.2).
+
+A key is undone of RoPE and split into complex pairs z, normalized per head and token. Each residual round adds
+`c[a] + i c[b]` to the g pairs of a group and stores the two 6-bit indices; RoPE multiplies both sides by `e^(imθ)`, so
+the decoded key is turned by the token's own factors. Values take real codebooks in the same way (ours), or the paper's
+encoder: bits of the whole token, all heads together, whose weighted sum is multiplied by the codebook once. The
+codebooks come from a file that calibration writes (`commvq_file.py`).
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from pydantic import field_validator
+from transformers import PreTrainedConfig
+
+from kvcache_compress.codecs.base import Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
+from kvcache_compress.codecs.layout import Field, check_head_dim, code_fields
+from kvcache_compress.codecs.scalar import SCALE_MAX, Scalar, stored_scalar
+from kvcache_compress.registry import register_method
+
+from . import additive
+from .bit_encoder import BitEncoder
+from .codebook_file import (
+    CENTRES,
+    CodebookHeader,
+    check_model,
+    code_bits,
+    group_count,
+    how_to_calibrate,
+    load_layer,
+    read_header,
+    rounds_for,
+)
+from .local_heads import own_heads
+from .residual import ResidualBooks
+
+if TYPE_CHECKING:
+    from kvcache_compress.cpu_kernels.common.operands import CPUSide
+    from kvcache_compress.triton_kernels.common.operands import KernelSide
+
+DEFAULT_BITS = 2.0
+LARGEST_GAIN = 2.0
+"""Stored scalars are at most so many norms, so that a vector unlike all that calibration saw is not blown up."""
+
+
+class CommVQOptions(MethodOptions):
+    """Options of `commvq`, for one side.
+
+    codebooks: path of the model's codebook file; without one a cache can be estimated but not built.
+    bits: code bits per number, which say how many residual rounds are used; by default all that the file has.
+    scalar: the number stored per head and token (`norm` is the paper's); `match` for keys, `unbiased` for values.
+    any_model: take a file whose model has another name, as long as dimensions and RoPE agree.
+    """
+
+    codebooks: str | None = None
+    bits: float | None = None
+    scalar: Scalar | None = None
+    any_model: bool = False
+
+    @field_validator("bits")
+    @classmethod
+    def _check_bits(cls, bits: float | None) -> float | None:
+        if bits is not None and not 0.25 <= bits <= 6:
+            raise ValueError(f"bits={bits:g} for commvq: allowed 0.25–6")
+        return bits
+
+
+@register_method
+class CommVQCodec(Codec):
+    """One side of a layer under CommVQ; see the module's docstring."""
+
+    name: ClassVar[str] = "commvq"
+    Options: ClassVar[type[MethodOptions]] = CommVQOptions
+    options: CommVQOptions
+
+    def __init__(self, options: CommVQOptions, context: CodecContext) -> None:
+        super().__init__(options, context)
+        header = _header(options)
+        heads = own_heads(header, context)
+        if context.side == "keys" and context.rope is None:
+            raise ValueError("commvq for keys needs the model's rotary position embeddings")
+        self.scalar: Scalar = options.scalar or ("match" if context.side == "keys" else "unbiased")
+        tensors = load_layer(header, context.side, context.layer, context.device)
+        if context.heads < header.kv_heads:
+            tensors = {name: tensor[heads].clone() for name, tensor in tensors.items()}
+        self.encoder = None if "codebooks" in tensors else BitEncoder(tensors, context.heads)
+        self.chunks_on_cpp = not self.encoder
+        self.weights = tensors.get("weights")
+        """float16 `[H, D / 2]`, by which the pairs of keys are scaled before coding; None without."""
+        self.codebooks: torch.Tensor | None = None
+        """float16 `[H, G, R, N, 2, g]` for keys, `[H, G, R, N, w]` for values; None with the encoder."""
+        if not self.encoder:
+            books = tensors["codebooks"][:, :, : header.rounds(context.side, options.bits)]
+            books = books.mT if context.side == "keys" else books
+            # A copy even where the order stays: tensors of a file start anywhere, and rows should fill cache lines.
+            self.codebooks = books.clone(memory_format=torch.contiguous_format)
+
+    @classmethod
+    def layout(cls, options: CommVQOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
+        check_head_dim(cls.name, head_dim, 16, 16)
+        scale = Field("scale", torch.float16)
+        groups, centres = group_count(head_dim), CENTRES
+        if options.codebooks is None:
+            rounds = rounds_for(options.bits or DEFAULT_BITS, side, head_dim, groups)
+        else:
+            header = read_header(options.codebooks)
+            if side == "values" and header.encoder_bits:
+                return (*code_fields(1, header.encoder_share(options.bits)), scale)
+            _, groups, _, centres = header.shape(side)
+            rounds = header.rounds(side, options.bits)
+        return Field("codes", torch.uint8, (additive.code_bytes(groups * rounds, code_bits(side, centres)),)), scale
+
+    @classmethod
+    def rope_use(cls, options: CommVQOptions, side: Side) -> RopeUse:
+        return "factors" if side == "keys" else "none"
+
+    @classmethod
+    def check_model(cls, options: CommVQOptions, side: Side, config: PreTrainedConfig, layer: int) -> None:
+        check_model(_header(options), side, config, layer, options.any_model)
+
+    @classmethod
+    def constant_size(cls, options: CommVQOptions, side: Side, head_dim: int, heads: int) -> int:
+        """Without a file, that of residual codebooks of `options.bits`."""
+        if options.codebooks is not None:
+            return super().constant_size(options, side, head_dim, heads)
+        cls.layout(options, side, head_dim)
+        rounds = rounds_for(options.bits or DEFAULT_BITS, side, head_dim, group_count(head_dim))
+        weights = heads * head_dim // 2 if side == "keys" else 0
+        return torch.float16.itemsize * (heads * rounds * CENTRES * head_dim + weights)
+
+    def _books(self) -> ResidualBooks:
+        if self.codebooks is None:
+            raise RuntimeError("the encoder form of values has no residual codebooks")
+        return ResidualBooks(self.codebooks)
+
+    def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
+        x = x.float()
+        if self.context.side == "keys":
+            layout, factors = self._rope(rope)
+            x = torch.stack(layout.split(layout.unrotate(x, factors)), -1).flatten(-2)
+            if self.weights is not None:
+                x = x * self._weights_by_channel()
+        if self.encoder:
+            codes, point, token_norm = self.encoder.encode(x, self.backend)
+            usual = token_norm[:, None].expand(x.shape[:3])
+            norm = usual if self.scalar == "norm" else x.norm(dim=-1)
+            return codes, self._scale(x / norm.clamp_min(1e-30)[..., None], point, norm, usual)
+        norm = x.norm(dim=-1)
+        z = x / norm.clamp_min(1e-30)[..., None]
+        codes, point = self._books().encode(z, self.backend)
+        return codes, self._scale(z, point, norm, norm)
+
+    def _scale(self, z: torch.Tensor, point: torch.Tensor, norm: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
+        """The stored scalar; `usual` is what it would be without any error."""
+        scale = stored_scalar(z, point, norm, self.scalar)
+        return torch.fmin(scale, (LARGEST_GAIN * usual).clamp(max=SCALE_MAX).to(torch.float16))
+
+    def _rope(self, rope: Rope | None) -> tuple[Any, Rope]:
+        if rope is None or self.context.rope is None:
+            raise RuntimeError("commvq needs the RoPE factors of the tokens to encode and decode keys")
+        return self.context.rope, rope
+
+    def _decoded(self, fields: Fields) -> torch.Tensor:
+        """Float32 `[B, H, T, D]`, keys before RoPE and by pairs."""
+        packed, scale = fields
+        return self._books().decode(packed) * scale.float()[..., None]
+
+    def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        if self.encoder:
+            return self.encoder.points(self.encoder.bits(fields[:-1])) * fields[-1].float()[..., None]
+        x = self._decoded(fields)
+        if self.context.side == "values":
+            return x
+        if self.weights is not None:
+            x = x / self._weights_by_channel()
+        layout, factors = self._rope(rope)
+        return layout.rotate(layout.join(x[..., ::2], x[..., 1::2]), factors)
+
+    def _weights_by_channel(self) -> torch.Tensor:
+        """The weights of keys by pairs, float32 `[H, 1, D]`."""
+        assert self.weights is not None
+        return self.weights.float().repeat_interleave(2, -1)[:, None]
+
+    def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        """With the encoder: in the space of the token's bits, `[B, H, R, bits]`."""
+        if self.encoder:
+            return (weights * fields[-1].float()[:, :, None]) @ self.encoder.bits(fields[:-1])[:, None]
+        return super().accumulate(weights, fields, rope)
+
+    def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
+        return accumulated @ self.output_map() if self.encoder else accumulated
+
+    def output_map(self) -> torch.Tensor:
+        """The encoder's codebook by heads, float32 `[H, bits, D]`."""
+        assert self.encoder is not None
+        return self.encoder.codebook().float()
+
+    @cached_property
+    def kernel_side(self) -> KernelSide:
+        from kvcache_compress.triton_kernels.decode.commvq import commvq_side
+
+        return commvq_side(self)
+
+    @cached_property
+    def cpu_side(self) -> CPUSide:
+        """Keys' code space has their pairs, real parts first; that of the encoder all bits of a token."""
+        from kvcache_compress.cpu_kernels.common.operands import CPUSide
+
+        if self.encoder:
+            return CPUSide("bits", basis=self.encoder.codebook())
+        assert self.codebooks is not None
+        if self.context.side == "values":
+            return CPUSide("additive", tables=(self.codebooks,))
+        assert self.context.rope is not None
+        order = self.context.rope.order
+        sorted_already = order == tuple(range(len(order)))
+        basis = None if sorted_already else torch.eye(len(order), device=self.codebooks.device)[[*order]][None]
+        tables = (self.codebooks,) if self.weights is None else (self.codebooks, self.weights)
+        return CPUSide("complex", tables=tables, basis=basis)
+
+
+def _header(options: CommVQOptions) -> CodebookHeader:
+    if options.codebooks is None:
+        raise ValueError(f"codebooks=None for commvq: the codebooks of the model are needed. {how_to_calibrate()}")
+    return read_header(options.codebooks)

@@ -1,0 +1,5 @@
+"""The two methods named PolarQuant: recursive (Han et al.) and on RoPE pairs (Wu et al.)."""
+
+from . import recursive, rope
+
+__all__ = ["recursive", "rope"]

@@ -1,0 +1,59 @@
+"""Cells of points in polar coordinates: PolarQuant's codes of RoPE pairs (Wu et al., section 3.2)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kvcache_compress.codecs import packing
+
+
+def radii(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
+    """Radii of pairs, float32, rounded as IEEE 754 says, so that other code can compute the same numbers to the bit.
+
+    Not by `hypot`, and not by a float32 square root of torch: on some processors its library rounds one in six wrongly,
+    which puts the longest radius of a channel, itself a boundary, into the cell below. That of float64 ends right.
+    """
+    return (real * real + imaginary * imaginary).double().sqrt().float()
+
+
+def quarter_bounds(bits: int) -> torch.Tensor:
+    """cos and sin of the lower boundaries of the cells in the first quarter turn, float32 `[2 ** (bits - 2), 2]`."""
+    angles = torch.arange(2 ** (bits - 2), dtype=torch.float64) * (2 * math.pi / 2**bits)
+    return torch.stack([angles.cos(), angles.sin()], -1).float()
+
+
+def angle_codes(real: torch.Tensor, imaginary: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Cells of the angles of points, uint8 `[..., pairs]`: whole quarter turns, and the boundaries that they are past.
+
+    An arctangent would round pairs on a boundary, which 16-bit keys have many of, differently on each device.
+    """
+    second, third = (imaginary > 0) & (real <= 0), (imaginary <= 0) & (real < 0)
+    fourth = (imaginary < 0) & (real >= 0)
+    u, v = real.abs(), imaginary.abs()
+    turned = second | fourth
+    u, v = torch.where(turned, v, u), torch.where(turned, u, v)
+    u = torch.where(v > 0, u, 1.0)  # the angle of zero is zero
+    codes = second.to(torch.uint8)
+    codes = (codes + 2 * third.to(torch.uint8) + 3 * fourth.to(torch.uint8)) * len(bounds)
+    for cos, sin in bounds[1:]:
+        codes += v * cos >= u * sin
+    return codes
+
+
+def quantize(
+    real: torch.Tensor,
+    imaginary: torch.Tensor,
+    steps: torch.Tensor,
+    bounds: torch.Tensor,
+    angle_bits: int,
+    radius_bits: int,
+) -> tuple[torch.Tensor, ...]:
+    """Bit planes of the angles of points, and of radii `steps` (in cells); float32 `[..., pairs]`.
+
+    bounds: those of `quarter_bounds(angle_bits)`.
+    """
+    angle = angle_codes(real, imaginary, bounds)
+    radius = steps.floor().clamp(0, 2**radius_bits - 1)
+    return *packing.pack(angle, angle_bits), *packing.pack(radius, radius_bits)

@@ -1,0 +1,237 @@
+"""PolarQuant, recursive: angles of a tree of radii (Han et al., arXiv 2502.02617, sections 3 and 4.1).
+
+A randomly rotated vector is paired into (radius, angle), the radii are paired again, and so on for `levels` levels; the
+angles are stored as codes, the radii that are left in 16 or 8 bits. After the rotation each level's angles follow a
+known density, sharper from level to level, so that no zero point or scale is needed. Every code point has length 1:
+the plain norm already keeps lengths, `match` is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from pydantic import field_validator
+
+from kvcache_compress.codecs.backend import quantizer
+from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
+from kvcache_compress.codecs.centering import Center, centred, check_center
+from kvcache_compress.codecs.layout import Field, check_head_dim
+from kvcache_compress.codecs.linear import LinearCodec, Part, prepared
+from kvcache_compress.codecs.rotation import RotationKind, random_rotation
+from kvcache_compress.codecs.scalar import SCALE_MAX, Scalar
+from kvcache_compress.registry import register_method
+from kvcache_compress.validation.options import AnyTuple
+
+from . import tree as polar_tree
+from .codebooks import AngleCodebook, make_codebook, offline_codebook, online_codebook
+
+if TYPE_CHECKING:
+    from kvcache_compress.cpu_kernels.common.operands import CPUSide
+    from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
+
+RADIUS_CODES = 256
+OCTAVES_BELOW, OCTAVES_ABOVE = 6.0, 4.0
+"""How far the range of 8-bit radii reaches beyond those of the first prefill: later tokens may be unlike them all."""
+
+
+class PolarQuantRecursiveOptions(MethodOptions):
+    """Options of `polarquant_recursive`, for one side.
+
+    levels: of the tree, each halving the number of radii; as many as the head dimension allows by default (7 of 128).
+    bits: 1 to 6 per angle, from level 1 on; the last number holds for all deeper levels. One number serves all.
+    radius_bits: 16 (the paper's), or 8: a logarithmic code, per head, from 1/64 of the least radius of the first
+        prefill, below which radii are zero, to 16 times the largest.
+    precondition: rotate first (the paper's PolarQuant-R); without, neighbouring channels are paired as they are.
+    codebook: `offline`, optimal for the exact densities; `online`, k-means++ on the prompt's own angles, those of the
+        first update. All rows of a batch must then be of one prompt: beams, several returned sequences.
+    scalar: what the radii are; `match` (for keys) is the norm, `unbiased` (for values) makes inner products so.
+    center: subtract the mean key of the first prefill; `auto` where it is large and the sinks are kept out of it.
+    """
+
+    levels: int | None = None
+    bits: AnyTuple[int] = (4, 3, 2)
+    radius_bits: Literal[8, 16] = 8
+    precondition: bool = True
+    rotation: RotationKind = "haar"
+    shared_rotation: bool = False
+    codebook: Literal["offline", "online"] = "offline"
+    scalar: Scalar | None = None
+    center: Center | None = None
+
+    @field_validator("bits", mode="before")
+    @classmethod
+    def _one_for_all(cls, bits: Any) -> Any:
+        return bits if isinstance(bits, (list, tuple)) else (bits,)
+
+    @field_validator("bits")
+    @classmethod
+    def _check_bits(cls, bits: tuple[int, ...]) -> tuple[int, ...]:
+        if not bits or not all(1 <= own <= 6 for own in bits):
+            raise ValueError(f"bits={list(bits)} for polarquant_recursive: allowed 1–6 for each level")
+        return bits
+
+    @field_validator("levels")
+    @classmethod
+    def _check_levels(cls, levels: int | None) -> int | None:
+        if levels is not None and levels < 1:
+            raise ValueError(f"levels={levels} for polarquant_recursive: allowed 1 and more")
+        return levels
+
+    def idle(self) -> dict[str, str]:
+        return {} if self.precondition else dict.fromkeys(("rotation", "shared_rotation"), "precondition: true")
+
+    def level_bits(self, head_dim: int) -> tuple[int, ...]:
+        """Bits of each level for this head dimension; raises `ValueError` for one that cannot be had."""
+        check_head_dim("polarquant_recursive", head_dim, 16, 32)
+        most = polar_tree.full_depth(head_dim)
+        levels = most if self.levels is None else self.levels
+        if levels > most:
+            raise ValueError(
+                f"levels={levels} for polarquant_recursive: allowed 1–{most}, as often as {head_dim} can be halved"
+            )
+        if len(self.bits) > levels:
+            raise ValueError(
+                f"bits={list(self.bits)} for polarquant_recursive: allowed one for each of {levels} levels"
+            )
+        return self.bits + self.bits[-1:] * (levels - len(self.bits))
+
+
+@register_method
+class PolarQuantRecursiveCodec(LinearCodec):
+    """One side of a layer under recursive PolarQuant; see the module's docstring."""
+
+    name: ClassVar[str] = "polarquant_recursive"
+    Options: ClassVar[type[MethodOptions]] = PolarQuantRecursiveOptions
+    options: PolarQuantRecursiveOptions
+
+    def __init__(self, options: PolarQuantRecursiveOptions, context: CodecContext) -> None:
+        super().__init__(options, context)
+        self.of_one_prompt = options.codebook == "online"
+        bits = options.level_bits(context.head_dim)
+        self.tree = polar_tree.polar_tree(context.head_dim, bits)
+        default: Scalar = "unbiased" if context.side == "values" else "match"
+        self.scalar: Scalar = options.scalar or default
+        self.books: tuple[AngleCodebook, ...] = ()
+        if options.codebook == "offline":
+            self.books = tuple(offline_codebook(level + 1, own).to(context.device) for level, own in enumerate(bits))
+        self.radius_table: torch.Tensor | None = None
+        """float32 `[H, 256]`: what an 8-bit radius stands for, as 16 bits hold it; code 0 is a radius of zero."""
+        self.basis = self._build_basis().to(context.device)
+
+    @classmethod
+    def layout(cls, options: PolarQuantRecursiveOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
+        bits = options.level_bits(head_dim)
+        check_center(cls.name, options.center, side)
+        radius = torch.float16 if options.radius_bits == 16 else torch.uint8
+        return polar_tree.polar_tree(head_dim, bits).fields(radius)
+
+    def _build_basis(self) -> torch.Tensor:
+        """Rows are the code space's coordinates, float32 `[1, D, D]`: the rotation, its rows paired as in the paper."""
+        dim = self.context.head_dim
+        basis = torch.eye(dim)
+        if self.options.precondition:
+            seed = self.context.seed_of("rotation", self.options.shared_rotation)
+            basis = random_rotation(self.options.rotation, dim, seed)
+        return basis[None, polar_tree.adjacent_order(dim, len(self.tree.levels))]
+
+    def measure(self, x: torch.Tensor) -> Statistics:
+        """`mean` `[H, D]` where keys are centred; `angles1`, ... of online codebooks; the range of 8-bit radii."""
+        found = super().measure(x)
+        y = self._to_code_space(x, found.get("mean"))
+        if self.options.codebook == "online":
+            angles = polar_tree.angles(y, len(self.tree.levels))
+            for index, (level, own) in enumerate(zip(self.tree.levels, angles, strict=True)):
+                book = online_codebook(own.flatten(), level.bits, index == 0, self.context.seed_of(f"angles {index}"))
+                found[f"angles{index + 1}"] = book.angles
+        if self.options.radius_bits == 8:
+            found |= radius_range(y.unflatten(-1, (-1, self.tree.roots)).norm(dim=-2))
+        return found
+
+    def set_statistics(self, statistics: Statistics) -> None:
+        super().set_statistics(statistics)
+        if self.options.codebook == "online":
+            angles = (statistics[f"angles{index + 1}"].cpu() for index in range(len(self.tree.levels)))
+            books = (make_codebook(own, circular=index == 0) for index, own in enumerate(angles))
+            self.books = tuple(book.to(self.context.device) for book in books)
+        if self.options.radius_bits == 8:
+            least, step = statistics["least_log_radius"], statistics["log_radius_step"]
+            codes = torch.arange(RADIUS_CODES, device=least.device)
+            table = torch.exp2(least[:, None] + step[:, None] * (codes - 1)).clamp(max=SCALE_MAX)
+            self.radius_table = torch.where(codes > 0, table, 0.0).half().float()
+
+    def _to_code_space(self, x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
+        return centred(x, mean) @ self.ready_basis()[0].mT
+
+    def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
+        y = self._to_code_space(x, self.mean)
+        encode = quantizer(self.backend, polar_tree.encode, None, "quantize_tree")
+        planes, energy, cross = encode(y, self.tree, self._ready_books())
+        if self.scalar == "unbiased":
+            radii = energy / cross.clamp_min(1e-30)
+        else:
+            radii = cross if self.scalar == "least_squares" else energy.sqrt()
+        return (*planes, self._store_radii(radii))
+
+    def _ready_books(self) -> tuple[AngleCodebook, ...]:
+        return prepared(self.books or None, "online codebooks")
+
+    def _ready_range(self) -> None:
+        if self.options.radius_bits == 8:
+            prepared(self.radius_table, "8-bit radii")
+
+    def _store_radii(self, radii: torch.Tensor) -> torch.Tensor:
+        if self.options.radius_bits == 16:
+            return radii.clamp(max=SCALE_MAX).to(torch.float16)
+        self._ready_range()
+        least, step = (self.statistics[name][:, None, None] for name in ("least_log_radius", "log_radius_step"))
+        codes = ((radii.log2() - least) / step).round() + 1
+        return torch.where(radii > 0, codes.clamp(0, RADIUS_CODES - 1), 0).to(torch.uint8)
+
+    def _radii(self, stored: torch.Tensor) -> torch.Tensor:
+        """Radii `[B, H, T, roots]`, float32."""
+        if self.radius_table is None:
+            return stored.float()
+        heads = torch.arange(stored.shape[1], device=stored.device)[:, None, None]
+        return self.radius_table[heads, stored.long()]
+
+    def parts(self, fields: Fields) -> Iterator[Part]:
+        codes, radii = polar_tree.unpack(self.tree, fields), self._radii(fields[-1])
+        yield Part(slice(self.context.head_dim), polar_tree.expand(codes, radii, self._ready_books()))
+
+    @cached_property
+    def kernel_side(self) -> KernelSide:
+        from kvcache_compress.triton_kernels.decode.polarquant_recursive import polarquant_side
+
+        return polarquant_side(self)
+
+    @cached_property
+    def kernel_encoder(self) -> KernelEncoder:
+        from kvcache_compress.triton_kernels.encode.polarquant_recursive import polarquant_recursive_encoder
+
+        self._ready_books()
+        self._ready_range()
+        return polarquant_recursive_encoder(self)
+
+    @cached_property
+    def cpu_side(self) -> CPUSide:
+        from kvcache_compress.cpu_kernels.common.operands import cpu_side
+
+        tables = [book.points for book in self._ready_books()]
+        if self.radius_table is not None:
+            tables.append(self.radius_table)
+        return cpu_side("tree", self.tree.places, tables, self.ready_basis(), self.mean)
+
+
+def radius_range(radii: torch.Tensor) -> Statistics:
+    """Where the logarithms of 8-bit radii start and how far they are apart, each `[H]`, for radii `[B, H, T, roots]`.
+
+    They are evenly spaced from the least to the largest radius, with a margin at either end.
+    """
+    logs = radii.log2().transpose(0, 1).flatten(1)
+    least = torch.where(logs.isfinite(), logs, torch.inf).amin(-1)
+    least = torch.where(least.isfinite(), least, 0.0)
+    octaves = OCTAVES_BELOW + (logs.amax(-1) - least).clamp_min(0) + OCTAVES_ABOVE
+    return {"least_log_radius": least - OCTAVES_BELOW, "log_radius_step": octaves / (RADIUS_CODES - 2)}

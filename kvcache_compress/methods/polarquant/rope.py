@@ -1,0 +1,246 @@
+"""PolarQuant on RoPE pairs (Wu et al., arXiv 2502.00527): keys as a radius and an angle per pair of channels.
+
+The two channels that RoPE turns together are a point in the plane, on a ring in most pairs, which leaves no outlier
+channels (section 3). The radius takes `radius_bits`, per channel or group of tokens; the angle `angle_bits`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from pydantic import field_validator
+
+from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.backend import quantizer
+from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
+from kvcache_compress.codecs.centering import Center, centred
+from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
+from kvcache_compress.codecs.linear import LinearCodec, Part, prepared
+from kvcache_compress.codecs.scalar import SCALE_MAX
+from kvcache_compress.modeling.rope import RopeLayout
+from kvcache_compress.registry import register_method
+
+from .pairs import quantize, quarter_bounds, radii
+
+if TYPE_CHECKING:
+    from kvcache_compress.cpu_kernels.common.operands import CPUSide
+    from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
+
+
+class PolarQuantRopeOptions(MethodOptions):
+    """Options of `polarquant_rope`, for keys.
+
+    angle_bits, radius_bits: 2 to 6 each; a number takes half of their sum.
+    radius_scale: `group`, one per pair and `group_size` tokens; `channel`, one per pair for all tokens, from the first
+        prefill, with later radii clamped (the paper's).
+    reconstruction: `midpoint` of a cell, or its lower `edge` (the paper's formulas).
+    score_function: `direct` decodes; `table` is the paper's lookup of q_x cos + q_y sin by angle. Results are the same.
+    pairing: `auto`, the model's own; or `half`, (i, i + d/2); or `interleaved`, (2i, 2i + 1).
+    scalar: `match` stores ‖k‖ / ‖k̂‖ per token besides; `none` does not.
+    center: subtract the mean key of the first prefill; `auto` where it is large and the sinks are kept out of it.
+    """
+
+    angle_bits: int = 4
+    radius_bits: int = 4
+    radius_scale: Literal["channel", "group"] = "group"
+    group_size: int = 64
+    reconstruction: Literal["midpoint", "edge"] = "midpoint"
+    score_function: Literal["direct", "table"] = "direct"
+    pairing: Literal["auto", "half", "interleaved"] = "auto"
+    scalar: Literal["none", "match"] = "none"
+    center: Center = "auto"
+
+    @field_validator("angle_bits", "radius_bits")
+    @classmethod
+    def _check_bits(cls, bits: int, info: Any) -> int:
+        if not 2 <= bits <= 6:
+            raise ValueError(f"{info.field_name}={bits} for polarquant_rope: allowed 2–6")
+        return bits
+
+    @field_validator("group_size")
+    @classmethod
+    def _check_group(cls, group_size: int) -> int:
+        if group_size not in (32, 64, 128):
+            raise ValueError(f"group_size={group_size} for polarquant_rope: allowed 32, 64, 128")
+        return group_size
+
+    def idle(self) -> dict[str, str]:
+        return {"group_size": "radius_scale 'group'"} if self.radius_scale == "channel" else {}
+
+    @property
+    def offset(self) -> float:
+        """Where in its cell a code is decoded."""
+        return 0.5 if self.reconstruction == "midpoint" else 0.0
+
+    @property
+    def steps(self) -> int:
+        """Steps from zero to the largest radius: one per cell, or the paper's one less."""
+        return 2**self.radius_bits - (self.reconstruction == "edge")
+
+
+@register_method
+class PolarQuantRopeCodec(LinearCodec):
+    """The keys of a layer: pair j of a token is `radius_j · (cos angle_j, sin angle_j)`."""
+
+    name: ClassVar[str] = "polarquant_rope"
+    Options: ClassVar[type[MethodOptions]] = PolarQuantRopeOptions
+    options: PolarQuantRopeOptions
+
+    def __init__(self, options: PolarQuantRopeOptions, context: CodecContext) -> None:
+        super().__init__(options, context)
+        self.pairs = pair_layout(options, context)
+        self.scale: torch.Tensor | None = None
+        """float32 `[H, pairs]` of the paper's scales per channel."""
+        angles = 2 * math.pi * (torch.arange(2**options.angle_bits) + options.offset) / 2**options.angle_bits
+        self.points = torch.stack([angles.cos(), angles.sin()], -1).to(context.device)
+        """Unit vectors of the angle codes, float32 `[2 ** angle_bits, 2]`."""
+        self.bounds = quarter_bounds(options.angle_bits).to(context.device)
+        if options.radius_scale == "group":
+            self.basis = self._build_basis(options.score_function)
+
+    @classmethod
+    def layout(cls, options: PolarQuantRopeOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
+        if side == "values":
+            raise ValueError("polarquant_rope for values: allowed for keys only (values have no rotary pairs)")
+        check_head_dim(cls.name, head_dim, 2 * CODES_PER_WORD, 2 * CODES_PER_WORD)
+        pairs = head_dim // 2
+        fields = (
+            *code_fields(options.angle_bits, pairs, "angle_"),
+            *code_fields(options.radius_bits, pairs, "radius_"),
+        )
+        if options.radius_scale == "group":
+            fields += (Field("scale", torch.float16, (pairs,), options.group_size),)
+        return (*fields, Field("match", torch.float16)) if options.scalar == "match" else fields
+
+    @classmethod
+    def rope_use(cls, options: PolarQuantRopeOptions, side: Side) -> RopeUse:
+        return "pairs" if options.pairing == "auto" else "none"
+
+    def measure(self, x: torch.Tensor) -> Statistics:
+        """`mean` `[H, D]` where keys are centred; `scale` `[H, pairs]` where radii have one per channel."""
+        found = super().measure(x)
+        if self.options.radius_scale == "channel":
+            real, imaginary = self.pairs.split(centred(x, found.get("mean")))
+            found["scale"] = radii(real, imaginary).amax(dim=(0, 2)) / self.options.steps
+        return found
+
+    def set_statistics(self, statistics: Statistics) -> None:
+        super().set_statistics(statistics)
+        if self.options.radius_scale == "channel":
+            self.scale = statistics["scale"]
+            self.basis = self._build_basis(self.options.score_function)
+
+    def _stored_scale(self, radius: torch.Tensor) -> Fields:
+        """The scale of each group of `radius` `[B, H, T, pairs]`; nothing where scales are per channel."""
+        if self.options.radius_scale == "channel":
+            return ()
+        scale = radius.unflatten(2, (-1, self.group)).amax(3) / self.options.steps
+        return (scale.clamp(max=SCALE_MAX).to(torch.float16),)
+
+    def _token_scale(self, stored: Fields) -> torch.Tensor:
+        """float32 scale of every radius, broadcastable to `[B, H, T, pairs]`."""
+        if self.options.radius_scale == "channel":
+            return self._channel_scale()[:, None]
+        return stored[0].float().repeat_interleave(self.group, 2)
+
+    def _channel_scale(self) -> torch.Tensor:
+        return prepared(self.scale, "scales per channel")
+
+    def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
+        real, imaginary = self.pairs.split(centred(x, self.mean))
+        radius = radii(real, imaginary)
+        stored = self._stored_scale(radius)
+        steps = radius / self._token_scale(stored).clamp_min(1e-30)
+        quantize_on = quantizer(self.backend, quantize, None, "quantize_pairs")
+        bits = self.options.angle_bits, self.options.radius_bits
+        fields = (*quantize_on(real, imaginary, steps, self.bounds, *bits), *stored)
+        if self.options.scalar == "match":
+            length = self._polar(fields)[1].norm(dim=-1).clamp_min(1e-30)
+            fields += ((radius.norm(dim=-1) / length).clamp(max=SCALE_MAX).to(torch.float16),)
+        return fields
+
+    def _polar(self, fields: Fields) -> tuple[torch.Tensor, torch.Tensor]:
+        """Angle codes, int64, and decoded radii, float32, without the match; each `[B, H, T, pairs]`."""
+        options = self.options
+        split = len(PLANES[options.angle_bits])
+        end = split + len(PLANES[options.radius_bits])
+        steps = packing.unpack(fields[split:end], options.radius_bits) + options.offset
+        return packing.unpack(fields[:split], options.angle_bits), steps * self._token_scale(fields[end:])
+
+    def _matched(self, fields: Fields, x: torch.Tensor) -> torch.Tensor:
+        return x * fields[-1].float()[..., None] if self.options.scalar == "match" else x
+
+    def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
+        """Pair by pair, without the basis, which for `table` is many times as wide as a head."""
+        angle, radius = self._polar(fields)
+        x = radius[..., None] * self.points[angle]
+        x = self._matched(fields, self.pairs.join(x[..., 0], x[..., 1]))
+        return x if self.mean is None else x + self.mean[:, None]
+
+    def _build_basis(self, score_function: str) -> torch.Tensor:
+        """`direct`: real, then imaginary parts. `table`: for each angle of a half turn, q_x cos + q_y sin of all pairs.
+
+        Scales per channel are multiplied in here, so that stored radii need none.
+        """
+        unit = torch.eye(self.context.head_dim, device=self.context.device)
+        parts = torch.stack(self.pairs.split(unit))  # [2, head_dim, pairs]
+        if score_function == "table":
+            parts = torch.einsum("ac,cdp->adp", self.points[: len(self.points) // 2], parts)
+        if self.options.radius_scale == "group":
+            return parts.transpose(1, 2).flatten(0, 1).unsqueeze(0)
+        scaled = parts * self._channel_scale()[:, None, None]
+        return scaled.transpose(2, 3).flatten(1, 2)
+
+    def parts(self, fields: Fields) -> Iterator[Part]:
+        angle, radius = self._polar(fields)
+        if self.options.radius_scale == "channel":
+            radius = radius / self._channel_scale()[:, None].clamp_min(1e-30)
+        if self.options.score_function == "direct":
+            x = torch.cat([radius * self.points[angle, 0], radius * self.points[angle, 1]], -1)
+        else:
+            half = len(self.points) // 2
+            signed = torch.where(angle < half, radius, -radius)
+            chosen = torch.arange(half, device=angle.device)[:, None] == (angle % half)[..., None, :]
+            x = (chosen * signed[..., None, :]).flatten(-2)
+        yield Part(slice(x.shape[-1]), self._matched(fields, x))
+
+    @cached_property
+    def kernel_side(self) -> KernelSide:
+        from kvcache_compress.triton_kernels.decode.polarquant_rope import polarquant_rope_side
+
+        return polarquant_rope_side(self)
+
+    @cached_property
+    def kernel_encoder(self) -> KernelEncoder:
+        from kvcache_compress.triton_kernels.encode.polarquant_rope import polarquant_rope_encoder
+
+        if self.options.radius_scale == "channel":
+            self._channel_scale()
+        return polarquant_rope_encoder(self)
+
+    @cached_property
+    def cpu_side(self) -> CPUSide:
+        """Of the score function `direct`, which is what suits it."""
+        from kvcache_compress.cpu_kernels.common.operands import cpu_side
+
+        own = self.options
+        tokens = self.group if own.radius_scale == "group" else 0
+        options = (own.angle_bits, own.radius_bits, tokens, round(2 * own.offset))
+        basis = self.ready_basis() if own.score_function == "direct" else self._build_basis("direct")
+        return cpu_side("pairs", options, [self.points], basis, self.mean)
+
+
+def pair_layout(options: PolarQuantRopeOptions, context: CodecContext) -> RopeLayout:
+    """The pairs of channels that `options.pairing` asks for."""
+    dim, half = context.head_dim, context.head_dim // 2
+    if options.pairing == "interleaved":
+        return RopeLayout((*range(0, dim, 2), *range(1, dim, 2)), half, tuple(range(half)))
+    if options.pairing == "half":
+        return RopeLayout(tuple(range(dim)), half, tuple(range(half)))
+    if context.rope is None:
+        raise ValueError("pairing='auto' for polarquant_rope: allowed for models whose rotary pairs are known")
+    return context.rope

@@ -1,0 +1,190 @@
+"""The recursive polar transform on packed codes: which code lies where, and the torch twin of the kernels.
+
+A code-space vector y of D numbers is paired by halves: level 1 pairs `y[i]` with `y[i + D / 2]`, level ℓ likewise the
+D / 2^(ℓ-1) radii of the level below, so that undoing a level is one concatenation `[r cos | r sin]`. The paper's
+pairing of neighbours is a permutation of the coordinates (`adjacent_order`), which the codec puts into its basis.
+
+Quantizing takes comparisons only: a point (x, y) lies beyond the boundary β where `y cos β > x sin β`, and for the
+radii of deeper levels the squares are compared, so no angle and no square root is ever computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.base import Fields
+from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, code_fields
+
+from .codebooks import AngleCodebook
+
+
+@dataclass(frozen=True)
+class LevelCodes:
+    """Where the `count` codes of one level lie: code p is slot `base + p` of `words` words in its bit width's field.
+
+    field: index of the field's low plane; row: words of that field per token; offset: first of the level's words.
+    Levels of a multiple of eight codes have words of their own; coarser ones of equal bits share some.
+    """
+
+    bits: int
+    count: int
+    field: int
+    row: int
+    offset: int
+    words: int
+    base: int
+
+    @property
+    def whole(self) -> bool:
+        return self.count == CODES_PER_WORD * self.words
+
+
+@dataclass(frozen=True)
+class PolarTree:
+    """Levels, finest first, for vectors of `head_dim` numbers; `roots` radii are left at the end."""
+
+    head_dim: int
+    roots: int
+    levels: tuple[LevelCodes, ...]
+    widths: tuple[tuple[int, int], ...]
+    """(bits, codes per token with padding) of the code fields, in order."""
+
+    @property
+    def places(self) -> list[int]:
+        """Six numbers per level, finest first, as the C++ code takes them."""
+        numbers = ((one.bits, one.count, one.field, one.offset, one.words, one.base) for one in self.levels)
+        return [number for level in numbers for number in level]
+
+    def fields(self, radius: torch.dtype) -> tuple[Field, ...]:
+        codes = [code_fields(bits, width, f"bits{bits}_") for bits, width in self.widths]
+        return (*(field for planes in codes for field in planes), Field("radius", radius, (self.roots,)))
+
+
+def full_depth(head_dim: int) -> int:
+    """Levels until an odd number of radii is left."""
+    return (head_dim & -head_dim).bit_length() - 1
+
+
+def polar_tree(head_dim: int, bits: tuple[int, ...]) -> PolarTree:
+    """The tree of `len(bits)` levels; levels of equal bits share a field."""
+    counts = [head_dim >> level for level in range(1, len(bits) + 1)]
+    placed: dict[int, tuple[int, int, int, int]] = {}
+    widths, field = [], 0
+    for width in sorted(set(bits), reverse=True):
+        members = [index for index, own in enumerate(bits) if own == width]
+        words = 0
+        for index in members:
+            if counts[index] % CODES_PER_WORD == 0:
+                placed[index] = (field, words, counts[index] // CODES_PER_WORD, 0)
+                words += counts[index] // CODES_PER_WORD
+        coarse = [index for index in members if index not in placed]
+        shared = -(-sum(counts[index] for index in coarse) // CODES_PER_WORD)
+        base = 0
+        for index in coarse:
+            placed[index] = (field, words, shared, base)
+            base += counts[index]
+        widths.append((width, CODES_PER_WORD * (words + shared)))
+        field += len(PLANES[width])
+    rows = {width: codes // CODES_PER_WORD for width, codes in widths}
+    levels = tuple(
+        LevelCodes(own, counts[index], placed[index][0], rows[own], *placed[index][1:])
+        for index, own in enumerate(bits)
+    )
+    return PolarTree(head_dim, counts[-1], levels, tuple(widths))
+
+
+def adjacent_order(head_dim: int, levels: int) -> torch.Tensor:
+    """Channel of each code-space coordinate, so that halves pair neighbours in blocks of `2 ** levels`."""
+    sides = torch.arange(head_dim).view(-1, *[2] * levels)
+    return sides.permute(*range(levels, -1, -1)).flatten()
+
+
+def quantize(
+    y: torch.Tensor, books: tuple[AngleCodebook, ...]
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Codes of each level, int64 `[..., count]`, of `y` float32 `[..., D]`; squared radii and inner products with the
+    unit code points of the blocks, float32 `[..., roots]`."""
+    low, high = y.chunk(2, -1)
+    energy = low * low + high * high
+    cross = y
+    codes = []
+    for index, book in enumerate(books):
+        if index == 0:
+            code = circle_codes(low, high, book)
+        else:
+            below, above = energy.chunk(2, -1)
+            code = torch.zeros(below.shape, dtype=torch.int64, device=y.device)
+            for cos2, sin2 in book.bounds:
+                code += above * cos2 > below * sin2
+            energy = below + above
+        cos, sin = book.points[code].unbind(-1)
+        left, right = cross.chunk(2, -1)
+        cross = left * cos + right * sin
+        codes.append(code)
+    return codes, energy, cross
+
+
+def encode(
+    y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
+) -> tuple[Fields, torch.Tensor, torch.Tensor]:
+    """Bit planes, squared radii and inner products of code-space vectors `[..., D]`; the encode kernel's twin."""
+    codes, energy, cross = quantize(y, books)
+    return pack(tree, codes), energy, cross
+
+
+def circle_codes(x: torch.Tensor, y: torch.Tensor, book: AngleCodebook) -> torch.Tensor:
+    """Nearest code of the angle of each (x, y): the number of boundaries that lie below it, modulo the codes."""
+    beyond = y < 0
+    code = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
+    for index, (cos, sin) in enumerate(book.bounds):
+        turned = y * cos > x * sin
+        code += (beyond | turned) if index < book.lower else (beyond & turned)
+    return code & (len(book.points) - 1)
+
+
+def pack(tree: PolarTree, codes: list[torch.Tensor]) -> Fields:
+    """Codes of all levels as the bit planes of `PolarTree.fields`."""
+    fields: Fields = ()
+    for bits, _ in tree.widths:
+        own = [(level, code) for level, code in zip(tree.levels, codes, strict=True) if level.bits == bits]
+        parts = [packing.pack(code, bits) for level, code in own if level.whole]
+        coarse = [code for level, code in own if not level.whole]
+        if coarse:
+            joined = torch.cat(coarse, -1)
+            padding = -joined.shape[-1] % CODES_PER_WORD
+            parts.append(packing.pack(torch.nn.functional.pad(joined, (0, padding)), bits))
+        fields += tuple(torch.cat(planes, -1) for planes in zip(*parts, strict=True))
+    return fields
+
+
+def unpack(tree: PolarTree, fields: Fields) -> list[torch.Tensor]:
+    """Inverse of `pack`: int64 codes `[..., count]` of each level."""
+    codes = []
+    for level in tree.levels:
+        planes = fields[level.field : level.field + len(PLANES[level.bits])]
+        words = tuple(plane[..., level.offset : level.offset + level.words] for plane in planes)
+        codes.append(packing.unpack(words, level.bits)[..., level.base : level.base + level.count])
+    return codes
+
+
+def expand(codes: list[torch.Tensor], radii: torch.Tensor, books: tuple[AngleCodebook, ...]) -> torch.Tensor:
+    """Code-space vectors `[..., D]` of codes and radii `[..., roots]`."""
+    for code, book in zip(reversed(codes), reversed(books), strict=True):
+        cos, sin = book.points[code].unbind(-1)
+        radii = torch.cat([radii * cos, radii * sin], -1)
+    return radii
+
+
+def angles(y: torch.Tensor, levels: int) -> list[torch.Tensor]:
+    """Angles of each level, `[..., count]`: level 1 in [0, 2π), deeper ones in [0, π/2] (Definition 1)."""
+    low, high = y.chunk(2, -1)
+    found = [torch.atan2(high, low).remainder(2 * torch.pi)]
+    radii = torch.hypot(low, high)
+    for _ in range(1, levels):
+        low, high = radii.chunk(2, -1)
+        found.append(torch.atan2(high, low))
+        radii = torch.hypot(low, high)
+    return found

@@ -1,0 +1,217 @@
+"""TurboQuant: random rotation, then the best scalar quantizer for each coordinate (Zandieh et al., sections 3 and 4.3).
+
+A vector is `norm · z` with z on the unit sphere. Rotated, each coordinate of z follows a known density, so one exact
+Lloyd–Max codebook serves all of them. Everything the paper combines is a sum of *components*, each
+`scale · levels[codes]` along the rows of its own basis: one for whole bits; two over disjoint channel sets for
+fractional bits; and for the `prod` estimator one more with levels ±1 along the rows of `S R`, a sketch of the residual.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from pydantic import field_validator, model_validator
+
+from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
+from kvcache_compress.codecs.centering import Center, centred, check_center
+from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
+from kvcache_compress.codecs.linear import LinearCodec, Part
+from kvcache_compress.codecs.rotation import RotationKind, random_rotation
+from kvcache_compress.codecs.scalar import Scalar, quantize_on
+from kvcache_compress.codecs.sketch import SketchKind, sketch_constant, sketch_matrix
+from kvcache_compress.registry import register_method
+
+from .components import build_components, channel_sets, component_bits
+
+if TYPE_CHECKING:
+    from kvcache_compress.cpu_kernels.common.operands import CPUSide
+    from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
+
+
+class TurboQuantOptions(MethodOptions):
+    """Options of `turboquant`, for one side.
+
+    bits: 1 to 6 in steps of 0.5; a fractional value codes `outlier_fraction` of the channels with one bit more.
+    estimator: `mse` (Algorithm 1), or `prod` (Algorithm 2), which spends one of the bits on a sketch of the residual.
+    scalar: the number stored per token (`norm` is the paper's); by default `match` for keys, `unbiased` for values.
+    center: subtract the mean key of the first prefill; `auto` where it is large and the sinks are kept out of it.
+    """
+
+    bits: float = 4
+    estimator: Literal["mse", "prod"] = "mse"
+    scalar: Scalar | None = None
+    rotation: RotationKind = "haar"
+    shared_rotation: bool = False
+    codebook: Literal["lloyd_max", "uniform"] = "lloyd_max"
+    center: Center | None = None
+    outlier_fraction: float = 0.5
+    sketch: SketchKind = "orthogonal"
+
+    @field_validator("bits")
+    @classmethod
+    def _check_bits(cls, bits: float) -> float:
+        if not 1 <= bits <= 6 or (2 * bits) % 1:
+            raise ValueError(f"bits={bits:g} for turboquant: allowed 1–6, in steps of 0.5")
+        return bits
+
+    @field_validator("outlier_fraction")
+    @classmethod
+    def _check_fraction(cls, fraction: float) -> float:
+        if not 0 < fraction < 1:
+            raise ValueError(f"outlier_fraction={fraction:g} for turboquant: allowed between 0 and 1, exclusive")
+        return fraction
+
+    @model_validator(mode="after")
+    def _check_scalar(self) -> TurboQuantOptions:
+        if self.estimator == "prod" and self.scalar not in (None, "norm"):
+            raise ValueError(f"scalar={self.scalar!r} for turboquant with estimator 'prod': allowed 'norm'")
+        return self
+
+    def idle(self) -> dict[str, str]:
+        found = {} if self.bits % 1 else {"outlier_fraction": "fractional bits"}
+        if self.estimator == "mse":
+            found["sketch"] = "estimator 'prod'"
+        if math.ceil(self.bits) - (self.estimator == "prod") <= 1:
+            found["codebook"] = "levels to choose: more bits"
+        return found
+
+
+@register_method
+class TurboQuantCodec(LinearCodec):
+    """One side of a layer under TurboQuant; see the module's docstring."""
+
+    name: ClassVar[str] = "turboquant"
+    Options: ClassVar[type[MethodOptions]] = TurboQuantOptions
+    options: TurboQuantOptions
+    in_memory_order: ClassVar[bool] = True
+
+    def __init__(self, options: TurboQuantOptions, context: CodecContext) -> None:
+        super().__init__(options, context)
+        default: Scalar = "unbiased" if context.side == "values" else "match"
+        self.scalar: Scalar = "norm" if options.estimator == "prod" else options.scalar or default
+        self.sets = channel_sets(options.bits, context.head_dim, options.outlier_fraction)
+        self.components = build_components(options, self.sets, context.device)
+        self._rotations, self._sketches = self._build_rotations()
+        self.set_rows: tuple[torch.Tensor, ...] = ()
+        if len(self.sets) == 1:
+            self._set_basis(None)
+
+    @classmethod
+    def layout(cls, options: TurboQuantOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
+        check_head_dim(cls.name, head_dim, CODES_PER_WORD, 2 * CODES_PER_WORD)
+        check_center(cls.name, options.center, side)
+        sets = channel_sets(options.bits, head_dim, options.outlier_fraction)
+        fields: tuple[Field, ...] = ()
+        for index, (width, set_bits) in enumerate(sets):
+            prefix = "outlier_" if len(sets) == 2 and index == 0 else ""
+            for bits, sketch in component_bits(options, set_bits):
+                part = f"{prefix}{'sketch_' if sketch else ''}"
+                fields += (*code_fields(bits, width, part), Field(f"{part}scale", torch.float16))
+        return fields
+
+    def _build_rotations(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """R and, for `prod`, S of each channel set; float32 `[width, width]`."""
+        seed_of = partial(self.context.seed_of, shared=self.options.shared_rotation)
+        rotations = tuple(
+            random_rotation(self.options.rotation, width, seed_of(f"rotation {index}"))
+            for index, (width, _) in enumerate(self.sets)
+        )
+        sketches: tuple[torch.Tensor, ...] = ()
+        if self.options.estimator == "prod":
+            sketches = tuple(
+                sketch_matrix(self.options.sketch, width, seed_of(f"sketch {index}"))
+                for index, (width, _) in enumerate(self.sets)
+            )
+        device = self.context.device
+        return tuple(r.to(device) for r in rotations), tuple(s.to(device) for s in sketches)
+
+    def _set_basis(self, order: torch.Tensor | None) -> None:
+        """`order` `[H, head_dim]` lists each head's channels, outliers first; None where there is one channel set."""
+        rows = []
+        at = 0
+        for (width, _), rotation in zip(self.sets, self._rotations, strict=True):
+            if order is None:
+                rows.append(rotation.unsqueeze(0))
+            else:
+                channels = order[:, None, at : at + width].expand(-1, width, -1)
+                spread = torch.zeros(len(order), width, self.context.head_dim, device=rotation.device)
+                rows.append(spread.scatter_(2, channels, rotation.expand(len(order), -1, -1)))
+            at += width
+        self.basis = torch.cat(
+            [
+                self._sketches[c.channel_set] @ rows[c.channel_set] if c.sketch else rows[c.channel_set]
+                for c in self.components
+            ],
+            dim=1,
+        )
+        kept = {c.channel_set: self.basis[:, c.rows] for c in self.components if not c.sketch}
+        self.set_rows = tuple(kept.get(index, row) for index, row in enumerate(rows))
+        self._rotations = ()
+
+    def measure(self, x: torch.Tensor) -> Statistics:
+        """`mean` `[H, D]` where keys are centred; for fractional bits `energy` `[H, D]` of each channel."""
+        found = super().measure(x)
+        if len(self.sets) == 2:
+            found["energy"] = centred(x, found.get("mean")).square().mean(dim=(0, 2))
+        return found
+
+    def set_statistics(self, statistics: Statistics) -> None:
+        super().set_statistics(statistics)
+        if len(self.sets) == 2:
+            self._set_basis(statistics["energy"].argsort(dim=-1, descending=True, stable=True))
+
+    def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
+        self.ready_basis()
+        x = centred(x, self.mean)
+        fields: Fields = ()
+        for index, rows in enumerate(self.set_rows):
+            rotated = x @ rows.mT
+            norm = rotated.norm(dim=-1)
+            residual = direction = rotated / norm.clamp_min(1e-30)[..., None]
+            for component in self.components:
+                if component.channel_set != index:
+                    continue
+                if component.sketch:
+                    length = residual.norm(dim=-1) * norm * sketch_constant(self.options.sketch, component.width)
+                    sketched = residual @ self._sketches[index].mT
+                    fields += quantize_on(self.backend, sketched, length, component.levels, component.bits, "norm")
+                else:
+                    part = quantize_on(self.backend, direction, norm, component.levels, component.bits, self.scalar)
+                    fields += part
+                    if self._sketches:
+                        point = packing.look_up(part[:-1], component.bits, component.table)
+                        residual = direction - packing.channel_order(point)
+        return fields
+
+    def parts(self, fields: Fields) -> Iterator[Part]:
+        """One per component."""
+        at = 0
+        for component in self.components:
+            planes = len(PLANES[component.bits])
+            levels = packing.look_up(fields[at : at + planes], component.bits, component.table)
+            yield Part(component.rows, levels, fields[at + planes].float())
+            at += planes + 1
+
+    @cached_property
+    def kernel_side(self) -> KernelSide:
+        from kvcache_compress.triton_kernels.decode.turboquant import turboquant_side
+
+        return turboquant_side(self)
+
+    @cached_property
+    def kernel_encoder(self) -> KernelEncoder | None:
+        from kvcache_compress.triton_kernels.encode.turboquant import turboquant_encoder
+
+        return None if self._sketches else turboquant_encoder(self)
+
+    @cached_property
+    def cpu_side(self) -> CPUSide:
+        from kvcache_compress.cpu_kernels.common.operands import cpu_side
+
+        bits, levels = (c.bits for c in self.components), (c.levels for c in self.components)
+        return cpu_side("levels", bits, levels, self.ready_basis(), self.mean)

@@ -1,0 +1,70 @@
+"""The scalar-quantized parts that TurboQuant's vectors are sums of (see `methods/turboquant.py`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.layout import CODES_PER_WORD
+from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward, uniform_levels
+
+if TYPE_CHECKING:
+    from .codec import TurboQuantOptions
+
+
+@dataclass(frozen=True)
+class Component:
+    """One scalar-quantized part: `width` codes of `bits` bits along rows `[start, start + width)` of the basis."""
+
+    bits: int
+    width: int
+    start: int
+    channel_set: int
+    sketch: bool
+    levels: torch.Tensor
+    """float32 `[2 ** bits]` on the device, in the order of their codes."""
+    table: torch.Tensor
+    """Of the levels, for `packing.look_up`."""
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + self.width)
+
+
+def channel_sets(bits: float, head_dim: int, outlier_fraction: float) -> tuple[tuple[int, int], ...]:
+    """Splits `head_dim` channels into sets of (width, bits): one for whole bits, outliers first for fractional ones."""
+    low = math.floor(bits)
+    if bits == low:
+        return ((head_dim, low),)
+    outliers = round(head_dim * outlier_fraction / CODES_PER_WORD) * CODES_PER_WORD
+    outliers = min(max(outliers, CODES_PER_WORD), head_dim - CODES_PER_WORD)
+    return ((outliers, low + 1), (head_dim - outliers, low))
+
+
+def component_bits(options: TurboQuantOptions, bits: int) -> tuple[tuple[int, bool], ...]:
+    """(bits, is sketch) of the components of one channel set."""
+    if options.estimator == "mse":
+        return ((bits, False),)
+    return ((bits - 1, False), (1, True)) if bits > 1 else ((1, True),)
+
+
+def build_components(
+    options: TurboQuantOptions, sets: tuple[tuple[int, int], ...], device: torch.device
+) -> tuple[Component, ...]:
+    """The components of all channel sets `(width, bits)`, in the order of their rows and fields."""
+    codebook = lloyd_max_levels if options.codebook == "lloyd_max" else uniform_levels
+    components: list[Component] = []
+    start = 0
+    for index, (width, set_bits) in enumerate(sets):
+        for bits, sketch in component_bits(options, set_bits):
+            levels = torch.tensor([-1.0, 1.0]) if sketch else codebook(width, bits).float()
+            if bits == 4 and options.codebook == "lloyd_max":  # which kernels look up by magnitude
+                levels = outward(levels)
+            held = (x.to(device) for x in (levels, packing.level_table(levels, bits)))
+            components.append(Component(bits, width, start, index, sketch, *held))
+            start += width
+    return tuple(components)

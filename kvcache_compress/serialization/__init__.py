@@ -1,0 +1,1 @@
+"""Saved caches: one safetensors file per cache."""

@@ -1,0 +1,267 @@
+"""Caches in files: one safetensors file holds all that a cache needs to go on as if it had never been saved.
+
+Metadata: `format`, `version`, `header` (JSON, `Header`), and `sha256` of the header and of all tensors. Tensors, for
+layer i and its sides `keys` and `values`; only tokens that are held, no spare room:
+
+    layers.{i}.{side}.sinks, .tail         [B, H, T, D]      in the model's dtype
+    layers.{i}.{side}.packed.{field}       [B, H, T / field.tokens, *field.shape]
+    layers.{i}.{side}.statistics.{name}    what the codec took from the first tokens
+    layers.{i}.{side}.check                [1, H, up to 8, D] what the first packed tokens decode to, float32
+    layers.{i}.{attribute}                 layers that are Transformers' own
+    rope                                   [B, T, 2 * rotary] cos and sin of all tokens, where a codec asks for them
+
+Rotations are made anew from their seeds, and CommVQ's codebooks stay in their own file; `check` shows whether the
+codecs of the loading process are those of the saving one. The version is raised when releases that know only older ones
+would misread the file; all older versions stay readable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import transformers
+from pydantic import NonNegativeInt, ValidationError
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
+
+from kvcache_compress._version import __version__
+from kvcache_compress.config import CompressionConfig, load_config
+from kvcache_compress.files.tensors import open_tensors, write_tensors
+from kvcache_compress.files.text import is_file, is_folder
+from kvcache_compress.modeling.facts import model_shape, rope_record, same_model
+from kvcache_compress.modeling.foreign_layer import read_attributes, set_attributes
+from kvcache_compress.validation.arguments import usable_device
+from kvcache_compress.validation.messages import on_one_line, quoted
+
+from .layer_state import LayerState, StrictModel, expect, layer_state, layer_tensors, not_finite, restore_layer
+from .shapes import Share, check_share, disagreement, misfit, share_held
+
+if TYPE_CHECKING:
+    from kvcache_compress.cache.compressed_cache import CompressedCache
+
+C = TypeVar("C", bound="CompressedCache")
+FORMAT, VERSION = "kvcache_compress.cache", 1
+
+
+class ModelFacts(StrictModel):
+    """What must be the same in the model that a cache is loaded for."""
+
+    model_type: str
+    name: str
+    hidden_size: int
+    kv_heads: int
+    head_dim: int
+    layer_types: list[str]
+    rope: dict[str, Any]
+
+
+class LayerHeader(StrictModel):
+    """One layer: `state` if it is compressed and not empty, `attributes` if it is Transformers' own."""
+
+    kind: str
+    state: LayerState | None = None
+    attributes: dict[str, Any] | None = None
+
+
+class Header(StrictModel):
+    """All that is no tensor.
+
+    share: of the model's heads, all of them but with tensor parallelism.
+    rope: the batch and the tokens of the tensor of this name.
+    """
+
+    release: str
+    transformers: str
+    model: ModelFacts
+    config: dict[str, Any]
+    layers: list[LayerHeader]
+    share: Share
+    rope: tuple[NonNegativeInt, NonNegativeInt] | None = None
+
+
+def save_cache(cache: CompressedCache, path: str | Path) -> None:
+    """Writes a cache to `path`; see `CompressedCache.save`."""
+    path = Path(path).expanduser()
+    if is_folder(path):
+        raise ValueError(f"path={quoted(str(path))}: a folder; the name of a file is needed")
+    tensors: dict[str, torch.Tensor] = {}
+    layers = []
+    tracked, compressed = 0, cache.compressed_layers
+    for index, layer in enumerate(cache.layers):
+        kind, prefix = type(layer).__name__, f"layers.{index}."
+        if index in compressed and isinstance(layer, LinearAttentionAndFullAttentionLayer):
+            raise ValueError(f"layer {index}, with a recurrent state beside its keys and values, cannot be saved")
+        if index not in compressed:
+            attributes, held = read_attributes(layer, index)
+            layers.append(LayerHeader(kind=kind, attributes=attributes))
+        else:
+            state, held = layer_state(layer), layer_tensors(layer)
+            layers.append(LayerHeader(kind=kind, state=state))
+            tracked = max(tracked, state.tokens if state and layer.track else 0)
+        tensors |= {prefix + name: _on_cpu(prefix + name, tensor) for name, tensor in held.items()}
+        if index in compressed:
+            layer.raise_for_known()
+    share = share_held(cache.layers, cache.decoder_config)
+    if problem := disagreement(cache.layers) or misfit(cache.layers, cache.decoder_config, share):
+        raise ValueError(f"the cache cannot be saved: {problem}")
+    rope = None
+    if cache.rope_track is not None and tracked:
+        tensors["rope"] = _on_cpu("rope", cache.rope_track.buffer[:, :tracked])
+        rope = (len(tensors["rope"]), tracked)
+    if broken := not_finite(tensors):
+        raise ValueError(f"the cache cannot be saved: {broken} holds NaN or infinity")
+    header = Header(
+        release=__version__,
+        transformers=transformers.__version__,
+        model=_facts(cache),
+        config=cache.compression.model_dump(mode="json", exclude_none=True),
+        layers=layers,
+        share=share,
+        rope=rope,
+    ).model_dump_json()
+    metadata = {"format": FORMAT, "version": str(VERSION), "header": header, "sha256": _digest(header, tensors)}
+    write_tensors(path, tensors, metadata)
+
+
+def load_cache(
+    path: str | Path,
+    new_cache: Callable[[CompressionConfig], C],
+    codebooks: str | Path | None = None,
+    device: torch.device | str | None = None,
+    any_model: bool = False,
+) -> C:
+    """Reads a cache from `path`; see `CompressedCache.load`."""
+    path = Path(path).expanduser()
+    if not is_file(path):
+        raise FileNotFoundError(f"cache file {quoted(str(path))}: there is no such file")
+    try:
+        with open_tensors(path, "not readable") as file:
+            metadata = file.metadata() or {}
+            header = _read_header(metadata)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+        if _digest(metadata["header"], tensors) != metadata.get("sha256"):
+            raise ValueError("damaged: its contents do not agree with its checksum")
+        if broken := not_finite(tensors):
+            raise ValueError(f"damaged: {broken} holds NaN or infinity")
+        cache = new_cache(_config(header, codebooks))
+        _check_model(header, cache, any_model)
+        check_share(header.share)
+        _restore(cache, header, tensors, usable_device(device))
+        _check_shapes(cache, header)
+    except ValueError as error:
+        # What a file holds may be long, and of several lines.
+        raise ValueError(f"cache file {str(path)!r}: {on_one_line(str(error), 600)}") from error
+    return cache
+
+
+def _on_cpu(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on the meta device: there is nothing to save")
+    return tensor.detach().to("cpu").contiguous()
+
+
+def _digest(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(header.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _facts(cache: CompressedCache) -> ModelFacts:
+    config = cache.decoder_config
+    head_dim, kv_heads, _ = model_shape(config)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rope = {"parameters": json.loads(json.dumps(parameters, default=str))}
+    if cache.rope_track is not None:
+        rope = rope_record(config, cache.rope_track.layout)
+    kinds = getattr(config, "layer_types", None) or [type(layer).__name__ for layer in cache.layers]
+    return ModelFacts(
+        model_type=config.model_type, name=config._name_or_path or "", hidden_size=config.hidden_size,
+        kv_heads=kv_heads, head_dim=head_dim, layer_types=list(kinds), rope=json.loads(json.dumps(rope)),
+    )  # fmt: skip
+
+
+def _check_model(header: Header, cache: CompressedCache, any_model: bool) -> None:
+    here, there = _facts(cache).model_dump(), header.model.model_dump()
+    names = (there.pop("name"), here.pop("name"))
+    start = f"made by another model, {names[0] or there['model_type']!r}"
+    if differing := [fact for fact in here if here[fact] != there[fact]]:
+        words = "; ".join(f"{fact} {there[fact]} there, {here[fact]} here" for fact in differing)
+        raise ValueError(f"{start}: {words}")
+    if not any_model and not same_model(*names):
+        raise ValueError(f"{start}, not {names[1]!r}. If both have the same weights, say any_model=True")
+    kinds = [layer.kind for layer in header.layers], [type(layer).__name__ for layer in cache.layers]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"{start}: layers {kinds[0]} there, {kinds[1]} here (Transformers {header.transformers} there)"
+        )
+
+
+def _check_shapes(cache: CompressedCache, header: Header) -> None:
+    if problem := disagreement(cache.layers) or misfit(cache.layers, cache.decoder_config, header.share):
+        raise ValueError(f"damaged: {problem}")
+
+
+def _read_header(metadata: Mapping[str, str]) -> Header:
+    if metadata.get("format") != FORMAT:
+        raise ValueError("no cache that kvcache-compress saved")
+    version = metadata.get("version", "")
+    if not version.isdecimal() or not 1 <= int(version[:9]) <= VERSION:
+        raise ValueError(f"format version {version!r}: this release reads up to {VERSION}")
+    try:
+        return Header.model_validate_json(metadata.get("header", ""))
+    except ValidationError as error:
+        issue = error.errors()[0]
+        place = ".".join(map(str, issue["loc"])) or "header"
+        raise ValueError(f"damaged: {place}: {issue['msg']}") from None
+
+
+def _config(header: Header, codebooks: str | Path | None) -> CompressionConfig:
+    if codebooks is None:
+        return load_config(header.config)
+    plain = json.loads(json.dumps(header.config))
+    rules = plain.get("layers")
+    for owner in (plain, *(rules if isinstance(rules, list) else ())):
+        for side in ("keys", "values"):
+            if isinstance(owner, dict) and isinstance(owner.get(side), dict):
+                owner[side].pop("codebooks", None)
+    return load_config(plain).with_codebooks(codebooks)
+
+
+def _restore(cache: CompressedCache, header: Header, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Fills a new cache from tensors that are copied to `device`; whatever does not fit raises `ValueError`."""
+    left, compressed = dict(tensors), cache.compressed_layers
+    rope = left.pop("rope", None)
+    if header.rope is not None:
+        if cache.rope_track is None:
+            raise ValueError("damaged: it holds cos and sin that no layer needs")
+        shape = (*header.rope, cache.rope_track.buffer.shape[2])
+        expect({"rope": (cache.rope_track.buffer.dtype, shape)}, {"rope": rope})
+    elif rope is not None:
+        raise ValueError("damaged: a superfluous tensor 'rope'")
+    for index, (layer, described) in enumerate(zip(cache.layers, header.layers, strict=True)):
+        prefix = f"layers.{index}."
+        own = {name.removeprefix(prefix): left.pop(name) for name in tensors if name.startswith(prefix)}
+        try:
+            if index in compressed and isinstance(layer, LinearAttentionAndFullAttentionLayer):
+                raise ValueError("damaged: a layer with a recurrent state cannot be saved")
+            if (index in compressed) != (described.attributes is None):
+                raise ValueError("damaged: attributes are those of layers that are Transformers' own")
+            if described.attributes is not None:
+                if described.state is not None:
+                    raise ValueError("damaged: the state of a compressed layer")
+                copied = {name: tensor.to(device, copy=True) for name, tensor in own.items()}
+                set_attributes(layer, described.attributes, copied, device)
+            elif described.state is not None:
+                restore_layer(layer, described.state, own, rope, device)
+            elif own:
+                raise ValueError(f"tensors of an empty layer: {', '.join(own)}")
+        except ValueError as error:
+            raise ValueError(f"layer {index}: {error}") from None
+    if left:
+        raise ValueError(f"damaged: a tensor {next(iter(left))!r}, which no cache has")

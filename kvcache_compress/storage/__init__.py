@@ -1,0 +1,1 @@
+"""Tokens of one layer: `sinks | packed | tail` of its two sides, in growing or in fixed buffers."""

@@ -1,0 +1,159 @@
+"""Refusing what a cache cannot hold or do before anything is changed; on a GPU without making it wait."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+
+from kvcache_compress.codecs.base import Side
+
+CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+"""Early versions of Transformers 5 crop to a length where later ones remove a count."""
+LONGEST = torch.finfo(torch.float16).max
+"""Longest vector that can be packed: norms and scales are stored in 16 bits."""
+
+FLAG_NUMBERS = 4
+"""Of a flag, so that each begins at a multiple of 16 bytes."""
+
+
+def longest(x: torch.Tensor) -> torch.Tensor:
+    """Length of the longest of vectors `[..., D]`, at least float32 `[]`; NaN where there is one."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).amax()
+
+
+def not_packable(what: str, layer: int) -> ValueError:
+    """The error for keys or values of a layer that are longer than `LONGEST` or no numbers."""
+    return ValueError(
+        f"{what} of layer {layer} hold NaN, infinity or vectors longer than {LONGEST:g}, which cannot be packed: is "
+        "the model's dtype too narrow?"
+    )
+
+
+def full(layer: int, room: int) -> ValueError:
+    """The error for more tokens than a layer of fixed capacity has room for."""
+    return ValueError(f"layer {layer} is full: max_cache_len={room} tokens are not enough")
+
+
+def one_prompt(first: torch.Tensor) -> bool:
+    """True where all rows of keys or values `[B, H, T, D]` are of one prompt: the same but for rounding in deep layers.
+
+    So are rows that are not finite, which other checks refuse.
+    """
+    if first.shape[0] == 1 or not first.isfinite().all():
+        return True
+    size = first.float().norm(dim=-1)
+    return bool(((first - first[:1]).float().norm(dim=-1) <= 0.05 * (size + size.mean())).all())
+
+
+class PackableChecks:
+    """Checks of vectors that are about to be packed in one layer.
+
+    On the CPU a check raises at once. On a GPU its result is read when it has arrived, by a later `raise_for_known`.
+    """
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+        self._under_way: list[tuple[tuple[Side, ...], torch.Tensor, torch.cuda.Event]] = []
+        self._flags: torch.Tensor | None = None
+
+    def add(self, side: Side, x: torch.Tensor) -> None:
+        """Checks vectors `[..., D]` for NaN, infinity and lengths that 16 bits cannot hold."""
+        # NaN fails the comparison too.
+        self._found((side,), (longest(x) <= LONGEST).reshape(1, 1))
+
+    def flags(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """One per side, int32, which a kernel makes 0 where it finds such vectors among those that it encodes."""
+        if self._flags is None or self._flags.device != device:
+            self._flags = torch.ones(2, FLAG_NUMBERS, dtype=torch.int32, device=device)
+        return self._flags[0], self._flags[1]
+
+    def add_flags(self) -> None:
+        """As `add`, for what a kernel has put in `flags`."""
+        assert self._flags is not None
+        self._found(("keys", "values"), self._flags)
+
+    def _found(self, sides: tuple[Side, ...], good: torch.Tensor) -> None:
+        """Takes a check's result, `[sides, numbers]`, in which all of a side's numbers are to be true."""
+        if good.device.type == "cpu":
+            self._raise_unless(good, sides)
+            return
+        on_host = torch.empty_like(good, device="cpu", pin_memory=True)
+        on_host.copy_(good, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(good.device))
+        self._under_way.append((sides, on_host, event))
+
+    def raise_for_known(self) -> None:
+        """Raises for the checks whose results have arrived; waits for none."""
+        while self._under_way and self._under_way[0][2].query():
+            sides, good, _ = self._under_way.pop(0)
+            self._raise_unless(good, sides)
+
+    def _raise_unless(self, good: torch.Tensor, sides: tuple[Side, ...]) -> None:
+        for side, flags in zip(sides, good.tolist(), strict=True):
+            if not all(flags):
+                # Flags that were copied later are down for the same tokens.
+                self._flags = None
+                self._under_way = [check for check in self._under_way if len(check[0]) == 1]
+                raise not_packable(side, self.layer)
+
+
+def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.Tensor]) -> None:
+    """Refuses new keys and values that are not `[B, H, T, D]`, or not like those that a layer holds, if it does.
+
+    Raises:
+        TypeError: other things than floating-point tensors. ValueError: other shapes or another device.
+    """
+    for side, x in (("keys", keys), ("values", values)):
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            raise TypeError(f"{side} for layer {layer} are {kind}: allowed floating-point tensors")
+    known = held["keys"].shape[1] if held else keys.shape[1] if keys.ndim == 4 else None
+    if keys.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.shape[1] != known:
+        raise ValueError(
+            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} for layer {layer}: allowed "
+            f"[B, H, T, D] with equal B, H and T{f', and H = {known}' if known else ''}"
+        )
+    for (side, old), x in zip(held.items(), (keys, values), strict=False):
+        if (x.shape[3], x.device) != (old.shape[3], old.device):
+            raise ValueError(
+                f"{side} for layer {layer} have D={x.shape[3]} on {x.device}: the cache holds "
+                f"D={old.shape[3]} on {old.device}"
+            )
+
+
+def check_batch(new: int, held: int) -> None:
+    """Raises `ValueError` for tokens of another batch than those that a layer holds."""
+    if new != held:
+        raise ValueError(
+            f"batch of {new} for a cache that holds {held}: use batch_select_indices or "
+            "batch_repeat_interleave to change it, or reset() to start anew"
+        )
+
+
+def tokens_after_crop(tokens_to_remove: Any, length: int) -> int:
+    """How many of `length` tokens a crop leaves; raises `ValueError` for counts that are not allowed."""
+    count = operator.index(tokens_to_remove)
+    if count > 0 and CROPS_TO_LENGTH:
+        count = min(0, count - length)
+    if count > 0:
+        raise ValueError(f"tokens_to_remove={count}: allowed zero or a negative count, which removes that many tokens")
+    return max(0, length + count)
+
+
+def check_croppable(layers: Iterable[Any]) -> None:
+    """Raises `ValueError` for a layer that no longer has the tokens that a crop would bring back."""
+    for index, layer in enumerate(layers):
+        limited = isinstance(layer, LinearAttentionCacheLayerMixin) or (
+            getattr(layer, "is_sliding", False) and layer.get_seq_length() >= layer.get_max_length()
+        )
+        if not hasattr(layer, "crop") or (limited and not getattr(layer, "record_past", True)):
+            raise ValueError(
+                f"layer {index}, a {type(layer).__name__}, keeps no past to go back to: crop needs "
+                "activate_past_recording() before the first token, and layers that have it"
+            )

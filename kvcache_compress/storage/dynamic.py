@@ -1,0 +1,262 @@
+"""Tokens of a compressed layer, both sides, whose numbers the host knows: `sinks | packed | tail`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from kvcache_compress.codecs.backend import load_part, on_device
+from kvcache_compress.codecs.base import Side
+
+from .checks import LONGEST, PackableChecks, one_prompt
+from .rope_track import RopeTrack
+from .segments import SideSegments
+from .side import MAX_DECODE_TOKENS, SideState, Windows, measured, triton_encoder
+
+
+class DynamicStorage:
+    """`sinks | packed | tail` of keys and values, in buffers that grow with the tokens.
+
+    With `windows.room` the packed tokens' room is there from the start, the layer checks tokens when they come, and
+    what depends on data is set from the first of them, so that a `StaticStorage` can take them over at any time.
+
+    Args:
+        sides: the two sides, empty.
+        packs_steps: whether steps pack tokens too, not only prompts.
+        track: cos and sin of all tokens, where a codec needs them; `leads_track` of the layer that writes them.
+    """
+
+    def __init__(
+        self,
+        sides: dict[Side, SideState],
+        windows: Windows,
+        checks: PackableChecks,
+        *,
+        packs_steps: bool = True,
+        track: RopeTrack | None = None,
+        leads_track: bool = True,
+    ) -> None:
+        self.sides = sides
+        self.windows = windows
+        self.checks = checks
+        self.packs_steps = packs_steps
+        self.track = track
+        self.leads_track = leads_track
+        if windows.room is not None:
+            for state in sides.values():
+                state.store.fix(windows.capacity + windows.group)
+            if track is not None:
+                track.reserve(windows.sinks + windows.capacity, sides["keys"].sinks)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per sequence."""
+        keys = self.sides["keys"]
+        return int(keys.sinks.shape[2]) + keys.store.tokens + keys.tail.tokens
+
+    @property
+    def empty(self) -> bool:
+        return not self.tokens
+
+    @property
+    def packed_tokens(self) -> int:
+        return self.sides["keys"].store.tokens
+
+    @property
+    def dense_buffers(self) -> tuple[torch.Tensor, ...]:
+        """The room of the dense tokens of both sides, in the model's dtype."""
+        return tuple(x for state in self.sides.values() for x in (state.sinks, state.tail.buffer))
+
+    def segments(self) -> tuple[SideSegments, SideSegments]:
+        """All that both sides hold."""
+        k_side, v_side = self.sides.values()
+        return k_side.everything(), v_side.everything()
+
+    @contextmanager
+    def taken_out(self) -> Iterator[DynamicStorage]:
+        """The storage itself; see `StaticStorage.taken_out`."""
+        yield self
+
+    @property
+    def dense_parts(self) -> dict[Side, torch.Tensor]:
+        """A part of each side's dense tokens, for its shape, dtype and device."""
+        return {side: state.sinks for side, state in self.sides.items()}
+
+    def widen(self, keys: torch.dtype, values: torch.dtype) -> None:
+        """Holds dense tokens in these dtypes from now on."""
+        for state, dtype in zip(self.sides.values(), (keys, values), strict=True):
+            state.widen(dtype)
+
+    def append(
+        self, keys: torch.Tensor, values: torch.Tensor, counter: torch.Tensor | None = None
+    ) -> tuple[SideSegments, SideSegments]:
+        """Stores new tokens `[B, H, n, D]` of the dtypes that are held.
+
+        Args:
+            counter: int64 `[]`, where the number of tokens is to be written.
+
+        Returns:
+            The segments of both sides that these tokens attend to: all that was dense before and they themselves in
+            full precision, though some of them may be packed by now.
+
+        Raises:
+            ValueError: what is to be encoded is not finite.
+        """
+        length, count = self.tokens, keys.shape[2]
+        self.checks.raise_for_known()
+        if not length:
+            self._begin({"keys": keys, "values": values})
+        if self.track is not None:
+            self.track.extend(length, keys, again=not self.leads_track)
+        prompt = count > MAX_DECODE_TOKENS
+        if not prompt and self.packs_steps:
+            self._flush()
+        k_side, v_side = self.sides.values()
+        sinks = min(self.windows.sinks - k_side.sinks.shape[2], count)
+        packed = k_side.store.tokens
+        if prompt:
+            k_tail, v_tail = self._add_prompt(keys, values, sinks)
+            found = k_side.segments(packed, k_tail, k_tail.shape[2]), v_side.segments(packed, v_tail, v_tail.shape[2])
+        else:
+            self._add(keys, values, sinks)
+            found = k_side.everything(), v_side.everything()
+        if self.windows.room is not None:
+            self._prepare()
+        if counter is not None:
+            counter.fill_(self.tokens)
+        return found
+
+    def _check_packable(self, tails: Mapping[Side, torch.Tensor], leaving: int) -> None:
+        """Raises for what is about to be encoded, and for all of what a codec is about to be prepared with."""
+        if self.windows.room is not None:
+            return  # each token was checked when it came
+        for side, x in tails.items():
+            self.checks.add(side, x[:, :, :leaving] if self.sides[side].prepared else x)
+
+    def _begin(self, first: Mapping[Side, torch.Tensor]) -> None:
+        """Sets what is to be one prompt's own, from the first tokens `[B, H, T, D]`: of both sides or of neither.
+
+        Raises:
+            ValueError: rows of several prompts, or what `checks` refuses.
+        """
+        own = {side: state for side, state in self.sides.items() if state.codec.of_one_prompt and first[side].shape[2]}
+        for side, state in own.items():
+            self.checks.add(side, first[side])
+            if not one_prompt(first[side]):
+                raise ValueError(
+                    f"codebook='online' for {side} of {state.codec.name}, with {len(first[side])} prompts in a batch: "
+                    "allowed one, alone or repeated for beams and samples, or codebook='offline'"
+                )
+        for side, state in own.items():
+            state.prepare(measured(first[side], self.windows.sinks, self.windows.recent))
+
+    def _prepare(self) -> None:
+        """Statistics from the first tokens, though nothing of them is packed; from the sinks too where they are few."""
+        for state in self.sides.values():
+            if not state.prepared and self.tokens:
+                there = torch.cat([state.sinks, state.tail.view()], 2)
+                state.prepare(measured(there, state.sinks.shape[2], self.windows.recent))
+
+    def _add_prompt(self, keys: torch.Tensor, values: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds a part of a prompt, and packs at once what the recent window does not hold; both tails with all.
+
+        Those of the first part are views of it, since no step attends to them: that saves a copy of the prompt.
+        """
+        tails: dict[Side, torch.Tensor] = {"keys": keys[:, :, sinks:], "values": values[:, :, sinks:]}
+        if self.tokens:
+            tails = {side: torch.cat([self.sides[side].tail.view(), x], 2) for side, x in tails.items()}
+        leaving = self.windows.leaving(tails["keys"].shape[2])
+        if leaving:
+            self._check_packable(tails, leaving)
+            self._add(keys[:, :, :sinks], values[:, :, :sinks], sinks)
+            self._pack(tails, leaving, growing=self.packs_steps)
+        else:
+            self._add(keys, values, sinks)
+        return tails["keys"], tails["values"]
+
+    def _add(self, keys: torch.Tensor, values: torch.Tensor, sinks: int) -> None:
+        """Adds new tokens `[B, H, n, D]`, the first `sinks` of them to the sinks, the others to the tails.
+
+        Triton copies those of a step to the tails in one launch.
+        """
+        k_side, v_side = self.sides["keys"], self.sides["values"]
+        k_tail, v_tail = k_side.tail, v_side.tail
+        count = keys.shape[2] - sinks
+        # For both before either has more tokens: there may be memory for one of them only.
+        k_tail.reserve(count)
+        v_tail.reserve(count)
+        if sinks:
+            k_side.sinks, v_side.sinks = (
+                torch.cat([side.sinks, x[:, :, :sinks]], 2) for side, x in ((k_side, keys), (v_side, values))
+            )
+            keys, values = keys[:, :, sinks:], values[:, :, sinks:]
+        few = 0 < count <= MAX_DECODE_TOKENS
+        if few and k_side.codec.backend == "triton" and keys.stride(3) == values.stride(3) == 1:
+            with on_device(keys):
+                load_part("triton_kernels.update.append").append(
+                    keys, values, k_tail.buffer, v_tail.buffer, k_tail.tokens
+                )
+            k_tail.tokens += count
+            v_tail.tokens += count
+        else:
+            k_tail.append(keys)
+            v_tail.append(values)
+
+    def _flush(self) -> None:
+        """Packs the oldest tokens of the tails, if enough have left the recent window."""
+        leaving = self.windows.leaving(self.sides["keys"].tail.tokens)
+        if not leaving:
+            return
+        states = self.sides.values()
+        if all(state.prepared and triton_encoder(state.codec) for state in states):
+            self._flush_in_triton(leaving)
+        else:
+            tails = {side: state.tail.view() for side, state in self.sides.items()}
+            self._check_packable(tails, leaving)
+            self._pack(tails, leaving, growing=True)
+
+    def _pack(self, tails: Mapping[Side, torch.Tensor], leaving: int, growing: bool) -> None:
+        """Encodes the first `leaving` tokens of `tails` `[B, H, T, D]`; the others are the tails from now on."""
+        for side, tail in tails.items():
+            self.sides[side].pack(tail, leaving, growing)
+            self.sides[side].tail.replace(tail[:, :, leaving:])
+
+    def _flush_in_triton(self, leaving: int) -> None:
+        """`_pack` of the tails in one launch per side, which checks the tokens as well.
+
+        Where the checks raise at once nothing changes.
+        """
+        following = []
+        flags = self.checks.flags(self.sides["keys"].sinks.device)
+        for state, good in zip(self.sides.values(), flags, strict=True):
+            tail, encoder = state.tail, state.codec.kernel_encoder
+            kept = tail.tokens - leaving
+            following.append(tail.another(kept))
+            with on_device(tail.buffer):
+                load_part("triton_kernels.encode.launch").flush(
+                    encoder, tail.buffer, leaving, kept, state.store.room(leaving, growing=True), state.store.tokens,
+                    following[-1], good, LONGEST,
+                )  # fmt: skip
+        self.checks.add_flags()
+        for state, buffer in zip(self.sides.values(), following, strict=True):
+            state.store.tokens += leaving
+            state.tail.buffer = buffer
+            state.tail.tokens -= leaving
+
+    def crop(self, left: int) -> None:
+        """Keeps the first `left` tokens. Exact within the tail; a packed group that is cut is decoded."""
+        keys = self.sides["keys"]
+        sinks = min(left, keys.sinks.shape[2])
+        packed = min(left - sinks, keys.store.tokens)
+        for state in self.sides.values():
+            if packed < state.store.tokens or sinks < state.sinks.shape[2]:
+                state.crop(sinks, packed, self.windows.group)
+            else:
+                state.tail.truncate(left - sinks - packed)
+
+    def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every buffer `[B, ...]` by `change(buffer)`: beams, batch selection, moves between devices."""
+        for state in self.sides.values():
+            state.apply(change)

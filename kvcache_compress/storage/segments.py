@@ -1,0 +1,81 @@
+"""The segments of one side of a layer that a step attends to: `sinks | packed | tail`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcache_compress.codecs.backend import on_device
+from kvcache_compress.codecs.base import Codec
+from kvcache_compress.modeling.rope import Rope
+
+from .packed_store import PackedStore
+from .rope_track import RopeTrack
+from .slots import Slots
+
+CHUNK_TOKENS = 2048
+"""Packed tokens decoded at a time; a multiple of every group size."""
+
+
+@dataclass(slots=True)
+class SideSegments:
+    """One side of a layer in a step: `sinks | packed | tail`, oldest first.
+
+    `sinks` and `tail` are dense, `[B, H, T, D]`; `packed` is the number of tokens in `store` that belong to this step.
+    """
+
+    sinks: torch.Tensor
+    store: PackedStore
+    packed: int
+    tail_buffer: torch.Tensor
+    """`[B, H, room, D]`, of which the first `tail_tokens` are the tail; contiguous, but for that of a first prompt."""
+    tail_tokens: int
+    codec: Codec
+    track: RopeTrack | None = None
+    """cos and sin of all tokens, where the codec asks for them."""
+    slots: Slots | None = None
+    """Places of the tokens, where the segments are all the room that steps of fixed shapes have, filled or not."""
+
+    @property
+    def tail(self) -> torch.Tensor:
+        return self.tail_buffer[:, :, : self.tail_tokens]
+
+    def rope(self, start: int, stop: int) -> Rope | None:
+        """cos and sin of packed tokens `[start, stop)`."""
+        first = self.sinks.shape[2]
+        return None if self.track is None else self.track.read(first + start, first + stop)
+
+    @property
+    def shape(self) -> torch.Size:
+        batch, heads, sinks, dim = self.sinks.shape
+        return torch.Size((batch, heads, sinks + self.packed + self.tail_tokens, dim))
+
+    def dense(self) -> torch.Tensor:
+        """Everything decoded, `[B, H, T, D]` in the model's dtype."""
+        if not self.packed:
+            return torch.cat([self.sinks, self.tail], dim=2)
+        whole = self.tail_buffer.new_empty(self.shape)
+        first = self.sinks.shape[2]
+        whole[:, :, :first] = self.sinks
+        self.decode_into(whole[:, :, first : first + self.packed], 0)
+        whole[:, :, first + self.packed :] = self.tail
+        return whole
+
+    def tile(self, start: int, stop: int) -> torch.Tensor:
+        """Packed tokens `[start, stop)`, whole groups, decoded in the model's dtype; the sinks before the first."""
+        sinks = self.sinks[:, :, : None if start == 0 else 0]
+        batch, heads, first, dim = sinks.shape
+        tile = self.tail_buffer.new_empty(batch, heads, first + stop - start, dim)
+        tile[:, :, :first] = sinks
+        self.decode_into(tile[:, :, first:], start)
+        return tile
+
+    def decode_into(self, out: torch.Tensor, start: int) -> None:
+        """Decodes packed tokens from `start` on, whole groups, into `out` `[B, H, tokens, D]`."""
+        stop = start + out.shape[2]
+        for begin in range(start, stop, CHUNK_TOKENS):
+            end = min(begin + CHUNK_TOKENS, stop)
+            with on_device(out):
+                part = self.codec.decode(self.store.read(begin, end), self.rope(begin, end))
+            out[:, :, begin - start : end - start] = part

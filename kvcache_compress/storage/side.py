@@ -1,0 +1,171 @@
+"""Keys or values of one layer: the codec and its three segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcache_compress.codecs.backend import load_part, on_device
+from kvcache_compress.codecs.base import Codec, Fields
+from kvcache_compress.modeling.rope import Rope
+
+from .packed_store import PackedStore, TailBuffer
+from .rope_track import RopeTrack
+from .segments import SideSegments
+
+if TYPE_CHECKING:
+    from kvcache_compress.triton_kernels.common.operands import KernelEncoder
+
+MAX_DECODE_TOKENS = 16
+"""Queries of a decode step, at most: one, or those of speculative decoding. More are a part of a prompt."""
+CHUNK_TOKENS = 4096
+"""Tokens encoded at a time, so that a long prompt needs little memory beside itself; a multiple of every group."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Numbers of tokens per sequence.
+
+    sinks, recent: kept dense, before and after the packed ones.
+    flush: packed together, a multiple of `group`, the tokens that are encoded together.
+    room: taken in all; None for a storage that grows without limit.
+    """
+
+    sinks: int
+    recent: int
+    flush: int
+    group: int
+    room: int | None = None
+
+    def leaving(self, tail: int) -> int:
+        """Tokens of a tail of so many that are to be packed."""
+        return max(0, tail - self.recent) // self.flush * self.flush
+
+    @property
+    def capacity(self) -> int:
+        """Packed tokens that there is room for, of a limited storage."""
+        assert self.room is not None
+        return -(-max(0, self.room - self.sinks) // self.group) * self.group
+
+    @property
+    def ring(self) -> int:
+        """Dense tokens after the sinks that steps of fixed shapes have room for."""
+        return self.recent + self.flush + MAX_DECODE_TOKENS
+
+
+class SideState:
+    """`sinks | packed | tail` of one side."""
+
+    def __init__(self, codec: Codec, like: torch.Tensor, usual_tail: int, track: RopeTrack | None) -> None:
+        self.codec = codec
+        self.track = track
+        self.sinks = like.new_empty(*like.shape[:2], 0, like.shape[3])
+        self.store = PackedStore(codec.fields, like.shape[0], like.shape[1], like.device)
+        self.tail = TailBuffer(like, usual_tail)
+        self.prepared = False
+
+    def pack(self, x: torch.Tensor, tokens: int, growing: bool) -> None:
+        """Encodes the first `tokens` of `x` into the store; what depends on data is set from all of the first `x`."""
+        self.prepare(x)
+        self.store.reserve(tokens, growing)
+        for start in range(0, tokens, CHUNK_TOKENS):
+            part = x[:, :, start : min(start + CHUNK_TOKENS, tokens)]
+            count, done = part.shape[2], self.store.tokens
+            with on_device(part):
+                if encoder := triton_encoder(self.codec):
+                    load_part("triton_kernels.encode.launch").encode(
+                        encoder, part, self.store.room(count, growing), done
+                    )
+                    self.store.tokens += count
+                else:
+                    encoded = self.codec.encode(part, self._rope(done, done + count))
+                    self.store.append(encoded, count, growing)
+
+    def prepare(self, x: torch.Tensor) -> None:
+        """Sets what depends on data, unless it is set."""
+        if not self.prepared:
+            with on_device(x):
+                self.codec.prepare(x[:1] if self.codec.of_one_prompt else x)
+            self.prepared = True
+
+    def _rope(self, start: int, stop: int) -> Rope | None:
+        first = self.sinks.shape[2]
+        return None if self.track is None else self.track.read(first + start, first + stop)
+
+    def decode(self, start: int, stop: int) -> torch.Tensor:
+        """Packed tokens `[start, stop)`, whole groups, decoded: float32 `[B, H, stop - start, D]`."""
+        device = self.codec.context.device
+        fields = tuple(field.to(device) for field in self.store.read(start, stop))
+        with on_device(fields[0]):
+            return self.codec.decode(fields, self._rope(start, stop))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that this side holds, by name: its tokens without spare room, and the codec's statistics."""
+        fields = zip(self.store.fields, self.store.read(0, self.store.tokens), strict=True)
+        held = {"sinks": self.sinks, "tail": self.tail.view()}
+        held |= {f"packed.{field.name}": stored for field, stored in fields}
+        return held | {f"statistics.{name}": x for name, x in self.codec.statistics.items()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], packed: int, prepared: bool) -> None:
+        """Makes a new side what the one was whose `tensors` these are; they are copied."""
+        device = self.sinks.device
+        self.sinks = tensors["sinks"].to(device, copy=True)
+        self.store.append(tuple(tensors[f"packed.{field.name}"] for field in self.store.fields), packed, growing=False)
+        self.tail.replace(tensors["tail"])
+        self.prepared = prepared
+        if prepared:
+            own = {name: x for name, x in tensors.items() if name.startswith("statistics.")}
+            self.codec.set_statistics(
+                {name.removeprefix("statistics."): x.to(device, copy=True) for name, x in own.items()}
+            )
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Holds dense tokens in another dtype from now on."""
+        self.sinks = self.sinks.to(dtype)
+        self.tail.apply(lambda x: x.to(dtype))
+
+    def segments(self, packed: int, tail: torch.Tensor, tokens: int) -> SideSegments:
+        """With the first `packed` tokens of the store, and the first `tokens` of a contiguous `tail`."""
+        return SideSegments(self.sinks, self.store, packed, tail, tokens, self.codec, self.track)
+
+    def everything(self) -> SideSegments:
+        """All that the side holds."""
+        return self.segments(self.store.tokens, self.tail.buffer, self.tail.tokens)
+
+    def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.sinks = change(self.sinks)
+        self.store.apply(change)
+        self.tail.apply(change)
+
+    def crop(self, sinks: int, packed: int, group: int) -> None:
+        """Keeps the first `sinks` and `packed` tokens; a group that is cut is decoded back into the tail."""
+        whole = packed // group * group
+        cut = self.tail.buffer
+        if packed > whole:
+            cut = self.decode(whole, whole + group)
+        self.tail.replace(cut[:, :, : packed - whole].to(self.tail.buffer.dtype))
+        self.store.truncate(whole)
+        self.sinks = self.sinks[:, :, :sinks]
+
+
+def triton_encoder(codec: Codec) -> KernelEncoder | None:
+    """The kernel that encodes this codec's tokens and stores them at once; None where its `encode` does."""
+    return codec.kernel_encoder if codec.backend == "triton" else None
+
+
+def encoded(codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
+    """`x` `[B, H, T, D]`, whole groups, encoded as the codec's backend does it, but for what is stored at once."""
+    with on_device(x):
+        if encoder := triton_encoder(codec):
+            found: Fields = load_part("triton_kernels.encode.launch").encoded(encoder, x, codec.fields)
+            return found
+        return codec.encode(x, rope)
+
+
+def measured(first: torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
+    """The first tokens that set what depends on data: without the sinks, unless there are few others."""
+    others = first[:, :, sinks:]
+    return others if others.shape[2] >= max(1, recent) else first

@@ -1,0 +1,96 @@
+"""Attention weights that callers ask for: fused attention has none, so the previous attention gives them."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.family_cases import FAMILIES, build, method_config
+from transformers import PreTrainedModel
+
+from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
+from kvcache_compress.attention.path import record_paths
+
+CONFIG = method_config("llama", "turboquant")
+SILENT = ["opt", "gpt2", "gpt_bigcode", "nemotron", "persimmon", "stablelm"]
+"""Families whose attention modules do not tell the attention function that weights are wanted."""
+SWITCHED = sorted({*FAMILIES, *SILENT} - {"mistral, sliding"})
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    torch.set_num_threads(1)
+    return torch.randint(1, 64, (1, 30), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
+
+
+def filled(model: PreTrainedModel, ids: torch.Tensor) -> CompressedCache:
+    cache = CompressedCache(model.config, CONFIG)
+    model(input_ids=ids, past_key_values=cache)
+    assert cache.packed_tokens == 32
+    return cache
+
+
+@pytest.mark.parametrize("by_config", [False, True], ids=["argument", "config"])
+@pytest.mark.parametrize("family", SWITCHED)
+@torch.no_grad()
+def test_weights_are_those_of_the_previous_attention(family: str, by_config: bool, ids: torch.Tensor) -> None:
+    """Asked for by argument, or by the config, which no family passes on."""
+    model = build(family, attn_implementation="eager")
+    if by_config:
+        model.config.output_attentions = True
+    asked = {} if by_config else {"output_attentions": True}
+    outputs = []
+    for switch in (disable_fused_attention, enable_fused_attention):
+        switch(model)
+        cache = filled(model, ids)
+        for count in (1, 5):
+            outputs.append(model(input_ids=ids[:, :count], past_key_values=cache, **asked))
+    for plain, fused in zip(outputs[:2], outputs[2:], strict=True):
+        assert len(fused.attentions) == len(plain.attentions) > 0
+        torch.testing.assert_close(fused.attentions, plain.attentions, atol=1e-4, rtol=0)
+        torch.testing.assert_close(fused.logits, plain.logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_weights_over_all_the_room_of_a_fixed_capacity(family: str, ids: torch.Tensor) -> None:
+    """As without fused attention, and as Transformers' own static cache gives them: of first prompts, chunks, steps."""
+    model = build(family, attn_implementation="eager")
+    config = CONFIG.model_copy(update={"max_cache_len": 96})
+    outputs = []
+    for switch in (disable_fused_attention, enable_fused_attention):
+        switch(model)
+        cache = CompressedCache(model.config, config)
+        parts = (ids, ids[:, :20], ids[:, :1])
+        outputs.append([model(input_ids=part, past_key_values=cache, output_attentions=True) for part in parts])
+    for plain, fused in zip(*outputs, strict=True):
+        assert {weights.shape[3] for weights in fused.attentions} == {96}
+        torch.testing.assert_close(fused.attentions, plain.attentions, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", *SILENT])
+@torch.no_grad()
+def test_nothing_else_falls_back(family: str, ids: torch.Tensor) -> None:
+    """Hidden states are no reason to, nor are weights that an earlier step gave."""
+    model = build(family, attn_implementation="eager")
+    enable_fused_attention(model)
+    cache = filled(model, ids)
+    model(input_ids=ids[:, :1], past_key_values=cache, output_attentions=True)
+    with record_paths() as taken:
+        model(input_ids=ids[:, :1], past_key_values=cache, output_hidden_states=True)
+    assert taken == [(cache.layers[0].backend, 1)] * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("how", [{}, {"prompt_lookup_num_tokens": 4}], ids=["greedy", "prompt lookup"])
+@pytest.mark.parametrize("family", ["llama", *SILENT])
+def test_generate_returns_weights(family: str, how: dict[str, Any], ids: torch.Tensor) -> None:
+    model = build(family, attn_implementation="eager")
+    enable_fused_attention(model)
+    cache = CompressedCache(model.config, CONFIG)
+    options = {"output_attentions": True, "return_dict_in_generate": True, "do_sample": False, "max_new_tokens": 6}
+    output = model.generate(ids, past_key_values=cache, **options, **how)
+    assert cache.packed_tokens > 0
+    assert len(output.attentions) == 6
+    for at, step in enumerate(output.attentions):
+        assert len(step) == model.config.num_hidden_layers
+        assert all(weights.shape[3] == ids.shape[1] + at for weights in step)
+        assert all(torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-4) for weights in step)

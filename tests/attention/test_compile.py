@@ -1,0 +1,154 @@
+"""`torch.compile` of a model with compressed caches: no graph break, few recompilations, the same results."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.small_model import VOCAB, method_config, small_config, small_model
+from transformers import CompileConfig, PreTrainedModel
+
+from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress.attention.path import record_paths
+
+STEPS = 36
+"""Enough to cross a flush, and to grow buffers."""
+TOLERANCE = {"atol": 1e-4, "rtol": 0}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+SHORT = {
+    "turboquant": {"keys": {"method": "turboquant", "center": "on"}, "values": {"method": "turboquant", "bits": 2.5}},
+    "polarquant_recursive": {
+        side: {"method": "polarquant_recursive", "bits": [4, 3, 2], "radius_bits": 8} for side in ("keys", "values")
+    },
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", SHORT)
+def test_steps_before_anything_is_packed(method: str) -> None:
+    """What attention keeps of a codec must not be from before the codec's statistics."""
+    model = small_model(1)
+    enable_fused_attention(model)
+    config = {**SHORT[method], "sink_tokens": 4, "recent_tokens": 8}
+    ids = torch.randint(1, VOCAB, (2, 10 + 60), generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    logits = []
+    for step in (model, compiled):
+        cache = CompressedCache(model.config, config)
+        model(input_ids=ids[:, :10], past_key_values=cache)
+        parts = [step(input_ids=ids[:, at : at + 1], past_key_values=cache).logits for at in range(10, ids.shape[1])]
+        logits.append(torch.cat(parts, 1))
+        assert cache.packed_tokens == 32
+    torch.testing.assert_close(logits[1], logits[0], **TOLERANCE)
+
+
+@torch.no_grad()
+def decode(step: Any, model: PreTrainedModel, cache: CompressedCache, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of a left-padded prompt of 60 tokens, run as it is, and of single tokens through `step`.
+
+    With a fixed capacity the padding mask is as long as that from the start.
+    """
+    room = cache.compression.max_cache_len
+    mask = torch.ones(2, room or ids.shape[1], dtype=torch.long)
+    mask[1, :9] = 0
+    logits = []
+    for at, part in zip([0, *range(60, ids.shape[1])], ids.split([60, *[1] * (ids.shape[1] - 60)], 1), strict=True):
+        stop = at + part.shape[1]
+        positions = (mask[:, :stop].cumsum(-1) - 1).clamp_min(0)[:, at:].contiguous()
+        run = model if at == 0 else step
+        seen = mask if room else mask[:, :stop]
+        output = run(input_ids=part, past_key_values=cache, attention_mask=seen, position_ids=positions)
+        logits.append(output.logits)
+    return torch.cat(logits, 1)[:, 9:]
+
+
+@pytest.mark.parametrize(
+    ("method", "layers", "fused", "room"),
+    [("turboquant", 1, True, None), ("commvq", 1, False, None), ("commvq", 2, True, 100), ("kivi", 2, False, 100)],
+)
+def test_whole_graph(method: str, layers: int, fused: bool, room: int | None) -> None:
+    check_whole_graph(method, layers, fused, room)
+
+
+@pytest.mark.usefixtures("fixed_shapes")
+def test_whole_graph_of_steps_of_fixed_shapes() -> None:
+    check_whole_graph("commvq", 1, True, 100)
+
+
+def check_whole_graph(method: str, layers: int, fused: bool, room: int | None) -> None:
+    """A graph break raises (`fullgraph`). CommVQ's positions go through the graph as well."""
+    model = small_model(layers)
+    if fused:
+        enable_fused_attention(model)
+    config = {**method_config(method, layers), "max_cache_len": room}
+    ids = torch.randint(1, VOCAB, (2, 60 + STEPS), generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    caches = [CompressedCache(model.config, config) for _ in range(2)]
+    expected = decode(model, model, caches[0], ids)
+    torch.testing.assert_close(decode(compiled, model, caches[1], ids), expected, **TOLERANCE)
+    assert caches[0].packed_tokens == caches[1].packed_tokens == 64
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 1 if room else graphs <= 4
+
+
+@torch.no_grad()
+def test_another_config_object() -> None:
+    """A cache that was built from an equal config finds the model's switch while the model is traced."""
+    model = small_model(1)
+    enable_fused_attention(model)
+    ids = torch.randint(1, VOCAB, (2, 64), generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    outputs = []
+    for config in (model.config, small_config(1)):
+        cache = CompressedCache(config, method_config("turboquant", 1))
+        with record_paths() as taken:
+            outputs.append(
+                [compiled(input_ids=x, past_key_values=cache).logits for x in ids.split([60, 1, 1, 1, 1], 1)]
+            )
+        assert taken == [(cache.layers[0].backend, 1)] * 4
+    torch.testing.assert_close(outputs[1], outputs[0], **TOLERANCE)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's C++ backend needs g++")
+def test_generate_compiles_by_itself() -> None:
+    """With a fixed capacity `generate` compiles the decoding, as it does for Transformers' static cache."""
+    model = small_model(1)
+    enable_fused_attention(model)
+    options = CompileConfig(mode="default", fullgraph=True)
+    options._compile_all_devices = True
+    ids = torch.randint(1, VOCAB, (2, 50), generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for compile_config in (None, options):
+        cache = CompressedCache(model.config, {**method_config("turboquant", 1), "max_cache_len": 100})
+        how = {"compile_config": compile_config, "disable_compile": compile_config is None}
+        outputs.append(model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False, **how))
+        assert cache.packed_tokens > 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's C++ backend needs g++")
+@torch.no_grad()
+def test_chunks_of_compiled_code_count_once() -> None:
+    """The compiler moves what reads a layer's counter behind what stores tokens, unless the graph counts itself."""
+    model = small_model(1)
+    ids = torch.randint(1, VOCAB, (1, 113), generator=torch.Generator().manual_seed(1))
+    compiled, logits = torch.compile(model.forward, fullgraph=True), []
+    for step in (model, compiled):
+        cache = CompressedCache(model.config, {**method_config("turboquant", 1), "max_cache_len": 130})
+        parts = [step(input_ids=part, past_key_values=cache).logits for part in ids.split([60, 1, 25, 25, 1, 1], 1)]
+        logits.append(torch.cat(parts, 1))
+        assert int(cache.get_seq_length()) == 113
+    torch.testing.assert_close(logits[1], logits[0], **TOLERANCE)

@@ -1,0 +1,241 @@
+"""Attention of many queries over tiles of a compressed layer, and which calls take that way."""
+
+# ruff: noqa: F811 - fixtures
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.attention_cases import (
+    BARS,
+    BF16,
+    CASES,
+    F16,
+    F32,
+    Case,
+    error,
+    kivi,
+    make_mask,
+    plain_attention,
+    prod,
+    segments,
+    tq,
+)
+from support.method_cases import declared
+from support.segment_makers import DEVICE, make_codec, make_side, poison  # noqa: F401
+from support.small_model import VOCAB, small_model
+
+from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress.attention import reference, tiled
+from kvcache_compress.attention.handle import Step
+from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.slots import Slots
+
+TILE = 64
+"""Tokens of a tile here, a multiple of every group size."""
+CALLS = {
+    name: replace(case, packed=192, count=24) for name, case in CASES.items() if name in declared("KERNEL_PAIRS")
+} | {
+    "causal": Case(packed=160, count=40),
+    "causal-triangle-over-two-tiles": Case(packed=130, count=60),
+    "whole-tiles": Case(packed=128, count=17),
+    "no-dense-sinks": Case(packed=160, count=40, dense_sinks=0),
+    "one-head-per-group": Case(packed=160, count=40, groups=1),
+    "padding": Case(packed=160, count=40, mask="bool", hidden=100),
+    "rows-that-differ": Case(packed=160, count=40, mask="bool", hidden=100, rows_differ=True),
+    "additive": Case(tq(3), kivi(2), packed=160, count=40, mask="float", hidden=100, head_dim=128),
+    "additive-per-head": Case(packed=160, count=40, mask="per head"),
+    "learned-sinks": Case(prod(3), tq(2), packed=160, count=40, sinks=True),
+    "float16": Case(packed=160, count=40, dtype=F16, mask="bool", hidden=100, head_dim=80),
+    "bfloat16": Case(kivi(4), kivi(2), packed=608, count=40, dtype=BF16, mask="bool", hidden=100),
+    "bfloat16-learned-sinks": Case(packed=320, count=40, dtype=BF16, mask="float", hidden=100, sinks=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "TILE_TOKENS", TILE)
+    monkeypatch.setattr(tiled, "BLOCK_QUERIES", 16)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_equals_plain_attention(name: str, make_side: Callable[..., SideSegments]) -> None:
+    case = CALLS[name]
+    torch.manual_seed(len(name))
+    keys, values = segments(case, make_side)
+    heads = case.groups * keys.sinks.shape[1]
+    query = torch.randn(2, heads, case.count, case.head_dim).to(case.dtype)
+    mask = make_mask(case, 2, heads, keys.shape[2])
+    sinks = torch.randn(heads) if case.sinks else None
+    out = tiled.attend(query, keys, values, mask, scaling=case.head_dim**-0.5, sinks=sinks)
+    expected = plain_attention(query, keys, values, mask, case, sinks)
+    assert out.shape == expected.shape
+    assert out.dtype == case.dtype
+    bar = BARS[case.dtype]
+    if case.dtype == BF16:  # as good as the layer decoded whole, but that the result of each tile is rounded once more
+        whole = error(_decoded_whole(query, keys, values, mask, sinks), expected)
+        assert whole <= 4e-3
+        bar = math.hypot(whole, 2**-9)
+    assert error(out, expected) <= bar
+
+
+def _decoded_whole(
+    query: torch.Tensor, keys: SideSegments, values: SideSegments, mask: torch.Tensor | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """PyTorch's attention as the model's own would call it; learned sinks are a token whose value is zero."""
+    key, value = (side.dense().repeat_interleave(query.shape[1] // side.sinks.shape[1], 1) for side in (keys, values))
+    if sinks is not None:
+        assert mask is not None
+        key, value = (torch.cat([torch.zeros_like(x[:, :, :1]), x], 2) for x in (key, value))
+        first = sinks[None, :, None, None].expand(*query.shape[:3], 1)
+        mask = torch.cat([first, mask.expand(*query.shape[:3], -1)], -1).to(query.dtype)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=query.shape[3] ** -0.5)
+    return out.transpose(1, 2)
+
+
+def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegments]) -> None:
+    case = Case(packed=160, count=20)
+    keys, values = segments(case, make_side)
+    query = torch.randn(2, 6, 20, 64)
+    mask = torch.ones(2, 1, 20, keys.shape[2], dtype=torch.bool)
+    mask[1, :, 3] = False
+    out = tiled.attend(query, keys, values, mask, scaling=0.125)
+    assert out[1, 3].eq(0).all()
+    mask[1, :, 3] = True
+    expected = plain_attention(query, keys, values, mask, case, None)
+    expected[1, 3] = 0
+    assert error(out, expected) <= BARS[F32]
+
+
+def test_a_tile_that_a_row_does_not_see(make_side: Callable[..., SideSegments]) -> None:
+    """Large logits in it must not weigh."""
+    case = Case(packed=160, count=20)
+    keys, values = segments(case, make_side)
+    keys.sinks.mul_(100)
+    query = 30 * torch.randn(2, 6, 20, 64)
+    mask = torch.ones(1, 1, 20, keys.shape[2], dtype=torch.bool)
+    mask[..., :2, : TILE + 3] = False
+    mask[..., 2:4, -28:] = False
+    out = tiled.attend(query, keys, values, mask, scaling=0.125)
+    assert error(out, plain_attention(query, keys, values, mask, case, None)) <= BARS[F32]
+
+
+def _chunks(backend: str, dtype: torch.dtype, **options: Any) -> tuple[torch.Tensor, CompressedCache]:
+    """Logits of a small model whose prompt comes in three chunks, of which two attend to packed tokens."""
+    torch.manual_seed(0)
+    model = small_model().to(dtype)
+    enable_fused_attention(model)
+    config = {"keys": {"method": "turboquant", "bits": 4}, "values": {"method": "kivi", "bits": 4}, "backend": backend}
+    cache = CompressedCache(model.config, config | {"sink_tokens": 4, "recent_tokens": 16})
+    ids = torch.randint(1, VOCAB, (2, 360))
+    found = []
+    for start, stop in ((0, 200), (200, 230), (230, 360)):
+        mask = torch.ones(2, stop, dtype=torch.long)
+        mask[1, :90] = 0
+        with torch.no_grad():
+            found.append(model(ids[:, start:stop], attention_mask=mask, past_key_values=cache).logits[:, -20:])
+    assert cache.packed_tokens > 2 * TILE
+    return torch.cat(found, 1), cache
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("torch", F32), ("torch", BF16), ("auto", BF16)])
+def test_chunks_of_a_prompt_never_decode_a_layer(
+    backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    whole: list[torch.Size] = []
+    tile, dense = SideSegments.tile, SideSegments.dense
+
+    def watched_tile(self: SideSegments, start: int, stop: int) -> torch.Tensor:
+        decoded.append(stop - start)
+        return tile(self, start, stop)
+
+    def watched_dense(self: SideSegments) -> torch.Tensor:
+        whole.append(self.shape)
+        return dense(self)
+
+    monkeypatch.setattr(SideSegments, "tile", watched_tile)
+    monkeypatch.setattr(SideSegments, "dense", watched_dense)
+    ours, _ = _chunks(backend, dtype)
+    assert (max(decoded), whole) == (TILE, [])
+    monkeypatch.setattr(tiled, "supports", lambda *_: False)
+    theirs, _ = _chunks(backend, dtype)
+    assert whole
+    assert error(ours, theirs) <= (1e-5 if dtype == F32 else 1e-2)
+
+
+@pytest.mark.parametrize("least", [-2e4, -1e30, torch.finfo(torch.float32).min, -torch.inf])
+def test_additive_masks_of_any_size(least: float, make_side: Callable[..., SideSegments]) -> None:
+    """A row that is hidden by a number everywhere sees all tokens alike; by infinity, none."""
+    case = Case(packed=160, count=20)
+    keys, values = segments(case, make_side)
+    query = torch.randn(2, 6, 20, 64)
+    mask = torch.zeros(2, 1, 20, keys.shape[2])
+    mask[0, :, 3:, 100:] = least
+    mask[1, :, 2] = least
+    out = tiled.attend(query, keys, values, mask, scaling=0.125)
+    expected = reference.attend(query, keys, values, mask, scaling=0.125)
+    kept = torch.ones(2, 20, dtype=torch.bool)
+    kept[1, 2] = False
+    assert error(out[kept], expected[kept]) <= 1e-5
+    assert out.isfinite().all()
+    assert out[1, 2].eq(0).all() == (least == -torch.inf)
+    if least == -2e4:  # beside which float32 holds nine bits of the logits' fractions; beside lower numbers, nothing
+        assert error(out[1, 2], expected[1, 2]) <= 2e-3
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_padding_mask_of_flash_attention(padded: bool, make_side: Callable[..., SideSegments]) -> None:
+    case = Case(packed=160, count=40)
+    keys, values = segments(case, make_side)
+    query = torch.randn(2, 6, 40, 64)
+    mask = torch.ones(2, keys.shape[2] + 9, dtype=torch.long)[:, 9:]
+    mask[1, :100] = 1 - padded
+    allowed = torch.ones(40, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - 40) & mask[:, None, None].bool()
+    longer = torch.nn.functional.pad(mask, (7, 0))  # of a cache with room for more: the last tokens count
+    out = Step(keys, values, "torch").attend(query, longer, 0.125, None, None)
+    assert error(out, plain_attention(query, keys, values, allowed, case, None)) <= BARS[F32]
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        ("torch", {"count": 16}),
+        ("tiled", {"count": 17}),
+        ("cpp", {"backend": "cpp", "count": 128}),
+        ("tiled", {"backend": "cpp", "count": 129, "packed": TILE}),
+        ("tiled", {"backend": "cpp", "count": 40, "dtype": BF16}),
+        ("decode", {"packed": TILE}),
+        ("cpp", {"backend": "cpp", "packed": TILE}),
+        ("torch", {"packed": 0, "count": 16}),
+        ("decode", {"packed": 0}),
+        ("decode", {"softcap": 5.0}),
+        ("decode", {"dtype": torch.float64}),
+        ("decode", {"value_dim": 96}),
+        ("decode", {"fixed": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU takes other widths")
+def test_which_calls_take_tiles(path: str, changes: dict[str, Any], make_side: Callable[..., SideSegments]) -> None:
+    call = {name: x for name, x in changes.items() if name not in ("backend", "fixed")}
+    case = Case(**{"packed": TILE + 32, "count": 17} | call)
+    keys, values = segments(case, make_side)
+    if "fixed" in changes:
+        keys = replace(keys, slots=Slots(16, keys.packed, 17, 400, torch.tensor(56), torch.tensor(40)))
+    query = torch.zeros(2, 6, case.count, 64, dtype=case.dtype)
+    assert Step(keys, values, changes.get("backend", "torch")).path(query, case.softcap) == path
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="on CPUs PyTorch has no attention for them that gives its logarithm")
+def test_values_of_another_width(make_side: Callable[..., SideSegments]) -> None:
+    case = Case(packed=160, count=40, head_dim=96, value_dim=64, dtype=F16)
+    keys, values = segments(case, make_side)
+    query = torch.randn(2, 6, 40, 96).to(F16)
+    out = tiled.attend(query, keys, values, None, scaling=96**-0.5)
+    assert error(out, plain_attention(query, keys, values, None, case, None)) <= BARS[F16]

@@ -1,0 +1,113 @@
+"""The kit's check of fixed capacity finds steps that are wrong, and says of which step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_kit import check, check_fixed
+from gpu_kit.check_fixed import FIXED, check_steps, graph_check
+
+from kvcache_compress.bench.layers import Shape
+from kvcache_compress.codecs.backend import load_part
+
+CPU = torch.device("cpu")
+TINY = Shape(2, 1, 32)
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """In 16 bits the error of so few numbers comes near to what is allowed."""
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("preset", FIXED)
+def test_steps_are_right(preset: str) -> None:
+    error, problem = check_steps(preset, TINY, CPU, BF16)
+    assert problem is None
+    assert 0 < error < 2.8e-3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("codes", "fixed capacity, step 5: attention differs by"),
+        ("ring", "fixed capacity, step 3: attention differs by"),
+        ("counts", "fixed capacity, step 5: attention differs by"),
+        ("nothing", "None"),
+    ],
+)
+def test_wrong_kernels_fail_the_check_of_the_preset(monkeypatch: pytest.MonkeyPatch, wrong: str, message: str) -> None:
+    """What the kernel that encodes and writes tokens leaves: codes of the fifth step, a token of the third, counts."""
+    kernels, calls = load_part("triton_kernels.update.write_slots"), []
+    write = kernels.write_slots
+
+    def write_wrongly(
+        fresh: Any,
+        sinks: Any,
+        rings: Any,
+        groups: Any,
+        encoders: Any,
+        fields: Any,
+        counts: Any,
+        total: Any,
+        **rest: Any,
+    ) -> Any:
+        packed = int(counts[1, 0])
+        left = write(fresh, sinks, rings, groups, encoders, fields, counts, total, **rest)
+        calls.append(packed)
+        if wrong == "codes" and int(counts[1, 0]) > packed:
+            fields[1][0][:, :, packed:] ^= 0x5555
+        if wrong == "ring" and len(calls) == 3:
+            rings[1][:, :, :-1] += 0.1
+        if wrong == "counts":
+            counts[1] = packed
+        return left
+
+    monkeypatch.setattr(kernels, "write_slots", write_wrongly)
+    found = check.check_kernels("turboquant-4bit", "tiny", TINY, 64, CPU)
+    assert str(found.error).startswith(message)
+    assert calls
+
+
+def test_wrong_storing_of_groups_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a method that encodes apart: what it stores is put where the group before it lies."""
+    kernels = load_part("triton_kernels.update.write_slots")
+    store = kernels.store_groups
+
+    def store_wrongly(encoded: Any, buffers: Any, targets: Any, rooms: Any) -> None:
+        store(encoded, buffers, [groups - 1 for groups in targets], rooms)
+
+    assert FIXED[-1] == "commvq-1bit"
+    monkeypatch.setattr(kernels, "store_groups", store_wrongly)
+    _, problem = check_steps("commvq-1bit", TINY, CPU, BF16)
+    assert str(problem).startswith("fixed capacity, step 5: attention differs by")
+
+
+def test_steps_that_pack_nothing_are_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_fixed, "BEYOND_WINDOWS", 4)
+    _, problem = check_steps("turboquant-4bit", TINY, CPU, BF16)
+    assert problem == "fixed capacity: 0 tokens are packed, by operators 0, before 0"
+
+
+def test_steps_are_those_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU a graph is stood in for by the calls; one that gives what it gave before is found."""
+    assert graph_check("turboquant-4bit", "tiny", TINY, CPU).error is None
+
+    def stale(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        out = step()
+        return lambda: out
+
+    monkeypatch.setattr(check_fixed, "_record", stale)
+    _, problem = check_steps("turboquant-4bit", TINY, CPU, BF16, recorded=True)
+    assert str(problem).startswith("fixed capacity, step 6 (recorded): attention differs by")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or check_fixed.interpreting(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("preset", check_fixed.GRAPHS)
+def test_steps_from_a_cuda_graph(preset: str) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert graph_check(preset, "small", Shape(8, 2, 128), device).error is None

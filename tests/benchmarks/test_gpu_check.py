@@ -1,0 +1,127 @@
+"""The kit's check of kernels finds wrong ones, and what it times lies on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gpu_kit import check, encode
+from support.fake_device import fake_devices
+
+from kvcache_compress.bench import decode
+from kvcache_compress.bench.layers import Shape
+from kvcache_compress.codecs.backend import load_part
+
+CPU = torch.device("cpu")
+ONE_OF_EACH_METHOD = (
+    "turboquant-2.5bit", "kivi-2bit", "polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-1bit",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01, float("nan")])
+def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    attend = check.Step.attend
+    monkeypatch.setattr(check.Step, "attend", lambda *arguments: attend(*arguments) * factor)
+    found = check.check_kernels("turboquant-2bit", "tiny", Shape(4, 2, 64), 64, CPU)
+    assert (found.error is None) == (factor == 1), found.error
+    if found.error is not None:
+        assert found.error.startswith("attention differs by")
+
+
+@pytest.mark.parametrize("wrong", [1, 3])
+def test_every_call_is_compared(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    """Two by the launcher's own splits and two by more of them, each pair a first and a repeated launch."""
+    attend = check.Step.attend
+    calls: list[int] = []
+    places: set[tuple[int, ...]] = set()
+
+    def attend_once_wrong(view: check.Step, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        calls.append(len(view.keys.codec.kernel_side.plans))
+        places.add((query.data_ptr(), view.keys.tail.data_ptr(), view.values.sinks.data_ptr()))
+        return attend(view, query, *rest) * (1.5 if len(calls) == wrong + 1 else 1)
+
+    monkeypatch.setattr(check.Step, "attend", attend_once_wrong)
+    found = check.check_kernels("turboquant-2bit", "tiny", Shape(4, 2, 64), 128, CPU)
+    assert str(found.error).startswith("attention differs by")
+    assert calls == [0, 1, 1, 2], "plans before each call"
+    assert len(places) == 2
+
+
+def test_groups_are_filled_up() -> None:
+    for name in ("turboquant-2bit", "polarquant-rope-3bit"):
+        found = check.check_kernels(name, "tiny", Shape(4, 2, 64), 64 + 21, CPU)
+        assert (found.tokens, found.error) == (85, None)
+
+
+@pytest.mark.parametrize("wrong", ["later", "elsewhere"])
+def test_appending_to_a_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    module = load_part("triton_kernels.update.append")
+    append, shape = module.append, Shape(4, 2, 64)
+    assert check._appends(shape, CPU, torch.bfloat16)
+
+    def append_wrongly(keys: torch.Tensor, values: torch.Tensor, *rest: Any) -> None:
+        append(keys, values, *rest)
+        if wrong == "elsewhere":
+            rest[1][0, 0, 0, 0] = 1
+        elif rest[2] == 6:
+            rest[0][:, :, 6] = 0
+
+    monkeypatch.setattr(module, "append", append_wrongly)
+    assert not check._appends(shape, CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("wrong", ["codes", "place", "moved", "unseen"])
+def test_wrong_flushes_are_found(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """Of the second call, or of the check of the third; and `check_kernels` says so."""
+    module, calls = load_part("triton_kernels.encode.launch"), []
+    call = ("kivi-4bit", "tiny", Shape(4, 2, 64), 128, CPU)
+    assert check.check_kernels(*call).error is None
+    flush = module.flush
+
+    def flush_wrongly(encoder: Any, x: torch.Tensor, tokens: int, kept: int, fields: Any, at: int, *rest: Any) -> None:
+        calls.append(at)
+        flush(encoder, x, tokens, kept, fields, at, *rest)
+        if wrong == "codes" and len(calls) == 2:
+            fields[0][:, :, at:] ^= 1
+        if wrong == "place" and len(calls) == 2:
+            fields[0][:, :, at - 1] = 1
+        if wrong == "moved" and len(calls) == 2:
+            rest[0][0, 0, 9, 0] = 1
+        if wrong == "unseen":
+            rest[1].fill_(1)
+
+    monkeypatch.setattr(module, "flush", flush_wrongly)
+    assert "leave a tail" in str(check.check_kernels(*call).error)
+    assert len(calls) in (3, 6)
+
+
+def test_wrong_codes_and_appended_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    words, scalars = torch.arange(1000, dtype=torch.int32), torch.linspace(1, 2, 1000).half()
+    assert check.differing((words, scalars), (words, scalars)) == 0
+    other = words.clone()
+    other[3] ^= 16
+    next_place = (scalars.view(torch.int16) + 1).view(torch.float16)
+    assert check.differing((other, scalars), (words, next_place)) == 1 / 2000
+    two_places = (scalars.view(torch.int16) + 2).view(torch.float16)
+    assert check.differing((words, scalars), (words, two_places)) == 0.5
+    call = ("turboquant-2bit", "tiny", Shape(4, 2, 64), 64, CPU)
+    monkeypatch.setattr(check, "differing", lambda *_: 0.5)
+    assert check.check_kernels(*call).error == "5.0e-01 of the stored words differ: allowed 0.001"
+    monkeypatch.undo()
+    monkeypatch.setattr(check, "_appends", lambda *_: False)
+    assert "appended" in str(check.check_kernels(*call).error)
+
+
+@pytest.mark.parametrize("name", ["uniform-4bit", *ONE_OF_EACH_METHOD])
+def test_rows_mix_no_devices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that refuses tensors of others, by PyTorch's operators, since no kernel runs there."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    shape = Shape(4, 2, 64)
+    with fake_devices() as (device, _):
+        row = decode.compressed_time(name, "tiny", shape, 2, 64, device, torch.float32, repeats=1)
+        assert row.bits is not None
+        assert encode.encode_time(name, "tiny", shape, 2, 64, device, 1, torch.float32).milliseconds is not None
+        monkeypatch.setattr(check, "_appends", lambda *_: True)
+        found = check.check_kernels(name, "tiny", shape, 64, device, torch.float32)
+        assert (found.error, found.differing_codes) == (None, 0.0)

@@ -1,0 +1,39 @@
+"""What the script that measures a prompt's share reports, with a smaller layer."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from typing import Any
+
+import pytest
+import torch
+from support.paths import ROOT
+
+from kvcache_compress.bench.layers import Shape
+
+
+@pytest.fixture
+def script() -> dict[str, Any]:
+    functions = runpy.run_path(str(ROOT / "benchmarks" / "prefill_share.py"))
+    functions["one_layer"].__globals__.update(SHAPE=Shape(4, 2, 64), MLP=64)
+    return functions
+
+
+def test_rows_are_of_the_full_cache(script: dict[str, Any]) -> None:
+    """The cache's part of a prompt is less than the prompt, and of a compressed one more than of the full one."""
+    with torch.inference_mode():
+        full, *ours = script["rows"](script["one_layer"](), ["turboquant-4bit", "commvq-2bit"], 1024, 2)
+    assert [row["cache"] for row in ours] == ["turboquant-4bit", "commvq-2bit"]
+    assert full["ratio"] == 1
+    for row in (full, *ours):
+        assert 0 < row["update_seconds"] < row["seconds"]
+        assert row["share"] >= full["share"]
+
+
+def test_committed_shares_keep_their_bound(script: dict[str, Any]) -> None:
+    """The project's target is 5 % of a prompt of 32K tokens; here there are 4,096, of which CommVQ takes more."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "prefill_share.json").read_text(encoding="utf-8"))
+    rows = {row["cache"]: row for row in found["rows"]}
+    assert set(rows) == {"full", *script["PRESETS"]}
+    assert all(row["share"] <= (0.08 if name.startswith("commvq") else 0.05) for name, row in rows.items())

@@ -1,0 +1,159 @@
+"""`compress` blocks that overlap, and what callers of `generate` may say of caches within one."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.small_model import VOCAB, method_config, small_model
+from transformers import GenerationConfig, LlamaForCausalLM
+
+from kvcache_compress import compress, disable_fused_attention, enable_fused_attention
+from kvcache_compress.attention.interface import ATTENTION_NAME
+
+TURBOQUANT, KIVI = method_config("turboquant"), method_config("kivi")
+
+
+def has_hooks(model: Any) -> bool:
+    return any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    torch.set_num_threads(1)
+    return small_model()
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    return torch.randint(1, VOCAB, (2, 60), generator=torch.Generator().manual_seed(0))
+
+
+def generate(model: LlamaForCausalLM, prompt: torch.Tensor, **how: Any) -> torch.Tensor:
+    if "generation_config" not in how:
+        how |= {"max_new_tokens": 4, "do_sample": False}
+    return model.generate(prompt, **how)
+
+
+def untouched(model: LlamaForCausalLM) -> bool:
+    fused = model.config._attn_implementation == ATTENTION_NAME
+    return "generate" not in vars(model) and not fused and not has_hooks(model)
+
+
+def in_thread(task: Callable[[], Any]) -> Any:
+    """What a task returns or raises in another thread."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(task())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(timeout=120)
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "generation_config", "cache_implementation"])
+def test_none_is_as_if_not_given(model: LlamaForCausalLM, prompt: torch.Tensor, name: str) -> None:
+    with compress(model, TURBOQUANT) as block:
+        expected = generate(model, prompt)
+        how = {"max_new_tokens": 4, "do_sample": False, name: None}
+        assert torch.equal(model.generate(prompt, **how), expected)
+        assert block.last_cache.packed_tokens > 0
+
+
+def test_use_cache_of_the_model_where_the_call_leaves_it_open(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    """Generation fills in the options of a given config that are None from the model's own."""
+    settings = GenerationConfig(max_new_tokens=4, do_sample=False)
+    assert settings.use_cache is None
+    model.generation_config.use_cache = False
+    with compress(model, TURBOQUANT) as block:
+        generate(model, prompt, generation_config=settings)
+        assert block.cache is None
+        settings.use_cache = True
+        generate(model, prompt, generation_config=settings)
+        assert block.last_cache.packed_tokens > 0
+
+
+def test_options_of_the_model_stay_while_it_generates(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    """Another thread may look at them meanwhile."""
+    settings = GenerationConfig(max_new_tokens=4, do_sample=False, cache_implementation="static")
+    model.generation_config.cache_implementation = "static"
+    seen = []
+
+    def look(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.extend([model.generation_config.cache_implementation, settings.cache_implementation])
+        return scores
+
+    with compress(model, TURBOQUANT) as block:
+        for how in ({}, {"generation_config": settings}):
+            generate(model, prompt, logits_processor=[look], **how)
+            assert block.last_cache.packed_tokens > 0
+    assert set(seen) == {"static"}
+
+
+def test_another_thread_is_refused(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    """Its block changes nothing; its calls of `generate` are compressed as the block says that is there."""
+
+    def enter() -> None:
+        with compress(model, KIVI):
+            pass
+
+    with compress(model, TURBOQUANT) as block:
+        expected = generate(model, prompt)
+        refused = in_thread(enter)
+        assert isinstance(refused, ValueError)
+        assert "model=LlamaForCausalLM: it is in a `compress` block of another thread" in str(refused)
+        block.cache = None
+        assert torch.equal(in_thread(lambda: generate(model, prompt)), expected)
+        assert block.last_cache.compression.keys.method == "turboquant"
+    assert untouched(model)
+    assert in_thread(enter) is None
+    assert untouched(model)
+
+
+@pytest.mark.parametrize("was_fused", [False, True])
+def test_blocks_that_end_in_the_order_of_their_beginning(
+    model: LlamaForCausalLM, prompt: torch.Tensor, was_fused: bool
+) -> None:
+    """As those of generators and tasks of one thread: what counts is the youngest one that is still open."""
+    if was_fused:
+        enable_fused_attention(model)
+    blocks = compress(model, TURBOQUANT, fused=True), compress(model, KIVI, fused=False)
+    first, second = (block.__enter__() for block in blocks)
+    assert model.config._attn_implementation == "sdpa"
+    blocks[0].__exit__(None, None, None)
+    assert model.config._attn_implementation == "sdpa"
+    generate(model, prompt)
+    assert second.last_cache.packed_tokens > 0
+    assert first.cache is None
+    blocks[1].__exit__(None, None, None)
+    assert (model.config._attn_implementation == ATTENTION_NAME) == was_fused
+    disable_fused_attention(model)
+    assert untouched(model)
+
+
+def test_an_inner_block_gives_the_switch_back(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    with compress(model, TURBOQUANT, fused=True):
+        with compress(model, KIVI, fused=False):
+            assert model.config._attn_implementation == "sdpa"
+        assert model.config._attn_implementation == ATTENTION_NAME
+        wrong = {**KIVI, "layers": [{"match": 9, "method": "none"}]}
+        with pytest.raises(ValueError, match="match=9"), compress(model, wrong):
+            pass
+        with compress(model, KIVI) as inner:
+            generate(model, prompt)
+            assert inner.last_cache.compression.keys.method == "kivi"
+    assert untouched(model)
+
+
+def test_generate_that_was_taken_out_of_its_block(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    expected = generate(model, prompt)
+    with compress(model, TURBOQUANT) as block:
+        taken = model.generate
+    assert torch.equal(taken(prompt, max_new_tokens=4, do_sample=False), expected)
+    assert block.cache is None

@@ -1,0 +1,274 @@
+"""Layers on several devices, offloaded layers, and models that `accelerate` spreads over memory and disk."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from support.fake_device import CPU, fake_devices
+from support.small_model import HEAD_DIM, HEADS, METHODS, VOCAB, method_config, mixed_config, small_config, small_model
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from kvcache_compress import (
+    CompressedCache,
+    TurboQuantCache,
+    compress,
+    disable_fused_attention,
+    enable_fused_attention,
+    load_config,
+)
+from kvcache_compress.attention.handle import PackedKV
+from kvcache_compress.attention.interface import ATTENTION_NAME
+from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.storage.checks import PackableChecks
+
+SIZES = [44, 1, 33]
+LAYERS = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks on a device use its events, which fake devices do not have."""
+    monkeypatch.setattr(PackableChecks, "add", lambda *_: None)
+
+
+def make_cache(name: str, fused: bool, **changes: Any) -> CompressedCache:
+    config = small_config(LAYERS)
+    if fused:
+        config._attn_implementation = ATTENTION_NAME
+    return CompressedCache(config, {**method_config(name, LAYERS), "backend": "torch", **changes})
+
+
+def steps(
+    cache: CompressedCache, devices: list[torch.device], sizes: list[int] = SIZES, rows: int = 2
+) -> list[torch.Tensor]:
+    """What each layer's attention gives in each step, on its own device, with positions that differ per row."""
+    generator = torch.Generator().manual_seed(cache.get_seq_length())
+    outputs = []
+    for size in sizes:
+        start = cache.get_seq_length()
+        positions = torch.arange(start, start + size) + 5 * torch.arange(rows)[:, None]
+        angles = positions[..., None] * 10_000 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        factors = torch.cat([angles, angles], -1)
+        for layer, device in enumerate(devices):
+            if cache.layers[layer].track is not None:
+                cache.layers[layer].track.given = (factors.cos().to(device), factors.sin().to(device))
+            x = torch.randn(rows, HEADS, size, HEAD_DIM, generator=generator).to(device)
+            keys, values = cache.update(x, x, layer)
+            assert keys.device == values.device == device
+            if isinstance(keys, PackedKV) and size <= 16:
+                keys = keys.step.attend(x, None, 1.0, None, None)
+                assert keys.device == device
+            outputs.append(keys.cpu())
+    return outputs
+
+
+def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize(("name", "fused"), [*((name, True) for name in METHODS), ("kivi", False), ("commvq", False)])
+@pytest.mark.usefixtures("_unchecked")
+def test_layers_on_two_devices(name: str, fused: bool) -> None:
+    """No step mixes devices, and all give what they give on one: also after crop, reorder and reset."""
+    cache, same = make_cache(name, fused), make_cache(name, fused)
+    here = [CPU] * LAYERS
+    with fake_devices() as devices:
+        for operation in (
+            lambda one: one.crop(-20),
+            lambda one: one.reorder_cache(torch.tensor([1, 0])),
+            lambda one: one.reset(),
+        ):
+            assert equal(steps(cache, list(devices)), steps(same, here))
+            assert cache.packed_tokens == same.packed_tokens >= 64
+            operation(cache)
+            operation(same)
+        steps(cache, list(devices))
+        steps(same, here)
+        twin = copy.deepcopy(cache)
+        assert equal(steps(twin, list(devices)), steps(same, here))
+        for layer, device in zip(twin.layers, devices, strict=True):
+            tensors = [x for side in layer.sides.values() for x in (side.sinks, side.tail.buffer, *side.store.buffers)]
+            assert {x.device for x in tensors} == {device}
+        report, expected = cache.memory_report(), make_cache(name, fused).memory_report()
+        assert expected.rope_used_bytes == 0
+        assert report.rope_used_bytes == (2 if cache.rope_track else 0) * 2 * sum(SIZES) * HEAD_DIM * 2
+
+
+class FakeStream:
+    """Notes who waits for whom."""
+
+    def __init__(self, device: torch.device, events: list[tuple[str, str]]) -> None:
+        self.name, self.events = f"side of {device}", events
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.events.append((f"{self.name} waits", other.name))
+
+    def __enter__(self) -> None:
+        self.events.append(("enter", self.name))
+
+    def __exit__(self, *_: Any) -> None:
+        self.events.append(("exit", self.name))
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What streams and layers are asked to do: `(what, of which)`."""
+    noted: list[tuple[str, str]] = []
+
+    def current(device: torch.device) -> FakeStream:
+        stream = FakeStream(device, noted)
+        stream.name = f"current of {device}"
+        return stream
+
+    def moved(what: str) -> Callable[[CompressedLayer], None]:
+        original = getattr(CompressedLayer, what)
+
+        def note(layer: CompressedLayer) -> None:
+            if layer.is_initialized:
+                noted.append((what, str(layer.index)))
+            original(layer)
+
+        return note
+
+    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(device, noted))
+    monkeypatch.setattr(torch.accelerator, "current_stream", current)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: noted.append(("synchronize", str(device))))
+    for what in ("offload", "prefetch"):
+        monkeypatch.setattr(CompressedLayer, what, moved(what))
+    return noted
+
+
+def places(layer: CompressedLayer) -> set[torch.device]:
+    return {x.device for side in layer.sides.values() for x in (side.sinks, side.tail.buffer, *side.store.buffers)}
+
+
+@pytest.mark.parametrize(("name", "fused"), [*((name, True) for name in METHODS), ("kivi", False), ("commvq", False)])
+@pytest.mark.usefixtures("_unchecked")
+def test_offloading(name: str, fused: bool, events: list[tuple[str, str]], tmp_path: Path) -> None:
+    """A layer is on its device for its own step, and on the way there during the one before; results stay the same."""
+    cache, same = make_cache(name, fused, offloading=True), make_cache(name, fused)
+    with fake_devices() as (device, _):
+        steps(cache, [device] * LAYERS, [44])
+        assert places(cache.layers[1]) == {CPU}
+        assert places(cache.layers[0]) == {device}
+        events.clear()
+        side, current = f"side of {device}", f"current of {device}"
+        steps(cache, [device] * LAYERS, [1])
+        one = [
+            (f"{current} waits", side),
+            ("prefetch", "{own}"),
+            (f"{side} waits", current),
+            ("enter", side),
+            ("prefetch", "{other}"),
+            ("exit", side),
+            ("offload", "{own}"),
+        ]
+        assert events == [(what, who.format(own=own, other=1 - own)) for own in range(LAYERS) for what, who in one]
+        steps(same, [CPU] * LAYERS, [44])
+        steps(same, [CPU] * LAYERS, [1])
+        assert equal(steps(cache, [device] * LAYERS), steps(same, [CPU] * LAYERS))
+
+        def settled(change: Callable[[], Any]) -> Any:
+            """What `change` returns, before which all copies on the way must have arrived."""
+            events.clear()
+            result = change()
+            assert events[0] == ("synchronize", str(device))
+            return result
+
+        settled(lambda: cache.crop(-50))
+        same.crop(-50)
+        settled(lambda: cache.reorder_cache(torch.tensor([1, 0])))
+        same.reorder_cache(torch.tensor([1, 0]))
+        settled(lambda: cache.save(tmp_path / "cache"))
+        twin = settled(lambda: copy.deepcopy(cache))
+        expected = steps(same, [CPU] * LAYERS)
+        assert equal(steps(twin, [device] * LAYERS), expected)
+        assert equal(steps(cache, [device] * LAYERS), expected)
+        assert torch.equal(cache.layers[1].keys.cpu(), same.layers[1].keys)
+        assert cache.packed_tokens == same.packed_tokens >= 64
+        assert cache.memory_report().total_bytes == same.memory_report().total_bytes
+
+
+@pytest.fixture
+def prompt() -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, VOCAB, (2, 60), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+def test_offloading_on_the_cpu(prompt: dict[str, torch.Tensor], how: Any, events: list[tuple[str, str]]) -> None:
+    """Where layers are on the CPU there is nothing to move, and no stream is needed."""
+    model = small_model()
+    config = load_config(mixed_config())
+    with compress(model, config):
+        expected = model.generate(**prompt, **GREEDY, **how)
+    with compress(model, config.model_copy(update={"offloading": True})) as handle:
+        assert torch.equal(model.generate(**prompt, **GREEDY, **how), expected)
+        assert handle.last_cache.packed_tokens >= 64
+    assert {what for what, _ in events} == {"offload", "prefetch"}
+
+
+def test_offloading_is_an_option() -> None:
+    model_config = small_config()
+    assert TurboQuantCache(model_config, offloading=True).compression.offloading
+    assert not TurboQuantCache(model_config).compression.offloading
+    with pytest.raises(ValueError, match="offloading=True with max_cache_len: allowed False"):
+        TurboQuantCache(model_config, offloading=True, max_cache_len=100)
+
+
+@pytest.fixture
+def spread(tmp_path: Path) -> Iterator[Callable[[str], LlamaForCausalLM]]:
+    """The small model with its second layer's weights on disk, hooked by `accelerate` or loaded in that way."""
+
+    def make(way: str) -> LlamaForCausalLM:
+        names = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+        device_map = {**dict.fromkeys(names, "cpu"), "model.layers.1": "disk"}
+        if way == "loaded":
+            small_model().save_pretrained(tmp_path / "model")
+            return AutoModelForCausalLM.from_pretrained(
+                tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+            ).eval()
+        model = small_model()
+        if way == "after":
+            enable_fused_attention(model)
+        return dispatch_model(model, device_map, main_device="cpu", offload_dir=tmp_path / "offload")
+
+    return make
+
+
+@pytest.mark.parametrize("way", ["dispatched", "after", "loaded"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_weights_on_disk(
+    spread: Callable[[str], LlamaForCausalLM], prompt: dict[str, torch.Tensor], way: str, fused: bool
+) -> None:
+    """Hooks move weights in and out around each layer; ours, for position embeddings, stay."""
+    model = spread(way)
+    assert {str(x.device) for x in model.model.layers[1].parameters()} == {"meta"}
+    whole = small_model()
+    outputs, caches = [], []
+    for one in (whole, model):
+        (enable_fused_attention if fused else disable_fused_attention)(one)
+        caches.append(CompressedCache(one.config, {**mixed_config(), "offloading": one is model}))
+        how = {"return_dict_in_generate": True, "output_logits": True}
+        outputs.append(one.generate(**prompt, past_key_values=caches[-1], **GREEDY, **how))
+        assert caches[-1].packed_tokens >= 64
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert torch.equal(torch.stack(outputs[0].logits), torch.stack(outputs[1].logits))
+    tracks = [cache.rope_track for cache in caches]
+    assert torch.equal(*(torch.cat(track.read(0, track.tokens), -1) for track in tracks))
+    rows_differ = not torch.equal(*tracks[1].read(9, tracks[1].tokens)[0])
+    assert rows_differ == fused

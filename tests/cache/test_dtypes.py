@@ -1,0 +1,152 @@
+"""Models in 16 bits, autocast in all orders, and one config object in several threads."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from support.small_model import METHODS, VOCAB, method_config, mixed_config, small_model
+from transformers import LlamaForCausalLM
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention, load_config
+
+SIZES = [60, 1, 2, 20, 1, 16]
+"""A prompt, steps, speculative blocks and a chunk; tokens are packed in the first and the later ones."""
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+LOST = {"commvq": 0.16}
+"""Relative error of logits where rounded keys get other codes: more than .03 with few, random codebooks."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(1, VOCAB, (2, sum(SIZES)), generator=torch.Generator().manual_seed(0))
+
+
+def bf16() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def feed(model: LlamaForCausalLM, cache: Cache, ids: torch.Tensor, contexts: list[Context] | None = None) -> Any:
+    """Float32 logits of `ids` in steps of `SIZES`, each in its own context."""
+    logits = []
+    for part, context in zip(ids.split(SIZES, 1), contexts or [nullcontext] * len(SIZES), strict=True):
+        with torch.no_grad(), context():
+            logits.append(model(part, past_key_values=cache).logits.float())
+    return torch.cat(logits, 1)
+
+
+def rms_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+def both_ways(model: LlamaForCausalLM, name: str, ids: torch.Tensor, contexts: Any = None) -> tuple[Any, list[Any]]:
+    """Logits not fused and fused, and the caches."""
+    logits, caches = [], []
+    for fused in (False, True):
+        (enable_fused_attention if fused else disable_fused_attention)(model)
+        caches.append(CompressedCache(model.config, method_config(name)))
+        logits.append(feed(model, caches[-1], ids, contexts))
+        assert caches[-1].packed_tokens >= 64
+    disable_fused_attention(model)
+    return logits, caches
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", METHODS)
+def test_16_bit_models(name: str, dtype: torch.dtype, ids: torch.Tensor) -> None:
+    """Fused and not fused agree to the dtype's rounding, through two layers; `generate` runs in both."""
+    model = small_model().to(dtype)
+    (plain, fused), caches = both_ways(model, name, ids)
+    assert {layer.keys.dtype for cache in caches for layer in cache.layers} == {dtype}
+    assert rms_error(fused, plain) < (0.03 if name == "commvq" else 2 * ROUNDING[dtype])
+    exact = small_model()
+    lost = rms_error(feed(exact, CompressedCache(exact.config, method_config(name)), ids), plain)
+    assert lost < LOST.get(name, 0.03)
+    with compress(model, method_config(name)) as handle:
+        output = model.generate(ids[:, :60], max_new_tokens=12, do_sample=False)
+    assert output.shape == (2, 72)
+    assert handle.last_cache.packed_tokens >= 32
+
+
+ORDERS = {
+    "always": [bf16] * 6,
+    "at-first": [bf16] * 3 + [nullcontext] * 3,
+    "later": [nullcontext] * 3 + [bf16] * 3,
+    "in-turn": [bf16, nullcontext] * 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), [*((name, "in-turn") for name in METHODS), *(("kivi", order) for order in list(ORDERS)[:3])]
+)
+def test_autocast(name: str, order: str, ids: torch.Tensor) -> None:
+    """Keys come in float32 and values in bfloat16, then perhaps not: as good as without, whichever way."""
+    model = small_model()
+    exact = feed(model, CompressedCache(model.config, method_config(name)), ids)
+    logits, caches = both_ways(model, name, ids, ORDERS[order])
+    assert max(rms_error(one, exact) for one in logits) < LOST.get(name, 0.03)
+    for cache in caches:
+        assert cache.layers[0].keys.dtype == torch.float32
+        assert cache.layers[0].values.dtype == (torch.bfloat16 if order == "always" else torch.float32)
+        assert torch.isfinite(cache.layers[1].values).all()
+
+
+def test_autocast_leaves_the_codes_alone(ids: torch.Tensor) -> None:
+    """What is computed from the same keys is the same, under autocast or not."""
+    cache, same = (CompressedCache(small_model().config, method_config("turboquant")) for _ in range(2))
+    states = torch.randn(2, 2, 60, 32, generator=torch.Generator().manual_seed(0))
+    cache.update(states, states, 0)
+    with bf16():
+        same.update(states, states, 0)
+        assert torch.equal(same.layers[0].keys, cache.layers[0].keys)
+    assert cache.packed_tokens == same.packed_tokens == 32
+
+
+def test_one_config_for_models_in_threads(ids: torch.Tensor) -> None:
+    """Two models that generate at once with one config object give what each gives alone."""
+    config = load_config(mixed_config())
+    models = [small_model(seed=seed) for seed in (0, 1)]
+
+    def generate(model: LlamaForCausalLM) -> tuple[torch.Tensor, int]:
+        with compress(model, config) as handle:
+            output = model.generate(ids[:, :60], max_new_tokens=30, do_sample=False)
+        return output, handle.last_cache.packed_tokens
+
+    alone = [generate(model) for model in models]
+    together: dict[int, Any] = {}
+    threads = [
+        Thread(target=lambda i=i, model=model: together.update({i: generate(model)}))  # type: ignore[misc]
+        for i, model in enumerate(models)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+    assert not torch.equal(alone[0][0], alone[1][0])
+    for i, (output, packed) in enumerate(alone):
+        assert torch.equal(together[i][0], output)
+        assert together[i][1] == packed == 64
+
+
+def test_dense_and_compressed_in_one_process(ids: torch.Tensor) -> None:
+    """While one model's attention is fused, another's caches are its own."""
+    fused, other = small_model(), small_model(seed=1)
+    expected = feed(other, DynamicCache(), ids)
+    enable_fused_attention(fused)
+    assert torch.equal(feed(other, DynamicCache(), ids), expected)
+    cache = CompressedCache(other.config, method_config("turboquant"))
+    feed(other, cache, ids)
+    assert cache.packed_tokens >= 64
+    assert not cache.layers[0].fused
+    disable_fused_attention(fused)

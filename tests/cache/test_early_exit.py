@@ -1,0 +1,120 @@
+"""Early exit: the first layers draft, by a `generate` within the model's own, and the whole model verifies."""
+
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from support.small_model import METHODS, method_config, small_model
+from transformers import DynamicCache, LlamaForCausalLM
+
+from kvcache_compress import (
+    CompressedCache,
+    compress,
+    disable_fused_attention,
+    enable_fused_attention,
+    register_position_hooks,
+)
+
+LAYERS, PROMPT, NEW = 3, 60, 14
+CONFIGS: dict[str, dict[str, Any]] = {name: method_config(name, LAYERS) for name in METHODS}
+CONFIGS["layer-rule"] = {**method_config("turboquant"), "layers": [{"match": 2, "keys": {"method": "kivi", "bits": 4}}]}
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    torch.set_num_threads(1)
+    return small_model(LAYERS)
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    return torch.randint(1, 64, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+
+
+def generate(model: LlamaForCausalLM, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+    return model.generate(prompt, **{"max_new_tokens": NEW, "do_sample": False, "assistant_early_exit": 1, **options})
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_own_cache_and_compress(model: LlamaForCausalLM, prompt: torch.Tensor, name: str, fused: bool) -> None:
+    """The same tokens with a cache of the caller's own and within `compress`, whose handle has the verifier's cache."""
+    own = CompressedCache(model.config, CONFIGS[name])
+    if fused:
+        enable_fused_attention(model)
+    register_position_hooks(model)
+    expected = generate(model, prompt, past_key_values=own)
+    assert own.packed_tokens > 0
+    disable_fused_attention(model)
+    with compress(model, CONFIGS[name], fused=fused) as handle:
+        assert torch.equal(generate(model, prompt), expected)
+        cache = handle.last_cache
+        assert len(cache.layers) == model.config.num_hidden_layers == LAYERS
+        assert cache.packed_tokens == own.packed_tokens
+        assert cache.get_seq_length() == own.get_seq_length() >= PROMPT + NEW - 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_without_compression_it_is_greedy(model: LlamaForCausalLM, prompt: torch.Tensor, fused: bool) -> None:
+    """With nothing but a wide window: drafts, crops and steps of several tokens lose nothing."""
+    expected = generate(model, prompt, assistant_early_exit=None)
+    with compress(model, {**CONFIGS["turboquant"], "recent_tokens": 512}, fused=fused) as handle:
+        assert torch.equal(generate(model, prompt), expected)
+        assert handle.last_cache.get_seq_length() >= PROMPT + NEW - 1
+
+
+def test_a_dense_cache_stays_dense(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    """A call that brings its own cache is left alone, and its drafts are too."""
+    with compress(model, CONFIGS["commvq"]) as handle:
+        own = DynamicCache(config=model.config)
+        assert torch.equal(
+            generate(model, prompt, past_key_values=own),
+            generate(model, prompt, use_cache=False, assistant_early_exit=None),
+        )
+        assert own.get_seq_length() >= PROMPT + NEW - 1
+        assert handle.cache is None
+
+
+class _Streamer:
+    """Calls `act` when the prompt comes in, in the middle of `generate`."""
+
+    def __init__(self, act: Any) -> None:
+        self.act, self.acted = act, False
+
+    def put(self, value: Any) -> None:
+        if not self.acted:
+            self.acted = True
+            self.act()
+
+    def end(self) -> None:
+        pass
+
+
+def test_another_thread_is_no_draft(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    """A call of another thread during this one's is a user's, with a compressed cache of its own."""
+
+    def call() -> None:
+        thread = Thread(target=generate, args=(model, prompt[:, :50]), kwargs={"assistant_early_exit": None})
+        thread.start()
+        thread.join()
+
+    with compress(model, CONFIGS["turboquant"]) as handle:
+        generate(model, prompt, assistant_early_exit=None, streamer=_Streamer(call))
+        assert handle.last_cache.get_seq_length() == 50 + NEW - 1
+        assert handle.last_cache.packed_tokens > 0
+
+
+def test_after_an_exception(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    """A call that fails leaves nothing behind: the next one is compressed."""
+
+    def fail() -> None:
+        raise KeyError("mine")
+
+    with compress(model, CONFIGS["turboquant"]) as handle:
+        with pytest.raises(KeyError, match="mine"):
+            generate(model, prompt, assistant_early_exit=None, streamer=_Streamer(fail))
+        failed = handle.last_cache
+        generate(model, prompt)
+        assert handle.last_cache is not failed
+        assert handle.last_cache.packed_tokens > 0

@@ -1,0 +1,134 @@
+"""Caches that were built from another config object than the model's own, and models of equal configs side by side."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.small_model import VOCAB, method_config, small_config, small_model
+from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
+
+from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
+from kvcache_compress.attention.path import record_paths
+
+PROMPT, STEPS = 60, 4
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    torch.set_num_threads(1)
+    return small_model()
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(1, VOCAB, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def run(model: Any, cache: CompressedCache, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Logits of a prompt, where nothing is cached yet, and of single tokens; how often packed tokens were attended."""
+    first = [] if cache.get_seq_length() else [PROMPT]
+    parts = ids.split([*first, *[1] * (ids.shape[1] - sum(first))], 1)
+    with record_paths() as taken:
+        logits = [model(input_ids=part, past_key_values=cache).logits for part in parts]
+    assert cache.packed_tokens > 0
+    return torch.cat(logits, 1), sum(call.path != "decode" for call in taken)
+
+
+def read(model: LlamaForCausalLM, folder: Path) -> PreTrainedConfig:
+    model.config.save_pretrained(folder)
+    return AutoConfig.from_pretrained(folder)
+
+
+OTHERS: dict[str, Callable[[LlamaForCausalLM, Path], PreTrainedConfig]] = {
+    "equal": lambda model, folder: small_config(),
+    "copied": lambda model, folder: copy.deepcopy(model.config),
+    "read": read,
+}
+
+
+@pytest.mark.parametrize("call", [LlamaForCausalLM.__call__, LlamaForCausalLM.forward], ids=["call", "forward"])
+@pytest.mark.parametrize("room", [None, 100])
+@pytest.mark.parametrize("other", OTHERS)
+def test_attention_is_fused(
+    model: LlamaForCausalLM, ids: torch.Tensor, tmp_path: Path, other: str, room: int | None, call: Any
+) -> None:
+    """Also where a wrapper calls `forward`, past the model's own hooks; and not any more once it is off."""
+    config = {**method_config("turboquant"), "max_cache_len": room}
+    foreign = CompressedCache(OTHERS[other](model, tmp_path), config)
+    enable_fused_attention(model)
+    expected = run(model, CompressedCache(model.config, config), ids)
+    assert expected[1] == 2 * STEPS
+    got, fused = run(partial(call, model), foreign, ids)
+    assert torch.equal(got, expected[0])
+    assert fused == expected[1]
+    disable_fused_attention(model)
+    assert run(model, foreign, ids[:, -1:])[1] == 0
+
+
+def test_copies_and_loaded_caches(model: LlamaForCausalLM, ids: torch.Tensor, tmp_path: Path) -> None:
+    """A copy goes on following the model; a file may be read with any config that is equal."""
+    enable_fused_attention(model)
+    foreign = CompressedCache(small_config(), method_config("turboquant"))
+    run(model, foreign, ids)
+    foreign.save(tmp_path / "cache.safetensors")
+    loaded = CompressedCache.load(tmp_path / "cache.safetensors", small_config())
+    twin = copy.deepcopy(foreign)
+    expected, count = run(model, foreign, ids[:, :2])
+    assert count == 4
+    for cache in (twin, loaded):
+        got, fused = run(model, cache, ids[:, :2])
+        assert torch.equal(got, expected)
+        assert fused == count
+    disable_fused_attention(model)
+    assert run(model, twin, ids[:, :1])[1] == 0
+
+
+def test_own_cache_within_compress(model: LlamaForCausalLM, ids: torch.Tensor) -> None:
+    for fused in (True, False):
+        with compress(model, method_config("turboquant"), fused=fused):
+            own = CompressedCache(small_config(), method_config("turboquant"))
+            assert run(model, own, ids)[1] == 2 * STEPS * fused
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("room", [None, 100])
+def test_from_a_model_that_is_fused_to_one_that_is_not(ids: torch.Tensor, room: int | None, attention: str) -> None:
+    """Equal configs and equal weights: the other decodes what it gets, with its own masks, and both go on alike."""
+    fused, plain = (small_model(attn_implementation=attention) for _ in range(2))
+    enable_fused_attention(fused)
+    config = {**method_config("turboquant"), "max_cache_len": room}
+    expected, count = run(plain, CompressedCache(plain.config, config), ids)
+    assert count == 0
+    cache = CompressedCache(fused.config, config)
+    logits = [run(fused, cache, ids[:, : PROMPT + 1])[0], run(plain, cache, ids[:, PROMPT + 1 : PROMPT + 2])[0]]
+    logits.append(run(fused, cache, ids[:, PROMPT + 2 :])[0])
+    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-4, rtol=0)
+    assert torch.equal(run(plain, CompressedCache(fused.config, config), ids)[0], expected)
+
+
+def test_models_that_share_a_config(ids: torch.Tensor) -> None:
+    """One switch for both, and each hands over its own positions."""
+    first = small_model()
+    second = LlamaForCausalLM(first.config).eval()
+    enable_fused_attention(first)
+    enable_fused_attention(second)
+    foreign = CompressedCache(small_config(), method_config("turboquant"))
+    assert run(second, foreign, ids)[1] == 2 * STEPS
+
+
+def test_a_copy_of_a_model_has_its_own_hooks(model: LlamaForCausalLM, ids: torch.Tensor) -> None:
+    """They follow the copy's config, and go when its attention is switched off."""
+    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+    enable_fused_attention(model)
+    twin = copy.deepcopy(model)
+    disable_fused_attention(model)
+    enable_fused_attention(twin)
+    assert run(twin, CompressedCache(small_config(), method_config("turboquant")), ids)[1] == 2 * STEPS
+    disable_fused_attention(twin)
+    for each in (model, twin):
+        assert [len(module._forward_pre_hooks) for module in each.modules()] == hooks

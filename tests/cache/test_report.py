@@ -1,0 +1,228 @@
+"""The memory report: every number checked by hand for one layer."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.commvq_files import CONTRACT_MODEL
+from support.method_cases import declared
+from transformers import DynamicCache, LlamaConfig
+
+from kvcache_compress import CompressedCache, KIVICache, TurboQuantCache
+from kvcache_compress.storage.static import StaticStorage
+
+BATCH, HEADS, DIM, TOKENS = 2, 2, 64, 60
+ROWS = BATCH * HEADS
+CONFIG = LlamaConfig(
+    num_hidden_layers=1, hidden_size=256, intermediate_size=64, num_attention_heads=4, num_key_value_heads=HEADS
+)
+
+
+def filled(cache: Any, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> Any:
+    for index in range(len(cache.layers)):
+        x = torch.randn(BATCH, HEADS, tokens, DIM, dtype=dtype, generator=torch.Generator().manual_seed(0))
+        cache.update(x, x, index)
+    return cache
+
+
+def test_turboquant_by_hand() -> None:
+    """60 tokens: 4 sinks, 32 packed, 24 in the tail; 4-bit codes are 8 words of 4 bytes and a scale of 2."""
+    cache = filled(TurboQuantCache(CONFIG, bits=4, sink_tokens=4, recent_tokens=8, center=None))
+    report = cache.memory_report()
+    (layer,) = report.layers
+    assert (layer.dense_tokens, layer.packed_tokens, layer.method) == (28, 32, "turboquant")
+    assert report.packed_tokens == cache.packed_tokens == 32
+    assert report.dense_tokens == 28
+    codes, scales = ROWS * 32 * 8 * 4, ROWS * 32 * 2
+    dense = 2 * ROWS * 28 * DIM * 4
+    assert report.fields() == {
+        "keys.codes0": codes,
+        "keys.scale": scales,
+        "values.codes0": codes,
+        "values.scale": scales,
+        "dense": dense,
+    }
+    assert report.used_bytes == dense + 2 * (codes + scales)
+    # Held: the sinks, room for the window and one flush in the tail, and a packed part with an eighth to spare.
+    assert report.allocated_bytes == 2 * (ROWS * (4 + 40) * DIM * 4 + ROWS * 36 * 34)
+    # Per side a rotation, 16 levels and the 256 pairs of them, and the keys' mean.
+    assert report.constant_bytes == 2 * (DIM * DIM * 4 + 16 * 4 + 256 * 8) + HEADS * DIM * 4
+    assert report.total_bytes == report.allocated_bytes + report.constant_bytes
+    numbers = 2 * ROWS * TOKENS * DIM
+    assert report.full_bytes == 4 * numbers
+    assert report.packed_bits_per_number == 4.25
+    # Room for sinks, the window and what leaves it together, a token in the bytes that one of the 28 dense ones takes.
+    assert report.total_bytes_at_16 == report.total_bytes - dense // 28 * (4 + 8 + 32) // 2
+    assert report.bits_per_number == layer.bits_per_number == 8 * report.total_bytes_at_16 / numbers
+    assert report.ratio == 4 * numbers / report.total_bytes
+
+
+def test_kivi_by_hand() -> None:
+    report = filled(KIVICache(CONFIG, bits=2, sink_tokens=0, recent_tokens=8)).memory_report()
+    assert report.packed_tokens == 32
+    fields = report.fields()
+    assert fields["keys.codes0"] == fields["values.codes0"] == ROWS * 32 * 8 * 2
+    assert fields["keys.scale"] == fields["keys.zero"] == ROWS * 1 * DIM * 2
+    assert fields["values.scale"] == fields["values.zero"] == ROWS * 32 * 2 * 2
+    assert report.packed_bits_per_number == 3.0
+    assert report.constant_bytes == 0
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_one_side_dense(dtype: torch.dtype, size: int) -> None:
+    """A side of method `none` is stored in the model's dtype; its bytes are as held, its bits 16."""
+    config = {"keys": {"method": "turboquant", "bits": 2}, "values": "none", "sink_tokens": 0, "recent_tokens": 0}
+    report = filled(CompressedCache(CONFIG, config), 64, dtype).memory_report()
+    assert report.layers[0].method == "turboquant/none"
+    assert report.fields()["values.dense"] == ROWS * 64 * DIM * size
+    assert report.packed_bits_per_number == (2.25 + 16) / 2
+
+
+@pytest.mark.parametrize(("bits", "real"), [(4, 4.25), (3.5, 4.0), (3, 3.25), (2.5, 3.0), (2, 2.25)])
+def test_real_bits_reach_the_report(bits: float, real: float) -> None:
+    cache = filled(TurboQuantCache(CONFIG, bits=bits, sink_tokens=0, recent_tokens=0), 512)
+    report = cache.memory_report()
+    assert report.packed_tokens == 512
+    assert report.packed_bits_per_number == pytest.approx(real)
+    assert report.bits_per_number > real, "unused room and constants are counted"
+
+
+def test_layers_that_are_not_ours() -> None:
+    config = LlamaConfig(num_hidden_layers=3, hidden_size=256, num_attention_heads=4, num_key_value_heads=HEADS)
+    rules = {"keys": "kivi", "values": "kivi", "layers": [{"match": 0, "method": "none"}]}
+    cache = CompressedCache(config, {**rules, "sink_tokens": 0, "recent_tokens": 0})
+    empty = cache.memory_report()
+    assert (empty.total_bytes, empty.full_bytes, empty.packed_tokens) == (0, 0, 0)
+    assert math.isnan(empty.ratio)
+    assert math.isnan(empty.bits_per_number)
+    assert "cache memory" in str(empty)
+    report = filled(cache, 64).memory_report()
+    dense = filled(DynamicCache(config=config), 64)
+    assert report.layers[0].total_bytes == dense.layers[0].keys.nbytes + dense.layers[0].values.nbytes
+    assert report.layers[0].packed_tokens == 0
+    assert [layer.packed_tokens for layer in report.layers[1:]] == [64, 64]
+    assert report.total_bytes == sum(layer.total_bytes for layer in report.layers)
+    assert report.fields()["dense"] == report.layers[0].total_bytes
+
+
+@pytest.mark.usefixtures("fixed_shapes")
+def test_rings_of_fixed_capacity_count_16_bits() -> None:
+    """So do the dense tokens of a layer whose steps have fixed shapes, and the room for them."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = filled(TurboQuantCache(CONFIG, sink_tokens=4, recent_tokens=8, max_cache_len=120), 64, dtype)
+        filled(cache, 1, dtype)
+        assert isinstance(cache.layers[0].storage, StaticStorage)
+        found.append(cache.memory_report())
+    wide, narrow = found
+    assert wide.bits_per_number == narrow.bits_per_number
+    assert wide.total_bytes > narrow.total_bytes
+
+
+COMPARED: dict[str, dict[str, Any]] = {
+    "all-none": {"keys": "none", "values": "none"},
+    "one-side": {"keys": "turboquant", "values": "none"},
+    "one-layer": {"keys": "kivi", "values": "kivi", "layers": [{"match": 0, "method": "none"}]},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("room", [None, 100])
+@pytest.mark.parametrize("name", COMPARED)
+def test_like_is_compared_with_like(name: str, dtype: torch.dtype, room: int | None) -> None:
+    """Bits do not depend on the model's dtype, and the ratio is to a full cache in it: of a full cache, 1."""
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=256, num_attention_heads=4, num_key_value_heads=HEADS)
+    windows = {"sink_tokens": 4, "recent_tokens": 8, "max_cache_len": room}
+    of_dtype, of_float32 = (
+        filled(CompressedCache(config, {**COMPARED[name], **windows}), dtype=own).memory_report()
+        for own in (dtype, torch.float32)
+    )
+    dense = filled(DynamicCache(config=config), dtype=dtype)
+    assert of_dtype.full_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in dense.layers)
+    assert of_dtype.ratio == of_dtype.full_bytes / of_dtype.total_bytes
+    assert of_dtype.packed_bits_per_number == pytest.approx(of_float32.packed_bits_per_number, nan_ok=True)
+    if name == "all-none" and room is None:
+        assert (of_dtype.ratio, of_dtype.bits_per_number) == (1, 16)
+
+
+def test_room_is_counted_and_bounded() -> None:
+    """Many flushes: at most an eighth of the packed part is spare, and it is in the totals."""
+    cache = TurboQuantCache(CONFIG, bits=4, sink_tokens=0, recent_tokens=0)
+    x = torch.randn(1, HEADS, 16, DIM)
+    for _ in range(200):
+        cache.update(x, x, 0)
+    report = cache.memory_report()
+    stores = [side.store for side in cache.layers[0].sides.values()]
+    allocated = sum(store.bytes_allocated() for store in stores)
+    used = sum(sum(store.bytes_used().values()) for store in stores)
+    assert report.layers[0].packed_bytes == used
+    assert used < allocated <= 1.125 * used
+    assert report.allocated_bytes > allocated
+
+
+def test_prints_a_table() -> None:
+    report = filled(TurboQuantCache(CONFIG, bits=4, sink_tokens=4, recent_tokens=8)).memory_report()
+    text = str(report)
+    for heading in ("layer", "method", "dense", "packed", "used KiB", "allocated KiB", "bits/number"):
+        assert heading in text
+    row = next(line for line in text.splitlines() if "turboquant" in line)
+    assert [cell.strip() for cell in row.strip("│┃|").split("│")][:4] == ["0", "turboquant", "28", "32"]
+    assert f"{report.used_bytes / 1024:.1f}" in row
+    assert "4.25 bits per packed number" in text
+    assert f"{report.ratio:.2f}x smaller than a full cache in float32 (" in text
+    assert f"{report.bits_per_number:.2f} per number over all (dense tokens counted at 16)" in text
+    assert all(len(line) <= 110 for line in text.splitlines() if "│" in line)
+
+
+def test_to_dict() -> None:
+    report = filled(TurboQuantCache(CONFIG, sink_tokens=4, recent_tokens=8)).memory_report()
+    data = report.to_dict()
+    assert data["fields"] == report.fields()
+    assert {name: value for name, value in data.items() if name != "fields"} == {
+        name: getattr(report, name) for name in data if name != "fields"
+    }
+    assert {"packed_tokens", "total_bytes", "bits_per_number", "packed_bits_per_number", "ratio"} <= data.keys()
+
+
+MORE = {
+    "turboquant-prod-1bit": {"method": "turboquant", "bits": 1, "estimator": "prod"},
+    "turboquant-prod-2.5bit": {"method": "turboquant", "bits": 2.5, "estimator": "prod"},
+}
+CASES = declared("CONTRACT") | {name: {"keys": side, "values": side} for name, side in MORE.items()}
+
+
+@pytest.mark.parametrize(("tokens", "kernels"), [(20, False), (80, False), (80, True)])
+@pytest.mark.parametrize("name", CASES)
+def test_constants_are_all_that_a_codec_holds(name: str, tokens: int, kernels: bool) -> None:
+    """Every tensor reachable from a side is a segment, a store's buffer or counted as a constant; none twice.
+
+    Before the first tokens are packed, 20 of them, as well as after. Tables that both sides share count in each.
+    """
+    model = LlamaConfig(**CONTRACT_MODEL)
+    if kernels:
+        pytest.importorskip("triton")
+    cache = CompressedCache(model, {**CASES[name], "sink_tokens": 4, "recent_tokens": 8, "backend": "torch"})
+    x = torch.randn(1, 2, tokens, 32, generator=torch.Generator().manual_seed(0))
+    cache.update(x, x, 0)
+    layer = cache.layers[0]
+    if kernels:
+        for state in layer.sides.values():
+            if side := state.codec.kernel_side:
+                side.tables_as(torch.float16)
+
+    def walk(value: Any, storages: dict[int, int]) -> int:
+        if isinstance(value, torch.Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, dict):
+            walk(list(value.values()), storages)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                walk(item, storages)
+        elif type(value).__module__.startswith("kvcache_compress"):
+            walk([getattr(value, name) for name in getattr(value, "__dict__", {})], storages)
+        return sum(storages.values())
+
+    report = cache.memory_report()
+    assert (report.packed_tokens > 0) == (tokens == 80)
+    assert sum(walk(state, {}) for state in layer.sides.values()) == report.total_bytes

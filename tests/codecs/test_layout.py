@@ -1,0 +1,73 @@
+"""Byte arithmetic: planes, words, channel order, growth - against sums done by hand."""
+
+import pytest
+import torch
+
+from kvcache_compress.codecs.layout import (
+    PLANES,
+    SLACK,
+    Field,
+    bytes_per_token,
+    code_fields,
+    code_order,
+    grown_capacity,
+    padded_width,
+    padded_words,
+    words_per_token,
+)
+
+
+def test_planes_add_up() -> None:
+    assert all(sum(planes) == bits for bits, planes in PLANES.items())
+    assert all(list(planes) == sorted(planes, reverse=True) for planes in PLANES.values())
+
+
+@pytest.mark.parametrize(("bits", "size"), [(1, 8), (2, 16), (3, 24), (4, 32), (5, 40), (6, 48)])
+def test_codes_take_their_bits(bits: int, size: int) -> None:
+    """64 codes of b bits are 8 b bytes: no padding, no straddling."""
+    fields = code_fields(bits, 64, "x_")
+    assert bytes_per_token(fields) == size
+    assert [field.name for field in fields] == [f"x_codes{i}" for i in range(len(PLANES[bits]))]
+    assert all(field.shape == (8,) for field in fields)
+
+
+def test_fields_per_group() -> None:
+    """A quantity shared by 32 tokens counts a 32nd per token."""
+    assert Field("scale", torch.float16, (64,), tokens=32).bytes_per_token == 4
+    assert Field("scale", torch.float16).bytes_per_token == 2
+    assert bytes_per_token((Field("a", torch.int32, (8,)), Field("b", torch.float16, (2,), 4))) == 33
+
+
+def test_widths_that_do_not_pack() -> None:
+    for width in (4, 12, 20, 63):
+        with pytest.raises(ValueError, match=f"{width} codes per token cannot be packed: a multiple of 8"):
+            words_per_token(width)
+
+
+@pytest.mark.parametrize(
+    ("width", "words", "padded"),
+    [(8, 1, 2), (16, 2, 2), (24, 3, 4), (64, 8, 8), (80, 10, 16), (96, 12, 16), (128, 16, 16)],
+)
+def test_padding(width: int, words: int, padded: int) -> None:
+    assert words_per_token(width) == words
+    assert padded_words(width) == padded
+    assert padded_width(width) == 8 * padded
+
+
+@pytest.mark.parametrize("width", [8, 16, 24, 64, 80, 96, 128])
+def test_code_order(width: int) -> None:
+    """Channel j * words + c sits at place j * padded + c: the same part of a word, the same word."""
+    order = code_order(width)
+    words, padded = width // 8, padded_words(width)
+    assert order.tolist() == [j * padded + c for j in range(8) for c in range(words)]
+    assert len(order.unique()) == width
+    assert order.max() < padded_width(width)
+
+
+@pytest.mark.parametrize("multiple", [1, 16, 32, 128])
+def test_growth(multiple: int) -> None:
+    """Never less than needed, never more than an eighth above it, whole groups where that is so."""
+    for tokens in range(multiple, 5000, multiple):
+        capacity = grown_capacity(tokens, multiple)
+        assert tokens <= capacity <= tokens * (1 + SLACK)
+        assert capacity % multiple == 0

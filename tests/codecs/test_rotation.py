@@ -1,0 +1,119 @@
+"""Rotations and sketches: orthogonal, seeded, and uniform where they say so."""
+
+import math
+
+import pytest
+import torch
+
+from kvcache_compress.codecs.base import CodecContext
+from kvcache_compress.codecs.rotation import haar, random_rotation
+from kvcache_compress.codecs.sketch import sketch_constant, sketch_matrix
+from kvcache_compress.methods.polarquant.codebooks import online_codebook
+
+
+@pytest.mark.parametrize("kind", ["haar", "hadamard"])
+@pytest.mark.parametrize("dim", [8, 16, 40, 64, 80, 96, 112, 128, 256])
+def test_orthogonal(kind: str, dim: int) -> None:
+    matrix = random_rotation(kind, dim, seed=3)
+    assert matrix.dtype == torch.float32
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(dim), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["haar", "hadamard"])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_seeds(kind: str, dim: int) -> None:
+    """Determined by the seed alone, whatever the global generator does."""
+    torch.manual_seed(1)
+    one = random_rotation(kind, dim, seed=5)
+    torch.manual_seed(2)
+    assert torch.equal(random_rotation(kind, dim, seed=5), one)
+    assert not torch.equal(random_rotation(kind, dim, seed=6), one)
+
+
+@pytest.mark.parametrize("kind", ["haar", "hadamard"])
+@pytest.mark.parametrize("dim", [40, 64, 80, 96, 112, 128])
+def test_single_channels_become_like_any_vector(kind: str, dim: int) -> None:
+    """Its coordinates have the variance and the fourth moment, 3d / (d + 2), of a random unit vector's times √d.
+
+    They take many values, too: one transform would leave two, ±1, and two transforms a grid as coarse as a codebook.
+    """
+    entries = torch.stack([random_rotation(kind, dim, seed) for seed in range(20)]) * math.sqrt(dim)
+    assert entries.square().mean().item() == pytest.approx(1, abs=1e-5)
+    fourth = entries.square().square().mean((1, 2))
+    expected, error = 3 * dim / (dim + 2), fourth.std() / math.sqrt(len(fourth))
+    assert abs(fourth.mean() - expected) < 4 * error + 0.05
+    assert len(entries[0].mul(1e3).round().unique()) > 16
+
+
+def test_seeds_of_codecs_are_unrelated() -> None:
+    """Shifted, a seed's second layer would be another seed's first, and its keys another's values."""
+    seeds = [0, 1, 2, 3, 7, 8, 16]
+    parts = ["rotation 0", "rotation 1", "sketch 0"]
+    found = [
+        CodecContext(side, 64, 1, layer, seed, 0, torch.float32, torch.device("cpu")).seed_of(part, shared)
+        for seed in seeds
+        for part in parts
+        for shared, layers, sides in ((True, [0], ["keys"]), (False, range(40), ["keys", "values"]))
+        for layer in layers
+        for side in sides
+    ]
+    assert len(set(found)) == len(found)
+    nearby = {seed + offset for seed in found for offset in range(1, 8)}
+    assert not nearby & set(found), "nor are they shifts of each other"
+
+
+def test_a_shared_seed_is_one_for_all_layers_and_sides() -> None:
+    contexts = [
+        CodecContext(side, 64, 1, layer, 5, 0, torch.float32, torch.device("cpu"))
+        for layer in (0, 3)
+        for side in ("keys", "values")
+    ]
+    assert len({context.seed_of("rotation", shared=True) for context in contexts}) == 1
+    assert len({context.seed_of("rotation") for context in contexts}) == 4
+
+
+def test_haar_is_uniform() -> None:
+    """Without the sign fix of QR the diagonal would be biased; entries have mean 0 and variance 1/d."""
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.stack([haar(8, generator) for _ in range(4000)])
+    entry = math.sqrt(1 / 8 / 4000)
+    assert (samples.mean(0).abs() < 5 * entry).all()
+    assert samples.square().mean(0).sub(1 / 8).abs().max() < 0.02
+    determinants = torch.linalg.det(samples)
+    assert 0.45 < (determinants > 0).double().mean() < 0.55
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128])
+def test_sketch_constants(dim: int) -> None:
+    """√(π/2) / d for Gaussian S; for S = √d Haar the mean of |u₁| on the sphere, here by Monte Carlo within 0.3 %."""
+    assert sketch_constant("gaussian", dim) == pytest.approx(math.sqrt(math.pi / 2) / dim)
+    x = torch.randn(200_000, dim, generator=torch.Generator().manual_seed(0))
+    mean = (x[:, 0] / x.norm(dim=1)).abs().mean().item()
+    assert sketch_constant("orthogonal", dim) == pytest.approx(1 / (dim * math.sqrt(dim) * mean), rel=0.006)
+    ratio = sketch_constant("orthogonal", dim) / sketch_constant("gaussian", dim)
+    assert ratio == pytest.approx(1 - 1 / (4 * dim), abs=0.1 / dim**1.5), "a quarter over d below the Gaussian one"
+
+
+def test_sketch_matrices() -> None:
+    orthogonal = sketch_matrix("orthogonal", 64, seed=1)
+    torch.testing.assert_close(orthogonal @ orthogonal.T, 64 * torch.eye(64), atol=1e-4, rtol=0)
+    gaussian = sketch_matrix("gaussian", 128, seed=1)
+    assert abs(gaussian.mean()) < 0.03
+    assert gaussian.var() == pytest.approx(1, abs=0.05)
+    assert torch.equal(gaussian, sketch_matrix("gaussian", 128, seed=1))
+    assert not torch.equal(gaussian, sketch_matrix("gaussian", 128, seed=2))
+
+
+def test_numbers_do_not_depend_on_the_default_device() -> None:
+    angles = torch.rand(200)
+    made = [
+        lambda: random_rotation("haar", 24, 1),
+        lambda: random_rotation("hadamard", 24, 1),
+        lambda: sketch_matrix("gaussian", 24, 1),
+        lambda: sketch_matrix("orthogonal", 24, 1),
+        lambda: online_codebook(angles, 2, False, 1).angles,
+    ]
+    for make in made:
+        with torch.device("meta"):
+            elsewhere = make()
+        assert torch.equal(elsewhere, make())

@@ -1,0 +1,311 @@
+"""Configs: what loads, what per-layer rules mean, and what is refused with which words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support.paths import ROOT
+from support.small_model import small_model
+from transformers import Gemma3TextConfig, LlamaConfig
+
+from kvcache_compress import CompressedCache, CompressionConfig, KIVICache, TurboQuantCache, load_config, preset_names
+from kvcache_compress.cache.layer import CompressedLayer
+
+FULL = ["full_attention"] * 6
+SIDES: dict[str, Any] = {"keys": {"method": "turboquant", "bits": 3}, "values": {"method": "turboquant", "bits": 2}}
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaConfig(**{**sizes, **changes})
+
+
+def plan(*rules: dict[str, Any], layer_types: list[str] = FULL) -> list[Any]:
+    return load_config({**SIDES, "layers": list(rules)}).plan(layer_types)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_preset(name: str, tmp_path: Path) -> None:
+    """Each preset loads, survives a round trip through YAML, and builds a cache."""
+    config = load_config(name)
+    path = tmp_path / "again.yaml"
+    path.write_text(config.to_yaml())
+    assert load_config(path) == load_config(str(path)) == config
+    assert load_config(yaml.safe_load(config.to_yaml())) == config
+    if name.startswith("commvq"):
+        with pytest.raises(ValueError, match=r"codebooks=None for commvq: .*kvcache-compress calibrate"):
+            CompressedCache(llama(), name)
+        return
+    cache = CompressedCache(llama(), name)
+    assert any(isinstance(layer, CompressedLayer) for layer in cache.layers)
+    assert len(cache.layers) == 6
+
+
+def test_presets_that_are_promised() -> None:
+    bits = ("4bit", "3.5bit", "3bit", "2.5bit", "2bit", "k4v2", "paper-2.5bit", "paper-3.5bit")
+    assert {f"turboquant-{b}" for b in bits} <= set(preset_names())
+
+
+def test_paper_presets_are_the_papers() -> None:
+    for name, bits, fraction in (("turboquant-paper-2.5bit", 2.5, 0.25), ("turboquant-paper-3.5bit", 3.5, 0.5)):
+        config = load_config(name)
+        assert (config.sink_tokens, config.recent_tokens, config.quantize_generated) == (0, 0, True)
+        for side in (config.keys, config.values):
+            options = side.options()
+            assert (options.bits, options.outlier_fraction) == (bits, fraction)
+            assert (options.scalar, options.rotation, options.shared_rotation, options.center) == (
+                "norm",
+                "haar",
+                True,
+                "off",
+            )
+
+
+@pytest.mark.parametrize("name", ["turboquant-paper-2.5bit", "turboquant-paper-3.5bit", "polarquant-paper-offline"])
+@torch.inference_mode()
+def test_paper_presets_keep_dense_what_fills_no_block(name: str) -> None:
+    """Up to 31 tokens of a prompt, and as many before each step where generated ones are packed."""
+    model = small_model()
+    cache = CompressedCache(model.config, name)
+    model(input_ids=torch.arange(95)[None] % 64, past_key_values=cache)
+    assert (cache.packed_tokens, cache.get_seq_length()) == (64, 95)
+    for _ in range(40):
+        model(input_ids=torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+    assert cache.packed_tokens == (128 if cache.compression.quantize_generated else 64)
+
+
+def test_no_preset_claims_to_keep_nothing_dense() -> None:
+    files = [path for folder in ("configs", "docs") for path in (ROOT / folder).iterdir() if path.is_file()]
+    assert len(files) > 30
+    assert not [path.name for path in files if "no dense tokens" in path.read_text(encoding="utf-8")]
+
+
+def test_defaults() -> None:
+    config = load_config({"keys": "kivi", "values": "none"})
+    assert (config.sink_tokens, config.recent_tokens, config.seed) == (16, 64, 0)
+    assert (config.quantize_generated, config.backend, config.layers) == (True, "auto", [])
+    assert config.keys.method == "kivi"
+    assert load_config(config) is config
+
+
+def test_yaml_on_and_off_are_no_booleans(tmp_path: Path) -> None:
+    """YAML 1.1 reads a bare `off` as false."""
+    path = tmp_path / "c.yaml"
+    path.write_text("keys: {method: turboquant, center: off}\nvalues: none\n")
+    assert load_config(path).keys.options().center == "off"
+    path.write_text("keys: {method: turboquant, center: on}\nvalues: none\n")
+    assert load_config(path).keys.options().center == "on"
+
+
+# Per-layer rules
+
+
+def test_rules_by_number_range_and_type() -> None:
+    plans = plan({"match": [0, -1], "method": "none"}, {"match": "2-3", "keys": {"method": "turboquant", "bits": 5}})
+    assert [p.compresses for p in plans] == [False, True, True, True, True, False]
+    assert [p.keys.options().bits for p in plans[1:5]] == [3, 5, 5, 3]
+    assert [p.values.options().bits for p in plans[1:5]] == [2, 2, 2, 2]
+    mixed = ["sliding_attention", "full_attention"] * 3
+    plans = plan({"match": "full_attention", "recent_tokens": 7}, layer_types=mixed)
+    assert [p.recent_tokens for p in plans] == [64, 7] * 3
+    plans = plan({"match": -6, "sink_tokens": 1}, {"match": ["1", 2][1:], "sink_tokens": 2})
+    assert [p.sink_tokens for p in plans] == [1, 16, 2, 16, 16, 16]
+
+
+def test_a_rule_of_the_same_method_keeps_the_other_options() -> None:
+    config = {"keys": {"method": "turboquant", "bits": 3, "rotation": "haar"}, "values": "none"}
+    rules = [
+        {"match": 1, "keys": {"method": "turboquant", "bits": 6}},
+        {"match": 2, "keys": {"method": "kivi"}},
+        {"match": 3, "method": "turboquant"},
+    ]
+    plans = load_config({**config, "layers": rules}).plan(FULL)
+    assert (plans[1].keys.options().bits, plans[1].keys.options().rotation) == (6, "haar")
+    assert plans[2].keys.options().model_dump() == {"bits": 4, "group_size": 32}
+    assert (plans[3].keys.options().bits, plans[3].values.method) == (3, "turboquant")
+
+
+def test_rules_reach_the_layers() -> None:
+    layers = [{"match": [0, -1], "method": "none"}, {"match": "1-2", "sink_tokens": 3}]
+    cache = CompressedCache(llama(), {**SIDES, "layers": layers})
+    assert [isinstance(layer, CompressedLayer) for layer in cache.layers] == [False, True, True, True, True, False]
+    assert [layer.plan.sink_tokens for layer in cache.layers[1:5]] == [3, 3, 16, 16]
+
+
+def test_only_full_attention_is_compressed() -> None:
+    """Sliding layers stay Transformers' own, whatever a rule says."""
+    config = Gemma3TextConfig(
+        num_hidden_layers=6, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, sliding_window=8
+    )
+    cache = CompressedCache(config, {**SIDES, "layers": [{"match": "sliding_attention", "method": "none"}]})
+    compressed = [isinstance(layer, CompressedLayer) for layer in cache.layers]
+    assert compressed == [kind == "full_attention" for kind in config.layer_types]
+    assert any(compressed)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([{"match": 6, "method": "none"}], "match=6: this model has layers 0 to 5"),
+        ([{"match": -7, "method": "none"}], "match=-7: this model has layers 0 to 5"),
+        ([{"match": "4-6", "method": "none"}], "match='4-6': this model has layers 0 to 5"),
+        ([{"match": "3-2", "method": "none"}], "match='3-2'"),
+        ([{"match": "sliding_attention", "method": "none"}], "match='sliding_attention'.*it has full_attention"),
+        ([{"match": [0, 1], "method": "none"}, {"match": "1-2", "sink_tokens": 1}], "rules 0 and 1 both match layer 1"),
+        ([{"match": -1, "method": "none"}, {"match": 5, "method": "kivi"}], "rules 0 and 1 both match layer 5"),
+    ],
+)
+def test_rules_that_do_not_fit(rules: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CompressedCache(llama(), {**SIDES, "layers": rules})
+
+
+# Bad values
+
+
+@pytest.mark.parametrize("bits", [7, 0, 0.5, 3.25, 6.5, -1])
+def test_turboquant_bits(bits: float) -> None:
+    message = f"bits={bits:g} for turboquant: allowed 1–6, in steps of 0.5"
+    with pytest.raises(ValueError, match=message) as caught:
+        TurboQuantCache(llama(), bits=bits)
+    assert str(caught.value) == message, "once for both sides, and nothing of pydantic's"
+    with pytest.raises(ValueError, match=message):
+        load_config({**SIDES, "keys": {"method": "turboquant", "bits": bits}})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": {"method": "kivi", "bits": 8}}, "bits=8 for kivi: allowed 1–6"),
+        ({"keys": {"method": "kivi", "group_size": 48}}, "group_size=48 for kivi: allowed 16, 32, 64, 128"),
+        ({"keys": {"method": "turboquant", "outlier_fraction": 1.0}}, "outlier_fraction=1 .*between 0 and 1"),
+        ({"keys": {"method": "turboquant", "estimator": "best"}}, "estimator='best'.*'mse' or 'prod'"),
+        ({"keys": {"method": "turboquant", "rotation": "none"}}, "rotation='none'.*'haar' or 'hadamard'"),
+        (
+            {"keys": {"method": "turboquant", "estimator": "prod", "scalar": "match"}},
+            "scalar='match' for turboquant with estimator 'prod': allowed 'norm'",
+        ),
+        ({"keys": {"method": "turboqant"}}, "unknown method 'turboqant': .*kivi, none, .*turboquant"),
+        ({"keys": "zip"}, "unknown method 'zip': .*kivi, none, .*turboquant"),
+        ({"keys": {"bits": 4}}, "keys.method.*required"),
+        ({"keys": {"method": "turboquant", "bit": 4}}, "unknown key 'bit' for turboquant: allowed bits, "),
+        ({"keys": {"method": "none", "bits": 4}}, "unknown key 'bits' for none"),
+        ({"sink_tokens": -1}, "sink_tokens=-1"),
+        ({"recent_tokens": "many"}, "recent_tokens='many'"),
+        ({"backend": "cuda"}, "backend='cuda'.*'auto', 'triton', 'cpp' or 'torch'"),
+        ({"seed": -1}, "seed=-1"),
+        ({"recent": 5}, "unknown key 'recent' in the config: allowed keys, values"),
+        ({"layers": [{"match": 0, "bits": 4}]}, "unknown key 'layers.0.bits'.*allowed match, method"),
+        ({"layers": [{"match": 0, "method": "zip"}]}, "unknown method 'zip'"),
+        ({"layers": [{"match": 0, "method": "none", "keys": "kivi"}]}, "either 'method', for both sides, or 'keys'"),
+        ({"layers": [{"method": "none"}]}, "layers.0.match.*required"),
+    ],
+)
+def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """The message names the key, the value and what is allowed - and the file, where there is one."""
+    data = {**SIDES, **change}
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(data)
+    assert "pydantic" not in str(caught.value)
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_unknown_preset_suggests_one() -> None:
+    with pytest.raises(ValueError, match="unknown preset 'turboquant-4bits': did you mean 'turboquant-4bit'"):
+        load_config("turboquant-4bits")
+    with pytest.raises(ValueError, match=r"unknown preset 'xyz': there are .*kivi-2bit"):
+        load_config("xyz")
+
+
+def test_files_that_do_not_work(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"missing\.yaml: no such file"):
+        load_config(tmp_path / "missing.yaml")
+    path = tmp_path / "broken.yaml"
+    path.write_text("keys: {method: turboquant\nvalues: [")
+    with pytest.raises(ValueError, match=r"broken\.yaml: not YAML"):
+        load_config(path)
+    for text in ("- keys", "", "turboquant-4bit"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"broken\.yaml: a mapping is needed"):
+            load_config(path)
+    path.write_text("1: 2\nkeys: none\nvalues: none\n")
+    with pytest.raises(ValueError, match=r"broken\.yaml: .*1"):
+        load_config(path)
+
+
+def test_configs_cannot_be_changed() -> None:
+    config = load_config("turboquant-4bit")
+    with pytest.raises(ValueError, match="frozen"):
+        config.sink_tokens = 3  # type: ignore[misc]
+
+
+# The caches named after their methods
+
+
+def test_turboquant_cache() -> None:
+    cache = TurboQuantCache(llama(), bits=3, value_bits=2, recent_tokens=32, rotation="haar", seed=5)
+    expected = {"method": "turboquant", "rotation": "haar"}
+    assert cache.compression == CompressionConfig(
+        keys={**expected, "bits": 3}, values={**expected, "bits": 2}, recent_tokens=32, seed=5
+    )
+    assert CompressedCache(llama(), cache.compression).compression == cache.compression
+
+
+def test_kivi_cache() -> None:
+    cache = KIVICache(llama(), key_bits=4, group_size=64)
+    assert cache.compression == CompressionConfig(
+        keys={"method": "kivi", "bits": 4, "group_size": 64},
+        values={"method": "kivi", "bits": 2, "group_size": 64},
+        sink_tokens=0,
+        recent_tokens=128,
+    )
+
+
+def test_options_that_no_cache_has() -> None:
+    with pytest.raises(ValueError, match="unknown key 'window' for turboquant"):
+        TurboQuantCache(llama(), window=4)
+    with pytest.raises(ValueError, match="'keys' is no option here"):
+        TurboQuantCache(llama(), keys="none")
+
+
+def test_codebooks_go_to_the_sides_that_take_them() -> None:
+    config = load_config(
+        {
+            "keys": "commvq",
+            "values": {"method": "turboquant"},
+            "layers": [{"match": 0, "values": {"method": "commvq", "codebooks": "own.safetensors"}}],
+        }
+    ).with_codebooks("file.safetensors")
+    assert config.keys.options().codebooks == "file.safetensors"
+    assert config.values.options() == load_config("turboquant-4bit").values.options()
+    assert config.layers[0].values.options().codebooks == "own.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "near", "family"),
+    [
+        ("turboquant-4", "turboquant-4bit", "turboquant"),
+        ("turboquant-4b", "turboquant-4bit", "turboquant"),
+        ("TurboQuant-3bit", "turboquant-3bit", "turboquant"),
+        ("turboquant_4bit", "turboquant-4bit", "turboquant"),
+        ("turboquant-k3", "turboquant-k3v2", "turboquant"),
+        ("turbquant-2bit", "turboquant-2bit", "turboquant"),
+        ("trboquant-2bit", "turboquant-2bit", "turboquant"),
+        ("kivi2", "kivi-2bit", "kivi"),
+        ("polarquant-rope-4", "polarquant-rope-4bit", "polarquant"),
+        ("polarquant-4bit", "polarquant-3.4bit", "polarquant"),
+        ("commvq", "commvq-1bit", "commvq"),
+        ("qjl", "qjl-3bit", "qjl"),
+    ],
+)
+def test_the_nearest_preset_and_its_family(name: str, near: str, family: str) -> None:
+    with pytest.raises(ValueError, match="did you mean") as caught:
+        load_config(name)
+    own = [preset for preset in preset_names() if preset.startswith(family)]
+    assert str(caught.value) == f"unknown preset {name!r}: did you mean {near!r}? There are {', '.join(own)}"

@@ -1,0 +1,222 @@
+"""One prefill for all caches: each cache holds and continues exactly as after its own prefill."""
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.small_model import METHODS, method_config, small_model
+from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, GenerationConfig
+
+from kvcache_compress import enable_fused_attention
+from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_cache
+from kvcache_compress.eval.caches.peers import fp8_cache
+from kvcache_compress.eval.caches.prefill import join, prefill
+
+IDS = torch.arange(150)[None] * 7 % 64
+MORE = torch.arange(90) * 5 % 64
+
+
+def specs() -> list[CacheSpec]:
+    return [full_cache(), fp8_cache(), *(preset_cache(method_config(name), name=name) for name in METHODS)]
+
+
+@pytest.mark.parametrize("spec", specs(), ids=lambda spec: spec.name)
+@torch.inference_mode()
+def test_forced_logits_are_those_of_an_own_prefill(spec: CacheSpec) -> None:
+    model = small_model()
+    run = prefill(model, IDS).run(spec)
+    cache = spec.make(model)
+    logits = [model(input_ids=IDS, past_key_values=cache, logits_to_keep=1).logits[0]]
+    assert run.measured == spec.measure(cache)
+    assert (run.measured.packed_tokens > 0) != spec.lossless
+    for part in MORE[None].split(16, 1):
+        logits.append(model(input_ids=part, past_key_values=cache).logits[0])
+    assert torch.equal(run.forced(MORE, 16), torch.cat(logits))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["full", "turboquant", "commvq"])
+def test_generation_is_that_of_generate(name: str, fused: bool) -> None:
+    """90 tokens: the recent window is packed several times, and what was decoded once is used again."""
+    model = small_model()
+    if fused:
+        enable_fused_attention(model)
+    spec = next(spec for spec in specs() if spec.name == name)
+    config = GenerationConfig(max_new_tokens=90, pad_token_id=0)
+    expected = model.generate(
+        IDS, attention_mask=torch.ones_like(IDS), past_key_values=spec.make(model), generation_config=config
+    )
+    assert torch.equal(prefill(model, IDS).run(spec).generate(config), expected[0, IDS.shape[1] :])
+    first = GenerationConfig(max_new_tokens=1, pad_token_id=0)
+    assert torch.equal(prefill(model, IDS).run(spec).generate(first), expected[0, IDS.shape[1] : IDS.shape[1] + 1])
+
+
+def test_generation_is_plainly_greedy() -> None:
+    """Also where the model's own generation config would penalize repetition, from the first token on."""
+    model = small_model()
+    plain = prefill(model, IDS).run(full_cache()).generate(GenerationConfig(max_new_tokens=20, pad_token_id=0))
+    own = model.generation_config = GenerationConfig(repetition_penalty=1.8, no_repeat_ngram_size=2, pad_token_id=0)
+    same = prefill(model, IDS).run(full_cache()).generate(GenerationConfig(max_new_tokens=20, pad_token_id=0))
+    assert torch.equal(plain, same)
+    assert model.generation_config is own
+
+
+@pytest.mark.parametrize("question", [IDS[:, :0], IDS[:, :3]])
+def test_first_token_that_must_not_end(question: torch.Tensor) -> None:
+    model = small_model()
+    shared = prefill(model, IDS, question)
+    free = shared.run(full_cache()).generate(GenerationConfig(max_new_tokens=5, pad_token_id=0)).tolist()
+    config = GenerationConfig(max_new_tokens=5, min_new_tokens=1, pad_token_id=0, eos_token_id=[free[0]])
+    assert shared.run(full_cache()).generate(config).tolist()[0] != free[0]
+
+
+def test_generation_from_logits_that_are_not_finite_is_refused() -> None:
+    class Broken(DynamicCache):
+        def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            new = values if self.get_seq_length(layer_idx) < IDS.shape[1] + 3 else values * torch.nan
+            return super().update(keys, new, layer_idx, *args, **kwargs)
+
+    spec = replace(full_cache(), make=lambda model: Broken(config=model.config))
+    with pytest.raises(ValueError, match="'full': the model's logits are not finite"):
+        prefill(small_model(), IDS).run(spec).generate(GenerationConfig(max_new_tokens=9, pad_token_id=0))
+
+
+def test_generation_ends_at_an_end_token() -> None:
+    model = small_model()
+    free = prefill(model, IDS).run(full_cache()).generate(GenerationConfig(max_new_tokens=40, pad_token_id=0)).tolist()
+    for end in (free[0], free[-1]):
+        config = GenerationConfig(max_new_tokens=40, pad_token_id=0, eos_token_id=[end, 99])
+        assert prefill(model, IDS).run(full_cache()).generate(config).tolist() == free[: free.index(end) + 1]
+
+
+@torch.inference_mode()
+def test_question_goes_through_the_cache() -> None:
+    model = small_model()
+    spec = preset_cache(method_config("turboquant"), name="turboquant")
+    run = prefill(model, IDS[:, :120], IDS[:, 120:]).run(spec)
+    held = run.measured.packed_tokens
+    assert 0 < held < 120
+    logits = run.forced(MORE, 16)
+    cache = spec.make(model)
+    model(input_ids=IDS[:, :120], past_key_values=cache)
+    own = [model(input_ids=IDS[:, 120:], past_key_values=cache).logits[0, -1:]]
+    own = [*own, *(model(input_ids=part, past_key_values=cache).logits[0] for part in MORE[None].split(16, 1))]
+    torch.testing.assert_close(logits, torch.cat(own), atol=1e-4, rtol=0)
+    assert not torch.equal(logits[0], prefill(model, IDS).run(spec).logits)
+
+
+@pytest.mark.parametrize("spec", specs(), ids=lambda spec: spec.name)
+@torch.inference_mode()
+def test_questions_after_one_prompt_do_not_touch_each_other(spec: CacheSpec) -> None:
+    model = small_model()
+    first = prefill(model, IDS[:, :120], IDS[:, 120:])
+    first.keep = True
+    again = first.run(spec).forced(MORE)
+    second = first.asked(IDS[:, 100:110])
+    assert second.seconds == 0
+    assert torch.equal(
+        second.run(spec).forced(MORE), prefill(model, IDS[:, :120], IDS[:, 100:110]).run(spec).forced(MORE)
+    )
+    assert torch.equal(first.run(spec).forced(MORE), again)
+    assert not torch.equal(first.full_logits(MORE, 16), second.full_logits(MORE, 16))
+
+
+@pytest.mark.parametrize("question", [IDS[:, :0], IDS[:, :3]])
+@torch.inference_mode()
+def test_caches_that_go_together_answer_as_alone(question: torch.Tensor) -> None:
+    model = small_model()
+    shared = prefill(model, IDS, question)
+    runs = [shared.run(spec) for spec in specs()]
+    join(tuple(runs))
+    seconds = [run.seconds for run in runs]
+    for run, spec in zip(runs, specs(), strict=True):
+        alone = shared.run(spec)
+        torch.testing.assert_close(run.forced(MORE), alone.forced(MORE), atol=1e-4, rtol=0)
+        assert run.cache.get_seq_length() == IDS.shape[1] + question.numel() + len(MORE)
+    assert all(run.seconds > before for run, before in zip(runs, seconds, strict=True))
+    held = weakref.ref(runs.pop().cache.layers[0].sides["keys"])
+    del run, alone
+    assert held() is None, "neither runs that went together nor decoded tokens wait for the garbage collection"
+    with pytest.raises(ValueError, match="good for one continuation"):
+        runs[0].forced(MORE[:3])
+
+
+@torch.inference_mode()
+def test_generation_together_ends_where_each_cache_ends() -> None:
+    model = small_model()
+    shared = prefill(model, IDS)
+    endless = GenerationConfig(max_new_tokens=40, pad_token_id=63)
+    free = [shared.run(spec).generate(endless).tolist() for spec in specs()]
+    assert len({tuple(tokens) for tokens in free}) > 1
+    last = next(token for token in free[0] if any(token not in other for other in free))
+    config = GenerationConfig(max_new_tokens=40, pad_token_id=63, eos_token_id=[last])
+    runs = [shared.run(spec) for spec in specs()]
+    join(runs)
+    expected = [tokens[: tokens.index(last) + 1] if last in tokens else tokens for tokens in free]
+    assert len({len(tokens) for tokens in expected}) > 1
+    assert [run.generate(config).tolist() for run in runs] == expected
+
+
+def test_fused_attention_takes_caches_one_by_one() -> None:
+    model = small_model()
+    assert prefill(model, IDS).rows() == 8
+    enable_fused_attention(model)
+    assert prefill(model, IDS).rows() == 1
+
+
+def test_a_cache_that_cannot_be_copied_is_filled_again() -> None:
+    class Single(DynamicCache):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise RuntimeError("not to be copied")
+
+    shared = prefill(small_model(), IDS)
+    shared.keep = True
+    spec = replace(full_cache(), make=lambda model: Single(config=model.config))
+    first, second = (shared.run(spec) for _ in range(2))
+    assert first.cache is not second.cache
+    assert torch.equal(first.forced(MORE), second.forced(MORE))
+
+
+@torch.inference_mode()
+def test_full_logits_are_computed_once() -> None:
+    shared = prefill(small_model(), IDS)
+    first = shared.full_logits(MORE, 16)
+    assert shared.full_logits(MORE, 16) is first
+    assert torch.equal(first, shared.run(full_cache()).forced(MORE, 16))
+    assert torch.allclose(first, shared.full_logits(MORE, 5), atol=1e-4)
+
+
+@torch.inference_mode()
+def test_models_with_sliding_layers_prefill_each_cache() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    config = Gemma3TextConfig(
+        **sizes,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"],
+        pad_token_id=0,
+    )
+    model = Gemma3ForCausalLM(config).eval()
+    shared = prefill(model, IDS)
+    assert shared.states is None
+    run = shared.run(full_cache())
+    cache = DynamicCache(config=config)
+    expected = [model(input_ids=part, past_key_values=cache).logits[0] for part in (IDS, MORE[None, :16])]
+    expected = torch.cat([expected[0][-1:], expected[1]])
+    torch.testing.assert_close(run.forced(MORE[:16], 16), expected, atol=1e-4, rtol=0)
+
+
+def test_more_tokens_than_positions_are_refused() -> None:
+    model = small_model(max_position_embeddings=160)
+    with pytest.raises(ValueError, match="of 161 tokens: allowed 160, the model's max_position_embeddings"):
+        prefill(model, IDS, IDS[:, :11])
+    shared = prefill(model, IDS)
+    with pytest.raises(ValueError, match="of 240 tokens"):
+        shared.run(full_cache()).forced(MORE)
+    with pytest.raises(ValueError, match="of 161 tokens"):
+        shared.run(full_cache()).generate(GenerationConfig(max_new_tokens=11, pad_token_id=0))

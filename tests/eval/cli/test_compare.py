@@ -1,0 +1,198 @@
+"""A comparison from its YAML file: in one process, interrupted, in two processes, and with everything wrong."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.small_model import method_config, small_model
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from kvcache_compress.eval.caches import caches, peers
+from kvcache_compress.eval.cli.compare import Comparison, app, compare
+from kvcache_compress.eval.runner.cells import Cell, read_cells
+from kvcache_compress.eval.runner.processes import OneProcess
+
+WORDS = [f"w{index:02d}" for index in range(64)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a tokenizer and a text."""
+    folder = tmp_path_factory.mktemp("comparison")
+    small_model().save_pretrained(folder / "model")
+    words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="w01"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w00", unk_token="w01").save_pretrained(folder / "model")
+    text = " ".join(WORDS[index * index % 61] for index in range(1000))
+    (folder / "text.txt").write_text(text)
+    (folder / "long.txt").write_text(" ".join([text] * 5))
+    return folder
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    sizes = {"prefix": 100, "scored": 16, "windows": 4}
+    return {
+        "models": [str(folder / "model")],
+        "caches": ["fp8", {"name": "mine", "config": method_config("turboquant")}],
+        "benchmarks": {"words": {"kind": "perplexity", "texts": [str(folder / "text.txt")], **sizes}},
+        "output": str(folder / "results"),
+        **changes,
+    }
+
+
+def write(path: Path, content: dict[str, Any]) -> str:
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def by_name(output: Path) -> dict[str, Cell]:
+    return {cell.cache["name"]: cell for cell in read_cells(output)}
+
+
+def test_command(folder: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", settings(folder))
+    ran = CliRunner().invoke(app, [path, "--output", str(tmp_path / "out")])
+    assert ran.exit_code == 0, ran.output
+    cells = by_name(tmp_path / "out")
+    assert set(cells) == {"full", "fp8", "mine"}
+    assert (cells["full"].score, cells["mine"].samples) == (0.0, 4)
+    assert 0 < cells["mine"].packed_tokens["least"] < 100
+    assert cells["mine"].cache["config"]["recent_tokens"] == method_config("turboquant")["recent_tokens"]
+    assert not any(str(folder) in path.read_text() for path in (tmp_path / "out").rglob("*.json"))
+    for name in ("report.md", "report.csv", "report.html"):
+        assert "mine" in (tmp_path / "out" / name).read_text()
+    again = CliRunner().invoke(app, [path, "--output", str(tmp_path / "out")])
+    assert "[0/0] words" in again.stderr
+    assert by_name(tmp_path / "out") == cells
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "processes"),
+    [
+        # Without MPI, accelerate itself starts a single process on a CPU.
+        (
+            ("accelerate", "launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"),
+            1,
+        ),
+        (("torchrun", "--standalone", "--nproc-per-node", "2"), 2),
+    ],
+    ids=["accelerate", "torchrun"],
+)
+def test_processes_give_the_scores_of_one(
+    folder: Path, tmp_path: Path, launcher: tuple[str, ...], processes: int
+) -> None:
+    path = write(tmp_path / "c.yaml", settings(folder, output=str(tmp_path / "two")))
+    program = str(Path(sys.executable).with_name(launcher[0]))
+    command = [program, *launcher[1:], "-m", "kvcache_compress.eval.cli.compare", path]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    comparison = Comparison.read(Path(path)).model_copy(update={"output": tmp_path / "one"})
+    alone = {cell.cache["name"]: cell for cell in compare(comparison, OneProcess())[0]}
+    two = by_name(tmp_path / "two")
+    assert set(two) == set(alone)
+    for name, cell in two.items():
+        assert cell.hardware["processes"] == processes
+        assert [record["id"] for record in cell.records] == [record["id"] for record in alone[name].records]
+        assert cell.scores == pytest.approx(alone[name].scores, rel=1e-6)
+    assert not list((tmp_path / "two").rglob("*.jsonl"))
+    assert (tmp_path / "two" / "report.html").is_file()
+
+
+def test_what_is_wrong_stays_where_it_is(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda module: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    good = settings(folder)["benchmarks"]["words"]
+    benchmarks = {
+        "nowhere": good | {"texts": [str(tmp_path / "nowhere.txt")]},
+        "long": good | {"prefix": 4090, "scored": 16, "windows": 1, "texts": [str(folder / "long.txt")]},
+        "words": good,
+    }
+    entries = ["hqq-4", {"name": "wide", "config": "qjl-3bit"}, {"name": "mine", "config": method_config("turboquant")}]
+    content = settings(folder, caches=entries, benchmarks=benchmarks, models=["nobody/nothing", str(folder / "model")])
+    path = write(tmp_path / "c.yaml", content)
+    ran = CliRunner().invoke(app, [path, "--output", str(tmp_path / "out")])
+    assert ran.exit_code == 1
+    assert "error: model nobody/nothing: name='nobody/nothing': allowed 'smollm2-135m'" in ran.stderr
+    assert "nowhere.txt" in ran.stderr
+    assert 'needs hqq: pip install "kvcache-compress[peers]"' in ran.stderr
+    cells = {(cell.benchmark["name"], cell.cache["name"]): cell for cell in read_cells(tmp_path / "out")}
+    assert cells["words", "mine"].error is None
+    assert cells["words", "hqq-4"].error is not None
+    assert "no such file" in cells["nowhere", "full"].error
+    assert "4106 tokens: allowed 4096, the model's max_position_embeddings" in cells["long", "full"].error
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_out_of_memory_in_one_cell(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(caches.CompressedCache, "memory_report", exhausted)
+    path = write(tmp_path / "c.yaml", settings(folder))
+    ran = CliRunner().invoke(app, [path, "--output", str(tmp_path / "out")])
+    assert ran.exit_code == 1
+    assert "error: cache mine: out of memory" in ran.stderr
+    cells = by_name(tmp_path / "out")
+    assert [cells[name].error for name in ("full", "fp8")] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models": []}, r"models=\[\]: tuple should have at least 1 item"),
+        ({"cachess": ["fp8"]}, "unknown key 'cachess' in the comparison: allowed models, caches, benchmarks, output"),
+        ({"caches": ["turboquant-9bit"]}, "turboquant-9bit"),
+        ({"caches": ["fp8", "fp8"]}, "caches: fp8 more than once"),
+        ({"caches": [{"name": "a"}]}, r"caches\.0\.config: field required"),
+        (
+            {"caches": [{"name": "a", "conf": "fp8"}]},
+            r"'caches\.0\.conf' in the comparison: allowed name, config",
+        ),
+        ({"models": [{"model": "m", "codebook": "c"}]}, r"'models\.0\.codebook' .*: allowed model, codebooks"),
+        ({"models": [3]}, r"models\.0=3: input should be a valid"),
+        ({"fused": "yes"}, "fused='yes': input should be a valid boolean"),
+        ({"seed": True}, "seed=True: input should be a valid integer"),
+        ({"benchmarks": {"a": {"texts": ["x"]}}}, r"benchmarks\.a: `kind` is missing"),
+        ({"benchmarks": {"a": {"kind": ["x"]}}}, r"benchmarks\.a: `kind` is missing"),
+        ({"benchmarks": {"a/b": {"kind": "perplexity"}, "a b": {"kind": "perplexity"}}}, "benchmarks: a b, a/b more"),
+        ({"models": ["m", {"model": "m", "codebooks": "c"}]}, "models: m more than once"),
+        ({"benchmarks": {"a": {"kind": "chess"}}}, "benchmark='chess': allowed .*perplexity"),
+        (
+            {"benchmarks": {"a": {"kind": "perplexity", "window": 1}}},
+            r"benchmarks\.a: .*unknown key 'window' for",
+        ),
+        ({"benchmarks": {"a": {"kind": "perplexity", "windows": True}}}, "windows=True: input should be a valid inte"),
+        ({"dtype": "int4"}, "dtype='int4': input should be 'float32'"),
+    ],
+)
+def test_a_wrong_file_is_refused_before_anything_runs(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path / "c.yaml", settings(folder, output=str(tmp_path / "out")) | changes)
+    with pytest.raises(ValueError, match=message):
+        compare(Comparison.read(Path(path)), OneProcess())
+    ran = CliRunner().invoke(app, [path])
+    assert ran.exit_code == 1
+    assert ran.stderr.startswith(f"error: {path}: ")
+    assert ran.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_file_and_no_yaml(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere\.yaml"):
+        Comparison.read(tmp_path / "nowhere.yaml")
+    (tmp_path / "bad.yaml").write_text("models: [")
+    with pytest.raises(ValueError, match=r"bad\.yaml: not YAML: line 1: "):
+        Comparison.read(tmp_path / "bad.yaml")
+    (tmp_path / "empty.yaml").write_text("")
+    with pytest.raises(ValueError, match=r"empty\.yaml: a mapping is needed at the top, with models, "):
+        Comparison.read(tmp_path / "empty.yaml")

@@ -1,0 +1,166 @@
+"""A comparison's tables, Markdown and CSV against figures computed by hand, and the command that writes them."""
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from support.comparison_cells import HOSTILE, cell, comparison, write_comparison
+from typer.testing import CliRunner
+
+from kvcache_compress.eval.reporting.report import app, to_csv, to_markdown
+from kvcache_compress.eval.reporting.tables import pareto_front, tables
+
+
+def test_pareto_front_by_hand() -> None:
+    # Index 1 is beaten by 0 in loss at equal bits, 3 by 2 in both; 4 equals 2, so neither is better.
+    points = [(2.0, 0.5), (2.0, 0.6), (3.0, 0.1), (4.0, 0.2), (3.0, 0.1), (1.0, 9.0)]
+    assert pareto_front(points) == {0, 2, 4, 5}
+    assert pareto_front([]) == set()
+
+
+def test_rows_and_columns_are_in_order() -> None:
+    (table,) = tables(comparison())
+    assert [column.name for column in table.columns] == ["wiki", "a-needle"]  # perplexity leads
+    assert [(row.number, row.cache, row.family) for row in table.rows] == [
+        (1, "full", "full"),
+        (2, HOSTILE, '<script>alert("x")</script>|*量子*'),
+        (3, "hqq-4", "hqq"),
+        (4, "tq-4", "turboquant"),
+        (5, "tq-2", "turboquant"),
+    ]
+
+
+def test_each_model_and_dtype_has_its_table() -> None:
+    cells = [cell("full", "perplexity", 0.0, model=model, dtype=dtype) for model, dtype in ["ax", "bx", "ay"]]
+    assert [table.title for table in tables(cells)] == ["a (x)", "b (x)", "a (y)"]
+
+
+def test_points_where_more_is_better() -> None:
+    (table,) = tables(comparison())
+    points = table.points(table.columns[1], "packed_bits")
+    # Differences from 0.75; the failed and the missing cell are no points; both others are on the front.
+    assert [(p.row.cache, p.bits, p.value, p.on_front) for p in points] == [
+        ("tq-2", 2.25, -0.25, True),
+        ("tq-4", 4.25, 0.0, True),
+    ]
+    (without_full,) = tables([c for c in comparison() if c.cache["name"] != "full"])
+    assert [p.value for p in without_full.points(without_full.columns[1], "packed_bits")] == [0.5, 0.75]
+
+
+def test_markdown_by_hand() -> None:
+    lines = to_markdown(comparison()).splitlines()
+    assert lines[0] == "## org/model (float32)"
+    assert lines[2:9] == [
+        "| # | cache | bits, packed part | bits, whole cache | packed tokens, least "
+        "| wiki: KL ↓ | a-needle: recall ↑ |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| 1 | full | 16.00 | 16.00 | 0 | 0.0000 | 0.750 |",
+        '| 2 | &lt;script&gt;alert("x")&lt;/script&gt;\\|\\*量子\\* | 2.50 | 20.00 | 900 | 0.0100 | – |',
+        "| 3 | hqq-4 | 4.50 | 4.50 | 900 | 0.0112 | failed |",
+        "| 4 | tq-4 | 4.25 | 8.00 | 900 | 0.0020 | 0.750 (±0) |",
+        "| 5 | tq-2 | 2.25 | 6.00 | 900 | 0.0400 | 0.500 (−0.250) |",
+    ]
+    assert lines[10] == "- failed: a-needle, hqq-4: out of memory: tried &lt;b&gt;8 GiB&lt;/b&gt;"
+
+
+def test_standard_errors_and_other_sources_of_bits_are_shown() -> None:
+    cells = [
+        cell("full", "perplexity", 0.0, scores={"kl": 0.0, "kl_stderr": 0.0}),
+        cell("tq-4", "perplexity", 0.002, scores={"kl": 0.002, "kl_stderr": 0.00051}),
+        cell("tq-2", "perplexity", "no such file"),
+        cell("tq-2", "needle", 0.5, bits=(2.25, 6.0)),
+    ]
+    text = to_markdown(cells)
+    assert "| 0.0020 ± 0.0005 | – |" in text
+    assert "| tq-2 | 2.25 (a-needle) | 6.00 (a-needle) | 900 | failed | 0.500 |" in text
+
+
+def test_equal_failures_are_told_once() -> None:
+    cells = [cell(name, "needle", "no hub") for name in ("tq-2", "tq-4")] + [cell("hqq-4", "needle", "other")]
+    (table,) = tables(cells)
+    # In the order of the rows; without figures these go by family and name.
+    assert [(f.caches, f.message) for f in table.failures] == [(["hqq-4"], "other"), (["tq-2", "tq-4"], "no hub")]
+    assert table.rows[0].packed_bits is None
+    assert "| 1 | hqq-4 | – | – | – | failed |" in to_markdown(cells)
+
+
+def test_cells_of_unlike_runs_are_doubted() -> None:
+    (table,) = tables(comparison())
+    assert table.doubts == []
+    (table,) = tables([cell("full", "needle", 1.0, seed=1), cell("tq-4", "needle", 1.0, samples=3)])
+    assert table.doubts == ["a-needle: the cells have different seeds and numbers of samples; run them again"]
+
+
+def test_cells_of_unlike_versions_are_doubted() -> None:
+    """Of one benchmark; what another one ran with, or a peer that most cells do without, does not matter."""
+    versions = {"kvcache_compress": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "hqq": None}
+    cells = [
+        cell("full", "needle", 1.0, versions=versions),
+        cell("tq-4", "needle", 1.0, versions=versions | {"torch": "2.12.0", "transformers": "5.17.0"}),
+        cell("full", "perplexity", 0.0, versions=versions | {"kvcache_compress": "0.2.0"}),
+        cell("hqq-4", "perplexity", 0.1, versions=versions | {"kvcache_compress": "0.2.0", "hqq": "0.2.8"}),
+    ]
+    (table,) = tables(cells)
+    doubt = "a-needle: the cells have different versions of torch and versions of transformers; run them again"
+    assert table.doubts == [doubt]
+    assert doubt in to_markdown(cells)
+
+
+def test_what_was_skipped_is_told_once() -> None:
+    why = "lengths=8192: 8224 tokens with the answer; allowed at most 2048, the model's positions"
+    cells = [cell(name, "needle", 1.0, skipped=[why]) for name in ("full", "tq-4")]
+    (table,) = tables([*cells, cell("full", "perplexity", 0.0)])
+    assert [note for note in table.notes if "skipped" in note] == [f"a-needle, skipped: {why}"]
+
+
+def test_csv_parsed_back() -> None:
+    lines = list(csv.DictReader(io.StringIO(to_csv(comparison()))))
+    assert len(lines) == 9
+    by_place = {(line["cache"], line["benchmark"]): line for line in lines}
+    line = by_place["tq-2", "a-needle"]
+    assert (line["model"], line["family"], line["lossless"]) == ("org/model", "turboquant", "False")
+    figures = (
+        "packed_bits",
+        "all_bits",
+        "packed_tokens",
+        "tokens",
+        "total_bytes",
+        "score",
+        "difference",
+        "scores.recall",
+    )
+    # Prompts of 1000, 1000, 2000 and 2000 tokens; 6 * 1500 bytes; 0.5 - 0.75.
+    assert [float(line[name]) for name in figures] == [2.25, 6.0, 900, 1500, 9000, 0.5, -0.25, 0.5]
+    assert (line["scores.kl"], line["scores.other"], line["error"]) == ("", "1.5", "")
+    failed = by_place["hqq-4", "a-needle"]
+    assert (failed["score"], failed["packed_bits"], failed["error"]) == ("", "", "out of memory: tried <b>8 GiB</b>")
+    assert (HOSTILE, "wiki") in by_place
+    assert (HOSTILE, "a-needle") not in by_place
+
+
+def test_command_writes_all_files(tmp_path: Path) -> None:
+    write_comparison(tmp_path, [cell("full", "needle", 0.75), cell("tq-4", "needle", 0.5)])
+    done = CliRunner().invoke(app, [str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    written = [Path(line) for line in done.output.splitlines()]
+    assert [path.name for path in written[:3]] == ["report.md", "report.csv", "report.html"]
+    assert all(path.stat().st_size > 300 for path in written)
+    images = [path for path in written if path.suffix == ".png"]
+    assert len(images) == 4  # two kinds of bits, memory, heat maps
+    assert all(f"](plots/{path.name})" in written[0].read_text(encoding="utf-8") for path in images)
+
+
+def test_errors_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        tables([])
+    for folder in (tmp_path, tmp_path / "nonesuch"):
+        done = CliRunner().invoke(app, [str(folder)])
+        assert done.exit_code == 1
+        assert "no finished cell" in done.output
+    broken = write_comparison(tmp_path, [cell("full", "needle", 0.75)]) / "org-model" / "a-needle" / "full.json"
+    broken.write_text("[", encoding="utf-8")
+    done = CliRunner().invoke(app, [str(tmp_path)])
+    assert done.exit_code == 1
+    assert "full.json: not a cell" in done.output
+    assert not (tmp_path / "report.md").exists()

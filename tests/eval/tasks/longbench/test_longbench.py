@@ -1,0 +1,198 @@
+"""LongBench with a tiny model: samples, generation, summaries, command."""
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.small_model import method_config, small_model
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+from kvcache_compress.eval.caches.caches import full_cache, preset_cache
+from kvcache_compress.eval.cli import command
+from kvcache_compress.eval.runner.cells import Cell
+from kvcache_compress.eval.runner.runner import Runner
+from kvcache_compress.eval.tasks.benchmark import make_benchmark
+from kvcache_compress.eval.tasks.longbench import benchmark as longbench
+from kvcache_compress.eval.tasks.longbench.benchmark import LongBench
+from kvcache_compress.eval.tasks.longbench.scores import best_score
+
+
+class Letters:
+    """64 tokens, one per letter; no start token and no chat template."""
+
+    eos_token_id = None
+    pad_token_id = 0
+
+    def __init__(self, newline: int = 0) -> None:
+        letters = list("\n " + string.ascii_letters + string.digits)
+        letters[0], letters[newline] = letters[newline], letters[0]
+        self.letters = letters
+        self.ids = {letter: index for index, letter in enumerate(letters)}
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [self.ids.get(letter, ord(letter) % 64) for letter in text]}
+
+    def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
+        return "".join(self.letters[index] for index in ids.tolist())
+
+
+def ready(task: str, context: str = "aabbcc" * 20, **changes: Any) -> dict[str, Any]:
+    row = {"context": context, "question": "ab", "answer_prefix": "ba", "answers": ["aXb", "c"], "task": task}
+    return row | {"max_new_tokens": 12, "length": 100, "all_classes": ["a", "c"]} | changes
+
+
+def write(folder: Path, *rows: dict[str, Any]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return small_model()
+
+
+def test_samples_take_the_limit_of_each_task(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    data = write(tmp_path, *[ready(task) for task in ("trec", "qasper", "trec", "trec", "qasper")])
+    samples = LongBench(data=data, limit=2).samples(model, Letters())
+    assert [sample.id for sample in samples] == ["qasper/0", "qasper/1", "trec/0", "trec/1"]
+    assert samples[0].prompt.shape == (1, 124)
+    assert samples[0].question.shape == (1, 0)
+    assert samples[0].data == {
+        "task": "qasper",
+        "answers": ["aXb", "c"],
+        "classes": ["a", "c"],
+        "labels": [],
+        "max_new_tokens": 12,
+        "cut": 0,
+    }
+    (asked,) = LongBench(data=data, limit=1, tasks=("trec",), cached_question=True).samples(model, Letters())
+    assert asked.question.tolist() == [Letters()("abba")["input_ids"]]
+    assert torch.equal(torch.cat([asked.prompt, asked.question], dim=1), samples[0].prompt)
+
+
+def test_prompts_fit_the_model(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    data = write(tmp_path, ready("qasper", context="ab" * 3000))
+    (sample,) = LongBench(data=data).samples(model, Letters())
+    assert sample.prompt.shape == (1, 4096 - 12)
+    assert sample.data["cut"] == 6004 - 4084
+    (sample,) = LongBench(data=data, max_new_tokens=96, max_prompt_tokens=100).samples(model, Letters())
+    assert sample.prompt.tolist() == [Letters()("ab" * 48 + "abba")["input_ids"]]
+    assert sample.data["max_new_tokens"] == 96
+    with pytest.raises(ValueError, match="max_prompt_tokens=4090 and 12 new tokens: allowed are 4096 in all"):
+        LongBench(data=data, max_prompt_tokens=4090).samples(model, Letters())
+
+
+def test_our_template_and_the_benchmarks(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    data = write(tmp_path, {"context": "aXb", "input": "c", "answers": ["a"], "dataset": "lcc"})
+    prompts = tmp_path / "dataset2prompt.json"
+    prompts.write_text(json.dumps({"lcc": "a {context}b"}))
+    (published,) = LongBench(data=data, prompts=prompts).samples(model, Letters())
+    assert published.prompt.tolist() == [Letters()("a aXbb")["input_ids"]]
+    (own,) = LongBench(data=data).samples(model, Letters())
+    assert own.prompt.shape[1] > 40
+    assert own.digest != published.digest
+    with pytest.raises(ValueError, match="chat_template='on': this tokenizer has none"):
+        LongBench(data=data, chat_template="on").samples(model, Letters())
+
+
+@torch.inference_mode()
+def test_cells(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    data = write(
+        tmp_path, *[ready(task, context) for task in ("qasper", "trec") for context in ("ab" * 60, "acd" * 40)]
+    )
+    packed = preset_cache(method_config("turboquant"), name="packed")
+    benchmark = LongBench(data=data, version="e")
+    full, other = Runner(model, Letters(), None).run("longbench", benchmark, [full_cache(), packed])
+    assert (full.error, other.error, other.packed_tokens["least"] > 0) == (None, None, True)
+    tokenizer = Letters()
+    for sample, record in zip(benchmark.samples(model, tokenizer), full.records, strict=True):
+        ids = model.generate(sample.prompt, max_new_tokens=12, do_sample=False)[0, sample.prompt.shape[1] :]
+        assert record["prediction"] == tokenizer.decode(ids, skip_special_tokens=True)
+        counted = record["prediction"].lstrip("\n").split("\n")[0] if record["task"] == "trec" else record["prediction"]
+        metric = {"trec": "classification", "qasper": "qa_f1"}[record["task"]]
+        assert record["score"] == best_score(metric, counted, ["aXb", "c"], ["a", "c"])
+        assert (record["labels"], record["cut"]) == (["0-4k"], 0)
+    assert full.scores == benchmark.summarize(full.records)
+    assert full.score == full.scores["average"]
+
+
+@torch.inference_mode()
+def test_samsum_ends_with_its_line(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    data = write(tmp_path, ready("samsum", max_new_tokens=40), ready("multi_news", max_new_tokens=40))
+    benchmark = LongBench(data=data)
+    prompt = benchmark.samples(model, Letters())[0].prompt
+    newline = model(prompt).logits[0, -1].argmax().item()
+    tokenizer = Letters(newline)
+    assert tokenizer.letters[newline] == "\n"
+    assert not {0, newline} & set(prompt[0].tolist()), "the tokens of the prompt are as before"
+    (cell,) = Runner(model, tokenizer, None).run("longbench", benchmark, [full_cache()])
+    news, samsum = (record["prediction"] for record in cell.records)
+    assert news.startswith("\n")
+    assert len(news) == 40
+    expected = model.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=newline, min_new_tokens=1)
+    assert samsum == tokenizer.decode(expected[0, prompt.shape[1] :], skip_special_tokens=True)
+    assert not samsum.startswith("\n")
+
+
+def test_the_models_end_token_ends_a_prediction(tmp_path: Path) -> None:
+    model = small_model()
+    benchmark = LongBench(data=write(tmp_path, ready("qasper")))
+    (free,) = Runner(model, Letters(), None).run("longbench", benchmark, [full_cache()])
+    text = free.records[0]["prediction"]
+    model.generation_config.eos_token_id = Letters().ids[text[3]]
+    (ended,) = Runner(model, Letters(), None).run("longbench", benchmark, [full_cache()])
+    assert ended.records[0]["prediction"] == text[: text.index(text[3]) + 1]
+
+
+def record(task: str, score: float, *labels: str) -> dict[str, Any]:
+    return {"task": task, "score": score, "labels": list(labels)}
+
+
+def test_summaries_by_hand() -> None:
+    records = [record("qasper", 0.5), record("qasper", 0.1), record("trec", 1.0), record("narrativeqa", 0.0)]
+    assert LongBench().summarize(records) == pytest.approx(
+        {
+            "average": (30 + 100 + 0) / 3,
+            "single_document_qa": 15,
+            "few_shot": 100,
+            "group_average": 57.5,
+            "single_document_qa.qasper": 30,
+            "single_document_qa.narrativeqa": 0,
+            "few_shot.trec": 100,
+        }
+    )
+    records = [record("trec", 1.0, "0-4k"), record("lcc", 0.5, "0-4k"), record("lcc", 0.3, "8k+")]
+    scores = LongBench(version="e").summarize(records)
+    assert scores["average"] == pytest.approx(70)
+    assert (scores["average.0-4k"], scores["average.8k+"]) == pytest.approx((75, 30))
+    assert (scores["code.lcc"], scores["code.lcc.0-4k"], scores["code.lcc.8k+"]) == pytest.approx((40, 50, 30))
+    records = [record("longbench-v2", hit, *labels) for hit, labels in ((1, ("easy", "long")), (0, ("hard", "long")))]
+    assert LongBench(version="v2").summarize(records) == {"average": 50, "easy": 100, "hard": 0, "long": 50}
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="version"):
+        make_benchmark("longbench", {"version": "v3"})
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        make_benchmark("longbench", {"max_new_tokens": 0})
+    assert LongBench.limits_itself
+
+
+def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "load", lambda *args, **options: (model, Letters()))
+    data = write(tmp_path, ready("qasper"), ready("trec"), ready("trec"))
+    words = ["--task", "trec", "--data", data, "--cache", "turboquant-4bit@sinks=4,recent=8", "--limit", "1"]
+    result = CliRunner().invoke(longbench.app, [*words, "--output", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    cells = [Cell.read(path) for path in (tmp_path / "out").glob("*/*/*.json")]
+    assert {cell.cache["name"] for cell in cells} == {"full", "turboquant-4bit@sinks=4,recent=8"}
+    assert {cell.samples for cell in cells} == {1}
+    assert cells[0].benchmark["kind"] == "longbench"
+    result = CliRunner().invoke(longbench.app, ["--data", str(tmp_path / "none.jsonl")])
+    assert result.exit_code == 1
+    assert "no such file or folder" in result.output

@@ -1,0 +1,195 @@
+"""GSM8K: solved examples as the common prompt, numbers found in solutions, and hand-computed likelihoods."""
+
+import json
+import math
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.paths import DATA
+from support.small_model import method_config, small_model
+from support.toy_tokenizers import Characters, GivenRun
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+from kvcache_compress.eval.caches.caches import full_cache, preset_cache
+from kvcache_compress.eval.cli import command
+from kvcache_compress.eval.runner.runner import Runner
+from kvcache_compress.eval.tasks import gsm8k
+from kvcache_compress.eval.tasks.benchmark import Sample, make_benchmark
+from kvcache_compress.eval.tasks.gsm8k import INTRODUCTION, Gsm8k, extract_number, solution
+
+PUBLISHED = DATA / "gsm8k" / "train-400.jsonl"
+ROWS = [
+    {
+        "question": f"Ann has {n} pears and eats one. How many?",
+        "answer": f"{n}-1=<<{n}-1={n - 1}>>{n - 1}\n#### {n - 1}",
+    }
+    for n in range(2, 7)
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return small_model(vocab_size=128)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def decoded(ids: Any) -> str:
+    return Characters().decode(ids)
+
+
+def test_examples_are_the_prompt_and_are_not_asked(model: LlamaForCausalLM, file: Path) -> None:
+    samples = Gsm8k(data=file, shots=2).samples(model, Characters())
+    assert [sample.id for sample in samples] == ["3", "4", "5"]
+    assert {decoded(sample.prompt[0]) for sample in samples} == {
+        f"{INTRODUCTION}"
+        "Question: Ann has 2 pears and eats one. How many?\nAnswer: 2-1=1\n#### 1\n\n"
+        "Question: Ann has 3 pears and eats one. How many?\nAnswer: 3-1=2\n#### 2\n\n"
+    }
+    assert decoded(samples[0].question[0]) == "Question: Ann has 4 pears and eats one. How many?\nAnswer:"
+    assert samples[0].data == {"result": "3"}
+    assert [s.id for s in Gsm8k(data=file, shots=0, limit=2).samples(model, Characters())] == ["1", "2"]
+
+
+def test_reference_solution_follows_the_question(model: LlamaForCausalLM, file: Path) -> None:
+    (sample, *_) = Gsm8k(data=file, shots=2, scoring="likelihood").samples(model, Characters())
+    assert decoded(sample.data["chain_ids"]) == " 4-1=3\n####"
+    assert decoded(sample.data["number_ids"]) == " 3"
+    (whole, *_) = Gsm8k(data=file, shots=2, scoring="likelihood", cached_question=False).samples(model, Characters())
+    assert whole.question.shape == (1, 0)
+    assert torch.equal(whole.prompt, torch.cat([sample.prompt, sample.question], dim=1))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("3+4=7\n#### 7", "7"),
+        ("#### $1,200.00 in all, of 5", "1200"),
+        ("#### none, so 12.", "12"),
+        ("first 3, then 8.5.", "8.5"),
+        ("it is 2-5=-3", "-3"),
+        ("it is 7-3", "3"),
+        ("costs -$4", "-4"),
+        (".5", "0.5"),
+        ("no idea", None),
+        ("", None),
+    ],
+)
+def test_number_of_a_solution(text: str, number: str | None) -> None:
+    assert extract_number(text) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        (" 5-1=4\n#### 4.0\n\nQuestion: 9?", 1),
+        (" that is 4\n\nQuestion: #### 5", 1),
+        ("#### 14", 0),
+        ("Question: 4", 0),
+    ],
+)
+def test_generated_number(text: str, score: float) -> None:
+    sample = Sample("1", torch.zeros(1, 4, dtype=torch.long), {"result": "4"})
+    run = GivenRun(text=text)
+    record = Gsm8k(max_new_tokens=50).score(run, sample, Characters())
+    assert record["score"] == score
+    assert record["text"] == text.split("Question:")[0]
+    assert run.config is not None
+    assert run.config.max_new_tokens == 50
+
+
+def test_likelihood_by_hand() -> None:
+    sample = Sample("1", torch.zeros(1, 4, dtype=torch.long), {"result": "4", "chain_ids": [0], "number_ids": [1, 1]})
+    logits = torch.tensor([[0.3, 0.7], [0.4, 0.6], [0.2, 0.8], [0.5, 0.5]]).log()
+    run = GivenRun(logits=logits)
+    assert Gsm8k(scoring="likelihood").score(run, sample, Characters()) == {
+        "answer_logprob": pytest.approx(math.log(0.3 * 0.6 * 0.8) / 3),
+        "number_logprob": pytest.approx(math.log(0.6 * 0.8) / 2),
+        "number_exact": 1,
+    }
+    assert run.fed == [0, 1, 1]
+
+
+def test_main_score_is_in_the_summary() -> None:
+    written, likely = Gsm8k(), Gsm8k(scoring="likelihood")
+    assert written.summarize([{"score": 1.0}, {"score": 0.0}]) == {written.main_score: 0.5} == {"accuracy": 0.5}
+    records = [{"answer_logprob": -n, "number_logprob": -2 * n, "number_exact": n - 1} for n in (1.0, 2.0)]
+    summary = likely.summarize(records)
+    assert summary == {"answer_logprob": -1.5, "number_logprob": -3.0, "number_exact": 0.5}
+    assert likely.main_score == "answer_logprob"
+
+
+def test_hub(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def load(repo: str, name: str, split: str, columns: Any) -> list[dict[str, str]]:
+        assert (repo, name) == ("openai/gsm8k", "main")
+        asked.append(split)
+        return ROWS if split == "train" else ROWS[::-1]
+
+    monkeypatch.setattr(gsm8k, "load_hub_rows", load)
+    samples = Gsm8k(shots=1).samples(model, Characters())
+    assert asked == ["train", "test"]
+    assert len(samples) == 5
+    assert "Ann has 2 pears" in decoded(samples[0].prompt[0])
+    assert "Ann has 6 pears" in decoded(samples[0].question[0])
+    assert [sample.id for sample in Gsm8k(shots=1, split="train").samples(model, Characters())] == ["2", "3", "4", "5"]
+
+
+def test_bad_files(model: LlamaForCausalLM, file: Path) -> None:
+    with pytest.raises(ValueError, match=r"shots=5: allowed at most 4 of the 5 rows in .*train\.jsonl"):
+        Gsm8k(data=file, shots=5).samples(model, Characters())
+    with pytest.raises(ValueError, match="no such file"):
+        Gsm8k(data=file.with_name("gone.jsonl")).samples(model, Characters())
+    with pytest.raises(ValueError, match=r"row 5, after 4 examples: \d+ tokens with the answer; allowed at most 4096"):
+        Gsm8k(data=file, shots=4, max_new_tokens=4000).samples(model, Characters())
+    file.write_text('{"question": "How many?"}\n')
+    with pytest.raises(ValueError, match="line 1: no column answer; it has question"):
+        Gsm8k(data=file, shots=0).samples(model, Characters())
+    file.write_text('{"question": "How many?", "answer": "4"}\n')
+    with pytest.raises(ValueError, match="row 1: no #### before the result in answer='4'"):
+        Gsm8k(data=file, shots=0).samples(model, Characters())
+    with pytest.raises(ValueError, match="benchmark gsm8k: shots=-1: input should be greater than or equal to 0"):
+        make_benchmark("gsm8k", {"shots": -1})
+
+
+def test_caches_are_measured(model: LlamaForCausalLM, file: Path) -> None:
+    specs = [full_cache(), preset_cache(method_config("turboquant"), name="packed")]
+    benchmark = Gsm8k(data=file, shots=3, scoring="likelihood")
+    full, packed = Runner(model, Characters()).run("gsm8k", benchmark, specs)
+    assert full.error is packed.error is None
+    assert packed.packed_tokens["least"] > 100
+    assert packed.score != full.score
+    whole = benchmark.model_copy(update={"cached_question": False})
+    (again,) = Runner(model, Characters()).run("gsm8k", whole, specs[:1])
+    assert again.score == pytest.approx(full.score, rel=1e-4)
+
+
+def test_command(model: LlamaForCausalLM, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "load_model", lambda name, **_: (model, Characters()))
+    options = ["--data", str(file), "--shots", "3", "--limit", "1", "--max-new-tokens", "4", "--cache", "fp8"]
+    ran = CliRunner().invoke(gsm8k.app, options)
+    assert ran.exit_code == 0, ran.output
+    assert "accuracy" in ran.stdout
+    ran = CliRunner().invoke(gsm8k.app, ["--data", "gone.jsonl", "--cache", "fp8"])
+    assert ran.exit_code == 1
+    assert "data='gone.jsonl': no such file" in ran.stderr
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="GSM8K's file is not here")
+def test_published_solutions_give_their_own_results() -> None:
+    rows = [json.loads(line) for line in PUBLISHED.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        result = row["answer"].rpartition("####")[2].strip()
+        assert extract_number(row["answer"]) == Decimal(result.replace(",", ""))
+        assert "<<" not in solution(row)
+        assert solution(row).endswith(f"#### {result}")

@@ -1,0 +1,220 @@
+"""RULER's files: tasks and generation lengths by their names, questions cut off, answers judged by hand."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.paths import DATA
+from support.small_model import method_config, small_model
+from support.toy_tokenizers import Characters, GivenRun
+from transformers import LlamaForCausalLM
+from typer.testing import CliRunner
+
+from kvcache_compress.eval.caches.caches import full_cache, preset_cache
+from kvcache_compress.eval.cli import command
+from kvcache_compress.eval.runner.runner import Runner
+from kvcache_compress.eval.tasks import ruler
+from kvcache_compress.eval.tasks.benchmark import Sample, make_benchmark
+from kvcache_compress.eval.tasks.ruler import Ruler, split_question, string_match_all, string_match_part
+
+PUBLISHED = DATA / "ruler" / "niah_multikey_3-4096.jsonl"
+ROW = {"index": 0, "input": "Ann is 7.\nBob is 8.\nHow old is Bob? Bob is", "outputs": ["8"], "length": 16}
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return small_model(vocab_size=128)
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts(sample: Sample) -> tuple[str, str]:
+    return Characters().decode(sample.prompt[0]), Characters().decode(sample.question[0])
+
+
+def test_question_is_the_last_line(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    path = write(tmp_path / "niah_single_1.jsonl", ROW)
+    (sample,) = Ruler(data=path).samples(model, Characters())
+    assert texts(sample) == ("Ann is 7.\nBob is 8.\n", "How old is Bob? Bob is")
+    assert sample.id == "niah_single_1/1"
+    assert "answer_ids" not in sample.data
+    (sample,) = Ruler(data=path, cached_question=False).samples(model, Characters())
+    assert texts(sample) == (ROW["input"], "")
+
+
+def test_answer_prefix_follows_the_input(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    row = {**ROW, "input": "Bob is 8.\nHow old is Bob?", "answer_prefix": " Bob is"}
+    path = write(tmp_path / "niah_single_1.jsonl", row)
+    (sample,) = Ruler(data=path, scoring="forced").samples(model, Characters())
+    assert texts(sample) == ("Bob is 8.\n", "How old is Bob? Bob is")
+    assert Characters().decode(sample.data["answer_ids"]) == " 8"
+    (sample,) = Ruler(data=path, chat_template=True).samples(model, Characters())
+    assert texts(sample) == ("<user>Bob is 8.\n", "How old is Bob?<assistant>Bob is")
+
+
+@pytest.mark.parametrize(
+    ("text", "question"),
+    [
+        ("a\nQuestion: b\nc", "Question: b\nc"),
+        ("What is a\nb\nWhat are c? d\ne", "What are c? d\ne"),
+        ("a\nb\n", "b\n"),
+        ("a", "a"),
+    ],
+)
+def test_question_of_an_input(text: str, question: str) -> None:
+    assert split_question(text) == (text.removesuffix(question), question)
+
+
+@pytest.mark.parametrize(
+    ("name", "new_tokens"),
+    [
+        ("niah_multivalue.jsonl", 128),
+        ("niah_multikey_3-4096.jsonl", 128),
+        ("vt.jsonl", 30),
+        ("cwe/validation.jsonl", 120),
+        ("fwe-8k.jsonl", 50),
+        ("qa_2/validation.jsonl", 32),
+    ],
+)
+def test_generation_length_of_each_task(model: LlamaForCausalLM, tmp_path: Path, name: str, new_tokens: int) -> None:
+    path = write(tmp_path / name, ROW)
+    (sample,) = Ruler(data=path).samples(model, Characters())
+    run = GivenRun(text="8")
+    Ruler(data=path).score(run, sample, Characters())
+    assert run.config is not None
+    assert run.config.max_new_tokens == new_tokens
+    (sample,) = Ruler(data=path, max_new_tokens=7).samples(model, Characters())
+    assert sample.data["max_new_tokens"] == 7
+
+
+def test_names_that_tell_no_task(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    path = write(tmp_path / "aqua.jsonl", ROW)
+    with pytest.raises(ValueError, match=r"aqua\.jsonl': allowed is one of niah, vt, cwe, fwe, qa in its name"):
+        Ruler(data=path).samples(model, Characters())
+    (sample,) = Ruler(data=path, task="qa").samples(model, Characters())
+    assert (sample.data["task"], sample.data["max_new_tokens"]) == ("aqua", 32)
+
+
+def test_folder_takes_its_files_in_turns(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    write(tmp_path / "4096" / "vt.jsonl", ROW, ROW, ROW)
+    write(tmp_path / "8192" / "vt.jsonl", ROW)
+    write(tmp_path / "8192" / "qa_1" / "validation.jsonl", ROW, ROW)
+    ids = [sample.id for sample in Ruler(data=tmp_path).samples(model, Characters())]
+    assert ids == [
+        "4096/vt/1",
+        "8192/qa_1/validation/1",
+        "8192/vt/1",
+        "4096/vt/2",
+        "8192/qa_1/validation/2",
+        "4096/vt/3",
+    ]
+    assert len(Ruler(data=tmp_path, limit=1).samples(model, Characters())) == 3
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"none': no \.jsonl files in this folder"):
+        Ruler(data=tmp_path / "none").samples(model, Characters())
+
+
+def test_matches_by_hand() -> None:
+    assert string_match_all("It was RED, then blue.", ["red", "Blue", "green", "re"]) == 0.75
+    assert string_match_part("It was RED.", ["green", "red"]) == 1
+    assert string_match_part("It was.", ["green", "red"]) == 0
+
+
+@pytest.mark.parametrize(("kind", "score"), [("vt", 0.5), ("qa", 1.0)])
+def test_questions_take_any_reference(kind: str, score: float) -> None:
+    data = {"task": "t", "kind": kind, "length": 9, "references": ["X1", "Y2"], "max_new_tokens": 5}
+    sample = Sample("1", torch.zeros(1, 4, dtype=torch.long), data)
+    record = Ruler(data=Path("t")).score(GivenRun(text="only x1"), sample, Characters())
+    assert record == {"task": "t", "length": 9, "score": score, "text": "only x1"}
+
+
+def test_forced_reference_by_hand() -> None:
+    data = {"task": "t", "kind": "niah", "length": 9, "references": ["x"], "answer_ids": [0, 1]}
+    sample = Sample("1", torch.zeros(1, 4, dtype=torch.long), data)
+    logits = torch.tensor([[0.6, 0.4], [0.2, 0.8], [0.5, 0.5]]).log()
+    record = Ruler(data=Path("t"), scoring="forced").score(GivenRun(logits=logits), sample, Characters())
+    assert record == {"task": "t", "length": 9, "score": 1, "logprob": pytest.approx(math.log(0.6 * 0.8) / 2)}
+
+
+def test_summary_is_a_mean_over_tasks() -> None:
+    records = [{"task": task, "score": score} for task, score in (("vt", 1.0), ("vt", 0.5), ("qa_1", 0.0))]
+    expected = {"accuracy": 0.375, "accuracy.qa_1": 0.0, "accuracy.vt": 0.75}
+    written, forced = Ruler(data=Path("t")), Ruler(data=Path("t"), scoring="forced")
+    assert written.summarize(records) == pytest.approx(expected)
+    assert (written.main_score, forced.main_score) == ("accuracy", "logprob")
+    assert forced.summarize([{"task": "vt", "score": 1.0, "logprob": -0.5}]) == {
+        "accuracy": 1.0,
+        "accuracy.vt": 1.0,
+        "logprob": -0.5,
+        "logprob.vt": -0.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "scoring", "message"),
+    [
+        ({"index": 0, "prompt": "x"}, "generate", r"line 1: no column input, outputs, length; it has index, prompt"),
+        ({**ROW, "outputs": []}, "generate", r"row 1: outputs=\[\]; allowed .* is a list of at least one"),
+        ({**ROW, "outputs": "8"}, "generate", "row 1: outputs='8'; allowed"),
+        ({**ROW, "outputs": ["7", "8"]}, "forced", "row 1: outputs=.* with scoring=forced is a list of one"),
+        ({**ROW, "input": "word " * 820}, "generate", "row 1: 4229 tokens with the answer; allowed at most 4096"),
+    ],
+)
+def test_bad_rows(model: LlamaForCausalLM, tmp_path: Path, row: dict[str, Any], scoring: str, message: str) -> None:
+    path = write(tmp_path / "niah_single_1.jsonl", row)
+    with pytest.raises(ValueError, match=message):
+        Ruler(data=path, scoring=scoring).samples(model, Characters())
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="benchmark ruler: data: field required"):
+        make_benchmark("ruler", {})
+    with pytest.raises(ValueError, match="task='sums': input should be 'niah', 'vt', 'cwe', 'fwe' or 'qa'"):
+        make_benchmark("ruler", {"data": "x.jsonl", "task": "sums"})
+
+
+def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "load_model", lambda name, **_: (model, Characters()))
+    row = {**ROW, "input": "Ann is 7. " * 20 + "\nHow old is Ann? Ann is"}
+    path = write(tmp_path / "niah_single_1.jsonl", row, row)
+    ran = CliRunner().invoke(ruler.app, ["--data", str(path), "--scoring", "forced", "--cache", "fp8"])
+    assert ran.exit_code == 0, ran.output
+    assert "2 samples" in ran.stdout
+    assert "logprob" in ran.stdout
+    ran = CliRunner().invoke(ruler.app, ["--data", "gone.jsonl", "--cache", "fp8"])
+    assert ran.exit_code == 1
+    assert "data='gone.jsonl': no such file or folder" in ran.stderr
+
+
+def test_caches_are_measured(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    row = {**ROW, "input": "Ann is 7. " * 20 + "\nHow old is Ann? Ann is"}
+    path = write(tmp_path / "niah_single_1.jsonl", row)
+    specs = [full_cache(), preset_cache(method_config("turboquant"), name="packed")]
+    for scoring in ("forced", "generate"):
+        full, packed = Runner(model, Characters()).run(
+            "ruler", Ruler(data=path, scoring=scoring, max_new_tokens=3), specs
+        )
+        assert full.error is packed.error is None
+        assert packed.packed_tokens["least"] > 100
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="RULER's file is not here")
+def test_published_file() -> None:
+    model = small_model(vocab_size=128, max_position_embeddings=16384)
+    samples = Ruler(data=PUBLISHED, scoring="forced").samples(model, Characters())
+    assert len(samples) == 60
+    for sample in samples:
+        context, question = texts(sample)
+        (reference,) = sample.data["references"]
+        key = question.split(" mentioned")[0].split()[-1]
+        assert question.startswith("What is")
+        assert question.count(key) == 2
+        assert context.count(f"{key} is: {reference}.\n") == 1
+        assert sample.data["max_new_tokens"] == 128

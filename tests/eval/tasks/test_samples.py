@@ -1,0 +1,158 @@
+"""What the benchmarks share: files, prompts in parts, and the score of a known answer."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from support.toy_tokenizers import START, Characters, GivenRun, Words
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from kvcache_compress.eval.tasks import samples
+from kvcache_compress.eval.tasks.samples import (
+    as_chat,
+    check_fits,
+    force_answer,
+    generate_text,
+    load_hub_rows,
+    read_jsonl,
+    spaced,
+    split_ids,
+)
+
+
+def test_rows_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1, "b": "x\\u2028y"}\n\n{"a": 2, "b": null}\n', encoding="utf-8")
+    assert read_jsonl(path, ["a", "b"]) == [{"a": 1, "b": "x\u2028y"}, {"a": 2, "b": None}]
+    path.write_text('{"a": "x\u2028y"}\n', encoding="utf-8")  # a line separator to Python, not to JSON
+    assert read_jsonl(path, ["a"]) == [{"a": "x\u2028y"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"a": 1}\n{"a": 1\n', "line 2: not JSON"),
+        ("[1]\n", "line 1: list instead of a JSON object"),
+        ('{"a": 1}\n\n{"c": 1, "d": 2}\n', "line 3: no column a; it has c, d"),
+        ("\n\n", "rows.jsonl: no rows"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_jsonl(path, ["a"])
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data='.*gone\.jsonl': no such file"):
+        read_jsonl(tmp_path / "gone.jsonl", [])
+
+
+class Hub:
+    """Stands in for the hub's client."""
+
+    error: Exception | None = None
+
+    def dataset_info(self, repo: str, timeout: float) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def test_rows_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(repo: str, name: str | None, split: str) -> list[dict[str, int]]:
+        asked.append((repo, name, split))
+        return [{"a": 1}, {"a": 2}]
+
+    monkeypatch.setattr(samples, "HfApi", Hub)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_hub_rows("own/er", "main", "test", ["a"]) == [{"a": 1}, {"a": 2}]
+    assert asked == [("own/er", "main", "test")]
+    with pytest.raises(ValueError, match="data set own/er, split test: no column b; it has a"):
+        load_hub_rows("own/er", "main", "test", ["a", "b"])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [])
+    with pytest.raises(ValueError, match="own/er, split test: no rows"):
+        load_hub_rows("own/er", "main", "test", ["a"])
+
+
+def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "HfApi", Hub)
+    monkeypatch.setattr(Hub, "error", RuntimeError("name or service not known"))
+    monkeypatch.setattr(samples.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(OSError, match=r"own/er: not to be had .*not known.*give a local \.jsonl file"):
+        load_hub_rows("own/er", None, "test", [])
+    # With the hub left out of it on purpose, the local cache is asked all the same.
+    monkeypatch.setattr(samples.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"a": 1}])
+    assert load_hub_rows("own/er", None, "test", ["a"]) == [{"a": 1}]
+
+
+def test_parts_are_cut_from_one_tokenization() -> None:
+    tokenizer = Words()
+    parts = split_ids(tokenizer, ["one two\n", "three", " four"])
+    assert [tokenizer.decode(ids) for ids in parts] == ["one two", "\nthree", " four"]
+    assert [*parts[0], *parts[1], *parts[2]] == tokenizer("one two\nthree four")["input_ids"]
+    assert split_ids(tokenizer, ["one", " two"], special=False) == [[1], [2]]
+    assert split_ids(Characters(), ["", "ab"]) == [[START], [97, 98]]
+
+
+def test_chat_is_split_before_the_question() -> None:
+    before, after = as_chat(Characters(), "What? It rained. ", "What? ", "It")
+    assert before == "<user>What? It rained. "
+    assert after == "What? <assistant>It"
+    with pytest.raises(ValueError, match="chat_template=True: allowed only with a tokenizer that has"):
+        as_chat(Characters(chat=False), "", "", "")
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_chat_switches_thinking_off_where_the_template_has_it(thinks: bool) -> None:
+    """As Qwen3's template does; one that does not know the word goes on without it."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")))
+    message = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+    ending = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    tokenizer.chat_template = message + ending * thinks
+    before, after = as_chat(tokenizer, "It rained. ", "What?", "It")
+    assert before == "<user>It rained. "
+    assert after == "What?<assistant>" + "<think></think>" * thinks + "It"
+
+
+def test_answers_follow_after_a_space() -> None:
+    assert [spaced(before, "x") for before in ("is", "is\n", "")] == [" x", "x", "x"]
+
+
+def test_forced_answer_by_hand() -> None:
+    logits = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.2, 0.2], [0.1, 0.1, 0.8]]).log()
+    run = GivenRun(logits=logits + 2)
+    answer = force_answer(run, [2, 1])  # the last row comes after the answer
+    assert run.fed == [2, 1]
+    assert answer.logprobs.tolist() == pytest.approx([math.log(0.5), math.log(0.2)])
+    assert answer.greedy.tolist() == [True, False]
+    assert answer.logprob == pytest.approx((math.log(0.5) + math.log(0.2)) / 2)
+    assert answer.exact == 0
+    assert force_answer(run, [2, 0]).exact == 1
+
+
+def test_generated_text_ends_where_the_model_ends() -> None:
+    run = GivenRun(text="yes\x01")
+    assert generate_text(run, Characters(), 7) == "yes"
+    assert run.config is not None
+    assert (run.config.max_new_tokens, run.config.do_sample, run.config.eos_token_id) == (7, False, None)
+    run.prefill.model.generation_config = SimpleNamespace(eos_token_id=[4, 5])
+    generate_text(run, Characters(), 7)
+    assert run.config.eos_token_id == [4, 5]
+
+
+def test_too_long_for_the_model() -> None:
+    config = SimpleNamespace(max_position_embeddings=8)
+    model: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
+    check_fits(model, 8, "row 1")
+    with pytest.raises(ValueError, match="row 1: 9 tokens with the answer; allowed at most 8"):
+        check_fits(model, 9, "row 1")

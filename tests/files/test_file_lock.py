@@ -1,0 +1,83 @@
+"""One run at a time: others wait, killed ones keep nobody waiting, and file systems may have no locks."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache_compress.files.lock import only_one
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    """Many threads, some of which wait for a file that is removed meanwhile, and one of which fails."""
+    inside, most, done = 0, 0, []
+
+    def work(number: int) -> None:
+        nonlocal inside, most
+        try:
+            with only_one(tmp_path / "new" / ".lock"):
+                inside += 1
+                most = max(most, inside)
+                time.sleep(0.002)
+                inside -= 1
+                if number == 3:
+                    raise KeyError
+        except KeyError:
+            pass
+        done.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert (most, sorted(done)) == (1, list(range(12)))
+    assert not list((tmp_path / "new").iterdir())
+
+
+HOLDER = """
+import sys
+import time
+from pathlib import Path
+from kvcache_compress.files.lock import only_one
+
+with only_one(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_a_killed_process_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock = tmp_path / ".lock"
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        process.send_signal(signal.SIGKILL)
+    assert lock.exists()
+    with only_one(lock):
+        assert not caplog.text
+    assert not lock.exists()
+
+
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two blocks at a time, each with a warning."""
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with only_one(tmp_path / ".lock"), only_one(tmp_path / ".lock"):
+        assert caplog.text.count("cannot be locked") == 2
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,139 @@
+"""Writing over what is there: regular files are replaced at once, links followed, anything else left in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import tty
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_kit.result_file import ResultFile
+from matplotlib.figure import Figure
+from support.saved_files import config, filled
+
+from kvcache_compress import CompressedCache
+from kvcache_compress.eval.provenance.artifacts import save_figure, write_json
+from kvcache_compress.files.atomic import whole_file
+from kvcache_compress.methods.commvq.calibration.calibrate import check_output
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "cache": lambda path: filled(20).save(path),
+    "JSON": lambda path: write_json(path, {"a": 1}, torch.device("cpu")),
+    "figure": lambda path: save_figure(Figure(), path),
+    "bench": lambda path: ResultFile(path, dict.fromkeys(("command", "date", "minutes"), ""), (), ()),
+}
+
+
+@pytest.fixture(params=WRITERS)
+def write(request: pytest.FixtureRequest) -> Callable[[Path], Any]:
+    return WRITERS[request.param]
+
+
+def test_links_are_followed(write: Callable[[Path], Any], tmp_path: Path) -> None:
+    """To a file that is there, whose permissions stay, and to one that is not."""
+    target, link, loose = tmp_path / "there" / "target", tmp_path / "link", tmp_path / "loose"
+    target.parent.mkdir()
+    target.write_text('{"runs": []}')
+    target.chmod(0o640)
+    link.symlink_to("there/target")
+    loose.symlink_to(tmp_path / "new" / "file")
+    for path in (link, loose):
+        write(path)
+        assert path.is_symlink()
+        assert path.stat().st_size > 2
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
+
+
+def test_pipes_stay(write: Callable[[Path], Any], tmp_path: Path) -> None:
+    pipe, content = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: content.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    write(pipe)
+    reader.join(20)
+    assert pipe.is_fifo()
+    assert len(content[0]) > 2
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_devices_stay(write: Callable[[Path], Any], tmp_path: Path) -> None:
+    """A terminal, through a link: no test should come near to the devices that all processes share."""
+    master, slave = os.openpty()
+    tty.setraw(slave)
+    written = bytearray()
+
+    def drain() -> None:
+        with contextlib.suppress(OSError):  # The terminal is gone.
+            while part := os.read(master, 65536):
+                written.extend(part)
+
+    reader = threading.Thread(target=drain, daemon=True)
+    reader.start()
+    (tmp_path / "terminal").symlink_to(os.ttyname(slave))
+    write(tmp_path / "terminal")
+    assert (tmp_path / "terminal").is_symlink()
+    assert (tmp_path / "terminal").is_char_device()
+    os.close(slave)
+    reader.join(20)
+    os.close(master)
+    assert len(written) > 2
+
+
+def test_standard_output(tmp_path: Path) -> None:
+    """Which is a regular file here: what was printed before stays, and what is printed afterwards is not lost.
+
+    By a link of its own that is like `/dev/stdout`, which would be lost where the test fails.
+    """
+    (tmp_path / "stdout").symlink_to("/proc/self/fd/1")
+    (tmp_path / "link").symlink_to("stdout")
+    code = (
+        "import sys; from pathlib import Path; from kvcache_compress.eval.provenance.results import write_atomically\n"
+        "print('before', flush=True); write_atomically(Path(sys.argv[1]), 'written\\n'); print('after', flush=True)"
+    )
+    with (tmp_path / "out").open("a") as stream:
+        subprocess.run([sys.executable, "-c", code, "link"], stdout=stream, cwd=tmp_path, check=True)
+    assert (tmp_path / "out").read_text() == "before\nwritten\nafter\n"
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    for path in (tmp_path, tmp_path / "circle"):
+        with pytest.raises(OSError, match=path.name), whole_file(path):
+            pytest.fail("nothing may be written")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(ValueError, match="allowed is a file that can be replaced, this is a device or a pipe"):
+        check_output(tmp_path / "pipe.safetensors")
+
+
+def test_an_old_result_file_behind_a_link_is_kept(tmp_path: Path) -> None:
+    """Beside itself, under another name; the link leads to the new one."""
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "old.json").write_text("[]")
+    (tmp_path / "link.json").symlink_to("results/old.json")
+    WRITERS["bench"](tmp_path / "link.json")
+    assert (tmp_path / "results" / "old.previous.json").read_text() == "[]"
+    assert json.loads((tmp_path / "link.json").read_text())["finished"]
+    assert (tmp_path / "link.json").is_symlink()
+
+
+def test_a_folder_that_cannot_be_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems: the file itself is on the disk."""
+    flush = os.fsync
+
+    def only_files(handle: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{handle}"):
+            raise OSError("not for folders")
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    filled(20).save(tmp_path / "cache")
+    assert CompressedCache.load(tmp_path / "cache", config()).get_seq_length() == 20

@@ -1,0 +1,505 @@
+"""Calibration of CommVQ: what is collected, that an interrupted run goes on, the file, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import normalize
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typer.testing import CliRunner
+
+from kvcache_compress import disable_fused_attention, enable_fused_attention
+from kvcache_compress.cache.by_method import CommVQCache
+from kvcache_compress.cli import app
+from kvcache_compress.codecs.base import SIDES
+from kvcache_compress.methods.commvq import additive
+from kvcache_compress.methods.commvq.calibration import CommVQSettings, calibrate_commvq, command
+from kvcache_compress.methods.commvq.calibration import calibrate as commvq
+from kvcache_compress.methods.commvq.calibration.calibrate import split_windows
+from kvcache_compress.methods.commvq.calibration.collect import collect, read_layer
+from kvcache_compress.methods.commvq.calibration.em import Schedule
+from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule, encoder_bits
+from kvcache_compress.methods.commvq.calibration.text import read_windows
+from kvcache_compress.methods.commvq.codebook_file import read_header
+
+LAYERS, HEADS, HEAD_DIM, CONTEXT = 3, 2, 16, 64
+SHORT = Schedule(soft_steps=2, soft_vectors=128, hard_steps=2, hard_vectors=512, full_steps=1)
+SETTINGS: dict[str, Any] = {"tokens": 576, "context": CONTEXT, "centres": 8, "schedule": SHORT}
+
+
+class Characters:
+    """A tokenizer with a token per character, and one that starts a text."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [*([3] if add_special_tokens else []), *(ord(character) % 64 for character in text)]}
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=HEADS,
+        head_dim=HEAD_DIM,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> list[str]:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(chr(32 + (i * i + i // 7) % 90) for i in range(1000)))
+    return [str(path)]
+
+
+def calibrate(model: Any, text: list[str], output: Path, **changes: Any) -> list[str]:
+    """Notices of a calibration with short settings."""
+    notices: list[str] = []
+    calibrate_commvq(
+        model,
+        Characters(),  # type: ignore[arg-type]
+        text,
+        output,
+        CommVQSettings(**SETTINGS | changes),
+        workers=1,
+        notice=notices.append,
+    )
+    return notices
+
+
+def test_keys_are_collected_before_rope(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Against the key projection itself, whose halves are the real and imaginary parts in this model."""
+    windows = torch.randint(64, (3, CONTEXT), generator=torch.Generator().manual_seed(0))
+    projected, values = [], []
+    attention = model.model.layers[1].self_attn
+    attention.k_proj.register_forward_hook(lambda module, given, output: projected.append(output[0]))
+    attention.v_proj.register_forward_hook(lambda module, given, output: values.append(output[0]))
+    collect(model, windows, tmp_path, [1])
+    real, imaginary = torch.cat(projected).view(-1, HEADS, HEAD_DIM).transpose(0, 1).chunk(2, -1)
+    found = read_layer(tmp_path, 1, "keys", HEADS, HEAD_DIM).float()
+    assert found.shape == (HEADS, 3 * CONTEXT, HEAD_DIM)
+    torch.testing.assert_close(found[..., ::2], real, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(found[..., 1::2], imaginary, atol=2e-3, rtol=2e-3)
+    expected = torch.cat(values).view(-1, HEADS, HEAD_DIM).transpose(0, 1)
+    torch.testing.assert_close(read_layer(tmp_path, 1, "values", HEADS, HEAD_DIM), expected.half())
+
+
+def test_collecting_holds_one_window(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches alive at once, and the tokens that each holds."""
+    alive, most = set[int](), [0]
+
+    class Counted(DynamicCache):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            alive.add(id(self))
+
+        def __del__(self) -> None:
+            alive.discard(id(self))
+
+        def update(self, *args: Any, **options: Any) -> Any:
+            most[0] = max(most[0], len(alive))
+            assert args[0].shape[2] == CONTEXT
+            return super().update(*args, **options)
+
+    monkeypatch.setattr("kvcache_compress.methods.commvq.calibration.collect.DynamicCache", Counted)
+    collect(model, torch.zeros(20, CONTEXT, dtype=torch.long), tmp_path, [0, 2])
+    assert most[0] <= 2  # the last window's goes when the next takes its name
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) == 2 * 2 * 20 * CONTEXT * HEADS * HEAD_DIM * 2
+
+
+@pytest.mark.parametrize("values", ["residual", "encoder"])
+def test_a_file_that_the_cache_takes(model: LlamaForCausalLM, text: list[str], tmp_path: Path, values: str) -> None:
+    output = tmp_path / "books.safetensors"
+    calibrate(model, text, output, values=values, encoder=EncoderSchedule(steps=20, batch=64), centres=16)
+    header = read_header(str(output))
+    assert (header.layers, header.kv_heads, header.head_dim) == (LAYERS, HEADS, HEAD_DIM)
+    assert header.options["bits"] == 2
+    assert (header.data["windows"], header.data["held_out_windows"]) == (8, 1)
+    assert set(header.losses) == {str(layer) for layer in range(LAYERS)}
+    cache = CommVQCache(model.config, codebooks=output, sink_tokens=2, recent_tokens=4)
+    model(input_ids=torch.arange(48)[None], past_key_values=cache)
+    assert cache.packed_tokens == 32  # of 42 outside sinks and window, in blocks of 32
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_windows_are_held_out() -> None:
+    """One in eight, spread evenly, and at least one; each window is in one of both."""
+    for count, held_out in ((2, [1]), (8, [7]), (15, [14]), (18, [8, 17]), (54, [8, 17, 26, 35, 44, 53])):
+        trained, others = split_windows(torch.arange(count)[:, None])
+        assert others.flatten().tolist() == held_out
+        assert sorted([*trained.flatten().tolist(), *held_out]) == list(range(count))
+
+
+def own_search(file: dict[str, torch.Tensor], side: str, states: torch.Tensor) -> list[float]:
+    """Mean squared error of a layer's normalized states, per head or of the encoder's tokens, by the stored tensors."""
+    own = {name.removeprefix(f"{side}."): tensor.float() for name, tensor in file.items() if name.startswith(side)}
+    if "codebook" in own:
+        tokens = normalize(states.float().transpose(0, 1).flatten(1), dim=-1)
+        return [(tokens - encoder_bits(own, tokens) @ own["codebook"]).square().sum(-1).mean().item()]
+    if "weights" in own:
+        states = states * own["weights"].repeat_interleave(2, -1)[:, None]
+    x, books = normalize(states.float(), dim=-1), own["codebooks"][:, 0]
+    if side.startswith("keys"):
+        decoded = additive.complex_decode(additive.complex_encode(x.unflatten(-1, (-1, 2)), books), books).flatten(-2)
+    else:
+        decoded = additive.real_decode(additive.real_encode(x, books), books)
+    return [head.item() for head in (x - decoded).square().sum(-1).mean(-1)]
+
+
+@pytest.mark.parametrize("values", ["residual", "encoder"])
+def test_losses_of_what_was_held_out(model: LlamaForCausalLM, text: list[str], tmp_path: Path, values: str) -> None:
+    """Those of the codec's own search, on windows that neither codebooks nor weights of pairs have seen."""
+    output = tmp_path / "books.safetensors"
+    schedule = EncoderSchedule(steps=200, batch=64)
+    calibrate(model, text, output, values=values, encoder=schedule, key_rounds=4, value_rounds=4)
+    file, losses = load_file(output), read_header(str(output)).losses["1"]
+    windows, _ = read_windows(text, Characters(), 576, CONTEXT)  # type: ignore[arg-type]
+    weights = collect(model, windows[:8], tmp_path / "trained", [1])[1]
+    torch.testing.assert_close(file["keys.1.weights"].float(), weights)
+    collect(model, windows[8:], tmp_path / "held-out", [1])
+    for side in SIDES:
+        for folder, kind in (("trained", "rounds"), ("held-out", "held_out")):
+            states = read_layer(tmp_path / folder, 1, side, HEADS, HEAD_DIM)
+            found = losses[side].get(kind, losses[side].get("encoder"))
+            ends = [found] if isinstance(found, float) else [head[-1] for head in found]
+            assert ends == pytest.approx(own_search(file, f"{side}.1", states), rel=2e-3)
+
+
+def test_an_interrupted_run_goes_on(
+    model: LlamaForCausalLM, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted in layer 1: layer 0 is not trained again, and the file is that of an uninterrupted run."""
+    whole, output = tmp_path / "whole.safetensors", tmp_path / "books.safetensors"
+    calibrate(model, text, whole)
+    original, trained = commvq.train_side, []
+
+    def train(states: torch.Tensor, held_out: torch.Tensor, side: Any, layer: int, *rest: Any) -> Any:
+        if layer == 1 and not trained.count("resumed"):
+            raise KeyboardInterrupt
+        trained.append((side, layer))
+        return original(states, held_out, side, layer, *rest)
+
+    monkeypatch.setattr(commvq, "train_side", train)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, text, output)
+    assert trained == [("keys", 0), ("values", 0)]
+    assert not output.exists()
+    trained.append("resumed")
+    monkeypatch.setattr(commvq, "collect", lambda *_: pytest.fail("collected again"))
+    notices = calibrate(model, text, output)
+    assert "1 of 3 layers" in notices[0]
+    assert {layer for _, layer in trained[3:]} == {1, 2}
+    one, other = load_file(whole), load_file(output)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def interrupted(model: Any, text: list[str], output: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
+    """The parts of a calibration that is interrupted before its last step."""
+    before = set(output.parent.iterdir())
+    monkeypatch.setattr(commvq, "write_codebooks", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, text, output, **changes)
+    monkeypatch.undo()
+    (folder,) = set(output.parent.iterdir()) - before
+    return folder
+
+
+@pytest.mark.parametrize("changed", [{"bits": 1}, {"seed": 1}, {"tokens": 640}, {"schedule": Schedule(soft_steps=1)}])
+def test_parts_of_other_settings_are_neither_used_nor_lost(
+    model: LlamaForCausalLM,
+    text: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any],
+) -> None:
+    output = tmp_path / "books.safetensors"
+    parts = interrupted(model, text, output, monkeypatch)
+    assert str(parts) in calibrate(model, text, output, **changed)[0]
+    expected = tmp_path / "expected.safetensors"
+    calibrate(model, text, expected, **changed)
+    one, other = load_file(output), load_file(expected)
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    monkeypatch.setattr(commvq, "train_side", lambda *_: pytest.fail("trained again"))
+    assert "3 of 3 layers" in calibrate(model, text, output)[0]
+    assert not parts.exists()
+
+
+def test_the_same_text_by_another_name_goes_on(
+    model: LlamaForCausalLM, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(model, text, tmp_path / "books.safetensors", monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert "3 of 3 layers" in calibrate(model, ["text.txt"], Path("books.safetensors"))[0]
+    assert read_header("books.safetensors").data["text"] == ["text.txt"]
+
+
+def test_a_damaged_part_is_made_again(
+    model: LlamaForCausalLM, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "books.safetensors"
+    part = interrupted(model, text, output, monkeypatch) / "layer-001.safetensors"
+    part.write_bytes(part.read_bytes()[:100])
+    assert "2 of 3 layers" in calibrate(model, text, output)[0]
+    assert len(load_file(output)) == 3 * LAYERS  # codebooks of both sides, weights of keys
+
+
+def test_workers_train_the_same(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
+    one, several = tmp_path / "one.safetensors", tmp_path / "several.safetensors"
+    calibrate(model, text, one)
+    calibrate_commvq(model, Characters(), text, several, CommVQSettings(**SETTINGS), workers=3)  # type: ignore[arg-type]
+    expected, found = load_file(one), load_file(several)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_worker_that_fails_stops_the_others(
+    model: LlamaForCausalLM, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = commvq.train_side
+
+    def train(states: torch.Tensor, held_out: torch.Tensor, side: Any, layer: int, *rest: Any) -> Any:
+        if layer == 1:
+            raise ValueError("layer 1")
+        return original(states, held_out, side, layer, *rest)
+
+    monkeypatch.setattr(commvq, "train_side", train)
+    settings = CommVQSettings(**SETTINGS)
+    with pytest.raises(ValueError, match="layer 1"):
+        calibrate_commvq(model, Characters(), text, tmp_path / "b.safetensors", settings, workers=2)  # type: ignore[arg-type]
+
+
+def test_queries_weigh_pairs(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    """Mean squares of the query projection's pairs, grouped heads together; the attention functions are put back."""
+    name = model.config._attn_implementation
+    before, squares = ALL_ATTENTION_FUNCTIONS[name], []
+    attention = model.model.layers[2].self_attn
+
+    def project(module: Any, given: Any, output: torch.Tensor) -> None:
+        squares.append(output[0].view(CONTEXT, HEADS, 2, 2, HEAD_DIM // 2).square().sum((0, 2, 3)))
+
+    attention.q_proj.register_forward_hook(project)
+    windows = torch.randint(64, (2, CONTEXT), generator=torch.Generator().manual_seed(0))
+    weights = collect(model, windows, tmp_path, [2])[2]
+    expected = sum(squares)
+    torch.testing.assert_close(weights, (expected / expected.mean(-1, keepdim=True)).sqrt(), atol=1e-3, rtol=1e-3)
+    assert ALL_ATTENTION_FUNCTIONS[name] is before
+
+
+def test_weighted_keys_in_every_path(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
+    """Keys come back near what they were, and fused attention in torch and in Triton agrees with decoding them."""
+    output = tmp_path / "books.safetensors"
+    calibrate(model, text, output, key_rounds=5, value_rounds=3)
+    tokens = torch.tensor([ord(character) % 64 for character in Path(text[0]).read_text()[:35]])[None]
+    exact = DynamicCache(config=model.config)
+    model(input_ids=tokens[:, :32], past_key_values=exact)
+    logits = {}
+    for backend in (None, "torch", "triton"):
+        cache = CommVQCache(model.config, output, sink_tokens=0, recent_tokens=0, backend=backend or "torch")
+        (enable_fused_attention if backend else disable_fused_attention)(model)
+        with torch.inference_mode():
+            model(input_ids=tokens[:, :32], past_key_values=cache)
+            logits[backend] = model(input_ids=tokens[:, 32:], past_key_values=cache).logits
+        assert cache.packed_tokens == 32
+        if backend is None:
+            empty = torch.zeros(1, HEADS, 0, HEAD_DIM)
+            keys = cache.layers[1].update(empty, empty)[0][:, :, :32]
+            error = (keys - exact.layers[1].keys).square().sum() / exact.layers[1].keys.square().sum()
+            assert 1e-4 < error < 0.3
+    for backend in ("torch", "triton"):
+        torch.testing.assert_close(logits[backend], logits[None], atol=1e-4, rtol=1e-4)
+
+
+def test_windows_are_spread_over_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(chr(i % 64) for i in range(600)))
+    windows, _ = read_windows([str(path)], Characters(), 256, 64)  # type: ignore[arg-type]
+    assert windows.shape == (4, 64)
+    assert (windows[:, 0] == 3).all()
+    assert windows[-1, -1] == 599 % 64
+
+
+def test_what_is_refused(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "books.safetensors"
+    with pytest.raises(ValueError, match=r"text='nowhere.txt': no such file"):
+        calibrate(model, ["nowhere.txt"], output)
+    with pytest.raises(ValueError, match=r"tokens=4096: too little text, 1000 tokens"):
+        calibrate(model, text, output, tokens=4096)
+    with pytest.raises(ValueError, match=r"bits=3 for commvq: allowed 1, 2"):
+        calibrate(model, text, output, bits=3)
+    with pytest.raises(ValueError, match=r"allowed are files that end in \.safetensors"):
+        calibrate(model, text, tmp_path / "books.bin")
+    without_rope = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64))
+    with pytest.raises(ValueError, match="gpt2 has no rotary position embeddings"):
+        calibrate(without_rope, text, output)
+    for changes, message in (
+        ({"centres": 7}, "centres=7 for commvq: allowed 2, 4"),
+        ({"context": 1}, "context=1 for commvq"),
+        ({"tokens": 127}, "tokens=127 for commvq: allowed at least two windows of 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CommVQSettings(**SETTINGS | changes)
+    (tmp_path / "folder.safetensors").mkdir()
+    for place, message in (("folder.safetensors", "this is a folder"), ("text.txt/x.safetensors", "is no such folder")):
+        with pytest.raises(ValueError, match=message):
+            calibrate(model, ["nowhere.txt"], tmp_path / place)
+    with pytest.raises(ValueError, match=r"context=1: allowed more than the 1 tokens"):
+        read_windows(text, Characters(), 4, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"text=\[\]"):
+        read_windows([], Characters(), 64, 64)  # type: ignore[arg-type]
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_pairs_weigh_alike_as_in_the_paper(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
+    """By choice without a word; where no queries can be seen, with one. Both give the same codebooks, and say so."""
+    plain, eager = tmp_path / "plain.safetensors", tmp_path / "eager.safetensors"
+    assert calibrate(model, text, plain, weigh_pairs=False) == []
+    model.set_attn_implementation("eager")
+    (notice,) = calibrate(model, text, eager)
+    assert "no queries could be observed in 3 layers" in notice
+    assert "'eager'" in notice
+    for path in (plain, eager):
+        assert read_header(str(path)).data["unweighed"] == [0, 1, 2]
+        assert not [name for name in load_file(path) if name.endswith("weights")]
+        CommVQCache(model.config, path)
+    one, other = load_file(plain), load_file(eager)
+    assert all(((one[name] - other[name]).abs() < 0.05).float().mean() > 0.9 for name in one)
+
+
+def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks from beginning to end, cut inside of characters of several bytes; their tokens suffice."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(chr(0x20AC + i // 1000) for i in range(40_000)), encoding="utf-8")
+    monkeypatch.setattr("kvcache_compress.methods.commvq.calibration.text._WHOLE_BYTES", 1000)
+    monkeypatch.setattr("kvcache_compress.methods.commvq.calibration.text._BLOCK_BYTES", 500)
+    seen: list[str] = []
+
+    class Recorded(Characters):
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            seen.append(text)
+            return super().__call__(text, **options)
+
+    windows, _ = read_windows([str(path)], Recorded(), 128, 32)  # type: ignore[arg-type]
+    assert windows.shape == (4, 32)
+    assert sum(len(part) for part in seen) < 1500
+    assert {ord(part[0]) - 0x20AC for part in seen if part} == {0, 9, 19, 29, 39}
+    assert not any("\ufffd" in part for part in seen)
+    path.write_bytes(b"\xff" * 5000)
+    with pytest.raises(ValueError, match="not a text in UTF-8"):
+        read_windows([str(path)], Characters(), 128, 32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["owner/data", "mlfoundations/dclm-baseline-1.0", "owner/data:part.en"])
+def test_a_dataset_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are read as far as they are needed."""
+    datasets = pytest.importorskip("datasets")
+    asked: list[Any] = []
+
+    def load_dataset(path: str, configuration: str | None, **options: Any) -> Any:
+        asked.append((path, configuration, options))
+        return ({"text": chr(32 + i) * 20} for i in range(50))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    windows, _ = read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
+    assert windows.shape == (4, 32)
+    owner, _, part = name.partition(":")
+    assert asked == [(owner, part or None, {"split": "train", "streaming": True})]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: iter([{"words": "a"}]))
+    with pytest.raises(ValueError, match="has no column 'text', but words"):
+        read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("offline")))
+    with pytest.raises(ValueError, match="no dataset that the hub gives: offline"):
+        read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
+
+
+def run_command(*options: str) -> Any:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["calibrate", *options])
+
+
+@pytest.mark.parametrize("values", ["residual", "encoder"])
+def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: str) -> None:
+    """Progress with the time that is left, a table of losses, and the file, its size and what it took."""
+    monkeypatch.setattr(command, "load_model", lambda *_, **__: (model, Characters()))
+    monkeypatch.setattr(command, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(commvq, "QUICK_ENCODER", EncoderSchedule(steps=5, batch=64))
+    monkeypatch.setattr("kvcache_compress.methods.commvq.calibration.calibrate.QUICK_SCHEDULE", SHORT)
+    text, output = tmp_path / "text.txt", tmp_path / "books.safetensors"
+    text.write_text("".join(chr(32 + (i * i + i // 7) % 90) for i in range(3000)))
+    given = ("--text", str(text), "--output", str(output), "--tokens", "2048", "--quick", "--bits", "1")
+    result = run_command(*given, "--values", values, "--key-rounds", "2", "--value-rounds", "2", "--no-weigh-pairs")
+    assert result.exit_code == 0, result.output
+    assert "reading text: 1 of 2," in result.output
+    assert re.search(r"training: \d+ of \d+, \d+ s left", result.output)
+    header = read_header(str(output))
+    assert header.options["weigh_pairs"] is False
+    rows = [line.split("│") for line in result.output.splitlines() if line.startswith("│ values")]
+    for row, windows, kind in zip(rows, ("trained on", "held out"), ("rounds", "held_out"), strict=True):
+        assert [row[2].strip(), row[3].strip()] == ["encoder" if values == "encoder" else "2", windows]
+        found = [layer["values"].get(kind, layer["values"].get("encoder")) for layer in header.losses.values()]
+        ends = found if values == "encoder" else [head[-1] for heads in found for head in heads]
+        assert [float(figure) for figure in row[4:7]] == pytest.approx(
+            [min(ends), sum(ends) / len(ends), max(ends)], abs=1e-4
+        )
+    assert re.search(r"books\.safetensors: [\d.]+ MiB in [\d.]+ minutes, peak memory [\d.]+ GiB", result.output)
+
+
+def test_command_refuses_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the model is loaded."""
+    monkeypatch.setattr(command, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    file = tmp_path / "text.txt"
+    file.write_text("a text")
+    text, output = ("--text", str(file)), ("--output", str(tmp_path / "x.safetensors"))
+    for options, message in (
+        ((*text, *output, "--bits", "5"), "bits=5"),
+        ((*text, *output, "--method", "kivi"), "method='kivi'"),
+        ((*text, *output, "--tokens", "3"), "tokens=3"),
+        ((*text, *output, "--device", "foo"), "device='foo'"),
+        ((*text, *output, "--device", "meta"), "device='meta' cannot be had: it holds no data"),
+        (("--text", str(tmp_path / "no.txt"), *output), "no such file"),
+        ((*text, "--output", str(file / "x.safetensors")), "is no such folder"),
+        ((*text, "--output", str(tmp_path)), "allowed are files that end in .safetensors"),
+    ):
+        result = run_command(*options)
+        assert (result.exit_code, type(result.exception)) == (1, SystemExit), options
+        assert message in result.output
+
+
+def test_command_waits_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That writes the same file, and would remove the parts of both when it is done."""
+    monkeypatch.setattr(command, "load_model", lambda *_, **__: (None, None))
+    there: list[str] = []
+
+    def calibrate(*_: Any, **__: Any) -> None:
+        there.extend(path.name for path in tmp_path.glob(".*"))
+        raise ValueError("that will do")
+
+    monkeypatch.setattr(command, "calibrate_commvq", calibrate)
+    (tmp_path / "text.txt").write_text("a text")
+    assert (
+        "that will do"
+        in run_command("--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "x.safetensors")).output
+    )
+    assert there == [".x.safetensors.lock"]
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command, "load_model", full)
+    (tmp_path / "text.txt").write_text("a text")
+    result = run_command("--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "x.safetensors"))
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert "No space left on device" in result.output

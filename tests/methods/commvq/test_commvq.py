@@ -1,0 +1,372 @@
+"""CommVQ: codebooks that commute with RoPE, exact search, bits really stored, positions, and the codebook file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.commvq_files import CONTRACT_MODEL, FOLDER, HEADS, codebook_file, random_codebooks
+from support.method_cases import half_layout, random_track
+from transformers import AutoModelForCausalLM, Glm4Config, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, Phi3Config
+
+from kvcache_compress import (
+    CommVQCache,
+    CompressedCache,
+    compress,
+    disable_fused_attention,
+    enable_fused_attention,
+    load_config,
+    register_position_hooks,
+)
+from kvcache_compress.methods.commvq import additive
+from kvcache_compress.methods.commvq.codebook_file import describe_model, group_count, rounds_for, write_codebooks
+from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
+from kvcache_compress.registry import get_method
+from kvcache_compress.storage.rope_track import _warn_of_positions
+
+
+def commvq(**shape: Any) -> tuple[str, Callable[[int], dict[str, Any]]]:
+    """A side for the kernel tests, its file by the head dimension."""
+    scalar = {"scalar": shape.pop("scalar", None)}
+    return "commvq", lambda head_dim: {"codebooks": codebook_file(head_dim, **shape), **scalar}
+
+
+def encoder(head_dim: int) -> dict[str, Any]:
+    return {"codebooks": codebook_file(head_dim, encoder_bits=3 * head_dim)}
+
+
+_SIDE = {"method": "commvq", "codebooks": codebook_file(32)}
+_TURBOQUANT = {"method": "turboquant", "bits": 3}
+CONTRACT = {
+    "commvq": {"keys": _SIDE, "values": _SIDE},
+    "commvq-encoder": {
+        "keys": _TURBOQUANT,
+        "values": {"method": "commvq", "codebooks": codebook_file(32, encoder_bits=96)},
+    },
+    "commvq-turboquant": {"keys": _SIDE, "values": _TURBOQUANT},
+}
+KERNEL_PAIRS = {
+    "commvq": (commvq(), commvq()),
+    "commvq-groups": (
+        commvq(groups=2, key_shape=(2, 64), weighed=True),
+        commvq(groups=2, value_shape=(4, 64), scalar="norm"),
+    ),
+    "commvq-none": (commvq(key_shape=(2, 8), scalar="norm"), ("none", {})),
+    "none-commvq-encoder": (("none", {}), ("commvq", encoder)),
+    "turboquant-commvq": (("turboquant", {"bits": 3}), commvq(value_shape=(3, 256))),
+}
+ENCODERS = [commvq(), commvq(groups=2, key_shape=(2, 64), value_shape=(2, 256)), ("commvq", encoder, "values")]
+
+Make = Callable[..., Any]
+
+
+@pytest.mark.parametrize("batch", [(), (3, 2)])
+@pytest.mark.parametrize(("centres", "pairs"), [(16, 8), (64, 5)])
+def test_search_equals_brute_force(batch: tuple[int, ...], centres: int, pairs: int) -> None:
+    """Every round picks the nearest of all N² points, which the search never builds."""
+    torch.manual_seed(centres)
+    z, books = torch.randn(*batch, 40, pairs, 2), torch.randn(*batch, 3, centres, pairs, 2)
+    codes = additive.complex_encode(z, books)
+    residual = z
+    for r in range(3):
+        c = books[..., r, :, :, :]
+        points = (c[..., :, None, :, :] + additive.times_i(c)[..., None, :, :, :]).flatten(-4, -3)
+        distances = (residual[..., :, None, :, :] - points[..., None, :, :, :]).square().sum((-1, -2))
+        best = distances.argmin(-1)
+        assert torch.equal(codes[..., r, 0] * centres + codes[..., r, 1], best)
+        chosen = torch.stack([best // centres, best % centres], -1)
+        residual = residual - additive.complex_decode(chosen.unsqueeze(-2), c.unsqueeze(-4))
+    torch.testing.assert_close(z - additive.complex_decode(codes, books), residual)
+
+
+def test_search_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    z, books = torch.randn(2, 50, 4, 2), torch.randn(2, 2, 16, 4, 2)
+    whole = additive.complex_encode(z, books)
+    monkeypatch.setattr(additive, "CHUNK", 4000)
+    assert additive._chunk(torch.empty(2, 1, 16, 16)) < 50
+    assert torch.equal(additive.complex_encode(z, books), whole)
+    monkeypatch.setattr(additive, "BLOCK", 2 * 8 * 20)
+    assert torch.equal(additive.complex_encode(z, books), whole)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8, 10, 12])
+@pytest.mark.parametrize("count", [1, 2, 7, 21])
+def test_packed_codes(bits: int, count: int) -> None:
+    codes = torch.randint(2**bits, (3, 5, count), generator=torch.Generator().manual_seed(bits))
+    packed = additive.pack_codes(codes, bits)
+    assert packed.shape[-1] == -(-bits * count // 8)
+    assert torch.equal(additive.unpack_codes(packed, count, bits), codes)
+
+
+def test_hand_packed_codes() -> None:
+    """Two rounds of 12 bits are three bytes."""
+    assert additive.pack_codes(torch.tensor([0xABC, 0x123]), 12).tolist() == [0xBC, 0x3A, 0x12]
+
+
+def test_points_of_the_codebook_come_back(make_codec: Make) -> None:
+    """Keys ‖k‖ (± e_a ± i e_b) / √2, turned by RoPE, lose nothing but what 16 bits of their length take."""
+    config = LlamaConfig(hidden_size=128, num_hidden_layers=1, num_attention_heads=2)
+    path = FOLDER / "exact.safetensors"
+    eye = torch.cat([torch.eye(32), -torch.eye(32)]) / 2**0.5
+    books = torch.stack([eye, torch.zeros(64, 32)], -1).expand(HEADS, 1, 1, 64, 32, 2)
+    write_codebooks(describe_model(config, path), {"keys.0.codebooks": books})
+    codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=str(path))
+    generator = torch.Generator().manual_seed(0)
+    index = torch.randint(4096, (HEADS, 1, 48, 1), generator=generator)
+    z = codec._books()._by_token(codec._books().points(index), torch.empty(2, HEADS, 24))
+    z = z / z.norm(dim=-1, keepdim=True) * (torch.rand(2, HEADS, 24, 1, generator=generator) * 50 + 1)
+    rope = random_track(half_layout(64), 2, 24).read(0, 24)
+    x = half_layout(64).rotate(half_layout(64).join(z[..., ::2], z[..., 1::2]), rope)
+    decoded = codec.decode(codec.encode(x, rope), rope)
+    assert float(((decoded - x).norm(dim=-1) / x.norm(dim=-1)).max()) < 2**-10
+
+
+ROPES = {
+    "llama": LlamaConfig(hidden_size=128, num_attention_heads=2),
+    "yarn": LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "phi3-partial": Phi3Config(
+        hidden_size=128, num_attention_heads=2, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    ),
+    "glm4-partial-interleaved": Glm4Config(hidden_size=128, num_attention_heads=2, head_dim=64),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "glm4-partial-interleaved"])
+def test_codebooks_commute_with_every_rotation(make_codec: Make, name: str) -> None:
+    """Property 1: what codes decode to, turned, is what they decode to by codebooks whose centres are turned."""
+    config = ROPES[name]
+    layout, embed = rope_layout(config, 64), rotary_embedding(config)
+    codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=codebook_file(64, key_shape=(4, 64)))
+    books = codec._books().widened()  # [H, 1, R, N, pairs, 2]
+    codes = torch.randint(64, (HEADS, 1, 50, 4, 2), generator=torch.Generator().manual_seed(0))
+
+    def turned(points: torch.Tensor, factors: Any) -> torch.Tensor:
+        """Complex numbers `[..., n, pairs, 2]` as the model turns a key."""
+        key = layout.rotate(layout.join(*points.unbind(-1)).flatten(0, -3)[None], factors)
+        return torch.stack(layout.split(key), -1)[0].unflatten(0, points.shape[:-3])
+
+    for position in (1, 37, 4000):
+        factors = layout.factors(embed(torch.zeros(1), torch.tensor([[position]])))
+        late = turned(additive.complex_decode(codes, books), factors)
+        early = additive.complex_decode(codes, turned(books, factors))
+        torch.testing.assert_close(late, early, atol=1e-6, rtol=1e-5)
+        assert float((late - additive.complex_decode(codes, books)).norm() / late.norm()) > 0.1
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_codes_do_not_depend_on_position(make_codec: Make, name: str) -> None:
+    """Keys turned by the model's own function get the codes of keys before RoPE, and decode to those turned alike."""
+    config = ROPES[name]
+    layout, embed = rope_layout(config, 64), rotary_embedding(config)
+    codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=codebook_file(64, key_shape=(4, 64)))
+    codec.context = replace(codec.context, rope=layout)
+    torch.manual_seed(1)
+    before = torch.randn(2, HEADS, 30, 64)
+    given = embed(before, torch.arange(30)[None] * 11 + torch.tensor([[0], [500]]))
+    apply = sys.modules[type(config).__module__.replace("configuration", "modeling")].apply_rotary_pos_emb
+    after = apply(before, before, *given)[1]
+    factors = layout.factors(given)
+    still = torch.ones_like(factors[0]), torch.zeros_like(factors[1])
+    plain, turned = codec.encode(before, still), codec.encode(after, factors)
+    assert torch.equal(plain[0], turned[0])
+    torch.testing.assert_close(codec.decode(turned, factors), apply(*[codec.decode(plain, still)] * 2, *given)[1])
+    assert float(given[0].square().max()) > 1.01 or name != "yarn", "the attention factor is in it"
+
+
+def small_model(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**CONTRACT_MODEL, "initializer_range": 0.05, **changes})).eval()
+
+
+def neox_model() -> tuple[Any, str]:
+    """GPT-NeoX, whose modules take the cache under another name, and its codebooks."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = GPTNeoXConfig(**sizes, vocab_size=128, max_position_embeddings=512, initializer_range=0.05)
+    config.head_dim, config.num_key_value_heads = 32, 4
+    path = FOLDER / "gpt_neox.safetensors"
+    write_codebooks(describe_model(config, path), random_codebooks(config, 1, (3, 16), (4, 16)))
+    return AutoModelForCausalLM.from_config(config).eval(), str(path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("switch", [enable_fused_attention, register_position_hooks, None])
+def test_left_padding_does_not_change_codes(family: str, switch: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A padded row's tokens are encoded at their own positions, which the attention modules hand over."""
+    model, path = (small_model(), codebook_file(32)) if family == "llama" else neox_model()
+    ids = torch.randint(1, 128, (1, 90), generator=torch.Generator().manual_seed(2))
+    padded = torch.cat([torch.zeros(1, 13, dtype=torch.long), ids], 1)
+    mask = torch.cat([torch.zeros(1, 13, dtype=torch.long), torch.ones_like(ids)], 1)
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    decoded = []
+    if switch is not None:
+        switch(model)
+    for given in ({"input_ids": ids}, {"input_ids": padded, "attention_mask": mask, "position_ids": positions}):
+        compressed = CommVQCache(model.config, path, sink_tokens=0, recent_tokens=0)
+        with torch.no_grad():
+            model(**given, past_key_values=compressed)
+        assert compressed.packed_tokens >= 64
+        decoded.append([layer.keys[:, :, -90:][:, :, :51] for layer in compressed.layers])
+    error = max(float((a - b).norm() / a.norm()) for a, b in zip(*decoded, strict=True))
+    assert error < 1e-5 if switch else error > 0.01
+    assert not caplog.records, "one row is encoded consistently, whatever its positions are"
+
+
+def test_positions_handed_over_as_positional_arguments() -> None:
+    """Of embeddings for all cached tokens, the last ones are the step's."""
+    model = small_model()
+    cache = CommVQCache(model.config, codebook_file(32))
+    attention = model.model.layers[1].self_attn
+    register_position_hooks(model)
+    hook = next(iter(attention._forward_pre_hooks.values()))
+    hidden, embeddings = torch.zeros(1, 3, 192), (torch.rand(1, 9, 32), torch.rand(1, 9, 32))
+    hook(attention, (hidden, embeddings), {"past_key_values": cache})
+    assert all(torch.equal(a, b[:, 6:]) for a, b in zip(cache.layers[1].track.given, embeddings, strict=True))
+
+
+def test_rows_without_their_positions_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_positions.cache_clear()
+    model = small_model()
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.ones(2, 90, dtype=torch.long), past_key_values=CommVQCache(model.config, codebook_file(32)))
+    assert [record.message for record in caplog.records if "left-padded" in record.message] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+def test_compress_leaves_positions_as_they_were() -> None:
+    model = small_model()
+    attention = model.model.layers[0].self_attn
+    for hooks in (0, 1):
+        with compress(model, "turboquant-4bit"):
+            assert len(attention._forward_pre_hooks) == hooks + 1
+        assert len(attention._forward_pre_hooks) == hooks
+        handle = register_position_hooks(model)
+    handle.remove()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_removed_hooks_leave_those_of_fused_attention() -> None:
+    model = small_model()
+    attention = model.model.layers[0].self_attn
+    with register_position_hooks(model):
+        enable_fused_attention(model)
+        assert len(attention._forward_pre_hooks) == 2
+    assert len(attention._forward_pre_hooks) == 1
+    disable_fused_attention(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_partial_rotary_model_generates_alike_fused_and_not() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    rope = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config = Phi3Config(**sizes, num_key_value_heads=2, vocab_size=64, pad_token_id=0, rope_parameters=rope)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    path = FOLDER / "phi3.safetensors"
+    config.head_dim = 32
+    write_codebooks(describe_model(config, path), random_codebooks(config, 1, (3, 16), (4, 16)))
+    ids = torch.randint(1, 64, (1, 60), generator=torch.Generator().manual_seed(3))
+    outputs = []
+    for switch in (disable_fused_attention, enable_fused_attention):
+        switch(model)
+        compressed = CommVQCache(model.config, path, sink_tokens=2, recent_tokens=4)
+        outputs.append(model.generate(ids, past_key_values=compressed, max_new_tokens=20, do_sample=False))
+        assert compressed.packed_tokens >= 64
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_more_bits_are_more_rounds(make_codec: Make, side: str) -> None:
+    """Fewer bits use the file's first rounds; the error falls with every step, and so do the bytes."""
+    path = codebook_file(64, key_shape=(8, 64), value_shape=(16, 64))
+    x = torch.randn(1, HEADS, 64, 64, generator=torch.Generator().manual_seed(0))
+    rope = random_track(half_layout(64), 1, 64).read(0, 64) if side == "keys" else None
+    errors, sizes = [], []
+    for bits in (0.5, 1, 1.5):
+        codec = make_codec("commvq", 64, side, heads=HEADS, codebooks=path, bits=bits)
+        fields = codec.encode(x, rope)
+        assert 8 * sum(field.nbytes for field in fields) / x.numel() == codec.bits_per_number()
+        errors.append(float((codec.decode(fields, rope) - x).square().mean()))
+        sizes.append(codec.bits_per_number())
+    assert sorted(errors, reverse=True) == errors
+    assert len(set(sizes)) == 3
+    with pytest.raises(ValueError, match=rf"bits=6 for commvq: the {side} in .* have 1.5"):
+        make_codec("commvq", 64, side, heads=HEADS, codebooks=path, bits=6)
+
+
+def test_rounds_are_the_papers() -> None:
+    """Table 8: N = 64 and g = 64 take R = 11 for 1 bit and R = 21 for 2; the scalar comes on top."""
+    assert [rounds_for(bits, "keys", 128, group_count(128)) for bits in (1, 2)] == [11, 21]
+    assert [group_count(dim) for dim in (64, 80, 96, 112, 128, 256)] == [1, 1, 1, 1, 1, 2]
+    fields = get_method("commvq").layout(get_method("commvq").Options(bits=2), "keys", 128)
+    assert [field.bytes_per_token for field in fields] == [32, 2], "21 pairs of 6-bit indices, without gaps"
+
+
+def test_a_vector_unlike_all_is_not_blown_up(make_codec: Make) -> None:
+    """The unbiased scalar divides by ⟨z, ẑ⟩, which may be next to nothing."""
+    codec = make_codec("commvq", 64, "values", heads=HEADS, codebooks=codebook_file(64, value_shape=(1, 4)))
+    x = torch.randn(1, HEADS, 256, 64, generator=torch.Generator().manual_seed(4))
+    scale = codec.encode(x)[1].float()
+    assert (scale <= 2.01 * x.norm(dim=-1)).all()
+    assert (codec.encode(torch.zeros_like(x))[1] == 0).all()
+
+
+def test_encoder_is_deterministic_and_codes_whole_tokens(make_codec: Make) -> None:
+    codec = make_codec("commvq", 64, "values", heads=HEADS, codebooks=codebook_file(64, encoder_bits=1024))
+    x = torch.randn(2, HEADS, 20, 64, generator=torch.Generator().manual_seed(5))
+    fields = codec.encode(x)
+    assert fields[0].shape == (2, HEADS, 20, 64), "an equal share of the bits with each head"
+    assert all(torch.equal(a, b) for a, b in zip(fields, codec.encode(x), strict=True))
+    assert float(torch.nn.functional.cosine_similarity(codec.decode(fields), x, dim=-1).mean()) > 0.8
+    weights = torch.rand(2, HEADS, 3, 20, generator=torch.Generator().manual_seed(6))
+    torch.testing.assert_close(codec.map_output(codec.accumulate(weights, fields)), weights @ codec.decode(fields))
+
+
+def test_memory_report_counts_codebooks_and_encoder() -> None:
+    model = small_model()
+    for path in (codebook_file(32), codebook_file(32, encoder_bits=96)):
+        compressed = CommVQCache(model.config, path, sink_tokens=0, recent_tokens=0)
+        with torch.no_grad():
+            model(torch.randint(1, 128, (1, 64)), past_key_values=compressed)
+        held = sum(tensor.nbytes for tensor in load_file(path).values())
+        assert held <= compressed.memory_report().constant_bytes <= 1.01 * held
+
+
+def test_the_papers_preset() -> None:
+    """Bits of the encoder for values, plain norms, nothing dense but what has not left in blocks."""
+    model, path = small_model(), codebook_file(32, key_shape=(5, 64), encoder_bits=128)
+    compressed = CompressedCache(model.config, load_config("commvq-paper").with_codebooks(path))
+    with torch.no_grad():
+        model(torch.randint(1, 128, (1, 96)), past_key_values=compressed)
+    report = compressed.memory_report()
+    assert (report.packed_tokens, report.dense_tokens) == (96, 0)
+    assert set(report.fields()) == {"dense", "keys.codes", "keys.scale", "values.codes0", "values.scale", "rope"}
+    keys = compressed.layers[0].sides["keys"]
+    x = torch.randn(1, HEADS, 8, 32)
+    still = torch.ones(1, 8, 16), torch.zeros(1, 8, 16)
+    torch.testing.assert_close(keys.codec.encode(x, still)[1], x.norm(dim=-1).half())
+
+
+def test_options() -> None:
+    with pytest.raises(ValueError, match=r"bits=7 for commvq: allowed 0\.25–6"):
+        CommVQCache(LlamaConfig(**CONTRACT_MODEL), codebook_file(32), bits=7)
+    with pytest.raises(ValueError, match="head_dim=72 for commvq: allowed multiples of 16"):
+        get_method("commvq").layout(get_method("commvq").Options(), "keys", 72)
+    with pytest.raises(ValueError, match=r"bits=2 for commvq: the encoder of .* has 1\.5, no others"):
+        CommVQCache(LlamaConfig(**CONTRACT_MODEL), codebook_file(32, encoder_bits=96), value_bits=2)

@@ -1,0 +1,266 @@
+"""Recursive PolarQuant: pairing, the circle, packing, radii of 8 bits, and the bits that are really stored."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from kvcache_compress.cache.by_method import PolarQuantCache
+from kvcache_compress.codecs.layout import bytes_per_token
+from kvcache_compress.config import load_config
+from kvcache_compress.methods.polarquant import tree as polar_tree
+from kvcache_compress.methods.polarquant.codebooks import make_codebook, offline_codebook, online_codebook
+
+Make = Callable[..., Any]
+NAME = "polarquant_recursive"
+
+
+def polar(**options: Any) -> tuple[str, dict[str, Any]]:
+    return NAME, options
+
+
+PAPER = {"levels": 4, "bits": (4, 2), "radius_bits": 16, "scalar": "norm", "rotation": "haar", "shared_rotation": True}
+CONTRACT = {
+    "polar": {side: {"method": NAME, "bits": [4, 3, 2]} for side in ("keys", "values")},
+    "polar-centred": {
+        "keys": {"method": NAME, "bits": [4, 2], "center": "on", "radius_bits": 16},
+        "values": {"method": NAME, "bits": [4, 2], "levels": 4, "precondition": False},
+    },
+}
+KERNEL_PAIRS = {
+    "polar-4-3-2": (polar(), polar()),
+    "polar-centred-online": (polar(center="on", codebook="online", bits=(4, 2)), polar(codebook="online", bits=(4, 2))),
+    "polar-paper": (polar(**PAPER), polar(**(PAPER | {"precondition": False, "codebook": "online"}))),
+    "polar-other-bits": (polar(levels=3, bits=(5, 3, 1)), polar(levels=2, bits=(6, 3), radius_bits=16)),
+    "polar-turboquant": (polar(bits=(3,)), ("turboquant", {"bits": 3})),
+}
+ENCODERS = [
+    polar(),
+    polar(bits=(4, 2), codebook="online"),
+    polar(**PAPER),
+    polar(levels=4, bits=(6, 5, 3, 1), scalar="least_squares"),
+    polar(levels=2, bits=(3,), radius_bits=16, precondition=False),
+]
+
+
+def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# The tree
+
+
+def test_transform_by_hand() -> None:
+    """(3, 4) and (12, 0) have radii 5 and 12, and those 13; pairing by halves puts 3 and 12 first."""
+    order = polar_tree.adjacent_order(4, 2)
+    assert order.tolist() == [0, 2, 1, 3]
+    y = torch.tensor([3.0, 4.0, 12.0, 0.0])[order]
+    first, second = polar_tree.angles(y, 2)
+    torch.testing.assert_close(first, torch.tensor([math.atan(4 / 3), 0.0]))
+    torch.testing.assert_close(second, torch.tensor([math.atan(12 / 5)]))
+
+
+@pytest.mark.parametrize(("dim", "levels"), [(32, 5), (64, 4), (80, 4), (96, 3), (112, 1)])
+def test_pairs_are_neighbours_in_blocks(dim: int, levels: int) -> None:
+    """Level ℓ joins the norms of two neighbouring runs of 2^(ℓ-1) channels (Definition 1)."""
+    x = gaussian(3, dim)
+    found = polar_tree.angles(x[:, polar_tree.adjacent_order(dim, levels)], levels)
+    for level, angles in enumerate(found, 1):
+        halves = x.unflatten(-1, (-1, 2, 2 ** (level - 1)))
+        low, high = (halves[..., 0, 0], halves[..., 1, 0]) if level == 1 else halves.norm(dim=-1).unbind(-1)
+        expected = torch.atan2(high, low)
+        if level == 1:
+            expected = expected.remainder(2 * math.pi)
+        torch.testing.assert_close(angles.sort(-1).values, expected.sort(-1).values)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("bits", [(4, 3, 2), (2,), (3,), (6, 5, 4, 1)])
+def test_codes_come_back(dim: int, bits: tuple[int, ...]) -> None:
+    levels = polar_tree.full_depth(dim)
+    tree = polar_tree.polar_tree(dim, (bits + bits[-1:] * levels)[:levels])
+    generator = torch.Generator().manual_seed(dim)
+    codes = [torch.randint(2**level.bits, (2, 3, level.count), generator=generator) for level in tree.levels]
+    fields = polar_tree.pack(tree, codes)
+    assert [(field.dtype, field.shape[2:]) for field in fields] == [
+        (field.dtype, field.shape) for field in tree.fields(torch.float16)[:-1]
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(polar_tree.unpack(tree, fields), codes, strict=True))
+
+
+# Angles
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.01, 0.2, -0.2, 3.0])
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_circle(bits: int, shift: float) -> None:
+    """The code of an angle is the nearest one around the circle, whatever the codebook's place on it."""
+    even = 2 * math.pi * torch.arange(2**bits).double() / 2**bits
+    book = make_codebook(even + shift + 0.05 * (even * 3).sin(), circular=True)
+    angles = torch.linspace(0, 2 * math.pi, 4001).double()[:-1]
+    codes = polar_tree.circle_codes(angles.cos().float(), angles.sin().float(), book)
+    away = (angles[:, None] - book.angles + math.pi).remainder(2 * math.pi) - math.pi
+    chosen = away.abs().gather(1, codes[:, None])[:, 0]
+    torch.testing.assert_close(chosen, away.abs().amin(1), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("codebook", ["offline", "online"])
+def test_wrap(make_codec: Make, codebook: str) -> None:
+    """Angles a little below and above 0, which are 0 and almost 2π, decode to neighbours of the vector."""
+    codec = make_codec(NAME, 32, "values", levels=1, bits=4, radius_bits=16, precondition=False, codebook=codebook)
+    x = torch.zeros(1, 1, 200, 32)
+    tilt = torch.linspace(-0.05, 0.05, 200)
+    x[..., 0::2], x[..., 1::2] = tilt.cos()[:, None], tilt.sin()[:, None]
+    codec.prepare(torch.cat([x, gaussian(1, 1, 2000, 32)], 2))
+    assert (codec.decode(codec.encode(x)) - x).abs().max() < math.pi / 8
+    assert codec.encode(x)[0].unique().numel() < 10
+
+
+def test_quantizing_takes_the_nearest_angle() -> None:
+    """By comparisons alone, as by arc tangents."""
+    y = gaussian(50, 64)
+    books = tuple(offline_codebook(level, 3) for level in range(1, 7))
+    codes, energy, cross = polar_tree.quantize(y, books)
+    for index, (code, angles) in enumerate(zip(codes, polar_tree.angles(y, 6), strict=True)):
+        away = (angles[..., None].double() - books[index].angles).abs()
+        if index == 0:
+            away = torch.minimum(away, 2 * math.pi - away)
+        torch.testing.assert_close(away.gather(-1, code[..., None])[..., 0], away.amin(-1), atol=1e-6, rtol=0)
+    point = polar_tree.expand(codes, torch.ones(50, 1), books)
+    torch.testing.assert_close(energy.sqrt(), y.norm(dim=-1, keepdim=True))
+    torch.testing.assert_close(cross, (y * point).sum(-1, keepdim=True))
+    torch.testing.assert_close(point.norm(dim=-1), torch.ones(50), atol=1e-3, rtol=0)
+
+
+def test_online_codebooks(make_codec: Make) -> None:
+    """Deterministic by seed; they find clusters, also one across the wrap, and cope with few distinct angles."""
+    clusters = torch.tensor([0.0, 1.0, 2.5, 4.0]).double()
+    angles = (clusters[:, None] + 0.02 * gaussian(4, 500).double()).flatten().remainder(2 * math.pi)
+    book = online_codebook(angles, 2, circular=True, seed=3)
+    away = (book.angles[:, None] - clusters + math.pi).remainder(2 * math.pi) - math.pi
+    assert away.abs().amin(0).max() < 0.01
+    assert torch.equal(online_codebook(angles, 2, circular=True, seed=3).points, book.points)
+    assert online_codebook(torch.tensor([0.3, 0.3, 0.4]), 3, circular=False, seed=0).points.isfinite().all()
+    codec = make_codec(NAME, 64, codebook="online")
+    with pytest.raises(RuntimeError, match="prepare"):
+        codec.encode(gaussian(1, 1, 4, 64))
+
+
+# What is stored
+
+
+@pytest.mark.parametrize(
+    ("dim", "options", "bits"),
+    [
+        (128, {"levels": 4, "bits": (4, 2), "radius_bits": 16}, 62 / 16),
+        (256, {"levels": 4, "bits": (4, 2), "radius_bits": 16}, 62 / 16),
+        (128, {"bits": (4, 2), "radius_bits": 16}, (16 + 256 + 2 * 64) / 128),
+        (128, {"bits": (4, 2)}, (8 + 256 + 2 * 64) / 128),
+        (128, {"bits": (4, 3, 2)}, (8 + 256 + 96 + 2 * 32) / 128),
+        (64, {"levels": 4, "bits": (4, 2), "radius_bits": 16}, 4.0),
+        (80, {"bits": (4, 2)}, (5 * 8 + 160 + 2 * 40) / 80),
+    ],
+)
+def test_stored_bits(make_codec: Make, dim: int, options: dict[str, Any], bits: float) -> None:
+    """The paper's 62 bits per 16 numbers; codes that fill no word of eight are padded, everything counted."""
+    codec = make_codec(NAME, dim, **options)
+    assert codec.bits_per_number() == pytest.approx(bits, abs=1e-12)
+    x = gaussian(1, 2, 32, dim)
+    codec.prepare(x)
+    assert 8 * sum(field.nbytes for field in codec.encode(x)) / x.numel() == codec.bits_per_number()
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+def test_8_bit_radii(make_codec: Make, scale: float) -> None:
+    """Within half a step of the logarithm of what 16 bits hold; later tokens may be far shorter or longer."""
+    x = gaussian(1, 2, 300, 64) * scale * torch.linspace(0.5, 4, 300)[:, None]
+    coarse, fine = (make_codec(NAME, 64, heads=2, scalar="norm", center="off", radius_bits=b) for b in (8, 16))
+    coarse.prepare(x)
+    later = torch.cat([x, 0.02 * x, 8 * x], 2)
+    radii = [codec._radii(codec.encode(later)[-1]) for codec in (coarse, fine)]
+    step = (math.log2(8 * 3) + 6 + 4) / 254
+    assert ((radii[0] / radii[1]).log2().abs() < step / 2 * 1.5 + 0.002).all()
+    zero = torch.zeros(1, 2, 1, 64)
+    assert torch.equal(coarse.decode(coarse.encode(zero)), zero)
+    assert float(coarse.decode(coarse.encode(x * 1e-4)).abs().max()) == 0, "never longer than they are"
+    huge = coarse.decode(coarse.encode(x * 1e4))
+    assert huge.isfinite().all()
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("options", [{}, {"levels": 3, "radius_bits": 16}, {"codebook": "online"}])
+def test_code_space_equals_decoding(make_codec: Make, side: str, options: dict[str, Any]) -> None:
+    codec = make_codec(NAME, 96, side, heads=2, **options)
+    x, query, weights = gaussian(2, 2, 40, 96) + 0.5, gaussian(2, 2, 5, 96, seed=1), torch.rand(2, 2, 5, 40)
+    codec.prepare(x)
+    fields = codec.encode(x)
+    decoded = codec.decode(fields)
+    torch.testing.assert_close(codec.score(codec.map_query(query), fields), query @ decoded.mT, atol=1e-4, rtol=1e-4)
+    if side == "values":
+        torch.testing.assert_close(codec.map_output(codec.accumulate(weights, fields)), weights @ decoded)
+
+
+def test_shared_rotation(make_codec: Make) -> None:
+    """Paper mode: one rotation for keys and values; ours differ."""
+    paper = [make_codec(NAME, 64, side, shared_rotation=True).basis for side in ("keys", "values")]
+    ours = [make_codec(NAME, 64, side).basis for side in ("keys", "values")]
+    assert torch.equal(*paper)
+    assert not torch.equal(*ours)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("dim", "options", "message"),
+    [
+        (64, {"bits": 7}, r"bits=\[7\] for polarquant_recursive: allowed 1–6"),
+        (64, {"levels": 0}, "levels=0 for polarquant_recursive"),
+        (80, {"levels": 5}, "levels=5 for polarquant_recursive: allowed 1–4"),
+        (64, {"levels": 2, "bits": (4, 3, 2)}, r"bits=\[4, 3, 2\].*each of 2 levels"),
+        (72, {}, "head_dim=72 for polarquant_recursive"),
+        (16, {}, "head_dim=16 for polarquant_recursive"),
+    ],
+)
+def test_errors(make_codec: Make, dim: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_codec(NAME, dim, **options)
+
+
+def test_values_are_not_centred(make_codec: Make) -> None:
+    with pytest.raises(ValueError, match="only keys can be centred"):
+        make_codec(NAME, 64, "values", center="on")
+
+
+def test_presets() -> None:
+    for name, bits in (("3.1bit", 3.0625), ("3.4bit", 3.3125), ("paper-offline", 3.875), ("paper-plain", 3.875)):
+        config = load_config(f"polarquant-{name}")
+        for side in (config.keys, config.values):
+            assert 8 * bytes_per_token(side.codec().layout(side.options(), "values", 128)) / 128 == bits
+        assert config.quantize_generated is ("paper" not in name)
+
+
+@pytest.mark.parametrize("variant", ["recursive", "rope"])
+@pytest.mark.parametrize(("given", "center"), [("on", "on"), ("auto", "auto"), ("off", "off"), (True, "on")])
+def test_centring_is_for_keys(variant: Any, given: Any, center: str) -> None:
+    cache = PolarQuantCache(LlamaConfig(num_hidden_layers=2, head_dim=64), variant, center=given)
+    assert cache.compression.keys.options().center == center
+    assert getattr(cache.compression.values.options(), "center", None) is None
+
+
+def test_cache_class() -> None:
+    model = LlamaConfig(num_hidden_layers=2, head_dim=64)
+    cache = PolarQuantCache(model, bits=[4, 2], seed=3)
+    assert cache.compression.values.options().bits == (4, 2)
+    assert (cache.compression.seed, cache.compression.sink_tokens, cache.compression.recent_tokens) == (3, 16, 64)
+    mixed = PolarQuantCache(model, values={"method": "kivi", "bits": 2})
+    assert (mixed.compression.keys.method, mixed.compression.values.method) == (NAME, "kivi")
+    with pytest.raises(ValueError, match="center='mean'"):
+        PolarQuantCache(model, center="mean")
+    with pytest.raises(ValueError, match=r"variant='polar'.*recursive, rope"):
+        PolarQuantCache(model, variant="polar")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown key 'radius'"):
+        PolarQuantCache(model, radius=3)

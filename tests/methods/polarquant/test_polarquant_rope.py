@@ -1,0 +1,294 @@
+"""PolarQuant on RoPE pairs: cells, pairs, storage, and the two score functions."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import CohereConfig, GPTNeoXConfig, LlamaConfig
+
+from kvcache_compress import CompressedCache, load_config
+from kvcache_compress.codecs.base import CodecContext
+from kvcache_compress.codecs.layout import bytes_per_token
+from kvcache_compress.methods.polarquant.pairs import radii
+from kvcache_compress.methods.polarquant.rope import PolarQuantRopeCodec, PolarQuantRopeOptions
+from kvcache_compress.modeling.rope import RopeLayout, rope_layout
+
+Make = Callable[..., Any]
+NAME = "polarquant_rope"
+PAPER = {"radius_scale": "channel", "reconstruction": "edge", "center": "off"}
+
+
+def _side(**options: Any) -> dict[str, Any]:
+    return {"method": NAME, **options}
+
+
+CONTRACT = {
+    "polarquant-rope": {"keys": _side(group_size=32), "values": {"method": "turboquant", "bits": 4}},
+    "polarquant-rope-paper": {"keys": _side(radius_bits=2, **PAPER), "values": "none"},
+}
+_NONE: tuple[str, dict[str, Any]] = ("none", {})
+KERNEL_PAIRS: dict[str, Any] = {
+    "polarquant-rope": ((NAME, {}), ("turboquant", {"bits": 4})),
+    "polarquant-rope-m6n3": ((NAME, {"angle_bits": 6, "radius_bits": 3, "group_size": 32}), _NONE),
+    "polarquant-rope-paper": ((NAME, {"angle_bits": 3, "radius_bits": 6, "scalar": "match", **PAPER}), _NONE),
+    "polarquant-rope-table": ((NAME, {"angle_bits": 3, "score_function": "table", "scalar": "match"}), _NONE),
+}
+ENCODERS = [
+    (NAME, {"group_size": 32}, "keys"),
+    (NAME, {"angle_bits": 6, "radius_bits": 3, "group_size": 32, "scalar": "match"}, "keys"),
+    (NAME, {"angle_bits": 3, "radius_bits": 5, "pairing": "interleaved", **PAPER}, "keys"),
+    (NAME, {"angle_bits": 2, "radius_bits": 6, "group_size": 32, "radius_scale": "channel", "scalar": "match"}, "keys"),
+]
+
+
+def make_with(layout: RopeLayout | None, dim: int, heads: int = 1, **options: Any) -> PolarQuantRopeCodec:
+    context = CodecContext("keys", dim, heads, 0, 0, 16, torch.float32, torch.device("cpu"), layout)
+    return PolarQuantRopeCodec(PolarQuantRopeOptions(**options), context)
+
+
+def polar(radius: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    """Keys `[..., 2 * pairs]`, pairs (i, i + pairs), of radii and angles `[..., pairs]`."""
+    return torch.cat([radius * angle.cos(), radius * angle.sin()], -1)
+
+
+def test_radii_are_rounded_correctly() -> None:
+    """As IEEE 754 says, on every processor: kernels and C++ compute the same, and the longest radius is a boundary."""
+    x, y = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0))
+    square = (x * x + y * y).numpy()
+    assert np.array_equal(radii(x, y).numpy(), np.sqrt(square))
+
+
+def error(codec: Any, x: torch.Tensor) -> float:
+    codec.prepare(x)
+    return ((codec.decode(codec.encode(x)) - x).square().sum() / x.square().sum()).item()
+
+
+@pytest.mark.parametrize("bits", range(2, 7))
+def test_papers_formulas(make_codec: Make, bits: int) -> None:
+    """Section 3.2 written out: floor(r / s) with s = max r / (2^n - 1), floor(2^(m-1) θ / π) mod 2^m, lower edges."""
+    x = torch.randn(1, 2, 64, 32, generator=torch.Generator().manual_seed(bits)) + 0.5
+    codec = make_codec(NAME, 32, heads=2, angle_bits=bits, radius_bits=8 - bits, **PAPER)
+    codec.prepare(x)
+    a, b = x.double().chunk(2, -1)
+    radius, theta = (a**2 + b**2).sqrt(), torch.atan2(b, a)
+    steps = radius / (radius.amax(2, keepdim=True) / (2 ** (8 - bits) - 1))
+    turns = 2 ** (bits - 1) * theta / math.pi
+    inside = ((steps % 1 - 0.5).abs() < 0.4999) & ((turns % 1 - 0.5).abs() < 0.4999)
+    r = steps.floor() * radius.amax(2, keepdim=True) / (2 ** (8 - bits) - 1)
+    phi = math.pi / 2 ** (bits - 1) * turns.floor().remainder(2**bits)
+    ours = torch.stack(codec.decode(codec.encode(x)).chunk(2, -1))
+    expected = torch.stack([r * phi.cos(), r * phi.sin()]).float()
+    torch.testing.assert_close(ours[:, inside], expected[:, inside], atol=1e-4, rtol=1e-5)
+    assert inside.float().mean() > 0.97
+
+
+def test_cells_by_hand(make_codec: Make) -> None:
+    """Radii and angles in the middle of their cells come back exactly; so does the same angle a turn further."""
+    m, n, pairs = 3, 2, 8
+    generator = torch.Generator().manual_seed(0)
+    angle_codes = torch.randint(0, 2**m, (1, 1, 32, pairs), generator=generator)
+    radius_codes = torch.randint(0, 2**n, (1, 1, 32, pairs), generator=generator)
+    x = polar(2.0 * (radius_codes + 0.5), 2 * math.pi * (angle_codes - 4 + 0.5) / 2**m)
+    x[0, 0, 0, 0], x[0, 0, 0, 8] = 8.0, 0.0
+    x[:, :, 0, 1:8], x[:, :, 0, 9:] = 0.0, 8.0
+    codec = make_codec(NAME, 16, angle_bits=m, radius_bits=n, group_size=32)
+    decoded = codec.decode(codec.encode(x))
+    torch.testing.assert_close(decoded[:, :, 1:], x[:, :, 1:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bits", range(2, 7))
+def test_angles_wrap(make_codec: Make, bits: int) -> None:
+    """No angle is off by more than half a cell, -π, π and both sides of zero included."""
+    theta = torch.linspace(-math.pi, math.pi, 64 * 32).view(1, 1, 64, 32)
+    theta[0, 0, 0, :4] = torch.tensor([0.0, -0.0, 1e-7, -1e-7])
+    theta[0, 0, 1, :2] = torch.tensor([math.pi, -math.pi])
+    codec = make_codec(NAME, 64, angle_bits=bits, radius_bits=6)
+    real, imaginary = codec.decode(codec.encode(polar(torch.ones(()), theta))).chunk(2, -1)
+    off = (torch.atan2(imaginary, real) - theta + math.pi).remainder(2 * math.pi) - math.pi
+    assert off.abs().max() <= math.pi / 2**bits * 1.0001
+    assert off.abs().max() > math.pi / 2**bits * 0.9
+
+
+@pytest.mark.parametrize("scale", ["channel", "group"])
+@pytest.mark.parametrize(("m", "n"), [(4, 4), (4, 2), (3, 3)])
+def test_midpoint_beats_edge(make_codec: Make, m: int, n: int, scale: str) -> None:
+    """By the paper's formulas the angle alone is off by half a cell on average, four times the variance."""
+    x = torch.randn(1, 1, 512, 64, generator=torch.Generator().manual_seed(0)) + 1
+    found = {
+        kind: error(make_codec(NAME, 64, angle_bits=m, radius_bits=n, radius_scale=scale, reconstruction=kind), x)
+        for kind in ("midpoint", "edge")
+    }
+    assert found["midpoint"] < 0.5 * found["edge"]
+
+
+def test_later_radii(make_codec: Make) -> None:
+    """Scales per channel clamp radii beyond those of the prefill; scales per group follow them."""
+    x = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
+    channel, group = make_codec(NAME, 64, radius_scale="channel"), make_codec(NAME, 64)
+    for codec in (channel, group):
+        codec.prepare(x)
+    decoded = channel.decode(channel.encode(4 * x))
+    top = torch.hypot(*x.chunk(2, -1)).amax(2, keepdim=True)
+    assert (torch.hypot(*decoded.chunk(2, -1)) <= top).all()
+    torch.testing.assert_close(
+        group.decode(group.encode(4 * x)), 4 * group.decode(group.encode(x)), atol=0.02, rtol=0.01
+    )
+    with pytest.raises(RuntimeError, match="prepare"):
+        make_codec(NAME, 64, radius_scale="channel").encode(x)
+
+
+def test_match(make_codec: Make) -> None:
+    x = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
+    codec = make_codec(NAME, 64, heads=2, radius_bits=2, reconstruction="edge", scalar="match")
+    torch.testing.assert_close(codec.decode(codec.encode(x)).norm(dim=-1), x.norm(dim=-1), rtol=1e-3, atol=0)
+
+
+LAYOUTS: dict[str, Any] = {
+    "half": LlamaConfig(hidden_size=128, num_attention_heads=2),
+    "interleaved": CohereConfig(hidden_size=128, num_attention_heads=2),
+    "partial": GPTNeoXConfig(hidden_size=128, num_attention_heads=2, rotary_pct=0.25),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_pairs_are_the_models_own(name: str) -> None:
+    """Radii and angles of the pairs that the model's RoPE turns: as rotating by it shows, angles alone move."""
+    layout = rope_layout(LAYOUTS[name], 64)
+    assert layout is not None
+    x = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
+    pairs = {"half": (1, 33), "interleaved": (2, 3), "partial": (1, 9)}[name]
+    assert any((layout.order[j], layout.order[j + 32]) == pairs for j in range(32))
+    codec = make_with(layout, 64, 2)
+    fields, decoded = codec.encode(x), codec.decode(codec.encode(x))
+    turned = layout.rotate(x, (torch.zeros(1, 64, layout.rotary), torch.ones(1, 64, layout.rotary)))
+    turned_fields, turned_decoded = codec.encode(turned), codec.decode(codec.encode(turned))
+    assert torch.equal(fields[1], turned_fields[1]), "radii"
+    assert (fields[0] != turned_fields[0]).any(), "angles"
+    by_hand = layout.rotate(decoded, (torch.zeros(1, 64, layout.rotary), torch.ones(1, 64, layout.rotary)))
+    torch.testing.assert_close(turned_decoded, by_hand, atol=1e-4, rtol=1e-4)
+    query = torch.randn(1, 2, 5, 64)
+    torch.testing.assert_close(codec.score(codec.map_query(query), fields), query @ decoded.mT, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_explicit_pairing(pairing: str) -> None:
+    x = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
+    layout = rope_layout(LAYOUTS[pairing], 64)
+    same = [codec.decode(codec.encode(x)) for codec in (make_with(None, 64, pairing=pairing), make_with(layout, 64))]
+    assert torch.equal(*same)
+
+
+def test_pairing_auto_needs_a_layout() -> None:
+    with pytest.raises(ValueError, match="pairing='auto'"):
+        make_with(None, 64)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize(("m", "n"), [(3, 3), (6, 2), (3, 6), (5, 4)])
+def test_storage(make_codec: Make, dim: int, m: int, n: int) -> None:
+    """(m + n) / 2 bits are really stored, and 16 / (2 g) for a scale per pair and group of g tokens."""
+    paper = make_codec(NAME, dim, angle_bits=m, radius_bits=n, **PAPER)
+    assert paper.bits_per_number() == (m + n) / 2
+    ours = make_codec(NAME, dim, angle_bits=m, radius_bits=n, group_size=64)
+    assert ours.bits_per_number() == (m + n) / 2 + 16 / (2 * 64)
+    x = torch.randn(1, 1, 64, dim)
+    assert 8 * sum(field.nbytes for field in ours.encode(x)) / x.numel() == ours.bits_per_number()
+
+
+@pytest.mark.parametrize(("n", "group", "dense", "bits"), [(4, None, 128, 4.16), (2, 64, 64, 3.20), (2, 64, 128, 3.29)])
+def test_papers_bits(n: int, group: int | None, dense: int, bits: float) -> None:
+    """Table 3 counts (m + n) / 2, the scales, and 16 s / T for a residual s of T = 12.2K tokens; truncated.
+
+    Table 5's 3.29 for m4n2 would be that of a residual of 128; it names one of 64.
+    """
+    tokens, dim = 12_200, 128
+    scales = {"radius_scale": "channel"} if group is None else {"group_size": group}
+    options = PolarQuantRopeOptions(radius_bits=n, **scales)
+    stored = 8 * bytes_per_token(PolarQuantRopeCodec.layout(options, "keys", dim)) / dim
+    once = 16 * dim / 2 / (tokens * dim) if group is None else 0.0
+    assert math.floor(100 * (stored + once + 16 * dense / tokens)) / 100 == bits
+
+
+@pytest.mark.parametrize("scale", ["channel", "group"])
+@pytest.mark.parametrize(("m", "n"), [(2, 4), (3, 3), (4, 4), (6, 2)])
+def test_table_equals_direct(make_codec: Make, m: int, n: int, scale: str) -> None:
+    """Both score functions, for groups of 3 and 7 query heads, are q · decoded key."""
+    options = {"angle_bits": m, "radius_bits": n, "radius_scale": scale, "scalar": "match", "center": "on"}
+    direct, table = (make_codec(NAME, 64, heads=2, score_function=kind, **options) for kind in ("direct", "table"))
+    x = torch.randn(2, 2, 64, 64, generator=torch.Generator().manual_seed(0)) + 0.3
+    for codec in (direct, table):
+        codec.prepare(x)
+    fields = direct.encode(x)
+    assert all(torch.equal(*pair) for pair in zip(fields, table.encode(x), strict=True))
+    decoded = direct.decode(fields)
+    assert torch.equal(decoded, table.decode(fields))
+    for groups in (3, 7):
+        query = torch.randn(2, 2, groups, 64)
+        for codec in (direct, table):
+            mapped = codec.map_query(query)
+            assert mapped.shape[-1] == 1 + (64 if codec is direct else 32 * 2 ** (m - 1))
+            torch.testing.assert_close(codec.score(mapped, fields), query @ decoded.mT, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scale", ["channel", "group"])
+def test_zero_and_huge_keys(make_codec: Make, scale: str) -> None:
+    for x in (torch.zeros(1, 1, 64, 64), 1e6 * torch.randn(1, 1, 64, 64)):
+        codec = make_codec(NAME, 64, radius_scale=scale, scalar="match")
+        codec.prepare(x)
+        assert codec.decode(codec.encode(x)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"angle_bits": 7}, "angle_bits=7 for polarquant_rope: allowed 2–6"),
+        ({"radius_bits": 1}, "radius_bits=1 for polarquant_rope: allowed 2–6"),
+        ({"group_size": 16}, "group_size=16 for polarquant_rope: allowed 32, 64, 128"),
+    ],
+)
+def test_refused(make_codec: Make, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_codec(NAME, 64, **options)
+
+
+def test_refused_sides_and_sizes(make_codec: Make) -> None:
+    with pytest.raises(ValueError, match="polarquant_rope for values: allowed for keys only"):
+        make_codec(NAME, 64, "values")
+    with pytest.raises(ValueError, match="head_dim=72 for polarquant_rope: allowed multiples of 16"):
+        make_codec(NAME, 72)
+
+
+@pytest.mark.parametrize(("preset", "n"), [("polarquant-rope-paper-m4n4", 4), ("polarquant-rope-paper-m4n2", 2)])
+def test_paper_presets(preset: str, n: int) -> None:
+    """m4n4: per channel; m4n2: groups of 64 and 64 dense tokens. Lower edges, values untouched."""
+    config = load_config(preset)
+    options = config.keys.options()
+    assert (options.angle_bits, options.radius_bits, options.reconstruction) == (4, n, "edge")
+    assert options.radius_scale == ("channel" if n == 4 else "group")
+    assert config.values.method == "none"
+    assert (config.sink_tokens, config.recent_tokens) == (0, 128 if n == 4 else 64)
+    CompressedCache(LlamaConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=2), config)
+
+
+def test_the_basis_is_built_once(make_codec: Make) -> None:
+    """And anew from new statistics."""
+    codec = make_codec(NAME, 64, heads=2, **PAPER)
+    for scale in (1.0, 3.0):
+        codec.prepare(scale * torch.ones(1, 2, 40, 64))
+        assert codec.ready_basis() is codec.basis
+        torch.testing.assert_close(codec.basis.amax(), codec.scale.amax())
+
+
+def test_layouts_index_outside_of_inference_mode_too() -> None:
+    """The indices of a layout are made once, maybe under inference mode, and serve gradients later."""
+    layout = RopeLayout((0, 3, 1, 2), 2, (0, 1))
+    with torch.inference_mode():
+        layout.join(*layout.split(torch.ones(1, 4)))
+    x = torch.randn(5, 4, requires_grad=True)
+    back = layout.join(*layout.split(x))
+    assert torch.equal(back, x)
+    back.sum().backward()
+    assert torch.equal(x.grad, torch.ones(5, 4))

@@ -1,0 +1,192 @@
+"""TurboQuant's parts: centring, channel sets, seeds, storage, and attention in code space."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache_compress.methods.turboquant.components import channel_sets
+
+Make = Callable[..., Any]
+
+
+def keys_with_a_mean(share: float, dim: int = 64, heads: int = 2) -> torch.Tensor:
+    """Keys `[2, heads, 300, dim]` whose mean holds `share` of their energy."""
+    generator = torch.Generator().manual_seed(4)
+    mean = torch.randn(1, heads, 1, dim, generator=generator)
+    mean = mean / mean.norm(dim=-1, keepdim=True) * (share * dim) ** 0.5
+    return mean + (1 - share) ** 0.5 * torch.randn(2, heads, 300, dim, generator=generator)
+
+
+def error(codec: Any, x: torch.Tensor) -> float:
+    codec.prepare(x)
+    return ((codec.decode(codec.encode(x)) - x).square().sum() / x.square().sum()).item()
+
+
+# Centring
+
+
+@pytest.mark.parametrize("bits", [3, 2])
+def test_centring(make_codec: Make, bits: float) -> None:
+    """Where the mean holds nine tenths of the energy, centring takes a tenth of the error or less."""
+    x = keys_with_a_mean(0.9)
+    found = {c: error(make_codec("turboquant", 64, heads=2, bits=bits, center=c), x) for c in ("on", "off", "auto")}
+    assert found["on"] < 0.12 * found["off"]
+    assert found["auto"] == found["on"]
+
+
+def test_auto_centring_leaves_small_means_alone(make_codec: Make) -> None:
+    x = keys_with_a_mean(0.03)
+    codec = make_codec("turboquant", 64, heads=2, bits=3)
+    off = make_codec("turboquant", 64, heads=2, bits=3, center="off")
+    assert error(codec, x) == error(off, x)
+
+
+def test_auto_centring_is_per_head(make_codec: Make) -> None:
+    x = torch.cat([keys_with_a_mean(0.9, heads=1), keys_with_a_mean(0.01, heads=1)], 1)
+    codec = make_codec("turboquant", 64, heads=2, bits=3)
+    codec.prepare(x)
+    assert codec.mean[0].norm() > 1
+    assert torch.equal(codec.mean[1], torch.zeros(64))
+
+
+def test_auto_centring_needs_sinks(make_codec: Make) -> None:
+    """Without sinks the first tokens, far from the mean, would pay for it."""
+    codec = make_codec("turboquant", 64, heads=2, bits=3, sinks=0)
+    codec.prepare(keys_with_a_mean(0.9))
+    assert codec.mean is None
+
+
+def test_mean_is_frozen(make_codec: Make) -> None:
+    x = keys_with_a_mean(0.9)
+    codec = make_codec("turboquant", 64, heads=2, bits=3)
+    codec.prepare(x[:, :, :100])
+    before = codec.encode(x[:, :, :100])
+    codec.encode(x[:, :, 100:] + 5)
+    assert all(torch.equal(a, b) for a, b in zip(before, codec.encode(x[:, :, :100]), strict=True))
+
+
+# Channel sets
+
+
+@pytest.mark.parametrize(
+    ("bits", "dim", "fraction", "expected"),
+    [
+        (4, 128, 0.5, ((128, 4),)),
+        (2.5, 128, 0.25, ((32, 3), (96, 2))),
+        (3.5, 128, 0.5, ((64, 4), (64, 3))),
+        (2.5, 64, 0.25, ((16, 3), (48, 2))),
+        (1.5, 80, 0.5, ((40, 2), (40, 1))),
+        (5.5, 16, 0.01, ((8, 6), (8, 5))),
+        (5.5, 64, 0.99, ((56, 6), (8, 5))),
+    ],
+)
+def test_channel_sets(bits: float, dim: int, fraction: float, expected: tuple[tuple[int, int], ...]) -> None:
+    assert channel_sets(bits, dim, fraction) == expected
+
+
+def test_outliers_get_the_bit_more(make_codec: Make) -> None:
+    """The channels with the largest RMS, of each head on its own, are the ones coded more finely."""
+    x = torch.randn(1, 2, 400, 64, generator=torch.Generator().manual_seed(6))
+    loud = torch.tensor([[3, 9, 17, 20, 33, 40, 41, 63], [0, 1, 2, 3, 4, 5, 6, 7]])
+    for head in range(2):
+        x[:, head, :, loud[head]] *= 6
+    options = {"heads": 2, "bits": 2.5, "outlier_fraction": 0.125, "center": "off"}
+    codec = make_codec("turboquant", 64, **options)
+    codec.prepare(x)
+    outlier_rows = codec.basis[:, : codec.sets[0][0]]
+    for head in range(2):
+        assert outlier_rows[head].abs().sum(0).nonzero().flatten().tolist() == loud[head].tolist()
+    assert error(make_codec("turboquant", 64, **options), x) < 0.6 * error(
+        make_codec("turboquant", 64, heads=2, bits=2, center="off"), x
+    )
+    rows = codec.basis
+    torch.testing.assert_close(rows @ rows.mT, torch.eye(64).expand(2, -1, -1), atol=1e-5, rtol=0)
+
+
+def test_fractional_bits_lie_between(make_codec: Make) -> None:
+    x = torch.randn(1, 1, 500, 64, generator=torch.Generator().manual_seed(8))
+    errors = [error(make_codec("turboquant", 64, bits=bits, center="off"), x) for bits in (2, 2.5, 3, 3.5, 4)]
+    assert errors == sorted(errors, reverse=True)
+
+
+# Storage
+
+
+@pytest.mark.parametrize(
+    ("dim", "options", "bits"),
+    [
+        (64, {"bits": 4}, 4.25),
+        (128, {"bits": 4}, 4.125),
+        (128, {"bits": 3}, 3.125),
+        (64, {"bits": 1}, 1.25),
+        (128, {"bits": 6}, 6.125),
+        (80, {"bits": 2}, 2.2),
+        (128, {"bits": 2.5}, 2.5 + 32 / 128),
+        (128, {"bits": 2.5, "outlier_fraction": 0.25}, 2.25 + 32 / 128),
+        (64, {"bits": 3.5}, 3.5 + 32 / 64),
+        (128, {"bits": 3, "estimator": "prod"}, 3 + 32 / 128),
+        (128, {"bits": 1, "estimator": "prod"}, 1 + 16 / 128),
+        (64, {"bits": 2.5, "estimator": "prod"}, 2.5 + 64 / 64),
+    ],
+)
+def test_bits_per_number(make_codec: Make, dim: int, options: dict[str, Any], bits: float) -> None:
+    """Codes and 16-bit scalars by hand, the layout's count, and the bytes really produced."""
+    codec = make_codec("turboquant", dim, **options)
+    assert codec.bits_per_number() == pytest.approx(bits)
+    x = torch.randn(2, 1, 24, dim)
+    codec.prepare(x)
+    assert 8 * sum(field.nbytes for field in codec.encode(x)) / x.numel() == pytest.approx(bits)
+
+
+# Seeds
+
+
+def test_seeds(make_codec: Make) -> None:
+    """Same seed, same codes; another seed, side or layer, another rotation - unless it is shared."""
+    x = torch.randn(1, 1, 20, 64)
+    assert torch.equal(
+        make_codec("turboquant", 64, seed=3).encode(x)[0], make_codec("turboquant", 64, seed=3).encode(x)[0]
+    )
+    bases = [make_codec("turboquant", 64, side, seed=s).basis for side in ("keys", "values") for s in (0, 8)]
+    assert all(not torch.equal(a, b) for i, a in enumerate(bases) for b in bases[:i])
+    shared = [make_codec("turboquant", 64, side, shared_rotation=True).basis for side in ("keys", "values")]
+    assert torch.equal(*shared)
+
+
+# Attention in code space
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 4, "center": "on"},
+        {"bits": 3.5, "center": "on"},
+        {"bits": 2, "estimator": "prod", "center": "on"},
+        {"bits": 2.5, "estimator": "prod", "center": "off"},
+        {"bits": 3, "codebook": "uniform", "rotation": "haar", "center": "off"},
+        {"bits": 1, "estimator": "prod", "sketch": "gaussian", "center": "off"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [64, 80, 96])
+def test_code_space_equals_decoding(make_codec: Make, options: dict[str, Any], dim: int) -> None:
+    """`score` and `accumulate` give what decoded vectors give."""
+    x = keys_with_a_mean(0.5, dim)[:, :, :50]
+    codec = make_codec("turboquant", dim, heads=2, **options)
+    codec.prepare(x)
+    fields = codec.encode(x)
+    decoded = codec.decode(fields)
+    query = torch.randn(2, 2, 5, dim)
+    scores = codec.score(codec.map_query(query), fields)
+    torch.testing.assert_close(scores, query @ decoded.mT, atol=1e-4, rtol=1e-5)
+    if options["center"] == "off":
+        weights = torch.rand(2, 2, 5, 50)
+        output = codec.map_output(codec.accumulate(weights, fields))
+        torch.testing.assert_close(output, weights @ decoded, atol=1e-4, rtol=1e-5)
+
+
+def test_unprepared(make_codec: Make) -> None:
+    with pytest.raises(RuntimeError, match="prepare"):
+        make_codec("turboquant", 64, bits=2.5).encode(torch.randn(1, 1, 4, 64))

@@ -1,0 +1,121 @@
+"""Models that PEFT wraps: fused attention, `compress`, and adapters that have caches of their own."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.small_model import VOCAB, method_config, small_model
+
+from kvcache_compress import (
+    CompressedCache,
+    compress,
+    disable_fused_attention,
+    enable_fused_attention,
+    register_position_hooks,
+)
+from kvcache_compress.attention.interface import ATTENTION_NAME
+from kvcache_compress.attention.path import record_paths
+
+peft = pytest.importorskip("peft", reason="peft is not installed (extra `clients`)")
+CONFIG = method_config("turboquant")
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+VIRTUAL = 6
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("LoraConfig", {"init_lora_weights": False, "target_modules": ["q_proj", "k_proj", "v_proj"]}),
+    "ia3": ("IA3Config", {"init_ia3_weights": False, "target_modules": ["k_proj"], "feedforward_modules": []}),
+    "prompt tuning": ("PromptTuningConfig", {"num_virtual_tokens": VIRTUAL}),
+    "p-tuning": ("PromptEncoderConfig", {"num_virtual_tokens": VIRTUAL}),
+}
+
+
+def has_hooks(model: Any) -> bool:
+    return any(module._forward_pre_hooks for module in model.modules())
+
+
+def adapted(kind: str, options: dict[str, Any]) -> Any:
+    torch.set_num_threads(1)
+    base = small_model()
+    torch.manual_seed(1)
+    return peft.get_peft_model(base, getattr(peft, kind)(task_type="CAUSAL_LM", **options)).eval()
+
+
+@pytest.fixture(params=ADAPTERS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return adapted(*ADAPTERS[request.param])
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    return torch.randint(1, VOCAB, (2, 60), generator=torch.Generator().manual_seed(0))
+
+
+def test_compress(model: Any, prompt: torch.Tensor) -> None:
+    """The wrapper's `generate` reaches the compressed cache; all is put back."""
+    base = model.get_base_model()
+    expected = model.generate(input_ids=prompt, **GREEDY)
+    virtual = VIRTUAL if model.active_peft_config.is_prompt_learning else 0
+    for fused in (True, False):
+        with compress(model, {**CONFIG, "recent_tokens": 200}, fused=fused) as exact:
+            assert (base.config._attn_implementation == ATTENTION_NAME) == fused
+            assert torch.equal(model.generate(input_ids=prompt, **GREEDY), expected)
+            assert exact.last_cache.get_seq_length() == 65 + virtual
+        with compress(model, CONFIG, fused=fused) as block:
+            assert model.generate(input_ids=prompt, **GREEDY).shape == expected.shape
+            assert block.last_cache.packed_tokens > 0
+    assert "generate" not in vars(base)
+    assert base.config._attn_implementation == "sdpa"
+
+
+def test_fused_attention(model: Any, prompt: torch.Tensor) -> None:
+    """The same logits on the wrapper's own paths, also with a cache of another config object."""
+    outputs = []
+    for switch in (disable_fused_attention, enable_fused_attention):
+        switch(model)
+        for config in (model.config, small_model().config):
+            cache = CompressedCache(config, CONFIG)
+            options = {"output_logits": True, "return_dict_in_generate": True}
+            with record_paths() as taken:
+                output = model.generate(input_ids=prompt, past_key_values=cache, **GREEDY, **options)
+            assert cache.packed_tokens > 0
+            backend = cache.layers[0].backend
+            assert taken == ([(backend, 1)] * 2 * 5 if switch is enable_fused_attention else [])
+            outputs.append(torch.stack(output.logits))
+    for one in outputs[1:]:
+        torch.testing.assert_close(one, outputs[0], atol=1e-4, rtol=0)
+    disable_fused_attention(model)
+    assert model.config._attn_implementation == "sdpa"
+    register_position_hooks(model)
+    assert has_hooks(model.get_base_model())
+
+
+@torch.no_grad()
+def test_forward_of_the_wrapper(prompt: torch.Tensor) -> None:
+    model = adapted(*ADAPTERS["lora"])
+    enable_fused_attention(model)
+    cache = CompressedCache(small_model().config, CONFIG)
+    model(input_ids=prompt, past_key_values=cache)
+    with record_paths() as taken:
+        model(input_ids=prompt[:, :1], past_key_values=cache)
+    assert taken == [(cache.layers[0].backend, 1)] * 2
+
+
+@pytest.mark.parametrize("switch", [enable_fused_attention, lambda model: compress(model, CONFIG).__enter__()])
+def test_prefix_tuning_is_refused(switch: Any) -> None:
+    """Its keys and values come in a dense cache, which PEFT puts in place of the one that is given."""
+    model = adapted("PrefixTuningConfig", {"num_virtual_tokens": VIRTUAL})
+    with pytest.raises(ValueError, match="its adapter is of type PREFIX_TUNING"):
+        switch(model)
+    disable_fused_attention(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert "generate" not in vars(model.get_base_model())
+
+
+def test_an_enabled_model_that_gets_a_prefix(prompt: torch.Tensor) -> None:
+    """Generates with PEFT's cache, as without us, and can be switched off."""
+    base = small_model()
+    enable_fused_attention(base)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=VIRTUAL)).eval()
+    got = model.generate(input_ids=prompt, **GREEDY)
+    disable_fused_attention(model)
+    assert torch.equal(model.generate(input_ids=prompt, **GREEDY), got)

@@ -1,0 +1,250 @@
+"""Model families, tiny and random, with every method; what `docs/support.md` says of them is what is found here."""
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import family_cases
+from support.family_cases import FAMILIES, METHODS, build, check, logits, method_config, model, outcome, refusal
+from support.paths import ROOT
+from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers.cache_utils import DynamicLayer
+
+from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
+from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.modeling.decoder import head_dim_of
+from kvcache_compress.modeling.rope import layer_has_rope, rope_layout, rotary_embedding
+
+NEEDS_ROPE = {"polarquant_rope", "commvq"}
+WITHOUT_ROPE = {"cohere2", "deepseek_v3", "opt", "gpt2"}
+"""Families whose full-attention layers have no RoPE, or, as deepseek's, none in what is cached as keys."""
+WITHOUT_FULL_ATTENTION = {"mistral, sliding": "sliding_attention"}
+SLIDING_ALONE_ROTATES = ["afmoe", "cohere2_moe", "exaone4", "exaone_moe", "flint"]
+"""More families whose full-attention layers have no RoPE, in `rope.py` by name."""
+THEN_SLIDING = {"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}
+FULL_FIRST: dict[str, dict[str, Any]] = {
+    "gpt_oss": THEN_SLIDING,
+    "qwen3_next": {"layer_types": ["full_attention", "linear_attention"]},
+    "falcon_h1": {"num_hidden_layers": 1},
+    **{family: {**family_cases.EXPERTS, **THEN_SLIDING} for family in SLIDING_ALONE_ROTATES},
+}
+"""Attention sinks and recurrent states know positions too, which would show in the keys of later layers."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_with_every_method(family: str, method: str) -> None:
+    """Left padding, single steps, several tokens, a chunk: fused and not fused agree, or the cache says why not."""
+    found = outcome(family, method)
+    kind = FAMILIES[family].kind or family
+    if family in WITHOUT_FULL_ATTENTION:
+        there = WITHOUT_FULL_ATTENTION[family]
+        assert found.support == "no"
+        assert found.reason == f"{kind} has no full-attention layer to compress (it has {there})"
+    elif method in NEEDS_ROPE and family in {"smollm3", *WITHOUT_ROPE}:
+        assert found.support == ("rules" if family == "smollm3" else "no")
+        layer = 1 if family in ("smollm3", "cohere2") else 0
+        assert found.reason == (
+            f"{method} for keys needs rotary position embeddings: layer {layer} of {kind} has none that is known"
+        )
+    else:
+        assert found.support == "yes"
+    assert found.fused == (found.support != "no" and family != "deepseek_v3")
+
+
+@pytest.mark.parametrize("method", sorted(NEEDS_ROPE))
+def test_layers_without_rope_may_stay_dense(method: str) -> None:
+    config = method_config("smollm3", method, {"match": 1, "method": "none"})
+    both = family_cases.both_ways(model("smollm3"), config)
+    assert [type(layer) for layer in both.cache.layers] == [CompressedLayer, DynamicLayer]
+    assert both.cache.packed_tokens > 0
+    family_cases.assert_alike(both)
+
+
+@pytest.mark.parametrize("method", sorted(NEEDS_ROPE))
+def test_layers_without_rope_may_have_another_method(method: str) -> None:
+    """In cohere2 these are all that are compressed."""
+    rule = {"match": "full_attention", "keys": {"method": "qjl"}}
+    assert refusal("cohere2", method_config("cohere2", method)) is not None
+    check("cohere2", method_config("cohere2", method, rule), 0.2)
+
+
+def test_a_recurrent_state_beside_attention_follows_the_batch(tmp_path: Path) -> None:
+    """Every operation on the batch changes it like the keys; it cannot be cropped or saved, and says so."""
+    cache = CompressedCache(model("falcon_h1").config, method_config("falcon_h1", "turboquant"))
+    logits(model("falcon_h1"), cache)
+    layer = cache.layers[0]
+    before, keys = layer.recurrent_states[0].clone(), layer.keys
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
+    cache.batch_select_indices(torch.tensor([0, 1]))
+    assert cache.packed_tokens == 64
+    torch.testing.assert_close(layer.recurrent_states[0], before[[1, 0]], atol=0, rtol=0)
+    torch.testing.assert_close(layer.keys, keys[[1, 0]], atol=0, rtol=0)
+    assert not cache.is_croppable
+    with pytest.raises(ValueError, match="layer 0, a HybridCompressedLayer, keeps no past to go back to"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="layer 0, with a recurrent state beside its keys and values, cannot be saved"):
+        cache.save(tmp_path / "cache.safetensors")
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert not layer.recurrent_states[0].any()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_dimension_that_a_method_cannot_take(method: str) -> None:
+    odd = build("llama", head_dim=20).config
+    with pytest.raises(ValueError, match="head_dim=20 for"):
+        CompressedCache(odd, method_config("llama", method))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3, 96"])
+def test_bfloat16(family: str, method: str) -> None:
+    """In 16 bits the two paths round in other places: they differ less from each other than from float32."""
+    small = build(family).bfloat16()
+    unfused, fused, _, cache = family_cases.both_ways(small, method_config(family, method))
+    assert cache.packed_tokens > 0
+    assert all(layer.dtype == torch.bfloat16 for layer in cache.layers)
+    error = (logits(small, DynamicCache(config=small.config)) - family_cases.exact(family)).norm()
+    assert (fused - unfused).norm() < error
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma4", "gpt_oss", "qwen3_next", "deepseek_v3", "gpt_neox"])
+def test_fixed_capacity(family: str) -> None:
+    """Beside sliding and linear layers; with soft-cap, sinks, wider keys than values, partial RoPE."""
+    built = model(family)
+    config = method_config(family, "turboquant")
+    fixed = config.model_copy(update={"max_cache_len": 110})
+    for expected, got in zip(
+        family_cases.both_ways(built, config)[:2], family_cases.both_ways(built, fixed)[:2], strict=True
+    ):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert family_cases.both_ways(built, fixed).cache.packed_tokens > 0
+
+
+def spread(keys: torch.Tensor) -> float:
+    """Largest deviation of keys `[1, H, T, D]` from their first token's, relative to their largest number."""
+    return float((keys - keys[:, :, :1]).abs().max() / keys.abs().max())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *SLIDING_ALONE_ROTATES])
+@torch.no_grad()
+def test_rope_is_undone_as_the_model_does_it(family: str) -> None:
+    """Equal tokens have equal keys but for their positions: before RoPE, as `rope.py` knows it, no trace is left."""
+    if family in SLIDING_ALONE_ROTATES and family not in CONFIG_MAPPING:
+        pytest.skip(f"this version of Transformers has no {family}")
+    one = build(family, **FULL_FIRST.get(family, {}))
+    layout, embed = rope_layout(one.config, head_dim_of(one.config)), rotary_embedding(one.config)
+    assert (layout is None) == (family in {"opt", "gpt2", "deepseek_v3"})
+    if layout is None or embed is None:
+        return
+    cache = DynamicCache(config=one.config)
+    one(torch.full((1, 14), 7), past_key_values=cache)
+    factors = layout.factors(embed(torch.zeros(1), torch.arange(14)[None]))
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, DynamicLayer) and not layer.is_sliding:
+            turned = layer_has_rope(one.config, index)
+            assert (spread(layer.keys) > 0.05) == turned
+            assert spread(layout.unrotate(layer.keys, factors) if turned else layer.keys) < 1e-4
+
+
+def test_full_attention_whose_rope_parameters_are_none() -> None:
+    """Some configs say so by layer type, some for all layers."""
+    types = {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention": None}
+    by_type = AutoConfig.for_model("gemma3_text", **{**family_cases.SIZES, **family_cases.SLIDING_FIRST})
+    by_type.rope_parameters = types
+    for_all = AutoConfig.for_model("llama", **family_cases.SIZES)
+    for_all.rope_parameters = {"rope_type": "default", "rope_theta": None}
+    for config in (by_type, for_all):
+        with pytest.raises(ValueError, match=f"layer . of {config.model_type} has none that is known"):
+            CompressedCache(config, method_config("llama", "polarquant_rope"))
+
+
+@pytest.mark.parametrize(
+    "how", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=["beams", "sampled"]
+)
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "gemma4"])
+def test_generate_with_padding(family: str, how: dict[str, Any]) -> None:
+    """Rows of what is compressed and what is not are reordered alike."""
+    ids, mask = (part[:, :60] for part in family_cases.prompt())
+    config = method_config(family, "turboquant")
+
+    def generate(cache: DynamicCache | CompressedCache) -> torch.Tensor:
+        torch.manual_seed(0)
+        options = {"attention_mask": mask, "max_new_tokens": 24, "pad_token_id": 0, **how}
+        return model(family).generate(ids, past_key_values=cache, **options)
+
+    outputs = []
+    for fused in (False, True):
+        with compress(model(family), config, fused=fused):
+            cache = CompressedCache(model(family).config, config)
+            outputs.append(generate(cache))
+        assert cache.packed_tokens == 64
+    assert torch.equal(*outputs)
+    wide = CompressedCache(model(family).config, config.model_copy(update={"recent_tokens": 256}))
+    plain = DynamicCache(config=model(family).config)
+    assert torch.equal(generate(wide), generate(plain)), "nothing is packed: exact"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_softcap_and_sinks_matter(family: str) -> None:
+    """The control for these two options: without them the models' logits over packed tokens are others."""
+    changed = build(family)
+    enable_fused_attention(changed)
+    config = method_config(family, "turboquant")
+    found = []
+    for _ in range(2):
+        cache = CompressedCache(changed.config, config)
+        found.append(logits(changed, cache))
+        assert cache.packed_tokens > 0
+        for layer in changed.model.layers:
+            layer.self_attn.attn_logit_softcapping = None
+            if hasattr(layer.self_attn, "sinks"):
+                layer.self_attn.sinks.data.fill_(-1e4)
+    assert (found[0] - found[1]).abs().max() > 1e-2
+
+
+def test_composite_config() -> None:
+    """A multimodal model: only its decoder is switched, and put back."""
+    text = {**model("gemma3").config.to_dict(), "model_type": "gemma3_text"}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    torch.manual_seed(0)
+    both = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+    both.eval()
+    config = both.config
+    before = (config.text_config._attn_implementation, config.vision_config._attn_implementation)
+    ids = family_cases.prompt()[0][1:, :60]
+    outputs = []
+    for switch in (disable_fused_attention, enable_fused_attention):
+        switch(both)
+        cache = CompressedCache(config, method_config("gemma3", "turboquant"))
+        outputs.append(both.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False))
+        assert cache.packed_tokens > 0
+    assert config.vision_config._attn_implementation == before[1]
+    assert torch.equal(*outputs)
+    disable_fused_attention(both)
+    assert (config.text_config._attn_implementation, config.vision_config._attn_implementation) == before
+
+
+def test_support_page_is_what_was_found_here() -> None:
+    """The table of `docs/support.md`, for the version of Transformers that the project pins."""
+    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    pinned = re.search(r"^transformers==(.*)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned is not None
+    assert f"Transformers {pinned[1]}" in page, "run: python benchmarks/support.py"
+    if transformers.__version__ != pinned[1]:
+        pytest.skip(f"the page is for Transformers {pinned[1]}")
+    script = runpy.run_path(str(ROOT / "benchmarks" / "support.py"))
+    assert script["render"]() == page, "run: python benchmarks/support.py"

@@ -1,0 +1,123 @@
+"""SmolLM2-135M generates from compressed caches: batch, left padding, greedy and sampled, fused and not fused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention, load_config
+from kvcache_compress.modeling.loading import load_model
+
+pytestmark = pytest.mark.slow
+NEW_TOKENS = 12
+STORY = (
+    "The keeper of the lighthouse wrote down the weather every evening: the wind, the height of the waves, and the "
+    "ships that went by. On the first day of winter he counted three of them, and on the second day none at all. "
+    "His sister, who lived in the village, sent him bread and letters by the boat that came on Mondays. In her last "
+    "letter she asked him how many ships he had counted on the first day of winter."
+)
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.7, "top_p": 0.9},
+}
+PRESETS = {"turboquant-3.5bit": 4.0, "turboquant-k3v2": 2.75}
+
+
+@pytest.fixture(scope="module")
+def real() -> Any:
+    """The model and a batch of two prompts of different length, padded on the left."""
+    torch.set_num_threads(1)
+    model, tokenizer = load_model("smollm2-135m")
+    chats = [[{"role": "user", "content": f"{STORY}{more}"}] for more in (" What did he answer?", f" {STORY} Why?")]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    assert (batch["attention_mask"] == 0).any()
+    assert (batch["attention_mask"][:, -1] == 1).all()
+    return model, tokenizer, dict(batch)
+
+
+def generate(real: Any, config: Any, fused: bool, tokens: int = NEW_TOKENS, **how: Any) -> Any:
+    model, _, batch = real
+    (enable_fused_attention if fused else disable_fused_attention)(model)
+    cache = CompressedCache(model.config, config)
+    torch.manual_seed(0)
+    output = model.generate(
+        **batch,
+        past_key_values=cache,
+        max_new_tokens=tokens,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **how,
+    )
+    disable_fused_attention(model)
+    return output.sequences, torch.stack(output.logits), cache
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fused_equals_not_fused(real: Any, way: str) -> None:
+    """Same tokens, logits within 1e-2 of logits of size 10 to 20 (float32 sums in another order, 30 layers deep)."""
+    tokens, logits, cache = generate(real, "turboquant-4bit", fused=True, tokens=36, **WAYS[way])
+    expected_tokens, expected, _ = generate(real, "turboquant-4bit", fused=False, tokens=36, **WAYS[way])
+    assert cache.packed_tokens > 64
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(logits, expected, atol=1e-2, rtol=0)
+
+
+def test_memory_is_saved_and_text_makes_sense(real: Any) -> None:
+    """Measured bits of the packed part, and the fact that the prompt asks for, in the batch's text."""
+    model, tokenizer, batch = real
+    width = batch["input_ids"].shape[1]
+    for preset, bits in PRESETS.items():
+        tokens, _, cache = generate(real, preset, fused=True, do_sample=False)
+        report = cache.memory_report()
+        assert report.packed_tokens > 64
+        assert report.packed_bits_per_number == pytest.approx(bits)
+        text = tokenizer.batch_decode(tokens[:, width:], skip_special_tokens=True)
+        assert all(len(set(answer.split())) > 5 for answer in text), "not one word over and over"
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_padding_and_batch_do_not_matter_to_the_text(real: Any) -> None:
+    """The longer prompt alone begins as it does beside a padded one: rows share statistics, and nothing else."""
+    model, _, batch = real
+    longer = batch["attention_mask"].sum(1).argmax()
+    config = load_config("turboquant-4bit")
+    tokens, _, _ = generate(real, config, fused=True, do_sample=False)
+    cache = CompressedCache(model.config, config)
+    alone = model.generate(
+        batch["input_ids"][longer : longer + 1], past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False
+    )
+    assert cache.packed_tokens > 64
+    width = batch["input_ids"].shape[1]
+    assert torch.equal(alone[0, : width + 6], tokens[longer, : width + 6])
+
+
+def test_logits_stay_close_to_a_full_cache(real: Any) -> None:
+    """Held-out steps at 4 bits: the distribution of the next token barely moves, at 1 bit it does (the control)."""
+    model, _, batch = real
+    ids = batch["input_ids"][1:]
+    prompt, rest = ids[:, :-16], ids[:, -16:]
+
+    def next_tokens(cache: Any) -> torch.Tensor:
+        with torch.no_grad():
+            model(input_ids=prompt, past_key_values=cache)
+            return model(input_ids=rest, past_key_values=cache).logits.log_softmax(-1)
+
+    full = next_tokens(CompressedCache(model.config, {"keys": "none", "values": "none"}))
+    divergence = {}
+    for bits in (4, 1):
+        side = {"method": "turboquant", "bits": bits}
+        cache = CompressedCache(model.config, {"keys": side, "values": side})
+        lossy = next_tokens(cache)
+        assert cache.packed_tokens > 64
+        divergence[bits] = (full.exp() * (full - lossy)).sum(-1).mean().item()
+    assert divergence[4] < 0.02
+    assert divergence[1] > 0.05
+
+
+def test_compress_on_the_real_model(real: Any) -> None:
+    model, _, batch = real
+    with compress(model, "turboquant-3bit") as handle:
+        model.generate(**batch, max_new_tokens=4, do_sample=False)
+    assert handle.last_cache.packed_tokens > 64
+    assert handle.last_cache.memory_report().packed_bits_per_number == pytest.approx(3.25)

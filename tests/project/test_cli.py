@@ -1,0 +1,117 @@
+"""The command line."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+from kvcache_compress import preset_names
+from kvcache_compress.bench.command import attention_shape
+from kvcache_compress.bench.layers import SHAPES, Shape
+from kvcache_compress.cache.estimate import MODELS, cache_bytes, constant_bytes, packed_bits, rope_bytes, total_bytes
+from kvcache_compress.cli import app
+from kvcache_compress.config import load_config
+
+runner = CliRunner(env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize("terminal", [{"COLUMNS": "200"}, {"COLUMNS": "80"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize("command", ["presets", "memory"])
+def test_presets_are_listed_unabridged_on_any_terminal(command: str, terminal: dict[str, str]) -> None:
+    output = runner.invoke(app, [command], env=terminal).output
+    assert all(name in output for name in preset_names())
+
+
+def test_memory_of_the_default_shape() -> None:
+    result = runner.invoke(app, ["memory", "--tokens", "131072"])
+    assert result.exit_code == 0
+    assert "16.00" in result.output  # GiB of Llama-3.1-8B's bfloat16 cache at 128K
+
+
+def test_memory_of_models_that_bench_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, with nothing to be found anywhere."""
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", None)
+    output = runner.invoke(app, ["memory", "--model", "smollm2-135m"]).output
+    assert "30 full-attention layers, 3 heads of 64" in " ".join(output.split())
+    for name, (_, query_heads, kv_heads, head_dim) in MODELS.items():
+        assert attention_shape(name) == SHAPES[name] == Shape(query_heads, kv_heads, head_dim)
+        assert all(name in runner.invoke(app, [command, "--help"]).output for command in ("memory", "bench"))
+
+
+def test_memory_of_an_unknown_model_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = runner.invoke(app, ["memory", "--model", "no/such-model"])
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output
+
+
+def test_demo_of_an_unknown_preset_is_a_message() -> None:
+    result = runner.invoke(app, ["demo", "--preset", "turboquant-4bits"])
+    assert result.exit_code == 1
+    assert "did you mean 'turboquant-4bit'" in result.output
+
+
+def test_doctor_names_the_backend() -> None:
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    assert "backend" in result.output
+
+
+def test_eval_passes_its_options_on() -> None:
+    result = runner.invoke(app, ["eval", "perplexity", "--cache", "nonsense"])
+    assert result.exit_code == 1
+    assert "nonsense" in result.output
+
+
+def test_estimates_by_hand() -> None:
+    """4 bits at D = 128: 64 bytes of codes and 2 of scale per vector; 80 tokens of 1,000 dense."""
+    config = load_config("turboquant-4bit")
+    assert packed_bits(config, 128) == pytest.approx(8 * 66 / 128)
+    per_head = 80 * 2 * 128 * 2 + (1000 - 80) * 2 * 66
+    assert cache_bytes(config, layers=3, kv_heads=2, head_dim=128, tokens=1000) == 3 * 2 * per_head
+    # A rotation, 16 levels and the 256 pairs of them per side; no sinks, so that keys are not centred.
+    constants = 3 * 2 * ((128 * 128 + 16) * 4 + 256 * 8)
+    assert constant_bytes(config, 3, 2, 128) == constants
+    assert total_bytes(config, 3, 2, 128, 1000) == 3 * 2 * per_head + constants
+
+
+def test_estimates_of_commvq_by_hand() -> None:
+    """2 bits at D = 64, three heads in 30 layers: 11 rounds of 12 bits, 21 of 6, scalars, and a token's cos and sin."""
+    config = load_config("commvq-2bit")
+    per_head = 17 + 16 + 2 + 2
+    assert rope_bytes(config, 64, layers=30) == 64 * 2
+    assert packed_bits(config, 64, layers=30, kv_heads=3) == pytest.approx(8 * (90 * per_head + 128) / (90 * 128))
+    books = 2 * 3 * 64 * 64 * (11 + 21) + 2 * 3 * 32
+    assert constant_bytes(config, 30, 3, 64) == 30 * books
+    dense = 80 * 90 * 2 * 64 * 2
+    assert total_bytes(config, 30, 3, 64, 180, batch=2) == 2 * (dense + 100 * 90 * per_head + 180 * 128) + 30 * books
+
+
+@pytest.mark.slow
+def test_demo_runs() -> None:
+    result = runner.invoke(app, ["demo", "--new-tokens", "8"])
+    assert result.exit_code == 0, result.output
+    assert "tokens packed at 4.25 bits" in " ".join(result.output.split())
+
+
+def test_memory_where_a_preset_does_not_fit() -> None:
+    result = runner.invoke(app, ["memory", "--head-dim", "80"])
+    assert result.exit_code == 0
+    assert "kivi-2bit: group_size=32" in result.output
+    assert "turboquant-4bit" in result.output
+
+
+@pytest.mark.parametrize("kind", ["Mamba2Config", "T5Config"])
+def test_memory_of_a_model_without_such_a_cache(kind: str, tmp_path: Path) -> None:
+    getattr(transformers, kind)().save_pretrained(tmp_path)
+    result = runner.invoke(app, ["memory", "--model", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "error:" in result.output
+
+
+def test_memory_counts_full_attention_layers(tmp_path: Path) -> None:
+    transformers.Gemma3TextConfig(num_hidden_layers=12).save_pretrained(tmp_path)
+    result = runner.invoke(app, ["memory", "--model", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "2 full-attention layers" in result.output

@@ -1,0 +1,39 @@
+"""What is installed: one top-level package, with the repository's other folders inside it."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+
+
+@pytest.mark.slow
+def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
+    """Another top-level `triton_kernels` or `eval` would shadow other projects' packages."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(ROOT)], check=True, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"kvcache_compress"}
+    expected = (
+        "py.typed",
+        "configs/turboquant-4bit.yaml",
+        "triton_kernels/attention/kernel.py",
+        "triton_kernels/attention/tiles.json",
+        "cpu_kernels/attention/attend.cpp",
+        "cpu_kernels/attention/softmax.h",
+        "eval/tasks/default_text.txt",
+        "eval/reporting/report.html.j2",
+        "eval/tasks/longbench/prompts.yaml",
+    )
+    assert all(f"kvcache_compress/{name}" in names for name in expected)
+
+
+@pytest.mark.parametrize("folder", ["triton_kernels", "cpu_kernels"])
+def test_the_folder_refuses_another_name(folder: str) -> None:
+    """Imported from the repository's root under its own name, the folder says why it cannot be."""
+    done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert f"installed as kvcache_compress.{folder}" in done.stderr

@@ -1,0 +1,92 @@
+"""The README says what the result files hold, and its code runs."""
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+from kvcache_compress import load_config
+from kvcache_compress.config import preset_names
+from kvcache_compress.eval.reporting.tables import Table
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def snippets(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "benchmarks" / "readme.py"))
+
+
+@pytest.fixture(scope="module")
+def table(script: dict[str, Any]) -> Table:
+    return script["results"]()[0]
+
+
+def test_tables_are_those_of_the_result_files(script: dict[str, Any]) -> None:
+    assert "| turboquant-4bit |" in README
+    assert script["render"](README, *script["results"]()) == README, "run: python benchmarks/readme.py"
+
+
+def test_measured_losses_keep_their_bounds(table: Table) -> None:
+    """The project's own targets for this protocol; result files that break them must not be committed unnoticed."""
+    kl = {row.cache: row.cells["wikitext"].score for row in table.rows}
+    assert kl["turboquant-4bit@sinks=0,recent=0"] <= 0.011
+    # The target was 0.042, which a single Hadamard round met (0.040) and no rotation that keeps Theorem 1 for every
+    # vector does: four seeds of uniform ones have 0.044 to 0.046 (docs/turboquant.md).
+    assert kl["turboquant-3bit@sinks=0,recent=0"] <= 0.047
+    assert kl["turboquant-4bit"] <= 0.0045
+    assert kl["turboquant-3bit"] <= 0.020
+    assert kl["turboquant-k3v2"] <= 0.029
+
+
+def test_every_committed_cell_is_finished_but_where_hqq_fails(table: Table) -> None:
+    for row in table.rows:
+        for cell in row.cells.values():
+            if row.cache.startswith("hqq") and cell.error is not None:
+                assert "size of tensor" in cell.error, "hqq cannot pack an odd number of groups"
+                continue
+            assert cell.error is None
+            assert row.lossless or cell.packed_tokens["most"] > 0
+            assert not any("dirty" in record["commit"] for record in cell.records)
+
+
+def test_every_preset_is_in_the_comparison(table: Table) -> None:
+    everywhere = {row.cache for row in table.rows if set(row.cells) == {column.name for column in table.columns}}
+    assert set(preset_names()) <= everywhere
+
+
+def test_cpu_figures_keep_their_bounds(script: dict[str, Any]) -> None:
+    """The project's targets: with four bits a step takes less time than with the full cache, a prompt hardly more."""
+    rows = {(row["tokens"], row["cache"]): row for row in script["results"]()[2]["rows"]}
+    assert rows[4096, "turboquant-4bit"]["ratio"] <= 0.9
+    assert rows[8000, "turboquant-4bit"]["ratio"] <= 0.8
+    for tokens in (4096, 8000):
+        ours = rows[tokens, "turboquant-4bit"]
+        assert ours["prefill_ratio"] <= 1.1
+        assert rows[tokens, "hqq-4"]["ratio"] >= 1.6 * ours["ratio"]
+
+
+def test_yaml_snippet_is_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    (text,) = snippets("yaml")
+    path.write_text(text, encoding="utf-8")
+    assert load_config(path).layers[0].method == "none"
+
+
+@pytest.mark.slow
+def test_python_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
+    scope: dict[str, object] = {}
+    for code in snippets("python"):
+        exec(code, scope)
+    printed = capsys.readouterr().out
+    assert "bits per packed number" in printed
+    packed = re.search(r"(\d+) tokens packed", printed)
+    assert packed is not None
+    assert int(packed[1]) > 0

@@ -1,0 +1,156 @@
+"""Command lines with wrong values: each ends with a message, none with a traceback, whatever was given."""
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+from support.small_model import small_model
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from kvcache_compress.cli import EVALUATIONS, app
+
+NUMBERS = ("-1", "0", "99999999999999999999", "9" * 5000, "1.5", "x", "", "nan")
+DEVICES = ("nodevice", "cuda:99", "cpu:x", "meta", "")
+NAMES = ("", "nope", "x" * 300, "x" * 6000, "a\nb", "turboquant-4bit@sinks=99999999999999999999")
+NOWHERE = "/nowhere/at/all"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that are no texts, a text, and a model."""
+    folder = tmp_path_factory.mktemp("wrong")
+    (folder / "folder").mkdir()
+    (folder / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    (folder / "empty.yaml").write_text("")
+    (folder / "broken.yaml").write_text("keys: [")
+    (folder / "text.txt").write_text("some words " * 100)
+    small_model().save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def refused(*arguments: str) -> str:
+    """What a command says that fails, without a traceback and without end."""
+    runner = CliRunner(env={"COLUMNS": "200"})
+    ran = runner.invoke(app, [*arguments])
+    assert ran.exit_code in (1, 2), ran.output
+    assert ran.exception is None or isinstance(ran.exception, SystemExit), repr(ran.exception)
+    assert "Traceback" not in ran.output
+    typed = sum(map(len, arguments))
+    assert len(ran.output) < 4000 + 3 * typed
+    return " ".join(ran.output.split())
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--batch", "--layers", "--kv-heads", "--head-dim"])
+def test_memory(option: str) -> None:
+    for value in NUMBERS:
+        refused("memory", option, value)
+
+
+@pytest.mark.parametrize("head_dim", ["1", "7", "12"])
+def test_memory_of_a_head_dimension_that_no_method_takes(head_dim: str) -> None:
+    ran = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["memory", "--head-dim", head_dim, "--layers", "2"])
+    assert ran.exit_code == 0, repr(ran.exception)
+    assert f"commvq-2bit: head_dim={head_dim} for commvq: allowed multiples of 16 from 16 on" in ran.output
+
+
+def test_numbers_of_the_other_commands(folder: Path) -> None:
+    text, output = str(folder / "text.txt"), str(folder / "out.safetensors")
+    calibrate = ("calibrate", "--text", text, "--output", output, "--model", NOWHERE)
+    for value in NUMBERS:
+        refused("demo", "--preset", "nope", "--new-tokens", value)
+        for option in ("--batch", "--tokens", "--repeats"):
+            refused("bench", "--preset", "nope", option, value)
+        for option in ("--bits", "--tokens", "--key-rounds", "--value-rounds"):
+            refused(*calibrate, option, value)
+
+
+def test_files_and_names(folder: Path) -> None:
+    paths = [str(path) for path in folder.iterdir() if path.name != "model"]
+    for value in (*paths, *NAMES, NOWHERE):
+        refused("demo", "--preset", value, "--model", NOWHERE)
+        refused("bench", "--preset", value, "--device", "cpu", "--tokens", "16")
+        for command in ("memory", "bench", "demo"):
+            refused(command, "--model", value)
+        if value != str(folder / "text.txt"):
+            refused("calibrate", "--text", value, "--output", str(folder / "out"), "--model", NOWHERE)
+        refused("eval", "compare", value)
+        refused("eval", "report", value)
+    for value in DEVICES[:-1]:
+        refused("calibrate", "--text", paths[0], "--output", str(folder / "out"), "--device", value, "--model", NOWHERE)
+        refused("bench", "--device", value)
+    for value in ("int8", "float64", ""):
+        refused("bench", "--dtype", value or "x")
+        refused("eval", "perplexity", "--dtype", value, "--model", NOWHERE)
+    for command in ("presets", "doctor", "memory", "nothing"):
+        refused(command, "more")
+
+
+@pytest.mark.parametrize("kind", [name for name in EVALUATIONS if name not in ("compare", "report")])
+def test_evaluations(kind: str, folder: Path) -> None:
+    """Every option of every one, with values that are none."""
+    text = str(folder / "text.txt")
+    needed = {"ruler": ["--data", text], "distortion": ["--text", text], "neighbors": ["--text", text]}.get(kind, [])
+    if kind in ("distortion", "neighbors"):
+        needed += ["--output", str(folder / "out")]
+    module = importlib.import_module(f"kvcache_compress.eval.{kind}")
+    found = 0
+    for option in get_command(module.app).params:
+        if option.is_flag:
+            continue
+        wanted = str(option.type_descriptor.annotation)
+        values: tuple[str, ...] = NAMES
+        if "int" in wanted or "float" in wanted:
+            values = NUMBERS
+        elif "Path" in wanted:
+            values = (str(folder / "folder"), str(folder / "bytes.yaml"), str(folder / "new"), "x" * 6000)
+        for value in values:
+            refused("eval", kind, *needed, "--model", NOWHERE, option.opts[0], value)
+            found += 1
+    assert found > 30
+
+
+@pytest.mark.parametrize("device", DEVICES[:-1])
+def test_devices_of_models(device: str, folder: Path) -> None:
+    said = refused("eval", "perplexity", "--model", str(folder / "model"), "--device", device)
+    assert f"device={device!r} cannot be had: " in said
+
+
+CONFIGS: dict[str, Any] = {
+    "none": None,
+    "empty": "",
+    "a list": "[]",
+    "a mapping": "{}",
+    "bytes": b"\xff\xfe",
+    "a kind that is none": {"model_type": "nope"},
+    "an encoder": {"model_type": "t5"},
+    "no attention": {"model_type": "mamba"},
+    "a text for a number": {"hidden_size": "x"},
+    "no heads": {"num_attention_heads": 0, "head_dim": None},
+    "layers below zero": {"num_hidden_layers": -1},
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_models_that_are_none(case: str, folder: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(folder / "model", model)
+    config, given = model / "config.json", CONFIGS[case]
+    if given is None:
+        config.unlink()
+    elif isinstance(given, dict):
+        config.write_text(json.dumps(json.loads(config.read_text()) | given))
+    else:
+        config.write_bytes(given if isinstance(given, bytes) else given.encode())
+    refused("memory", "--model", str(model))
+    refused("bench", "--model", str(model))
+    refused("demo", "--model", str(model))

@@ -1,0 +1,196 @@
+"""Growing buffers: little slack, few copies, nothing rewritten."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from kvcache_compress import TurboQuantCache
+from kvcache_compress.codecs.layout import Field
+from kvcache_compress.storage.packed_store import FIRST_TOKENS, PackedStore, TailBuffer
+
+FIELDS = (Field("codes", torch.int32, (4,)), Field("scale", torch.float16, (8,), tokens=32))
+
+
+def new_store() -> PackedStore:
+    return PackedStore(FIELDS, batch=2, heads=3, device=torch.device("cpu"))
+
+
+def block(start: int, tokens: int = 32) -> tuple[torch.Tensor, ...]:
+    """Fields of tokens `[start, start + tokens)`, each of which holds its own number."""
+    codes = torch.arange(start, start + tokens).view(1, 1, -1, 1).expand(2, 3, -1, 4).int()
+    scale = torch.arange(start // 32, (start + tokens) // 32).view(1, 1, -1, 1).expand(2, 3, -1, 8).half()
+    return codes, scale
+
+
+def test_long_run() -> None:
+    """20,000 tokens, 32 at a time: slack at most an eighth at every step, and each token copied about eight times."""
+    store = new_store()
+    moves = copied = 0
+    for start in range(0, 20_000, 32):
+        held = [buffer.data_ptr() for buffer in store.buffers]
+        before, capacity = store.tokens, store.capacity
+        store.append(block(start), 32, growing=True)
+        used = sum(store.bytes_used().values())
+        assert used <= store.bytes_allocated() <= 1.125 * used
+        if store.capacity != capacity:
+            assert store.capacity <= max(1.125 * capacity + 36, before + 36), "grows by an eighth, never doubles"
+            moves += 1
+            copied += before
+        else:
+            assert [buffer.data_ptr() for buffer in store.buffers] == held
+    assert moves < 60
+    assert copied < 10 * store.tokens
+    codes, scale = store.read(0, store.tokens)
+    assert torch.equal(codes, block(0, store.tokens)[0])
+    assert torch.equal(scale, block(0, store.tokens)[1])
+
+
+def test_prompts_leave_no_slack_where_nothing_follows() -> None:
+    store = new_store()
+    store.append(block(0, 320), 320, growing=False)
+    assert store.bytes_allocated() == sum(store.bytes_used().values()) == 6 * (320 * 16 + 10 * 16)
+
+
+def test_bytes_used() -> None:
+    store = new_store()
+    assert store.bytes_used() == {"codes": 0, "scale": 0}
+    store.append(block(0, 64), 64, growing=True)
+    assert store.bytes_used() == {"codes": 6 * 64 * 16, "scale": 6 * 2 * 16}
+
+
+def test_read_parts() -> None:
+    store = new_store()
+    store.append(block(0, 96), 96, growing=True)
+    codes, scale = store.read(32, 64)
+    assert torch.equal(codes, block(32)[0])
+    assert torch.equal(scale, block(32)[1])
+    assert [field.shape[2] for field in store.read(0, 0)] == [0, 0]
+
+
+def test_truncate_then_append() -> None:
+    store = new_store()
+    store.append(block(0, 96), 96, growing=True)
+    store.truncate(32)
+    store.append(block(320), 32, growing=True)
+    codes = store.read(0, 64)[0]
+    assert torch.equal(codes[:, :, :32], block(0)[0])
+    assert torch.equal(codes[:, :, 32:], block(320)[0])
+
+
+def test_apply_reaches_every_field() -> None:
+    store = new_store()
+    store.append(block(0), 32, growing=True)
+    store.apply(lambda x: x[torch.tensor([1, 1, 0, 1])])
+    assert [field.shape[0] for field in store.read(0, 32)] == [4, 4]
+    assert all(buffer.is_contiguous() for buffer in store.buffers)
+    store.append(tuple(x[:1].expand(4, -1, -1, -1) for x in block(32)), 32, growing=True)
+    assert store.tokens == 64
+
+
+def test_inference_mode_buffers_can_be_written_outside() -> None:
+    store, tail = new_store(), None
+    with torch.inference_mode():
+        store.append(block(0, 320), 320, growing=True)
+        tail = TailBuffer(torch.zeros(1, 1, 0, 4), 8)
+        tail.append(torch.ones(1, 1, 2, 4))
+    store.append(block(320), 32, growing=True)
+    tail.append(torch.full((1, 1, 1, 4), 2.0))
+    assert torch.equal(store.read(0, 352)[0], block(0, 352)[0])
+    assert tail.view()[0, 0, :, 0].tolist() == [1, 1, 2]
+
+
+# The tail
+
+
+@pytest.fixture
+def tail() -> TailBuffer:
+    return TailBuffer(torch.zeros(1, 1, 0, 2), 8)
+
+
+def numbers(start: int, count: int) -> torch.Tensor:
+    return torch.arange(start, start + count).float().view(1, 1, -1, 1).expand(1, 1, -1, 2)
+
+
+def test_tail_writes_in_place(tail: TailBuffer) -> None:
+    pointer = tail.buffer.data_ptr()
+    for step in range(8):
+        tail.append(numbers(step, 1))
+    assert tail.buffer.data_ptr() == pointer
+    assert tail.tokens == tail.buffer.shape[2]
+    assert torch.equal(tail.view(), numbers(0, 8))
+
+
+def test_tail_grows_by_little(tail: TailBuffer) -> None:
+    """Where generated tokens stay dense the tail grows on: slack at most an eighth beyond its first room."""
+    moves = 0
+    for step in range(3000):
+        pointer = tail.buffer.data_ptr()
+        tail.append(numbers(step, 1))
+        moves += tail.buffer.data_ptr() != pointer
+        assert tail.buffer.shape[2] <= max(8, 1.125 * tail.tokens)
+    assert torch.equal(tail.view(), numbers(0, 3000))
+    assert moves < 80
+
+
+def test_tail_replace_keeps_views(tail: TailBuffer) -> None:
+    tail.append(numbers(0, 6))
+    seen = tail.view()
+    tail.replace(seen[:, :, 4:])
+    tail.append(numbers(50, 3))
+    assert torch.equal(seen, numbers(0, 6))
+    assert tail.view()[0, 0, :, 0].tolist() == [4, 5, 50, 51, 52]
+    tail.truncate(2)
+    tail.append(numbers(9, 1))
+    assert tail.view()[0, 0, :, 0].tolist() == [4, 5, 9]
+
+
+def test_truncate_gives_room_back() -> None:
+    store = new_store()
+    store.append(block(0, 3200), 3200, growing=True)
+    before = store.bytes_allocated()
+    store.truncate(64)
+    assert store.tokens == 64
+    assert store.bytes_allocated() * 32 < before
+    assert torch.equal(store.read(0, 64)[0], block(0, 64)[0])
+
+
+def test_tail_replace_gives_room_back(tail: TailBuffer) -> None:
+    for step in range(300):
+        tail.append(numbers(step, 1))
+    tail.replace(numbers(0, 3))
+    assert tail.buffer.shape[2] == 8
+    assert torch.equal(tail.view(), numbers(0, 3))
+
+
+def test_a_wide_window_takes_room_as_it_fills() -> None:
+    """From a few hundred tokens on by an eighth, never beyond what it holds at most; what is replaced likewise."""
+    tail, moves, copied = TailBuffer(torch.zeros(1, 1, 0, 2), 5000), 0, 0
+    for step in range(5000):
+        pointer, before = tail.buffer.data_ptr(), tail.tokens
+        tail.append(numbers(step, 1))
+        if tail.buffer.data_ptr() != pointer:
+            moves, copied = moves + 1, copied + before
+        assert tail.buffer.shape[2] <= min(5000, max(FIRST_TOKENS, 1.125 * tail.tokens))
+    assert torch.equal(tail.view(), numbers(0, 5000))
+    assert moves < 40
+    assert copied < 10 * 5000
+    tail.replace(tail.view()[:, :, 32:])
+    room = tail.buffer.data_ptr()
+    for step in range(32):
+        tail.append(numbers(step, 1))
+    assert tail.buffer.data_ptr() == room, "a full window has the room that it needs until its next flush"
+
+
+@pytest.mark.parametrize(("room", "frozen"), [(None, False), (60, False), (60, True)])
+def test_windows_wider_than_the_text(room: int | None, frozen: bool, request: pytest.FixtureRequest) -> None:
+    """A recent window and sinks of 100,000 tokens take no more than the tokens that are there, or can be."""
+    if frozen:
+        request.getfixturevalue("fixed_shapes")
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2)
+    x = torch.randn(1, 2, 20, 32)
+    for windows in ({"recent_tokens": 100_000}, {"sink_tokens": 100_000}):
+        cache = TurboQuantCache(config, max_cache_len=room, **windows)
+        for part in x.split([18, 1, 1], 2):
+            cache.update(part, part, 0)
+        assert cache.memory_report().allocated_bytes < 300_000
+        assert torch.equal(cache.layers[0].keys, x)

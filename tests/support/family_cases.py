@@ -1,0 +1,333 @@
+"""Families of models, tiny and random, and the check that each passes with every method.
+
+`outcome` runs a pair once per process, however many tests and pages ask: `tests/test_families.py` tests the outcomes,
+`benchmarks/support.py` writes them to `docs/support.md`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvcache_compress import CompressedCache, CompressionConfig, compress, load_config
+from kvcache_compress.attention.path import record_paths
+from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.methods.commvq.codebook_file import describe_model, write_codebooks
+from support.commvq_files import FOLDER, codebook_file, random_codebooks
+
+VOCAB, SINKS, RECENT = 64, 4, 8
+STEPS = [60, 1, 5, 20, 1]
+"""A prompt, of which 32 tokens are packed, a single step, several tokens, a chunk, which packs more, and a step."""
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+SLIDING_FIRST = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model.
+
+    about: what sets it apart, for the support table.
+    options: of its config, over `SIZES`.
+    kind: its `model_type`, where the family's name is another.
+    rule: for its layers without RoPE, which lets methods work that need it.
+    """
+
+    about: str
+    options: dict[str, Any] = field(default_factory=dict)
+    kind: str | None = None
+    rule: dict[str, Any] | None = None
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("grouped queries"),
+    "qwen2": Family(
+        "7 query heads per key/value head", {"hidden_size": 224, "num_attention_heads": 7, "num_key_value_heads": 1}
+    ),
+    "qwen3": Family("normalized keys"),
+    "mistral": Family("without sliding window", {"sliding_window": None}),
+    "mistral, sliding": Family("every layer slides", {"sliding_window": 16}, kind="mistral"),
+    "mixtral": Family("mixture of experts", {"num_local_experts": 4}),
+    "gemma2": Family(
+        "soft-capped scores, every other layer slides; eager attention below ours",
+        {**SLIDING_FIRST, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32},
+    ),
+    "gemma3": Family(
+        "sliding and full layers with other RoPEs", {**SLIDING_FIRST, "query_pre_attn_scalar": 32}, kind="gemma3_text"
+    ),
+    "gemma4": Family(
+        "full layers have other heads than sliding ones; later layers share keys and values",
+        {
+            "sliding_window": 16,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 64,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+        kind="gemma4_text",
+    ),
+    "phi3": Family("half of each head rotates", {"partial_rotary_factor": 0.5}),
+    "phi3, 96": Family(
+        "head dimension 96", {"head_dim": 96, "hidden_size": 192, "num_attention_heads": 2}, kind="phi3"
+    ),
+    "gpt_oss": Family(
+        "learned attention sinks, every other layer slides, YaRN; eager attention below ours",
+        {**SLIDING_FIRST, "num_local_experts": 4},
+    ),
+    "granite": Family("a scale of its own for scores", {"attention_multiplier": 0.3}),
+    "olmo2": Family("normalized over all heads"),
+    "cohere2": Family("sliding layers with RoPE, full layers without", {**SLIDING_FIRST, "logit_scale": 1.0}),
+    "glm4": Family("half of each head rotates, neighbours in pairs"),
+    "qwen3_moe": Family("mixture of experts", EXPERTS),
+    "qwen3_next": Family(
+        "linear attention in most layers; partly rotary",
+        {
+            **EXPERTS,
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_expert_intermediate_size": 32,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+        },
+    ),
+    "falcon_h1": Family(
+        "attention and Mamba side by side in each layer",
+        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16},
+    ),
+    "deepseek_v3": Family(
+        "caches a latent (as keys) and a rotary key (as values), decoded at each step",
+        {
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 64,
+            "q_lora_rank": 32,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 48,
+        },
+    ),
+    "smollm3": Family(
+        "every fourth layer without RoPE", {"no_rope_layers": [1, 0]}, rule={"match": 1, "method": "turboquant"}
+    ),
+    "gpt_neox": Family("a quarter of each head rotates", {"num_key_value_heads": 4}),
+    "opt": Family("learned positions", {"ffn_dim": 64, "word_embed_proj_dim": 128, "init_std": 0.1}),
+    "gpt2": Family("learned positions"),
+}
+
+TURBOQUANT = {"method": "turboquant", "bits": 4}
+KIVI = {"method": "kivi", "bits": 4, "group_size": 16}
+METHODS: dict[str, dict[str, Any]] = {
+    "turboquant": {"keys": TURBOQUANT, "values": TURBOQUANT},
+    "kivi": {"keys": KIVI, "values": KIVI},
+    "polarquant_recursive": {"keys": "polarquant_recursive", "values": "polarquant_recursive"},
+    "polarquant_rope": {"keys": {"method": "polarquant_rope", "group_size": 32}, "values": TURBOQUANT},
+    "qjl": {"keys": {"method": "qjl", "sketch_ratio": 4}, "values": TURBOQUANT},
+    "commvq": {"keys": "commvq", "values": "commvq"},
+}
+"""Methods for keys alone have TurboQuant's values."""
+LARGEST_LOSS = {
+    "turboquant": 0.15,
+    "kivi": 0.1,
+    "polarquant_recursive": 0.25,
+    "polarquant_rope": 0.2,
+    "qjl": 0.45,
+    "commvq": 0.75,
+}
+"""Change of these models' logits by compression, relative to their norm; CommVQ's random codebooks fit nothing."""
+
+
+@cache
+def model(family: str) -> PreTrainedModel:
+    """The family's model, made once, in float32, with its own attention on."""
+    return build(family)
+
+
+def build(family: str, **changes: Any) -> PreTrainedModel:
+    """A new model of the family, or of another `model_type`, with changes to its config."""
+    case = FAMILIES.get(family, Family(""))
+    config = AutoConfig.for_model(case.kind or family, **{**SIZES, **case.options, **changes})
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config)
+    for name, parameter in made.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    return made.float().eval()
+
+
+@cache
+def codebooks(family: str) -> str:
+    """A CommVQ file with random codebooks for the family's model; one of another model where it can have none."""
+    path = FOLDER / f"{family}.safetensors"
+    try:
+        header = describe_model(model(family).config, path)
+    except ValueError:
+        return codebook_file(32)
+    shape = {"head_dim": header.head_dim, "num_key_value_heads": header.kv_heads, "num_hidden_layers": header.layers}
+    write_codebooks(header, random_codebooks(SimpleNamespace(**shape), 1, (6, 64), (12, 64)))
+    return str(path)
+
+
+def method_config(family: str, method: str, rule: dict[str, Any] | None = None) -> CompressionConfig:
+    """The cache's config for a method on a family, with a rule for some layers."""
+    layers = [] if rule is None else [rule]
+    config = load_config({**METHODS[method], "sink_tokens": SINKS, "recent_tokens": RECENT, "layers": layers})
+    return config.with_codebooks(codebooks(family)) if method == "commvq" else config
+
+
+def prompt() -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask `[2, T]`; the first row begins with padding."""
+    ids = torch.randint(1, VOCAB, (2, sum(STEPS)), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
+    """Float32 logits of all tokens that are not padding, `[n, vocab]`, of a left-padded batch given in `STEPS`."""
+    ids, mask = prompt()
+    parts = []
+    for part in ids.split(STEPS, 1):
+        past = int(cache.get_seq_length())
+        seen = mask[:, : past + part.shape[1]]
+        positions = (seen.cumsum(-1) - 1).clamp_min(0)[:, past:]
+        output = model(input_ids=part, past_key_values=cache, attention_mask=seen, position_ids=positions)
+        parts.append(output.logits.float())
+    return torch.cat(parts, 1)[mask.bool()]
+
+
+class Both(NamedTuple):
+    """Logits `[n, vocab]` with fused attention off and on, and the cache of each."""
+
+    unfused: torch.Tensor
+    fused: torch.Tensor
+    unfused_cache: CompressedCache
+    cache: CompressedCache
+
+
+def assert_alike(both: Both) -> None:
+    """To float32's rounding; after a tie, where that gave a number of a later layer's another code, to the code's."""
+    words = [
+        (ours != theirs).flatten()
+        for one, other in zip(both.cache.layers, both.unfused_cache.layers, strict=True)
+        if isinstance(one, CompressedLayer)
+        for side in ("keys", "values")
+        for ours, theirs in zip(
+            *(layer.sides[side].store.read(0, layer.packed_tokens) for layer in (one, other)), strict=True
+        )
+        if not ours.is_floating_point()
+    ]
+    different = torch.cat(words)
+    assert different.sum() <= different.numel() // 1000, f"{int(different.sum())} of {different.numel()} words"
+    if different.any():
+        assert (both.fused - both.unfused).norm() <= 2e-3 * both.unfused.norm()
+    else:
+        torch.testing.assert_close(both.fused, both.unfused, atol=1e-4, rtol=0)
+
+
+def both_ways(model: PreTrainedModel, config: CompressionConfig, backend: str = "torch") -> Both:
+    """Logits with fused attention off and on, and the caches. Positions are handed over in both.
+
+    In torch chunks of prompts get the same attention in both; in C++ another's rounding flips a code now and then.
+    """
+    found, caches = [], []
+    config = config.model_copy(update={"backend": backend})
+    for fused in (False, True):
+        with compress(model, config, fused=fused):
+            caches.append(CompressedCache(model.config, config))
+            found.append(logits(model, caches[-1]))
+    return Both(*found, *caches)
+
+
+@cache
+def exact(family: str) -> torch.Tensor:
+    """Logits of the family's model with Transformers' own cache."""
+    return logits(model(family), DynamicCache(config=model(family).config))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a method does on a family: works, works with the family's rule for some layers, or is refused.
+
+    reason: of the refusal, without rules.
+    fused: whether attention read the packed tokens as they are, in the run that worked.
+    """
+
+    support: Literal["yes", "rules", "no"]
+    reason: str = ""
+    fused: bool = False
+
+
+@cache
+def outcome(family: str, method: str) -> Outcome:
+    """Runs a method on a family.
+
+    Raises:
+        AssertionError: it was accepted, and then went wrong.
+    """
+    config = method_config(family, method)
+    reason = refusal(family, config)
+    if reason is None:
+        return Outcome("yes", fused=check(family, config, LARGEST_LOSS[method]))
+    ruled = method_config(family, method, FAMILIES[family].rule)
+    if refusal(family, ruled) is not None:
+        return Outcome("no", reason)
+    return Outcome("rules", reason, fused=check(family, ruled, LARGEST_LOSS[method]))
+
+
+def refusal(family: str, config: CompressionConfig) -> str | None:
+    """Why a cache for this family refuses a config; None where it does not."""
+    try:
+        CompressedCache(model(family).config, config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def check(family: str, config: CompressionConfig, largest_loss: float) -> bool:
+    """Fused and not fused agree over packed tokens, full attention is compressed and nothing else, and it shows.
+
+    Returns whether fused attention was used.
+    """
+    with record_paths() as taken:
+        both = both_ways(model(family), config)
+    unfused, cache = both.unfused, both.cache
+    assert cache.packed_tokens == 64, f"{cache.packed_tokens} tokens packed"
+    assert_alike(both)
+    loss = (unfused - exact(family)).norm() / exact(family).norm()
+    assert 1e-3 < loss < largest_loss, f"compression changes the logits by {loss:.2g}"
+    in_cpp = both_ways(model(family), config, "auto").fused
+    assert (in_cpp - unfused).norm() <= 2e-3 * unfused.norm()
+    for ours, own in zip(cache.layers, DynamicCache(config=model(family).config).layers, strict=True):
+        full = isinstance(own, DynamicLayer) and not own.is_sliding
+        assert isinstance(ours, CompressedLayer) if full else type(ours) is type(own)
+    return any(call.path != "decode" for call in taken)

@@ -1,0 +1,69 @@
+"""What each method's own test file declares for the tests that every method must pass.
+
+A file `tests/methods/**/test_<method>.py` may define
+
+- `CONTRACT`: name to `{"keys": ..., "values": ...}`, the configurations that `tests/contract` runs every operation on;
+- `KERNEL_PAIRS`: name to `((method, options), (method, options))`, keys and values for the attention kernel;
+- `ENCODERS`: `(method, options)` or `(method, options, side)` whose encoders in Triton, C++ and torch must agree.
+
+Options of the latter two may be a function of the head dimension.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from kvcache_compress.modeling.rope import RopeLayout
+from kvcache_compress.storage.rope_track import RopeTrack
+from support.paths import ROOT
+
+
+@cache
+def _modules() -> tuple[ModuleType, ...]:
+    modules = []
+    for path in sorted((ROOT / "tests" / "methods").rglob("test_*.py")):
+        spec = importlib.util.spec_from_file_location(f"method_cases_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        modules.append(module)
+    return tuple(modules)
+
+
+def declared(name: str) -> dict[str, Any]:
+    """The dictionaries of this name of all methods, merged."""
+    merged: dict[str, Any] = {}
+    for module in _modules():
+        part = getattr(module, name, {})
+        assert not merged.keys() & part.keys(), f"{name}: two methods declare the same case"
+        merged |= part
+    return merged
+
+
+def declared_list(name: str) -> list[Any]:
+    """The lists of this name of all methods, joined."""
+    return [item for module in _modules() for item in getattr(module, name, [])]
+
+
+def half_layout(head_dim: int) -> RopeLayout:
+    """Pairs (i, i + head_dim / 2), as in Llama."""
+    half = head_dim // 2
+    return RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))
+
+
+def random_track(layout: RopeLayout, batch: int, tokens: int) -> RopeTrack:
+    """A track whose tokens have positions that differ per row, as left padding makes them."""
+    from transformers import LlamaConfig
+
+    track = RopeTrack(LlamaConfig(), layout)
+    positions = torch.arange(tokens).float() + 7.0 * torch.arange(batch)[:, None]
+    angles = positions[..., None] * 10_000 ** -(torch.arange(layout.rotary) / layout.rotary)
+    track.given = (angles.cos(), angles.sin())
+    track.extend(0, torch.empty(batch, 1, tokens, 1))
+    return track

@@ -1,0 +1,282 @@
+"""Repeated launches are those that Triton would make: run by test_plan.py in a process whose kernels are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+
+from kvcache_compress import CompressedCache
+from kvcache_compress.attention.interface import AttentionName, attention_forward
+from kvcache_compress.bench.layers import encoded_side, use_backend
+from kvcache_compress.config import load_config
+from kvcache_compress.methods.turboquant.codec import TurboQuantOptions
+from kvcache_compress.storage.side import encoded
+from kvcache_compress.triton_kernels.attention import launch
+from kvcache_compress.triton_kernels.common import plan
+from kvcache_compress.triton_kernels.common.plan import Plan
+from kvcache_compress.triton_kernels.encode import launch as encode
+from support.fake_driver import Launched, launches_of, use_fake_driver
+
+KERNELS = (launch.map_query_kernel, launch.attend_kernel, launch.merge_kernel)
+OUTPUTS = {"p_mapped", "p_rows", "p_acc", "p_dense", "p_stats", "p_out"}
+DIM = 64
+ENCODED = ["turboquant-4bit", "polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit"]
+"""Presets whose kernels encode as they write."""
+APART = {"keys": {"method": "turboquant", "bits": 3, "estimator": "prod"}, "values": {"method": "turboquant"}}
+"""Keys that PyTorch's operators encode, around a kernel."""
+
+
+def address(x: Any) -> Any:
+    """Repeated launches hand over addresses where Triton takes tensors."""
+    if isinstance(x, tuple):
+        return tuple(address(part) for part in x)
+    return x.data_ptr() if isinstance(x, torch.Tensor) else x
+
+
+def check_equal(ours: list[Launched], theirs: list[Launched], repeated: bool) -> None:
+    """Same code, grids, numbers and tensors; those that the call makes itself are the same ones in all its kernels."""
+    own: dict[int, int] = {}
+    assert len(ours) == len(theirs) == len(KERNELS)
+    for kernel, one, other in zip(KERNELS, ours, theirs, strict=True):
+        assert (one.name, one.code, one.grid) == (other.name, other.code, other.grid)
+        assert one.name == kernel.__name__
+        for name, x, y in zip(kernel.arg_names, one.arguments, other.arguments, strict=True):
+            assert not (repeated and isinstance(x, torch.Tensor)), name
+            ours_at, theirs_at = address(x), address(y)
+            if name in OUTPUTS or ours_at in own:
+                assert ours_at % 16 == theirs_at % 16 == 0, name
+                assert own.setdefault(ours_at, theirs_at) == theirs_at, name
+            else:
+                assert ours_at == theirs_at, (name, ours_at, theirs_at)
+
+
+class Layer:
+    """Keys and values with a tail that grows in a buffer, and the calls of a decode step."""
+
+    def __init__(self, packed: int) -> None:
+        sides: tuple[Literal["keys", "values"], ...] = ("keys", "values")
+        self.keys, self.values = (
+            encoded_side(
+                "turboquant", TurboQuantOptions(bits=4), name, DIM, torch.bfloat16,
+                packed=packed, windows=(4, 8), codes="random",
+            )
+            for name in sides
+        )  # fmt: skip
+        self.grow(8, 40)
+
+    def grow(self, tokens: int, room: int) -> None:
+        """Another tail of so many tokens in a buffer of so much room."""
+        self.keys, self.values = (
+            replace(side, tail_buffer=torch.zeros(1, 2, room, DIM, dtype=torch.bfloat16), tail_tokens=tokens)
+            for side in (self.keys, self.values)
+        )
+
+    def step(self, count: int = 1, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None) -> bool:
+        """A step's launches, checked against Triton's own: whether it was one that repeated an earlier step's."""
+        query = torch.zeros(1, 6, count, DIM, dtype=torch.bfloat16)
+        call: Callable[[], torch.Tensor] = lambda: launch.attend(  # noqa: E731
+            query, self.keys, self.values, mask, scaling=0.125, sinks=sinks
+        )
+        plans = self.keys.codec.kernel_side.plans
+        with mock.patch.object(triton.JITFunction, "run", autospec=True, side_effect=triton.JITFunction.run) as looked:
+            ours = launches_of(call)
+        kept = dict(plans)
+        plans.clear()
+        check_equal(ours, launches_of(call), repeated=not looked.called)
+        plans |= kept
+        return not looked.called
+
+
+class Operators(TorchDispatchMode):
+    """PyTorch's operators that do work on a device: all but new empty tensors and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        aliases = [x.alias_info for x in func._schema.returns]
+        is_view = isinstance(out, torch.Tensor) and any(x is not None and not x.is_write for x in aliases)
+        if not (is_view or "empty" in func.name()):
+            self.names.append(func.name())
+        return out
+
+
+def decoding(room: int | None, chosen: str | dict[str, Any] = "turboquant-4bit") -> tuple[Any, Callable[[], None]]:
+    """A filled layer of a model whose cache is compressed by a preset or configuration, and a decode step of it."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": DIM, "hidden_size": 6 * DIM}
+    config = LlamaConfig(num_hidden_layers=3, **sizes)
+    config._attn_implementation = AttentionName("sdpa")
+    preset = load_config(chosen)
+    cache = CompressedCache(config, preset.model_copy(update={"max_cache_len": room}))
+    layer = cache.layers[1]
+    prompt, step = (torch.zeros(1, 2, tokens, DIM, dtype=torch.bfloat16) for tokens in (700, 1))
+    cache.update(prompt, prompt, 1)
+    use_backend(layer, "triton")  # from here on: no kernel of the fake driver's computes what a prompt needs
+    query = torch.zeros(1, 6, 1, DIM, dtype=torch.bfloat16)
+    module = SimpleNamespace(config=config, is_causal=True)
+
+    def decode() -> None:
+        keys, values = cache.update(step, step, 1)
+        attention_forward(module, query, keys, values, None, scaling=0.125)
+
+    return layer, decode
+
+
+def traced(call: Callable[[], Any]) -> tuple[list[str], list[str]]:
+    """Kernels that a call launches, and PyTorch's operators that it runs."""
+    with Operators() as operators:
+        launched = launches_of(call)
+    return [one.name for one in launched], operators.names
+
+
+def check_launches_of_a_step() -> None:
+    """Four in a layer, and nothing of PyTorch's."""
+    _, decode = decoding(None)
+    decode()  # which sets what stays
+    for _ in range(3):
+        assert traced(decode) == (["append_kernel", *(kernel.__name__ for kernel in KERNELS)], [])
+
+
+def check_launches_of_fixed_capacity() -> None:
+    """Four in a layer too, in every step; with a method that encodes apart also what does so and what stores it."""
+    four = ["write_slots_kernel", "map_step_kernel", "attend_kernel", "merge_kernel"]
+    for preset in ENCODED:
+        layer, decode = decoding(1024, preset)
+        decode()
+        for _ in range(layer.flush_tokens):  # of which one encodes
+            assert traced(decode) == (four, []), preset
+
+    layer, decode = decoding(1024, APART)
+    sides = layer.sides
+
+    def encode() -> None:
+        for state in sides.values():
+            encoded(state.codec, torch.zeros(1, 2, state.codec.group, DIM, dtype=torch.bfloat16))
+
+    decode()
+    keys, values = (state.codec.kernel_encoder for state in sides.values())
+    assert keys is None
+    assert values is not None
+    kernels, operators = traced(encode)
+    kernels.remove("encode_kernel")  # that of the values, which are encoded as they are written
+    operators = [name for name in operators if "zeros" not in name]
+    for _ in range(3):
+        launched, ran = traced(decode)
+        assert launched == [four[0], *kernels, "store_groups_kernel", *four[1:]], launched
+        assert ran == operators, ran
+
+
+def check_arguments_of_a_step(room: int | None, chosen: str | dict[str, Any]) -> None:
+    """Repeated launches have Triton's own code, grids and arguments: all kernels', from one encoding to the next."""
+    layer, decode = decoding(room, chosen)
+    if room:
+        layer.device = torch.device("cuda")
+    seen: set[str] = set()
+    repeat = Plan.run
+
+    def run(plan: Plan, inputs: dict[str, Any], found: dict[str, Any], device: torch.device) -> None:
+        assert plan.compiled
+        ours = launches_of(lambda: repeat(plan, inputs, found, device))
+        given = inputs | {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in plan.scratch.items()}
+        theirs = launches_of(lambda: [each.first(given) for each in plan.launches])
+        for each, one, other in zip(plan.launches, ours, theirs, strict=True):
+            assert (one.name, one.code, one.grid) == (other.name, other.code, other.grid)
+            for name, x, y in zip(each.kernel.arg_names, one.arguments, other.arguments, strict=True):
+                if each.changing.get(name) not in plan.scratch:
+                    assert address(x) == address(y), (one.name, name)
+            seen.add(one.name)
+
+    for _ in range(layer.flush_tokens + 1):
+        decode()
+    with mock.patch.object(Plan, "run", run):
+        for _ in range(layer.flush_tokens):
+            decode()
+    expected = {"attend_kernel", "merge_kernel"}
+    expected |= {"write_slots_kernel", "map_step_kernel"} if room else {"append_kernel", "map_query_kernel"}
+    if room and chosen not in ENCODED:
+        expected.add("store_groups_kernel")
+    if not room:
+        expected.add("flush_kernel" if chosen in ENCODED else "encode_kernel")
+    assert seen == expected, seen
+
+
+def check_wide_numbers() -> None:
+    """Triton compiles another kernel for numbers of 64 bits, which the one for 32 would cut off."""
+    layer, _ = decoding(None)
+    state = layer.sides["keys"]
+    encoder, x = state.codec.kernel_encoder, torch.zeros(1, 2, 64, DIM, dtype=torch.bfloat16)
+    wide = x.as_strided(x.shape, (2**31, *x.stride()[1:]))
+    for given in (x, x, wide, wide, x):
+
+        def call(given: torch.Tensor = given) -> None:
+            encode.encode(encoder, given, tuple(state.store.buffers), 0)
+
+        (ours,) = launches_of(call)
+        known = dict(plan._plans)
+        plan._plans.clear()
+        (theirs,) = launches_of(call)
+        plan._plans.update(known)
+        assert (ours.name, ours.code, ours.grid) == (theirs.name, theirs.code, theirs.grid)
+        assert [address(each) for each in ours.arguments] == [address(each) for each in theirs.arguments]
+
+
+def tokens(layer: Layer) -> int:
+    return layer.keys.shape[2]
+
+
+def main() -> None:
+    use_fake_driver()
+    layer = Layer(512)
+    assert not layer.step()
+    assert layer.step()
+    layer.grow(9, 40)
+    assert layer.step()
+    layer.grow(16, 64)  # numbers that Triton would have made constants of, or marked as multiples of 16
+    assert layer.step()
+    layer.grow(1, 1)
+    assert layer.step()
+    for side in (layer.keys, layer.values):  # the same tokens in other memory, with more room
+        side.store.buffers = [torch.zeros_like(x).repeat(1, 1, 2, *[1] * (x.ndim - 3)) for x in side.store.buffers]
+    assert layer.step()
+    layer.keys, layer.values = (replace(side, packed=576) for side in (layer.keys, layer.values))
+    assert layer.step()  # as many splits, of more tokens
+    layer.keys, layer.values = (replace(side, packed=480) for side in (layer.keys, layer.values))
+    assert not layer.step()  # whole tiles no more, other splits
+    assert layer.step()
+
+    mask = torch.ones(1, 1, 2, 1024, dtype=torch.bool)
+    sinks = torch.zeros(6)
+    assert not layer.step(2, mask[..., : tokens(layer)], sinks)
+    layer.grow(12, 40)
+    assert layer.step(2, mask[..., : tokens(layer)], sinks)
+    assert not layer.step(2, mask[..., 1 : tokens(layer) + 1], sinks)  # begins at no multiple of 16 bytes:
+    assert not layer.step(2, mask[..., 3 : tokens(layer) + 3], sinks)  # left to Triton each time
+    assert not layer.step(2, mask[..., : tokens(layer)].bfloat16(), sinks)
+    assert not layer.step(2, None, sinks)
+    assert layer.step(2, mask[..., : tokens(layer)], sinks)
+    assert layer.step(1)
+    other = Layer(512)
+    assert not other.step()
+    check_launches_of_a_step()
+    check_launches_of_fixed_capacity()
+    # Kernels that are not run leave memory as it was made, and what is not finite is refused.
+    with mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros):
+        for chosen in (*ENCODED, APART):
+            for room in (None, 1024):
+                check_arguments_of_a_step(room, chosen)
+    check_wide_numbers()
+    print("all launches are as Triton's")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Files of saved caches for tests, copies of them with something changed, and what becomes of bad inputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from kvcache_compress import CompressedCache
+from kvcache_compress.serialization import cache_file as saving
+from support.small_model import RECENT, SINKS, method_config, small_config
+
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor], dict[str, str]], Any]
+"""Changes the header, the tensors and the other metadata of a file in place."""
+
+
+def config() -> LlamaConfig:
+    """The model of these caches: four layers."""
+    return small_config(4, name_or_path="org/small")
+
+
+def some_config() -> dict[str, Any]:
+    """Statistics of several kinds, groups of tokens, cos and sin, and a layer that is Transformers' own."""
+    rules = [
+        {"match": 1, "keys": method_config("commvq", 4)["keys"], "sink_tokens": 2},
+        {"match": 2, "method": "none"},
+        {"match": 3, "keys": {"method": "kivi", "bits": 2}},
+    ]
+    keys, values = {"method": "turboquant", "bits": 3.5, "center": "on"}, {"method": "kivi", "bits": 4}
+    return {"keys": keys, "values": values, "sink_tokens": SINKS, "recent_tokens": RECENT, "layers": rules}
+
+
+def states(tokens: int, seed: int = 0, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[B, 2, T, 32]`."""
+    keys, values = torch.randn(2, batch, 2, tokens, 32, generator=torch.Generator().manual_seed(seed))
+    return keys, values
+
+
+def filled(tokens: int = 60) -> CompressedCache:
+    cache = CompressedCache(config(), some_config())
+    for index in range(4):
+        cache.update(*states(tokens, index), index)
+    assert cache.packed_tokens > 0 or tokens < 60
+    return cache
+
+
+def changed(path: Path, change: Change, honest: bool = True) -> Path:
+    """A copy of a saved cache with changes, its checksum made anew where `honest`."""
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    header = json.loads(metadata["header"])
+    change(header, tensors, metadata)
+    metadata["header"] = json.dumps(header)
+    if honest:
+        metadata["sha256"] = saving._digest(metadata["header"], tensors)
+    copy = path.with_name("changed.safetensors")
+    save_file(tensors, copy, metadata=metadata)
+    return copy
+
+
+CLEAR = (ValueError, TypeError, IndexError, FileNotFoundError)
+ACCEPTED = "accepted"
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    """The text of a clear error, or `ACCEPTED`; anything else fails the test."""
+    try:
+        call()
+    except CLEAR as error:
+        text = str(error).strip()
+    else:
+        return ACCEPTED
+    assert text, "an error without a word"
+    return text

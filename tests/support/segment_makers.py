@@ -1,0 +1,104 @@
+"""Fixtures for tests of attention: layers built from random tokens, with uninitialised memory poisoned.
+
+Triton's kernels run in its interpreter.
+
+`KVCACHE_COMPRESS_TEST_DEVICE=cuda` runs them on that device instead, compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from kvcache_compress.codecs.base import Codec, CodecContext, Side
+from kvcache_compress.modeling.rope import RopeLayout
+from kvcache_compress.registry import get_method
+from kvcache_compress.storage.packed_store import PackedStore
+from kvcache_compress.storage.segments import SideSegments
+from support.method_cases import half_layout, random_track
+
+DEVICE = torch.device(os.environ.get("KVCACHE_COMPRESS_TEST_DEVICE", "cpu"))
+CodecMaker: TypeAlias = Callable[..., Codec]
+SideMaker: TypeAlias = Callable[..., SideSegments]
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """Fills what `torch.empty` and its kin return with NaN or the largest integer, so that stale reads show."""
+    torch.use_deterministic_algorithms(True, warn_only=DEVICE.type != "cpu")
+    with DEVICE:
+        assert torch.empty(1).isnan().all()
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def make_codec() -> CodecMaker:
+    """`make_codec(method, options, side, head_dim, heads=2, dtype=float32, layout=...)`: a codec, not yet prepared.
+
+    `layout` has the model's rotary pairs, by default those of Llama.
+    """
+
+    def make(
+        method: str,
+        options: dict[str, Any] | Callable[[int], dict[str, Any]],
+        side: Side,
+        head_dim: int,
+        heads: int = 2,
+        dtype: torch.dtype = torch.float32,
+        layout: RopeLayout | None = None,
+    ) -> Codec:
+        codec = get_method(method)
+        options = options(head_dim) if callable(options) else options
+        layout = layout or half_layout(head_dim)
+        context = CodecContext(side, head_dim, heads, 2, 0, 16, dtype, DEVICE, layout)
+        return codec(codec.Options(**options), context)
+
+    return make
+
+
+@pytest.fixture
+def make_side(make_codec: CodecMaker) -> SideMaker:
+    """`make_side(method, options, side, head_dim, packed, ...)`: one side of a layer with random tokens in it.
+
+    The store has room for more tokens than are packed, and the tail lies in a bigger buffer; both hold poison
+    beyond what is used.
+    """
+
+    def make(
+        method: str,
+        options: dict[str, Any] | Callable[[int], dict[str, Any]],
+        side: Side,
+        head_dim: int,
+        packed: int,
+        *,
+        batch: int = 2,
+        heads: int = 2,
+        sinks: int = 3,
+        tail: int = 5,
+        dtype: torch.dtype = torch.float32,
+        layout: RopeLayout | None = None,
+    ) -> SideSegments:
+        codec = make_codec(method, options, side, head_dim, heads, dtype, layout)
+        scale = torch.rand(heads, 1, head_dim) + 0.5
+        tokens = torch.randn(batch, heads, sinks + packed + tail + 64, head_dim) * scale
+        if side == "keys":
+            tokens += 0.7 * torch.randn(heads, 1, head_dim)
+        tokens = tokens.to(dtype)
+        codec.prepare(tokens)
+        store = PackedStore(codec.fields, batch, heads, DEVICE)
+        track = None
+        if codec.rope_use(codec.options, side) == "factors":
+            track = random_track(layout or half_layout(head_dim), batch, sinks + packed + tail)
+        if packed:
+            rope = None if track is None else track.read(sinks, sinks + packed)
+            store.append(codec.encode(tokens[:, :, sinks : sinks + packed], rope), packed, growing=True)
+        buffer = torch.empty(batch, heads, tail + 11, head_dim, dtype=dtype)
+        buffer[:, :, :tail] = tokens[:, :, sinks + packed : sinks + packed + tail]
+        return SideSegments(tokens[:, :, :sinks].contiguous(), store, packed, buffer, tail, codec, track)
+
+    return make

@@ -1,0 +1,62 @@
+"""One process of a tensor-parallel model, started by `torchrun`; see `test_tensor_parallel.py`.
+
+Arguments: the model's folder, a file for the results of rank 0, a CommVQ file for 4 heads, one with an encoder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvcache_compress import CommVQCache, CompressedCache, disable_fused_attention, enable_fused_attention
+from support.small_model import METHODS, VOCAB, method_config
+
+
+def cases(codebooks: str) -> Iterator[tuple[str, bool, dict[str, Any]]]:
+    """Name, fused or not, and the cache's configuration."""
+    for name in METHODS:
+        config = method_config(name)
+        for side in ("keys", "values"):
+            if config[side]["method"] == "commvq":
+                config[side] = config[side] | {"codebooks": codebooks}
+        yield name, True, config
+        if name in ("turboquant", "commvq"):
+            yield name, False, config
+
+
+def generate(model: PreTrainedModel, fused: bool, config: Any) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Generated tokens, their logits, and tokens packed and heads held by the cache."""
+    (enable_fused_attention if fused else disable_fused_attention)(model)
+    ids = torch.randint(1, VOCAB, (2, 60), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    cache = CompressedCache(model.config, config)
+    how = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    output = model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
+    return output.sequences, torch.stack(output.logits), [cache.packed_tokens, cache.layers[1].keys.shape[1]]
+
+
+def main(folder: str, results: str, codebooks: str, encoder: str) -> None:
+    torch.set_num_threads(1)
+    sharded = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
+    found: dict[str, Any] = {
+        f"{name}-{fused}": generate(sharded, fused, config) for name, fused, config in cases(codebooks)
+    }
+    try:
+        generate(sharded, True, CommVQCache(sharded.config, encoder).compression)
+    except ValueError as error:
+        found["encoder"] = str(error)
+    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+    config = next(config for name, _, config in cases(codebooks) if name == "commvq")
+    found["data-parallel"] = generate(whole, True, config)
+    if torch.distributed.get_rank() == 0:
+        torch.save(found, results)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

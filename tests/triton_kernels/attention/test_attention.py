@@ -1,0 +1,133 @@
+"""The attention kernel and its merge against `reference.attend` and against plain attention over decoded tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from support.attention_cases import (
+    BARS,
+    BF16,
+    CASES,
+    F16,
+    F32,
+    Case,
+    error,
+    kivi,
+    make_mask,
+    plain_attention,
+    segments,
+    tq,
+)
+from support.segment_makers import DEVICE
+
+from kvcache_compress.attention import reference
+from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.slots import Slots
+from kvcache_compress.triton_kernels.attention import launch
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_equals_reference_and_plain_attention(
+    name: str, make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    torch.manual_seed(len(name))
+    keys, values = segments(case, make_side)
+    heads = case.groups * keys.sinks.shape[1]
+    query = torch.randn(2, heads, case.count, case.head_dim).to(case.dtype)
+    mask = make_mask(case, 2, heads, keys.shape[2])
+    sinks = torch.randn(heads) if case.sinks else None
+    if case.block:
+        monkeypatch.setattr(launch, "tile_shape", lambda *_: launch.Tile(case.block, 4, 2))
+        monkeypatch.setattr(launch, "split_sizes", lambda *_: case.split)
+    call = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "sinks": sinks}
+    out = launch.attend(query, keys, values, mask, **call)
+    expected = plain_attention(query, keys, values, mask, case, sinks)
+    assert out.shape == expected.shape
+    assert out.dtype == case.dtype
+    assert out.isfinite().all()
+    assert error(out, expected) <= BARS[case.dtype]
+    if case.packed:
+        assert error(out, reference.attend(query, keys, values, mask, **call)) <= BARS[case.dtype]
+
+
+def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegments]) -> None:
+    keys, values = segments(Case(), make_side)
+    query = torch.randn(2, 6, 1, 64)
+    mask = torch.ones(2, 1, 1, keys.shape[2], dtype=torch.bool)
+    mask[1] = False
+    out = launch.attend(query, keys, values, mask, scaling=0.125)
+    assert out[0].abs().sum() > 0
+    assert (out[1] == 0).all()
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e4])
+def test_queries_of_any_range_fit_16_bit_operands(scale: float, make_side: Callable[..., SideSegments]) -> None:
+    case = Case(dtype=BF16)
+    keys, values = segments(case, make_side)
+    query = (torch.randn(2, 6, 1, 64) * scale).to(BF16)
+    out = launch.attend(query, keys, values, None, scaling=0.125 / scale)
+    unscaled = launch.attend((query / scale).to(BF16), keys, values, None, scaling=0.125)
+    assert out.isfinite().all()
+    assert error(out, unscaled) <= 1e-2
+
+
+def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> None:
+    """A view of an earlier step sees its own tokens only, however many were appended since."""
+    keys, values = segments(Case(), make_side)
+    query = torch.randn(2, 6, 1, 64)
+    before = [replace(side, packed=40) for side in (keys, values)]
+    out = launch.attend(query, *before, None, scaling=0.125)
+    assert error(out, plain_attention(query, *before, None, Case(), None)) <= BARS[F32]
+
+
+def test_result_does_not_depend_on_splits(
+    make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, values = segments(Case(packed=96), make_side)
+    query = torch.randn(2, 6, 1, 64)
+    whole = launch.attend(query, keys, values, None, scaling=0.125)
+    for split in ((16, 6), (19, 6), (96, 3)):
+        monkeypatch.setattr(launch, "split_sizes", lambda *_, split=split: split)
+        keys.codec.kernel_side.sizes.clear()
+        torch.testing.assert_close(launch.attend(query, keys, values, None, scaling=0.125), whole)
+
+
+def test_steps_that_follow_each_other(make_side: Callable[..., SideSegments]) -> None:
+    """Their launches are those of the first of them, with other tensors and a longer tail."""
+    case = Case(kivi(4), tq(3), dtype=BF16)
+    keys, values = segments(case, make_side)
+    plans = []
+    for tail in range(1, 6):
+        step = [replace(one, tail_tokens=tail) for one in (keys, values)]
+        query = torch.randn(2, 6, 1, 64).to(case.dtype)
+        out = launch.attend(query, *step, None, scaling=0.125)
+        assert error(out, plain_attention(query, *step, None, case, None)) <= BARS[BF16]
+        plans += keys.codec.kernel_side.plans.values()
+    assert len(set(plans)) == 1
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
+def test_in_a_cuda_graph(make_side: Callable[..., SideSegments]) -> None:
+    """Replayed with another query and more tokens than when it was captured."""
+    case = Case(tq(4), tq(4), dtype=F16)
+    keys, values = segments(case, make_side)
+    sinks, ring = keys.sinks.shape[2], keys.tail_tokens
+    length, count = torch.tensor(sinks + 40 + ring), torch.tensor(40)
+    slots = Slots(sinks, keys.packed, ring, sinks + keys.packed + ring, length, count)
+    full = [replace(side, slots=slots) for side in (keys, values)]
+    query = torch.randn(2, 6, 1, 64).to(case.dtype)
+    for _ in range(2):
+        launch.attend(query, *full, None, scaling=0.125)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch.attend(query, *full, None, scaling=0.125)
+    query.copy_(torch.randn(2, 6, 1, 64))
+    count.fill_(56)
+    length.fill_(sinks + 56 + ring)
+    graph.replay()
+    parts = [replace(side, packed=56) for side in (keys, values)]
+    assert error(out, plain_attention(query, *parts, None, case, None)) <= BARS[F16]

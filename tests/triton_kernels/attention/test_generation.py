@@ -1,0 +1,72 @@
+"""A model that generates through the kernels, in the interpreter, against the torch backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress.triton_kernels.attention import launch
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    """Two layers with 6 query and 2 key/value heads of 64."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=96,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+_TURBOQUANT = {"keys": {"method": "turboquant", "bits": 4}, "values": {"method": "turboquant", "bits": 3}}
+_KIVI = {"keys": {"method": "kivi", "bits": 4}, "values": {"method": "turboquant", "bits": 2.5}}
+
+
+@pytest.mark.parametrize(
+    ("sides", "room"),
+    [(_TURBOQUANT, None), (_KIVI, None), (_KIVI, 76)],
+    ids=["turboquant", "kivi-turboquant", "fixed"],
+)
+def test_generation_equals_the_torch_backend(
+    sides: dict[str, Any], room: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of fixed capacity, the kernel reads from memory how many tokens there are."""
+    model = tiny_llama()
+    enable_fused_attention(model)
+    ids = torch.randint(1, 96, (2, 60), generator=torch.Generator(torch.get_default_device()).manual_seed(3))
+    padding = torch.ones_like(ids)
+    ids[1, :11], padding[1, :11] = 0, 0
+    launches = []
+    attend = launch.attend
+    monkeypatch.setattr(launch, "attend", lambda *a, **k: launches.append(1) or attend(*a, **k))
+    runs = {}
+    for backend in ("torch", "triton"):
+        config = {**sides, "sink_tokens": 4, "recent_tokens": 8, "backend": backend, "max_cache_len": room}
+        cache = CompressedCache(model.config, config)
+        runs[backend] = model.generate(
+            ids,
+            attention_mask=padding,
+            past_key_values=cache,
+            max_new_tokens=5,
+            do_sample=False,
+            disable_compile=True,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        assert all(layer.packed_tokens > 0 for layer in cache.layers)
+    assert len(launches) == 2 * 4
+    assert torch.equal(runs["torch"].sequences, runs["triton"].sequences)
+    torch.testing.assert_close(torch.stack(runs["torch"].logits), torch.stack(runs["triton"].logits), atol=1e-4, rtol=0)

@@ -1,0 +1,75 @@
+"""Queries in code space, and what the launcher makes of a device's size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.triton_kernels.attention import launch
+from kvcache_compress.triton_kernels.attention.query import map_query_arguments, map_query_kernel
+
+LOG2E = math.log2(math.e)
+METHODS = {
+    "turboquant": ("turboquant", {"bits": 3, "center": "on"}),
+    "not centred": ("turboquant", {"bits": 4, "center": "off"}),
+    "fractional": ("turboquant", {"bits": 2.5}),
+    "qjl": ("qjl", {"sketch_ratio": 3}),
+    "none": ("none", {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("name", METHODS)
+def test_mapped_queries_factors_and_biases(
+    name: str, dim: int, dtype: torch.dtype, make_side: Callable[..., SideSegments]
+) -> None:
+    side = make_side(*METHODS[name], "keys", dim, 32, dtype=dtype).codec.kernel_side
+    query = (100 * torch.randn(2, 6, 3, dim)).to(dtype)
+    grid, arguments = map_query_arguments(query, side, 2, 0.5)
+    map_query_kernel[grid](**arguments)
+    mapped, (factor, bias) = arguments["p_mapped"], arguments["p_rows"].unbind(-1)
+    rows = query.view(2, 2, 9, dim).double()
+    whole = rows if side.query_map is None else rows @ side.query_map.double()
+    width = sum(side.widths)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-3
+    assert mapped.dtype == (torch.float32 if dtype == torch.float32 else torch.float16)
+    restored = mapped.double() * (factor.double() / (0.5 * LOG2E))[..., None]
+    assert (restored - whole[..., :width]).norm() <= tolerance * whole[..., :width].norm()
+    if dtype != torch.float32:
+        assert mapped.abs().max() <= 1
+    if side.bias:
+        torch.testing.assert_close(bias.double(), whole[..., width] * 0.5 * LOG2E, rtol=1e-5, atol=1e-3)
+    else:
+        assert (bias == 0).all()
+
+
+def test_a_query_of_zeros(make_side: Callable[..., SideSegments]) -> None:
+    side = make_side(*METHODS["turboquant"], "keys", 64, 32, dtype=torch.float16).codec.kernel_side
+    grid, arguments = map_query_arguments(torch.zeros(1, 2, 1, 64, dtype=torch.float16), side, 2, 1.0)
+    map_query_kernel[grid](**arguments)
+    assert (arguments["p_mapped"] == 0).all()
+    assert (arguments["p_rows"] == torch.tensor([LOG2E, 0.0])).all()
+
+
+@pytest.mark.parametrize("packed", [32, 96, 1000, 4096, 131072])
+@pytest.mark.parametrize("programs", [1, 8, 64, 4096])
+def test_splits_cover_the_tokens_and_are_not_short(packed: int, programs: int) -> None:
+    tile = launch.Tile(32, 1, 2)
+    size, splits = launch.split_sizes(packed, tile, programs, torch.device("cpu"))
+    assert size % tile.tokens == 0
+    assert (splits - 1) * size < packed <= splits * size
+    assert splits <= launch.MAX_SPLITS
+    assert splits == 1 or size >= launch.MIN_SPLIT_TOKENS
+    assert splits == 1 or splits * programs <= 8 * launch.RESIDENT_WARPS
+
+
+def test_fewer_programs_make_more_splits() -> None:
+    splits = [
+        launch.split_sizes(131072, launch.Tile(32, 1, 2), programs, torch.device("cpu"))[1] for programs in (1, 8)
+    ]
+    assert splits[0] > splits[1] > 1

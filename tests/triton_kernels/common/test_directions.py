@@ -1,0 +1,61 @@
+"""The assembly of angles, run by an interpreter of PTX, against the codec's unit vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from support import ptx
+
+from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.base import Codec
+from kvcache_compress.codecs.layout import words_per_token
+from kvcache_compress.triton_kernels.common import directions, lookup
+
+TOKENS = 64
+TEXTS = {
+    4: (directions.FOUR_BITS, directions.FOUR_BITS_REGISTERS),
+    5: (directions.FIVE_BITS, directions.FIVE_BITS_REGISTERS),
+}
+
+
+def points_of(bits: int, reconstruction: str, make_codec: Callable[..., Codec]) -> torch.Tensor:
+    codec = make_codec("polarquant_rope", {"angle_bits": bits, "reconstruction": reconstruction}, "keys", 64)
+    return codec.points.cpu()
+
+
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
+@pytest.mark.parametrize(("bits", "reconstruction"), [(4, "midpoint"), (4, "edge"), (5, "midpoint")])
+@pytest.mark.parametrize("width", [64, 96, 128])
+def test_text_gives_cos_and_sin_of_the_codes(
+    width: int, bits: int, reconstruction: str, keys: bool, make_codec: Callable[..., Codec]
+) -> None:
+    points = points_of(bits, reconstruction, make_codec)
+    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(bits), device="cpu")
+    low, *high = (plane.cpu() for plane in packing.pack(codes, bits))
+    held = ptx.held(low, keys)
+    for plane in high:
+        held += ptx.held(plane.contiguous().view(torch.int32).repeat_interleave(4, -1), keys)
+        held += ptx.held(lookup.places(plane.shape[-1]).expand(TOKENS, -1), keys)
+    held += ptx.constants(directions.tables(points).tolist(), len(held[0]))
+    text, constraints = TEXTS[bits]
+    assert len(held) == constraints.value.count(",r")
+    outputs = ptx.run(text.value, {f"${16 + i}": register for i, register in enumerate(held)}, 16)
+    expected = points.half()[codes].view(torch.int16).view(TOKENS, 8, words_per_token(width), 2)
+    for field in range(8):
+        for output, part in zip(outputs[field::8], expected[:, field].unbind(-1), strict=True):
+            numbers, wanted = output.view(np.float16), ptx.held(part, keys)[0].view(np.float16)
+            # The cosine of a right angle is no more than nearly zero.
+            assert np.allclose(numbers, wanted, rtol=0, atol=1e-6)
+
+
+def test_what_fits(make_codec: Callable[..., Codec]) -> None:
+    assert directions.fits(points_of(4, "edge", make_codec), 64)
+    assert directions.fits(points_of(5, "midpoint", make_codec), 64)
+    assert not directions.fits(points_of(5, "edge", make_codec), 64), (
+        "cos and sin of a cell's edge are no mirror images"
+    )
+    assert not directions.fits(points_of(3, "midpoint", make_codec), 64)
+    assert not directions.fits(points_of(5, "midpoint", make_codec), 40), "five bytes are no whole words"

@@ -1,0 +1,96 @@
+"""The kernels' assembly, run by an interpreter of PTX, against `packing.unpack` and the codebook."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support import ptx
+
+from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.layout import PLANES, words_per_token
+from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward
+from kvcache_compress.triton_kernels.common import lookup
+
+TOKENS = 64
+TEXTS = {
+    (1, True): (lookup.ONE_BIT, lookup.ONE_BIT_REGISTERS),
+    (2, True): (lookup.TWO_BITS, lookup.TWO_BITS_REGISTERS),
+    (2, False): (lookup.TWO_BITS, lookup.TWO_BITS_REGISTERS),
+    (3, True): (lookup.THREE_BITS, lookup.THREE_BITS_REGISTERS),
+    (3, False): (lookup.THREE_BITS, lookup.THREE_BITS_REGISTERS),
+    (4, True): (lookup.FOUR_EVEN_BITS, lookup.FOUR_EVEN_BITS_REGISTERS),
+    (4, False): (lookup.FOUR_BITS, lookup.FOUR_BITS_REGISTERS),
+}
+"""Assembly and register constraints by bits, and whether the levels are even."""
+
+
+def halves(plane: torch.Tensor, keys: bool) -> ptx.Register:
+    """Words of 16 bits, two in a register: loaded as they are, or out of words of 32 bits."""
+    (both,) = ptx.held(plane, keys)
+    if plane.shape[-1] < 16:
+        twos = plane.contiguous().view(torch.int32).repeat_interleave(2, -1)
+        registers = ptx.held(twos, keys) + ptx.held(lookup.places(plane.shape[-1]).expand(TOKENS, -1), keys)
+        (picked,) = ptx.run(lookup.HALF.value, {f"${1 + i}": register for i, register in enumerate(registers)}, 1)
+        assert np.array_equal(picked, both)
+    return both
+
+
+def operands(bits: int, planes: tuple[torch.Tensor, ...], table: list[int], keys: bool) -> dict[str, ptx.Register]:
+    """What Triton hands to the text: `pack=2` elements of every argument, two of 16 bits in one register."""
+    held: list[ptx.Register] = []
+    if bits == 4:
+        held += ptx.held(planes[0], keys)
+    elif bits > 1:
+        held.append(halves(planes[0], keys))
+    if bits in (1, 3):
+        held += ptx.held(planes[-1].contiguous().view(torch.int32).repeat_interleave(4, -1), keys)
+        held += ptx.held(lookup.places(planes[0].shape[-1]).expand(TOKENS, -1), keys)
+    held += ptx.constants(table, len(held[0]))
+    return {f"${8 + i}": register for i, register in enumerate(held)}
+
+
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
+@pytest.mark.parametrize(("bits", "even"), TEXTS)
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+def test_text_gives_the_levels_of_the_codes(width: int, bits: int, even: bool, keys: bool) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=generator, device="cpu")
+    planes = tuple(plane.cpu() for plane in packing.pack(codes, bits))
+    levels = lloyd_max_levels(width, bits).half()
+    if bits == 4:
+        levels = outward(levels)
+    if even:
+        levels = (torch.arange(2**bits) - (2**bits - 1) / 2).half() * lookup.unit(bits)
+    table = [] if even and bits in (1, 4) else lookup.byte_table(levels, bits).tolist()
+    inputs = operands(bits, planes, table, keys)
+    text, constraints = TEXTS[bits, even]
+    assert len(inputs) == constraints.value.count(",r")
+    outputs = ptx.run(text.value, inputs, 8)
+    expected = levels[codes].view(torch.int16).view(TOKENS, 8, words_per_token(width))
+    for field, output in enumerate(outputs):
+        assert np.array_equal(output, ptx.held(expected[:, field], keys)[0])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_tables_are_bytes_of_levels(bits: int) -> None:
+    levels = lloyd_max_levels(128, bits)
+    table = lookup.byte_table(levels, bits)
+    upper = levels.half()[-len(table) * 2 :]
+    low, high = table.view(torch.uint8).view(2, -1)
+    assert torch.equal((low.int() | high.int() << 8).to(torch.int16).view(torch.float16), upper)
+
+
+def test_only_levels_symmetric_about_zero_are_looked_up_by_magnitude() -> None:
+    for width in (64, 80, 96, 128, 256):
+        negative, positive = outward(lloyd_max_levels(width, 4).half()).chunk(2)
+        assert torch.equal(negative, -positive)
+
+
+def test_what_fits() -> None:
+    assert all(lookup.fits(width, bits) for width, bits in ((128, 3), (96, 1), (80, 4), (64, 3)))
+    assert not lookup.fits(80, 3), "ten bytes per token are no whole int32 words"
+    assert not lookup.fits(40, 2), "five words of 16 bits are no whole int32 words"
+    assert not lookup.fits(32, 4), "of four words per token a thread of the tensor cores has no pair"
+    assert not lookup.fits(128, 5)
+    assert all(len(PLANES[bits]) == 1 or bits == 3 for bits in PLANES if lookup.fits(128, bits))

@@ -1,0 +1,138 @@
+"""Steps of a layer of fixed capacity: Triton's kernels against PyTorch's operators."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.small_model import small_model
+
+from kvcache_compress import CompressedCache
+from kvcache_compress.bench.layers import use_backend
+from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.storage.dynamic import DynamicStorage
+from kvcache_compress.storage.static import FULL, NOT_FINITE, StaticStorage
+
+HEADS, GROUPS, DIM, ROOM = 2, 3, 32, 140
+KIVI = {"method": "kivi", "bits": 2}
+TURBOQUANT = {"method": "turboquant", "bits": 3}
+PAIRS = {"method": "polarquant_rope", "group_size": 32}
+SKETCH = {"method": "qjl", "scalar": "norm"}
+TREE = {"method": "polarquant_recursive"}
+APART = {"method": "turboquant", "bits": 3, "estimator": "prod"}
+"""Which no kernel encodes as it writes."""
+
+
+def fixed_layer(backend: str, keys: dict[str, Any], sinks: int, recent: int) -> CompressedLayer:
+    """One that holds a prompt of 50 tokens, the same for every call."""
+    config = {"keys": keys, "values": TURBOQUANT, "sink_tokens": sinks, "recent_tokens": recent, "max_cache_len": ROOM}
+    layer = CompressedCache(small_model(1).config, {**config, "backend": "torch"}).layers[0]
+    prompt = torch.randn(2, HEADS, 50, DIM, generator=torch.Generator(torch.get_default_device()).manual_seed(0))
+    layer.update(prompt, 2 * prompt)
+    use_backend(layer, backend)
+    if isinstance(layer.storage, DynamicStorage):  # for torch on a CPU; on a GPU there is none
+        layer.storage = StaticStorage(layer.storage)
+    return layer
+
+
+def masks(count: int, tokens: int) -> list[torch.Tensor | None]:
+    """All kinds that attention takes: causal, over padding, both in four dimensions, boolean and additive."""
+    padding = torch.ones(2, tokens, dtype=torch.long)
+    padding[1, :7] = 0
+    causal = torch.zeros(2, 1, count, ROOM, dtype=torch.bool)
+    causal[..., :tokens] = torch.ones(count, tokens, dtype=torch.bool).tril(tokens - count) & padding[:, None, None] > 0
+    return [None, padding, causal, torch.where(causal, 0.5, -1e30)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "sinks", "recent"),
+    [(TURBOQUANT, 0, 0), (TURBOQUANT, 53, 2), (KIVI, 4, 8), (PAIRS, 4, 8), (SKETCH, 4, 8), (TREE, 4, 8), (APART, 4, 8)],
+    ids=["none", "many", "groups", "pairs", "sketch", "tree", "apart"],
+)
+def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent: int) -> None:
+    """Dense tokens, codes and counters, across a flush and the end of the sinks; and attention under every mask."""
+    layers = [fixed_layer(backend, keys, sinks, recent) for backend in ("torch", "triton")]
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
+    tokens = 50
+    for step, count in enumerate([1, 5, 1, 16, 1, 16, 1, 1]):
+        tokens += count
+        fresh, query = (torch.randn(2, heads, count, DIM, generator=generator) for heads in (HEADS, HEADS * GROUPS))
+        mask = masks(count, tokens)[step % 4]
+        outputs = []
+        for layer in layers:
+            layer._store(fresh, 2 * fresh, counting=True)
+            outputs.append(layer.step().attend(query, mask, 0.2, None, None))
+            assert (layer.storage.buffers.counts[0, 0], layer.cumulative_length) == (tokens, tokens)
+        torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=1e-4)
+        by_operators, by_kernels = (layer.storage.buffers for layer in layers)
+        assert (by_kernels.counts == by_kernels.counts[:, :1]).all()
+        assert torch.equal(by_kernels.counts[:, 0], by_operators.counts[:, 0])
+        for side in ("keys", "values"):
+            assert torch.equal(by_kernels.sinks[side], by_operators.sinks[side])
+            assert torch.equal(by_kernels.ring[side][:, :, :-1], by_operators.ring[side][:, :, :-1])
+    packed = [layer.packed_tokens for layer in layers]
+    assert packed[0] == packed[1] > 0
+    for side in ("keys", "values"):
+        stored = [layer.sides[side].store.read(0, packed[0]) for layer in layers]
+        for one, other in zip(*stored, strict=True):
+            assert (one != other).float().mean() < 1e-3  # a product summed in another order may flip a code
+
+
+def test_masks_of_one_row_serve_all_queries() -> None:
+    layers = [fixed_layer(backend, TURBOQUANT, 4, 8) for backend in ("torch", "triton")]
+    fresh, query = (torch.randn(2, heads, 3, DIM) for heads in (HEADS, HEADS * GROUPS))
+    mask = torch.rand(2, 1, 1, ROOM) > 0.5
+    outputs = []
+    for layer in layers:
+        layer._store(fresh, 2 * fresh, counting=True)
+        outputs.append(layer.step().attend(query, mask, 0.2, None, None))
+        with pytest.raises(RuntimeError):
+            layer.step().attend(query, mask.expand(-1, -1, 9, -1), 0.2, None, None)
+    torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=1e-4)
+
+
+def test_faults_are_noted() -> None:
+    layer = fixed_layer("triton", TURBOQUANT, 4, 8)
+    fresh = torch.randn(2, HEADS, 2, DIM)
+    layer.store(fresh, fresh)
+    assert not layer.storage.buffers.fault.any()
+    bad = fresh.clone()
+    bad[1, 0, 1, 3] = torch.nan
+    layer.store(fresh, bad)
+    assert layer.storage.buffers.fault.amax() == NOT_FINITE
+    for _ in range(6):
+        layer.store(*(torch.randn(2, HEADS, 16, DIM),) * 2)
+    assert layer.storage.buffers.fault.amax() == FULL
+    with pytest.raises(ValueError, match="max_cache_len=140"):
+        layer.crop(-1)
+
+
+def test_too_many_are_noted_and_not_read() -> None:
+    """Decoded as well, as for other attention, until an operation that is no step raises."""
+    layer = fixed_layer("triton", TURBOQUANT, 4, 8)
+    for _ in range(8):
+        layer.store(*(torch.randn(2, HEADS, 16, DIM),) * 2)
+        assert layer.step().dense("keys").shape == (2, HEADS, ROOM, DIM)
+    assert layer.storage.buffers.fault.amax() == FULL
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("copied", [lambda layer: pickle.loads(pickle.dumps(layer)), copy.deepcopy])
+def test_copies_count_on(backend: str, copied: Callable[[CompressedLayer], CompressedLayer]) -> None:
+    layer = fixed_layer(backend, TURBOQUANT, 4, 8)
+    tokens = torch.randn(2, HEADS, 3, DIM)
+    layer.store(tokens, tokens)
+    other = copied(layer)
+    for each in (layer, other):
+        each.store(tokens, tokens)
+        assert each.storage.buffers.counts[0, 0] == 56
+        assert each.storage.buffers.length == 56
+    layer.crop(-1)
+    other.crop(-1)
+    assert layer.get_seq_length() == other.get_seq_length() == 55
+    for side in ("keys", "values"):
+        assert torch.equal(layer.sides[side].everything().dense(), other.sides[side].everything().dense())

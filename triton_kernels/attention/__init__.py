@@ -1,0 +1,1 @@
+"""Decode attention: the kernel, its launcher, its tiles."""

@@ -1,0 +1,234 @@
+"""Launching the attention kernels: operands, tiles and splits. `attend` is the twin of the one in `reference.py`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from kvcache_compress.codecs.backend import interpreting
+from kvcache_compress.triton_kernels.common.operands import launch_options, next_power_of_2
+from kvcache_compress.triton_kernels.common.plan import AMD, Plan, addresses, kept
+
+from .kernel import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, merge_kernel
+from .query import map_query_arguments, map_query_kernel
+from .slot_mask import SlotMask
+from .tiles import Tile, capability_of, tile_shape
+
+if TYPE_CHECKING:
+    from kvcache_compress.storage.segments import SideSegments
+
+MAX_TILE_ROWS = 32
+"""Query rows of a program of more than two warps, else 16: more of them take more registers than there are, and the
+codes are read again instead."""
+RESIDENT_WARPS = 8
+"""Warps of the attention kernel that a processor holds at a time; 255 registers each are what 65,536 allow."""
+MAX_SPLITS = 128
+MIN_SPLIT_TOKENS = 256
+"""Shorter splits would write and merge as much as they read."""
+SCRATCH = ("p_mapped", "p_rows", "p_acc", "p_dense", "p_stats")
+"""What a kernel fills for the next one."""
+INTERPRETING = interpreting()
+"""Triton's interpreter has no assembly, and truncates to bfloat16 where hardware rounds."""
+
+
+class Sizes(NamedTuple):
+    """Packed tokens of a split, the number of splits, whether packed tokens fill all tiles, and the tile."""
+
+    split_tokens: int
+    splits: int
+    even: bool
+    tile: Tile
+
+
+def attend(
+    query: torch.Tensor,
+    keys: SideSegments,
+    values: SideSegments,
+    mask: torch.Tensor | None = None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The kernels' launcher; the same arguments and result as its twin, `reference.attend`.
+
+    Over slots (`keys.slots`) `mask` is one over tokens, as `Slots.mask` takes it.
+    """
+    query = query.contiguous()
+    k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
+    call = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.slots is None)
+    sizes = k_side.sizes.get((keys.packed, call))
+    if sizes is None:
+        sizes = kept(k_side.sizes, (keys.packed, call), sizes_of(query, keys, values, capability_of(query.device)))
+    over_slots = None if keys.slots is None else SlotMask(mask, query, keys.slots)
+    if over_slots is not None:
+        mask = over_slots.tensor
+    inputs, mask_kind = attend_inputs(query, keys, values, mask, sizes.split_tokens)
+    batch, heads, count, _ = query.shape
+    out = query.new_empty(
+        batch, count, heads, values.sinks.shape[3], dtype=torch.float32 if INTERPRETING else query.dtype
+    )
+    given = inputs | ({"p_out": out} if sinks is None else {"p_out": out, "p_sinks": sinks})
+    if over_slots is not None:
+        given |= over_slots.inputs
+    found, aligned, narrow = addresses(given)
+    repeatable = aligned and narrow
+    key = (
+        call, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
+        inputs["p_mask"].device, inputs["s_mask_t"], scaling, softcap,
+        None if sinks is None else (sinks.dtype, sinks.device), repeatable,
+        None if over_slots is None else over_slots.key,
+    )  # fmt: skip
+    plan = k_side.plans.get(key)
+    if plan is None:
+        map_grid, mapping = map_query_arguments(query, k_side, keys.sinks.shape[1], scaling)
+        grid, arguments = attend_arguments(
+            query, keys, values, inputs, mask_kind, mapping, sizes, scaling=scaling, softcap=softcap
+        )
+        merge_grid, merging = merge_arguments(query, keys, values, sinks, arguments, sizes.splits, out)
+        calls = (
+            (map_query_kernel, map_grid, mapping) if over_slots is None else over_slots.call(map_grid, mapping, inputs),
+            (attend_kernel, grid, arguments),
+            (merge_kernel, (*merge_grid, 1), merging),
+        )
+        scratch = {name: arguments[name] for name in SCRATCH}
+        plan = kept(k_side.plans, key, Plan(calls, given, scratch, repeat=repeatable and not AMD))
+    plan.run(given, found, query.device)
+    return out.to(query.dtype) if INTERPRETING else out
+
+
+def attend_inputs(
+    query: torch.Tensor, keys: SideSegments, values: SideSegments, mask: torch.Tensor | None, split_tokens: int
+) -> tuple[dict[str, Any], int]:
+    """Arguments of `attend_kernel` that change from step to step, and the kind of the mask."""
+    mask_operand, mask_kind, mask_strides = _mask_operand(mask, query, keys)
+    k_store, v_store, k_tail, v_tail = keys.store, values.store, keys.tail_buffer, values.tail_buffer
+    rope = None if keys.track is None else keys.track.buffer
+    inputs = dict(  # noqa: C408 - named as the kernel's parameters are
+        p_q=query, keys=(keys.sinks.contiguous(), k_tail, *k_store.buffers),
+        values=(values.sinks.contiguous(), v_tail, *v_store.buffers),
+        p_rope=query if rope is None else rope, p_mask=mask_operand,
+        p_packed=query if keys.slots is None else keys.slots.packed, n_packed=keys.packed, n_tail=keys.tail_tokens,
+        split_tokens=split_tokens, k_capacity=k_store.capacity, v_capacity=v_store.capacity, k_room=k_tail.shape[2],
+        v_room=v_tail.shape[2], rope_room=0 if rope is None else rope.shape[1],
+        s_mask_b=mask_strides[0], s_mask_h=mask_strides[1], s_mask_n=mask_strides[2], s_mask_t=mask_strides[3],
+    )  # fmt: skip
+    return inputs, mask_kind
+
+
+def attend_arguments(
+    query: torch.Tensor,
+    keys: SideSegments,
+    values: SideSegments,
+    inputs: dict[str, Any],
+    mask_kind: int,
+    mapped: dict[str, Any],
+    sizes: Sizes,
+    *,
+    scaling: float,
+    softcap: float | None,
+    amd: bool = AMD,
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Grid and arguments of `attend_kernel`, its result buffers among them.
+
+    `query` is contiguous, `inputs` and `mask_kind` are what `attend_inputs` gives, `mapped` is what
+    `map_query_kernel` filled, and `sizes` are those of the splits; `amd` for AMD's GPUs.
+    """
+    batch, query_heads, count, dk = query.shape
+    heads = keys.sinks.shape[1]
+    groups, dv = query_heads // heads, values.sinks.shape[3]
+    rows = groups * count
+    k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
+    exact = query.dtype == torch.float32
+    operand = torch.float32 if exact else torch.float16
+    tile = sizes.tile
+    tile_rows = _tile_rows(tile, rows)
+    row_blocks = -(-rows // tile_rows)
+    fast = not (exact or amd or INTERPRETING)
+    k_tables, k_form = k_side.operands(operand, fast, dk, 0 if keys.track is None else keys.track.buffer.shape[2])
+    v_tables, v_form = v_side.operands(operand, fast, dv, 0)
+    arguments = inputs | dict(
+        p_mapped=mapped["p_mapped"], p_rows=mapped["p_rows"], k_tables=k_tables, v_tables=v_tables,
+        p_acc=query.new_empty(batch, heads, sizes.splits, rows, v_form.width, dtype=torch.float32),
+        p_dense=query.new_empty(batch, heads, rows, dv, dtype=torch.float32),
+        p_stats=query.new_empty(batch, heads, sizes.splits + 1, rows, 2, dtype=torch.float32),
+        n_sinks=keys.sinks.shape[2], scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
+        G=groups, N=count, SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K=k_form, V=v_form,
+        MASKING=Masking(mask_kind, softcap is not None, count > 1), M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even,
+        BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks, PRECISION="ieee" if exact or amd else "tf32", FAST=fast,
+        num_warps=tile.warps, num_stages=tile.stages,
+        **launch_options(amd),
+    )  # fmt: skip
+    return (sizes.splits + 1, heads * row_blocks, batch), arguments
+
+
+def merge_arguments(
+    query: torch.Tensor,
+    keys: SideSegments,
+    values: SideSegments,
+    sinks: torch.Tensor | None,
+    attended: dict[str, Any],
+    splits: int,
+    out: torch.Tensor,
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Grid and arguments of `merge_kernel` for the buffers that `attend_kernel` filled, and `out` `[B, n, Hq, Dv]`."""
+    batch, query_heads, count, _ = query.shape
+    heads, dv = keys.sinks.shape[1], values.sinks.shape[3]
+    output_map = values.codec.kernel_side.output_map
+    shared = output_map is None or output_map.shape[0] == 1
+    arguments = dict(  # noqa: C408 - named as the kernel's parameters are
+        p_acc=attended["p_acc"], p_dense=attended["p_dense"], p_stats=attended["p_stats"],
+        p_map=attended["p_acc"] if output_map is None else output_map,
+        p_sinks=attended["p_acc"] if sinks is None else sinks, p_out=out,
+        splits=splits, s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
+        W=attended["V"].width, DV=dv, DV_PAD=next_power_of_2(dv),
+        S_PAD=max(16, next_power_of_2(splits + 1)), CHUNK=16,
+        HAS_MAP=output_map is not None, HAS_SINKS=sinks is not None, enable_fp_fusion=True,
+    )  # fmt: skip
+    return (query_heads // heads * count, batch * heads), arguments
+
+
+def _tile_rows(tile: Tile, rows: int) -> int:
+    return min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16, next_power_of_2(rows)))
+
+
+def split_sizes(packed: int, tile: Tile, programs: int, device: torch.device) -> tuple[int, int]:
+    """Tokens per split (a multiple of the tile's) and number of splits: as many warps as fit, but no short splits."""
+    wanted = _processors(device) * max(1, RESIDENT_WARPS // tile.warps) // programs
+    wanted = max(1, min(MAX_SPLITS, wanted, packed // MIN_SPLIT_TOKENS))
+    blocks = -(-packed // tile.tokens)
+    split_blocks = max(1, -(-blocks // wanted))
+    return split_blocks * tile.tokens, -(-blocks // split_blocks)
+
+
+def sizes_of(query: torch.Tensor, keys: SideSegments, values: SideSegments, capability: str | None) -> Sizes:
+    """The tile and the splits of a call's packed tokens, for a device of this compute capability."""
+    batch, query_heads, count, _ = query.shape
+    heads = keys.sinks.shape[1]
+    rows = query_heads // heads * count
+    exact = query.dtype == torch.float32
+    tile = tile_shape(keys.codec.kernel_side, values.codec.kernel_side, exact, rows, capability)
+    programs = batch * heads * -(-rows // _tile_rows(tile, rows))
+    split_tokens, splits = split_sizes(keys.packed, tile, programs, query.device)
+    even = keys.slots is None and keys.packed % tile.tokens == split_tokens % tile.tokens == 0
+    return Sizes(split_tokens, splits, even, tile)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 8
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _mask_operand(
+    mask: torch.Tensor | None, query: torch.Tensor, keys: SideSegments
+) -> tuple[torch.Tensor, int, tuple[int, ...]]:
+    if mask is None:
+        return query, NO_MASK.value, (0, 0, 0, 0)
+    mask = mask.expand(*query.shape[:3], keys.shape[2])
+    if mask.dtype == torch.bool:
+        return mask.view(torch.uint8), BOOL_MASK.value, mask.stride()
+    return mask, FLOAT_MASK.value, mask.stride()

@@ -1,0 +1,115 @@
+"""Queries to code space: one small kernel before the attention kernel.
+
+    mapped = (q A) / top,   factor = top · scaling · log2 e,   bias = ⟨q, mean⟩ · scaling · log2 e
+
+so that a logit of a packed token is, in units of log 2, its score by the mapped query times the factor, plus the bias.
+`top` bounds the mapped query, max |q_d| times the largest 1-norm of a column of A, so that it fits 16-bit operands
+whatever its range.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache_compress.triton_kernels.common.operands import KernelSide, launch_options, next_power_of_2
+
+from .kernel import LOG2E
+
+M = tl.constexpr(16)
+"""Query rows of a program."""
+
+
+class Mapping(NamedTuple):
+    """Constants of the map: numbers of a query and the power of two that holds them, columns of code space and of A.
+
+    And columns that a program makes, and rows of A that it reads at a time; whether there is A, a bias, a top.
+    """
+
+    dim: int
+    padded: int
+    width: int
+    columns: int
+    chunk: int
+    depth: int
+    mapped: bool
+    bias: bool
+    normalise: bool
+
+
+@triton.jit
+def map_query(
+    p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads, i_w, i_r, i_bh, MAPPING: tl.constexpr
+):
+    """`M` query rows of one head and a chunk of the columns of code space; those of A end with that of the bias."""
+    D: tl.constexpr = MAPPING.dim
+    W: tl.constexpr = MAPPING.width
+    CHUNK: tl.constexpr = MAPPING.chunk
+    o_r, o_d = i_r * M + tl.arange(0, M), tl.arange(0, MAPPING.padded)
+    o_w = i_w * CHUNK + tl.arange(0, CHUNK)
+    m_r = o_r < rows
+    p_q += i_bh * rows * D
+    p_map += i_bh % heads * s_map
+    m_q = m_r[:, None] & (o_d < D)[None, :]
+    b_q = tl.load(p_q + o_r[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(tl.float32)
+    b_top = tl.full([M], 1.0, tl.float32)
+    if MAPPING.normalise:
+        b_top = tl.max(tl.abs(b_q), 1)
+        if MAPPING.mapped:
+            b_top *= tl.load(p_bound)
+        b_top = tl.where(b_top > 0, b_top, 1.0)
+    if MAPPING.mapped:
+        b_mapped = tl.zeros([M, CHUNK], tl.float32)
+        for start in range(0, MAPPING.padded, MAPPING.depth):
+            o_k = start + tl.arange(0, MAPPING.depth)
+            m_k = o_k < D
+            b_part = tl.load(p_q + o_r[:, None] * D + o_k[None, :], mask=m_r[:, None] & m_k[None, :], other=0.0)
+            b_map = tl.load(p_map + o_k[:, None] * MAPPING.columns + o_w[None, :], mask=m_k[:, None], other=0.0)
+            b_mapped = tl.dot(b_part.to(tl.float32), b_map, b_mapped, input_precision="ieee")
+    else:
+        b_mapped = tl.load(p_q + o_r[:, None] * D + o_w[None, :], mask=m_r[:, None], other=0.0).to(tl.float32)
+    b_mapped = b_mapped / b_top[:, None]
+    p_mapped += i_bh * rows * W
+    tl.store(p_mapped + o_r[:, None] * W + o_w[None, :], b_mapped.to(p_mapped.dtype.element_ty), mask=m_r[:, None])
+    if i_w == 0:
+        b_bias = tl.zeros([M], tl.float32)
+        if MAPPING.bias:
+            b_mean = tl.load(p_map + o_d * MAPPING.columns + W, mask=o_d < D, other=0.0)
+            b_bias = tl.sum(b_q * b_mean[None, :], 1)
+        o_row = (i_bh * rows + o_r) * 2
+        tl.store(p_rows + o_row, b_top * scaling, mask=m_r)
+        tl.store(p_rows + o_row + 1, b_bias * scaling, mask=m_r)
+
+
+@triton.jit
+def map_query_kernel(p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads, MAPPING: tl.constexpr):
+    i_w, i_r, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    map_query(p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads, i_w, i_r, i_bh, MAPPING)
+
+
+def map_query_arguments(
+    query: torch.Tensor, side: KernelSide, heads: int, scaling: float
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Grid and arguments of `map_query_kernel` for queries `[B, Hq, n, D]`, contiguous; its results among them.
+
+    `p_mapped` is `[B, H, Hq / H * n, W]`, float32 where the query is, else float16; `p_rows` holds factor and bias.
+    """
+    batch, query_heads, count, dim = query.shape
+    rows, width = query_heads // heads * count, sum(side.widths)
+    exact = query.dtype == torch.float32
+    own = side.query_map
+    assert own is None or own.is_contiguous()
+    chunk = min(width & -width, 64)
+    padded, columns = next_power_of_2(dim), 0 if own is None else own.shape[-1]
+    mapping = Mapping(dim, padded, width, columns, chunk, min(32, padded), own is not None, side.bias, not exact)
+    arguments: dict[str, Any] = dict(
+        p_q=query, p_map=query if own is None else own, p_bound=query if own is None else side.query_bound(),
+        p_mapped=query.new_empty(batch, heads, rows, width, dtype=torch.float32 if exact else torch.float16),
+        p_rows=query.new_empty(batch, heads, rows, 2, dtype=torch.float32),
+        s_map=0 if own is None or own.shape[0] == 1 else own.stride(0), scaling=scaling * LOG2E.value,
+        rows=rows, heads=heads, MAPPING=mapping, **launch_options(),
+    )  # fmt: skip
+    return (width // chunk, -(-rows // M.value), batch * heads), arguments

@@ -1,0 +1,130 @@
+"""The tile that a program of the attention kernel takes: as measured on a device like this one, or else by a rule.
+
+`tiles.json` holds what `benchmarks/tune.py` measured, by compute capability and kernel, with the times that speak for
+it. A kernel is named by what it is compiled for: the device functions of both sides, their parameters and the widths of
+their tiles. Entries are for at most 16 query rows, those of decode steps; more are other kernels.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from kvcache_compress.files.text import parse_json
+from kvcache_compress.triton_kernels.common.operands import KernelSide
+from kvcache_compress.triton_kernels.common.plan import AMD
+
+TABLE = Path(__file__).with_name("tiles.json")
+TOKENS, WARPS, STAGES = (16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4)
+"""What a tile can be, unless a side takes fewer tokens; 16 is how deep the tensor cores' operands are."""
+USUAL_TOKENS = 64
+"""More are candidates only where the rule has more: levels and weights of so many tokens take many registers."""
+MEASURED_ROWS = 16
+"""Query rows of a program, at most, that entries were measured with."""
+
+
+class Tile(NamedTuple):
+    """Tokens that a program of `attend_kernel` takes at a time, its warps, and the stages of its pipeline."""
+
+    tokens: int
+    warps: int
+    stages: int
+
+
+Measured = dict[str, dict[str, Tile]]
+"""By compute capability and by the name of the kernel."""
+
+
+def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool, rows: int, capability: str | None) -> Tile:
+    """The tile for `rows` query rows of a head on a device of this compute capability; `exact` in float32.
+
+    Raises:
+        ValueError: an entry of `tiles.json` that the sides cannot take.
+    """
+    if k_side.tile is not None:
+        return k_side.tile
+    entries = measured().get(capability or "")
+    if entries and rows <= MEASURED_ROWS:
+        name = kernel_name(k_side, v_side, exact)
+        if (tile := entries.get(name)) is not None:
+            if tile.tokens > most_tokens(k_side, v_side):
+                raise ValueError(
+                    f"{TABLE.name}: {tile.tokens} tokens for {name}: allowed at most {most_tokens(k_side, v_side)}"
+                )
+            return tile
+    return rule(k_side, v_side, exact)
+
+
+def rule(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
+    """A tile with which levels and accumulators of both sides stay in registers, by what the compiler shows.
+
+    One warp where that does: the 16 rows of the tensor cores' tile cannot be shared out, so more warps repeat work.
+    """
+    if exact:
+        return Tile(16, 8, 2)
+    widest = max(*k_side.widths, *v_side.widths)
+    warps = max(k_side.warps, v_side.warps, widest // 16 if widest > 128 else 1)
+    return Tile(min(k_side.tokens, v_side.tokens), min(warps, 8), 2)
+
+
+def candidates(k_side: KernelSide, v_side: KernelSide) -> list[Tile]:
+    """The tiles to choose from: of all that both sides can take, those that are not far larger than the rule's."""
+    most = min(most_tokens(k_side, v_side), max(USUAL_TOKENS, rule(k_side, v_side, False).tokens))
+    return [Tile(tokens, warps, stages) for tokens in TOKENS if tokens <= most for warps in WARPS for stages in STAGES]
+
+
+def most_tokens(k_side: KernelSide, v_side: KernelSide) -> int:
+    return min(k_side.most_tokens, v_side.most_tokens)
+
+
+def kernel_name(k_side: KernelSide, v_side: KernelSide, exact: bool) -> str:
+    """What tells this pair's kernel from others, the same in every run: operands' dtype, score, accumulate."""
+    operands = "float32" if exact else "float16"
+    score, accumulate = _named(k_side.score, k_side), _named(v_side.accumulate, v_side)
+    return f"{operands}: {score}; {accumulate}"
+
+
+def _named(function: Any, side: KernelSide) -> str:
+    widths = "+".join(f"{len(list(same))}x{width}" for width, same in groupby(side.widths))
+    meta = repr(side.meta).removeprefix(type(side.meta).__name__)
+    return f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}{meta} {widths}"
+
+
+@cache
+def capability_of(device: torch.device) -> str | None:
+    """Compute capability of an NVIDIA GPU, such as "9.0"; None for all else, for which nothing is measured."""
+    if device.type != "cuda" or AMD:
+        return None
+    return ".".join(map(str, torch.cuda.get_device_capability(device)))
+
+
+@cache
+def measured() -> Measured:
+    """What `tiles.json` holds."""
+    return read_tiles(TABLE.read_text(encoding="utf-8"))
+
+
+def read_tiles(text: str) -> Measured:
+    """The tiles of a table, as `make tune-gpu` writes it.
+
+    Raises:
+        ValueError: no such table, or a tile that no kernel can have.
+    """
+    try:
+        entries = {
+            capability: {name: Tile(**entry["tile"]) for name, entry in kernels.items()}
+            for capability, kernels in parse_json(text, "its text").items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{TABLE.name}: no table of tiles ({type(error).__name__}: {error})") from error
+    for capability, kernels in entries.items():
+        for name, tile in kernels.items():
+            for field, value, allowed in zip(Tile._fields, tile, (TOKENS, WARPS, STAGES), strict=True):
+                if value not in allowed:
+                    choices = ", ".join(map(str, allowed))
+                    raise ValueError(f"{TABLE.name}, {capability}, {name}: {field}={value}: allowed {choices}")
+    return entries

@@ -1,0 +1,1 @@
+"""Bit planes in registers, operands of a side, and repeated launches."""

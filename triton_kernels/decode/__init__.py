@@ -1,0 +1,1 @@
+"""Device functions that score and accumulate packed tokens, one file per method."""

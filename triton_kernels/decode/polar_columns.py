@@ -1,0 +1,261 @@
+"""The tree of recursive PolarQuant over 128 channels, undone in registers by shuffles that look up cos and sin.
+
+A tile `[T, 8]` holds eight neighbouring coordinates of code space, or radii of a level, one in each column. Since a
+level pairs by halves, and halves are whole tiles down to level 4, all below a radius of level 3 lies in its own column:
+1 radius of level 4 makes 2 of level 3, 4 of level 2, 8 of level 1 and 16 numbers, and no number changes its thread.
+
+Lane i of a warp holds entry i of a level's table in one register, cos and sin in half precision. `shfl.idx` reads that
+of the lane that a code names, and looks at no bits above the code's, so a look-up takes a shift and a shuffle,
+whatever the angles are. The radius times that is both halves of what lies below. Levels 4 to 7, 8 bits to a column, are
+looked up in memory at once; of a tree of four levels, level 4 is undone like the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache_compress.triton_kernels.common import lookup
+from kvcache_compress.triton_kernels.common.codes import load_words
+
+if TYPE_CHECKING:
+    from kvcache_compress.methods.polarquant.codebooks import AngleCodebook
+    from kvcache_compress.methods.polarquant.tree import PolarTree
+
+WHOLE = ((4, 3, 2, 2, 2, 2, 2), (4, 2, 2, 2, 2, 2, 2))
+FOUR_LEVELS = ((4, 2, 2, 2),)
+HALVES = ".reg .b16 h0, h1"
+
+
+def _shuffle(register: str, table: str, codes: str, bits: int) -> str:
+    """Every 2 ** bits lanes read each other's entries."""
+    return f"shfl.sync.idx.b32 {register}, {table}, {codes}, {(32 - 2**bits) << 8 | 31:#x}, 0xffffffff"
+
+
+def _level(outputs: list[str], bits: int, table: str, codes: str, step: int, radii: list[str]) -> list[str]:
+    """Pairs below `radii`, registers of two: those of all low halves come first."""
+    lines = []
+    for i, output in enumerate(outputs):
+        selected = codes if i == 0 else "r14"
+        lines += [f"shr.u32 r14, {codes}, {step * i}"] if i else []
+        radius, half = radii[i % len(radii)], "h0" if i < len(radii) else "h1"
+        lines += [
+            _shuffle("r14", table, selected, bits),
+            f"mov.b32 {{h0, h1}}, {radius}",
+            f"mov.b32 r15, {{{half}, {half}}}",
+            f"mul.rn.f16x2 {output}, r14, r15",
+        ]
+    return lines
+
+
+def _three_levels(bits: int) -> tl.constexpr:
+    """Eight pairs of coordinates below a pair of radii of level 3; `bits` are those of level 2.
+
+    Operands: pairs of radii, words of level 3, 2 (the high plane of 3 bits after it) and 1, tables of level 1, 2 and 3.
+    """
+    inputs = 12 if bits == 3 else 11
+    first, *tables = (f"${i}" for i in range(inputs, inputs + 4))
+    second, lines = "$10", []
+    if bits == 3:
+        second = "r0"
+        lines = [
+            "shl.b32 r1, $11, 4",
+            "lop3.b32 r1, $11, r1, 0x000000ff, 0xe4",  # bits 0, 2, 4, 6 to 0, 2, 8, 10
+            "shl.b32 r2, r1, 2",
+            "shl.b32 r1, r1, 4",
+            "lop3.b32 r1, r2, r1, 0x04040404, 0xe4",  # and to 2, 6, 10, 14
+            "lop3.b32 r0, $10, r1, 0x33333333, 0xe4",
+        ]
+    lines += _level(["r3", "r4"], 2, tables[2], "$9", 8, ["$8"])
+    lines += _level(["r5", "r6", "r7", "r8"], bits, tables[1], second, 4, ["r3", "r4"])
+    lines += _level([f"${i}" for i in range(8)], 4, tables[0], first, 4, ["r5", "r6", "r7", "r8"])
+    return lookup.text(HALVES, *lines)
+
+
+def _lanes(bits: int) -> tl.constexpr:
+    """Entry i of 2 ** bits operands in lane i, again and again."""
+    lines, entries = ["mov.u32 r14, %laneid"], [f"${1 + i}" for i in range(2**bits)]
+    for bit in range(bits):
+        lines += [f"and.b32 r15, r14, {1 << bit}", "setp.ne.u32 p0, r15, 0"]
+        chosen = [f"r{i}" for i in range(len(entries) // 2)]
+        lines += [
+            f"selp.b32 {to}, {high}, {low}, p0"
+            for to, low, high in zip(chosen, entries[::2], entries[1::2], strict=True)
+        ]
+        entries = chosen
+    return lookup.text(".reg .pred p0", *lines, "mov.b32 $0, r0")
+
+
+LEVEL_4, LEVEL_4_REGISTERS = lookup.text(HALVES, *_level(["$0"], 2, "$2", "$1", 0, ["$3"])), lookup.registers(1, 3)
+# By bits, from 2 on.
+THREE_LEVELS = tl.constexpr(tuple(_three_levels(bits).value for bits in (2, 3)))
+THREE_LEVELS_REGISTERS = tl.constexpr(tuple(lookup.registers(8, 5 + bits).value for bits in (2, 3)))
+LANES = tl.constexpr(tuple(_lanes(bits).value for bits in (2, 3, 4)))
+LANES_REGISTERS = tl.constexpr(tuple(lookup.registers(1, 2**bits).value for bits in (2, 3, 4)))
+
+
+def fits(tree: PolarTree, radius_bits: int) -> bool:
+    """Whether `column_tiles` can undo this tree: all levels, or four and radii of 16 bits."""
+    bits = tuple(level.bits for level in tree.levels)
+    return tree.head_dim == 128 and (bits in WHOLE or (bits in FOUR_LEVELS and radius_bits == 16))
+
+
+def words(books: tuple[AngleCodebook, ...]) -> torch.Tensor:
+    """`KernelSide.words` for `column_tiles`: tables of levels, and by how much their words are shifted in each column.
+
+    Of a tree of four levels, whose rows have an odd number of words, in each column of even tokens, then of odd ones.
+    """
+    tables = [book.points.cpu().half().view(torch.int32).flatten() for book in books[: 4 if len(books) == 4 else 3]]
+    column = torch.arange(8, dtype=torch.int32)
+    half = 16 * (column % 2)
+    if len(books) == 4:
+        half = torch.stack([half, 16 - half])
+    shifts = (half + 2 * (column // 4), 8 * (column % 4) + column // 4, half + 2 * (column // 2), 2 * column)
+    places = sum((shift << 8 * i for i, shift in enumerate(shifts)), torch.zeros_like(half))
+    return torch.cat([*tables, places.flatten()])
+
+
+def coarse_table(books: tuple[AngleCodebook, ...]) -> torch.Tensor:
+    """Radii of level 3, `[8, 256, 2]`, by column and what `coarse_radii` makes of its codes of levels 4 to 7."""
+    table = torch.empty(8, 256, 2)
+    codes = torch.arange(256)[:, None] >> torch.tensor([0, 2, 4, 6]) & 3
+    for column in range(8):
+        places = torch.tensor([2 * column, 16 + 2 * (column % 4), 24 + 2 * (column % 2), 28])
+        factor = 4 | 1 << 8 - 2 * (column % 4) | 1 << 28 - 2 * column - 2 * (column % 2)
+        index = ((codes << places).sum(-1) * factor & 0xFFFFFFFF) >> 24
+        points = [book.points.cpu()[codes[:, i]] for i, book in enumerate(books[3:])]
+        radius = points[1][:, column // 4] * points[2][:, column // 2 % 2] * points[3][:, column % 2]
+        table[column, index] = radius[:, None] * points[0]
+    return table
+
+
+def odd_rows() -> torch.Tensor:
+    """What an odd row changes in the shifts of words, as the bits of numbers of 16 bits: nothing, and 16."""
+    return torch.tensor([0, 16], dtype=torch.int16).view(torch.float16).float()
+
+
+def tile_order(keys: bool) -> torch.Tensor:
+    """Coordinate of code space in each column of the tiles, int64 `[128]`.
+
+    Both halves of a pair are neighbours in tiles of keys, where the tensor cores' operands have them in one register;
+    in tiles of values, which have two tokens there, they lie 8 columns apart.
+    """
+    tile, column, side = torch.arange(8)[:, None, None], torch.arange(8)[:, None], torch.arange(2)
+    place = side * 64 + 8 * tile + column
+    return place.flatten() if keys else place.mT.flatten()
+
+
+@triton.jit
+def lane_table(words, FIRST: tl.constexpr, BITS: tl.constexpr):
+    """A register in which lane i holds entry `i % 2 ** BITS` of a level's table: to Triton, a tile `[1, 1]`.
+
+    Out of words that were loaded before the loop: the compiler moves no layout conversion past other tiles.
+    """
+    b_entries = ()
+    for i in tl.static_range(2**BITS):
+        b_entries = b_entries + (words[FIRST + i],)
+    return tl.inline_asm_elementwise(
+        LANES[BITS - 2], LANES_REGISTERS[BITS - 2], b_entries, dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def word_of_column(p_plane, o_row, o_t, m_t, b_shift, ROW: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """A level's words of 16 bits, `COUNT` to a token, each at the low end of int32 `[T, 8]` in columns c % COUNT.
+
+    They are read as words of 32 bits, which the compiler can copy to shared memory ahead of time. Where rows have an
+    odd number of words, `b_shift` knows which half they are of.
+    """
+    T: tl.constexpr = o_t.shape[0]
+    p_twos = p_plane.to(tl.pointer_type(tl.int32), bitcast=True)
+    if ROW % 2 == 0:
+        HALF: tl.constexpr = COUNT // 2
+        b_words = load_words(p_twos + FIRST // 2, o_row, o_t, m_t, ROW // 2, HALF, HALF)
+        b_words = tl.broadcast_to(b_words[:, None, :, None], [T, 8 // COUNT, HALF, 2])
+    else:
+        o_h = (((o_row & 1).to(tl.int32) + o_t) * ROW)[:, None] + (FIRST + tl.arange(0, COUNT))[None, :]
+        b_words = tl.load(p_twos + (o_row >> 1) * ROW + (o_h >> 1), mask=m_t[:, None], other=0)
+        b_words = tl.broadcast_to(b_words[:, None, :], [T, 8 // COUNT, COUNT])
+    return tl.reshape(b_words, [T, 8]) >> b_shift
+
+
+@triton.jit
+def coarse_radii(p_coarse, p_rest, b_places, o_row, o_t, m_t, ROW: tl.constexpr, FIRST: tl.constexpr):
+    """Pairs of radii of level 3, relative to a token's one radius, int32 `[T, 8]`."""
+    p_twos = p_rest.to(tl.pointer_type(tl.int32), bitcast=True)
+    b_rest = load_words(p_twos + FIRST // 2, o_row, o_t, m_t, ROW // 2, 1, 1)
+    b_column = b_places >> 24
+    # The codes of a column, and a factor whose products with them differ in their top 8 bits, whatever the codes are.
+    b_mask = (3 << b_column) | (3 << (16 + (b_column & 6))) | (3 << (24 + (b_column & 2))) | (3 << 28)
+    b_factor = 4 | (1 << (8 - (b_column & 6))) | (1 << (28 - b_column - (b_column & 2)))
+    b_codes = (((b_rest & b_mask) * b_factor).to(tl.uint32, bitcast=True) >> 24).to(tl.int32)
+    # A column's table first: it lies in the same place in every turn.
+    p_column = p_coarse.to(tl.pointer_type(tl.int32), bitcast=True) + b_column * 128
+    return tl.load(p_column + b_codes)
+
+
+@triton.jit
+def fourth_level(p_radii, p_codes, b_table, b_places, o_row, o_t, m_t, ROW: tl.constexpr, FIRST: tl.constexpr):
+    """Pairs of radii of level 3 below the eight that are stored, int32 `[T, 8]`."""
+    T: tl.constexpr = o_t.shape[0]
+    p_radii = p_radii.to(tl.pointer_type(tl.int32), bitcast=True)
+    b_radii = load_words(p_radii, o_row, o_t, m_t, 4, 4, 4)
+    b_radii = tl.reshape(tl.broadcast_to(b_radii[:, :, None], [T, 4, 2]), [T, 8]) >> ((b_places >> 21) & 16)
+    b_codes = load_words(p_codes + FIRST, o_row, o_t, m_t, ROW, 1, 1).to(tl.int32) >> (b_places >> 24)
+    return tl.inline_asm_elementwise(
+        LEVEL_4, LEVEL_4_REGISTERS, [b_codes, b_table, b_radii], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def column_tiles(fields, p_coarse, words, o_row, o_t, m_t, META: tl.constexpr):
+    """Eight tiles `[T, 16]` in code space, in `tile_order`; `META` is the `Tree` of `polarquant_recursive.py`."""
+    T: tl.constexpr = o_t.shape[0]
+    SECOND_BITS: tl.constexpr = META.bits[1]
+    FOUR_LEVELS_ONLY: tl.constexpr = len(META.bits) == 4
+    TWO: tl.constexpr = 16 + 2**SECOND_BITS
+    b_places = words[len(words) - 1]
+    if FOUR_LEVELS_ONLY:
+        b_places = tl.reshape(tl.broadcast_to(tl.reshape(b_places, [1, 2, 8]), [T // 2, 2, 8]), [T, 8])
+    p_twos = fields[META.field[2]]
+    b_two_shift, b_three_shift = b_places & 255, b_places >> 16 & 255
+    if FOUR_LEVELS_ONLY:
+        b_fourth = lane_table(words, TWO + 4, 2)
+        b_radii = fourth_level(
+            fields[META.radii], p_twos, b_fourth, b_places, o_row, o_t, m_t, META.row[3], META.offset[3]
+        )
+        b_halves = tl.load(p_coarse + (o_row & 1) + tl.zeros([1, 1], tl.int32)).to(tl.int16, bitcast=True).to(tl.int32)
+        b_two_shift ^= b_halves
+        b_three_shift ^= b_halves
+    else:
+        b_radii = coarse_radii(p_coarse, p_twos, b_places, o_row, o_t, m_t, META.row[3], META.offset[3])
+    b_third = word_of_column(p_twos, o_row, o_t, m_t, b_three_shift, META.row[2], META.offset[2], 2)
+    b_second = word_of_column(fields[META.field[1]], o_row, o_t, m_t, b_two_shift, META.row[1], META.offset[1], 4)
+    b_first = load_words(fields[0], o_row, o_t, m_t, 8, 8, 8)
+    b_codes = (b_radii, b_third, b_second)
+    if SECOND_BITS == 3:
+        p_high = fields[META.field[1] + 1].to(tl.pointer_type(tl.int32), bitcast=True)
+        b_codes = b_codes + (load_words(p_high, o_row, o_t, m_t, 1, 1, 1) >> (b_places >> 8 & 255),)
+    b_tables = (lane_table(words, 0, 4), lane_table(words, 16, SECOND_BITS), lane_table(words, TWO, 2))
+    b_pairs = tl.inline_asm_elementwise(
+        THREE_LEVELS[SECOND_BITS - 2], THREE_LEVELS_REGISTERS[SECOND_BITS - 2], b_codes + (b_first,) + b_tables,
+        dtype=(tl.int32,) * 8, is_pure=True, pack=1,
+    )  # fmt: skip
+    b_tiles = ()
+    for i in tl.static_range(8):
+        b_low = b_pairs[i].to(tl.int16).to(tl.float16, bitcast=True)
+        b_high = (b_pairs[i] >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        b_tiles = b_tiles + (beside(b_low, b_high, META.keys),)
+    return b_tiles
+
+
+@triton.jit
+def beside(b_low, b_high, KEYS: tl.constexpr):
+    """Both halves of pairs, each `[T, W]`, as a tile `[T, 2 W]` in `tile_order`."""
+    b_both = tl.join(b_low, b_high)
+    if not KEYS:
+        b_both = tl.permute(b_both, [0, 2, 1])
+    return tl.reshape(b_both, [b_low.shape[0], 2 * b_low.shape[1]])

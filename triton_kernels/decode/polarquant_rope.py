@@ -1,0 +1,186 @@
+"""Scores of PolarQuant's polar codes (Wu et al., sections 3.2 and 3.3).
+
+With angle codes a_j[t], radii r_j[t] = (code + offset) · scale (per group, or folded into the query), and φ the unit
+vectors of the angles:
+
+    direct:  s[t] = Σ_j q_xj r_j cos φ(a_j) + q_yj r_j sin φ(a_j)
+    table:   s[t] = Σ_a Σ_j T_a,j [a_j = a] r_j,   T_a = q_x cos φ(a) + q_y sin φ(a);  angles beyond a half turn are -T
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache_compress.codecs.layout import padded_words, words_per_token
+from kvcache_compress.triton_kernels.common import directions, lookup
+from kvcache_compress.triton_kernels.common.codes import load_codes, tile_channels
+from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order, with_mean
+
+if TYPE_CHECKING:
+    from kvcache_compress.methods.polarquant.rope import PolarQuantRopeCodec
+
+
+class Polar(NamedTuple):
+    """Bits of angles and radii, words of a token and padded ones (`codes.py`), where in its cell a radius is decoded.
+
+    tokens: of a group that shares scales, or 0; match: whether scores are scaled; table: the score function; fast:
+    whether `directions.py` and `lookup.py` can unpack the codes.
+    """
+
+    angle_bits: int
+    radius_bits: int
+    words: int
+    padded: int
+    offset: float
+    tokens: int
+    match: bool
+    table: bool
+    fast: bool
+
+
+@triton.jit
+def as_numbers(b_codes, DTYPE: tl.constexpr):
+    """Codes below 1024 as numbers; in 16 bits they are put into the mantissa of 1024, which spares a conversion."""
+    if tl.float16 == DTYPE:
+        b_numbers = (b_codes | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1024.0
+    else:
+        b_numbers = b_codes.to(DTYPE)
+    return b_numbers
+
+
+@triton.jit
+def radii(
+    b_steps, p_scale, o_row, i: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
+    UNIT: tl.constexpr, OFFSET: tl.constexpr, TOKENS: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Radii `(steps / UNIT + OFFSET) scale` of tile `i`, whose tokens share one group: it starts at a multiple of its
+    size."""
+    if TOKENS == 0:
+        b_scale = tl.full([1, 1], 1.0, b_steps.dtype)
+    else:
+        tl.static_assert(b_steps.shape[0] <= TOKENS)
+        o_d, m_d = tile_channels(i, WORDS, PADDED)
+        p_scale += o_row // TOKENS * (8 * WORDS)
+        b_scale = tl.load(p_scale + o_d[None, :], mask=m_d[None, :], other=0.0).to(b_steps.dtype)
+    b_zero = b_scale * OFFSET
+    b_scale *= 1 / UNIT
+    return lookup.scaled(b_steps, b_scale, b_zero) if FAST else b_steps * b_scale + b_zero
+
+
+@triton.jit
+def points(p_points, b_angles, DTYPE: tl.constexpr):
+    """cos and sin of angle codes from `[angles, 2]` numbers; in 16 bits one lookup gives both."""
+    if tl.float16 == DTYPE:
+        b_both = tl.load(p_points.to(tl.pointer_type(tl.int32), bitcast=True) + b_angles)
+        b_cos = b_both.to(tl.int16).to(tl.float16, bitcast=True)
+        b_sin = (b_both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        b_cos = tl.load(p_points + 2 * b_angles)
+        b_sin = tl.load(p_points + 2 * b_angles + 1)
+    return b_cos, b_sin
+
+
+@triton.jit
+def unpacked_scores(
+    b_q, fields, p_points, p_scale, o_row, o_t, m_t,
+    META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores by codes: the portable way, and either score function."""
+    b_angles = load_codes(
+        fields[0], fields[AT - 1], o_row, o_t, m_t, META.angle_bits, META.words, META.padded, META.words
+    )
+    b_steps = load_codes(
+        fields[AT], fields[SCALE - 1], o_row, o_t, m_t, META.radius_bits, META.words, META.padded, META.words
+    )
+    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    TILES: tl.constexpr = len(b_angles)
+    HALF: tl.constexpr = 2 ** (META.angle_bits - 1)
+    for j in tl.static_range(TILES):
+        b_steps_j = as_numbers(b_steps[j], b_q[0].dtype)
+        b_radii = radii(b_steps_j, p_scale, o_row, j, META.words, META.padded, 1, META.offset, META.tokens, False)
+        if META.table:
+            b_signed = tl.where(b_angles[j] < HALF, b_radii, -b_radii)
+            for i in tl.static_range(HALF):
+                b_chosen = tl.where((b_angles[j] & (HALF - 1)) == i, b_signed, 0.0)
+                b_s = tl.dot(b_q[i * TILES + j], tl.trans(b_chosen), b_s, input_precision=PRECISION)
+        else:
+            b_cos, b_sin = points(p_points, b_angles[j], b_q[0].dtype)
+            b_s = tl.dot(b_q[j], tl.trans(b_radii * b_cos), b_s, input_precision=PRECISION)
+            b_s = tl.dot(b_q[TILES + j], tl.trans(b_radii * b_sin), b_s, input_precision=PRECISION)
+    return b_s
+
+
+@triton.jit
+def looked_up_scores(
+    b_q, fields, words, p_scale, o_row, o_t, m_t,
+    META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores by `directions.py` and `lookup.py`; the table of radii follows that of angles in `words`."""
+    BITS: tl.constexpr = META.radius_bits
+    b_points = directions.directions(
+        fields[0], fields[AT - 1], words, o_row, o_t, m_t, META.angle_bits, META.words, META.padded
+    )
+    b_steps = lookup.levels(
+        fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, 8, BITS, True, META.words, META.padded, META.words
+    )
+    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    TILES: tl.constexpr = len(b_steps)
+    OFFSET: tl.constexpr = META.offset + (2**BITS - 1) / 2
+    for j in tl.static_range(TILES):
+        b_radii = radii(
+            b_steps[j], p_scale, o_row, j, META.words, META.padded, lookup.unit(BITS), OFFSET, META.tokens, True
+        )
+        b_x, b_y = lookup.product(b_points[j], b_radii), lookup.product(b_points[TILES + j], b_radii)
+        b_s = tl.dot(b_q[j], tl.trans(b_x), b_s, input_precision=PRECISION)
+        b_s = tl.dot(b_q[TILES + j], tl.trans(b_y), b_s, input_precision=PRECISION)
+    return b_s
+
+
+@triton.jit
+def score(
+    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    AT: tl.constexpr = 1 if (META.angle_bits == 2 or META.angle_bits == 4) else 2
+    SCALE: tl.constexpr = AT + (1 if (META.radius_bits == 2 or META.radius_bits == 4) else 2)
+    p_scale = fields[SCALE if META.tokens else 0]
+    if FAST and META.fast:
+        b_s = looked_up_scores(b_q, fields, words, p_scale, o_row, o_t, m_t, META, AT, SCALE, PRECISION)
+    else:
+        b_s = unpacked_scores(b_q, fields, tables[0], p_scale, o_row, o_t, m_t, META, AT, SCALE, PRECISION)
+    if META.match:
+        b_s *= tl.load(fields[len(fields) - 1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)[None, :]
+    return b_s
+
+
+def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
+    """Operands of a prepared codec."""
+    options, pairs = codec.options, codec.pairs.pairs
+    table = options.score_function == "table"
+    fast = not table and lookup.fits(pairs, options.radius_bits) and directions.fits(codec.points, pairs)
+    meta = Polar(
+        options.angle_bits, options.radius_bits, words_per_token(pairs), padded_words(pairs), options.offset,
+        0 if options.radius_scale == "channel" else options.group_size, options.scalar == "match", table, fast,
+    )  # fmt: skip
+    parts = 2 ** (options.angle_bits - 1) if table else 2
+    basis = in_code_order(codec.ready_basis(), (pairs,) * parts)
+    side = KernelSide(
+        score,
+        None,
+        meta,
+        code_tiles(pairs) * parts,
+        tables=(codec.points,),
+        tokens=16,
+        most_tokens=128 if options.radius_scale == "channel" else options.group_size,
+        query_map=with_mean(basis.mT, codec.mean).contiguous(),
+        bias=codec.mean is not None,
+    )
+    if fast:
+        side.places = padded_words(pairs)
+        words = [directions.tables(codec.points), *lookup.even_tables(options.radius_bits)]
+        side.words = torch.cat([*words, lookup.places(side.places)]).to(codec.points.device)
+    return side

@@ -1,0 +1,109 @@
+"""QJL's score.
+
+With sketches i of rows S_i, signs g_i[t] and stored scales c_i[t] (QJL, Definition 3.1):
+
+    score:  s[t] = Σ_i c_i[t] ⟨S_i q, g_i[t]⟩
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache_compress.codecs.layout import CODES_PER_WORD, words_per_token
+from kvcache_compress.triton_kernels.common import lookup
+from kvcache_compress.triton_kernels.common.codes import load_codes
+from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, with_mean
+
+if TYPE_CHECKING:
+    from kvcache_compress.methods.qjl import QJLCodec
+
+CHUNK_WORDS = 16
+"""Words of a token that are unpacked at a time; 512 signs at once take more registers than there are."""
+
+
+class Chunks(NamedTuple):
+    """By chunk: its sketch's field and words, the first of its words, how many they are, and padded.
+
+    last: whether it is the sketch's; tile: its first; fits: whether `lookup.py` can unpack it.
+    """
+
+    field: tuple[int, ...]
+    words: tuple[int, ...]
+    first: tuple[int, ...]
+    count: tuple[int, ...]
+    padded: tuple[int, ...]
+    last: tuple[bool, ...]
+    tile: tuple[int, ...]
+    fits: tuple[bool, ...]
+
+
+@triton.jit
+def signs(
+    fields, words, o_row, o_t, m_t,
+    META: tl.constexpr, AT: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Tiles of ±1/2 (see `codes.py`)."""
+    WORDS: tl.constexpr = META.words[AT]
+    PADDED: tl.constexpr = META.padded[AT]
+    COUNT: tl.constexpr = META.count[AT]
+    FITS: tl.constexpr = META.fits[AT]
+    p_words = fields[META.field[AT]] + META.first[AT]
+    if FAST and FITS:
+        b_signs = lookup.levels(p_words, p_words, words, o_row, o_t, m_t, 0, 1, True, WORDS, PADDED, COUNT)
+    else:
+        b_bits = load_codes(p_words, p_words, o_row, o_t, m_t, 1, WORDS, PADDED, COUNT)
+        b_signs = ()
+        for j in tl.static_range(len(b_bits)):
+            b_signs = b_signs + (b_bits[j].to(DTYPE) - 0.5,)
+    return b_signs
+
+
+@triton.jit
+def score(
+    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    b_sketch = b_s
+    for i in tl.static_range(len(META.field)):
+        b_signs = signs(fields, words, o_row, o_t, m_t, META, i, b_q[0].dtype, FAST)
+        for j in tl.static_range(len(b_signs)):
+            b_sketch = tl.dot(b_q[META.tile[i] + j], tl.trans(b_signs[j]), b_sketch, input_precision=PRECISION)
+        if META.last[i]:
+            b_scale = tl.load(fields[META.field[i] + 1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
+            b_s += b_sketch * b_scale[None, :]
+            b_sketch = tl.zeros_like(b_s)
+    return b_s
+
+
+def qjl_side(codec: QJLCodec) -> KernelSide:
+    """Operands of a prepared QJL codec."""
+    meta, widths, parts = [], [], []
+    basis = codec.ready_basis()
+    for index, part in enumerate(codec.instances):
+        words = words_per_token(part.rows)
+        rows = basis[:, part.span].unflatten(1, (CODES_PER_WORD, words))
+        for first in range(0, words, CHUNK_WORDS):
+            count = min(CHUNK_WORDS, words - first)
+            padded = max(2, triton.next_power_of_2(count))
+            fits = words % 4 == 0 and padded == CHUNK_WORDS
+            meta.append((2 * index, words, first, count, padded, first + count == words, len(widths), fits))
+            chunk = rows.new_zeros(len(rows), CODES_PER_WORD, padded, rows.shape[-1])
+            chunk[:, :, :count] = rows[:, :, first : first + count]
+            parts.append(chunk.flatten(1, 2))
+            widths += code_tiles(CODES_PER_WORD * count)
+    query_map = with_mean(2 * torch.cat(parts, 1).mT, codec.mean)
+    return KernelSide(
+        score,
+        None,
+        Chunks(*zip(*meta, strict=True)),
+        tuple(widths),
+        words=lookup.places(CHUNK_WORDS).to(basis.device),
+        places=CHUNK_WORDS,
+        query_map=query_map.contiguous(),
+        bias=codec.mean is not None,
+    )

@@ -1,0 +1,152 @@
+"""TurboQuant's device functions; also for every codec that is a sum of scalar-quantized components.
+
+With components i along rows A_i of the basis, scales c_i[t], levels L_i (TurboQuant, Algorithms 1 and 2; section 4.3):
+
+    score:       s[t] = Σ_i c_i[t] ⟨A_i q, L_i[codes_i[t]]⟩
+    accumulate:  acc_i += (p[t] c_i[t]) L_i[codes_i[t]],      output = Σ_i A_iᵀ acc_i
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache_compress.codecs.layout import PLANES, padded_words, words_per_token
+from kvcache_compress.triton_kernels.common import lookup
+from kvcache_compress.triton_kernels.common.codes import load_codes
+from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order, with_mean
+
+if TYPE_CHECKING:
+    from kvcache_compress.methods.turboquant.codec import TurboQuantCodec
+
+
+class Components(NamedTuple):
+    """By component: bits of a code, words of a token and padded ones (`codes.py`), and its first field.
+
+    even: whether levels are; first: where in the words their table begins, or -1 where `lookup.py` cannot unpack them;
+    tile: the component's first.
+    """
+
+    bits: tuple[int, ...]
+    words: tuple[int, ...]
+    padded: tuple[int, ...]
+    field: tuple[int, ...]
+    even: tuple[bool, ...]
+    first: tuple[int, ...]
+    tile: tuple[int, ...]
+
+
+@triton.jit
+def component_levels(
+    fields, tables, words, o_row, o_t, m_t,
+    META: tl.constexpr, PART: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Tiles of a component's levels (see `codes.py`) and the scale per token; even levels need no lookup."""
+    BITS: tl.constexpr = META.bits[PART]
+    WORDS: tl.constexpr = META.words[PART]
+    PADDED: tl.constexpr = META.padded[PART]
+    AT: tl.constexpr = META.field[PART]
+    EVEN: tl.constexpr = META.even[PART]
+    FIRST: tl.constexpr = META.first[PART]
+    SCALE: tl.constexpr = AT + (1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2)
+    b_scale = tl.load(fields[SCALE] + o_row + o_t, mask=m_t, other=0.0)
+    if FAST and FIRST >= 0:
+        b_levels = lookup.levels(
+            fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, FIRST, BITS, EVEN, WORDS, PADDED, WORDS
+        )
+    else:
+        b_levels = ()
+        b_codes = load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED, WORDS)
+        for i in tl.static_range(len(b_codes)):
+            if EVEN:
+                b_tile = (b_codes[i].to(DTYPE) - (2**BITS - 1) / 2) * lookup.unit(BITS)
+            else:
+                b_tile = tl.load(tables[PART] + b_codes[i])
+            b_levels = b_levels + (b_tile.to(DTYPE),)
+    return b_levels, b_scale
+
+
+@triton.jit
+def score(
+    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    for i in tl.static_range(len(META.bits)):
+        b_levels, b_scale = component_levels(fields, tables, words, o_row, o_t, m_t, META, i, b_q[0].dtype, FAST)
+        b_scale = b_scale.to(tl.float32)
+        if b_q[0].dtype == tl.float32:
+            # Chained: left independent, the operands of all components are loaded at once, more than registers hold.
+            for j in tl.static_range(len(b_levels)):
+                b_tile = tl.trans(b_levels[j] * b_scale[:, None])
+                b_s = tl.dot(b_q[META.tile[i] + j], b_tile, b_s, input_precision=PRECISION)
+        else:
+            b_part = tl.zeros_like(b_s)
+            for j in tl.static_range(len(b_levels)):
+                b_part = tl.dot(b_q[META.tile[i] + j], tl.trans(b_levels[j]), b_part, input_precision=PRECISION)
+            b_s += b_part * b_scale[None, :]
+    return b_s
+
+
+@triton.jit
+def accumulate(
+    b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
+    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    b_sums = ()
+    for i in tl.static_range(len(META.bits)):
+        b_levels, b_scale = component_levels(fields, tables, words, o_row, o_t, m_t, META, i, DTYPE, FAST)
+        if FAST:
+            b_weights = lookup.product(b_p.to(DTYPE), b_scale[None, :])
+        else:
+            b_weights = (b_p * b_scale.to(tl.float32)[None, :]).to(DTYPE)
+        for j in tl.static_range(len(b_levels)):
+            b_sums = b_sums + (tl.dot(b_weights, b_levels[j], b_acc[META.tile[i] + j], input_precision=PRECISION),)
+    return b_sums
+
+
+def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
+    """Operands of a prepared TurboQuant codec."""
+    keys = codec.context.side == "keys"
+    meta, words, tiles, units = [], [], [], []
+    at, places = 0, 0
+    for component in codec.components:
+        width, bits, levels = component.width, component.bits, component.levels
+        even = bits == 1 or codec.options.codebook == "uniform"
+        unit = float(levels[1] - levels[0]) / lookup.unit(bits) if even else 1.0
+        first = -1
+        needed = lookup.places_needed(width, bits)
+        if lookup.fits(width, bits) and (needed in (0, places) or not places):
+            first = sum(map(len, words))
+            if bits in (2, 3) or not even:
+                words.append(lookup.byte_table(levels / unit, bits))
+            places = needed or places
+        meta.append((bits, words_per_token(width), padded_words(width), at, even, first, len(tiles)))
+        tiles += code_tiles(width)
+        units.append(unit)
+        at += len(PLANES[bits]) + 1
+    if places:
+        words.append(lookup.places(places).to(codec.context.device))
+    widths = tuple(component.width for component in codec.components)
+    basis = codec.ready_basis()
+    if units != [1.0] * len(units):
+        parts = basis.split(widths, 1)
+        basis = torch.cat([unit * part for unit, part in zip(units, parts, strict=True)], 1)
+    basis = in_code_order(basis, widths)
+    return KernelSide(
+        score,
+        accumulate,
+        Components(*zip(*meta, strict=True)),
+        tuple(tiles),
+        tables=tuple(component.levels for component in codec.components),
+        words=torch.cat(words) if words else None,
+        places=places,
+        tokens=16 if len(meta) > 2 else 64 if sum(tiles) <= 64 else 32,
+        warps=max(sum(widths) // 256 if len(meta) > 2 else 1, *map(lookup.warps, widths)),
+        query_map=with_mean(basis.mT, codec.mean) if keys else None,
+        bias=codec.mean is not None,
+        output_map=None if keys else basis.contiguous(),
+    )

@@ -1,0 +1,1 @@
+"""Encoders, one file per method, and their launcher."""

@@ -1,0 +1,117 @@
+"""QJL's encoder: signs of each sketch of a key, and the scale that goes with them, in one launch (Definition 3.1).
+
+g = sign(S k),  c = ‖k‖ times a constant (`norm`), or ‖k‖ / ‖Sᵀ g‖ (`match`)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kvcache_compress.codecs.layout import padded_words, words_per_token
+from kvcache_compress.codecs.sketch import sketch_constant
+from kvcache_compress.triton_kernels.common.codes import store_codes
+from kvcache_compress.triton_kernels.common.operands import KernelEncoder, next_power_of_2
+
+from .rotate import rotated
+
+if TYPE_CHECKING:
+    from kvcache_compress.methods.qjl import QJLCodec
+
+MAX_DIM = 256
+"""Of a head: wider tiles take more registers, and more shared memory, than there are."""
+MAX_NUMBERS = 8192
+"""Of the rows of a sketch that are read at a time: 32 KiB of shared memory."""
+
+
+class Sketches(NamedTuple):
+    """The padded head dimension, the head stride of rows, whether keys are centred, and matched.
+
+    By sketch: its words, how many of them at a time, its first row and its constant.
+    """
+
+    padded: int
+    stride: int
+    centred: bool
+    match: bool
+    words: tuple[int, ...]
+    count: tuple[int, ...]
+    start: tuple[int, ...]
+    constant: tuple[float, ...]
+
+
+@triton.jit
+def encode_sketch(
+    p_x, o_x, m_t, p_rows, p_mean, p_words, o_row, D: tl.constexpr, META: tl.constexpr, AT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Signs of tokens along the rows of sketch `I`; the squared lengths of what they add up to, `[T]`, for `match`."""
+    WORDS: tl.constexpr = META.words[AT]
+    COUNT: tl.constexpr = META.count[AT]
+    D_PAD: tl.constexpr = META.padded
+    o_c, o_d = tl.arange(0, 8 * COUNT), tl.arange(0, D_PAD)
+    b_point = tl.zeros([o_x.shape[0], D_PAD], tl.float32)
+    for first in tl.range(0, WORDS, COUNT, num_stages=1):
+        o_w = first + o_c % COUNT
+        m_r = o_w < WORDS
+        o_r = o_c // COUNT * WORDS + o_w
+        b_z = rotated(p_x, o_x, m_t, p_rows, o_r, m_r, p_mean, D, META.centred, PRECISION)
+        b_codes = (b_z > 0).to(tl.int32)
+        b_tile = tl.reshape(b_codes, [o_x.shape[0], 8, COUNT])
+        store_codes(b_tile, p_words, p_words, o_row, m_t, 1, WORDS, COUNT, first)
+        if META.match:
+            m_rows = m_r[:, None] & (o_d < D)[None, :]
+            b_rows = tl.load(p_rows + o_r[:, None] * D + o_d[None, :], mask=m_rows, other=0.0)
+            b_point = tl.dot((2 * b_codes - 1).to(tl.float32), b_rows, b_point, input_precision=PRECISION)
+    return tl.sum(b_point * b_point, 1)
+
+
+@triton.jit
+def encode_signs(
+    p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
+):
+    """One sketch after the other.
+
+    `tables` are all rows `[H or 1, rows, D]`, the mean `[H, D]`, and, of several sketches, which channels are in each
+    of them, `[H, D]`, 0 or 1.
+    """
+    D_PAD: tl.constexpr = META.padded
+    SKETCHES: tl.constexpr = len(META.words)
+    p_mean = tables[1] + i_h * D
+    o_d = tl.arange(0, D_PAD)
+    for i in tl.static_range(SKETCHES):
+        p_rows = tables[0] + i_h * META.stride + META.start[i] * D
+        b_point = encode_sketch(p_x, o_x, m_t, p_rows, p_mean, fields[2 * i], o_row, D, META, i, PRECISION)
+        b_x = tl.load(p_x + o_x[:, None] + o_d[None, :], mask=m_t[:, None] & (o_d < D)[None, :], other=0.0)
+        b_x = b_x.to(tl.float32)
+        if META.centred:
+            b_x -= tl.load(p_mean + o_d, mask=o_d < D, other=0.0)[None, :]
+        if SKETCHES > 1:
+            b_x *= tl.load(tables[2 + i] + i_h * D + o_d, mask=o_d < D, other=0.0)[None, :]
+        b_scale = tl.sqrt_rn(tl.sum(b_x * b_x, 1))
+        if META.match:
+            b_scale = tl.div_rn(b_scale, tl.maximum(tl.sqrt_rn(b_point), 1e-30))
+        else:
+            b_scale *= META.constant[i]
+        tl.store(fields[2 * i + 1] + o_row, tl.minimum(b_scale, 65504.0).to(tl.float16), mask=m_t)
+
+
+def qjl_encoder(codec: QJLCodec) -> KernelEncoder | None:
+    """Of a prepared QJL codec; None where a token's numbers take too many registers."""
+    basis, dim = codec.ready_basis(), codec.context.head_dim
+    if dim > MAX_DIM:
+        return None
+    padded = max(16, next_power_of_2(dim))
+    sketches = [
+        (
+            words_per_token(part.rows), min(padded_words(part.rows), MAX_NUMBERS // (8 * padded)), part.start,
+            sketch_constant(codec.options.sketch, part.channels, part.rows),
+        )
+        for part in codec.instances
+    ]  # fmt: skip
+    stride, match = basis.stride(0) if len(basis) > 1 else 0, codec.options.scalar == "match"
+    meta = Sketches(padded, stride, codec.mean is not None, match, *zip(*sketches, strict=True))
+    tables = (basis, basis if codec.mean is None else codec.mean, *(() if codec.members is None else codec.members))
+    return KernelEncoder(encode_signs, meta, tables)

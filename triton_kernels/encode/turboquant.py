@@ -1,0 +1,165 @@
+"""TurboQuant's encoders: rotation, norm, nearest levels and stored scalar of a run of tokens in one launch.
+
+`encode_tokens` is also what a step of fixed capacity encodes with (`slots.py`): its contract is `KernelEncoder`'s.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache_compress.codecs.layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_token
+from kvcache_compress.codecs.lloyd_max import boundaries
+from kvcache_compress.triton_kernels.common.codes import store_codes
+from kvcache_compress.triton_kernels.common.operands import KernelEncoder, launch_options
+
+from .rotate import rotated
+
+if TYPE_CHECKING:
+    from kvcache_compress.methods.turboquant.codec import TurboQuantCodec
+
+MAX_WIDTH = 256
+"""Of a channel set: wider tiles take more registers, and more shared memory, than there are."""
+SCALARS = ("norm", "match", "unbiased", "least_squares")
+"""By number, which Triton takes in tuples of tuples: there it takes no text."""
+NORM, MATCH, UNBIASED = (tl.constexpr(number) for number in range(3))
+
+
+class Sets(NamedTuple):
+    """By channel set: bits of a code, words of a token and padded ones, planes, first field, head stride of its rows.
+
+    Of all: the scalar by its number, and whether keys are centred.
+    """
+
+    bits: tuple[int, ...]
+    words: tuple[int, ...]
+    padded: tuple[int, ...]
+    planes: tuple[int, ...]
+    field: tuple[int, ...]
+    stride: tuple[int, ...]
+    scalar: int
+    centred: bool
+
+
+@triton.jit
+def quantize_tile(
+    b_z, b_norm, m_z, p_levels, p_bounds, p_low, p_high, p_scale, o_n, m_n,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr,
+):  # fmt: skip
+    """Nearest level of each coordinate of `[T, 8, PADDED]`, packed, and the stored scalar (see `scalar.quantize`)."""
+    HALF: tl.constexpr = 2 ** (BITS - 1)
+    b_codes = tl.zeros(b_z.shape, tl.int32)
+    for i in tl.static_range(2**BITS - 1):
+        b_codes = tl.where(b_z > tl.load(p_bounds + i), i + 1, b_codes)
+    turned = tl.where(tl.load(p_levels) > tl.load(p_levels + 1), HALF - 1, 0)  # levels in `outward` order
+    b_codes = tl.where(b_codes < HALF, b_codes ^ turned, b_codes)
+    store_codes(b_codes, p_low, p_high, o_n, m_n, BITS, WORDS, PADDED)
+    b_scale = b_norm
+    if SCALAR != NORM:
+        b_point = tl.where(m_z, tl.load(p_levels + b_codes), 0.0)
+        b_cross = tl.sum(tl.sum(b_z * b_point, 2), 1)
+        b_square = tl.sum(tl.sum(b_point * b_point, 2), 1)
+        if SCALAR == MATCH:
+            b_scale = b_scale / tl.sqrt(b_square)
+        elif SCALAR == UNBIASED:
+            b_scale = b_scale * tl.sum(tl.sum(b_z * b_z, 2), 1) / tl.maximum(b_cross, 1e-12)
+        else:
+            b_scale = b_scale * b_cross / b_square
+    tl.store(p_scale + o_n, tl.minimum(b_scale, 65504.0).to(tl.float16), mask=m_n)
+
+
+@triton.jit(do_not_specialize=("N",))
+def quantize_kernel(
+    p_z, p_norm, p_levels, p_bounds, p_low, p_high, p_scale, N,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`quantize_tile` of vectors that are rotated and normalised already."""
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < N
+    o_c = tl.arange(0, PADDED)
+    o_i = tl.arange(0, 8)[:, None] * WORDS + o_c[None, :]
+    m_z = m_n[:, None, None] & (o_c < WORDS)[None, None, :]
+    b_z = tl.load(p_z + o_n[:, None, None] * (8 * WORDS) + o_i[None, :, :], mask=m_z, other=0.0)
+    b_norm = tl.load(p_norm + o_n, mask=m_n, other=0.0)
+    quantize_tile(b_z, b_norm, m_z, p_levels, p_bounds, p_low, p_high, p_scale, o_n, m_n, BITS, WORDS, PADDED, SCALAR)
+
+
+@triton.jit
+def encode_set(
+    p_x, o_x, m_t, p_rows, p_levels, p_bounds, p_mean, p_low, p_high, p_scale, o_row, D: tl.constexpr,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr, CENTRED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Channels in order of memory, padding zero.
+    o_c = tl.arange(0, 8 * PADDED)
+    o_w, m_w = o_c // PADDED * WORDS + o_c % PADDED, o_c % PADDED < WORDS
+    b_z = rotated(p_x, o_x, m_t, p_rows, o_w, m_w, p_mean, D, CENTRED, PRECISION)
+    b_norm = tl.sqrt(tl.sum(b_z * b_z, 1))
+    b_z = tl.reshape(b_z / tl.maximum(b_norm, 1e-30)[:, None], [o_x.shape[0], 8, PADDED])
+    m_z = m_t[:, None, None] & (tl.arange(0, PADDED) < WORDS)[None, None, :]
+    quantize_tile(b_z, b_norm, m_z, p_levels, p_bounds, p_low, p_high, p_scale, o_row, m_t, BITS, WORDS, PADDED, SCALAR)
+
+
+@triton.jit
+def encode_tokens(
+    p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
+):
+    """One channel set after the other.
+
+    `tables` are rows `[H or 1, width, D]`, levels and boundaries of each set, and the mean `[H, D]`.
+    """
+    SETS: tl.constexpr = len(META.bits)
+    for i in tl.static_range(SETS):
+        encode_set(
+            p_x, o_x, m_t, tables[3 * i] + i_h * META.stride[i], tables[3 * i + 1], tables[3 * i + 2],
+            tables[3 * SETS] + i_h * D, fields[META.field[i]], fields[META.field[i] + META.planes[i] - 1],
+            fields[META.field[i] + META.planes[i]], o_row, D, META.bits[i], META.words[i], META.padded[i],
+            META.scalar, META.centred, PRECISION,
+        )  # fmt: skip
+
+
+def turboquant_encoder(codec: TurboQuantCodec) -> KernelEncoder | None:
+    """Of a prepared TurboQuant codec without a sketch; None where a token's numbers take too many registers."""
+    if max(padded_width(component.width) for component in codec.components) > MAX_WIDTH:
+        return None
+    sets, tables, at = [], [], 0
+    for component, rows in zip(codec.components, codec.set_rows, strict=True):
+        width, bits = component.width, component.bits
+        stride = rows.stride(0) if len(rows) > 1 else 0
+        planes = len(PLANES[bits])
+        sets.append((bits, words_per_token(width), padded_words(width), planes, at, stride))
+        tables += [rows, component.levels, boundaries(component.levels)]
+        at += planes + 1
+    tables.append(tables[0] if codec.mean is None else codec.mean)
+    meta = Sets(*zip(*sets, strict=True), scalar=SCALARS.index(codec.scalar), centred=codec.mean is not None)
+    return KernelEncoder(encode_tokens, meta, tuple(tables))
+
+
+def quantize(
+    z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: str
+) -> tuple[torch.Tensor, ...]:
+    """`scalar.quantize` by the kernel: float32 `z` `[..., width]` and `norm` `[...]` to planes and scale."""
+    grid, arguments, fields = quantize_arguments(z, norm, levels, bits, scalar)
+    quantize_kernel[grid](**arguments)
+    return fields
+
+
+def quantize_arguments(
+    z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: str
+) -> tuple[tuple[int], dict[str, Any], tuple[torch.Tensor, ...]]:
+    """Grid and arguments of `quantize_kernel`, and the fields that it fills."""
+    shape, width = z.shape[:-1], z.shape[-1]
+    words = words_per_token(width)
+    planes = tuple(z.new_empty(*shape, words, dtype=PLANE_WORD[plane]) for plane in PLANES[bits])
+    scale = z.new_empty(shape, dtype=torch.float16)
+    block = 8 if width > 64 else 16
+    arguments = dict(
+        p_z=z.contiguous(), p_norm=norm.contiguous(), p_levels=levels, p_bounds=boundaries(levels),
+        p_low=planes[0], p_high=planes[-1], p_scale=scale, N=norm.numel(),
+        BITS=bits, WORDS=words, PADDED=padded_words(width), SCALAR=SCALARS.index(scalar), BLOCK=block,
+        **launch_options(),
+    )  # fmt: skip
+    return (triton.cdiv(norm.numel(), block),), arguments, (*planes, scale)

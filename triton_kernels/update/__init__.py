@@ -1,0 +1,1 @@
+"""Kernels that store the tokens of a decode step."""

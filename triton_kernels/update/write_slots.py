@@ -1,0 +1,313 @@
+"""A step of a layer of fixed capacity in one kernel: what leaves the recent window is encoded, new tokens are written.
+
+A side whose method has no encoder for that is encoded by the layer, a few tokens in every step, and stored by a second
+kernel. How many tokens there are is read from memory, so that a recorded CUDA graph can be replayed. Each program has
+counters of its own: none is overwritten while another program may still read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache_compress.triton_kernels.common.operands import KernelEncoder, launch_options, next_power_of_2
+from kvcache_compress.triton_kernels.common.plan import repeated
+from kvcache_compress.triton_kernels.encode.launch import exact_precision
+
+ROWS = tl.constexpr(16)
+"""Tokens that leave the recent window, copied at a time."""
+_STRIDES = tuple(f"s_{name}_{axis}" for name in ("k", "v") for axis in "bht")
+SINKS, RING, LEAVING, GROUPS, FIELDS = (tl.constexpr(place) for place in range(5))
+"""Of a side's memory: its sinks, its ring, where leaving tokens and the numbers of their groups go, and its fields."""
+
+
+class SlotSide(NamedTuple):
+    """Constants of a side: numbers of a token, the power of two that holds them, tokens of a group, its encoder's."""
+
+    dim: int
+    padded: int
+    group: int
+    meta: tuple[Any, ...]
+
+
+class Step(NamedTuple):
+    """Constants of a step: heads, its tokens and the power of two that holds them, slots of sinks and ring.
+
+    And tokens that stay dense at least, and that are encoded at a time; the length of the longest vector allowed.
+    """
+
+    heads: int
+    count: int
+    padded: int
+    sinks: int
+    ring: int
+    recent: int
+    flush: int
+    longest: float
+
+
+@triton.jit
+def _encode_side(
+    memory, tables, i_bh, i_h, packed, flushed, room, capacity,
+    SIDE: tl.constexpr, STEP: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Encodes the tokens that are packed from this step on, if there are any: ring slots to rows of the store.
+
+    They are `STEP.flush` or none: no step has more tokens than that.
+    """
+    META: tl.constexpr = SIDE.meta
+    BLOCK: tl.constexpr = SIDE.group if SIDE.group > ROWS else ROWS
+    if flushed > packed:
+        for start in range(0, STEP.flush, BLOCK):
+            o_token = packed + start + tl.arange(0, BLOCK)
+            o_x = (i_bh * (STEP.ring + 1) + o_token % STEP.ring) * SIDE.dim
+            m_t = (o_token < flushed) & (o_token < capacity)
+            o_row = i_bh * room + o_token
+            ENCODE(memory[RING], o_x, m_t, memory[FIELDS:], o_row, tables, i_h, SIDE.dim, META, PRECISION)
+        # Their slots may be overwritten now.
+        tl.debug_barrier()
+
+
+@triton.jit
+def _write_side(
+    p_x, memory, p_fault, s_b, s_h, s_t, i_b, i_h, length, room, SIDE: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    i_bh = i_b * STEP.heads + i_h
+    o_n, o_d = tl.arange(0, STEP.padded)[:, None], tl.arange(0, SIDE.padded)[None, :]
+    m_x = (o_n < STEP.count) & (o_d < SIDE.dim)
+    b_x = tl.load(p_x + i_b * s_b + i_h * s_h + o_n * s_t + o_d, mask=m_x, other=0.0)
+    o_token = length - STEP.sinks + o_n
+    p_sinks = memory[SINKS] + (i_bh * STEP.sinks + length + o_n) * SIDE.dim
+    tl.store(p_sinks + o_d, b_x, mask=m_x & (o_token < 0))
+    p_ring = memory[RING] + i_bh * (STEP.ring + 1) * SIDE.dim
+    o_slot = (o_token + STEP.sinks * STEP.ring) % STEP.ring
+    tl.store(p_ring + o_slot * SIDE.dim + o_d, b_x, mask=m_x & (o_token >= 0))
+    b_length = tl.sqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1))
+    fault = 1 - tl.min((b_length <= STEP.longest).to(tl.int32), 0)
+    fault = tl.where(length + STEP.count > room, 2, fault)
+    tl.store(p_fault, tl.maximum(tl.load(p_fault), fault.to(tl.int64)))
+
+
+@triton.jit
+def _copy_leaving(memory, i_bh, length, packed, capacity, SIDE: tl.constexpr, STEP: tl.constexpr):
+    """Copies the tokens of the groups that a step may complete, and their numbers, for the layer to encode."""
+    # A token may leave the window in the step in which it came.
+    tl.debug_barrier()
+    o_d = tl.arange(0, SIDE.padded)[None, :]
+    GROUP: tl.constexpr = SIDE.group
+    COUNT: tl.constexpr = (STEP.count - 1) // GROUP + 1
+    DENSE: tl.constexpr = STEP.sinks + STEP.recent
+    # Triton rounds quotients towards zero: `BEFORE` groups more make them positive.
+    BEFORE: tl.constexpr = DENSE // GROUP + COUNT + 1
+    stop = length + STEP.count - DENSE
+    newest = (stop + BEFORE * GROUP) // GROUP - BEFORE - 1
+    for start in tl.static_range(0, COUNT * GROUP, ROWS):
+        o_r = start + tl.arange(0, ROWS)[:, None]
+        m_r = (o_r < COUNT * GROUP) & (o_d < SIDE.dim)
+        o_slot = ((newest - o_r // GROUP) * GROUP + o_r % GROUP + BEFORE * GROUP * STEP.ring) % STEP.ring
+        b_r = tl.load(memory[RING] + (i_bh * (STEP.ring + 1) + o_slot) * SIDE.dim + o_d, mask=m_r)
+        tl.store(memory[LEAVING] + (i_bh * COUNT * GROUP + o_r) * SIDE.dim + o_d, b_r, mask=m_r)
+    if i_bh == 0:
+        for i in tl.static_range(COUNT):
+            first = (newest - i) * GROUP
+            new = (first >= packed) & (first + GROUP > stop - STEP.count) & (first >= 0) & (first + GROUP <= capacity)
+            tl.store(memory[GROUPS] + i, tl.where(new, newest - i, capacity // GROUP))
+
+
+@triton.jit
+def _step_side(
+    p_x, memory, tables, p_fault, s_b, s_h, s_t, i_b, i_h, length, packed, flushed, room, capacity, field_room,
+    SIDE: tl.constexpr, STEP: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i_bh = i_b * STEP.heads + i_h
+    if ENCODE is not None:
+        _encode_side(
+            memory, tables, i_bh, i_h, packed, flushed, field_room, capacity, SIDE, STEP, ENCODE, PRECISION
+        )  # fmt: skip
+    _write_side(p_x, memory, p_fault, s_b, s_h, s_t, i_b, i_h, length, room, SIDE, STEP)
+    if ENCODE is None:
+        _copy_leaving(memory, i_bh, length, flushed, capacity, SIDE, STEP)
+
+
+@triton.jit(
+    do_not_specialize=(*_STRIDES, "room", "capacity", "k_room", "v_room"),
+    do_not_specialize_on_alignment=("p_k", "p_v", "p_total"),
+)
+def write_slots_kernel(
+    p_k, p_v, keys, values, k_tables, v_tables, p_counts, p_total, s_k_b, s_k_h, s_k_t, s_v_b, s_v_h, s_v_t,
+    room, capacity, k_room, v_room,
+    K: tl.constexpr, V: tl.constexpr, K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """A step's tokens of one head, the keys in programs `(·, 0)`, the values in programs `(·, 1)`, to sinks or ring.
+
+    `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`. Before that, what is packed from now on is
+    encoded, to fields with room for `k_room` and `v_room` tokens per head, where a side has an encoder; else, after
+    that, the tokens that leave the recent window are copied to where they are encoded from, with the numbers of the
+    groups that they are to be. Then the counters are raised; with `COUNTED` `p_total` too.
+    """
+    i_p, programs = tl.program_id(0) * 2 + tl.program_id(1), tl.num_programs(0) * 2
+    length, packed = tl.load(p_counts + i_p), tl.load(p_counts + programs + i_p)
+    p_fault = p_counts + 2 * programs + i_p
+    waiting = length - STEP.sinks - packed - STEP.recent
+    flushed = packed + tl.where(waiting > 0, waiting // STEP.flush * STEP.flush, 0)
+    i_b, i_h = (tl.program_id(0) // STEP.heads).to(tl.int64), (tl.program_id(0) % STEP.heads).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _step_side(
+            p_k, keys, k_tables, p_fault, s_k_b, s_k_h, s_k_t, i_b, i_h, length, packed, flushed, room, capacity,
+            k_room, K, STEP, K_ENCODE, PRECISION,
+        )  # fmt: skip
+    else:
+        _step_side(
+            p_v, values, v_tables, p_fault, s_v_b, s_v_h, s_v_t, i_b, i_h, length, packed, flushed, room, capacity,
+            v_room, V, STEP, V_ENCODE, PRECISION,
+        )  # fmt: skip
+    # Every warp has read the counters.
+    tl.debug_barrier()
+    tl.store(p_counts + i_p, length + STEP.count)
+    tl.store(p_counts + programs + i_p, flushed)
+    if COUNTED and i_p == 0:
+        tl.store(p_total, length + STEP.count)
+
+
+class Groups(NamedTuple):
+    """Constants of a side's encoded groups: how many they are, and numbers of one of them in each field."""
+
+    count: int
+    sizes: tuple[int, ...]
+
+
+@triton.jit
+def _store_side(memory, i_bh, i_g, room, SIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """`memory`: the numbers of the groups, all fields of the groups, and all that the side stores."""
+    COUNT: tl.constexpr = len(SIDE.sizes)
+    if i_g < SIDE.count:
+        group = tl.load(memory[0] + i_g)
+        for i in tl.static_range(COUNT):
+            for j in tl.static_range((SIDE.sizes[i] + BLOCK - 1) // BLOCK):
+                o_x = j * BLOCK + tl.arange(0, BLOCK)
+                m_x = o_x < SIDE.sizes[i]
+                b_x = tl.load(memory[1 + i] + (i_bh * SIDE.count + i_g) * SIDE.sizes[i] + o_x, mask=m_x)
+                tl.store(memory[1 + COUNT + i] + (i_bh * room + group) * SIDE.sizes[i] + o_x, b_x, mask=m_x)
+
+
+@triton.jit(do_not_specialize=("k_room", "v_room"))
+def store_groups_kernel(
+    keys, values, k_room, v_room, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """All fields of one group and head; keys in programs `(·, ·, 0)`, values in `(·, ·, 1)`.
+
+    Stores have room for so many groups per head.
+    """
+    i_bh, i_g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.program_id(2) == 0:
+        _store_side(keys, i_bh, i_g, k_room, K, BLOCK)
+    else:
+        _store_side(values, i_bh, i_g, v_room, V, BLOCK)
+
+
+def write_slots(
+    fresh: Sequence[torch.Tensor],
+    sinks: Sequence[torch.Tensor],
+    rings: Sequence[torch.Tensor],
+    groups: Sequence[int],
+    encoders: Sequence[KernelEncoder | None],
+    fields: Sequence[tuple[torch.Tensor, ...]],
+    counts: torch.Tensor,
+    total: torch.Tensor | None,
+    *,
+    recent: int,
+    flush: int,
+    room: int,
+    capacity: int,
+    longest: float,
+) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    """Writes a step's keys and values `[B, H, n, D]` to `sinks` `[B, H, S, D]` and `rings` `[B, H, R + 1, D]`.
+
+    Args:
+        groups: tokens that each side encodes together.
+        encoders: of sides that are encoded here, `flush` tokens once in so many, to `fields`, all that the side stores.
+        counts: int64 `[3, 2 B H]`: of tokens, of packed tokens, all numbers of a row the same, and faults: 1 where
+            something is not finite or longer than `longest`, 2 for more tokens than `room`.
+        total: int64 `[]`, where the number of tokens is written too.
+        capacity: packed tokens that there is room for.
+
+    Returns:
+        Of a side without an encoder the tokens to be encoded, `[B, H, groups * group, D]`, and the groups that they
+        will be, int64; for what is none the one after the last.
+    """
+    keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in fresh)
+    batch, heads, count, _ = keys.shape
+    leaving: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+    for x, group, encoder in zip(rings, groups, encoders, strict=True):
+        number = (count - 1) // group + 1
+        if encoder is None:
+            leaving.append((x.new_empty(batch, heads, number * group, x.shape[3]), counts.new_empty(number)))
+        else:
+            leaving.append(None)
+    # A side without an encoder reads no tables, one with an encoder copies nothing.
+    (k_memory, k_tables, k_encode, k_side), (v_memory, v_tables, v_encode, v_side) = (
+        _side_operands(ring.shape[3], group, encoder, (sink, ring, *(copied or (ring, counts)), *stored), counts)
+        for sink, ring, group, encoder, copied, stored in zip(
+            sinks, rings, groups, encoders, leaving, fields, strict=True
+        )
+    )
+    s_k_b, s_k_h, s_k_t, _ = keys.stride()
+    s_v_b, s_v_h, s_v_t, _ = values.stride()
+    inputs = dict(  # noqa: C408 - named as the kernel's parameters are
+        p_k=keys, p_v=values, keys=k_memory, values=v_memory, k_tables=k_tables, v_tables=v_tables,
+        p_counts=counts, p_total=counts if total is None else total,
+        s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t, room=room, capacity=capacity,
+        k_room=fields[0][0].shape[2], v_room=fields[1][0].shape[2],
+    )  # fmt: skip
+    step = Step(
+        heads, count, next_power_of_2(count), sinks[0].shape[2], rings[0].shape[2] - 1, recent, flush, longest
+    )  # fmt: skip
+    constants = dict(
+        K=k_side, V=v_side, K_ENCODE=k_encode, V_ENCODE=v_encode, STEP=step, PRECISION=exact_precision(),
+        COUNTED=total is not None, num_warps=4,
+        **launch_options(fusion=all(encoder is None or encoder.fused for encoder in encoders)),
+    )  # fmt: skip
+    repeated(write_slots_kernel, (batch * heads, 2, 1), inputs, constants, counts.device)
+    return leaving
+
+
+def _side_operands(
+    dim: int, group: int, encoder: KernelEncoder | None, memory: tuple[torch.Tensor, ...], unread: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], Any, SlotSide]:
+    """A side's memory, tables, encoder and constants as `write_slots_kernel` takes them."""
+    padded = next_power_of_2(dim)
+    if encoder is None:
+        return memory, (unread,), None, SlotSide(dim, padded, group, ())
+    return memory, encoder.tables, encoder.encode, SlotSide(dim, padded, group, encoder.meta)
+
+
+def store_groups(
+    encoded: Sequence[tuple[torch.Tensor, ...]],
+    buffers: Sequence[tuple[torch.Tensor, ...]],
+    targets: Sequence[torch.Tensor],
+    rooms: Sequence[int],
+) -> None:
+    """Writes encoded groups of both sides, or of one, as the groups `targets`, into fields with room for so many groups
+    per head."""
+    batch, heads = buffers[0][0].shape[:2]
+    numbers = [len(x) for x in targets]
+    sizes = [
+        tuple(x.numel() // (batch * heads * number) for x in side)
+        for side, number in zip(encoded, numbers, strict=True)
+    ]
+    memory = [
+        (target, *(x.contiguous() for x in side), *stored)
+        for target, side, stored in zip(targets, encoded, buffers, strict=True)
+    ]
+    # The last one twice, where there is but one: there are no programs for the second.
+    inputs = dict(keys=memory[0], values=memory[-1], k_room=rooms[0], v_room=rooms[-1])  # noqa: C408
+    constants = dict(
+        K=Groups(numbers[0], sizes[0]), V=Groups(numbers[-1], sizes[-1]),
+        BLOCK=min(1024, next_power_of_2(max(*sizes[0], *sizes[-1]))), num_warps=4, **launch_options(),
+    )  # fmt: skip
+    repeated(store_groups_kernel, (batch * heads, max(numbers), len(memory)), inputs, constants, buffers[0][0].device)
