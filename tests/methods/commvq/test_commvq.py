@@ -252,12 +252,14 @@ def test_rows_without_their_positions_warn_once(caplog: pytest.LogCaptureFixture
 def test_compress_leaves_positions_as_they_were() -> None:
     model = small_model()
     attention = model.model.layers[0].self_attn
+    handles = []
     for hooks in (0, 1):
         with compress(model, "turboquant-4bit"):
             assert len(attention._forward_pre_hooks) == hooks + 1
         assert len(attention._forward_pre_hooks) == hooks
-        handle = register_position_hooks(model)
-    handle.remove()
+        handles.append(register_position_hooks(model))
+    for handle in handles:
+        handle.remove()
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
@@ -335,7 +337,8 @@ def test_encoder_is_deterministic_and_codes_whole_tokens(make_codec: Make) -> No
     assert all(torch.equal(a, b) for a, b in zip(fields, codec.encode(x), strict=True))
     assert float(torch.nn.functional.cosine_similarity(codec.decode(fields), x, dim=-1).mean()) > 0.8
     weights = torch.rand(2, HEADS, 3, 20, generator=torch.Generator().manual_seed(6))
-    torch.testing.assert_close(codec.map_output(codec.accumulate(weights, fields)), weights @ codec.decode(fields))
+    expected = weights @ codec.decode(fields)
+    assert (codec.map_output(codec.accumulate(weights, fields)) - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_memory_report_counts_codebooks_and_encoder() -> None:
