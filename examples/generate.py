@@ -1,4 +1,4 @@
-"""A batch of two prompts of different length, generated from a compressed cache: `python examples/generate.py`."""
+"""Generate from two prompts of different length with a compressed cache: `python examples/generate.py`."""
 
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.modeling.loading import load_model

@@ -1,6 +1,6 @@
-"""A method of one's own: options, a layout, an encoder and a decoder: `python examples/own_method.py`.
+"""Add a method of your own, with options, a layout, an encoder and a decoder: `python examples/own_method.py`.
 
-Round to nearest: each token's numbers are evenly spaced multiples of one scale. It runs in torch on every device.
+The method rounds each token's numbers to evenly spaced multiples of one scale. It runs in torch on every device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcache_compress.modeling.loading import load_model
 
 
 class RoundingOptions(MethodOptions):
-    """Options of `rounding`, for one side: `bits` of a number."""
+    """Options of `rounding` for keys or values: `bits` per number."""
 
     bits: int = pydantic.Field(4, ge=2, le=6)
 

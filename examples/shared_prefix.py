@@ -1,4 +1,4 @@
-"""A prefix is compressed once, saved, and served to one question after another: `python examples/shared_prefix.py`."""
+"""Compress a prefix once, save it, and load it for one question after another: `python examples/shared_prefix.py`."""
 
 import tempfile
 from pathlib import Path

@@ -25,7 +25,7 @@ ENCODED = [
 ]
 STEP = ["append", "write slots", "store groups", "map step", *ENCODED]
 
-# Instructions per element on sm_90 that the codes of these presets must not exceed (docs/kernels.md).
+# Instructions per element on sm_90 that the codes of these presets must not exceed (docs/dev/kernels.md).
 BUDGET = {
     "turboquant-4bit": 4,
     "turboquant-3bit": 3,
