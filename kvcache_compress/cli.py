@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -180,44 +179,12 @@ def doctor() -> None:
     console.print(table)
 
 
-EVALUATIONS = {
-    "perplexity": "KL, perplexity and top-1 agreement on texts.",
-    "longbench": "LongBench, LongBench-E and LongBench v2.",
-    "needle": "A needle or a passkey in a haystack, by length and depth.",
-    "ruler": "RULER from files in its public format.",
-    "gsm8k": "GSM8K with a few worked examples.",
-    "probe": "Which layer, and which of keys and values, hurts most.",
-    "distortion": "Distortion of vectors and of their inner products.",
-    "neighbors": "Nearest neighbours among quantized vectors, beside faiss.",
-    "compare": "Models x caches x benchmarks from a YAML file.",
-    "report": "Tables and the HTML report of a comparison's folder.",
-}
-_EVAL_MODULES = {
-    "perplexity": "tasks.perplexity",
-    "longbench": "tasks.longbench.benchmark",
-    "needle": "tasks.needle",
-    "ruler": "tasks.ruler",
-    "gsm8k": "tasks.gsm8k",
-    "probe": "studies.probe",
-    "distortion": "studies.distortion",
-    "neighbors": "studies.neighbors",
-    "compare": "cli.compare",
-    "report": "reporting.report",
-}
-evaluation = typer.Typer(no_args_is_help=True, help="Measure what caches cost; each command has a --help of its own.")
-app.add_typer(evaluation, name="eval")
+@app.command(
+    "eval",
+    help="Measure the quality that compressed caches lose; each command has its own --help.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def evaluation(context: typer.Context) -> None:
+    from kvcache_compress.eval.cli.app import app as evaluations
 
-
-def _add_evaluation(name: str, summary: str) -> None:
-    @evaluation.command(
-        name,
-        help=summary,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    )
-    def run(context: typer.Context) -> None:
-        module = importlib.import_module(f"kvcache_compress.eval.{_EVAL_MODULES[name]}")
-        module.app(args=context.args, prog_name=f"kvcache-compress eval {name}")
-
-
-for _name, _summary in EVALUATIONS.items():
-    _add_evaluation(_name, _summary)
+    evaluations(args=context.args, prog_name="kvcache-compress eval")

@@ -11,7 +11,7 @@
     output: results
 
 Run it by `kvcache-compress eval compare FILE`, or over several processes by
-`accelerate launch --num_processes N -m kvcache_compress.eval.cli.compare FILE`: the samples are sharded, the results are
+`accelerate launch --num_processes N -m kvcache_compress.eval compare FILE`: the samples are sharded, the results are
 those of one process. (On CPUs accelerate starts more than one process only by MPI; `torchrun --nproc-per-node N -m ...`
 does without.) What is done is never computed again, so that an interrupted or enlarged comparison goes on where
 it was. A cell that fails (out of memory, missing data, a cache that does not fit) says why, and the rest goes on.
@@ -31,7 +31,9 @@ from transformers import Cache, PreTrainedModel
 
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
+from kvcache_compress.eval.reporting.report import write_report
 from kvcache_compress.eval.runner.cells import Cell
+from kvcache_compress.eval.runner.command import load, show
 from kvcache_compress.eval.runner.processes import LaunchedProcesses, Processes
 from kvcache_compress.eval.runner.progress import ProgressLine
 from kvcache_compress.eval.runner.runner import Progress, Runner, check_distinct
@@ -39,8 +41,6 @@ from kvcache_compress.eval.tasks.benchmark import Benchmark, make_benchmark
 from kvcache_compress.files.text import read_yaml
 from kvcache_compress.validation.messages import explain
 from kvcache_compress.validation.options import AnyPath, AnyTuple, Seed, StrictOptions
-
-from .command import failure, load, show
 
 
 class ModelEntry(StrictOptions):
@@ -191,13 +191,9 @@ def _benchmark(name: str, options: Mapping[str, Any]) -> Benchmark:
         raise ValueError(f"benchmarks.{name}: {error}") from error
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
 def main(
-    file: Annotated[Path, typer.Argument(help="YAML file with models, caches, benchmarks and output")],
-    output: Annotated[Path | None, typer.Option(help="folder, instead of the file's")] = None,
+    file: Annotated[Path, typer.Argument(help="YAML file with models, caches, benchmarks and output.")],
+    output: Annotated[Path | None, typer.Option(help="Output folder, instead of the file's.")] = None,
 ) -> None:
     """Compare caches on models and benchmarks; write JSON cells, a Markdown table, CSV and an HTML report."""
     processes = LaunchedProcesses()
@@ -210,8 +206,6 @@ def main(
             cells, problems = compare(comparison, processes, ProgressLine() if main_process else None)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
-    except (ValueError, OSError) as error:
-        raise failure(str(error)) from error
     finally:
         processes.close()
     if main_process:
@@ -220,13 +214,7 @@ def main(
         for problem in problems:
             typer.echo(f"error: {problem}", err=True)
         if cells:
-            from kvcache_compress.eval.reporting.report import write_report
-
             write_report(comparison.output)
             typer.echo(f"report: {comparison.output / 'report.html'}")
     if problems or any(cell.error is not None for cell in cells):
         raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    app()

@@ -30,14 +30,12 @@ def write_atomically(path: Path, text: str) -> None:
 def command_line() -> str:
     """The command that this process was started with, without the folders of this machine."""
     program = Path(sys.argv[0])
-    arguments = [without_folders(word) for word in sys.argv[1:]]
+    command = [program.name]
     if program.suffix == ".py":
-        module = ["-m", f"kvcache_compress.eval.{program.stem}"]
+        spec = sys.modules["__main__"].__spec__  # of a module run by `python -m`
         script = ["/".join(program.resolve().parts[-2:])]
-        return shlex.join(
-            ["python", *(module if program.resolve().parent == Path(__file__).parent else script), *arguments]
-        )
-    return shlex.join([program.name, *arguments])
+        command = ["python", *(script if spec is None else ["-m", spec.name.removesuffix(".__main__")])]
+    return shlex.join([*command, *(without_folders(word) for word in sys.argv[1:])])
 
 
 def circumstances(device: torch.device, *packages: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A comparison's folder as Markdown, CSV, plots, and one HTML file.
 
-    python -m kvcache_compress.eval.reporting.report FOLDER
+    kvcache-compress eval report FOLDER
 
 writes `report.md`, `report.csv`, `report.html` and `plots/*.png` into the folder, from the cells in it. They can be
 written at any time, also while the comparison still runs.
@@ -179,21 +179,9 @@ def _csv_line(table: Table, row: Row, column: Column) -> dict[str, Any]:
     }
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
 def main(
-    folder: Annotated[Path, typer.Argument(help="folder of a comparison, finished or not", file_okay=False)],
+    folder: Annotated[Path, typer.Argument(help="Folder of a comparison, finished or not.", file_okay=False)],
 ) -> None:
     """Write a comparison's report: Markdown, CSV, plots, and one HTML file."""
-    try:
-        for path in write_report(folder):
-            typer.echo(path)
-    except (ValueError, ImportError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
-
-
-if __name__ == "__main__":
-    app()
+    for path in write_report(folder):
+        typer.echo(path)

@@ -5,7 +5,7 @@ error of a pair is ⟨x̃, y⟩ - ⟨x, y⟩; its mean is the bias. Squared erro
 they compare across dimensions. Bounds (Theorems 1 to 3): 4^-b to √3π/2 · 4^-b on the mean squared error of x,
 4^-b to √3π² · 4^-b on d times that of its inner product with any one y, in expectation over the rotation.
 
-    python -m kvcache_compress.eval.studies.distortion --model smollm2-135m --text TEXT.txt --output distortion
+    kvcache-compress eval distortion --model smollm2-135m --text TEXT.txt --output distortion
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvcache_compress.eval.cli.command import DeviceOption, DtypeOption, SeedOption, failure
 from kvcache_compress.eval.provenance.artifacts import save_figure, write_json
 from kvcache_compress.eval.reporting.drawing import COLORS, new_figure, require_matplotlib
+from kvcache_compress.eval.runner.command import DeviceOption, DtypeOption, SeedOption
 from kvcache_compress.eval.runner.progress import ProgressLine
 
 from .distortion_measures import ESTIMATORS, MSE_BOUNDS, PRODUCT_BOUNDS, Distortion, measure_embeddings
@@ -107,47 +107,36 @@ def plot_curves(rows: Sequence[Distortion], path: Path) -> None:
     save_figure(figure, path)
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
 def main(
-    output: Annotated[Path, typer.Option(help="folder for distortion.json and three PNG files", file_okay=False)],
+    output: Annotated[Path, typer.Option(help="Folder for distortion.json and three PNG files.", file_okay=False)],
     embeddings: EmbeddingsOption = None,
     model: SourceModelOption = None,
     text: SourceTextOption = None,
     layer: HiddenLayerOption = -1,
-    bits: Annotated[list[int], typer.Option(help="bits per number, 1 to 6; repeatable")] = [1, 2, 3, 4],  # noqa: B006
-    base: Annotated[int, typer.Option(help="vectors that are compressed")] = 4096,
-    queries: Annotated[int, typer.Option(help="vectors that they are multiplied with")] = 256,
-    rotations: Annotated[int, typer.Option(help="random rotations averaged over", max=10_000)] = 4,
+    bits: Annotated[list[int], typer.Option(help="Bits per number, 1 to 6. Repeatable.")] = [1, 2, 3, 4],  # noqa: B006
+    base: Annotated[int, typer.Option(help="Vectors to compress.")] = 4096,
+    queries: Annotated[int, typer.Option(help="Vectors to multiply them with.")] = 256,
+    rotations: Annotated[int, typer.Option(help="Random rotations to average over.", max=10_000)] = 4,
     seed: SeedOption = 0,
     dtype: DtypeOption = "float32",
     device: DeviceOption = None,
 ) -> None:
-    """Errors and biases of TurboQuant's estimators on real embeddings, with the bounds of its theory."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        require_matplotlib()  # a missing matplotlib shows before the work, not after it
-        source: dict[str, Any] = {"layer": layer, "tokens": base + queries, "dtype": dtype, "device": device}
-        found = embeddings_from(embeddings, model, text, **source, on_progress=ProgressLine())
-        vectors, asked = found.split(base, queries, seed)
-        rows = measure_embeddings(vectors, asked, bits, seeds=rotations, on_progress=ProgressLine())
-        dim = vectors.shape[1]
-        sizes = {"dim": dim, "base": base, "queries": queries, "rotations": rotations, "seed": seed}
-        fields = {"source": found.source, **sizes, "rows": [asdict(row) for row in rows]}
-        write_json(output / "distortion.json", fields, torch.device("cpu"), "matplotlib")
-        plot_histograms(rows, dim, output / "histograms.png")
-        plot_bias(rows, output / "bias.png")
-        plot_curves(rows, output / "curves.png")
-    except (ValueError, ImportError, OSError) as error:
-        raise failure(str(error)) from error
+    """Measure errors and biases of TurboQuant's estimators on real embeddings, with the bounds of its theory."""
+    output.mkdir(parents=True, exist_ok=True)
+    require_matplotlib()  # a missing matplotlib shows before the work, not after it
+    source: dict[str, Any] = {"layer": layer, "tokens": base + queries, "dtype": dtype, "device": device}
+    loaded = embeddings_from(embeddings, model, text, **source, on_progress=ProgressLine())
+    vectors, query_vectors = loaded.split(base, queries, seed)
+    rows = measure_embeddings(vectors, query_vectors, bits, seeds=rotations, on_progress=ProgressLine())
+    dim = vectors.shape[1]
+    sizes = {"dim": dim, "base": base, "queries": queries, "rotations": rotations, "seed": seed}
+    fields = {"source": loaded.source, **sizes, "rows": [asdict(row) for row in rows]}
+    write_json(output / "distortion.json", fields, torch.device("cpu"), "matplotlib")
+    plot_histograms(rows, dim, output / "histograms.png")
+    plot_bias(rows, output / "bias.png")
+    plot_curves(rows, output / "curves.png")
     for row in rows:
         typer.echo(
             f"{row.estimator:26}{row.bits} bits ({row.stored_bits:.2f} stored)  MSE {row.mse:.4f}  "
             f"product {row.product_error:.4f}  bias {row.bias:+.5f}"
         )
-
-
-if __name__ == "__main__":
-    app()

@@ -12,20 +12,20 @@ import torch
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_compress.eval.cli.command import load
+from kvcache_compress.eval.runner.command import load
 from kvcache_compress.files.text import read_text
 
 WINDOW_TOKENS = 512
 
 EmbeddingsOption = Annotated[
-    Path | None, typer.Option("--embeddings", help=".npy file of vectors, [N, d]; instead of --model and --text")
+    Path | None, typer.Option(help="A .npy file of vectors, [N, d]; instead of --model and --text.")
 ]
 SourceModelOption = Annotated[
-    str | None, typer.Option("--model", help="take a model's hidden states: smollm2-135m, a hub id or a folder")
+    str | None, typer.Option(help="Model whose hidden states are the vectors: smollm2-135m, a hub id or a folder.")
 ]
-SourceTextOption = Annotated[Path | None, typer.Option("--text", help="text that the model reads")]
+SourceTextOption = Annotated[Path | None, typer.Option(help="Text file that the model reads.")]
 HiddenLayerOption = Annotated[
-    int, typer.Option("--layer", help="hidden states after this layer; 0 is the input, -1 after the final norm")
+    int, typer.Option(help="Hidden states after this layer; 0 is the input, -1 after the final norm.")
 ]
 
 

@@ -5,7 +5,7 @@ Recall 1@k is the share of queries whose true nearest neighbour is among the k t
 those of the paper, from faiss: product quantization with 256 centroids per group of coordinates, trained on the base
 itself, and RaBitQ with a random rotation and unquantized queries.
 
-    python -m kvcache_compress.eval.studies.neighbors --model smollm2-135m --text TEXT.txt --output neighbors
+    kvcache-compress eval neighbors --model smollm2-135m --text TEXT.txt --output neighbors
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvcache_compress.eval.cli.command import DeviceOption, DtypeOption, SeedOption, failure
 from kvcache_compress.eval.provenance.artifacts import save_figure, write_json
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.reporting.drawing import COLORS, new_figure, require_matplotlib
+from kvcache_compress.eval.runner.command import DeviceOption, DtypeOption, SeedOption
 from kvcache_compress.eval.runner.progress import ProgressLine
 
 from .embeddings import EmbeddingsOption, HiddenLayerOption, SourceModelOption, SourceTextOption, embeddings_from
@@ -193,44 +193,33 @@ def plot_neighbors(rows: Sequence[NeighborRow], path: Path) -> None:
     save_figure(figure, path)
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
 def main(
-    output: Annotated[Path, typer.Option(help="folder for neighbors.json, neighbors.md and neighbors.png")],
+    output: Annotated[Path, typer.Option(help="Folder for neighbors.json, neighbors.md and neighbors.png.")],
     embeddings: EmbeddingsOption = None,
     model: SourceModelOption = None,
     text: SourceTextOption = None,
     layer: HiddenLayerOption = -1,
-    bits: Annotated[list[int], typer.Option(help="bits per number: 1, 2 or 4; repeatable")] = [2, 4],  # noqa: B006
-    base: Annotated[int, typer.Option(help="vectors that are searched", min=1)] = 12_000,
-    queries: Annotated[int, typer.Option(help="vectors whose nearest neighbour is sought", min=1)] = 500,
-    repeats: Annotated[int, typer.Option(help="times are medians over so many", max=10_000)] = 3,
-    threads: Annotated[int, typer.Option(help="CPU threads of torch and faiss", max=1024)] = 1,
+    bits: Annotated[list[int], typer.Option(help="Bits per number: 1, 2 or 4. Repeatable.")] = [2, 4],  # noqa: B006
+    base: Annotated[int, typer.Option(help="Vectors to search.", min=1)] = 12_000,
+    queries: Annotated[int, typer.Option(help="Vectors to find the nearest neighbours of.", min=1)] = 500,
+    repeats: Annotated[int, typer.Option(help="Runs that times are medians of.", max=10_000)] = 3,
+    threads: Annotated[int, typer.Option(help="CPU threads of torch and faiss.", max=1024)] = 1,
     seed: SeedOption = 0,
     dtype: DtypeOption = "float32",
     device: DeviceOption = None,
 ) -> None:
-    """Recall and indexing time of TurboQuant, product quantization and RaBitQ on real embeddings."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        require_matplotlib()  # a missing package shows before the work, not after it
-        require_faiss()
-        source: dict[str, Any] = {"layer": layer, "tokens": base + queries, "dtype": dtype, "device": device}
-        found = embeddings_from(embeddings, model, text, **source, on_progress=ProgressLine())
-        vectors, asked = found.split(base, queries, seed)
-        options: dict[str, Any] = {"seed": seed, "repeats": repeats, "threads": threads}
-        rows = measure_neighbors(vectors, asked, bits, **options, on_progress=ProgressLine())
-        fields = {"source": found.source, "dim": vectors.shape[1], "base": base, "queries": queries, **options}
-        fields["rows"] = [asdict(row) for row in rows]
-        write_json(output / "neighbors.json", fields, torch.device("cpu"), "faiss-cpu", "matplotlib")
-        write_atomically(output / "neighbors.md", markdown_table(rows))
-        plot_neighbors(rows, output / "neighbors.png")
-    except (ValueError, ImportError, OSError) as error:
-        raise failure(str(error)) from error
+    """Measure recall and indexing time of TurboQuant, product quantization and RaBitQ on real embeddings."""
+    output.mkdir(parents=True, exist_ok=True)
+    require_matplotlib()  # a missing package shows before the work, not after it
+    require_faiss()
+    source: dict[str, Any] = {"layer": layer, "tokens": base + queries, "dtype": dtype, "device": device}
+    loaded = embeddings_from(embeddings, model, text, **source, on_progress=ProgressLine())
+    vectors, query_vectors = loaded.split(base, queries, seed)
+    options: dict[str, Any] = {"seed": seed, "repeats": repeats, "threads": threads}
+    rows = measure_neighbors(vectors, query_vectors, bits, **options, on_progress=ProgressLine())
+    fields = {"source": loaded.source, "dim": vectors.shape[1], "base": base, "queries": queries, **options}
+    fields["rows"] = [asdict(row) for row in rows]
+    write_json(output / "neighbors.json", fields, torch.device("cpu"), "faiss-cpu", "matplotlib")
+    write_atomically(output / "neighbors.md", markdown_table(rows))
+    plot_neighbors(rows, output / "neighbors.png")
     typer.echo(markdown_table(rows))
-
-
-if __name__ == "__main__":
-    app()

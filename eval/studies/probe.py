@@ -5,7 +5,7 @@ continuation is fed in passes of a few tokens. For each full-attention layer and
 divergence of the next-token distribution from the full cache's, the error of the packed vectors, and the error that it
 makes in the output of that layer's attention, whose input is the full cache's.
 
-    python -m kvcache_compress.eval.studies.probe --cache turboquant-2bit --text TEXT.txt --windows 2 --output probe
+    kvcache-compress eval probe --cache turboquant-2bit --text TEXT.txt --windows 2 --output probe
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from rich.table import Table
 from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.config import load_config
 from kvcache_compress.eval.caches.prefill import STEP_TOKENS
-from kvcache_compress.eval.cli.command import (
+from kvcache_compress.eval.provenance.artifacts import save_figure, write_json
+from kvcache_compress.eval.reporting.answer import MAX_KL
+from kvcache_compress.eval.reporting.drawing import COLORS, new_figure, require_matplotlib
+from kvcache_compress.eval.runner.command import (
     DEFAULT_MODEL,
     CodebooksOption,
     DeviceOption,
     DtypeOption,
     ModelOption,
-    failure,
     load,
 )
-from kvcache_compress.eval.provenance.artifacts import save_figure, write_json
-from kvcache_compress.eval.reporting.answer import MAX_KL
-from kvcache_compress.eval.reporting.drawing import COLORS, new_figure, require_matplotlib
 from kvcache_compress.eval.runner.progress import ProgressLine
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
 
@@ -97,46 +96,39 @@ def advice(probe: Probe) -> str:
     return f"no rules are recommended: above a KL of {MAX_KL:g} also without these; raise --worst, or take more bits"
 
 
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
 def main(
-    cache: Annotated[str, typer.Option(help="preset or YAML file")] = "turboquant-2bit",
+    cache: Annotated[str, typer.Option(help="Preset or YAML file.")] = "turboquant-2bit",
     model: ModelOption = DEFAULT_MODEL,
-    text: Annotated[Path, typer.Option(help="text file or folder of them")] = DEFAULT_TEXT,
-    windows: Annotated[int, typer.Option(help="windows of prefix + scored tokens")] = 2,
-    prefix: Annotated[int, typer.Option(help="tokens prefilled")] = 1024,
-    scored: Annotated[int, typer.Option(help="tokens scored after them")] = 256,
-    step: Annotated[int, typer.Option(help="scored tokens per forward pass; 1 is as in generation")] = STEP_TOKENS,
-    sink_tokens: Annotated[int | None, typer.Option(min=0, help="replaces the preset's own")] = None,
-    recent_tokens: Annotated[int | None, typer.Option(min=0, help="replaces the preset's own")] = None,
-    worst: Annotated[int, typer.Option(help="sides that the rules leave uncompressed")] = 4,
+    text: Annotated[Path, typer.Option(help="Text file, or folder of .txt files.")] = DEFAULT_TEXT,
+    windows: Annotated[int, typer.Option(help="Windows of prefix + scored tokens.")] = 2,
+    prefix: Annotated[int, typer.Option(help="Tokens to prefill.")] = 1024,
+    scored: Annotated[int, typer.Option(help="Tokens to score after them.")] = 256,
+    step: Annotated[int, typer.Option(help="Scored tokens per forward pass; 1 is as in generation.")] = STEP_TOKENS,
+    sink_tokens: Annotated[int | None, typer.Option(min=0, help="Sink tokens, instead of the preset's.")] = None,
+    recent_tokens: Annotated[int | None, typer.Option(min=0, help="Recent tokens, instead of the preset's.")] = None,
+    worst: Annotated[int, typer.Option(help="Sides of layers that the rules leave uncompressed.")] = 4,
     codebooks: CodebooksOption = None,
-    output: Annotated[Path | None, typer.Option(help="folder for probe.json and probe.png", file_okay=False)] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for probe.json and probe.png.", file_okay=False)] = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = None,
 ) -> None:
-    """Measure what each layer's keys and values, compressed alone, do to the model's output."""
-    try:
-        if output is not None:
-            output.mkdir(parents=True, exist_ok=True)
-            require_matplotlib()  # a missing matplotlib shows before the work, not after it
-        given = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
-        config = load_config(cache).changed(**{name: n for name, n in given.items() if n is not None})
-        config = config if codebooks is None else config.with_codebooks(codebooks)
-        sizes = {"prefix": prefix, "scored": scored, "windows": windows, "step": step}
-        benchmark = Perplexity(texts=(text,), **sizes)
-        loaded, tokenizer = load(model, dtype, device)
-        probe = probe_layers(loaded, tokenizer, config, benchmark, worst=worst, on_progress=ProgressLine())
-        name = Path(loaded.name_or_path or type(loaded).__name__).name
-        title = f"{cache}: {name}, {'/'.join(text.resolve().parts[-2:])}, {windows} x ({prefix} + {scored}) tokens"
-        if output is not None:
-            about = {"model": name, "dtype": dtype, "cache": cache, "config": config.model_dump(mode="json"), **sizes}
-            write_json(output / "probe.json", {**about, **asdict(probe)}, loaded.device, "matplotlib")
-            plot_probe(probe, title, output / "probe.png")
-    except (ValueError, ImportError, OSError) as error:
-        raise failure(str(error)) from error
+    """Find the layers and sides (keys or values) whose compression alone hurts the model's output most."""
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        require_matplotlib()  # a missing matplotlib shows before the work, not after it
+    windows_of_cache = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
+    config = load_config(cache).changed(**{name: n for name, n in windows_of_cache.items() if n is not None})
+    config = config if codebooks is None else config.with_codebooks(codebooks)
+    sizes = {"prefix": prefix, "scored": scored, "windows": windows, "step": step}
+    benchmark = Perplexity(texts=(text,), **sizes)
+    loaded, tokenizer = load(model, dtype, device)
+    probe = probe_layers(loaded, tokenizer, config, benchmark, worst=worst, on_progress=ProgressLine())
+    name = Path(loaded.name_or_path or type(loaded).__name__).name
+    title = f"{cache}: {name}, {'/'.join(text.resolve().parts[-2:])}, {windows} x ({prefix} + {scored}) tokens"
+    if output is not None:
+        about = {"model": name, "dtype": dtype, "cache": cache, "config": config.model_dump(mode="json"), **sizes}
+        write_json(output / "probe.json", {**about, **asdict(probe)}, loaded.device, "matplotlib")
+        plot_probe(probe, title, output / "probe.png")
     Console(width=140).print(terminal_table(probe, title))
     for what, why in probe.skipped.items():
         typer.echo(f"{what}: {why}")
@@ -145,7 +137,3 @@ def main(
             f"{label}: KL {harm.kl:.5f}, {harm.all_bits:.2f} bits per number over the whole cache, dense tokens as 16"
         )
     typer.echo(advice(probe))
-
-
-if __name__ == "__main__":
-    app()

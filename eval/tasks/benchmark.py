@@ -56,9 +56,8 @@ class Sample:
 class Benchmark(StrictOptions, abc.ABC):
     """Base of all benchmarks: options in, samples and scores out.
 
-    Attributes:
-        limit: samples taken at most, from the first on; all when None. Raising it later adds samples to a finished
-            comparison without computing any again.
+    A field's description is the help of its option in `kvcache-compress eval`; the docstring's first paragraph is the
+    command's. Raising `limit` later adds samples to a finished comparison without computing any again.
     """
 
     kind: ClassVar[str]
@@ -66,7 +65,7 @@ class Benchmark(StrictOptions, abc.ABC):
     limits_itself: ClassVar[bool] = False
     """`samples` applies `limit` on its own, to each of several tasks; else the runner does."""
 
-    limit: int | None = Field(default=None, ge=1)
+    limit: int | None = Field(default=None, ge=1, description="Most samples to take, from the first; all by default.")
 
     @property
     @abc.abstractmethod
@@ -120,8 +119,6 @@ def make_benchmark(kind: str, options: Mapping[str, Any]) -> Benchmark:
     Raises:
         ValueError: no such benchmark, or options that it does not have.
     """
-    from kvcache_compress.eval.tasks import registered  # noqa: F401  registers all that come with the package
-
     if kind not in _BENCHMARKS:
         raise ValueError(f"benchmark={quoted(kind)}: allowed {', '.join(sorted(_BENCHMARKS))}")
     try:

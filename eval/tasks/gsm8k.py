@@ -4,7 +4,7 @@ The solved examples (few-shot chain of thought) are the prompt of all samples an
 answer go through the cache. Small models solve next to none of the problems: `likelihood` asks instead how probable
 the reference solution is.
 
-    python -m kvcache_compress.eval.tasks.gsm8k --data train.jsonl --scoring likelihood --cache turboquant-2bit
+    kvcache-compress eval gsm8k --data train.jsonl --scoring likelihood --cache turboquant-2bit
 """
 
 from __future__ import annotations
@@ -13,29 +13,13 @@ import re
 import statistics
 from collections.abc import Sequence
 from decimal import Decimal
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-import typer
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun
-from kvcache_compress.eval.cli.command import (
-    DEFAULT_CACHES,
-    DEFAULT_MODEL,
-    CacheOption,
-    CodebooksOption,
-    DeviceOption,
-    DtypeOption,
-    FusedOption,
-    LimitOption,
-    ModelOption,
-    OutputOption,
-    SeedOption,
-    measure,
-)
 from kvcache_compress.validation.options import AnyPath
 
 from .benchmark import Benchmark, Record, Sample, register_benchmark
@@ -53,24 +37,25 @@ _NUMBER = re.compile(r"((?:(?<![\w.)])-)?)\$?(\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 @register_benchmark("gsm8k")
 class Gsm8k(Benchmark):
-    """Word problems.
+    """GSM8K's word problems after a few solved examples.
 
-    Attributes:
-        data: a .jsonl file with `question` and `answer`; openai/gsm8k on the hub when None.
-        split: of the hub's data set that is asked.
-        shots: solved examples: the first rows of the file, which then are not asked, or of the hub's train split.
-        scoring: `generate` compares the number that the model comes to; `likelihood` asks for the probability of the
-            reference solution.
-        max_new_tokens: of the text written.
-        cached_question: the question goes through the cache under test, instead of being prefilled with the examples.
+    The examples are the first rows of the file `data`, which then are not asked, or of the hub's train split.
+    `scoring="generate"` compares the number in the model's answer, `"likelihood"` the probability of the reference
+    solution.
     """
 
-    data: AnyPath | None = None
-    split: Literal["train", "test"] = "test"
-    shots: int = Field(default=8, ge=0)
-    scoring: Scoring = "generate"
-    max_new_tokens: int = Field(default=256, ge=1)
-    cached_question: bool = True
+    data: AnyPath | None = Field(
+        default=None, description="A .jsonl file with question and answer; openai/gsm8k on the hub by default."
+    )
+    split: Literal["train", "test"] = Field(default="test", description="Split of the hub's data set to ask.")
+    shots: int = Field(default=8, ge=0, description="Solved examples, from the first rows.")
+    scoring: Scoring = Field(
+        default="generate", description="Compare the number in the answer, or the likelihood of the reference."
+    )
+    max_new_tokens: int = Field(default=256, ge=1, description="Tokens to generate.")
+    cached_question: bool = Field(
+        default=True, description="Feed the question through the cache under test, instead of prefilling it."
+    )
 
     @property
     def main_score(self) -> str:
@@ -160,54 +145,3 @@ def extract_number(text: str) -> Decimal | None:
         return None
     sign, digits = numbers[0]
     return Decimal(sign + digits.replace(",", ""))
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
-def main(
-    cache: CacheOption = DEFAULT_CACHES,
-    model: ModelOption = DEFAULT_MODEL,
-    data: Annotated[Path | None, typer.Option(help=".jsonl file; openai/gsm8k on the hub without it")] = None,
-    split: Annotated[Literal["train", "test"], typer.Option(help="of the hub's data set")] = "test",
-    shots: Annotated[int, typer.Option(help="solved examples, the first rows")] = 8,
-    scoring: Annotated[
-        Scoring, typer.Option(help="compare the number that the model comes to, or the reference's likelihood")
-    ] = "generate",
-    max_new_tokens: Annotated[int, typer.Option(help="of the text written")] = 256,
-    cached_question: Annotated[bool, typer.Option(help="the question goes through the cache under test")] = True,
-    codebooks: CodebooksOption = None,
-    limit: LimitOption = None,
-    seed: SeedOption = 0,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = None,
-    fused: FusedOption = False,
-    output: OutputOption = None,
-) -> None:
-    """Score caches on the word problems of GSM8K."""
-    options = {
-        "data": data,
-        "split": split,
-        "shots": shots,
-        "scoring": scoring,
-        "max_new_tokens": max_new_tokens,
-        "cached_question": cached_question,
-        "limit": limit,
-    }
-    measure(
-        "gsm8k",
-        options,
-        model=model,
-        cache=cache,
-        codebooks=codebooks,
-        output=output,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        fused=fused,
-    )
-
-
-if __name__ == "__main__":
-    app()

@@ -4,7 +4,7 @@
 is scored where no language model judges. `passkey` mode asks for random digits (Mohtashami and Jaggi 2023, "Landmark
 Attention", section 4.2), which models of 100 million parameters can do.
 
-    python -m kvcache_compress.eval.tasks.needle --mode passkey --length 1024 --length 4096 --cache turboquant-2bit
+    kvcache-compress eval needle --mode passkey --length 1024 --length 4096 --cache turboquant-2bit
 """
 
 from __future__ import annotations
@@ -15,29 +15,13 @@ import random
 import re
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import torch
-import typer
 from pydantic import Field, model_validator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun
-from kvcache_compress.eval.cli.command import (
-    DEFAULT_CACHES,
-    DEFAULT_MODEL,
-    CacheOption,
-    CodebooksOption,
-    DeviceOption,
-    DtypeOption,
-    FusedOption,
-    LimitOption,
-    ModelOption,
-    OutputOption,
-    SeedOption,
-    measure,
-)
 from kvcache_compress.validation.options import AnyList, AnyPath, Seed
 
 from .benchmark import Benchmark, Record, Sample, register_benchmark
@@ -80,45 +64,45 @@ WORDINGS: dict[Mode, Wording] = {
 
 @register_benchmark("needle")
 class Needle(Benchmark):
-    """A grid of lengths and depths.
+    """A sentence or a pass key hidden in long texts and asked for, over a grid of lengths and depths.
 
-    Attributes:
-        mode: what is hidden: a sentence, or random digits.
-        lengths: tokens of the whole prompt; each prompt has as many, or a few less, as it is cut at a word. Lengths
-            beyond the model's positions are skipped, and named.
-        depths: where the needle is, between two sentences: 0 before the first, 1 after the last.
-        haystack: folder of .txt files; sentences of our own, made from the seed, when None.
-        needle, question, answer: own wording, together. `{answer}` in the needle stands for the answer, which the
-            passkey mode draws itself.
-        answer_prefix: start of the model's answer; with own wording empty unless given.
-        digits: of a pass key.
-        repeats: samples per place, with other haystacks and pass keys.
-        seed: of haystacks and pass keys.
-        chat_template: put the prompt into the tokenizer's chat template.
-        scoring: `generate` judges the text that the model writes; `forced` asks whether each token of the answer is
-            the most likely one, and for its mean log-probability. By default `generate` for a needle, `forced` for a
-            pass key.
-        max_new_tokens: of the text written.
-        cached_question: the question goes through the cache under test, instead of being prefilled with the haystack.
+    A prompt has as many tokens as its length, or a few less, as it is cut at a word; lengths beyond the model's
+    positions are skipped, and named. The needle stands between two sentences. A wording of one's own needs `needle`,
+    `question` and `answer` together, but no `answer` in passkey mode, which draws it; its `answer_prefix` is empty
+    by default. Repeats have other haystacks and pass keys.
+
+    `scoring="generate"` (the default for a needle) judges the text that the model writes; `"forced"` (for a pass key)
+    tests if each token of the answer is the most likely one, and gives its mean log-probability.
     """
 
     main_score: ClassVar[str] = "recall"
 
-    mode: Mode = "needle"
-    lengths: AnyList[Annotated[int, Field(ge=1)]] = Field(default=LENGTHS, min_length=1)
-    depths: AnyList[Annotated[float, Field(ge=0, le=1)]] = Field(default=DEPTHS, min_length=1)
-    haystack: AnyPath | None = None
-    needle: str | None = None
-    question: str | None = None
-    answer: str | None = None
-    answer_prefix: str | None = None
-    digits: int = Field(default=5, ge=1, le=1000)
-    repeats: int = Field(default=1, ge=1, le=10_000)
-    seed: Seed = 0
-    chat_template: bool = False
-    scoring: Scoring | None = None
-    max_new_tokens: int = Field(default=32, ge=1)
-    cached_question: bool = True
+    mode: Mode = Field(default="needle", description="Hide a sentence, or random digits.")
+    lengths: AnyList[Annotated[int, Field(ge=1)]] = Field(
+        default=LENGTHS, min_length=1, description="Tokens of the whole prompt."
+    )
+    depths: AnyList[Annotated[float, Field(ge=0, le=1)]] = Field(
+        default=DEPTHS, min_length=1, description="Depth of the needle, from 0 (start) to 1 (end)."
+    )
+    haystack: AnyPath | None = Field(
+        default=None, description="Folder of .txt files; sentences made from the seed by default."
+    )
+    needle: str | None = Field(default=None, description="Needle of your own; {answer} stands for the answer.")
+    question: str | None = Field(default=None, description="Question of your own.")
+    answer: str | None = Field(default=None, description="Answer of your own.")
+    answer_prefix: str | None = Field(default=None, description="Start of the model's answer.")
+    digits: int = Field(default=5, ge=1, le=1000, description="Digits of a pass key.")
+    repeats: int = Field(default=1, ge=1, le=10_000, description="Samples per length and depth.")
+    seed: Seed = Field(default=0, description="Random seed of haystacks and pass keys.")
+    chat_template: bool = Field(default=False, description="Put the prompt into the tokenizer's chat template.")
+    scoring: Scoring | None = Field(
+        default=None,
+        description="Judge generated text, or the likelihood of the answer; forced by default for a pass key.",
+    )
+    max_new_tokens: int = Field(default=32, ge=1, description="Tokens to generate.")
+    cached_question: bool = Field(
+        default=True, description="Feed the question through the cache under test, instead of prefilling it."
+    )
 
     @model_validator(mode="after")
     def _check_wording(self) -> Needle:
@@ -232,71 +216,3 @@ def word_recall(answer: str, text: str) -> float:
 def passkey_found(answer: str, text: str) -> float:
     """1 if a text has exactly these digits, not as a part of a longer number, else 0."""
     return float(answer in re.findall(r"\d+", text))
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
-def main(
-    cache: CacheOption = DEFAULT_CACHES,
-    model: ModelOption = DEFAULT_MODEL,
-    mode: Annotated[Mode, typer.Option(help="what is hidden: a sentence, or random digits")] = "needle",
-    length: Annotated[list[int], typer.Option(help="tokens of the prompt; repeatable")] = LENGTHS,
-    depth: Annotated[list[float], typer.Option(help="of the needle, 0 to 1; repeatable")] = DEPTHS,
-    haystack: Annotated[Path | None, typer.Option(help="folder of .txt files; own sentences without it")] = None,
-    needle: Annotated[str | None, typer.Option(help="own needle; {answer} stands for the answer")] = None,
-    question: Annotated[str | None, typer.Option(help="own question")] = None,
-    answer: Annotated[str | None, typer.Option(help="own answer")] = None,
-    answer_prefix: Annotated[str | None, typer.Option(help="start of the model's answer")] = None,
-    digits: Annotated[int, typer.Option(help="of a pass key")] = 5,
-    repeats: Annotated[int, typer.Option(help="samples per length and depth")] = 1,
-    chat_template: Annotated[bool, typer.Option(help="prompt in the tokenizer's chat template")] = False,
-    scoring: Annotated[
-        Scoring | None, typer.Option(help="judge the text written, or the forced answer's likelihood")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="of the text written")] = 32,
-    cached_question: Annotated[bool, typer.Option(help="the question goes through the cache under test")] = True,
-    codebooks: CodebooksOption = None,
-    limit: LimitOption = None,
-    seed: SeedOption = 0,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = None,
-    fused: FusedOption = False,
-    output: OutputOption = None,
-) -> None:
-    """Hide a sentence or a pass key in long texts and ask for it."""
-    options = {
-        "mode": mode,
-        "lengths": length,
-        "depths": depth,
-        "haystack": haystack,
-        "needle": needle,
-        "question": question,
-        "answer": answer,
-        "answer_prefix": answer_prefix,
-        "digits": digits,
-        "repeats": repeats,
-        "seed": seed,
-        "chat_template": chat_template,
-        "scoring": scoring,
-        "max_new_tokens": max_new_tokens,
-        "cached_question": cached_question,
-        "limit": limit,
-    }
-    measure(
-        "needle",
-        options,
-        model=model,
-        cache=cache,
-        codebooks=codebooks,
-        output=output,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        fused=fused,
-    )
-
-
-if __name__ == "__main__":
-    app()

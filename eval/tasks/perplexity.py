@@ -8,7 +8,7 @@ Tokens of one pass see each other before they are compressed. With few tokens pe
 and a cache without a recent window shows about twice the KL of a single pass: figures compare only at the same `step`.
 The default of 16 gives the KL of token-by-token decoding in a fifth of its time.
 
-    python -m kvcache_compress.eval.tasks.perplexity --cache turboquant-4bit --cache hqq-4 --output results
+    kvcache-compress eval perplexity --cache turboquant-4bit --cache hqq-4 --output results
 """
 
 from __future__ import annotations
@@ -17,27 +17,13 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-import typer
 from pydantic import Field, model_validator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import STEP_TOKENS, CacheRun
-from kvcache_compress.eval.cli.command import (
-    DEFAULT_CACHES,
-    DEFAULT_MODEL,
-    CacheOption,
-    CodebooksOption,
-    DeviceOption,
-    DtypeOption,
-    FusedOption,
-    ModelOption,
-    OutputOption,
-    SeedOption,
-    measure,
-)
 from kvcache_compress.files.text import is_folder, read_text
 from kvcache_compress.validation.options import AnyPath, AnyTuple
 
@@ -49,19 +35,14 @@ DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
 
 @register_benchmark("perplexity")
 class Perplexity(Benchmark):
-    """Windows of one or several texts; several domains as in CommVQ's Table 6.
+    """KL divergence, perplexity and top-1 agreement with the full cache, on windows of texts.
 
     With continuation c_0 … c_(S-1), perplexity scores all S tokens, c_0 by the prefill's last logits. KL and top-1 are
     over the logits after each of the S tokens fed, all of which went through the cache; the prefill's logits, which
     most caches give exactly, would only dilute them.
 
-    Attributes:
-        texts: files, or folders whose `.txt` files are read in order; each is a domain, named by its last two parts.
-        prefix: tokens prefilled.
-        scored: tokens of the continuation.
-        windows: windows per domain; fewer, with a warning, if the text is short (see `cut_windows`).
-        step: tokens per forward pass of the continuation; 1 is as in generation.
-        limit: windows per domain, of those that are cut.
+    Each of `texts` is a domain, named by the last two parts of its path, as the domains of CommVQ's Table 6. A short
+    text gives fewer windows, with a warning (see `cut_windows`). `limit` counts windows of each domain.
 
     Scores: `kl` in nats with its standard error over windows `kl_stderr`, `perplexity`, `top1`; with several domains
     also `kl.DOMAIN` and so on.
@@ -71,11 +52,14 @@ class Perplexity(Benchmark):
     higher_is_better = False
     limits_itself = True
 
-    texts: AnyTuple[AnyPath] = Field(default=(DEFAULT_TEXT,), min_length=1)
-    prefix: int = Field(default=1024, ge=1)
-    scored: int = Field(default=256, ge=1)
-    windows: int = Field(default=6, ge=1)
-    step: int = Field(default=STEP_TOKENS, ge=1)
+    limit: int | None = Field(default=None, ge=1, description="Most windows of each text to take; all by default.")
+    texts: AnyTuple[AnyPath] = Field(
+        default=(DEFAULT_TEXT,), min_length=1, description="Text file, or folder of .txt files; each is a domain."
+    )
+    prefix: int = Field(default=1024, ge=1, description="Tokens to prefill.")
+    scored: int = Field(default=256, ge=1, description="Tokens to score after them.")
+    windows: int = Field(default=6, ge=1, description="Windows of prefix + scored tokens, per text.")
+    step: int = Field(default=STEP_TOKENS, ge=1, description="Scored tokens per forward pass; 1 is as in generation.")
 
     @model_validator(mode="after")
     def _step_fits(self) -> Perplexity:
@@ -128,43 +112,3 @@ def _read(path: Path) -> str:
     if not files:
         raise ValueError(f"texts: no .txt file in the folder {path}")
     return "\n\n".join(read_text(file, f"texts={str(file)!r}") for file in files)
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
-def main(
-    cache: CacheOption = DEFAULT_CACHES,
-    model: ModelOption = DEFAULT_MODEL,
-    text: Annotated[list[Path], typer.Option(help="text file or folder of them, a domain each; repeatable")] = [  # noqa: B006
-        DEFAULT_TEXT
-    ],
-    prefix: Annotated[int, typer.Option(help="tokens prefilled")] = 1024,
-    scored: Annotated[int, typer.Option(help="tokens scored after them")] = 256,
-    windows: Annotated[int, typer.Option(help="windows of prefix + scored tokens, per text")] = 6,
-    step: Annotated[int, typer.Option(help="scored tokens per forward pass; 1 is as in generation")] = STEP_TOKENS,
-    codebooks: CodebooksOption = None,
-    output: OutputOption = None,
-    seed: SeedOption = 0,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = None,
-    fused: FusedOption = False,
-) -> None:
-    """Measure KL, perplexity and top-1 agreement of compressed caches against the full one."""
-    measure(
-        "perplexity",
-        {"texts": text, "prefix": prefix, "scored": scored, "windows": windows, "step": step},
-        model=model,
-        cache=cache,
-        codebooks=codebooks,
-        output=output,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        fused=fused,
-    )
-
-
-if __name__ == "__main__":
-    app()

@@ -4,7 +4,7 @@ The files are those that RULER's own scripts write: a JSON object per line with 
 and in later versions `answer_prefix`. They hold whole prompts, so nothing is worded here. Answers are judged as there:
 by the references found in them, without regard to case, all of them or (questions) any.
 
-    python -m kvcache_compress.eval.tasks.ruler --data niah_multikey_3-4096.jsonl --scoring forced --cache turboquant-2bit
+    kvcache-compress eval ruler --data niah_multikey_3-4096.jsonl --scoring forced --cache turboquant-2bit
 """
 
 from __future__ import annotations
@@ -14,28 +14,13 @@ import statistics
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
-import typer
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun
-from kvcache_compress.eval.cli.command import (
-    DEFAULT_CACHES,
-    DEFAULT_MODEL,
-    CacheOption,
-    CodebooksOption,
-    DeviceOption,
-    DtypeOption,
-    FusedOption,
-    LimitOption,
-    ModelOption,
-    OutputOption,
-    SeedOption,
-    measure,
-)
 from kvcache_compress.files.text import is_file, is_folder
 from kvcache_compress.validation.messages import quoted
 from kvcache_compress.validation.options import AnyPath
@@ -55,27 +40,27 @@ _COLUMNS = ("index", "input", "outputs", "length")
 
 @register_benchmark("ruler")
 class Ruler(Benchmark):
-    """Files of RULER.
+    """RULER, from files in its public format.
 
-    Attributes:
-        data: a .jsonl file, or a folder of them, which is searched with its subfolders.
-        task: of all files; when None told by a file's name (`niah_multikey_3-4096.jsonl`) or its folder's
-            (`vt/validation.jsonl`).
-        scoring: `generate` judges the text that the model writes; `forced` asks whether each token of the reference is
-            the most likely one, and for its mean log-probability, which needs tasks with a single reference.
-        max_new_tokens: of the text written; RULER's own number per task when None.
-        chat_template: put the input into the tokenizer's chat template; not for files written with a model's template.
-        cached_question: the question goes through the cache under test, instead of being prefilled with the context.
+    Without `task`, a file's name (`niah_multikey_3-4096.jsonl`) or its folder's (`vt/validation.jsonl`) tells the kind
+    of task. `scoring="generate"` judges the text that the model writes; `"forced"` tests if each token of the reference
+    is the most likely one, and gives its mean log-probability, which needs tasks with a single reference. Files written
+    with a model's chat template need no `chat_template`. `limit` counts rows of each file.
     """
 
     limits_itself = True
 
-    data: AnyPath
-    task: Task | None = None
-    scoring: Scoring = "generate"
-    max_new_tokens: int | None = Field(default=None, ge=1)
-    chat_template: bool = False
-    cached_question: bool = True
+    limit: int | None = Field(default=None, ge=1, description="Most rows of each file to take; all by default.")
+    data: AnyPath = Field(description="A .jsonl file, or a folder searched for them with its subfolders.")
+    task: Task | None = Field(default=None, description="Kind of task, where file names do not tell it.")
+    scoring: Scoring = Field(default="generate", description="Judge generated text, or the reference's likelihood.")
+    max_new_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens to generate; RULER's own number per task by default."
+    )
+    chat_template: bool = Field(default=False, description="Put the input into the tokenizer's chat template.")
+    cached_question: bool = Field(
+        default=True, description="Feed the question through the cache under test, instead of prefilling it."
+    )
 
     @property
     def main_score(self) -> str:
@@ -186,54 +171,3 @@ def string_match_all(text: str, references: Sequence[str]) -> float:
 def string_match_part(text: str, references: Sequence[str]) -> float:
     """1 if any of the references occurs in a text, without regard to case (RULER's `string_match_part`)."""
     return float(any(reference.lower() in text.lower() for reference in references))
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
-def main(
-    data: Annotated[Path, typer.Option(help="a .jsonl file of RULER, or a folder of them")],
-    cache: CacheOption = DEFAULT_CACHES,
-    model: ModelOption = DEFAULT_MODEL,
-    task: Annotated[Task | None, typer.Option(help="kind of task, where file names do not tell it")] = None,
-    scoring: Annotated[
-        Scoring, typer.Option(help="judge the text written, or the forced reference's likelihood")
-    ] = "generate",
-    max_new_tokens: Annotated[int | None, typer.Option(help="of the text written; RULER's own without it")] = None,
-    chat_template: Annotated[bool, typer.Option(help="input in the tokenizer's chat template")] = False,
-    cached_question: Annotated[bool, typer.Option(help="the question goes through the cache under test")] = True,
-    codebooks: CodebooksOption = None,
-    limit: LimitOption = None,
-    seed: SeedOption = 0,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = None,
-    fused: FusedOption = False,
-    output: OutputOption = None,
-) -> None:
-    """Score caches on files of RULER."""
-    options = {
-        "data": data,
-        "task": task,
-        "scoring": scoring,
-        "max_new_tokens": max_new_tokens,
-        "chat_template": chat_template,
-        "cached_question": cached_question,
-        "limit": limit,
-    }
-    measure(
-        "ruler",
-        options,
-        model=model,
-        cache=cache,
-        codebooks=codebooks,
-        output=output,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        fused=fused,
-    )
-
-
-if __name__ == "__main__":
-    app()

@@ -1,6 +1,6 @@
 """LongBench, LongBench-E and LongBench v2 with any cache.
 
-    python -mkvcache_compress.eval longbench --task multi_news --data longbench/ --cache turboquant-4bit --output DIR
+    kvcache-compress eval longbench --task multi_news --data longbench/ --cache turboquant-4bit --output DIR
 
 Prompts are ours unless the benchmark's own are given, which published numbers rest on (`--prompts`).
 """
@@ -9,29 +9,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-import typer
 from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun
-from kvcache_compress.eval.cli.command import (
-    DEFAULT_CACHES,
-    DEFAULT_MODEL,
-    CacheOption,
-    CodebooksOption,
-    DeviceOption,
-    DtypeOption,
-    FusedOption,
-    LimitOption,
-    ModelOption,
-    OutputOption,
-    SeedOption,
-    measure,
-)
 from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample, register_benchmark
 from kvcache_compress.eval.tasks.samples import generate_text
 from kvcache_compress.validation.options import AnyPath, AnyTuple
@@ -45,33 +29,37 @@ ChatTemplate = Literal["auto", "on", "off"]
 
 @register_benchmark("longbench")
 class LongBench(Benchmark):
-    """Long documents with questions, summaries, examples and code (Bai et al., 2023 and 2024).
+    """LongBench, LongBench-E and LongBench v2: long documents with questions, summaries, examples and code.
 
-    Attributes:
-        limit: rows of each task at most, from the first on.
-        version: `v1`, `e` (lengths spread evenly) or `v2` (multiple choice).
-        tasks: names of tasks or groups, `en` or `zh`; all if empty. See `longbench_data.resolve_tasks`.
-        data: folder, file or hub dataset; see `longbench_data.load_rows`.
-        prompts: file of templates; ours when None. Rows that are ready formatted need none.
-        max_prompt_tokens: longer prompts lose their middle; the model's positions minus the generation when None.
-        max_new_tokens: instead of each task's own.
-        chat_template: `auto`: where the tokenizer has one, but never for few-shot and code, as in the benchmark;
-            `on`: for all tasks; `off`: for none.
-        cached_question: everything after the context goes through the cache under test, instead of being prefilled with
-            the context as in the papers.
+    By Bai et al., 2023 and 2024. `limit` counts rows of each task. For `tasks` see `longbench_data.resolve_tasks`, for
+    `data` `longbench_data.load_rows`; rows that are ready formatted need no `prompts`. `chat_template="auto"` takes the
+    tokenizer's template if it has one, but never for few-shot and code, as in the benchmark.
     """
 
     main_score: ClassVar[str] = "average"
     limits_itself: ClassVar[bool] = True
 
-    version: Version = "v1"
-    tasks: AnyTuple[str] = ()
-    data: str | None = None
-    prompts: AnyPath | None = None
-    max_prompt_tokens: int | None = Field(default=None, ge=1)
-    max_new_tokens: int | None = Field(default=None, ge=1)
-    chat_template: ChatTemplate = "auto"
-    cached_question: bool = False
+    limit: int | None = Field(default=None, ge=1, description="Most rows of each task to take; all by default.")
+    version: Version = Field(default="v1", description="LongBench, LongBench-E (even lengths) or v2 (multiple choice).")
+    tasks: AnyTuple[str] = Field(default=(), description="Task, group, en or zh; all by default.")
+    data: str | None = Field(default=None, description="Folder or file of .jsonl, or a dataset of the hub.")
+    prompts: AnyPath | None = Field(
+        default=None, description="The benchmark's dataset2prompt.json; our own prompts by default."
+    )
+    max_prompt_tokens: int | None = Field(
+        default=None, ge=1, description="Longer prompts lose their middle; the model's positions by default."
+    )
+    max_new_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens to generate; set by the task by default."
+    )
+    chat_template: ChatTemplate = Field(
+        default="auto", description="Tokenizer's chat template; auto: not for few-shot and code."
+    )
+    cached_question: bool = Field(
+        default=False,
+        description="Feed what follows the context through the cache under test, instead of prefilling it with the "
+        "context as in the papers.",
+    )
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
         """The first `limit` rows of each task.
@@ -165,58 +153,3 @@ def _task_means(records: Iterable[Record]) -> dict[str, float]:
     for record in records:
         of_task.setdefault(record["task"], []).append(record)
     return {task: _mean(members) for task, members in of_task.items()}
-
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command()
-def main(
-    cache: CacheOption = DEFAULT_CACHES,
-    model: ModelOption = DEFAULT_MODEL,
-    version: Annotated[Version, typer.Option(help="e is LongBench-E")] = "v1",
-    task: Annotated[list[str], typer.Option(help="task, group, en or zh; repeatable; all without it")] = [],  # noqa: B006
-    data: Annotated[str | None, typer.Option(help="folder or file of .jsonl, or a dataset of the hub")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="the benchmark's dataset2prompt.json; ours without it")] = None,
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="longer prompts lose their middle", min=1)] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="instead of each task's own", min=1)] = None,
-    chat_template: Annotated[ChatTemplate, typer.Option(help="auto: not for few-shot and code")] = "auto",
-    cached_question: Annotated[
-        bool, typer.Option("--cached-question", help="the question, too, goes through the cache under test")
-    ] = False,
-    limit: LimitOption = None,
-    codebooks: CodebooksOption = None,
-    output: OutputOption = None,
-    seed: SeedOption = 0,
-    dtype: DtypeOption = "float32",
-    device: DeviceOption = None,
-    fused: FusedOption = False,
-) -> None:
-    """LongBench's tasks, LongBench-E's or v2's; `--limit` counts rows of each task."""
-    options = {
-        "version": version,
-        "tasks": tuple(task),
-        "data": data,
-        "prompts": prompts,
-        "max_prompt_tokens": max_prompt_tokens,
-        "max_new_tokens": max_new_tokens,
-        "chat_template": chat_template,
-        "cached_question": cached_question,
-        "limit": limit,
-    }
-    measure(
-        "longbench",
-        options,
-        model=model,
-        cache=cache,
-        codebooks=codebooks,
-        output=output,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        fused=fused,
-    )
-
-
-if __name__ == "__main__":
-    app()

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from kvcache_compress.eval.caches import caches, peers
-from kvcache_compress.eval.cli.compare import Comparison, app, compare
+from kvcache_compress.eval.cli.app import app
+from kvcache_compress.eval.cli.compare import Comparison, compare
 from kvcache_compress.eval.runner.cells import Cell, read_cells
 from kvcache_compress.eval.runner.processes import OneProcess
 
@@ -58,7 +59,7 @@ def by_name(output: Path) -> dict[str, Cell]:
 
 def test_command(folder: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "c.yaml", settings(folder))
-    ran = CliRunner().invoke(app, [path, "--output", str(tmp_path / "out")])
+    ran = CliRunner().invoke(app, ["compare", path, "--output", str(tmp_path / "out")])
     assert ran.exit_code == 0, ran.output
     cells = by_name(tmp_path / "out")
     assert set(cells) == {"full", "fp8", "mine"}
@@ -68,7 +69,7 @@ def test_command(folder: Path, tmp_path: Path) -> None:
     assert not any(str(folder) in path.read_text() for path in (tmp_path / "out").rglob("*.json"))
     for name in ("report.md", "report.csv", "report.html"):
         assert "mine" in (tmp_path / "out" / name).read_text()
-    again = CliRunner().invoke(app, [path, "--output", str(tmp_path / "out")])
+    again = CliRunner().invoke(app, ["compare", path, "--output", str(tmp_path / "out")])
     assert "[0/0] words" in again.stderr
     assert by_name(tmp_path / "out") == cells
 
@@ -91,7 +92,7 @@ def test_processes_give_the_scores_of_one(
 ) -> None:
     path = write(tmp_path / "c.yaml", settings(folder, output=str(tmp_path / "two")))
     program = str(Path(sys.executable).with_name(launcher[0]))
-    command = [program, *launcher[1:], "-m", "kvcache_compress.eval.cli.compare", path]
+    command = [program, *launcher[1:], "-m", "kvcache_compress.eval", "compare", path]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert ran.returncode == 0, ran.stderr
@@ -119,7 +120,7 @@ def test_what_is_wrong_stays_where_it_is(folder: Path, tmp_path: Path, monkeypat
     entries = ["hqq-4", {"name": "wide", "config": "qjl-3bit"}, {"name": "mine", "config": method_config("turboquant")}]
     content = settings(folder, caches=entries, benchmarks=benchmarks, models=["nobody/nothing", str(folder / "model")])
     path = write(tmp_path / "c.yaml", content)
-    ran = CliRunner().invoke(app, [path, "--output", str(tmp_path / "out")])
+    ran = CliRunner().invoke(app, ["compare", path, "--output", str(tmp_path / "out")])
     assert ran.exit_code == 1
     assert "error: model nobody/nothing: name='nobody/nothing': allowed 'smollm2-135m'" in ran.stderr
     assert "nowhere.txt" in ran.stderr
@@ -138,7 +139,7 @@ def test_out_of_memory_in_one_cell(folder: Path, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(caches.CompressedCache, "memory_report", exhausted)
     path = write(tmp_path / "c.yaml", settings(folder))
-    ran = CliRunner().invoke(app, [path, "--output", str(tmp_path / "out")])
+    ran = CliRunner().invoke(app, ["compare", path, "--output", str(tmp_path / "out")])
     assert ran.exit_code == 1
     assert "error: cache mine: out of memory" in ran.stderr
     cells = by_name(tmp_path / "out")
@@ -180,7 +181,7 @@ def test_a_wrong_file_is_refused_before_anything_runs(
     path = write(tmp_path / "c.yaml", settings(folder, output=str(tmp_path / "out")) | changes)
     with pytest.raises(ValueError, match=message):
         compare(Comparison.read(Path(path)), OneProcess())
-    ran = CliRunner().invoke(app, [path])
+    ran = CliRunner().invoke(app, ["compare", path])
     assert ran.exit_code == 1
     assert ran.stderr.startswith(f"error: {path}: ")
     assert ran.stderr.count("\n") == 1

@@ -8,7 +8,8 @@ import pytest
 from support.comparison_cells import HOSTILE, cell, comparison, write_comparison
 from typer.testing import CliRunner
 
-from kvcache_compress.eval.reporting.report import app, to_csv, to_markdown
+from kvcache_compress.eval.cli.app import app
+from kvcache_compress.eval.reporting.report import to_csv, to_markdown
 from kvcache_compress.eval.reporting.tables import pareto_front, tables
 
 
@@ -141,7 +142,7 @@ def test_csv_parsed_back() -> None:
 
 def test_command_writes_all_files(tmp_path: Path) -> None:
     write_comparison(tmp_path, [cell("full", "needle", 0.75), cell("tq-4", "needle", 0.5)])
-    done = CliRunner().invoke(app, [str(tmp_path)])
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 0, done.output
     written = [Path(line) for line in done.output.splitlines()]
     assert [path.name for path in written[:3]] == ["report.md", "report.csv", "report.html"]
@@ -155,12 +156,12 @@ def test_errors_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one"):
         tables([])
     for folder in (tmp_path, tmp_path / "nonesuch"):
-        done = CliRunner().invoke(app, [str(folder)])
+        done = CliRunner().invoke(app, ["report", str(folder)])
         assert done.exit_code == 1
         assert "no finished cell" in done.output
     broken = write_comparison(tmp_path, [cell("full", "needle", 0.75)]) / "org-model" / "a-needle" / "full.json"
     broken.write_text("[", encoding="utf-8")
-    done = CliRunner().invoke(app, [str(tmp_path)])
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 1
     assert "full.json: not a cell" in done.output
     assert not (tmp_path / "report.md").exists()

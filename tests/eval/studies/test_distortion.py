@@ -10,7 +10,8 @@ import torch
 from support.paths import ROOT
 from typer.testing import CliRunner
 
-from kvcache_compress.eval.studies import distortion, distortion_measures
+from kvcache_compress.eval.cli.app import app
+from kvcache_compress.eval.studies import distortion_measures
 from kvcache_compress.eval.studies.distortion_measures import (
     ESTIMATORS,
     estimator_options,
@@ -94,7 +95,7 @@ def test_arguments() -> None:
 
 
 def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(distortion.app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(app, ["distortion", *(str(argument) for argument in arguments)])
 
 
 def test_command(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvcache_compress.eval.studies import neighbors
+from kvcache_compress.eval.cli.app import app
 from kvcache_compress.eval.studies.indexes import TURBOQUANTS, TurboQuantIndex, builders, require_faiss
 from kvcache_compress.eval.studies.neighbors import COUNTS, NeighborRow, markdown_table, measure_neighbors, recall
 from kvcache_compress.methods.turboquant.codec import TurboQuantOptions
@@ -107,7 +107,7 @@ def test_command(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", clustered(340, 1).numpy())
     given: list[Any] = ["--embeddings", tmp_path / "x.npy", "--base", 300, "--bits", 2, "--repeats", 1]
     arguments = [str(word) for word in [*given, "--output", tmp_path / "out", "--queries", 40]]
-    done = CliRunner().invoke(neighbors.app, arguments)
+    done = CliRunner().invoke(app, ["neighbors", *arguments])
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "out" / "neighbors.json").read_text(encoding="utf-8"))
     assert (result["dim"], result["base"], result["queries"], result["threads"]) == (DIM, 300, 40, 1)
@@ -115,6 +115,6 @@ def test_command(tmp_path: Path) -> None:
     assert set(result["rows"][0]["recall"]) == {str(k) for k in COUNTS}
     assert (tmp_path / "out" / "neighbors.md").read_text(encoding="utf-8").count("\n") == 2 + len(TURBOQUANTS) + 2
     assert (tmp_path / "out" / "neighbors.png").read_bytes().startswith(b"\x89PNG")
-    done = CliRunner().invoke(neighbors.app, [*arguments, "--queries", "50"])
+    done = CliRunner().invoke(app, ["neighbors", *arguments, "--queries", "50"])
     assert done.exit_code == 1
     assert "together at most 340" in done.output

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.config import LayerPlan, SideConfig
+from kvcache_compress.eval.cli.app import app
 from kvcache_compress.eval.reporting.answer import MAX_KL
 from kvcache_compress.eval.studies import probe
 from kvcache_compress.eval.studies.probe_layers import Probe, ProbeRow, probe_layers
@@ -189,7 +190,7 @@ def test_command(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     preset.write_text(yaml.safe_dump({**CONFIG, "layers": [{"match": 0, "values": {"method": "none"}}]}))
     sizes = ["--prefix", "80", "--scored", "16", "--step", "8", "--windows", "1", "--worst", "1"]
     given = ["--cache", str(preset), "--text", str(text), *sizes, "--output", str(tmp_path / "out")]
-    done = CliRunner().invoke(probe.app, given)
+    done = CliRunner().invoke(app, ["probe", *given])
     assert done.exit_code == 0, done.output
     assert "layer 0, values: the config itself leaves it uncompressed" in done.output
     assert "\nlayers:\n  - {match: [" in done.output
@@ -198,6 +199,6 @@ def test_command(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(result["rows"]) == 3
     assert {field.name for field in dataclasses.fields(ProbeRow)} == result["rows"][0].keys()
     assert (tmp_path / "out" / "probe.png").read_bytes().startswith(b"\x89PNG")
-    done = CliRunner().invoke(probe.app, [*given, "--recent-tokens", "100"])
+    done = CliRunner().invoke(app, ["probe", *given, "--recent-tokens", "100"])
     assert done.exit_code == 1
     assert "nothing is compressed after a prefix of 80 tokens" in done.output

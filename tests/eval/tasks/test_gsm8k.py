@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
 from kvcache_compress.eval.cli import command
+from kvcache_compress.eval.cli.app import app
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks import gsm8k
 from kvcache_compress.eval.tasks.benchmark import Sample, make_benchmark
@@ -177,10 +178,10 @@ def test_caches_are_measured(model: LlamaForCausalLM, file: Path) -> None:
 def test_command(model: LlamaForCausalLM, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "load_model", lambda name, **_: (model, Characters()))
     options = ["--data", str(file), "--shots", "3", "--limit", "1", "--max-new-tokens", "4", "--cache", "fp8"]
-    ran = CliRunner().invoke(gsm8k.app, options)
+    ran = CliRunner().invoke(app, ["gsm8k", *options])
     assert ran.exit_code == 0, ran.output
     assert "accuracy" in ran.stdout
-    ran = CliRunner().invoke(gsm8k.app, ["--data", "gone.jsonl", "--cache", "fp8"])
+    ran = CliRunner().invoke(app, ["gsm8k", "--data", "gone.jsonl", "--cache", "fp8"])
     assert ran.exit_code == 1
     assert "data='gone.jsonl': no such file" in ran.stderr
 

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
 from kvcache_compress.eval.cli import command
+from kvcache_compress.eval.cli.app import app
 from kvcache_compress.eval.runner.cells import read_cells
 from kvcache_compress.eval.runner.runner import Runner
-from kvcache_compress.eval.tasks import haystack, needle
+from kvcache_compress.eval.tasks import haystack
 from kvcache_compress.eval.tasks.benchmark import Sample, make_benchmark
 from kvcache_compress.eval.tasks.haystack import haystack_words, hide, plain_sentences, words_of
 from kvcache_compress.eval.tasks.needle import INTRODUCTION, WORDINGS, Needle, passkey_found, word_recall
@@ -214,7 +215,7 @@ def test_a_length_beyond_the_positions_is_skipped_and_named(
     assert Needle(lengths=[300]).skipped(model) == []
     monkeypatch.setattr(command, "load_model", lambda name, **_: (model, Characters()))
     options = ["--mode", "passkey", "--length", "300", "--length", "5000", "--depth", "1", "--cache", "fp8"]
-    ran = CliRunner().invoke(needle.app, [*options, "--output", str(tmp_path)])
+    ran = CliRunner().invoke(app, ["needle", *options, "--output", str(tmp_path)])
     assert ran.exit_code == 0, ran.output
     assert f"skipped: {reason}" in ran.stdout
     cells = read_cells(tmp_path)
@@ -252,10 +253,10 @@ def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.Mo
         "--cache",
         "fp8",
     ]
-    ran = CliRunner().invoke(needle.app, options)
+    ran = CliRunner().invoke(app, ["needle", *options])
     assert ran.exit_code == 0, ran.output
     assert "recall" in ran.stdout
     assert len(list(tmp_path.rglob("*.json"))) == 2
-    ran = CliRunner().invoke(needle.app, ["--length", "300", "--haystack", "nowhere", "--cache", "fp8"])
+    ran = CliRunner().invoke(app, ["needle", "--length", "300", "--haystack", "nowhere", "--cache", "fp8"])
     assert ran.exit_code == 1
     assert "haystack='nowhere': no such folder" in ran.stderr

@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,9 @@ from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_ca
 from kvcache_compress.eval.caches.peers import fp8_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.eval.cli import command
+from kvcache_compress.eval.cli.app import app
 from kvcache_compress.eval.runner.cells import Cell, read_cells
 from kvcache_compress.eval.runner.runner import Runner
-from kvcache_compress.eval.tasks import perplexity
 from kvcache_compress.eval.tasks.benchmark import make_benchmark
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
 from kvcache_compress.eval.tasks.scoring import compare_logits, cut_windows
@@ -263,7 +261,7 @@ def test_command(model: LlamaForCausalLM, text: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(command, "load_model", lambda name, **_: (model, Characters()))
     sizes = ["--prefix", "64", "--scored", "16", "--windows", "2", "--text", str(text)]
     arguments = ["--cache", "full", "--cache", "fp8", *sizes, "--output", str(tmp_path), "--device", "cpu"]
-    ran = CliRunner().invoke(perplexity.app, arguments)
+    ran = CliRunner().invoke(app, ["perplexity", *arguments])
     assert ran.exit_code == 0, ran.output
     assert "[4/4] perplexity" in ran.stderr
     assert "fp8" in ran.stdout
@@ -276,15 +274,9 @@ def test_command(model: LlamaForCausalLM, text: Path, tmp_path: Path, monkeypatc
 
 
 def test_command_reports_errors_in_one_line(tmp_path: Path) -> None:
-    ran = CliRunner().invoke(perplexity.app, ["--cache", "fp8@sinks=1"])
+    ran = CliRunner().invoke(app, ["perplexity", "--cache", "fp8@sinks=1"])
     assert ran.exit_code == 1
     assert ran.stderr == "error: cache='fp8@sinks=1': allowed after @ is nothing\n"
-
-
-def test_module_runs_as_a_script() -> None:
-    command = [sys.executable, "-m", "kvcache_compress.eval.tasks.perplexity", "--help"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "--cache" in ran.stdout
 
 
 def test_default_text_is_long_enough_for_several_windows() -> None:

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
 from kvcache_compress.eval.cli import command
+from kvcache_compress.eval.cli.app import app
 from kvcache_compress.eval.runner.runner import Runner
-from kvcache_compress.eval.tasks import ruler
 from kvcache_compress.eval.tasks.benchmark import Sample, make_benchmark
 from kvcache_compress.eval.tasks.ruler import Ruler, split_question, string_match_all, string_match_part
 
@@ -184,11 +184,11 @@ def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(command, "load_model", lambda name, **_: (model, Characters()))
     row = {**ROW, "input": "Ann is 7. " * 20 + "\nHow old is Ann? Ann is"}
     path = write(tmp_path / "niah_single_1.jsonl", row, row)
-    ran = CliRunner().invoke(ruler.app, ["--data", str(path), "--scoring", "forced", "--cache", "fp8"])
+    ran = CliRunner().invoke(app, ["ruler", "--data", str(path), "--scoring", "forced", "--cache", "fp8"])
     assert ran.exit_code == 0, ran.output
     assert "2 samples" in ran.stdout
     assert "logprob" in ran.stdout
-    ran = CliRunner().invoke(ruler.app, ["--data", "gone.jsonl", "--cache", "fp8"])
+    ran = CliRunner().invoke(app, ["ruler", "--data", "gone.jsonl", "--cache", "fp8"])
     assert ran.exit_code == 1
     assert "data='gone.jsonl': no such file or folder" in ran.stderr
 

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
 from kvcache_compress.eval.cli import command
+from kvcache_compress.eval.cli.app import app
 from kvcache_compress.eval.runner.cells import Cell
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks.benchmark import make_benchmark
-from kvcache_compress.eval.tasks.longbench import benchmark as longbench
 from kvcache_compress.eval.tasks.longbench.benchmark import LongBench
 from kvcache_compress.eval.tasks.longbench.scores import best_score
 
@@ -187,12 +187,12 @@ def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(command, "load", lambda *args, **options: (model, Letters()))
     data = write(tmp_path, ready("qasper"), ready("trec"), ready("trec"))
     words = ["--task", "trec", "--data", data, "--cache", "turboquant-4bit@sinks=4,recent=8", "--limit", "1"]
-    result = CliRunner().invoke(longbench.app, [*words, "--output", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["longbench", *words, "--output", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     cells = [Cell.read(path) for path in (tmp_path / "out").glob("*/*/*.json")]
     assert {cell.cache["name"] for cell in cells} == {"full", "turboquant-4bit@sinks=4,recent=8"}
     assert {cell.samples for cell in cells} == {1}
     assert cells[0].benchmark["kind"] == "longbench"
-    result = CliRunner().invoke(longbench.app, ["--data", str(tmp_path / "none.jsonl")])
+    result = CliRunner().invoke(app, ["longbench", "--data", str(tmp_path / "none.jsonl")])
     assert result.exit_code == 1
     assert "no such file or folder" in result.output

@@ -1,0 +1,84 @@
+"""Commands that are generated from the options of benchmarks."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvcache_compress.eval.benchmarks import BENCHMARKS
+from kvcache_compress.eval.cli import command
+from kvcache_compress.eval.cli.app import app
+from kvcache_compress.eval.tasks.benchmark import Benchmark
+from kvcache_compress.eval.tasks.needle import Needle
+
+STUDIES = ["probe", "distortion", "neighbors", "compare", "report"]
+
+
+def help_lines(name: str) -> dict[str, str]:
+    """The line of each option in a command's help."""
+    ran = CliRunner(env={"COLUMNS": "400"}).invoke(app, [name, "--help"])
+    assert ran.exit_code == 0, ran.output
+    return {words[0]: line for line in ran.output.splitlines() if (words := re.findall(r"--[a-z][a-z-]*", line))}
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.kind)
+def test_every_field_and_every_argument_of_measure_is_an_option(benchmark: type[Benchmark]) -> None:
+    lines = help_lines(benchmark.kind)
+    repeatable = {"texts": "text", "tasks": "task", "lengths": "length", "depths": "depth"}
+    names = [*benchmark.model_fields, "cache", "model", "codebooks", "output", "seed", "dtype", "device", "fused"]
+    assert lines.keys() == {f"--{repeatable.get(name, name).replace('_', '-')}" for name in names} | {"--help"}
+    for name, field in benchmark.model_fields.items():
+        description = "Random seed." if name == "seed" else field.description
+        assert description in lines[f"--{repeatable.get(name, name).replace('_', '-')}"]
+
+
+def test_types_defaults_and_bounds_are_those_of_the_fields() -> None:
+    lines = help_lines("needle")
+    assert "1024, 2048, 4096" in lines["--length"]
+    assert "0.0, 0.25, 0.5, 0.75, 1.0" in lines["--depth"]
+    assert "1<=x<=1000" in lines["--digits"]
+    assert "needle|passkey" in lines["--mode"]
+    assert "--no-cached-question" in lines["--cached-question"]
+    assert "required" in help_lines("ruler")["--data"]
+
+
+def test_values_reach_the_benchmark_and_its_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[Benchmark, dict[str, Any]]] = []
+    monkeypatch.setattr(command, "make_benchmark", lambda kind, options: Needle(**options))
+    monkeypatch.setattr(command.Runner, "run", lambda runner, *given: calls.append((given[1], vars(runner))) or [])
+    monkeypatch.setattr(command, "load", lambda *given, **named: (_Model(), None))
+    words = ["--length", "7", "--length", "8", "--seed", "3", "--limit", "2", "--no-cached-question"]
+    ran = CliRunner().invoke(app, ["needle", *words, "--cache", "fp8", "--output", str(tmp_path)])
+    assert ran.exit_code == 0, ran.output
+    ((benchmark, run),) = calls
+    assert benchmark == Needle(lengths=[7, 8], seed=3, limit=2, cached_question=False)
+    assert (run["seed"], run["output"]) == (3, tmp_path)
+
+
+class _Model:
+    name_or_path = "model"
+
+
+def test_all_evaluations_are_listed() -> None:
+    listed = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--help"]).output
+    assert all(f" {name} " in listed for name in [*(benchmark.kind for benchmark in BENCHMARKS), *STUDIES])
+
+
+def test_wrong_options_are_one_line_or_a_usage_error() -> None:
+    ran = CliRunner().invoke(app, ["needle", "--length", "0"])
+    assert (ran.exit_code, ran.stderr.count("\n")) == (1, 1)
+    assert ran.stderr.startswith("error: benchmark needle: lengths.0=0: ")
+    ran = CliRunner().invoke(app, ["needle", "--digits", "0"])
+    assert ran.exit_code == 2
+    assert "--digits" in ran.stderr
+
+
+def test_the_package_runs_as_a_module() -> None:
+    words = [sys.executable, "-m", "kvcache_compress.eval", "perplexity", "--help"]
+    ran = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "python -m kvcache_compress.eval perplexity" in ran.stdout
+    assert "--cache" in ran.stdout
