@@ -14,18 +14,15 @@ CPP := $(wildcard cpu_kernels/*/*.cpp cpu_kernels/*/*.h)
 demo: $(VENV)/.runs
 	$(BIN)/kvcache-compress demo
 
-test: $(VENV)/.tests
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(CPP)
+test: check
 	$(BIN)/pytest -n 2 --dist loadfile
 
-check: $(VENV)/.tests
+check: $(VENV)/.tests build/bench
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	cd build/bench && $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
 
 format: $(VENV)/.tests
 	$(BIN)/ruff check --fix .

@@ -102,9 +102,7 @@ def register_benchmark(kind: str) -> Callable[[AnyBenchmark], AnyBenchmark]:
     """Make a benchmark known under a name."""
 
     def register(benchmark: AnyBenchmark) -> AnyBenchmark:
-        # A module that is run by `python -m` is loaded a second time when another imports it.
-        again = kind in _BENCHMARKS and "__main__" in (benchmark.__module__, _BENCHMARKS[kind].__module__)
-        if kind in _BENCHMARKS and not again:
+        if kind in _BENCHMARKS:
             raise ValueError(f"benchmark={kind!r}: already registered")
         benchmark.kind = kind
         _BENCHMARKS[kind] = benchmark
