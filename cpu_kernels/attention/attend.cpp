@@ -7,8 +7,8 @@
 
 #include <functional>
 
-#include "decode/commvq.h"
 #include "attention/softmax.h"
+#include "decode/commvq.h"
 
 namespace kvcache_compress {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <map>
 
-#include "encode/encode.h"
 #include "decode/polar.h"
+#include "encode/encode.h"
 
 namespace kvcache_compress {
 namespace {

@@ -8,10 +8,10 @@ from typing import Any
 
 import typer
 
-from kvcache_compress.eval.benchmarks import BENCHMARKS
 from kvcache_compress.eval.reporting import report
 from kvcache_compress.eval.runner.command import benchmark_command
 from kvcache_compress.eval.studies import distortion, neighbors, probe
+from kvcache_compress.eval.tasks import BENCHMARKS
 from kvcache_compress.validation.messages import shortened
 
 from . import compare

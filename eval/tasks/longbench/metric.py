@@ -1,6 +1,6 @@
 """LongBench's metrics as a local module of Hugging Face's `evaluate`, which loads it by its path, without the hub:
 
-    evaluate.load(longbench_metric.__file__, "qa_f1").compute(predictions=["..."], references=[["...", "..."]])
+    evaluate.load(metric.__file__, "qa_f1").compute(predictions=["..."], references=[["...", "..."]])
 
 `evaluate` copies this file elsewhere and finds what it needs by reading its lines: each import is on one.
 """
@@ -10,14 +10,14 @@ import statistics
 import datasets
 import evaluate
 
-from .scores import METRICS, best_score
+from kvcache_compress.eval.tasks.longbench.scores import METRICS, best_score
 
 DESCRIPTION = "Metrics of LongBench, 0 to 1: the mean over samples of the best score over a sample's right answers."
 CITATION = "Bai et al., LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding, arXiv:2308.14508"
 
 
 class LongBenchMetric(evaluate.Metric):
-    """One of `longbench_scores.METRICS`, named by the configuration."""
+    """One of `scores.METRICS`, named by the configuration."""
 
     def _info(self) -> evaluate.MetricInfo:
         """Raises ValueError for a configuration that is no metric."""

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvcache_compress.eval.benchmarks import BENCHMARKS
-from kvcache_compress.eval.cli import command
 from kvcache_compress.eval.cli.app import app
+from kvcache_compress.eval.runner import command
+from kvcache_compress.eval.tasks import BENCHMARKS
 from kvcache_compress.eval.tasks.benchmark import Benchmark
 from kvcache_compress.eval.tasks.needle import Needle
 

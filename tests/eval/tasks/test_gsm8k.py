@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
-from kvcache_compress.eval.cli import command
 from kvcache_compress.eval.cli.app import app
+from kvcache_compress.eval.runner import command
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks import gsm8k
 from kvcache_compress.eval.tasks.benchmark import Sample, make_benchmark

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_cache
 from kvcache_compress.eval.caches.peers import fp8_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
-from kvcache_compress.eval.cli import command
 from kvcache_compress.eval.cli.app import app
+from kvcache_compress.eval.runner import command
 from kvcache_compress.eval.runner.cells import Cell, read_cells
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks.benchmark import make_benchmark

@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
-from kvcache_compress.eval.cli import command
 from kvcache_compress.eval.cli.app import app
+from kvcache_compress.eval.runner import command
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks.benchmark import Sample, make_benchmark
 from kvcache_compress.eval.tasks.ruler import Ruler, split_question, string_match_all, string_match_part

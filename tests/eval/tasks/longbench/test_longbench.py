@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
-from kvcache_compress.eval.cli import command
 from kvcache_compress.eval.cli.app import app
+from kvcache_compress.eval.runner import command
 from kvcache_compress.eval.runner.cells import Cell
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks.benchmark import make_benchmark
