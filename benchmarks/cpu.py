@@ -1,4 +1,4 @@
-"""Decode steps and prefill of SmolLM2 on this machine's CPU with ours, Transformers' and no compression.
+"""Time decode steps and prefill of SmolLM2 on this CPU, with our caches, Transformers' and no compression.
 
     python benchmarks/cpu.py                       # to benchmarks/results/cpu.json
     python benchmarks/cpu.py --tokens 512 --steps 4 --output F
@@ -26,23 +26,23 @@ CACHES = ("full", "turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "kivi
 
 
 def main(
-    cache: Annotated[list[str], typer.Option(help="Caches to measure; the first is the yardstick.")] = [*CACHES],  # noqa: B006
+    cache: Annotated[list[str], typer.Option(help="Caches to measure; the first is the reference.")] = [*CACHES],  # noqa: B006
     tokens: Annotated[list[int], typer.Option(help="Lengths of the prompt.")] = [4096, 8000],  # noqa: B006
-    steps: Annotated[int, typer.Option(help="Steps per cache; 32 hold one packing of new tokens.")] = 32,
+    steps: Annotated[int, typer.Option(help="Steps per cache; new tokens are packed once in 32.")] = 32,
     prefills: Annotated[int, typer.Option(help="Prompts per cache.")] = 1,
     output: Annotated[Path, typer.Option(help="JSON file.")] = RESULTS,
 ) -> None:
     model, _ = load_model("smollm2-135m")
-    where, found = circumstances(torch.device("cpu")), []
+    where, rows = circumstances(torch.device("cpu")), []
     for count in tokens:
         ids = torch.randint(1000, model.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
         for row in measure_steps(model, [resolve_cache(name) for name in cache], ids, steps, prefills):
-            found.append(asdict(row))
+            rows.append(asdict(row))
             print(
                 row.error
                 or f"{count} {row.cache}: {row.step_ms:.1f} ms, {row.ratio:.2f}x; prompt {row.prefill_ratio:.2f}x"
             )
-    result = {"model": "SmolLM2-135M, float32", "steps": steps, "rows": found}
+    result = {"model": "SmolLM2-135M, float32", "steps": steps, "rows": rows}
     write_atomically(output, json.dumps(result | where, indent=1) + "\n")
 
 

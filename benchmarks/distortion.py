@@ -1,4 +1,4 @@
-"""TurboQuant's distortion on random unit vectors against its paper's figures and bounds (Theorems 1 to 3).
+"""Measure TurboQuant's distortion on random unit vectors, to compare with the paper's bounds (Theorems 1 to 3).
 
 python benchmarks/distortion.py --output benchmarks/results/distortion.json
 """

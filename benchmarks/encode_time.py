@@ -1,7 +1,7 @@
-"""What encoding the keys and values of a prompt takes on this machine's CPU, in torch and in C++, in turns.
+"""Time the encoding of a prompt's keys and values on this CPU, in torch and in C++, in turns.
 
     python benchmarks/encode_time.py              # processor time of one thread: other programs hardly disturb it
-    python benchmarks/encode_time.py --threads 2  # the time that passes
+    python benchmarks/encode_time.py --threads 2  # wall-clock time
     python benchmarks/encode_time.py --preset commvq-2bit --tokens 32
 
 One layer and one side per line. CommVQ's codebooks are random: its time does not depend on what they hold.
@@ -29,23 +29,23 @@ BACKENDS: tuple[Backend, ...] = ("torch", "cpp")
 
 @torch.inference_mode()
 def encode_ms(preset: str, side: Side, shape: Shape, tokens: int, turns: int) -> dict[Backend, float]:
-    """Median milliseconds of one layer, float32."""
+    """Median milliseconds per backend to encode one side of one layer, float32."""
     plan = middle_layer(named_config(preset)).side(side)
-    made = encoded_side(
+    layer_side = encoded_side(
         plan.method, plan.options(), side, shape.head_dim, torch.float32,
         heads=shape.kv_heads, packed=tokens, codes="random",
     )  # fmt: skip
     x = torch.randn(1, shape.kv_heads, tokens, shape.head_dim)
-    rope = None if made.track is None else made.track.read(0, tokens)
+    rope = None if layer_side.track is None else layer_side.track.read(0, tokens)
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    encoders = {backend: made.codec.on(backend) for backend in BACKENDS}
+    encoders = {backend: layer_side.codec.on(backend) for backend in BACKENDS}
     times: dict[Backend, list[float]] = {backend: [] for backend in BACKENDS}
     for _ in range(turns + 1):
-        for backend, found in times.items():
+        for backend, milliseconds in times.items():
             begun = clock()
             encoders[backend].encode(x, rope)
-            found.append(1000 * (clock() - begun))
-    return {backend: statistics.median(found[1:]) for backend, found in times.items()}
+            milliseconds.append(1000 * (clock() - begun))
+    return {backend: statistics.median(milliseconds[1:]) for backend, milliseconds in times.items()}
 
 
 def main(
@@ -61,10 +61,10 @@ def main(
     for name in preset:
         for side in get_args(Side):
             try:
-                found = [encode_ms(name, side, shape, tokens, turns) for shape in SHAPES.values()]
+                by_shape = [encode_ms(name, side, shape, tokens, turns) for shape in SHAPES.values()]
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from error
-            times = (took[backend] for took in found for backend in BACKENDS)
+            times = (milliseconds[backend] for milliseconds in by_shape for backend in BACKENDS)
             cells = (f" {ms:,.0f} |" if ms >= 100 else f" {ms:.3g} |" for ms in times)
             print(f"| `{name}` | {side} |", *cells, sep="", flush=True)
 

@@ -1,14 +1,14 @@
-"""What the kernels do on a GPU: first whether they are right, then how fast; one command, within eight minutes.
+"""Check the kernels on a GPU, then measure them, with one command and within eight minutes.
 
     make bench-gpu                                # all checks and measurements, to benchmarks/results/gpu.json
-    python benchmarks/gpu.py --small --output F   # every part in small, also without a GPU (TRITON_INTERPRET=1)
-    python benchmarks/gpu.py --output F           # goes on where an earlier run of the same code stopped
-    python benchmarks/gpu.py --output F --table   # prints what F holds
+    python benchmarks/gpu.py --small --output F   # every part with tiny sizes, also without a GPU (TRITON_INTERPRET=1)
+    python benchmarks/gpu.py --output F           # continues an earlier run of the same code
+    python benchmarks/gpu.py --output F --table   # prints the contents of F
 
-Each preset's kernels are compared with PyTorch's operators on the device, in several processes, since most of that time
-goes into compiling what is timed afterwards; a preset that fails, or was not reached, is not timed. Rows are measured
-by a process that is started again if it dies (`gpu_kit/worker.py`), and each is in the file as soon
-as it is measured. `gpu_kit/jobs.py` says how the time is shared out, and what comes first in each part.
+Each preset's kernels are compared with PyTorch's operators on the device, in several processes, as most of that time
+goes into compiling the kernels; a preset that fails, or was not reached, is not timed. Rows are measured by a process
+that is restarted if it dies (`gpu_kit/worker.py`), and each row is in the file as soon as it is measured.
+`gpu_kit/jobs.py` has the shares of time and the order within each part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import typer
 
 if find_spec("pydantic") is None:
-    raise SystemExit("pydantic is missing, which the package's configurations are made of: pip install pydantic")
+    raise SystemExit("pydantic is missing, which the package's configurations need: pip install pydantic")
 
 from gpu_kit.gpu_table import line, tables
 from gpu_kit.jobs import KEYS, SIZES, SMALL_SIZES, Job, plan_jobs, without_check
@@ -40,12 +40,12 @@ from kvcache_compress.eval.provenance.results import circumstances, git_commit
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 CHECK_SHARE = 0.4
-"""Of the time, at most, for the checks and what is compiled for them."""
+"""Largest share of the time for the checks, including compilation."""
 CHECKERS = 8
 
 
 def run(results: ResultFile, minutes: float, small: bool, main_shape: str) -> None:
-    """Checks, then measures what may be timed, within so many minutes from now."""
+    """Check the kernels, then measure those that may be timed, within `minutes` from now."""
     end = time.monotonic() + 60 * minutes
 
     def keep(job: Job, row: dict[str, Any]) -> None:
@@ -65,14 +65,14 @@ def run(results: ResultFile, minutes: float, small: bool, main_shape: str) -> No
 
 
 def main(
-    output: Annotated[Path | None, typer.Option(help="JSON file; the committed one only for a whole run.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file; the committed one by default.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Tiny sizes; runs without a GPU.")] = False,
     preset: Annotated[list[str] | None, typer.Option(help="Presets to measure; all by default.")] = None,
     part: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(KEYS)}; all by default.")] = None,
-    minutes: Annotated[float, typer.Option(min=0, help="Time for all of it.")] = 8.0,
+    minutes: Annotated[float, typer.Option(min=0, help="Minutes for the complete run.")] = 8.0,
     table: Annotated[bool, typer.Option("--table", help="Only print what the file holds.")] = False,
 ) -> None:
-    """Checks the kernels on the device and measures them."""
+    """Check the kernels on the device and measure them."""
     if table:
         print(tables(json.loads((output or RESULTS).read_text(encoding="utf-8"))))
         return
@@ -91,7 +91,7 @@ def main(
     jobs = plan_jobs(presets, parts, sizes, installed() if on_gpu else ())
     results = ResultFile(output or RESULTS, where, jobs)
     if results.differs:
-        print(f"begun anew, the old file is kept beside it: other {results.differs}")
+        print(f"new file, the old one is kept next to it: other {results.differs}")
     try:
         run(results, minutes, small, next(iter(sizes.shapes)))
         results.close()

@@ -1,4 +1,4 @@
-"""The variants of the kernels whose machine code is tracked, and the arguments with which they are launched."""
+"""Variants of the kernels whose machine code is tracked, with their launch arguments."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kvcache_compress.triton_kernels.encode.launch import flush
 from kvcache_compress.triton_kernels.update.append import append_arguments, append_inputs, append_kernel
 
 ENCODED_KEYS = ("polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit")
-"""Presets whose keys' encoder is tracked in the kernels of steps too; their values have TurboQuant's."""
+"""Presets whose key encoder is tracked in the kernels of steps too; their values use TurboQuant's encoder."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A pair of codecs and the tensors that it meets: `groups` query heads per head, `count` queries.
+    """Pair of codecs and sizes of the tensors: `groups` query heads per key/value head, `count` queries.
 
-    even: whether tokens fill the tiles, so that the kernel needs no masks.
+    even: True if tokens fill all tiles, so that the kernel needs no masks.
     """
 
     keys: tuple[str, MethodOptions]
@@ -49,7 +49,7 @@ def side_of(method: str, **options: Any) -> tuple[str, MethodOptions]:
 
 
 def attention_variants() -> dict[str, Variant]:
-    """Every preset's pair, and the pairs and sizes that presets do not reach."""
+    """Pairs of all presets, and further pairs and sizes that no preset has."""
     variants = {}
     for name in preset_names():
         plan = middle_layer(load_config(name))
@@ -94,7 +94,7 @@ def segments(variant: Variant, side: Side) -> SideSegments:
 
 
 def attention_arguments(variant: Variant, target: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Arguments of `attend_kernel`, of `merge_kernel` for many splits, and of `map_query_kernel`, as launched there."""
+    """Arguments of `attend_kernel`, of `merge_kernel` for many splits, and of `map_query_kernel`, as for `target`."""
     keys, values = segments(variant, "keys"), segments(variant, "values")
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
     _, mapping = map_query_arguments(query, keys.codec.kernel_side, 2, 0.1)
@@ -110,12 +110,12 @@ def attention_arguments(variant: Variant, target: str) -> tuple[dict[str, Any], 
 
 def step_append_arguments() -> dict[str, Any]:
     """Arguments of `append_kernel` for a token's keys and values."""
-    fresh, room = (torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16) for _ in range(2))
-    return append_arguments(append_inputs(fresh, fresh, room, room, 0))
+    fresh, tail = (torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16) for _ in range(2))
+    return append_arguments(append_inputs(fresh, fresh, tail, tail, 0))
 
 
 def flush_launch(keys: tuple[str, MethodOptions]) -> tuple[Any, dict[str, Any]]:
-    """What encodes the tokens that leave a tail, and its arguments."""
+    """The kernel that encodes the tokens that leave a tail, and its arguments."""
     codec = build_codec(*keys, "keys", 128, 2, torch.bfloat16)
     leaving = max(32, codec.group)
     tail = torch.randn(1, 2, leaving + 64, 128).bfloat16()
@@ -129,7 +129,7 @@ def flush_launch(keys: tuple[str, MethodOptions]) -> tuple[Any, dict[str, Any]]:
 
 
 def fixed_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """The kernels of a step of fixed capacity that a growing cache does without, and their arguments."""
+    """The kernels that only steps of fixed capacity use, and their arguments."""
     sides: dict[Side, SideState] = {}
     tokens = torch.randn(1, 2, 512, 128).bfloat16()
     both: tuple[Side, Side] = ("keys", "values")
@@ -138,7 +138,7 @@ def fixed_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any,
         codec = build_codec(*method, side, 128, 2, torch.bfloat16)
         sides[side] = SideState(codec, tokens, 96, None)
         sides[side].prepare(tokens)
-        sides[side].codec = sides[side].codec.on("triton")  # only now: what is prepared is not encoded by a kernel
+        sides[side].codec = sides[side].codec.on("triton")  # only now, as `prepare` works in torch
     group = sides["keys"].codec.group
     windows = Windows(sinks=16, recent=64, flush=max(32, group), group=group, room=464)
     storage = StaticStorage(DynamicStorage(sides, windows, PackableChecks(0)))
@@ -154,7 +154,7 @@ def fixed_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any,
 
 
 def step_launches() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """The kernels of decode steps beside attention itself, and their arguments."""
+    """The kernels of decode steps other than attention, and their arguments."""
     four = side_of("turboquant", bits=4)
     steps = {"append": (append_kernel, step_append_arguments()), "flush": flush_launch(four)}
     steps |= fixed_step_launches(four)
@@ -168,13 +168,13 @@ def step_launches() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 def encode_variants() -> dict[str, tuple[Side, str, MethodOptions, int]]:
-    """Every method's encoders, from its presets (the same codec once), and scalars and sizes beyond them."""
+    """Encoders of every method, from its presets (each codec once), and further scalars and sizes."""
     variants: dict[str, tuple[Side, str, MethodOptions, int]] = {}
     known: list[tuple[Side, MethodOptions]] = []
     pairs = [(name, variant) for name, variant in attention_variants().items() if variant.head_dim == 128]
     sides: list[tuple[str, Side, str, MethodOptions]] = [(name, "keys", *variant.keys) for name, variant in pairs]
     sides += [(name, "values", *variant.values) for name, variant in pairs]
-    # Named after a preset of the method itself, where there is one.
+    # Named after a preset of the same method, if there is one.
     for name, side, method, options in sorted(sides, key=lambda item: not item[0].startswith(item[2].split("_")[0])):
         if method != "none" and (side, options) not in known:
             known.append((side, options))
@@ -186,7 +186,7 @@ def encode_variants() -> dict[str, tuple[Side, str, MethodOptions, int]]:
 
 
 def encode_launches(side: Side, method: str, options: MethodOptions, head_dim: int) -> list[tuple[Any, dict[str, Any]]]:
-    """Kernels that encode 512 tokens launches, and their arguments."""
+    """The kernels that encode 512 tokens, and their arguments."""
     codec = build_codec(method, options, side, head_dim, 2, torch.bfloat16)
     tokens = torch.randn(1, 2, 512, head_dim).bfloat16()
     codec.prepare(tokens)

@@ -1,11 +1,11 @@
-"""Python time of one layer's decode step, without a GPU: all that runs on the host but the driver's own work.
+"""Measure the host time of one layer's decode step, without a GPU: everything but the driver's own work.
 
-    python benchmarks/launch_time.py              # attention alone, the cache's update alone, and a layer's whole step
-    python benchmarks/launch_time.py --profile    # and where the whole step's time goes
+    python benchmarks/launch_time.py              # attention, the cache's update, and a layer's complete step
+    python benchmarks/launch_time.py --profile    # also a profile of the complete step
     python benchmarks/launch_time.py --max-cache-len 16384    # of a cache of fixed capacity, without a CUDA graph
 
-Triton compiles for sm_90 and launches by its own launcher over a `libcuda` whose functions do nothing; tensors lie on
-the CPU, where an operator of PyTorch takes about as long as its launch on a GPU would. A C compiler is needed.
+Triton compiles for sm_90 and launches by its own launcher, over a `libcuda` whose functions do nothing; tensors are on
+the CPU, where a PyTorch operator takes about as long as its launch on a GPU would. A C compiler is needed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvcache_compress.config import load_config
 from kvcache_compress.storage.checks import PackableChecks
 
 LAYER = 4
-"""One that no preset's rule for the first or last layers meets, of eight."""
+"""Layer, of eight, to which no preset's rule for the first or last layers applies."""
 STUB = r"""
 #include <stdint.h>
 #define NOTHING(name) int name(void) { return 0; }
@@ -65,7 +65,7 @@ long launches(void) { return launched; }
 
 
 def use_stub(folder: Path) -> ctypes.CDLL:
-    """Builds the stub there and lets Triton launch through it; the loaded library."""
+    """Build the stub in `folder`, make Triton launch through it, and return the loaded library."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime.driver import driver
@@ -77,7 +77,7 @@ def use_stub(folder: Path) -> ctypes.CDLL:
     subprocess.run(command, check=True)
     (folder / "libcuda.so").symlink_to(library.name)
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-    # What is looked up by this name afterwards is this library, also where there is a GPU's.
+    # Later lookups of this name find this library, even if a GPU's driver is installed.
     stub = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
     class Driver:
@@ -100,7 +100,7 @@ def use_stub(folder: Path) -> ctypes.CDLL:
 
 
 def attention_call(preset: str, shape: Shape, tokens: int) -> Callable[[], Any]:
-    """The launches of attention over so many packed tokens beside the preset's dense windows."""
+    """Attention over `tokens` packed tokens and the preset's dense windows, as a function to time."""
     from kvcache_compress.triton_kernels.attention import launch
 
     plan = middle_layer(load_config(preset))
@@ -116,16 +116,16 @@ def attention_call(preset: str, shape: Shape, tokens: int) -> Callable[[], Any]:
 
 
 def layer_calls(
-    preset: str, shape: Shape, tokens: int, room: int | None
+    preset: str, shape: Shape, tokens: int, capacity: int | None
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A step's `update` of a filled cache, and that followed by the attention function that a model calls."""
+    """Functions to time: `update` of a filled cache, and `update` followed by the model's attention function."""
     config = LlamaConfig(
         num_hidden_layers=2 * LAYER, num_attention_heads=shape.query_heads, num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim, hidden_size=shape.query_heads * shape.head_dim, max_position_embeddings=1 << 20,
     )  # fmt: skip
     config._attn_implementation = AttentionName("sdpa")
     chosen = load_config(preset)
-    cache = CompressedCache(config, chosen.model_copy(update={"max_cache_len": room}))
+    cache = CompressedCache(config, chosen.model_copy(update={"max_cache_len": capacity}))
     module = SimpleNamespace(config=config, is_causal=True, training=False)
 
     def states(heads: int, count: int) -> torch.Tensor:
@@ -134,7 +134,7 @@ def layer_calls(
     plan = middle_layer(chosen)
     prompt = plan.sink_tokens + tokens + plan.recent_tokens
     cache.update(states(shape.kv_heads, prompt), states(shape.kv_heads, prompt), LAYER)
-    use_backend(cache.layers[LAYER], "triton")  # only now: the prompt is encoded by torch, the stub computes nothing
+    use_backend(cache.layers[LAYER], "triton")  # only now: torch must encode the prompt, as the stub computes nothing
     keys, values, query = states(shape.kv_heads, 1), states(shape.kv_heads, 1), states(shape.query_heads, 1)
 
     def update() -> tuple[Any, Any]:
@@ -147,8 +147,10 @@ def layer_calls(
 
 
 def microseconds(call: Callable[[], Any], calls: int, rounds: int) -> tuple[float, float]:
-    """Time of a call: the mean of so many, which holds the steps that encode, of the rounds' means the median; and the
-    median of all calls, which is that of a step that does not. The thread's own, as others may use its processor."""
+    """Thread time of a call in microseconds: median over rounds of the mean of `calls`, and median of all calls.
+
+    The mean includes steps that encode tokens, the median is that of a step that does not.
+    """
     times = []
     for _ in range(calls * rounds):
         begun = time.thread_time()
@@ -159,31 +161,32 @@ def microseconds(call: Callable[[], Any], calls: int, rounds: int) -> tuple[floa
 
 
 def print_profile(call: Callable[[], Any], calls: int, most: int = 40) -> None:
-    """Functions by their own time per call, which being watched makes about as long again."""
+    """Print functions by their own time per call, which profiling about doubles."""
     profiler = cProfile.Profile()
     profiler.runcall(lambda: [call() for _ in range(calls)])
-    found = pstats.Stats(profiler).strip_dirs().stats  # type: ignore[attr-defined]
+    statistics_by_function = pstats.Stats(profiler).strip_dirs().stats  # type: ignore[attr-defined]
     print("    own us   with callees   times per step")
-    for (file, line, name), (_, times, own, total, _) in sorted(found.items(), key=lambda x: -x[1][2])[:most]:
+    ranked = sorted(statistics_by_function.items(), key=lambda item: -item[1][2])
+    for (file, line, name), (_, times, own, total, _) in ranked[:most]:
         where = name if line == 0 else f"{file}:{line} {name}"
         print(f"{own / calls * 1e6:10.2f} {total / calls * 1e6:14.2f} {times / calls:16.2f}   {where}")
 
 
 @torch.inference_mode()
 def main(
-    preset: Annotated[str, typer.Option(help="Of the cache.")] = "turboquant-4bit",
+    preset: Annotated[str, typer.Option(help="Preset of the cache.")] = "turboquant-4bit",
     tokens: Annotated[int, typer.Option(help="Packed tokens to begin with.")] = 8192,
-    calls: Annotated[int, typer.Option(help="Per round; tokens are encoded every 32.")] = 640,
-    rounds: Annotated[int, typer.Option(help="Of which the median is taken.")] = 7,
-    max_cache_len: Annotated[int | None, typer.Option(help="Of a cache of fixed capacity.")] = None,
+    calls: Annotated[int, typer.Option(help="Steps per round; tokens are encoded every 32.")] = 640,
+    rounds: Annotated[int, typer.Option(help="Rounds of which the median is taken.")] = 7,
+    max_cache_len: Annotated[int | None, typer.Option(help="Capacity of a cache of fixed size.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Print cProfile's breakdown of the whole step.")] = False,
 ) -> None:
-    """Times the host's part of a decode step of one layer with 32 query and 8 key/value heads of 128."""
+    """Time the host's part of a decode step of one layer with 32 query and 8 key/value heads of 128."""
     if interpreting() or shutil.which("cc") is None:
         raise typer.BadParameter("needs a C compiler, cc, and kernels that are compiled: unset TRITON_INTERPRET")
     torch.set_num_threads(1)
     shape = SHAPES["llama-3.1-8b"]
-    # What the stub leaves in memory that was to be computed may be no numbers.
+    # The stub computes nothing, so uninitialised results may be NaN.
     unchecked = mock.patch.object(PackableChecks, "_raise_unless")
     with tempfile.TemporaryDirectory() as folder, unchecked:
         stub = use_stub(Path(folder))
@@ -191,7 +194,7 @@ def main(
         named = {"attention alone": attention_call(preset, shape, tokens), "update alone": update, "whole step": step}
         print(f"{preset}, {tokens} packed tokens, Triton {triton.__version__}, torch {torch.__version__}")
         for name, call in named.items():
-            for _ in range(64):  # compiles all kernels, and ends where a tail was just encoded
+            for _ in range(64):  # compiles all kernels, and ends just after a flush
                 call()
             before = stub.launches()
             mean, median = microseconds(call, calls, rounds)

@@ -1,15 +1,15 @@
-"""Machine code of every kernel, compiled ahead of time; needs no GPU.
+"""Track the machine code of every kernel, compiled ahead of time; needs no GPU.
 
     python benchmarks/machine_code.py --output benchmarks/results/kernels.json   # all variants, about forty minutes
     python benchmarks/machine_code.py --table                                    # the committed figures as Markdown
     python benchmarks/machine_code.py --check                                    # compile again and compare
 
 The tracked figure is instructions per element: SASS instructions of the loop over packed tokens times the lanes that
-execute them, divided by the cached numbers that one turn of the loop consumes, `BLOCK * (Dk + Dv)`; the rescaling of
-the sums, which a branch skips unless a larger logit came, is not counted. The kernel has
-loops over the dense segments as well. To tell them apart it is compiled a second time with no sinks and no tail, as
-constants, which leaves the packed loop alone; the loop of the real kernel whose length comes nearest is the packed one.
-CommVQ's has loops over rounds inside, whose instructions are counted once per round.
+execute them, divided by the cached numbers that one iteration consumes, `BLOCK * (Dk + Dv)`. The rescaling of the sums,
+which a branch skips unless a larger logit arrives, is not counted. The kernel also has loops over the dense segments:
+to tell them apart it is compiled a second time with no sinks and no tail, as constants, which leaves only the packed
+loop; the loop of the real kernel with the closest length is the packed one. CommVQ's has inner loops over rounds, whose
+instructions are counted once per round.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvcache_compress.triton_kernels.encode.launch import exact_precision
 
 RESULTS = Path(__file__).parent / "results" / "kernels.json"
 TOLERANCE = 0.05
-"""Largest growth of the instructions per element that `--check` lets pass."""
+"""Largest growth of the instructions per element that passes `--check`."""
 KNOWN_STACK = {
     "prod-2.5bit, D=256": 528,
     "prod-2.5bit, float32": 48,
@@ -49,14 +49,14 @@ KNOWN_STACK = {
     "encode keys of polarquant-3.4bit": 8,
     "encode values of polarquant-3.4bit": 8,
 }
-"""Variants that have a stack, and the bytes that are allowed: queries and sums of two or four components, 512 numbers
-in all, or 256 of float32 (on sm_100 only), take more registers than there are. The 8 bytes of an encoder are no spill
-(158 registers, no load or store of the stack by its name): only their address is taken, once."""
+"""Stack bytes allowed by variant. Queries and sums of two or four components, 512 numbers in all, or 256 in float32 (on
+sm_100 only), spill registers. The 8 bytes of an encoder are no spill (158 registers, no load or store of the stack by
+its name): only their address is taken, once."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Resources of one kernel on one target; Triton brings no disassembler for AMD's, so those have no instructions."""
+    """Resources of one kernel on one target; no instructions on AMD, for which Triton has no disassembler."""
 
     registers: int
     stack_bytes: int
@@ -69,23 +69,23 @@ Table = dict[str, dict[str, Figures]]
 
 
 def packed_loop(arguments: dict[str, Any], code: aot.MachineCode, target: str) -> float | None:
-    """Instructions per cached element of the loop over packed tokens, with those of loops over rounds inside it."""
+    """Instructions per cached element of the loop over packed tokens, inner loops over rounds included."""
     if not code.loops:
         return None
     alone = aot.compile_for(
         attention.attend_kernel, {**arguments, "n_sinks": 0, "n_tail": 0}, target, constant=("n_sinks", "n_tail")
     ).loops
     turns = inner_turns(arguments)
-    found = [loop for loop in code.loops if len(loop.inner) == len(turns)]
-    if len(alone) != 1 or not found or len(alone[0].inner) != len(turns):
+    candidates = [loop for loop in code.loops if len(loop.inner) == len(turns)]
+    if len(alone) != 1 or not candidates or len(alone[0].inner) != len(turns):
         return None
-    loop = min(found, key=lambda loop: abs(loop.instructions - alone[0].instructions))
+    loop = min(candidates, key=lambda loop: abs(loop.instructions - alone[0].instructions))
     length = loop.instructions + sum(count * inner for count, inner in zip(turns, loop.inner, strict=True))
     return round(length * 32 * code.warps / (arguments["BLOCK"] * (arguments["K"].dim + arguments["V"].dim)), 2)
 
 
 def inner_turns(arguments: dict[str, Any]) -> list[int]:
-    """Turns of the loops inside the one over packed tokens: CommVQ's, one for each group of keys and of values."""
+    """Iterations of the loops inside the one over packed tokens: CommVQ has one per group of keys and of values."""
     turns = []
     for function, side, codes in ((commvq.score, "K", 2), (commvq.accumulate, "V", 1)):
         if function in (arguments["SCORE"], arguments["ACCUMULATE"]):
@@ -95,7 +95,7 @@ def inner_turns(arguments: dict[str, Any]) -> list[int]:
 
 
 def measure(targets: list[str], only: list[str]) -> Table:
-    """Compiles the variants whose names are in `only` (all where it is empty) for `targets`."""
+    """Compile the variants named in `only` (all if it is empty) for `targets`."""
     table: Table = {}
 
     def add(name: str, target: str, kernel: Any, arguments: dict[str, Any]) -> None:
@@ -111,8 +111,8 @@ def measure(targets: list[str], only: list[str]) -> Table:
             if not only or any(part in only for part in names):
                 kernels = attention.attend_kernel, attention.merge_kernel, map_query_kernel
                 arguments = attention_arguments(variant, target)
-                for part, kernel, given in zip(names, kernels, arguments, strict=True):
-                    add(part, target, kernel, given)
+                for part, kernel, inputs in zip(names, kernels, arguments, strict=True):
+                    add(part, target, kernel, inputs)
         for name, call in step_launches().items():
             if not only or name in only:
                 add(name, target, *call)
@@ -124,20 +124,20 @@ def measure(targets: list[str], only: list[str]) -> Table:
 
 
 def problems(table: Table, committed: Table) -> list[str]:
-    """What `--check` refuses: stack on CUDA targets, figures missing from the committed ones, and slower loops."""
-    found = []
+    """Problems that fail `--check`: stack on CUDA targets, variants without committed figures, and slower loops."""
+    messages = []
     for name, targets in table.items():
         for target, now in targets.items():
             if target.startswith("sm_") and now.stack_bytes > KNOWN_STACK.get(name, 0):
-                found.append(f"{name} on {target}: {now.stack_bytes} bytes of stack")
+                messages.append(f"{name} on {target}: {now.stack_bytes} bytes of stack")
             before = committed.get(name, {}).get(target)
             if before is None:
-                found.append(f"{name} on {target}: no committed figures")
+                messages.append(f"{name} on {target}: no committed figures")
             elif now.instructions_per_element and before.instructions_per_element:
                 growth = now.instructions_per_element / before.instructions_per_element - 1
                 if growth > TOLERANCE:
-                    found.append(f"{name} on {target}: {growth:.0%} more instructions per element")
-    return found
+                    messages.append(f"{name} on {target}: {growth:.0%} more instructions per element")
+    return messages
 
 
 def load(path: Path) -> Table:
@@ -161,7 +161,7 @@ def save(table: Table, path: Path) -> None:
 
 
 def markdown(table: Table) -> str:
-    """One line per variant: `registers / shared KiB / instructions per element` on each target."""
+    """Markdown table, a line per variant: `registers / shared KiB / instructions per element` on each target."""
     targets = list(next(iter(table.values())))
     lines = [f"| kernel | {' | '.join(targets)} |", f"|---|{'---|' * len(targets)}"]
     for name, row in table.items():
@@ -182,7 +182,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Names of the variants to compile.")] = None,
     target: Annotated[list[str] | None, typer.Option(help=f"Targets, of {', '.join(aot.TARGETS)}.")] = None,
 ) -> None:
-    """Compiles the kernels ahead of time and records registers, stack, shared memory and instructions per element."""
+    """Compile the kernels ahead of time and record registers, stack, shared memory and instructions per element."""
     if table:
         print(markdown(load(RESULTS)))
         return
@@ -194,11 +194,11 @@ def main(
         save(measured, output)
     if check:
         committed = load(RESULTS)
-        found = problems(measured, committed)
+        messages = problems(measured, committed)
         missing = [] if only else [name for name in committed if name not in measured]
-        found += [f"{name}: committed, but no variant any more" for name in missing]
-        print("\n".join(found) or f"{len(measured)} kernels as committed")
-        raise typer.Exit(1 if found else 0)
+        messages += [f"{name}: committed, but no longer a variant" for name in missing]
+        print("\n".join(messages) or f"{len(measured)} kernels as committed")
+        raise typer.Exit(1 if messages else 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a compressed cache adds to a prompt in one decoder layer of Llama-3.1-8B's shape, on this machine's CPU.
+"""Measure what a compressed cache adds to the time of a prompt, in one layer of Llama-3.1-8B's shape, on this CPU.
 
     python benchmarks/prefill_share.py --output benchmarks/results/prefill_share.json
     python benchmarks/prefill_share.py --preset turboquant-4bit --tokens 512 --turns 1
@@ -28,14 +28,14 @@ PRESETS = (
     "turboquant-4bit", "turboquant-2.5bit", "kivi-4bit", "qjl-3bit", "polarquant-rope-4bit", "polarquant-3.4bit",
     "commvq-1bit", "commvq-2bit", "commvq-paper",
 )  # fmt: skip
-"""One of each method and form of codes."""
+"""One preset of each method and form of codes."""
 SHAPE = SHAPES["llama-3.1-8b"]
 MLP = 14_336
-"""Its multi-layer perceptron's numbers."""
+"""Hidden size of the multi-layer perceptron."""
 
 
 def one_layer() -> LlamaModel:
-    """A model of one layer, whose attention is fused where a cache is compressed."""
+    """Model of one layer with fused attention for compressed caches."""
     config, _ = single_layer("turboquant-4bit", SHAPE)
     config.intermediate_size, config.vocab_size = MLP, 1024
     model = LlamaModel(config).eval()
@@ -44,15 +44,15 @@ def one_layer() -> LlamaModel:
 
 
 def prefill(model: LlamaModel, cache: Cache, ids: torch.Tensor) -> tuple[float, float]:
-    """Seconds of a prompt `[1, T]`, and those of them that the cache's `update` takes."""
+    """Seconds that a prompt `[1, T]` takes, and those of them spent in the cache's `update`."""
     spent: list[float] = []
     update = cache.update
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         begun = time.thread_time()
-        seen = update(*args, **kwargs)
+        states = update(*args, **kwargs)
         spent.append(time.thread_time() - begun)
-        return seen
+        return states
 
     cache.update = timed  # type: ignore[method-assign]
     begun = time.thread_time()
@@ -61,18 +61,18 @@ def prefill(model: LlamaModel, cache: Cache, ids: torch.Tensor) -> tuple[float, 
 
 
 def rows(model: LlamaModel, presets: list[str], tokens: int, turns: int) -> Iterator[dict[str, Any]]:
-    """The full cache's and each preset's medians over the turns; `ratio` and `share` are of the full one's, by turn."""
+    """Medians over the turns of the full cache and each preset; `ratio` and `share` relate to the full one, by turn."""
     configs = {preset: single_layer(preset, SHAPE)[1] for preset in presets}
     ids = torch.randint(1024, (1, tokens))
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("full", *configs)}
+    by_cache: dict[str, list[tuple[float, float]]] = {name: [] for name in ("full", *configs)}
     for turn in range(turns + 1):
-        # What is compiled or made at first use is not timed.
-        for name, times in found.items():
+        # Turn 0 is a warm-up, with everything that is compiled or created at first use.
+        for name, times in by_cache.items():
             cache = CompressedCache(model.config, configs[name]) if name in configs else DynamicCache()
             took = prefill(model, cache, ids if turn else ids[:, :256])
             times += [took] if turn else []
-    for name, times in found.items():
-        full = [seconds for seconds, _ in found["full"]]
+    for name, times in by_cache.items():
+        full = [seconds for seconds, _ in by_cache["full"]]
         yield {
             "cache": name,
             "tokens": tokens,
@@ -98,8 +98,8 @@ def main(
         cells = f"{row['seconds']:.2f} s | {row['ratio']:.3f} | {row['update_seconds']:.3f} s | {row['share']:.1%}"
         print(f"| {row['cache']} | {cells} |")
     if output is not None:
-        found = {"dtype": "float32", "turns": turns, "mlp": MLP, "rows": measured}
-        write_atomically(output, json.dumps(where | found, indent=1) + "\n")
+        contents = {"dtype": "float32", "turns": turns, "mlp": MLP, "rows": measured}
+        write_atomically(output, json.dumps(where | contents, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Writes the README's tables and plot from the committed results: `python benchmarks/readme.py`; `--check` compares."""
+"""Write the README's tables and plot from the committed results; `--check` only compares.
+
+python benchmarks/readme.py
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ PAPER = ("0.36, 1.57", "0.117, 0.56", "0.03, 0.18", "0.009, 0.047")
 
 
 def headline(table: Table) -> str:
-    """The one number of the first screen."""
+    """Headline sentence of the README's first screen."""
     cells = _cells(table, LEADING)
     ours, bare, peer = cells["turboquant-4bit"], cells["turboquant-4bit@sinks=0,recent=0"], cells["hqq-4"]
     return (
@@ -37,7 +40,7 @@ def headline(table: Table) -> str:
 
 
 def perplexity(table: Table) -> str:
-    """One line per cache on the leading benchmark, and where the figures come from."""
+    """Table of the leading benchmark, a line per cache, and the source of the figures."""
     cells = _cells(table, LEADING)
     numbers = {row.cache: row.number for row in table.rows}
     lines = [
@@ -65,7 +68,7 @@ def perplexity(table: Table) -> str:
 
 
 def tasks(table: Table) -> str:
-    """One line per cache on all other benchmarks."""
+    """Table of all other benchmarks, a line per cache."""
     columns = [column for column in table.columns if column.name != LEADING]
     rows = [row for row in table.rows if any(column.name in row.cells for column in columns)]
     extra = [column for column in columns if column.main_score == "recall"]
@@ -102,7 +105,7 @@ def _text(cell: Cell) -> str:
 
 
 def distortion_table(result: dict[str, Any]) -> str:
-    """Measured mean squared error of unit vectors, and error and bias of their inner products, by bits."""
+    """Table by bits of the mean squared error of unit vectors, and of error and bias of their inner products."""
     lines = ["| estimator | " + " | ".join(f"{bits} bits" for bits in (1, 2, 3, 4)) + " |", "|---|---:|---:|---:|---:|"]
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"]:
@@ -117,7 +120,7 @@ def distortion_table(result: dict[str, Any]) -> str:
 
 
 def cpu_table(result: dict[str, Any]) -> str:
-    """Time of a decode step, and of it and of the prompt in relation to the full cache's, by length."""
+    """Table by length of the time of a decode step, and of step and prompt relative to the full cache."""
     lengths = sorted({row["tokens"] for row in result["rows"]})
     headings = [f"{heading}, {count:,} tokens" for count in lengths for heading in ("step", "of full", "prompt")]
     lines = [f"| cache | {' | '.join(headings)} |", "|---|" + "---:|" * len(headings)]

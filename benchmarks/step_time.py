@@ -1,9 +1,9 @@
-"""What storing the token of a decode step takes on this machine's CPU, in a cache that grows and in one of fixed size.
+"""Time the storing of a decode step's token on this CPU, in a growing cache and in one of fixed capacity.
 
     python benchmarks/step_time.py                # every preset; processor time of one thread
     python benchmarks/step_time.py --preset commvq-2bit --turns 3
 
-One layer in float32, keys and values; what encoding costs is in it, shared among the steps, and attention is not.
+One layer in float32, keys and values; the time includes encoding, shared among the steps, but not attention.
 CommVQ's codebooks are random: its time does not depend on what they hold.
 """
 
@@ -21,19 +21,19 @@ from kvcache_compress.bench.layers import Shape, single_layer
 from kvcache_compress.config import preset_names
 
 SHAPES = {"9/3 heads of 64": Shape(9, 3, 64), "32/8 heads of 128": Shape(32, 8, 128)}
-ROOMS = {"growing": None, "fixed": 8192}
+CAPACITIES = {"growing": None, "fixed": 8192}
 """`max_cache_len` of each kind of cache."""
 BLOCK = 32
-"""Steps that share an encoding where it is shared."""
+"""Steps over which the time is averaged: tokens are encoded at most once in that many."""
 
 
 @torch.inference_mode()
 def step_ms(preset: str, shape: Shape, turns: int) -> dict[str, float]:
-    """Milliseconds per step by kind of cache: the mean of a block of steps, of all turns' the median."""
+    """Milliseconds per step by kind of cache: median over the turns of the mean over a block of steps."""
     decoder, config = single_layer(preset, shape)
     layers = {
-        kind: CompressedCache(decoder, config.model_copy(update={"max_cache_len": room})).layers[0]
-        for kind, room in ROOMS.items()
+        kind: CompressedCache(decoder, config.model_copy(update={"max_cache_len": capacity})).layers[0]
+        for kind, capacity in CAPACITIES.items()
     }
     times: dict[str, list[float]] = {kind: [] for kind in layers}
     for tokens in [1024, *[1] * (BLOCK * (turns + 1))]:
@@ -42,8 +42,11 @@ def step_ms(preset: str, shape: Shape, turns: int) -> dict[str, float]:
             begun = time.thread_time()
             layer.store(keys, values)
             times[kind].append(1000 * (time.thread_time() - begun))
-    blocks = {kind: [found[at : at + BLOCK] for at in range(1, len(found), BLOCK)] for kind, found in times.items()}
-    return {kind: statistics.median(map(statistics.fmean, found[1:])) for kind, found in blocks.items()}
+    medians = {}
+    for kind, steps in times.items():
+        blocks = [steps[at : at + BLOCK] for at in range(1, len(steps), BLOCK)]
+        medians[kind] = statistics.median(map(statistics.fmean, blocks[1:]))
+    return medians
 
 
 def main(
@@ -55,10 +58,11 @@ def main(
     print("|---|" + "---:|---:|" * len(SHAPES))
     for name in preset or preset_names():
         try:
-            found = [step_ms(name, shape, turns) for shape in SHAPES.values()]
+            by_shape = [step_ms(name, shape, turns) for shape in SHAPES.values()]
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
-        print(f"| `{name}` |", *(f" {took[kind]:.3g} |" for took in found for kind in ROOMS), sep="", flush=True)
+        cells = (f" {milliseconds[kind]:.3g} |" for milliseconds in by_shape for kind in CAPACITIES)
+        print(f"| `{name}` |", *cells, sep="", flush=True)
 
 
 if __name__ == "__main__":

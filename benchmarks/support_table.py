@@ -1,4 +1,4 @@
-"""Writes `docs/support.md` from what the tests find: `python benchmarks/support.py`; `--check` only compares.
+"""Write `docs/support.md` from the results of the tests: `python benchmarks/support.py`; `--check` only compares.
 
 Needs the development requirements; every family of `tests/family_cases.py` runs with every method.
 """
@@ -36,18 +36,18 @@ Each of these runs for every method, where it matters with fused attention and w
 
 
 def footnote(family: str, method: str) -> str:
-    """Why not, or not without a rule."""
-    found = outcome(family, method)
-    text = f"Refused: {found.reason.removeprefix(f'{method} for keys ')}."
+    """Footnote with the reason why a method does not support a family, or only with a rule."""
+    result = outcome(family, method)
+    text = f"Refused: {result.reason.removeprefix(f'{method} for keys ')}."
     rule = FAMILIES[family].rule
-    if found.support == "no" or rule is None:
+    if result.support == "no" or rule is None:
         return text
     rules = " or ".join(f"`layers: [{{match: {rule['match']}, method: {one}}}]`" for one in (rule["method"], "none"))
     return f"{text} With a rule for this layer it works: {rules}."
 
 
 def family_table() -> str:
-    """A line per family, and footnotes."""
+    """Table with a line per family, and footnotes."""
     notes: list[str] = []
     lines = ["| family | what sets it apart | " + " | ".join(METHODS) + " | fused |", "|---" * (len(METHODS) + 3) + "|"]
     for family, case in FAMILIES.items():
@@ -67,7 +67,7 @@ def family_table() -> str:
 
 
 def operation_table() -> str:
-    """What each file of the contract tests says of itself."""
+    """Table of the contract tests' files with their first docstring paragraphs."""
     lines = ["| operations | tests |", "|---|---|"]
     for path in sorted((ROOT / "tests" / "contract").glob("test_*.py")):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -77,7 +77,7 @@ def operation_table() -> str:
 
 
 def render() -> str:
-    """The page."""
+    """Text of the complete page."""
     source = f"Written by `python benchmarks/support.py` with Transformers {transformers.__version__}.\n"
     return "\n".join([INTRODUCTION, family_table(), "", source, OPERATIONS, operation_table(), ""])
 

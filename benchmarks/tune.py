@@ -1,13 +1,13 @@
-"""Which tiles of the attention kernel are fastest on this GPU: measures them, and writes those that pay to the package.
+"""Tune the attention kernel on this GPU: measure its tiles, and write the fastest to the package if they pay off.
 
     make tune-gpu                                   # all presets, within an hour
-    python benchmarks/tune.py --preset kivi-2bit    # of one; goes on where an earlier run of the same code stopped
+    python benchmarks/tune.py --preset kivi-2bit    # one preset; continues an earlier run of the same code
     python benchmarks/tune.py --small --output F --table T --preset kivi-2bit    # without a GPU (TRITON_INTERPRET=1)
 
-Every tile that the sides of a preset can take is first compiled, in several processes, and compared with plain
-attention; what is right and spills no registers is then timed in turns with the tile that the package chooses by rule.
-`triton_kernels/tiles.json` gets an entry for each kernel that another tile makes faster by more than 3 %, with both
-times; what all tiles took is in `benchmarks/results/tiles.json`, which holds every row as soon as it is measured.
+Every tile that a preset supports is first compiled, in several processes, and compared with plain attention; tiles that
+are right and spill no registers are then timed in turns with the tile that the package chooses by rule.
+`triton_kernels/tiles.json` gets an entry, with both times, for each kernel that another tile makes more than 3 %
+faster; the times of all tiles are in `benchmarks/results/tiles.json`, which holds every row as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import typer
 
 if find_spec("pydantic") is None:
-    raise SystemExit("pydantic is missing, which the package's configurations are made of: pip install pydantic")
+    raise SystemExit("pydantic is missing, which the package's configurations need: pip install pydantic")
 
 from gpu_kit.jobs import SIZES, SMALL_SIZES, TARGETS, TUNING, Job
 from gpu_kit.result_file import ResultFile, hash_sources, measured
@@ -39,12 +39,12 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "tiles.json"
 TABLE = ROOT / "triton_kernels" / "attention" / "tiles.json"
 TRY_SHARE = 0.6
-"""Of the time, at most, for compiling and comparing."""
+"""Largest share of the time for compiling and comparing."""
 COMPILERS = 16
 
 
 def run(results: ResultFile, minutes: float, small: bool) -> None:
-    """Tries tiles, then times those that are right, within so many minutes from now."""
+    """Check tiles, then time those that are right, within `minutes` from now."""
     end = time.monotonic() + 60 * minutes
 
     def keep(job: Job, row: dict[str, Any]) -> None:
@@ -65,19 +65,19 @@ def run(results: ResultFile, minutes: float, small: bool) -> None:
 
 
 def line(job: Job, row: dict[str, Any]) -> str:
-    """A row in one line."""
+    """Format a row as one line."""
     if row.get("error") is not None:
         return f"{job}: {row['error']}"
     figures = f"{row['milliseconds']:.3f} ms, by rule {row['rule_milliseconds']:.3f} ms"
     return f"{job}: {figures}, at most {row['ratio']:.3f}x"
 
 
-def report(cases: Sequence[Case], found: dict[str, dict[str, Any] | None]) -> str:
-    """What was found for each kernel, in a line."""
+def report(cases: Sequence[Case], entries: dict[str, dict[str, Any] | None]) -> str:
+    """Report of the chosen tile, a line per kernel."""
     lines = []
     for case in {case.kernel: case for case in cases}.values():
-        entry = found.get(case.kernel)
-        if case.kernel not in found:
+        entry = entries.get(case.kernel)
+        if case.kernel not in entries:
             text = "not all of its tiles were measured, or none was right"
         elif entry is None:
             text = f"stays with {tuple(case.rule)}"
@@ -90,12 +90,12 @@ def report(cases: Sequence[Case], found: dict[str, dict[str, Any] | None]) -> st
 
 def main(
     output: Annotated[Path | None, typer.Option(help="JSON file for all times; the committed one by default.")] = None,
-    table: Annotated[Path | None, typer.Option(help="The table to change; the package's own by default.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Table to change; by default the package's.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Tiny sizes; runs without a GPU.")] = False,
     preset: Annotated[list[str] | None, typer.Option(help="Presets to tune; all by default.")] = None,
-    minutes: Annotated[float, typer.Option(min=0, help="Time for all of it.")] = 60.0,
+    minutes: Annotated[float, typer.Option(min=0, help="Minutes for the complete run.")] = 60.0,
 ) -> None:
-    """Measures tiles on the device and writes the table."""
+    """Measure tiles on the device and write the table."""
     on_gpu = torch.cuda.is_available()
     if not small and (not on_gpu or interpreting()):
         raise typer.BadParameter("no GPU here, or TRITON_INTERPRET is set: only --small runs then")
@@ -104,30 +104,30 @@ def main(
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     capability = capability_of(device)
     if not small and capability is None:
-        raise typer.BadParameter("no GPU of NVIDIA's: for others there is no table")
+        raise typer.BadParameter("no NVIDIA GPU: there are no tables for others")
     presets = preset or sorted([*VARIANTS, *preset_names()], key=lambda name: name not in TARGETS)
     cases = plan_cases(presets, (SMALL_SIZES if small else SIZES).shapes, small)
     size = SMALL if small else (BATCH, TOKENS)
     jobs = [case.job(part, tile, size) for part in TUNING for case in cases for tile in case.others]
     where = circumstances(device) | {"commit": git_commit(__file__), "small": small, "minutes": minutes}
-    # Not of the table that is written here: a run that goes on finds it changed.
+    # Without the table that is written here, which would differ when a run is continued.
     where |= {"sources": hash_sources(ROOT, ("*.py", "*.yaml"))}
     results = ResultFile(output or RESULTS, where, jobs, tuple(TUNING))
     if results.differs:
-        print(f"begun anew, the old file is kept beside it: other {results.differs}")
+        print(f"new file, the old one is kept next to it: other {results.differs}")
     try:
         run(results, minutes, small)
         results.close()
     finally:
-        found = best_tiles(cases, results.rows, size)
-        # Without a GPU under a name that no device has.
-        update_table(table or TABLE, capability or "none", found, said_of_each(where))
+        entries = best_tiles(cases, results.rows, size)
+        # Without a GPU, under a name that no device has.
+        update_table(table or TABLE, capability or "none", entries, provenance(where))
         left = sum(not measured(row) for row in results.rows.values())
-        print(f"{report(cases, found)}\n{left} rows not measured\nwritten: {results.path}, {table or TABLE}")
+        print(f"{report(cases, entries)}\n{left} rows not measured\nwritten: {results.path}, {table or TABLE}")
 
 
-def said_of_each(where: dict[str, Any]) -> dict[str, Any]:
-    """What tells where an entry of the table comes from."""
+def provenance(where: dict[str, Any]) -> dict[str, Any]:
+    """Origin of an entry of the table: device, date, commit and version of Triton."""
     return {
         "accelerator": where["hardware"]["accelerator"],
         "date": where["date"],

@@ -1,4 +1,4 @@
-"""Encoding of tokens and attention over compressed caches on CPUs, in C++ that is compiled on first use."""
+"""CPU kernels: encoders and attention over compressed caches, in C++ that is compiled on first use."""
 
 if __name__ != "kvcache_compress.cpu_kernels":
     raise ImportError(

@@ -1,7 +1,7 @@
-"""Compiling and loading the C++ code: once per machine, into PyTorch's folder of extensions.
+"""Compile and load the C++ code, once per machine, into PyTorch's folder of extensions.
 
-It uses PyTorch's stable C++ interface, threads included, so it compiles in seconds and needs nothing but a compiler.
-`torch.utils.cpp_extension.load` would want ninja on the path, and waits for ever for a build that was killed.
+The code uses PyTorch's stable C++ interface, threads included, so it compiles in seconds and needs only a compiler.
+`torch.utils.cpp_extension.load` would need ninja on the path, and waits forever for a build that was killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 
 @cache
 def problem() -> str | None:
-    """Loads the operators, compiling them first if need be; says why where that cannot be."""
+    """Load the operators, compiling them if needed; None, or the reason why they are unavailable."""
     if TorchVersion(torch.__version__) < (2, 10):
         return f"PyTorch {torch.__version__} is older than 2.10"
     try:
@@ -48,20 +48,20 @@ def problem() -> str | None:
 
 
 def operators() -> Any:
-    """The operators.
+    """The C++ operators, compiled and loaded on first use.
 
     Raises:
         RuntimeError: the C++ code cannot be compiled or loaded here.
     """
     if reason := problem():
-        raise RuntimeError(f"the CPU kernels cannot be had: {reason}")
+        raise RuntimeError(f"the CPU kernels are unavailable: {reason}")
     return torch.ops.kvcache_compress_cpu
 
 
 def _load() -> None:
-    """Loads a library that was kept, or else a new one.
+    """Load the library from an earlier build, or compile a new one.
 
-    A name ends with the digest of what is in the file: loading a damaged library would end Python by SIGBUS.
+    Its name ends with the digest of the file's content: loading a damaged library would kill Python with SIGBUS.
     """
     from torch.utils import cpp_extension  # Slow to import.
 
@@ -72,20 +72,20 @@ def _load() -> None:
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     start = f"kvcache_compress_cpu_{key.hexdigest()[:16]}_"
     for library in sorted(folder.glob(f"{start}*.so")):
-        # It may be another user's, or of another machine with this home, and other system libraries.
+        # It may belong to another user, or to a machine with the same home but other system libraries.
         with contextlib.suppress(OSError):
             if library.stem == start + _digest(library):
                 torch.ops.load_library(library)
                 return
-            logger.info("%s is damaged, and removed", library)
+            logger.info("removing the damaged %s", library)
             library.unlink()
     logger.info("compiling the CPU kernels into %s", folder)
-    folder.mkdir(parents=True, exist_ok=True)  # Before the work for nothing.
+    folder.mkdir(parents=True, exist_ok=True)  # Fails before the compilation, not after it.
     torch.ops.load_library(_compiled(command, folder, start))
 
 
 def _command() -> list[str]:
-    """The compiler and its flags."""
+    """Compiler and flags, as words of a command."""
     from torch.utils import cpp_extension
 
     compiler = cpp_extension.get_cxx_compiler()
@@ -100,18 +100,18 @@ def _command() -> list[str]:
 
 
 def _compiled(command: Sequence[str], folder: Path, start: str) -> Path:
-    """A new library, whose name begins with `start`."""
+    """Compile a new library whose name begins with `start`."""
     from torch.utils import cpp_extension
 
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch, "library.so")
-        places = [f"-I{path}" for path in (_SOURCES, *cpp_extension.include_paths())]
-        places += [f"-L{path}" for path in cpp_extension.library_paths()]
+        paths = [f"-I{path}" for path in (_SOURCES, *cpp_extension.include_paths())]
+        paths += [f"-L{path}" for path in cpp_extension.library_paths()]
         sources = map(str, sorted(_SOURCES.rglob("*.cpp")))
-        whole = [*command, *sources, "-o", str(built), *places, "-ltorch_cpu", "-lc10"]
-        subprocess.run(whole, check=True, capture_output=True, text=True, errors="replace")
+        full_command = [*command, *sources, "-o", str(built), *paths, "-ltorch_cpu", "-lc10"]
+        subprocess.run(full_command, check=True, capture_output=True, text=True, errors="replace")
         if not built.is_file():
-            raise OSError(f"{command[0]} made no library")
+            raise OSError(f"{command[0]} produced no library")
         library = folder / f"{start}{_digest(built)}.so"
         with whole_file(library) as unfinished:
             shutil.copyfile(built, unfinished)

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of the kernels for GPUs that need not be there, and what the machine code shows."""
+"""Compile kernels ahead of time for GPUs that need not be present, and read their machine code."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _POINTERS = {
 
 @dataclass(frozen=True)
 class Loop:
-    """SASS instructions of a loop, as one warp executes them in a turn, and those of each of the loops inside it.
+    """SASS instructions that a warp executes per iteration of a loop, and per iteration of each loop inside it.
 
-    The most that a conditional branch inside the loop can skip is not counted: in the attention kernel, the rescaling
-    of the sums when a larger logit comes, which few tiles of a sequence bring.
+    The longest run that a conditional branch inside the loop can skip is not counted: in the attention kernel, the
+    rescaling of the sums when a larger logit arrives, which few tiles of a sequence trigger.
     """
 
     instructions: int
@@ -42,24 +42,24 @@ class Loop:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """Resources of a compiled kernel; registers and stack are those of a thread."""
+    """Resources of a compiled kernel; registers and stack per thread."""
 
     registers: int
     stack_bytes: int
     shared_bytes: int
     loops: tuple[Loop, ...]
-    """The outermost ones; empty on AMD targets."""
+    """Outermost loops; empty on AMD targets."""
     warps: int
 
 
 def capability(target: str) -> str | None:
-    """Compute capability of one of `TARGETS`, as `tiles.json` has it; None on AMD."""
-    found = TARGETS[target]
-    return None if found.backend == "hip" else f"{found.arch // 10}.{found.arch % 10}"
+    """Compute capability of one of `TARGETS`, as written in `tiles.json`; None on AMD."""
+    gpu = TARGETS[target]
+    return None if gpu.backend == "hip" else f"{gpu.arch // 10}.{gpu.arch % 10}"
 
 
 def captured_launches(call: Callable[[], Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """Kernel and arguments of every launch that `call` makes, none of which runs; `call` sees empty results."""
+    """Record kernel and arguments of every launch that `call` makes, running none; `call` sees empty results."""
     launches: list[tuple[Any, dict[str, Any]]] = []
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -71,10 +71,10 @@ def captured_launches(call: Callable[[], Any]) -> list[tuple[Any, dict[str, Any]
 
 
 def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: tuple[str, ...] = ()) -> MachineCode:
-    """Compiles `kernel` as a launch with `arguments` would, for one of `TARGETS`.
+    """Compile `kernel` as a launch with `arguments` would, for one of `TARGETS`.
 
-    As Triton does at a launch, integers that are 1 become constants, and multiples of 16 and aligned pointers are
-    marked as such, unless the kernel says otherwise. The arguments named in `constant` become constants as well.
+    As at a launch, integers equal to 1 become constants, and multiples of 16 and aligned pointers are marked as
+    divisible, unless the kernel opts out. The arguments named in `constant` become constants as well.
     """
     options = {
         name: arguments[name]
@@ -84,8 +84,8 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: t
     constants, signature, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
-        special = not parameter.do_not_specialize
-        if parameter.is_constexpr or parameter.name in constant or (special and type(value) is int and value == 1):
+        specialize = not parameter.do_not_specialize
+        if parameter.is_constexpr or parameter.name in constant or (specialize and type(value) is int and value == 1):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
             continue
@@ -93,11 +93,11 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: t
         items = (
             [((index, i), item) for i, item in enumerate(value)] if isinstance(value, tuple) else [((index,), value)]
         )
-        special &= not parameter.do_not_specialize_on_alignment
-        attributes |= {path: [["tt.divisibility", 16]] for path, item in items if special and _divisible(item)}
+        specialize &= not parameter.do_not_specialize_on_alignment
+        attributes |= {path: [["tt.divisibility", 16]] for path, item in items if specialize and _divisible(item)}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=TARGETS[target], options=options)
-    # Where a tile holds another number in each lane (`polar_columns.lane_table`), which Triton does not know.
+    # `polar_columns.lane_table` holds a different number in each lane, unknown to Triton: moving it would be wrong.
     if "%laneid" in compiled.asm.get("ptx", "") and re.search(r"convert_layout .*<1x1xi32", compiled.asm["ttgir"]):
         raise RuntimeError(f"{kernel.__name__} moves a tile [1, 1] between lanes on {target}")
     warps = compiled.metadata.num_warps
@@ -108,10 +108,10 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: t
         )
         return MachineCode(registers, stack, compiled.metadata.shared, (), warps)
     usage, sass = _dump(compiled.asm["cubin"], "--dump-resource-usage"), _dump(compiled.asm["cubin"], "--dump-sass")
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    if found is None:
+    counts = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    if counts is None:
         raise RuntimeError(f"cuobjdump gave no resource usage for {target}: {usage[-200:]}")
-    registers, stack, local = (int(number) for number in found.groups())
+    registers, stack, local = (int(number) for number in counts.groups())
     return MachineCode(registers, stack + local, compiled.metadata.shared, _loops(sass), warps)
 
 
@@ -129,17 +129,17 @@ def _type_of(value: Any) -> Any:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def _dump(cubin: bytes, what: str) -> str:
+def _dump(cubin: bytes, option: str) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _loops(sass: str) -> tuple[Loop, ...]:
-    found = (re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", line) for line in sass.splitlines())
-    code = [(int(match[1], 16), match[2]) for match in found if match]
+    matches = (re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", line) for line in sass.splitlines())
+    code = [(int(match[1], 16), match[2]) for match in matches if match]
     targets = {at: int(jump[1], 16) for at, text in code if (jump := re.search(r"BRA.*?0x([0-9a-f]+)", text))}
     backward = {(to, at) for at, to in targets.items() if to < at}
     loops = []
@@ -156,10 +156,10 @@ def _loops(sass: str) -> tuple[Loop, ...]:
         ]  # fmt: skip
         low, high = max(skipped, key=lambda jump: jump[1] - jump[0], default=(outer[1], outer[1]))
         lengths = [sum(start <= at <= stop for at, _ in code) for start, stop in innermost]
-        whole = sum(outer[0] <= at <= outer[1] and not low < at < high for at, _ in code)
-        loops.append(Loop(whole - sum(lengths), tuple(lengths)))
+        total = sum(outer[0] <= at <= outer[1] and not low < at < high for at, _ in code)
+        loops.append(Loop(total - sum(lengths), tuple(lengths)))
     return tuple(loops)
 
 
-def _within(part: tuple[int, int], whole: tuple[int, int]) -> bool:
-    return part != whole and whole[0] <= part[0] and part[1] <= whole[1]
+def _within(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
+    return inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]

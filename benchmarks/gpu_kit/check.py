@@ -1,8 +1,8 @@
-"""Whether a preset's kernels are right on the device.
+"""Check a preset's kernels on the device against PyTorch's operators.
 
-In one dtype, for two sequences with one query each and no mask, with merging as it is compiled for any number of
-splits, and by repeated launches as well as Triton's own; of a few presets with a fixed capacity too (`check_fixed.py`).
-All else is covered by the kernel tests.
+The check covers one dtype, two sequences with one query each and no mask, merging as compiled for any number of splits,
+and repeated launches as well as Triton's own; for a few presets also a fixed capacity (`check_fixed.py`). The kernel
+tests cover the rest.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from kvcache_compress.storage.side import encoded
 from .check_fixed import FIXED, check_steps
 
 CODES_BAR = 1e-3
-"""Share of the stored words: where sums round differently, a number on the edge of two levels gets the other code."""
+"""Share of stored words that may differ: if sums round differently, numbers between two levels get the other code."""
 
 BATCH = 2
 COMPARED_TOKENS = 256
-"""Encoded by PyTorch's operators as well, which takes CommVQ long."""
+"""Tokens whose codes are compared with PyTorch's operators, which are slow for CommVQ."""
 MERGED = (16, 32, 64, 128, 256)
-"""Numbers of splits, padded, for which merging is compiled: which one depends on the batch, the length and the GPU."""
+"""Padded numbers of splits for which merging is compiled; batch, length and GPU determine which one a call uses."""
 
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """One preset and shape: encoding, attention and steps against PyTorch's operators on the same device.
+    """Result of checking one preset and shape: encoding, attention and steps against PyTorch's operators.
 
     Attributes:
         cache: preset.
         shape: name of the model's shape.
-        tokens: packed ones, up to which the method's groups are filled.
+        tokens: packed tokens, rounded up to groups of the method.
         attention_error: RMS of the difference to the reference in float32, relative to the RMS of the output, the
-            worst of all calls; None where there is NaN or infinity.
+            worst of all calls; None if there is NaN or infinity.
         differing_codes: share of the stored words that differ, scalars by more than a unit in the last place.
         error: why the kernels may not be timed.
     """
@@ -61,10 +61,10 @@ class KernelCheck:
 def check_kernels(
     cache: str, name: str, shape: Shape, tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> KernelCheck:
-    """Encodes, appends and attends to a sequence of `tokens` packed tokens with kernels and without.
+    """Encode, append and attend to `tokens` packed tokens, with kernels and without, and compare.
 
     Raises:
-        ValueError: a preset that does not fit the shape.
+        ValueError: the preset does not support the shape.
     """
     plan = middle_layer(named_config(cache))
     backend = resolve_backend("triton" if interpreting() else "auto", device)
@@ -84,15 +84,15 @@ def check_kernels(
         count = min(side.packed, COMPARED_TOKENS)
         x = torch.randn(BATCH, shape.kv_heads, count, shape.head_dim, device=device, dtype=dtype)
         rope = side.rope(0, count)
-        found = differing(encoded(side.codec, x, rope), encoded(side.codec.on("torch"), x, rope))
-        different = max(different, found)
+        share = differing(encoded(side.codec, x, rope), encoded(side.codec.on("torch"), x, rope))
+        different = max(different, share)
     problem = attention_problem(error, allowed)
     if problem is None and not different <= CODES_BAR:
         problem = f"{different:.1e} of the stored words differ: allowed {CODES_BAR:g}"
     if problem is None and not _appends(shape, device, dtype):
-        problem = "appended keys and values are not those that were given"
+        problem = "appended keys and values are wrong"
     if problem is None and backend == "triton" and not all(_flushes(side, device, dtype) for side in (keys, values)):
-        problem = "tokens that leave a tail are not encoded, checked or moved as they should be"
+        problem = "tokens that leave a tail are encoded, checked or moved wrongly"
     if problem is None and backend == "triton" and cache in FIXED:
         _, problem = check_steps(cache, shape, device, dtype)
     return KernelCheck(cache, name, tokens, error if math.isfinite(error) else None, different, problem)
@@ -101,10 +101,10 @@ def check_kernels(
 def _attention_error(
     keys: SideSegments, values: SideSegments, shape: Shape, device: torch.device, dtype: torch.dtype, backend: Backend
 ) -> tuple[float, float]:
-    """What attention differs by and what is allowed, of the worst of all calls.
+    """Error of attention and its allowed error, of the worst of all calls.
 
-    The second of the two calls for each number of splits, with its query, sinks and tails elsewhere in memory, is a
-    repeated launch, as all are that are timed.
+    There are two calls for each number of splits. The second one, with its query, sinks and tails elsewhere in memory,
+    is a repeated launch, as are all that are timed.
     """
     scaling, calls = shape.head_dim**-0.5, []
     for _ in range(2):
@@ -115,16 +115,16 @@ def _attention_error(
         )
         expected = load_part("attention.reference").attend(query.float(), k_moved, v_moved, None, scaling=scaling)
         calls.append((query, Step(k_moved, v_moved, backend), expected))
-    found = []
+    errors = []
     for _ in _each_merge(keys, values, backend):
         for query, view, expected in calls:
             ours = view.attend(query, None, scaling, None, None)
-            found.append((relative_error(ours, expected), allowed_error(expected, dtype)))
-    return max(found, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
+            errors.append((relative_error(ours, expected), allowed_error(expected, dtype)))
+    return max(errors, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
 
 
 def _each_merge(keys: SideSegments, values: SideSegments, backend: Backend) -> Iterator[None]:
-    """First leaves the launcher its own number of splits, then gives it one for each of `MERGED`."""
+    """Iterate over numbers of splits: first the launcher's choice, then one set for each of `MERGED`."""
     yield
     if backend != "triton":
         return
@@ -135,7 +135,7 @@ def _each_merge(keys: SideSegments, values: SideSegments, backend: Backend) -> I
     tiles = -(-keys.packed // tile)
     seen = {sizes.splits}
     for padded in MERGED:
-        each = -(-tiles // (padded // 2))  # and another one for the dense windows
+        each = -(-tiles // (padded // 2))  # plus one for the dense windows
         splits = -(-tiles // each)
         if splits not in seen:
             seen.add(splits)
@@ -144,7 +144,7 @@ def _each_merge(keys: SideSegments, values: SideSegments, backend: Backend) -> I
 
 
 def differing(ours: Fields, theirs: Fields) -> float:
-    """Share of the words of encoded fields that differ; of 16-bit scalars those by more than one in the last place."""
+    """Share of words of encoded fields that differ; 16-bit scalars count if by more than a unit in the last place."""
     unequal = total = 0
     for mine, yours in zip(ours, theirs, strict=True):
         if mine.dtype == torch.float16:
@@ -157,24 +157,24 @@ def differing(ours: Fields, theirs: Fields) -> float:
 
 
 def _appends(shape: Shape, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the keys and values of steps arrive in the tails, and nowhere else; the second by a repeated launch."""
+    """True if appended keys and values arrive in the tails, and nowhere else, also by a repeated launch."""
     size, right = (BATCH, shape.kv_heads, 8, shape.head_dim), True
     for at in (3, 6):
         new = [torch.randn(BATCH, shape.kv_heads, 1, shape.head_dim, device=device, dtype=dtype) for _ in range(2)]
-        rooms = [torch.zeros(size, device=device, dtype=dtype) for _ in range(2)]
+        tails = [torch.zeros(size, device=device, dtype=dtype) for _ in range(2)]
         with on_device(new[0]):
-            load_part("triton_kernels.update.append").append(*new, *rooms, at)
-        for x, room in zip(new, rooms, strict=True):
-            expected = torch.zeros_like(room)
+            load_part("triton_kernels.update.append").append(*new, *tails, at)
+        for x, tail in zip(new, tails, strict=True):
+            expected = torch.zeros_like(tail)
             expected[:, :, at : at + 1] = x
-            right = right and torch.equal(room, expected)
+            right = right and torch.equal(tail, expected)
     return right
 
 
 def _flushes(side: SideSegments, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel for tokens that leave a tail encodes as a prompt's does, moves the others, and sees a NaN.
+    """True if the flush kernel encodes as the prompt's kernel does, moves the other tokens, and reports a NaN.
 
-    The second of three calls is a repeated launch. True where a codec has no such kernel.
+    The second of three calls is a repeated launch. Also True if the codec has no such kernel.
     """
     encoder, right = side.codec.kernel_encoder, True
     if encoder is None:

@@ -1,7 +1,6 @@
-"""Whether steps of a cache of fixed capacity, which have kernels of their own, are right on the device, also when they
-are replayed from a CUDA graph.
+"""Check the kernels for steps of caches of fixed capacity on the device, also replayed from a CUDA graph.
 
-Two caches take the same prompt and the same steps, one by the kernels and one by PyTorch's operators.
+Two caches get the same prompt and the same steps, one with the kernels and one with PyTorch's operators.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from kvcache_compress.cache.compressed_cache import CompressedCache
 from kvcache_compress.codecs.backend import interpreting
 
 FIXED = ("turboquant-4bit", "kivi-2bit", "polarquant-rope-4bit", "commvq-1bit")
-"""Presets whose steps of fixed capacity are checked: more would be compiled for long. The last one encodes apart."""
+"""Presets whose steps of fixed capacity are checked: more take long to compile. The last has no kernel encoder."""
 GRAPHS = FIXED[:3]
-"""CommVQ asks the model's embedding in each step, which may copy from the host, unless a model hands positions over."""
+"""Presets replayed from a CUDA graph; CommVQ may copy from the host in a step, unless a model hands over positions."""
 BATCH = 2
 BEYOND_WINDOWS = 60
-"""Tokens of the prompt beside those that stay dense: 32 of them are packed, and 32 more in the fifth step."""
+"""Tokens of the prompt beyond the dense windows: 32 of them are packed, and 32 more in the fifth step."""
 STEPS, FEW_STEPS = 40, 8
-"""The latter in Triton's interpreter."""
+"""Steps of a check on a GPU, and in Triton's interpreter."""
 WARM_UP_STEPS = 4
 
 
 @dataclass(frozen=True)
 class GraphCheck:
-    """Steps of a preset for a shape, replayed from a CUDA graph.
+    """Result of checking the steps of a preset and shape, replayed from a CUDA graph.
 
     Attributes:
         cache: preset.
         shape: name of the model's shape.
-        attention_error: the worst of all steps, beside that of PyTorch's operators; None where there is NaN or
+        attention_error: worst relative error of all steps against PyTorch's operators; None if there is NaN or
             infinity.
-        error: what is wrong with them.
+        error: description of what is wrong, if anything.
     """
 
     cache: str
@@ -53,10 +52,10 @@ class GraphCheck:
 
 
 def graph_check(preset: str, name: str, shape: Shape, device: torch.device) -> GraphCheck:
-    """Decodes by a recorded CUDA graph; without a GPU, by the calls that would be recorded.
+    """Check steps replayed from a CUDA graph; without a GPU, the calls that would be recorded.
 
     Raises:
-        RuntimeError: a step that cannot be recorded.
+        RuntimeError: a step cannot be recorded.
     """
     recorded = device.type == "cuda" and not interpreting()
     error, problem = check_steps(preset, shape, device, torch.bfloat16, recorded=recorded)
@@ -67,9 +66,10 @@ def graph_check(preset: str, name: str, shape: Shape, device: torch.device) -> G
 def check_steps(
     preset: str, shape: Shape, device: torch.device, dtype: torch.dtype, steps: int = 0, recorded: bool = False
 ) -> tuple[float, str | None]:
-    """What attention after each step differs by, the worst, and what is wrong with it.
+    """Worst error of attention over all steps, and a description of what is wrong, or None.
 
-    `steps`: of them, by default as many as are usual. `recorded`: all but the first are replayed from a CUDA graph.
+    `steps`: number of steps, by default `STEPS`, or `FEW_STEPS` in the interpreter. `recorded`: True to replay all but
+    the first `WARM_UP_STEPS` from a CUDA graph.
     """
     steps = steps or (FEW_STEPS if interpreting() else STEPS)
     config = named_config(preset)
@@ -102,8 +102,8 @@ def check_steps(
             x.copy_(torch.randn_like(x))
         if recorded and number == WARM_UP_STEPS + 1:
             run = _record(run)
-        found, expected = run(), step(operators, query.float())
-        error = relative_error(found, expected)
+        ours, expected = run(), step(operators, query.float())
+        error = relative_error(ours, expected)
         if problem := attention_problem(error, allowed_error(expected, dtype)):
             return error, f"fixed capacity, step {number}{' (recorded)' if recorded else ''}: {problem}"
         worst = max(worst, error)
@@ -114,7 +114,7 @@ def check_steps(
 
 
 def _model(shape: Shape) -> LlamaConfig:
-    """Of a model of one layer, with fused attention."""
+    """Config of a model with one layer and fused attention."""
     sizes = {"num_attention_heads": shape.query_heads, "num_key_value_heads": shape.kv_heads}
     config = LlamaConfig(num_hidden_layers=1, head_dim=shape.head_dim, **sizes)
     config._attn_implementation = AttentionName("sdpa")

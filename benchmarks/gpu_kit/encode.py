@@ -1,4 +1,4 @@
-"""Encoding the keys and values of a prompt, one layer's."""
+"""Time the encoding of a prompt's keys and values, for one layer."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvcache_compress.codecs.backend import BackendChoice, interpreting, resolve
 from kvcache_compress.storage.side import SideState
 
 FLUSHES = 16
-"""Four milliseconds, in which Python queues all launches of a prompt that is encoded in chunks."""
+"""Cache flushes before a call: about four milliseconds, enough for Python to queue all launches of a prompt."""
 
 
 @dataclass(frozen=True)
 class EncodeTime:
-    """One measurement.
+    """Time of encoding with one preset, shape, batch and length.
 
     Attributes:
         cache: preset.
         shape: name of the model's shape.
-        tokens: that are encoded, keys and values.
+        tokens: tokens whose keys and values are encoded.
         milliseconds: median time of one layer.
-        gigabytes_per_second: bytes of the uncompressed keys and values over that time.
+        gigabytes_per_second: bytes of the uncompressed keys and values, divided by that time.
         error: why there are no figures.
     """
 
@@ -48,22 +48,22 @@ def encode_time(
     repeats: int = 20,
     dtype: torch.dtype = torch.bfloat16,
 ) -> EncodeTime:
-    """Encoding the keys and values of `tokens` tokens.
+    """Time the encoding of the keys and values of `tokens` tokens.
 
     Raises:
-        ValueError: a preset that does not fit the shape.
+        ValueError: the preset does not support the shape.
     """
     plan = middle_layer(named_config(preset))
     choice: BackendChoice = "triton" if interpreting() else "auto"
     states: list[tuple[SideState, torch.Tensor]] = []
     for side in ("keys", "values"):
-        made = encoded_side(
+        layer_side = encoded_side(
             plan.side(side).method, plan.side(side).options(), side, shape.head_dim, dtype,
             heads=shape.kv_heads, packed=tokens, codes="random", batch=batch, device=device,
         )  # fmt: skip
         x = torch.randn(batch, shape.kv_heads, tokens, shape.head_dim, device=device, dtype=dtype)
-        state = SideState(made.codec, x, 0, made.track)
-        state.prepared = True  # the codec was, and fractional bits can be only once
+        state = SideState(layer_side.codec, x, 0, layer_side.track)
+        state.prepared = True  # the codec already is, and fractional bits can be prepared only once
         state.store.fix(tokens)
         states.append((state, x))
     backend = resolve_backend(choice, device, [state.codec for state, _ in states])

@@ -1,4 +1,4 @@
-"""What the kit found, as text: a line for each row as it comes, and tables of a whole result file."""
+"""Format GPU measurements as text: a line for each row, and tables of a complete result file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TITLES = {
 
 
 def line(part: str, row: Mapping[str, Any]) -> str:
-    """A row of a part in one line."""
+    """Format a row of a part as one line."""
     where = f"{part:9} {row['cache']:26} {row.get('shape', ''):13}"
     if "batch" in row:
         where += f" B {row['batch']:2}"
@@ -55,7 +55,7 @@ def _figures(part: str, row: Mapping[str, Any]) -> str:
 
 
 def tables(contents: Mapping[str, Any]) -> str:
-    """All of a result file: decoding as a table per shape, the other parts line by line, and what was not measured."""
+    """Format a result file: decoding as a table per shape, other parts line by line, then what was not measured."""
     texts = []
     copied = next((row.get("gigabytes_per_second") for row in contents["bandwidth"]), None)
     for part in KEYS:
@@ -73,7 +73,7 @@ def tables(contents: Mapping[str, Any]) -> str:
 
 
 def _decode_tables(rows: Sequence[Mapping[str, Any]], copied: float | None) -> list[str]:
-    """A table per shape and batch: caches down, tokens across."""
+    """Tables per shape and batch, with a row per cache and a column per length."""
     texts = ["each: ms, times full's speed, of what the smaller number of bytes allows, GB/s, share of a copy's"]
     for shape, batch in dict.fromkeys((row["shape"], row["batch"]) for row in rows):
         mine = [row for row in rows if (row["shape"], row["batch"]) == (shape, batch)]

@@ -1,4 +1,4 @@
-"""What the kit measures on a GPU: every row by name, the most important ones of each part first."""
+"""Plan of the measurements on a GPU: every row as a named job, the most important of each part first."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ KEYS = {
     "longest": ("cache",),
     "graph": ("cache", "shape"),
 }
-"""The parts, in the order in which they run, and what tells a row from the others of its part."""
+"""Parts, in the order in which they run, with the fields that identify a row of each."""
 TUNING = dict.fromkeys(("try", "tile"), ("cache", "shape", "batch", "tokens", "block", "warps", "stages"))
-"""The parts of tuning (`tune.py`): whether a tile is right, by several processes, and how fast it is."""
+"""Parts of tuning (`tune.py`): `try` checks a tile, in several processes; `tile` times it."""
 SHARES = {"bandwidth": 1, "decode": 45, "encode": 8, "models": 18, "prefill": 12, "longest": 14, "graph": 2}
-"""Of the time that is left after the checks. What a part does not need is left to those after it."""
+"""Shares of the time after the checks; what a part does not use is left to the parts after it."""
 TARGETS = ("full", "turboquant-4bit", "turboquant-2bit", "uniform-4bit", "kivi-4bit", "kivi-2bit")
-"""Whose decoding is asked for first, over at least `TARGET_BATCH` sequences of at least `TARGET_TOKENS`."""
+"""Caches whose decoding is measured first, for at least `TARGET_BATCH` sequences of at least `TARGET_TOKENS`."""
 TARGET_BATCH, TARGET_TOKENS = 8, 32_768
 MODELS = ("turboquant-4bit", "turboquant-2bit", "turboquant-3bit", "turboquant-k3v2")
 LONGEST = ("turboquant-4bit", "turboquant-2bit")
 DENSE = ("full", "flash_attn", "flashinfer")
-"""Caches that none of our kernels reads."""
+"""Caches of uncompressed keys and values, which do not need a kernel check."""
 
 
 def _keys(part: str) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ def _keys(part: str) -> tuple[str, ...]:
 
 
 class Job(NamedTuple):
-    """One row: the part, and the values of `KEYS` or `TUNING`."""
+    """Name of one row: its part, and the values of the part's fields in `KEYS` or `TUNING`."""
 
     part: str
     values: tuple[str | int, ...]
@@ -51,7 +51,7 @@ class Job(NamedTuple):
 
     @classmethod
     def of(cls, part: str, row: Mapping[str, Any]) -> Job:
-        """The job that a row of a result file comes from."""
+        """Job of a row of a result file."""
         return cls(part, tuple(row[key] for key in _keys(part)))
 
     def __str__(self) -> str:
@@ -60,13 +60,19 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured; the first shape is that of the whole model, of `layers` layers and these widths."""
+    """Shapes, batches and lengths of the measurements.
+
+    shapes: shapes by name; the first one is also that of the model.
+    uneven: tokens of a second check of the model's caches, which fill no complete tiles (but groups, if any).
+    model: layers, hidden size and intermediate size of the model.
+    prompt, chunks: tokens of the prompt of `prefill`, and chunk sizes.
+    piece, most: tokens added at a time, and at most, to find the longest context.
+    """
 
     shapes: Mapping[str, Shape]
     batches: tuple[int, ...]
     lengths: tuple[int, ...]
     uneven: int
-    """Tokens of a second check of the model's caches, which fill no whole tiles (but groups, where there are any)."""
     encode_tokens: int
     model: tuple[int, int, int]
     model_lengths: tuple[int, ...]
@@ -87,23 +93,23 @@ SMALL_SIZES = Sizes(
 
 
 def plan_jobs(presets: Sequence[str], parts: Sequence[str], sizes: Sizes, libraries: Sequence[str] = ()) -> list[Job]:
-    """The rows of these parts and the checks that they need, part by part, the most important first.
+    """Jobs of these parts and the checks that they need, part by part, the most important first.
 
-    `libraries` are those beside PyTorch whose attention over uncompressed keys and values is measured.
+    `libraries`: libraries other than PyTorch whose attention over uncompressed keys and values is measured.
     """
     ranked = sorted(presets, key=lambda name: TARGETS.index(name) if name in TARGETS else len(TARGETS))
     main, *others = sizes.shapes
     in_models = [name for name in MODELS if name in presets] or ranked[:1]
     longest = [name for name in LONGEST if name in presets] or ranked[:1]
-    found: dict[str, list[tuple[str | int, ...]]] = {"bandwidth": [("copy",)]}
+    by_part: dict[str, list[tuple[str | int, ...]]] = {"bandwidth": [("copy",)]}
     decode = product(("full", *libraries, *ranked), sizes.shapes, sizes.batches, sizes.lengths)
-    found["decode"] = sorted(decode, key=lambda values: _rank(main, values))
-    found["encode"] = [(name, shape, 1, sizes.encode_tokens) for shape, name in product((main, *others), ranked)]
-    found["models"] = [(name, 1, tokens) for tokens, name in product(sizes.model_lengths, ("full", *in_models))]
-    found["prefill"] = [(name, sizes.prompt, chunk) for chunk, name in product(sizes.chunks, ("full", *in_models))]
-    found["longest"] = [(name,) for name in ("full", *longest)]
-    found["graph"] = [(name, main) for name in GRAPHS if name in presets]
-    jobs = [Job(part, values) for part in KEYS if part in parts and part in found for values in found[part]]
+    by_part["decode"] = sorted(decode, key=lambda values: _rank(main, values))
+    by_part["encode"] = [(name, shape, 1, sizes.encode_tokens) for shape, name in product((main, *others), ranked)]
+    by_part["models"] = [(name, 1, tokens) for tokens, name in product(sizes.model_lengths, ("full", *in_models))]
+    by_part["prefill"] = [(name, sizes.prompt, chunk) for chunk, name in product(sizes.chunks, ("full", *in_models))]
+    by_part["longest"] = [(name,) for name in ("full", *longest)]
+    by_part["graph"] = [(name, main) for name in GRAPHS if name in presets]
+    jobs = [Job(part, values) for part in KEYS if part in parts and part in by_part for values in by_part[part]]
     checks = [(name, main, sizes.lengths[0]) for name in ranked]
     if {"check", "models", "prefill", "longest"} & {*parts}:
         checks += [(name, main, sizes.uneven) for name in in_models]
@@ -113,7 +119,7 @@ def plan_jobs(presets: Sequence[str], parts: Sequence[str], sizes: Sizes, librar
 
 
 def _rank(main: str, values: tuple[Any, ...]) -> tuple[bool, bool, bool]:
-    """Sorts decoding: the main shape first, in it what is long enough, and there the targets' caches."""
+    """Sort key of decode jobs: the main shape first, there large sizes first, and of these the targets' caches."""
     cache, shape, batch, tokens = values
     small = batch < TARGET_BATCH or tokens < TARGET_TOKENS
     target = cache in TARGETS or cache in DENSE
@@ -121,7 +127,7 @@ def _rank(main: str, values: tuple[Any, ...]) -> tuple[bool, bool, bool]:
 
 
 def needs(job: Job, main: str) -> set[tuple[str, str]]:
-    """Preset and shape whose check must have passed before a job may be timed."""
+    """Preset and shape whose check must pass before a job may be timed."""
     cache = str(job.values[0])
     if job.part in ("check", "bandwidth") or cache in DENSE:
         return set()
@@ -129,7 +135,7 @@ def needs(job: Job, main: str) -> set[tuple[str, str]]:
 
 
 def without_check(job: Job, rows: Mapping[Job, Mapping[str, Any]], main: str) -> str | None:
-    """Why a job may not be timed, given the rows so far; None where its preset's kernels are known to be right."""
+    """Reason why a job may not be timed, given the rows so far; None if its kernels passed their checks."""
     for cache, shape in needs(job, main):
         checks = [row for key, row in rows.items() if key.part == "check" and key.values[:2] == (cache, shape)]
         if not checks or any(str(row.get("error")).startswith(NOT_MEASURED) for row in checks):
@@ -140,12 +146,12 @@ def without_check(job: Job, rows: Mapping[Job, Mapping[str, Any]], main: str) ->
 
 
 NOT_MEASURED = "not measured:"
-"""How the errors of rows begin for which there was no time; a later run measures them."""
+"""Prefix of the error of rows for which there was no time; a later run measures them."""
 ENDED, SILENT = "the measuring process ended:", "no result within"
-"""How the errors of rows begin whose process died or hung, which need not be theirs; a later run measures them too."""
+"""Prefixes of the error of rows whose process died or hung, perhaps for another reason; a later run retries them."""
 CHECK_FAILED = "not timed: check failed: "
 
 
 def planned_again(row: Mapping[str, Any]) -> bool:
-    """Whether a later run measures a row that is in the file; also one whose check's process died or hung."""
+    """True if a later run measures this row again: no time for it, or its process or its check's died or hung."""
     return str(row.get("error")).removeprefix(CHECK_FAILED).startswith((NOT_MEASURED, ENDED, SILENT))

@@ -1,4 +1,4 @@
-"""Whole models with random weights: decoding and memory with a compressed cache and with the full one."""
+"""Time decoding and memory of models with random weights, with compressed caches and with the full one."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from kvcache_compress.cache.compressed_cache import CompressedCache
 from kvcache_compress.cache.layer import CompressedLayer
 
 STEPS = 32
-"""As many as pass between two packings of tokens in the presets, so that each is counted with its share."""
+"""Timed steps: one flush interval of the presets, so that the encoding counts with its share."""
 FILL_TOKENS = 32_768
-"""Handed to a cache at a time: with few of them the time would be that of Python's calls."""
+"""Tokens per update when a cache is filled: with fewer, Python's calls would dominate the time."""
 
 
 @dataclass(frozen=True)
 class ModelTime:
-    """One cache in one model.
+    """Time and memory of one cache in one model.
 
     Attributes:
         cache: preset, or `full`.
-        tokens: in the cache when decoding began.
-        tokens_per_second: of decoding, over the batch.
-        fill_seconds: handing keys and values of `tokens` tokens to the cache, without the model.
-        cache_gib: what the filled cache holds.
-        peak_gib: the device's most during decoding, weights included; None where it does not count.
-        attention_error: of a layer beside plain attention, before decoding was timed; None for `full`.
+        tokens: tokens in the cache when decoding began.
+        tokens_per_second: decoded tokens of the batch per second.
+        fill_seconds: time to fill the cache with keys and values of `tokens` tokens, without the model.
+        cache_gib: memory of the filled cache.
+        peak_gib: peak memory of the device during decoding, weights included; None if the device does not report it.
+        attention_error: relative error of one layer's attention, compared before the timing; None for `full`.
         error: why there are no figures.
     """
 
@@ -51,7 +51,7 @@ class ModelTime:
 
 
 def random_llama(shape: Shape, layers: int, hidden: int, intermediate: int, device: torch.device) -> LlamaForCausalLM:
-    """A bfloat16 Llama of these sizes; its weights are noise, which costs what trained ones cost."""
+    """Bfloat16 Llama of these sizes with random weights, which take the same time as trained ones."""
     config = LlamaConfig(
         vocab_size=128_256 if hidden > 1024 else 1024, hidden_size=hidden, intermediate_size=intermediate,
         num_hidden_layers=layers, num_attention_heads=shape.query_heads, num_key_value_heads=shape.kv_heads,
@@ -69,17 +69,17 @@ def random_llama(shape: Shape, layers: int, hidden: int, intermediate: int, devi
 
 
 def model_time(model: PreTrainedModel, name: str, batch: int, tokens: int) -> ModelTime:
-    """Decoding from a cache that holds `tokens` tokens: `full`, or a preset's.
+    """Time decoding with a cache, `full` or a preset's, that holds `tokens` tokens.
 
     Raises:
-        ValueError: attention that is not right.
+        ValueError: attention is wrong.
     """
     with on_model(model, name):
         return _measure(model, name, cache_maker(model, name), batch, tokens)
 
 
 def cache_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
-    """Makes empty caches: Transformers' own for `full`, else a preset's."""
+    """Factory of empty caches: Transformers' own for `full`, else a preset's."""
     if name == "full":
         return partial(DynamicCache, config=model.config)
     return partial(CompressedCache, model.config, named_config(name))
@@ -87,7 +87,7 @@ def cache_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
 
 @contextmanager
 def on_model(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """With the model's GPU as the current one, and fused attention for all caches but `full`; frees memory after."""
+    """Context with the model's GPU as the current one, and fused attention unless `full`; frees memory at its end."""
     fused, on_gpu = name != "full", model.device.type == "cuda"
     if fused:
         enable_fused_attention(model)
@@ -103,13 +103,13 @@ def on_model(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def synchronize(model: PreTrainedModel) -> None:
-    """Waits for the model's GPU, if it is on one."""
+    """Wait for the model's GPU, if any."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
 
 
 def peak_gib(model: PreTrainedModel) -> float | None:
-    """The most that its GPU held since `torch.cuda.reset_peak_memory_stats`; None where it is on none."""
+    """Peak memory of the model's GPU since `torch.cuda.reset_peak_memory_stats`; None without a GPU."""
     return torch.cuda.max_memory_allocated(model.device) / 2**30 if model.device.type == "cuda" else None
 
 
@@ -120,7 +120,7 @@ def _measure(model: PreTrainedModel, name: str, make: Callable[[], Cache], batch
     cache = make()
     before = torch.cuda.memory_allocated() if on_gpu else 0
     fill_seconds = fill(model, cache, batch, tokens)
-    held = torch.cuda.memory_allocated() - before if on_gpu else cache_bytes(cache)
+    used = torch.cuda.memory_allocated() - before if on_gpu else cache_bytes(cache)
     ids = torch.randint(1000, (batch, 1), device=model.device)
     for _ in range(3):
         model(input_ids=ids, past_key_values=cache)
@@ -134,14 +134,14 @@ def _measure(model: PreTrainedModel, name: str, make: Callable[[], Cache], batch
     synchronize(model)
     seconds = time.perf_counter() - begun
     speed = STEPS * batch / seconds
-    return ModelTime(name, batch, tokens, speed, fill_seconds, held / 2**30, peak_gib(model), error)
+    return ModelTime(name, batch, tokens, speed, fill_seconds, used / 2**30, peak_gib(model), error)
 
 
 def _attention_error(model: PreTrainedModel, cache: Cache) -> float | None:
-    """What attention over a layer in the middle differs by; None where the cache is not compressed.
+    """Relative error of attention over a layer in the middle; None if the cache is not compressed.
 
     Raises:
-        ValueError: more than is allowed.
+        ValueError: the error is larger than allowed.
     """
     layer = cache.layers[len(cache.layers) // 2]
     if not isinstance(layer, CompressedLayer):
@@ -153,7 +153,7 @@ def _attention_error(model: PreTrainedModel, cache: Cache) -> float | None:
 
 
 def fill(model: PreTrainedModel, cache: Cache, batch: int, tokens: int) -> float:
-    """Gives every layer random keys and values, a piece at a time: seconds of `update` alone."""
+    """Fill every layer with random keys and values, a piece at a time; returns the seconds spent in `update`."""
     config, seconds = model.config, 0.0
     for layer in range(config.num_hidden_layers):
         for start in range(0, tokens, FILL_TOKENS):

@@ -1,6 +1,6 @@
-"""What a prompt costs: whole models with random weights take one, in one piece and in chunks, and the longest context.
+"""Time a prompt in models with random weights, in one piece and in chunks, and find the longest context that fits.
 
-On a GPU; on a CPU the same code runs, for tests.
+Meant for a GPU; on a CPU the same code runs for tests.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .models import cache_bytes, cache_maker, fill, on_model, peak_gib, synchron
 
 @dataclass(frozen=True)
 class PrefillTime:
-    """One cache, one prompt of random tokens.
+    """Time of a prompt of random tokens with one cache.
 
     Attributes:
         cache: preset, or `full`.
-        tokens: of the prompt.
+        tokens: tokens of the prompt.
         chunk: tokens of the prompt per forward pass.
-        seconds: of the whole prompt.
-        ratio: of that to the full cache's in chunks of the same size, where both were measured.
-        peak_gib: the device's most meanwhile, weights included; None where it does not count.
+        seconds: time of the complete prompt.
+        ratio: that time relative to the full cache's in chunks of the same size, if both were measured.
+        peak_gib: peak memory of the device, weights included; None if the device does not report it.
         error: why there are no figures.
     """
 
@@ -43,13 +43,13 @@ class PrefillTime:
 
 @dataclass(frozen=True)
 class LongestContext:
-    """The most tokens from which a step could be decoded, tried in whole pieces.
+    """Longest context from which a step could be decoded, found by adding pieces of tokens.
 
     Attributes:
         cache: preset, or `full`.
-        tokens: in the cache.
-        cache_gib: what it held.
-        end: why no more were tried.
+        tokens: tokens in the cache.
+        cache_gib: memory of the cache.
+        end: why no more tokens were tried.
         error: why the figures are not final.
     """
 
@@ -61,11 +61,11 @@ class LongestContext:
 
 
 def prefill_time(model: PreTrainedModel, name: str, tokens: int, chunk: int) -> PrefillTime:
-    """A prompt of `tokens` for the full cache or a preset's, `chunk` tokens at a time."""
+    """Time a prompt of `tokens` tokens with the full cache or a preset's, `chunk` tokens at a time."""
     ids = torch.randint(1000, (1, tokens), device=model.device)
     make = cache_maker(model, name)
     with on_model(model, name):
-        _prefill(model, make(), ids[:, : min(tokens, 2 * chunk)], chunk)  # compiles what must be
+        _prefill(model, make(), ids[:, : min(tokens, 2 * chunk)], chunk)  # compiles the kernels
         if model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds = _prefill(model, make(), ids, chunk)
@@ -84,27 +84,27 @@ def _prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int
 def longest_context(
     model: PreTrainedModel, name: str, piece: int, most: int, late: Callable[[], bool] = lambda: False
 ) -> LongestContext:
-    """Fills the full cache or a preset's with pieces of random tokens, and decodes a step after each.
+    """Fill the full cache or a preset's with pieces of random tokens, decoding a step after each.
 
-    Until memory is out, `most` tokens were filled in, or it is `late`; then a later run measures it.
+    It ends when memory runs out, at `most` tokens, or when it is `late`; in that case a later run measures it again.
 
     Raises:
-        Exception: what fails for another reason than memory, or with no tokens at all.
+        Exception: a failure for another reason than memory, or before the first piece.
     """
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    found = LongestContext(name, 0, 0.0, f"no more than {most} were tried")
+    result = LongestContext(name, 0, 0.0, f"no more than {most} were tried")
     with on_model(model, name):
         try:
             cache = cache_maker(model, name)()
             for _ in range(most // piece):
                 if late():
-                    return replace(found, end="time", error=f"{NOT_MEASURED} time, {found.tokens} tokens fit")
+                    return replace(result, end="time", error=f"{NOT_MEASURED} time, {result.tokens} tokens fit")
                 fill(model, cache, 1, piece)
                 model(input_ids=ids, past_key_values=cache)
-                found = replace(found, tokens=cache.get_seq_length(), cache_gib=cache_bytes(cache) / 2**30)
+                result = replace(result, tokens=cache.get_seq_length(), cache_gib=cache_bytes(cache) / 2**30)
         except Exception as error:
             end = error_message(error)
-            if "out of memory" not in end or not found.tokens:
+            if "out of memory" not in end or not result.tokens:
                 raise
-            found = replace(found, end=end)
-    return found
+            result = replace(result, end=end)
+    return result

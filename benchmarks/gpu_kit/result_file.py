@@ -1,4 +1,4 @@
-"""The kit's result file: whole at any time, written after each row, and continued by a later run of the same code."""
+"""Result file of the GPU benchmarks: complete at any time, written after each row, continued by later runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvcache_compress.files.text import parse_json, read_text
 from .jobs import KEYS, NOT_MEASURED, Job, planned_again
 
 COMPARED = ("sources", "versions", "hardware", "small")
-"""What must be the same for a file to be continued. The commit need not be: the sources say what ran."""
+"""Entries that must be equal for a file to be continued; not the commit, as the sources' digest says what ran."""
 FOLDERS = ("kvcache_compress", "triton_kernels", "configs", "benchmarks/gpu_kit")
 
 
 def hash_sources(root: Path, kinds: Sequence[str] = ("*.py", "*.yaml", "*.json")) -> str:
-    """Of all code, presets and tables that take part in the measurements, wherever they are committed."""
+    """Digest of all code, presets and tables that take part in the measurements, committed or not."""
     digest = hashlib.sha256()
     for folder in FOLDERS:
         for path in sorted(path for kind in kinds for path in (root / folder).rglob(kind)):
@@ -31,17 +31,17 @@ def hash_sources(root: Path, kinds: Sequence[str] = ("*.py", "*.yaml", "*.json")
 
 
 class ResultFile:
-    """Rows by job. Those that are planned and not measured yet are in the file too, and say so.
+    """Rows by job, and the file that holds them; planned rows are in it too, marked as not measured.
 
-    A file of other code, versions or hardware is not continued but kept, as `NAME.previous.json`, the next
-    as `NAME.previous-2.json`. In one that is, rows that were measured or failed stay; those that were not measured, or
-    whose process died or hung, are planned again.
+    An existing file of the same code, versions and hardware is continued: rows that were measured or failed stay, and
+    rows that were not measured, or whose process died or hung, are planned again. Any other file is kept as
+    `NAME.previous.json`, the next as `NAME.previous-2.json`.
     """
 
     def __init__(
         self, path: Path, where: Mapping[str, Any], jobs: Sequence[Job], parts: Sequence[str] = tuple(KEYS)
     ) -> None:
-        """`where`: command, date, commit and what `COMPARED` names; `parts`: those that the file has."""
+        """Open or begin the file; `where` holds command, date, commit and the entries of `COMPARED`."""
         self.path, self.where, self.parts = path, dict(where), parts
         self._lock = threading.Lock()
         self.runs = [{key: self.where.pop(key) for key in ("command", "date", "minutes")}]
@@ -54,43 +54,43 @@ class ResultFile:
         self.write()
 
     def _read(self) -> str | None:
-        """Takes the rows of a file that is there, or moves it aside: then what differs."""
+        """Read the rows of an existing file, or move it aside and return what differs."""
         if not self.path.is_file() or not is_replaceable(self.path):
             return None
         try:
-            found = parse_json(read_text(self.path), str(self.path))
-            differs = ", ".join(key for key in COMPARED if found.get(key) != self.where.get(key))
+            contents = parse_json(read_text(self.path), str(self.path))
+            differs = ", ".join(key for key in COMPARED if contents.get(key) != self.where.get(key))
             if not differs:
-                rows = [(part, row) for part in self.parts for row in found[part]]
+                rows = [(part, row) for part in self.parts for row in contents[part]]
                 self.rows = {Job.of(part, row): row for part, row in rows if not planned_again(row)}
-                self.runs = found["runs"] + self.runs
+                self.runs = contents["runs"] + self.runs
         except (ValueError, TypeError, KeyError, AttributeError):
             self.rows, differs = {}, "no result file"
         if not differs:
             return None
-        found_at = self.path.resolve()
-        kept, number = found_at.with_suffix(".previous.json"), 1
+        path = self.path.resolve()
+        kept, number = path.with_suffix(".previous.json"), 1
         while kept.exists():
             number += 1
-            kept = found_at.with_suffix(f".previous-{number}.json")
-        found_at.replace(kept)
+            kept = path.with_suffix(f".previous-{number}.json")
+        path.replace(kept)
         return differs
 
     def keep(self, job: Job, row: dict[str, Any]) -> None:
-        """Takes the row of a job, and writes the file; also from several threads."""
+        """Set the row of a job and write the file; thread-safe."""
         with self._lock:
             self.rows[job] = row
             self.write()
 
     def close(self) -> None:
-        """Says of all that is left that there was no time for it."""
+        """Mark all remaining rows as not measured for lack of time."""
         for row in self.rows.values():
             if not measured(row) and row["error"].endswith("the run ended before"):
                 row["error"] = f"{NOT_MEASURED} time"
         self.write()
 
     def contents(self) -> dict[str, Any]:
-        """What the file holds."""
+        """Contents of the file, with speed-ups and ratios."""
         finished = all(measured(row) for row in self.rows.values())
         parts = {part: [row for job, row in self.rows.items() if job.part == part] for part in self.parts}
         for part, compared in (("decode", _with_speedups), ("prefill", _with_ratios)):
@@ -99,28 +99,28 @@ class ResultFile:
         return {**self.where, "runs": self.runs, "finished": finished, **parts}
 
     def write(self) -> None:
-        """Replaces the file by one that is whole."""
+        """Replace the file atomically."""
         write_atomically(self.path, json.dumps(self.contents(), indent=1) + "\n")
 
 
 def measured(row: Mapping[str, Any]) -> bool:
-    """Whether a row has figures, or failed: not one that there was no time for."""
+    """True if a row has figures or failed, False if there was no time for it."""
     return not str(row.get("error")).startswith(NOT_MEASURED)
 
 
 def _with_speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Decode rows beside that of the full cache of the same shape, batch and length, where both have figures."""
+    """Add speed-ups to decode rows, over the full cache of the same shape, batch and length, if both have figures."""
     full = {Job.of("decode", row).values[1:]: DecodeTime(**row) for row in rows if row["cache"] == "full"}
-    found = []
+    result = []
     for row in rows:
         other = full.get(Job.of("decode", row).values[1:])
         compared = DecodeTime(**row) if other is None else beside(DecodeTime(**row), other)
-        found.append(row if compared.speedup is None else row | {"speedup": compared.speedup, "bound": compared.bound})
-    return found
+        result.append(row if compared.speedup is None else row | {"speedup": compared.speedup, "bound": compared.bound})
+    return result
 
 
 def _with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Prompts beside that of the full cache in chunks of the same size."""
+    """Add ratios to rows of prompts, to the full cache in chunks of the same size."""
     full = {row["chunk"]: row.get("seconds") for row in rows if row["cache"] == "full"}
     return [
         row | {"ratio": row["seconds"] / full[row["chunk"]]} if row.get("seconds") and full.get(row["chunk"]) else row

@@ -1,4 +1,4 @@
-"""Worker processes that measure, watched from one that has no part in it: what they print is kept as it comes."""
+"""Supervise worker processes that measure: keep each row as it is printed, and replace workers that die or hang."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .jobs import ENDED, NOT_MEASURED, SILENT, Job
 
 WORKER = (sys.executable, "-P", "-m", "gpu_kit.worker")
 ROW_SECONDS = 150.0
-"""No row takes so long; a worker that is silent for longer hangs."""
+"""Longest silence of a worker; no row takes that long, so a worker that is silent for longer hangs."""
 KIT_PATH = (str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")]))
-"""Of a worker: the folder of the kit, which is not installed."""
+"""Import path of a worker, with the folder of the kit, which is not installed."""
 SPARE = 0.03
-"""Share of the time in which no row is begun any more, so that the last one can end."""
+"""Share of the time at its end in which no row is begun, so that the last one can finish."""
 THREADS = "2"
-"""Of PyTorch in a worker: several of them share the processor, which only builds codecs."""
+"""PyTorch's threads in a worker: several workers share the processor, which only builds codecs."""
 END_SECONDS = 10.0
-"""A device that hangs may not let go of its process."""
+"""Longest wait for a killed worker: a device that hangs may not release its process."""
 Keep = Callable[[Job, dict[str, Any]], None]
 
 
@@ -39,9 +39,9 @@ def measure_all(
     command: Sequence[str] = WORKER,
     row_seconds: float = ROW_SECONDS,
 ) -> None:
-    """Gives `keep` a row for every job that was begun within so many seconds, whatever becomes of the workers.
+    """Call `keep` with a row for every job that was begun within `seconds`, even if workers die.
 
-    Parts before the furthest that was begun have had their share: another worker takes what they left at the end.
+    Parts before the last one begun have used their share of time: a new worker does their remaining jobs at the end.
 
     Raises:
         RuntimeError: a worker ended before it began a job.
@@ -65,7 +65,7 @@ def measure_all(
                 if "begin" in event:
                     current, begun = _job(event["begin"]), True
                     place = parts.index(current.part)
-                    reached = place if place >= reached else len(parts)  # back at one: all have had their share
+                    reached = place if place >= reached else len(parts)  # back at one: all had their share
                 elif current is not None:
                     keep(current, event["row"])
                     left.remove(current)
@@ -92,9 +92,9 @@ def measure_all(
 
 
 def measure_in_parallel(jobs: Sequence[Job], processes: int, seconds: float, small: bool, keep: Keep) -> None:
-    """`measure_all` in several processes at once, for rows that are not timed.
+    """Run `measure_all` in several processes at once, for rows that are not timed.
 
-    One that does not start leaves its rows as they are, and the others go on.
+    If a process does not start, its rows stay as they are, and the others continue.
     """
 
     def measure(part: Sequence[Job]) -> None:
@@ -128,7 +128,7 @@ def _ending(code: int | None) -> str:
 
 
 def _events(worker: subprocess.Popen[str], end: float, row_seconds: float) -> Iterator[dict[str, Any]]:
-    """What a worker prints until it ends; raises `queue.Empty` where it is silent for too long, or at the end."""
+    """Events that a worker prints until it ends; raises `queue.Empty` if it is silent for too long, or at `end`."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
@@ -139,6 +139,6 @@ def _events(worker: subprocess.Popen[str], end: float, row_seconds: float) -> It
 
     threading.Thread(target=read, daemon=True).start()
     while (line := lines.get(timeout=max(0.001, min(row_seconds, end - time.monotonic())))) is not None:
-        if line.endswith("\n"):  # else it died while it printed
+        if line.endswith("\n"):  # otherwise it died while printing
             yield json.loads(line)
     _wait(worker)

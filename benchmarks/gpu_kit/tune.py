@@ -1,8 +1,8 @@
-"""Tiles of the attention kernel, tried on a device: which of them are right, and which are faster than the rule's.
+"""Tune the attention kernel's tile on a device: find tiles that are right and faster than the rule's.
 
-Each is compared with plain attention, and timed by the kit's clock (`timing.py`) in turns with the rule's tile. Not by
-`triton.autotune`: it knows nothing of wrong results and of registers that spill, keeps what it finds for one process or
-by a hash, and a tile changes more than its kernel: the number of splits, so the memory between kernels, and the merge.
+Each tile is compared with plain attention, and timed (`timing.py`) in turns with the rule's tile. `triton.autotune`
+does not fit: it neither checks results nor sees spills, keeps its choice for one process or by a hash, and a tile
+changes more than its kernel: the number of splits, hence the memory between kernels, and the merge.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from kvcache_compress.files.text import parse_json, read_text
 from .jobs import CHECK_FAILED, NOT_MEASURED, Job
 
 BATCH, TOKENS = 8, 32_768
-"""What tiles are timed at; `SMALL` without a GPU."""
+"""Sequences and tokens with which tiles are timed; `SMALL` without a GPU."""
 SMALL = (1, 64)
 INPUTS = 3
-"""Sets of random codes and queries that each tile is timed with."""
+"""Number of sets of random codes and queries with which each tile is timed."""
 MARGIN = 0.03
-"""A tile that takes less than this share from the rule's time, with any inputs, is none to remember."""
+"""Share by which a tile must be faster than the rule's, with all inputs, to be entered in the table."""
 WARPS_AND_STAGES_IN_SMALL = (1, 2)
-"""Triton's interpreter knows no others."""
+"""Warps and stages of the tiles that are tried in Triton's interpreter, which ignores both."""
 
 
 @dataclass(frozen=True)
 class TileTime:
-    """A tile of one preset and shape, beside the rule's.
+    """Time of a tile for one preset and shape, compared with the rule's tile.
 
     Attributes:
         cache: preset.
         shape: name of the model's shape.
-        tokens: packed ones of each sequence.
+        tokens: packed tokens of each sequence.
         block, warps, stages: the tile.
-        registers: of a thread; None in Triton's interpreter.
-        milliseconds, rule_milliseconds: of attention with this tile and with the rule's, medians over the inputs; None
-            where it was not timed.
-        ratio: of both times, the worst of all inputs.
-        attention_error: beside plain attention, the worst of all inputs.
-        error: why it is none to choose.
+        registers: registers per thread; None in Triton's interpreter.
+        milliseconds, rule_milliseconds: time of attention with this tile and with the rule's, medians over the inputs;
+            None if it was not timed.
+        ratio: ratio of both times, the worst of all inputs.
+        attention_error: relative error of attention, the worst of all inputs.
+        error: why the tile cannot be chosen.
     """
 
     cache: str
@@ -74,7 +74,7 @@ class TileTime:
 
 @dataclass(frozen=True)
 class Case:
-    """A preset and shape: the kernel that they run, its tile by rule, and the others that it can have."""
+    """Preset and shape to tune: the kernel that they run, its tile by the rule, and the other tiles to try."""
 
     cache: str
     shape: str
@@ -83,12 +83,12 @@ class Case:
     others: tuple[Any, ...]
 
     def job(self, part: str, tile: Any, size: tuple[int, int]) -> Job:
-        """The row of a tile, of `size` sequences and tokens: `part` is `try` or `tile`."""
+        """Job of a tile at `size` sequences and tokens; `part` is `try` or `tile`."""
         return Job(part, (self.cache, self.shape, *size, *tile))
 
 
 def plan_cases(presets: Sequence[str], shapes: Mapping[str, Shape], small: bool = False) -> list[Case]:
-    """What there is to tune; of presets with the same kernel for a shape, the first."""
+    """Cases to tune: for each kernel and shape, the first preset that runs it."""
     tiles = load_part("triton_kernels.attention.tiles")
     cases: dict[tuple[str, str], Case] = {}
     for preset in presets:
@@ -102,10 +102,10 @@ def plan_cases(presets: Sequence[str], shapes: Mapping[str, Shape], small: bool 
                 for side in ("keys", "values")
             )  # fmt: skip
             kernel, rule = tiles.kernel_name(keys, values, False), tiles.rule(keys, values, False)
-            found = [tile for tile in tiles.candidates(keys, values) if tile != rule]
+            others = [tile for tile in tiles.candidates(keys, values) if tile != rule]
             if small:
-                found = [tile for tile in found if tile[1:] == WARPS_AND_STAGES_IN_SMALL]
-            cases.setdefault((kernel, name), Case(preset, name, kernel, rule, tuple(found)))
+                others = [tile for tile in others if tile[1:] == WARPS_AND_STAGES_IN_SMALL]
+            cases.setdefault((kernel, name), Case(preset, name, kernel, rule, tuple(others)))
     return list(cases.values())
 
 
@@ -113,7 +113,7 @@ def plan_cases(presets: Sequence[str], shapes: Mapping[str, Shape], small: bool 
 def _views(
     preset: str, shape: Shape, batch: int, tokens: int, device: torch.device
 ) -> tuple[tuple[Step, torch.Tensor], ...]:
-    """Layers and queries for all tiles of a case, which follow each other."""
+    """Layers and queries of a case, cached because its tiles are tried one after the other."""
     return tuple(random_view(preset, shape, batch, tokens, device, torch.bfloat16) for _ in range(INPUTS))
 
 
@@ -130,10 +130,10 @@ def try_tile(
     repeats: int = 20,
     timer: Callable[..., float] = median_ms,
 ) -> TileTime:
-    """Attention over `tokens` packed tokens with this tile; `timed`, in turns with the rule's.
+    """Compare attention over `tokens` packed tokens with this tile; if `timed`, time it in turns with the rule's.
 
     Raises:
-        ValueError: attention that is not right, or registers that spill.
+        ValueError: attention is wrong, or registers spill.
     """
     tiles = load_part("triton_kernels.attention.tiles")
     scaling, errors, times = shape.head_dim**-0.5, [], []
@@ -151,9 +151,8 @@ def try_tile(
             ours = timer(attend, device, repeats)
             k_side.use_tile(tiles.rule(k_side, v_side, False))
             times.append((ours, timer(attend, device, repeats)))
-    found = TileTime(preset, name, batch, tokens, *tile, registers, attention_error=max(errors))
     if not times:
-        return found
+        return TileTime(preset, name, batch, tokens, *tile, registers, attention_error=max(errors))
     ours, rules = (statistics.median(column) for column in zip(*times, strict=True))
     return TileTime(
         preset, name, batch, tokens, *tile, registers, ours, rules, max(x / y for x, y in times), max(errors)
@@ -161,7 +160,7 @@ def try_tile(
 
 
 def _registers(k_side: Any) -> int | None:
-    """Registers of a thread of the attention kernel that was launched last; refuses one that has too few."""
+    """Registers per thread of the attention kernel that was launched last; raises `ValueError` if it spills."""
     (plan,) = k_side.plans.values()
     _, attention, _ = plan.launches
     compiled = attention.compiled
@@ -173,7 +172,7 @@ def _registers(k_side: Any) -> int | None:
 
 
 def without_try(job: Job, rows: Mapping[Job, Mapping[str, Any]]) -> str | None:
-    """Why a tile may not be timed; None where it is known to be right."""
+    """Reason why a tile may not be timed; None if it is known to be right."""
     row = rows[Job("try", job.values)]
     if not _reached(row):
         return f"{NOT_MEASURED} it was not tried"
@@ -181,22 +180,23 @@ def without_try(job: Job, rows: Mapping[Job, Mapping[str, Any]]) -> str | None:
 
 
 def _reached(row: Mapping[str, Any]) -> bool:
-    """Whether a tile was compiled or timed, or ended the process that did so: such a one has failed."""
+    """True if a tile was compiled or timed, or ended the process that did so, which counts as a failure."""
     return not str(row.get("error")).removeprefix(CHECK_FAILED).startswith(NOT_MEASURED)
 
 
 def best_tiles(
     cases: Sequence[Case], rows: Mapping[Job, Mapping[str, Any]], size: tuple[int, int]
 ) -> dict[str, dict[str, Any] | None]:
-    """Entries of the table by kernel; None for one whose best tile is the rule's, or hardly better.
+    """Entries of the table by kernel; None for a kernel whose best tile is the rule's or hardly better.
 
-    A tile must be faster than the rule's by the margin in each case of its kernel, with all inputs. A kernel is not
-    named unless all its tiles were timed or failed, and one of them at least was timed.
+    A tile must be faster than the rule's by `MARGIN` in each case of its kernel, with all inputs. A kernel is left out
+    unless all its tiles were timed or failed, and at least one was timed.
     """
-    found: dict[str, dict[str, Any] | None] = {}
+    entries: dict[str, dict[str, Any] | None] = {}
     for kernel, group in groupby(sorted(cases, key=lambda case: case.kernel), lambda case: case.kernel):
-        mine = list(group)
-        table = {tile: [rows[case.job("tile", tile, size)] for case in mine] for tile in mine[0].others}
+        kernel_cases = list(group)
+        first = kernel_cases[0]
+        table = {tile: [rows[case.job("tile", tile, size)] for case in kernel_cases] for tile in first.others}
         if not all(_reached(row) for measured in table.values() for row in measured):
             continue
         right = {tile: times for tile, times in table.items() if all(row.get("error") is None for row in times)}
@@ -204,21 +204,21 @@ def best_tiles(
             continue
         ratios = {tile: max(row["ratio"] for row in times) for tile, times in right.items()}
         best = min(ratios, key=lambda tile: ratios[tile])
-        found[kernel] = None
+        entries[kernel] = None
         if ratios[best] < 1 - MARGIN:
             figures = ("cache", "shape", "batch", "tokens", "milliseconds", "rule_milliseconds", "ratio")
             measured = [{name: row[name] for name in figures} for row in right[best]]
-            found[kernel] = {"tile": best._asdict(), "rule": mine[0].rule._asdict(), "measured": measured}
-    return found
+            entries[kernel] = {"tile": best._asdict(), "rule": first.rule._asdict(), "measured": measured}
+    return entries
 
 
 def update_table(
-    path: Path, capability: str, found: Mapping[str, dict[str, Any] | None], where: Mapping[str, Any]
+    path: Path, capability: str, entries: Mapping[str, dict[str, Any] | None], where: Mapping[str, Any]
 ) -> None:
-    """Sets or removes the entries of `found` in the table at `path`, and leaves all others; `where` is said of each."""
+    """Set or remove `entries` in the table at `path`, leaving all others; `where` is added to each."""
     table = parse_json(read_text(path), str(path)) if path.is_file() else {}
     kernels = table.pop(capability, {})
-    for kernel, entry in found.items():
+    for kernel, entry in entries.items():
         kernels.pop(kernel, None)
         if entry is not None:
             kernels[kernel] = entry | dict(where)

@@ -1,8 +1,8 @@
-"""The process that measures on the GPU: rows come out one by one, as lines of JSON, so that none is lost with it.
+"""Worker process that measures on the GPU and prints each row as a line of JSON, so that none is lost if it dies.
 
-After an illegal memory access a CUDA context answers nothing any more, and a crash or a kernel that hangs takes the
-whole process. Measuring in a process of its own, which is started again for the rows that are left, covers all of
-these by the same few lines; the file is written by the process that waits (`benchmarks/gpu.py`).
+After an illegal memory access a CUDA context is unusable, and a crash or a hanging kernel takes down its process.
+Measuring in a separate process, which is restarted for the remaining rows, covers all of these; the supervising process
+writes the file (`benchmarks/gpu.py`).
 
     python -P -m gpu_kit.worker < JOBS
 
@@ -40,7 +40,7 @@ LONGEST_MESSAGE = 300
 
 
 class Budget:
-    """Seconds for a number of parts: each gets its share of what is left when it begins, and no more."""
+    """Time budget of the parts: each gets its share of the time left when it begins, and no more."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -48,12 +48,12 @@ class Budget:
         self.until = self.end
 
     def begin(self, part: str, later: Sequence[str]) -> None:
-        """The time of `part` begins; `later` are the parts that are still to come."""
+        """Begin the time of `part`; `later` are the parts after it."""
         share = SHARES.get(part, 1) / sum(SHARES.get(name, 1) for name in (part, *later))
         self.until = self.clock() + max(0.0, self.end - self.clock()) * share
 
     def take_rest(self) -> None:
-        """No part after this one: all that is left may be used."""
+        """Allow all remaining time, as no part follows."""
         self.until = self.end
 
     def over(self) -> bool:
@@ -67,11 +67,13 @@ def run_jobs(
     emit: Emit,
     already_late: Sequence[Job] = (),
 ) -> bool:
-    """Runs jobs part by part, each within its share, and at the end those that were late in what the others left.
+    """Run jobs part by part, each part within its share of time, and late jobs at the end in the time left.
 
-    `already_late`: those of parts that had their share in an earlier process.
-    Emits `{"begin": job}` before each and `{"row": ...}` after it; a job that fails is a row that says why. False
-    where the device does not work any more.
+    Emits `{"begin": job}` before each job and `{"row": ...}` after it; a failed job gives a row with its `error`.
+    `already_late`: jobs of parts that used their share in an earlier process.
+
+    Returns:
+        False if the device no longer works.
     """
     late = list(already_late)
     parts = list(dict.fromkeys(job.part for job in jobs))
@@ -89,7 +91,7 @@ def run_jobs(
 
 
 def _run(job: Job, measure: Callable[[Job], Any], emit: Emit) -> bool:
-    """Whether the device still works after the job."""
+    """Run one job; False if the device no longer works after it."""
     emit({"begin": job})
     try:
         row = job.named | asdict(measure(job))
@@ -109,7 +111,7 @@ def _run(job: Job, measure: Callable[[Job], Any], emit: Emit) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """What went wrong; and the error at the bottom of it, which says more where Triton quotes a whole kernel first."""
+    """Error in one line, with its root cause, which says more if Triton quotes a complete kernel first."""
     root: BaseException = error
     while (below := root.__cause__ or root.__context__) is not None:
         root = below
@@ -120,7 +122,7 @@ def one_line(error: Exception) -> str:
 
 
 class Measurements:
-    """Runs single jobs; the whole model is made when the first one needs it."""
+    """Callable that runs single jobs; the model is created when the first job needs it."""
 
     def __init__(self, sizes: Sizes, device: torch.device, late: Callable[[], bool]) -> None:
         self.sizes, self.device, self.late = sizes, device, late
@@ -156,9 +158,9 @@ class Measurements:
         return longest_context(self.model, name, sizes.piece, sizes.most, self.late)
 
 
-def main(given: TextIO, out: TextIO) -> int:
-    """Runs the jobs that `given` names; 1 where the device stopped working, so that another process must go on."""
-    task = json.load(given)
+def main(source: TextIO, out: TextIO) -> int:
+    """Run the jobs read from `source`; returns 1 if the device stopped working, so that another process must go on."""
+    task = json.load(source)
     jobs, late = ([Job(part, tuple(values)) for part, values in task[name]] for name in ("jobs", "late"))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     budget = Budget(task["seconds"])
@@ -171,7 +173,7 @@ def main(given: TextIO, out: TextIO) -> int:
 
 
 if __name__ == "__main__":
-    # Whatever libraries print goes elsewhere than the rows.
+    # Libraries may print to standard output: keep it for the rows, and send their output to standard error.
     rows = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.exit(main(sys.stdin, rows))

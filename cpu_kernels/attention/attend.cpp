@@ -1,7 +1,7 @@
-// Decode attention over `sinks | packed | tail` on CPUs, the twin of `attend` in reference.py.
+// Decode attention over `sinks | packed | tail` on CPUs, the twin of `reference.attend`.
 //
-// The rows of a key/value head and a split of its tokens are a task; tasks run in parallel and are then merged. Packed
-// tokens are scored and summed in code space, so that queries and sums are mapped, and no token is.
+// A task is a block of rows of a key/value head and a split of its tokens; tasks run in parallel and are then merged by
+// log-sum-exp. Packed tokens are scored and summed in code space: queries and sums are mapped, tokens are not.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -13,12 +13,11 @@
 namespace kvcache_compress {
 namespace {
 
-constexpr int64_t MAX_ROWS = 128;          // of a task
+constexpr int64_t MAX_ROWS = 128;          // per task
 constexpr int64_t MIN_SPLIT_TOKENS = 256;  // shorter splits would cost more to merge than they save
 constexpr int64_t TASKS_PER_THREAD = 8;
 
-// A basis of code space, [1 or H, W, D]; none where code space is a head's own space. That of keys is float32 and
-// contiguous.
+// Basis of code space, [1 or H, W, D]; empty if code space is the head's space. Of keys it is float32 and contiguous.
 class Basis {
  public:
   explicit Basis(const Tensor& rows) {
@@ -30,7 +29,7 @@ class Basis {
     widen_ = conversion(rows.scalar_type()).widen;
   }
 
-  // Query rows [count][D] in code space, [count][W].
+  // Maps query rows [count][D] to code space, [count][W].
   std::vector<float> map(int64_t head, std::vector<float> q, int64_t count) const {
     if (data_ == nullptr) return q;
     std::vector<float> mapped(count * width_);
@@ -38,7 +37,7 @@ class Basis {
     return mapped;
   }
 
-  // x[D] += the vector that has these coordinates in code space.
+  // x[D] += the vector with these coordinates in code space.
   void add(int64_t head, const std::vector<float>& coordinates, std::vector<float>& x) const {
     if (data_ == nullptr) {
       std::transform(x.begin(), x.end(), coordinates.begin(), x.begin(), std::plus<float>());
@@ -62,7 +61,7 @@ std::unique_ptr<Decoder> decoder(const Side& side) {
   return std::make_unique<Form>(side);
 }
 
-// The decoders of packed tokens: `operands.Form`.
+// Decoders of packed tokens by name: `operands.Form`.
 constexpr Named<std::unique_ptr<Decoder> (*)(const Side&)> FORMS[] = {
     {"dense", decoder<DenseDecoder>}, {"levels", decoder<LevelDecoder>},    {"groups", decoder<GroupDecoder>},
     {"pairs", decoder<PairDecoder>},  {"tree", decoder<TreeDecoder>},       {"additive", decoder<AdditiveDecoder>},
@@ -83,7 +82,7 @@ struct Segments {
 struct Layer {
   Segments keys, values;
   int64_t sinks, packed, tail;  // tokens
-  const float* mean;            // of the keys, [H, D], or none
+  const float* mean;            // of the keys, [H, D], or null
 };
 
 class Attention {
@@ -108,7 +107,7 @@ class Attention {
   int64_t blocks() const { return step_.batch * step_.heads * row_blocks_; }
   int64_t tasks() const { return blocks() * (splits_ + 1); }
 
-  // The last split of a block takes the dense tokens, the others share out the packed ones.
+  // Attends to one split of a block: the last split has the dense tokens, the others share the packed ones.
   void attend(int64_t task) {
     const Rows rows = rows_of(task / (splits_ + 1));
     const int64_t split = task % (splits_ + 1);
@@ -129,7 +128,7 @@ class Attention {
     attend_run(step_, rows, q.data(), bias.empty() ? nullptr : bias.data(), run, partials);
   }
 
-  // Adds up the splits of a block into its rows of `out` [B, n, Hq, D]. `logits` [Hq] join the denominator.
+  // Merges the splits of a block into its rows of `out` [B, n, Hq, D]; learned `logits` [Hq] join the denominator.
   void merge(int64_t block, const float* logits, Tensor& out) const {
     const Rows rows = rows_of(block);
     const auto narrow = conversion(out.scalar_type()).narrow;
@@ -144,11 +143,11 @@ class Attention {
       std::fill(coordinates.begin(), coordinates.end(), 0.0f);
       std::fill(result.begin(), result.end(), 0.0f);
       for (int64_t split = 0; split <= splits_; ++split) {
-        const Partial& one = splits[split * rows_];
-        const float share = std::exp2(one.top - top);
+        const Partial& part = splits[split * rows_];
+        const float share = std::exp2(part.top - top);
         auto& sums = split == splits_ ? result : coordinates;
-        for (size_t c = 0; c < sums.size(); ++c) sums[c] += share * one.sums[c];
-        total += share * one.total;
+        for (size_t c = 0; c < sums.size(); ++c) sums[c] += share * part.sums[c];
+        total += share * part.total;
       }
       layer_.values.basis.add(rows.head.head, coordinates, result);
       for (float& x : result) x /= std::max(total, std::numeric_limits<float>::min());
@@ -169,7 +168,7 @@ class Attention {
     return {rows.head.head * step_.groups + row / step_.count, row % step_.count};
   }
 
-  // Query rows times the scale, each as wide as a decoded dense key.
+  // Query rows times the scale, padded to the width of a decoded dense key.
   std::vector<float> queries(const Rows& rows) const {
     const int64_t width = layer_.keys.sinks.width;
     const auto* data = static_cast<const char*>(query_.const_data_ptr());
@@ -183,7 +182,7 @@ class Attention {
     return q;
   }
 
-  // The product of each query row with the keys' mean; nothing where there is none.
+  // Product of each query row with the keys' mean; empty without a mean.
   std::vector<float> mean_scores(const Rows& rows, const std::vector<float>& q) const {
     std::vector<float> scores;
     const int64_t dim = query_.size(3), width = layer_.keys.sinks.width;

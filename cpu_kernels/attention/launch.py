@@ -1,4 +1,4 @@
-"""Calling the C++ attention. `attend` is the twin of the one in `reference.py`."""
+"""Call the C++ attention; `attend` is the twin of `reference.attend`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same arguments and result as `reference.attend`.
+    """Attend in C++; same arguments and result as `reference.attend`.
 
     Raises:
         RuntimeError: the C++ code cannot be compiled or loaded here.
@@ -44,14 +44,14 @@ def attend(
 
 
 def _operands(side: SideSegments) -> tuple[Form, list[int], list[torch.Tensor]]:
-    """A side's three arguments: see `Side` in `side.h`."""
-    own, fields = side.codec.cpu_side, _fields(side)
-    tensors = [side.sinks, side.tail, *own.code_space, *fields, *own.tables]
-    return own.form, [len(fields), *own.options], tensors
+    """Three arguments of the operator for a side: see `Side` in `side.h`."""
+    cpu_side, fields = side.codec.cpu_side, _fields(side)
+    tensors = [side.sinks, side.tail, *cpu_side.code_space, *fields, *cpu_side.tables]
+    return cpu_side.form, [len(fields), *cpu_side.options], tensors
 
 
 def _fields(side: SideSegments) -> list[torch.Tensor]:
-    """What is stored, and cos and sin of the packed tokens, `[B, H, T, 2 * rotary]`, where the codec asks for them."""
+    """Stored fields, and cos and sin of the packed tokens, `[B, H, T, 2 * rotary]`, if the codec uses them."""
     if side.track is None:
         return side.store.buffers
     _, heads, first, _ = side.sinks.shape

@@ -1,4 +1,5 @@
-// Attention of some query rows to a run of tokens, tile by tile, with an online softmax. Logits are in units of log 2.
+// Attention of query rows to a run of tokens, tile by tile, with an online softmax (FlashDecoding). Logits are in units
+// of log 2.
 #pragma once
 
 #include <cmath>
@@ -12,10 +13,10 @@ namespace kvcache_compress {
 constexpr float LOG2E = 1.44269504f;
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float LOWEST = std::numeric_limits<float>::lowest();
-constexpr int64_t TILE_NUMBERS = 4096;  // decoded numbers of a tile: half of a first-level cache
+constexpr int64_t TILE_NUMBERS = 4096;  // decoded numbers of a tile: half of an L1 cache
 constexpr int64_t MAX_TILE = 64;        // tokens
 
-// A mask [B, Hq, n, T] of any strides: boolean (true is visible), or a term of each logit.
+// Mask [B, Hq, n, T] of any strides: boolean (true is visible), or additive.
 class Mask {
  public:
   explicit Mask(const Tensor& mask)
@@ -49,8 +50,8 @@ class Mask {
   void (*widen_)(const void*, int64_t, float*) = nullptr;
 };
 
-// A step: `count` queries of `groups` query heads for each of `heads` key/value heads. Row r of a key/value head is
-// query r % count of its query head r / count. The queries are the last of `tokens` tokens.
+// One step of attention: `count` queries of `groups` query heads for each of `heads` key/value heads. Row r of a
+// key/value head is query r % count of its query head r / count. The queries are the last of `tokens` tokens.
 struct Step {
   int64_t batch, heads, groups, count, tokens;
   float softcap;  // 0 for none
@@ -66,23 +67,23 @@ struct Rows {
   int64_t first, count;
 };
 
-// Tokens [first, last) of a segment whose first token is number `position` of all.
+// Tokens [first, last) of a segment whose first token has this `position` in the sequence.
 struct Run {
   const Decoder &keys, &values;
   int64_t first, last, position;
 };
 
-// What the tokens so far add to the softmax of a row: the largest logit, and relative to it the sum of the weights and
-// the weighted sum of the values.
+// Partial softmax of a row over the tokens so far: the largest logit, and relative to it the sum of the weights and the
+// weighted sum of the values.
 struct Partial {
   float top = -INF, total = 0;
   float* sums = nullptr;
 };
 
-// Rows that share what is loaded of a tile, as many as registers allow: their sums take four registers each.
+// Rows that share the loads of a tile, as many as registers allow: the sums of a row take four.
 constexpr int64_t BLOCK_ROWS = 3;
 
-// Calls `call` with blocks of up to BLOCK_ROWS rows, their number as a template argument, without a single row last.
+// Calls `call` for blocks of up to BLOCK_ROWS rows, with their number as a template argument; avoids a single last row.
 template <class Call>
 inline void each_block(int64_t rows, Call call) {
   for (int64_t r = 0; r < rows;) {
@@ -100,7 +101,7 @@ inline void each_block(int64_t rows, Call call) {
   }
 }
 
-// scores[r * stride + t] = q[r] · k[t] for `count` tokens, and for up to three beyond them, which must be readable.
+// scores[r * stride + t] = q[r] · k[t] for `count` tokens, and for up to three more, which must be readable.
 inline void score(const float* q, int64_t rows, const float* k, int64_t count, int64_t width, float* scores,
                   int64_t stride) {
   each_block(rows, [&]<int ROWS>(int64_t first) {
@@ -119,7 +120,7 @@ inline void score(const float* q, int64_t rows, const float* k, int64_t count, i
   });
 }
 
-// sums[r * width...] += the sum over tokens of weights[r * stride + t] * v[t * width...], for VECTORS * LANES channels.
+// sums[r][c] += sum over tokens t of weights[r * stride + t] * v[t * width + c], for VECTORS * LANES channels c.
 template <int ROWS, int VECTORS>
 inline void add_weighted(const float* weights, int64_t stride, const float* v, int64_t count, int64_t width,
                          float* const (&sums)[ROWS]) {
@@ -138,8 +139,8 @@ inline void add_weighted(const float* weights, int64_t stride, const float* v, i
   }
 }
 
-// Turns the logits of a row, with room for whole LANES, into weights relative to the largest logit so far; what was
-// summed relative to a smaller one shrinks.
+// Turns the logits of a row into weights relative to the largest logit so far, and rescales the sums if it rises. The
+// buffer's capacity is a multiple of LANES.
 inline void weigh(float* logits, int64_t count, int64_t width, Partial& part) {
   std::fill(logits + count, logits + whole_lanes(count), -INF);
   Floats tops = Floats{} - INF;
@@ -164,8 +165,8 @@ inline void weigh(float* logits, int64_t count, int64_t width, Partial& part) {
   for (int lane = 0; lane < LANES; ++lane) part.total += total[lane];
 }
 
-// Adds a run of tokens to the `parts` of some rows with queries `q` [rows][run.keys.width]; `bias` is added to all
-// logits of a row.
+// Adds a run of tokens to the partial softmax `parts` of rows with queries `q` [rows][run.keys.width]; `bias`, if any,
+// is added to all logits of a row.
 inline void attend_run(const Step& step, const Rows& rows, const float* q, const float* bias, const Run& run,
                        Partial* parts) {
   const int64_t k_width = run.keys.width, v_width = run.values.width, widest = std::max(k_width, v_width);

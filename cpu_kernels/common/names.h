@@ -1,4 +1,4 @@
-// Names that cross from Python: for each `Literal` that does there is a table of the same names here.
+// Names passed from Python: each `Literal` that is passed has a table of the same names in C++.
 #pragma once
 
 #include <torch/csrc/stable/c/shim.h>
@@ -10,8 +10,7 @@
 
 namespace kvcache_compress {
 
-// A string argument of an operator, whose C++ function takes a handle: as of PyTorch 2.13 the conversion to a
-// `std::string` leaks one at each call.
+// Text of a string argument. Operators take a handle, as PyTorch 2.13's conversion to `std::string` leaks at each call.
 inline std::string text(StringHandle handle) {
   const char* data = nullptr;
   size_t length = 0;
@@ -28,7 +27,7 @@ struct Named {
   Value value;
 };
 
-// What `name` stands for in a table of all `kind`s.
+// Value of `name` in the table of all names of this `kind`; throws for an unknown name.
 template <class Value, size_t COUNT>
 Value named(const char* kind, const std::string& name, const Named<Value> (&table)[COUNT]) {
   for (const auto& entry : table) {

@@ -1,4 +1,4 @@
-"""What a codec hands to the C++ attention for its side."""
+"""Operands that a codec hands to the C++ attention for its side (keys or values)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch.nn import functional
 
 Form: TypeAlias = Literal["dense", "levels", "groups", "pairs", "tree", "additive", "complex", "bits"]
 _LANES = 8
-"""Numbers that the C++ code takes at a time."""
+"""Numbers per vector of the C++ code (`LANES` in `simd.h`)."""
 
 
 @dataclass(frozen=True)
 class CPUSide:
-    """How one side's fields are decoded; see the decoders in `decode.h`, `polar.h` and `commvq.h`.
+    """Decoder of one side's fields and its operands; see the decoders in `decode.h`, `polar.h` and `commvq.h`.
 
-    form: which decoder; C++ has a table of the same names.
-    options: its options, whole numbers.
-    tables: its tables, contiguous: the codec's own, so that they take no memory beside it.
-    basis: `[H or 1, W, D]`, D rounded up to a multiple of eight: the axes of code space; None is the identity. That of
-        keys is float32 and contiguous; that of values of any dtype, the numbers of an axis side by side.
-    mean: float32 `[H, D]`, contiguous: what was subtracted from the tokens.
+    form: name of the decoder; `attend.cpp` has a table of the same names.
+    options: integer options of the decoder.
+    tables: contiguous tables of the decoder, shared with the codec so that they take no extra memory.
+    basis: axes of code space, `[H or 1, W, D]`, D rounded up to a multiple of eight; None is the identity. Of keys,
+        float32 and contiguous; of values, any dtype with stride 1 along an axis.
+    mean: float32 `[H, D]`, contiguous, that was subtracted from the tokens.
     """
 
     form: Form
@@ -35,9 +35,9 @@ class CPUSide:
 
     @cached_property
     def code_space(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Basis and mean as the operator takes them: empty for None, since optional ones in a list cost more time."""
-        none = torch.empty(0, device="cpu")
-        return none if self.basis is None else self.basis, none if self.mean is None else self.mean
+        """Basis and mean for the operator, empty tensors for None: optional tensors in a list cost more time."""
+        empty = torch.empty(0, device="cpu")
+        return empty if self.basis is None else self.basis, empty if self.mean is None else self.mean
 
 
 def cpu_side(
@@ -47,7 +47,7 @@ def cpu_side(
     basis: torch.Tensor,
     mean: torch.Tensor | None = None,
 ) -> CPUSide:
-    """A side with a code space; see `CPUSide`. Tensors stay the codec's own wherever they fit."""
+    """Build a `CPUSide` with a code space; tensors are shared with the codec unless they need padding."""
     missing = -basis.shape[-1] % _LANES
     basis = functional.pad(basis, (0, missing)) if missing else basis.contiguous()
     return CPUSide(form, tuple(options), tuple(tables), basis, None if mean is None else mean.contiguous())

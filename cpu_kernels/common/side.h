@@ -1,4 +1,4 @@
-// One side of a layer, keys or values, as `attend` takes it.
+// Arguments of `attend` for one side of a layer, keys or values.
 #pragma once
 
 #include <vector>
@@ -9,8 +9,8 @@ namespace kvcache_compress {
 
 using torch::stable::Tensor;
 
-// It crosses as three arguments, which `launch._operands` writes: the name of the form, which is that of a decoder; how
-// many fields there are, followed by the form's options; and all tensors in the order of the members below.
+// Passed from Python as three arguments (`launch._operands`): the form, which names a decoder; the number of fields,
+// followed by the form's options; and all tensors, in the order of the members below.
 struct Side {
   Side(StringHandle name, const std::vector<int64_t>& numbers, const std::vector<Tensor>& tensors)
       : form(text(name)),
@@ -22,7 +22,7 @@ struct Side {
         fields(tensors.begin() + 4, tensors.begin() + 4 + numbers[0]),
         tables(tensors.begin() + 4 + numbers[0], tensors.end()) {}
 
-  // The options, of a form that has as many as there are `numbers`.
+  // Reads the options into `numbers`; throws if their count differs.
   template <class... Numbers>
   void read_options(Numbers&... numbers) const {
     STD_TORCH_CHECK(options.size() == sizeof...(numbers), options.size(), " options for the form '", form,
@@ -34,7 +34,7 @@ struct Side {
   std::string form;
   std::vector<int64_t> options;
   Tensor sinks, tail;          // dense tokens, [B, H, T, D]
-  Tensor basis, mean;          // of code space, empty where there is none: see `operands.CPUSide`
+  Tensor basis, mean;          // of code space, empty if absent: see `operands.CPUSide`
   std::vector<Tensor> fields;  // of packed tokens, [B, H, rows, numbers]
   std::vector<Tensor> tables;
 };

@@ -1,4 +1,4 @@
-// Eight numbers at a time: what the decoders and the attention loop need of the processor.
+// Vectors of eight numbers: the operations that the decoders and the attention loop need.
 #pragma once
 
 #include <torch/headeronly/util/Half.h>
@@ -39,17 +39,17 @@ inline Floats load(const Half* from) {
 #endif
 }
 
-// The first `count` numbers alone; zeros take the place of the others.
+// Loads the first `count` numbers only, followed by zeros.
 inline Floats load(const Half* from, int64_t count) {
   if (count >= LANES) return load(from);
-  Half room[LANES] = {};
-  std::memcpy(room, from, count * sizeof(Half));
-  return load(room);
+  Half padded[LANES] = {};
+  std::memcpy(padded, from, count * sizeof(Half));
+  return load(padded);
 }
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
-// Eight words of 32, 16 or 8 bits.
+// Loads eight words of 32, 16 or 8 bits.
 inline Ints load_words(const int32_t* from) { return load<Ints>(from); }
 
 inline Ints load_words(const int16_t* from) {
@@ -62,12 +62,12 @@ inline Ints load_words(const uint8_t* from) {
   return __builtin_convertvector(load<Words>(from), Ints);
 }
 
-// The first `count` numbers alone.
+// Stores the first `count` numbers only.
 inline void store(float* to, Floats x, int64_t count) {
   std::memcpy(to, &x, count < LANES ? count * sizeof(float) : sizeof x);
 }
 
-// COUNT levels, `stride` numbers apart, to be looked up by LANES codes.
+// Table of COUNT levels, which lie `stride` numbers apart, looked up by LANES codes at once.
 template <int COUNT>
 class Table {
  public:
@@ -77,19 +77,19 @@ class Table {
 
   Floats operator[](Ints codes) const {
 #ifdef __AVX2__
-    Floats found = _mm256_permutevar8x32_ps(levels_[0], (__m256i)codes);
+    Floats looked_up = _mm256_permutevar8x32_ps(levels_[0], (__m256i)codes);
     for (int i = 1; i < VECTORS; ++i) {
       const Floats next = _mm256_permutevar8x32_ps(levels_[i], (__m256i)codes);
-      found = codes >= static_cast<int>(i * LANES) ? next : found;
+      looked_up = codes >= static_cast<int>(i * LANES) ? next : looked_up;
     }
 #else
-    Floats found;
+    Floats looked_up;
     for (int lane = 0; lane < LANES; ++lane) {
-      const int code = codes[lane] & (COUNT - 1);  // lanes without a code hold anything
-      found[lane] = levels_[code / LANES][code % LANES];
+      const int code = codes[lane] & (COUNT - 1);  // unused lanes hold any number
+      looked_up[lane] = levels_[code / LANES][code % LANES];
     }
 #endif
-    return found;
+    return looked_up;
   }
 
  private:
@@ -97,7 +97,7 @@ class Table {
   Floats levels_[VECTORS] = {};
 };
 
-// The sums of four vectors.
+// Writes the sum of each of four vectors.
 inline void sum_each(const Floats (&x)[4], float* sums) {
 #ifdef __AVX2__
   const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
@@ -110,7 +110,7 @@ inline void sum_each(const Floats (&x)[4], float* sums) {
 #endif
 }
 
-// 2^x for x <= 0 with a relative error of 2e-7, and 0 for what is no normal number; NaN stays NaN.
+// 2^x for x <= 0 with a relative error of 2e-7; 0 if the result is not a normal number; NaN stays NaN.
 inline Floats exp2(Floats x) {
   constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
   const Floats shifted = x + ROUND;

@@ -1,4 +1,4 @@
-// CommVQ: sums of codebook rows (see additive.py), keys turned by their tokens' RoPE, and the bits of the encoder.
+// Decoders of CommVQ: sums of codebook rows (see additive.py), keys rotated by RoPE, and the bits of the encoder.
 #pragma once
 
 #include <bit>
@@ -7,10 +7,10 @@
 
 namespace kvcache_compress {
 
-constexpr int LINE = 4;  // registers of halves that a cache line fills
+constexpr int LINE = 4;  // vectors of LANES halves per cache line
 
-// Calls `call(first, lanes)` for runs of `n` numbers that fill up to MOST registers, a power of two, with the number of
-// registers as a template argument. Only a run of one register may have fewer than LANES numbers.
+// Splits `n` numbers into runs of up to MOST registers, powers of two, and calls `call(first, lanes)` for each, with
+// the number of registers as a template argument. Only a run of one register may have fewer than LANES numbers.
 template <int MOST, class Call>
 inline void each_run_of_registers(int64_t n, Call call, int64_t first = 0) {
   for (; n - first >= MOST * LANES; first += MOST * LANES) call.template operator()<MOST>(first, LANES);
@@ -21,7 +21,7 @@ inline void each_run_of_registers(int64_t n, Call call, int64_t first = 0) {
   }
 }
 
-// Residual codebooks, float16 [H, G, R, N, ...], and tokens' codes: for each group and round `parts` indices of rows.
+// Residual codebooks, float16 [H, G, R, N, ...], whose rows are named by `parts` indices per group and round.
 class Codebooks {
  public:
   Codebooks(const Tensor& books, int64_t parts)
@@ -44,8 +44,8 @@ class Codebooks {
   // Numbers of a row.
   int64_t width() const { return row_; }
 
-  // Where in a head's books the rows of tokens' codes begin, [count][G][terms] with `stride` numbers per token, and
-  // zeros for one token more: what is fetched early while the last one is summed.
+  // Offsets, in a head's books, of the rows that the codes of tokens name: [count][G][terms], `stride` per token. One
+  // more token has zeros, for the prefetch while the last one is summed.
   std::vector<int64_t> find(const Field& codes, const Head& head, int64_t first, int64_t count) const {
     std::vector<int64_t> rows((count + 1) * stride);
     const uint32_t mask = (1u << bits_) - 1, width = row_;
@@ -66,7 +66,7 @@ class Codebooks {
   int64_t groups, terms, stride;
 
  private:
-  // The bytes from number `first` on of `count`, as many as there are of eight.
+  // Up to eight of `count` bytes, from byte `first` on.
   static uint64_t load_word(const uint8_t* bytes, int64_t first, int64_t count) {
     uint64_t word = 0;
     if (count < 8) {
@@ -84,7 +84,8 @@ class Codebooks {
   std::vector<int64_t> starts_;
 };
 
-// Values, `scale * sum of rows`. Fields: codes, scale. The table has the books, [H, G, R, N, w].
+// Values in the residual form (section 4.2): `scale * sum of rows`.
+// Fields: codes, scale. Table: books, [H, G, R, N, w].
 class AdditiveDecoder : public Decoder {
  public:
   explicit AdditiveDecoder(const Side& side)
@@ -97,10 +98,10 @@ class AdditiveDecoder : public Decoder {
     for (int64_t t = 0; t < count; ++t) {
       const float scale = *scales_.row<Half>(head, first + t);
       for (int64_t group = 0; group < books_.groups; ++group) {
-        const int64_t* own = &rows[t * books_.stride + group * books_.terms];
+        const int64_t* terms = &rows[t * books_.stride + group * books_.terms];
         float* to = tile + t * width + group * books_.width();
         each_run_of_registers<8>(books_.width(), [&]<int COUNT>(int64_t at, int64_t lanes) {
-          add<COUNT>(books_.of(head) + at, own, scale, lanes, to + at);
+          add<COUNT>(books_.of(head) + at, terms, scale, lanes, to + at);
         });
       }
     }
@@ -122,9 +123,9 @@ class AdditiveDecoder : public Decoder {
   Codebooks books_;
 };
 
-// Keys, `scale * e^(i theta) * sum of (c[a] + i c[b])`, in code space `[real parts | imaginary parts]` of all pairs.
-// Fields: codes, of each round b before a; scale; cos and sin of the rotary pairs, which come first. Tables: books,
-// [H, G, R, N, 2, pairs of a group], and where pairs are weighed what to divide them by, [H, pairs].
+// Keys (section 4.2): `scale * e^(i theta) * sum of (c[a] + i c[b])`, in code space `[real parts | imaginary parts]` of
+// all pairs, rotary ones first. Fields: codes, in each round b before a; scale; cos and sin of the rotary pairs.
+// Tables: books, [H, G, R, N, 2, pairs of a group], and, if pairs were weighed, their weights to divide by, [H, pairs].
 class ComplexDecoder : public Decoder {
  public:
   explicit ComplexDecoder(const Side& side)
@@ -134,7 +135,7 @@ class ComplexDecoder : public Decoder {
   }
 
   void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
-    const int64_t pairs = width / 2, own_pairs = books_.width() / 2, rotary = rope_.numbers / 2;
+    const int64_t pairs = width / 2, group_pairs = books_.width() / 2, rotary = rope_.numbers / 2;
     std::vector<float> gain(pairs + LANES, 1.0f), cosine(pairs + LANES, 1.0f), sine(pairs + LANES);
     for (int64_t i = 0; i < pairs && weights_ != nullptr; ++i) gain[i] = 1.0f / weights_[head.head * pairs + i];
     const std::vector<int64_t> rows = books_.find(codes_, head, first, count);
@@ -144,13 +145,13 @@ class ComplexDecoder : public Decoder {
       widen<Half>(factors + rotary, rotary, sine.data());
       const float scale = *scales_.row<Half>(head, first + t);
       for (int64_t group = 0; group < books_.groups; ++group) {
-        const int64_t* own = &rows[t * books_.stride + group * books_.terms];
-        each_run_of_registers<4>(own_pairs, [&]<int COUNT>(int64_t at, int64_t lanes) {
+        const int64_t* terms = &rows[t * books_.stride + group * books_.terms];
+        each_run_of_registers<4>(group_pairs, [&]<int COUNT>(int64_t at, int64_t lanes) {
           const int64_t n = COUNT > 1 ? LANES : lanes;
           Floats real[COUNT] = {}, imaginary[COUNT] = {};
-          add(books_.of(head) + at, own, n, real, imaginary);
+          add(books_.of(head) + at, terms, n, real, imaginary);
           for (int j = 0; j < COUNT; ++j) {
-            const int64_t pair = group * own_pairs + at + j * LANES;
+            const int64_t pair = group * group_pairs + at + j * LANES;
             const Floats factor = load(&gain[pair]) * scale, x = real[j] * factor, y = imaginary[j] * factor;
             const Floats c = load(&cosine[pair]), s = load(&sine[pair]);
             store(tile + t * width + pair, x * c - y * s, n);
@@ -162,7 +163,7 @@ class ComplexDecoder : public Decoder {
   }
 
  private:
-  // The sum of c[a] + i c[b] for some pairs of a group, from the books of the first of them.
+  // Adds up c[a] + i c[b] for a run of pairs of a group; `from` is the books' column of the first pair.
   template <int COUNT>
   [[gnu::always_inline]] void add(const Half* from, const int64_t* rows, int64_t n, Floats (&real)[COUNT],
                                   Floats (&imaginary)[COUNT]) const {
@@ -185,7 +186,7 @@ class ComplexDecoder : public Decoder {
   const Half* weights_ = nullptr;
 };
 
-// Values by the paper's encoder: the bits of all heads of a token, times the scale of the head that asks.
+// Values in the encoder form (section 4.1): the bits of all heads of a token, times the scale of the head in question.
 // Fields: bits, scale.
 class BitDecoder : public Decoder {
  public:

@@ -1,4 +1,4 @@
-// Stored tokens decoded tile by tile, to float32 in the code space of their side.
+// Decoders of stored tokens, tile by tile, to float32 in the code space of their side.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -18,7 +18,7 @@ using torch::headeronly::ScalarType;
 
 constexpr int64_t CODES_PER_WORD = 8;
 
-// `n` numbers of a stored dtype as float32, and back.
+// Converts `n` numbers of a stored dtype to float32, and back.
 template <class Number>
 void widen(const void* from, int64_t n, float* to) {
   const auto* x = static_cast<const Number*>(from);
@@ -56,7 +56,7 @@ inline Conversion conversion(ScalarType dtype) {
   }
 }
 
-// A key/value head of a sequence.
+// A key/value head of one sequence of the batch.
 struct Head {
   int64_t batch, head;
 };
@@ -65,13 +65,13 @@ class Decoder {
  public:
   virtual ~Decoder() = default;
 
-  // Tokens [first, first + count) of a head into `tile` [count][width].
+  // Decodes tokens [first, first + count) of a head into `tile` [count][width].
   virtual void decode(const Head& head, int64_t first, int64_t count, float* tile) const = 0;
 
   int64_t width = 0;
 };
 
-// Tokens that are stored as they are, [B, H, T, D]; their code space is D wide, rounded up to whole LANES.
+// Uncompressed tokens [B, H, T, D]; their code space is D wide, rounded up to a multiple of LANES.
 class DenseDecoder : public Decoder {
  public:
   explicit DenseDecoder(const Tensor& x)
@@ -83,7 +83,7 @@ class DenseDecoder : public Decoder {
         widen_(conversion(x.scalar_type()).widen) {
     width = whole_lanes(x.size(3));
     dim_ = x.size(3);
-    STD_TORCH_CHECK(x.stride(3) == 1, "the channels of a dense token must lie side by side");
+    STD_TORCH_CHECK(x.stride(3) == 1, "the channels of a dense token must be contiguous");
   }
 
   explicit DenseDecoder(const Side& side) : DenseDecoder(side.fields[0]) {}
@@ -102,7 +102,7 @@ class DenseDecoder : public Decoder {
   void (*widen_)(const void*, int64_t, float*);
 };
 
-// Some words of a token: `count` from number `first` on.
+// A run of words of a token: `count` words from word `first` on.
 struct Words {
   int64_t first, count;
 };
@@ -116,7 +116,7 @@ class Field {
         head_(x.stride(1) * x.element_size()),
         row_(x.stride(2) * x.element_size()) {
     numbers = x.dim() == 4 ? x.size(3) : 1;
-    STD_TORCH_CHECK(numbers == 1 || x.stride(3) == 1, "the numbers of a field must lie side by side");
+    STD_TORCH_CHECK(numbers == 1 || x.stride(3) == 1, "the numbers of a field must be contiguous");
   }
 
   template <class Number>
@@ -143,25 +143,26 @@ struct Planes {
   using HighWord = Word<HIGH>;
 };
 
-// LANES words, of which but `count` are there.
+// Loads the first `count` words only, followed by zeros.
 template <class Word>
 inline Ints load_words(const Word* words, int64_t count) {
   if (count >= LANES) return load_words(words);
-  Word room[LANES] = {};
-  std::memcpy(room, words, count * sizeof(Word));
-  return load_words(room);
+  Word padded[LANES] = {};
+  std::memcpy(padded, words, count * sizeof(Word));
+  return load_words(padded);
 }
 
-// Calls `emit(channel, codes, lanes)` for each run of LANES channels of a token, of which `lanes` may be written: up to
-// the token's end. Where words are no whole LANES, a run reaches into the next parts, whose own runs follow.
+// Unpacks the codes of a token and calls `emit(channel, codes, lanes)` for each run of LANES channels, of which the
+// first `lanes` may be written, up to the token's end. If the number of words is no multiple of LANES, a run overlaps
+// the runs after it, which are emitted later.
 template <int BITS, class Emit>
-[[gnu::always_inline]] inline void each_run(const Field* planes, const Head& head, int64_t token, const Words& own,
+[[gnu::always_inline]] inline void each_run(const Field* planes, const Head& head, int64_t token, const Words& range,
                                             Emit emit) {
   using P = Planes<BITS>;
-  const int64_t words = own.count;
-  const auto* low = planes[0].row<typename P::LowWord>(head, token) + own.first;
+  const int64_t words = range.count;
+  const auto* low = planes[0].row<typename P::LowWord>(head, token) + range.first;
   const typename P::HighWord* high = nullptr;
-  if constexpr (P::HIGH > 0) high = planes[1].row<typename P::HighWord>(head, token) + own.first;
+  if constexpr (P::HIGH > 0) high = planes[1].row<typename P::HighWord>(head, token) + range.first;
   const auto runs = [&]<bool WHOLE>() __attribute__((always_inline)) {
     for (int64_t word = (words - 1) / LANES * LANES; word >= 0; word -= LANES) {
       const int64_t left = WHOLE ? LANES : words - word;
@@ -180,7 +181,7 @@ template <int BITS, class Emit>
   words % LANES == 0 ? runs.template operator()<true>() : runs.template operator()<false>();
 }
 
-// `call` with the number of bits as a template argument.
+// Calls `call` with the number of bits as a template argument.
 template <class Call>
 inline void with_bits(int64_t bits, Call call) {
   switch (bits) {
@@ -203,8 +204,8 @@ inline void with_bits(int64_t bits, Call call) {
 
 inline int64_t plane_count(int64_t bits) { return bits == 3 || bits >= 5 ? 2 : 1; }
 
-// Sums of components `scale * levels[codes]`, each along rows of its own: TurboQuant and QJL.
-// Options: the bits of each component. Fields of a component: its planes, then its scale; its table: levels, [2^bits].
+// TurboQuant (Algorithms 1 and 2) and QJL (Definition 3.1): components `scale * levels[codes]`, each along its rows.
+// Options: bits of each component. Fields of a component: its planes, then its scale; its table: levels, [2^bits].
 class LevelDecoder : public Decoder {
  public:
   explicit LevelDecoder(const Side& side) {
@@ -243,15 +244,15 @@ class LevelDecoder : public Decoder {
   std::vector<Component> components_;
 };
 
-// Numbers that `channels` channels each share, to all `width` channels of a token.
+// Repeats numbers that `channels` channels share to all `width` channels of a token.
 inline void spread(const Half* from, int64_t channels, int64_t width, float* to) {
   for (int64_t channel = 0; channel < width; channel += channels) {
     std::fill_n(to + channel, channels, static_cast<float>(*from++));
   }
 }
 
-// `code * scale + zero` with a scale and a zero point for `tokens` tokens and `channels` channels: KIVI.
-// Options: bits, tokens, channels. Fields: the planes, scale, zero.
+// KIVI (section 3.2): `code * scale + zero`, with one scale and zero point per `tokens` tokens and `channels` channels.
+// Options: bits, tokens, channels. Fields: planes, scale, zero.
 class GroupDecoder : public Decoder {
  public:
   explicit GroupDecoder(const Side& side) : fields_(side.fields.begin(), side.fields.end()) {

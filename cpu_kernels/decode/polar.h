@@ -1,14 +1,15 @@
-// The two PolarQuants: coordinates as radii and angles.
+// Decoders of the two PolarQuant methods: coordinates as radii and angles.
 #pragma once
 
 #include "decode/decode.h"
 
 namespace kvcache_compress {
 
-// Pairs `radius * (cos, sin)` in code space `[real parts | imaginary parts]`: PolarQuant on RoPE pairs.
-// Options: bits of angles, bits of radii, tokens that share a scale (0: there is none), twice the offset of radii.
-// Fields: the planes of the angles, of the radii, a scale for each pair, and a factor of each token where it is
-// matched. A radius is `(code + offset) * scale`. There is one table, [2^bits, 2]: cosine and sine of each angle code.
+// PolarQuant on RoPE pairs (Wu et al., section 3.2): pairs `radius * (cos, sin)`, in code space
+// `[real parts | imaginary parts]`, with radius `(code + offset) * scale`.
+// Options: bits of angles, bits of radii, tokens that share a scale (0 for none), twice the offset of radii.
+// Fields: planes of the angles, planes of the radii, a scale for each pair, and a factor of each token if matched.
+// Table: [2^bits, 2], cosine and sine of each angle code.
 class PairDecoder : public Decoder {
  public:
   explicit PairDecoder(const Side& side)
@@ -62,14 +63,14 @@ class PairDecoder : public Decoder {
   int64_t pairs_;
 };
 
-// Where the codes of a level of a tree lie: see `polar_tree.LevelCodes`.
+// Location of the codes of one level of a tree: see `polar_tree.LevelCodes`.
 struct LevelCodes {
   int64_t bits, count, field;
   Words words;
   int64_t base;
 };
 
-// Those of all levels, finest first, from `PolarTree.places`.
+// Locations of all levels, finest first, from `PolarTree.places`.
 inline std::vector<LevelCodes> level_codes(const std::vector<int64_t>& places) {
   constexpr int64_t NUMBERS = 6;
   STD_TORCH_CHECK(!places.empty() && places.size() % NUMBERS == 0, "six numbers are needed for each level");
@@ -80,9 +81,10 @@ inline std::vector<LevelCodes> level_codes(const std::vector<int64_t>& places) {
   return levels;
 }
 
-// Recursive PolarQuant: see polar_tree.py. Options: `PolarTree.places`. Fields: the planes of all codes, then the radii
-// that are left. Tables: [2^bits, 2], cosines and sines, for each level, and last, if radii have 8 bits, what they
-// stand for, [H, 256].
+// Recursive PolarQuant (Han et al., Algorithm 1; see polar_tree.py), from the roots down:
+// r_(l-1) = [r_l cos | r_l sin].
+// Options: `PolarTree.places`. Fields: planes of all codes, then the radii of the roots. Tables: [2^bits, 2], cosines
+// and sines of each level, and for 8-bit radii a last one, [H, 256], of the radius of each code.
 class TreeDecoder : public Decoder {
  public:
   explicit TreeDecoder(const Side& side) : fields_(side.fields.begin(), side.fields.end()) {
@@ -127,17 +129,19 @@ class TreeDecoder : public Decoder {
     for (int64_t i = 0; i < stored.numbers; ++i) radii[i] = radii_[head.head * 256 + codes[i]];
   }
 
-  // Radii of a level become those below it, [radius cos | radius sin]. Both may be read and written LANES beyond.
+  // Expands radii of a level to those below it, [radius cos | radius sin]. May read and write LANES beyond either end.
   template <int BITS>
   void expand(const Level& level, const Head& head, int64_t token, const Table<1 << BITS>& cosines,
               const Table<1 << BITS>& sines, int32_t* codes, const float* radii, float* joined) const {
     each_run<BITS>(
         level.planes, head, token, level.words,
         [&] [[gnu::always_inline]] (int64_t slot, Ints run, int64_t) { std::memcpy(codes + slot, &run, sizeof run); });
-    const int32_t* own = codes + level.base;
-    for (int64_t i = 0; i < level.count; i += LANES) store(joined + i, load(radii + i) * cosines[load<Ints>(own + i)]);
+    codes += level.base;
+    for (int64_t i = 0; i < level.count; i += LANES) {
+      store(joined + i, load(radii + i) * cosines[load<Ints>(codes + i)]);
+    }
     joined += level.count;
-    for (int64_t i = 0; i < level.count; i += LANES) store(joined + i, load(radii + i) * sines[load<Ints>(own + i)]);
+    for (int64_t i = 0; i < level.count; i += LANES) store(joined + i, load(radii + i) * sines[load<Ints>(codes + i)]);
   }
 
   std::vector<Field> fields_;

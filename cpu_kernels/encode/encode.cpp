@@ -1,4 +1,4 @@
-// Codes of tokens on CPUs, the twins of the methods' `quantize`: found and packed in one pass.
+// Encoders of tokens on CPUs, twins of the `quantize` functions in torch: quantize and pack in one pass.
 #include "encode/encode.h"
 
 #include <torch/csrc/stable/library.h>
@@ -10,7 +10,7 @@ namespace {
 
 constexpr float SCALE_MAX = 65504.0f;
 
-// What is stored per vector: `scalar.Scalar`.
+// The scalar stored per vector: `scalar.Scalar`.
 enum class Scalar { NORM, MATCH, UNBIASED, LEAST_SQUARES };
 constexpr Named<Scalar> SCALARS[] = {{"norm", Scalar::NORM},
                                      {"match", Scalar::MATCH},
@@ -23,8 +23,8 @@ float sum(Floats x) {
   return total;
 }
 
-// Of a vector norm · z with code point p, from the terms of z·z, z·p and p·p.
-float stored_scalar(Scalar scalar, float norm, Floats own, Floats cross, Floats point) {
+// Stored scalar of a vector norm · z with code point p, from the terms of z·z, z·p and p·p: see `scalar.quantize`.
+float stored_scalar(Scalar scalar, float norm, Floats square, Floats cross, Floats point) {
   switch (scalar) {
     case Scalar::NORM:
       break;
@@ -32,7 +32,7 @@ float stored_scalar(Scalar scalar, float norm, Floats own, Floats cross, Floats 
       norm = norm / std::sqrt(sum(point));
       break;
     case Scalar::UNBIASED:
-      norm = norm * sum(own) / std::max(sum(cross), 1e-12f);
+      norm = norm * sum(square) / std::max(sum(cross), 1e-12f);
       break;
     case Scalar::LEAST_SQUARES:
       norm = norm * sum(cross) / sum(point);
@@ -41,8 +41,8 @@ float stored_scalar(Scalar scalar, float norm, Floats own, Floats cross, Floats 
   return std::min(norm, SCALE_MAX);
 }
 
-// Planes of the levels [2^bits] nearest to z [..., D], and the scalars for norms [...]. Levels ascend, or their lower
-// half descends (`lloyd_max.outward`).
+// TurboQuant's codes (Algorithm 1): planes of the levels [2^bits] nearest to z [..., D], and the scalars for norms
+// [...]. Levels ascend, or their lower half descends (`lloyd_max.outward`).
 std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const Tensor& levels, int64_t bits,
                                     StringHandle scalar) {
   const Scalar kind = named("scalar", text(scalar), SCALARS);
@@ -67,15 +67,15 @@ std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const T
     each_range(z, [&](int64_t vector, int64_t end) {
       for (; vector < end; ++vector) {
         const float* from = numbers + vector * width;
-        Floats own = {}, cross = {}, point = {};
+        Floats square = {}, cross = {}, point = {};
         planes.pack(vector, [&] [[gnu::always_inline]] (int64_t channel, int64_t lanes) {
           const Floats x = load_lanes(from + channel, lanes);
           const Ints codes = code_of(nearest(x));
           const Floats y = keep_lanes(table[codes], lanes);
-          own += x * x, cross += x * y, point += y * y;
+          square += x * x, cross += x * y, point += y * y;
           return codes;
         });
-        stored[vector] = stored_scalar(kind, norms[vector], own, cross, point);
+        stored[vector] = stored_scalar(kind, norms[vector], square, cross, point);
       }
     });
     fields = planes.fields();
@@ -84,7 +84,8 @@ std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const T
   return fields;
 }
 
-// Planes of x [B, H, T, D] for scales and zero points [B, H, T / tokens, D / channels].
+// KIVI's codes clamp(floor((x - zero) / scale + 1/2)): planes of x [B, H, T, D] for scales and zero points
+// [B, H, T / tokens, D / channels].
 std::vector<Tensor> quantize_groups(const Tensor& x, const Tensor& scale, const Tensor& zero, int64_t bits,
                                     int64_t tokens, int64_t channels) {
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "float32 is needed");
@@ -123,8 +124,8 @@ std::vector<Tensor> quantize_groups(const Tensor& x, const Tensor& scale, const 
   return fields;
 }
 
-// Cells of the angles of points: whole quarter turns, and those of the CELLS boundaries of a quarter, (cos, sin) each,
-// that they are past.
+// Codes of the angles of points: CELLS for each full quarter turn, plus the boundaries (cos, sin) of a quarter that the
+// point has passed.
 template <int CELLS>
 inline Ints angle_codes(Floats x, Floats y, const float* bounds) {
   const Ints second = (y > 0) & (x <= 0), third = (y <= 0) & (x < 0), fourth = (y < 0) & (x >= 0);
@@ -137,8 +138,8 @@ inline Ints angle_codes(Floats x, Floats y, const float* bounds) {
   return codes;
 }
 
-// Planes of the angles of points (real, imaginary) and of radii `steps` in cells, each [..., pairs]; `bounds` are those
-// of the cells in a quarter turn, [2^(angle_bits - 2), 2].
+// PolarQuant's codes of RoPE pairs (Wu et al., section 3.2): planes of the angles of points (real, imaginary) and of
+// radii `steps`, in cells, each [..., pairs]; `bounds` of the cells in a quarter turn, [2^(angle_bits - 2), 2].
 std::vector<Tensor> quantize_pairs(const Tensor& real, const Tensor& imaginary, const Tensor& steps,
                                    const Tensor& bounds, int64_t angle_bits, int64_t radius_bits) {
   for (const Tensor* x : {&real, &imaginary, &steps, &bounds}) {

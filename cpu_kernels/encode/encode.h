@@ -1,4 +1,4 @@
-// Codes of vectors, found and packed into bit planes: the reverse of the decoders.
+// Quantize vectors and pack their codes into bit planes: the inverse of the decoders.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -7,7 +7,7 @@
 
 namespace kvcache_compress {
 
-constexpr int64_t TASK_NUMBERS = 8192;  // fewer are not worth a thread
+constexpr int64_t TASK_NUMBERS = 8192;  // fewer numbers are not worth a thread
 
 // Calls `encode(first, end)` for ranges of the vectors x [..., D], in parallel.
 template <class Encode>
@@ -18,21 +18,21 @@ void each_range(const Tensor& x, Encode encode) {
 
 inline Ints first_lanes(int64_t lanes) { return Ints{0, 1, 2, 3, 4, 5, 6, 7} < static_cast<int32_t>(lanes); }
 
-// The first `lanes` numbers alone; zeros take the place of the others.
+// Loads the first `lanes` numbers only, followed by zeros.
 inline Floats load_lanes(const float* from, int64_t lanes) {
   if (lanes >= LANES) return load(from);
 #ifdef __AVX2__
   return _mm256_maskload_ps(from, (__m256i)first_lanes(lanes));
 #else
-  float room[LANES] = {};
-  std::memcpy(room, from, lanes * sizeof(float));
-  return load(room);
+  float padded[LANES] = {};
+  std::memcpy(padded, from, lanes * sizeof(float));
+  return load(padded);
 #endif
 }
 
 inline Floats keep_lanes(Floats x, int64_t lanes) { return lanes >= LANES ? x : (first_lanes(lanes) ? x : Floats{}); }
 
-// The low bits of LANES numbers as words of 32, 16 or 8 bits.
+// Narrows LANES numbers to words of 32, 16 or 8 bits, keeping the low bits.
 inline Ints narrow_words(Ints x, int32_t) { return x; }
 
 inline auto narrow_words(Ints x, int16_t) {
@@ -45,14 +45,14 @@ inline auto narrow_words(Ints x, uint8_t) {
   return __builtin_convertvector(x, Words);
 }
 
-// The first `lanes` words alone.
+// Stores the first `lanes` words only.
 template <class Word>
 inline void store_words(Word* to, Ints x, int64_t lanes) {
   const auto words = narrow_words(x, Word{});
   std::memcpy(to, &words, std::min(lanes, LANES) * sizeof(Word));
 }
 
-// An empty tensor [..., last] for vectors x [..., D]; [...] where `last` is 0.
+// Empty tensor [..., last] for vectors x [..., D]; [...] if `last` is 0.
 inline Tensor empty_field(const Tensor& x, int64_t last, ScalarType dtype) {
   std::vector<int64_t> shape;
   for (int64_t i = 0; i + 1 < x.dim(); ++i) shape.push_back(x.size(i));
@@ -71,8 +71,8 @@ inline std::vector<Tensor> empty_planes(const Tensor& x, int64_t words, int64_t 
   return planes;
 }
 
-// Packs the codes of `words` words into their planes. `codes(channel, lanes)` gives those of LANES channels from
-// `channel` on, of which the first `lanes` are taken.
+// Packs the codes of `words` words into their planes. `codes(channel, lanes)` returns the codes of LANES channels from
+// `channel` on, of which only the first `lanes` are used.
 template <int BITS, class Codes>
 [[gnu::always_inline]] inline void pack_words(typename Planes<BITS>::LowWord* low_words,
                                               typename Planes<BITS>::HighWord* high_words, int64_t words, Codes codes) {
@@ -83,9 +83,9 @@ template <int BITS, class Codes>
       Ints low = {}, high = {};
 #pragma GCC unroll 8
       for (int part = 0; part < CODES_PER_WORD; ++part) {
-        const Ints found = codes(part * words + word, lanes);
-        low |= (found & ((1 << P::LOW) - 1)) << (P::LOW * part);
-        if constexpr (P::HIGH > 0) high |= (found >> P::LOW & ((1 << P::HIGH) - 1)) << (P::HIGH * part);
+        const Ints run = codes(part * words + word, lanes);
+        low |= (run & ((1 << P::LOW) - 1)) << (P::LOW * part);
+        if constexpr (P::HIGH > 0) high |= (run >> P::LOW & ((1 << P::HIGH) - 1)) << (P::HIGH * part);
       }
       store_words(low_words + word, low, lanes);
       if constexpr (P::HIGH > 0) store_words(high_words + word, high, lanes);
@@ -94,7 +94,7 @@ template <int BITS, class Codes>
   words % LANES == 0 ? runs.template operator()<true>() : runs.template operator()<false>();
 }
 
-// The bit planes of all vectors x [..., D] with codes of BITS bits.
+// Writes the bit planes of all vectors x [..., D], with codes of BITS bits.
 template <int BITS>
 class PlaneWriter {
   using P = Planes<BITS>;
@@ -121,8 +121,8 @@ class PlaneWriter {
   typename P::HighWord* high_;
 };
 
-// The levels nearest to numbers, by a search in the boundaries between them that finds a bit of the codes per step. A
-// number on a boundary takes the level below; NaN takes the last level.
+// Finds the levels nearest to numbers by binary search in the boundaries between them, one bit of the codes per step. A
+// number on a boundary gets the level below; NaN gets the last level.
 template <int BITS>
 class Nearest {
  public:
@@ -146,10 +146,9 @@ class Nearest<0> {
   Ints operator()(Floats) const { return Ints{}; }
 };
 
-// The largest whole numbers that are not larger.
 inline Ints floor(Floats x) {
-  const Ints whole = __builtin_convertvector(x, Ints);
-  return whole + (__builtin_convertvector(whole, Floats) > x);
+  const Ints truncated = __builtin_convertvector(x, Ints);
+  return truncated + (__builtin_convertvector(truncated, Floats) > x);
 }
 
 inline Floats clamp(Floats x, float most) {

@@ -1,4 +1,4 @@
-// Codes of CommVQ: a round of the greedy search of additive.py, whose matrix products are left to torch, and packing.
+// Encoder of CommVQ: one round of the greedy search of additive.py, with matrix products by torch, and packing.
 #include <torch/csrc/stable/library.h>
 
 #include <limits>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-// `a` where it is less, else `b`, whether or not either is a number.
+// `a` if it is less, else `b`, also if either is NaN.
 inline Floats lesser(Floats a, Floats b) {
 #ifdef __AVX2__
   return _mm256_min_ps(a, b);
@@ -26,7 +26,7 @@ inline float least_lane(Floats x) {
   return x[0] < x[1] ? x[0] : x[1];
 }
 
-// A bit for each lane that is true.
+// Mask with one bit per lane, set if the lane is true.
 inline uint32_t true_lanes(Ints x) {
 #ifdef __AVX2__
   return _mm256_movemask_ps((__m256)x);
@@ -37,28 +37,28 @@ inline uint32_t true_lanes(Ints x) {
 #endif
 }
 
-// The place of the first of the least of some numbers; as in torch, what is no number is less than all. `numbers(i)`
-// gives LANES of `n` numbers from i on, and infinity for those that are missing.
+// Index of the first minimum of `n` numbers; as in torch, NaN is less than any number. `numbers(i)` returns LANES
+// numbers from i on, with infinity beyond the end.
 template <class Numbers>
 [[gnu::always_inline]] inline int64_t first_least(int64_t n, Numbers numbers) {
   Floats least = Floats{} + INFINITE;
-  Ints lost = {};
+  Ints nan = {};
   for (int64_t i = 0; i < n; i += LANES) {
     const Floats x = numbers(i);
     least = lesser(x, least);
-    lost |= x != x;
+    nan |= x != x;
   }
-  const bool any_lost = true_lanes(lost) != 0;
+  const bool any_nan = true_lanes(nan) != 0;
   const float bound = least_lane(least);
   for (int64_t i = 0; i < n; i += LANES) {
     const Floats x = numbers(i);
-    const uint32_t found = true_lanes(any_lost ? x != x : x == bound);
-    if (found != 0) return i + std::countr_zero(found);
+    const uint32_t matches = true_lanes(any_nan ? x != x : x == bound);
+    if (matches != 0) return i + std::countr_zero(matches);
   }
   return 0;
 }
 
-// Rows of `n` numbers, each followed by infinity up to whole LANES.
+// Rows of `n` numbers, each padded with infinity to a multiple of LANES.
 class PaddedRows {
  public:
   explicit PaddedRows(int64_t rows, int64_t n) : stride_(whole_lanes(n)), numbers_(rows * stride_, INFINITE) {}
@@ -70,14 +70,14 @@ class PaddedRows {
   std::vector<float> numbers_;
 };
 
-// Of real codebooks, the a of least `squares[a] - product[a]`.
+// Search in real codebooks: the a that minimises `squares[a] - product[a]`.
 class RowSearch {
  public:
   static constexpr int CODES = 1;
 
   explicit RowSearch(int64_t centres) : centres_(centres), squares_(1, centres) {}
 
-  // What depends on the codebook alone.
+  // Reads the terms that depend on the codebook only.
   void read(const float* squares) { std::copy_n(squares, centres_, squares_[0]); }
 
   void find(const float* products, int64_t* code) {
@@ -90,8 +90,8 @@ class RowSearch {
   PaddedRows squares_;
 };
 
-// Of complex codebooks, the (a, b) of least `table[a, b] - second[b] - first[a]`, `first` and `second` being the
-// products with c and i c.
+// Search in complex codebooks: the (a, b) that minimises `table[a, b] - second[b] - first[a]`, with `first` and
+// `second` the products with c and i c.
 class PairSearch {
  public:
   static constexpr int CODES = 2;
@@ -116,11 +116,11 @@ class PairSearch {
       }
       for (int i = 0; i < COUNT; ++i) store(least_[0] + at + i * LANES, least[i]);
     });
-    const auto place = [&](const float* costs, const float* own) {
-      return first_least(centres_, [&](int64_t i) { return load(costs + i) - load_lanes(own + i, centres_ - i); });
+    const auto best = [&](const float* costs, const float* gains) {
+      return first_least(centres_, [&](int64_t i) { return load(costs + i) - load_lanes(gains + i, centres_ - i); });
     };
-    const int64_t a = place(least_[0], first), b = place(by_a_[a], second);
-    codes[0] = second[b] == second[b] ? a : 0;  // in torch one that is no number makes the least of every a none
+    const int64_t a = best(least_[0], first), b = best(by_a_[a], second);
+    codes[0] = second[b] == second[b] ? a : 0;  // in torch one NaN makes the minimum of every a NaN
     codes[1] = b;
   }
 
@@ -129,8 +129,8 @@ class PairSearch {
   PaddedRows by_a_, by_b_, least_;
 };
 
-// Codes [..., n, CODES] of the points nearest to z [..., n, w], and what is left of z. `products` are those of z
-// with the rows [..., CODES * N, w]; a point is the sum of a row of each run of N.
+// Codes [..., n, CODES] of the points nearest to z [..., n, w], and the residual of z. `products` are those of z with
+// the rows [..., CODES * N, w]; a point is the sum of one row from each run of N.
 template <class Search>
 std::vector<Tensor> subtract_nearest(const Tensor& z, const Tensor& products, const Tensor& table, const Tensor& rows) {
   constexpr int64_t CODES = Search::CODES;
@@ -138,35 +138,35 @@ std::vector<Tensor> subtract_nearest(const Tensor& z, const Tensor& products, co
   for (const Tensor& x : {z, products, table, rows}) {
     STD_TORCH_CHECK(x.is_contiguous(), "contiguous tensors are needed");
   }
-  const int64_t books = rows.numel() / (CODES * centres * width), held = table.numel() / books;
+  const int64_t books = rows.numel() / (CODES * centres * width), terms = table.numel() / books;
   STD_TORCH_CHECK(rows.numel() == books * CODES * centres * width && z.numel() == books * count * width,
                   "codebooks of ", rows.numel(), " numbers for ", z.numel(), " in vectors of ", width);
-  STD_TORCH_CHECK(held == (CODES == 1 ? centres : centres * centres), held, " costs of ", centres, " centres");
+  STD_TORCH_CHECK(terms == (CODES == 1 ? centres : centres * centres), terms, " costs of ", centres, " centres");
   STD_TORCH_CHECK(products.numel() == books * count * CODES * centres, products.numel(), " products of ", books * count,
                   " vectors with ", CODES * centres, " rows");
-  const Tensor codes = empty_field(z, CODES, ScalarType::Long), left = empty_field(z, width, ScalarType::Float);
+  const Tensor codes = empty_field(z, CODES, ScalarType::Long), residual = empty_field(z, width, ScalarType::Float);
   const float *numbers = z.const_data_ptr<float>(), *inner = products.const_data_ptr<float>();
   const float *costs = table.const_data_ptr<float>(), *points = rows.const_data_ptr<float>();
-  auto* found = codes.mutable_data_ptr<int64_t>();
-  auto* rest = left.mutable_data_ptr<float>();
+  auto* all_codes = codes.mutable_data_ptr<int64_t>();
+  auto* rest = residual.mutable_data_ptr<float>();
   each_range(z, [&](int64_t first, int64_t end) {
     Search search(centres);
     for (int64_t vector = first; vector < end; ++vector) {
       const int64_t book = vector / count;
-      if (vector == first || vector % count == 0) search.read(costs + book * held);
-      int64_t* own = found + vector * CODES;
-      search.find(inner + vector * CODES * centres, own);
+      if (vector == first || vector % count == 0) search.read(costs + book * terms);
+      int64_t* code = all_codes + vector * CODES;
+      search.find(inner + vector * CODES * centres, code);
       const float* begin = points + book * CODES * centres * width;
-      const float *one = begin + own[0] * width, *other = begin + (CODES - 1) * (centres + own[CODES - 1]) * width;
+      const float *one = begin + code[0] * width, *other = begin + (CODES - 1) * (centres + code[CODES - 1]) * width;
       const float* from = numbers + vector * width;
       float* to = rest + vector * width;
       for (int64_t i = 0; i < width; ++i) to[i] = from[i] - (CODES == 1 ? one[i] : one[i] + other[i]);
     }
   });
-  return {codes, left};
+  return {codes, residual};
 }
 
-// `additive.pack_codes`: codes [..., n] as one run of bits each.
+// Twin of `additive.pack_codes`: packs codes [..., n] into one run of bits each.
 Tensor pack_run(const Tensor& codes, int64_t bits) {
   STD_TORCH_CHECK(codes.is_contiguous() && bits > 0 && bits < 32, "contiguous codes of 1 to 31 bits are needed");
   const int64_t count = codes.size(codes.dim() - 1), bytes = (count * bits + 7) / 8;
@@ -176,19 +176,21 @@ Tensor pack_run(const Tensor& codes, int64_t bits) {
   each_range(codes, [&](int64_t vector, int64_t end) {
     for (; vector < end; ++vector) {
       uint8_t* byte = to + vector * bytes;
-      uint64_t waiting = 0;
-      int64_t held = 0;
+      uint64_t pending = 0;
+      int64_t pending_bits = 0;
       for (int64_t i = 0; i < count; ++i) {
-        waiting |= static_cast<uint64_t>(from[vector * count + i]) << held;
-        for (held += bits; held >= 8; held -= 8, waiting >>= 8) *byte++ = static_cast<uint8_t>(waiting);
+        pending |= static_cast<uint64_t>(from[vector * count + i]) << pending_bits;
+        for (pending_bits += bits; pending_bits >= 8; pending_bits -= 8, pending >>= 8) {
+          *byte++ = static_cast<uint8_t>(pending);
+        }
       }
-      if (held > 0) *byte = static_cast<uint8_t>(waiting);
+      if (pending_bits > 0) *byte = static_cast<uint8_t>(pending);
     }
   });
   return packed;
 }
 
-// The plane of the bits `x > 0` of x [..., D].
+// Twin of `packing.pack_signs`: the plane of the bits `x > 0` of x [..., D].
 Tensor pack_signs(const Tensor& x) {
   STD_TORCH_CHECK(x.is_contiguous(), "contiguous tensors are needed");
   const auto* numbers = x.const_data_ptr<float>();

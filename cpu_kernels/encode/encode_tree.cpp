@@ -1,4 +1,5 @@
-// Codes of recursive PolarQuant, the twin of `polar_tree.encode`: a level of all tokens of a tile at a time.
+// Encoder of recursive PolarQuant (Han et al., Algorithm 1), the twin of `polar_tree.encode`: level by level for all
+// tokens of a tile.
 #include <torch/csrc/stable/library.h>
 
 #include <map>
@@ -9,20 +10,20 @@
 namespace kvcache_compress {
 namespace {
 
-constexpr int64_t TILE = 16;  // tokens, whose numbers and codes fit into the first-level cache
+constexpr int64_t TILE = 16;  // tokens; their numbers and codes fit into the L1 cache
 
-// A level, its points and its boundaries, both [..., 2].
+// A level with its points and its boundaries, both [..., 2].
 struct Level : LevelCodes {
   const float *points, *bounds;
 };
 
-// The planes of all codes of one number of bits, and where a token's codes are gathered for them.
+// Planes of all codes of one bit width, and the slot where a token's codes are gathered before packing.
 struct CodePlanes {
   int64_t words = 0, slot = 0;
   std::vector<Tensor> fields;
 };
 
-// A product that is rounded before it is added to anything, as torch does it: otherwise both may be one instruction.
+// Forces a product to be rounded before it is added, as in torch: otherwise both may be fused into one instruction.
 inline Floats rounded(Floats x) {
 #ifdef __AVX2__
   asm("" : "+x"(x));
@@ -43,32 +44,34 @@ class TreeEncoder {
     STD_TORCH_CHECK(points.size() == levels.size() && bounds.size() == levels.size(),
                     "points and boundaries are needed for each level");
     for (size_t i = 0; i < levels.size(); ++i) {
-      const LevelCodes& own = levels[i];
-      const int64_t codes = 1 << own.bits;
-      STD_TORCH_CHECK(own.count << (i + 1) == width_, own.count, " codes of level ", i + 1, " for ", width_,
+      const LevelCodes& level = levels[i];
+      const int64_t codes = 1 << level.bits;
+      STD_TORCH_CHECK(level.count << (i + 1) == width_, level.count, " codes of level ", i + 1, " for ", width_,
                       " numbers");
-      STD_TORCH_CHECK(points[i].is_contiguous() && points[i].numel() == 2 * codes, "points for ", own.bits, " bits");
+      STD_TORCH_CHECK(points[i].is_contiguous() && points[i].numel() == 2 * codes, "points for ", level.bits, " bits");
       STD_TORCH_CHECK(bounds[i].is_contiguous() && bounds[i].numel() == 2 * (i == 0 ? codes : codes - 1),
-                      "boundaries for ", own.bits, " bits");
-      levels_.push_back({own, points[i].const_data_ptr<float>(), bounds[i].const_data_ptr<float>()});
-      int64_t& words = planes_[own.field].words;
-      words = std::max(words, own.words.first + own.words.count);
+                      "boundaries for ", level.bits, " bits");
+      levels_.push_back({level, points[i].const_data_ptr<float>(), bounds[i].const_data_ptr<float>()});
+      int64_t& words = planes_[level.field].words;
+      words = std::max(words, level.words.first + level.words.count);
     }
-    for (auto& [field, own] : planes_) {
+    for (auto& [field, planes] : planes_) {
       const auto like = std::find_if(levels_.begin(), levels_.end(), [&](auto& level) { return level.field == field; });
-      own.fields = empty_planes(y, own.words, like->bits);
-      own.slot = slots_;
-      slots_ += own.words * CODES_PER_WORD;
+      planes.fields = empty_planes(y, planes.words, like->bits);
+      planes.slot = slots_;
+      slots_ += planes.words * CODES_PER_WORD;
     }
     for (Tensor& sum : sums_) sum = empty_field(y, levels_.back().count, ScalarType::Float);
   }
 
-  // The planes, the squared radii that are left, and the inner products with the code points.
+  // The planes, the squared radii of the roots, and their inner products with the code points.
   std::vector<Tensor> fields() const {
-    std::vector<Tensor> found;
-    for (const auto& [field, own] : planes_) found.insert(found.end(), own.fields.begin(), own.fields.end());
-    found.insert(found.end(), {sums_[0], sums_[1]});
-    return found;
+    std::vector<Tensor> tensors;
+    for (const auto& [field, planes] : planes_) {
+      tensors.insert(tensors.end(), planes.fields.begin(), planes.fields.end());
+    }
+    tensors.insert(tensors.end(), {sums_[0], sums_[1]});
+    return tensors;
   }
 
   void encode(int64_t first, int64_t end) const {
@@ -100,8 +103,8 @@ class TreeEncoder {
   }
 
  private:
-  // A level's codes of a token, `slots` being those of all levels; its squared radii and its inner products become
-  // those of the level above, half as many. They may be read and written LANES beyond.
+  // Encodes one level of a token into `slots`, which hold the codes of all levels, and halves the squared radii and
+  // inner products to those of the next level. May read and write LANES beyond their end.
   template <int BITS>
   void halve(const Level& level, const Table<1 << BITS>& cosines, const Table<1 << BITS>& sines, float* energy,
              float* cross, int32_t* slots) const {
@@ -114,12 +117,12 @@ class TreeEncoder {
       Ints code = {};
       for (int j = 0; j < COUNT - !circle; ++j) {
         const Ints turned = y * level.bounds[2 * j] > x * level.bounds[2 * j + 1];
-        code -= !circle ? turned : j < lower_ ? (beyond | turned) : (beyond & turned);  // what is true is -1
+        code -= !circle ? turned : j < lower_ ? (beyond | turned) : (beyond & turned);  // true is -1
       }
       code &= COUNT - 1;
       store(energy + i, circle ? rounded(x * x) + rounded(y * y) : x + y);
-      const Floats left = rounded(load(cross + i) * cosines[code]);
-      store(cross + i, left + rounded(load(cross + level.count + i) * sines[code]));
+      const Floats first = rounded(load(cross + i) * cosines[code]);
+      store(cross + i, first + rounded(load(cross + level.count + i) * sines[code]));
       std::memcpy(to + i, &code, std::min(LANES, level.count - i) * sizeof(int32_t));
     }
   }
@@ -127,12 +130,12 @@ class TreeEncoder {
   template <int BITS>
   void pack(const Level& level, int64_t first, int64_t count, const int32_t* slots) const {
     using P = Planes<BITS>;
-    const CodePlanes& own = planes_.at(level.field);
-    auto* low = static_cast<typename P::LowWord*>(own.fields.front().mutable_data_ptr());
-    auto* high = static_cast<typename P::HighWord*>(own.fields.back().mutable_data_ptr());
+    const CodePlanes& planes = planes_.at(level.field);
+    auto* low = static_cast<typename P::LowWord*>(planes.fields.front().mutable_data_ptr());
+    auto* high = static_cast<typename P::HighWord*>(planes.fields.back().mutable_data_ptr());
     for (int64_t t = 0; t < count; ++t) {
-      const int32_t* from = slots + t * slots_ + own.slot + level.words.first * CODES_PER_WORD;
-      const int64_t word = (first + t) * own.words + level.words.first;
+      const int32_t* from = slots + t * slots_ + planes.slot + level.words.first * CODES_PER_WORD;
+      const int64_t word = (first + t) * planes.words + level.words.first;
       pack_words<BITS>(low + word, high + word, level.words.count,
                        [&] [[gnu::always_inline]] (int64_t channel, int64_t) { return load<Ints>(from + channel); });
     }
@@ -141,7 +144,7 @@ class TreeEncoder {
   int64_t width_, lower_, slots_ = 0;
   const float* numbers_;
   std::vector<Level> levels_;
-  std::map<int64_t, CodePlanes> planes_;  // by the number of their low plane
+  std::map<int64_t, CodePlanes> planes_;  // by the index of their low plane
   Tensor sums_[2];
 };
 

@@ -1,4 +1,4 @@
-"""Calling the C++ encoders, the twins of the methods' own `quantize`."""
+"""Call the C++ encoders, twins of the `quantize` functions in torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def quantize_levels(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:
-    """`scalar.quantize` for float32 `z` `[..., width]`: the same codes, scalars to one unit in the last place."""
+    """Twin of `scalar.quantize` for float32 `z` `[..., width]`: equal codes, scalars to one unit in the last place."""
     operator = build.operators().quantize_levels.default
     return tuple(operator(z.contiguous(), norm.contiguous(), levels, bits, scalar))
 
@@ -24,7 +24,7 @@ def quantize_levels(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, b
 def quantize_groups(
     x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, tokens: int, channels: int
 ) -> Fields:
-    """`kivi.quantize` for float32 `x` `[B, H, T, D]`."""
+    """Twin of `kivi.quantize` for float32 `x` `[B, H, T, D]`."""
     x = x if x.stride(3) == 1 else x.contiguous()
     return tuple(build.operators().quantize_groups.default(x, scale, zero, bits, tokens, channels))
 
@@ -37,7 +37,7 @@ def quantize_pairs(
     angle_bits: int,
     radius_bits: int,
 ) -> Fields:
-    """`polar_pairs.quantize` for float32 `real`, `imaginary` and `steps` `[..., pairs]`."""
+    """Twin of `polar_pairs.quantize` for float32 `real`, `imaginary` and `steps` `[..., pairs]`."""
     operator = build.operators().quantize_pairs.default
     numbers = (x.contiguous() for x in (real, imaginary, steps))
     return tuple(operator(*numbers, bounds, angle_bits, radius_bits))
@@ -46,7 +46,7 @@ def quantize_pairs(
 def quantize_tree(
     y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
 ) -> tuple[Fields, torch.Tensor, torch.Tensor]:
-    """`polar_tree.encode` for float32 `y` `[..., D]`."""
+    """Twin of `polar_tree.encode` for float32 `y` `[..., D]`."""
     points, bounds = [book.points for book in books], [book.bounds for book in books]
     operator = build.operators().quantize_tree.default
     *planes, energy, cross = operator(y.contiguous(), points, bounds, tree.places, books[0].lower)
@@ -54,24 +54,24 @@ def quantize_tree(
 
 
 def complex_step(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`additive.complex_step` for float32 `z` `[*, n, 2g]`; the products are torch's, and so are all codes."""
-    codes, left = build.operators().subtract_nearest_pair.default(z, z @ rows.mT, costs, rows)
-    return codes, left
+    """Twin of `additive.complex_step` for float32 `z` `[*, n, 2g]`; products by torch, so that codes are equal."""
+    codes, residual = build.operators().subtract_nearest_pair.default(z, z @ rows.mT, costs, rows)
+    return codes, residual
 
 
 def real_step(x: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`additive.real_step` for float32 `x` `[*, n, d]`."""
-    codes, left = build.operators().subtract_nearest_row.default(x, x @ rows.mT, costs, rows)
-    return codes, left
+    """Twin of `additive.real_step` for float32 `x` `[*, n, d]`."""
+    codes, residual = build.operators().subtract_nearest_row.default(x, x @ rows.mT, costs, rows)
+    return codes, residual
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """`additive.pack_codes` for int64 `codes` `[..., n]`."""
+    """Twin of `additive.pack_codes` for int64 `codes` `[..., n]`."""
     packed: torch.Tensor = build.operators().pack_run.default(codes.contiguous(), bits)
     return packed
 
 
 def pack_signs(x: torch.Tensor) -> torch.Tensor:
-    """`packing.pack_signs` for float32 `x` `[..., width]`."""
+    """Twin of `packing.pack_signs` for float32 `x` `[..., width]`."""
     packed: torch.Tensor = build.operators().pack_signs.default(x.contiguous())
     return packed

@@ -1,1 +1,1 @@
-"""How fast: decode attention over a compressed layer, and whole models, beside the uncompressed cache."""
+"""Benchmarks: time decode attention and models with compressed caches, compared with the uncompressed cache."""

@@ -1,4 +1,4 @@
-"""`kvcache-compress bench`: decode attention on this machine for a model's shape, as a table, a file and a plot."""
+"""`kvcache-compress bench`: time decode attention on this machine for a model's shape; table, file and plot."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .timing import copy_bandwidth
 PRESETS = ("turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "kivi-2bit", "qjl-3bit", "polarquant-rope-4bit")
 LENGTHS = {"cuda": (8_192, 32_768, 131_072), "cpu": (1_024, 4_096, 16_384)}
 DTYPES = {"cuda": ("bfloat16", "float16"), "cpu": ("float32", "bfloat16", "float16")}
-"""Of a model, the usual one first; PyTorch has no flash attention in float32 on a GPU to compare with."""
+"""Dtypes of a model by device, the default first; on a GPU PyTorch has no float32 flash attention to compare with."""
 
 
 def attention_shape(model: str) -> Shape:
-    """The shape of what `estimate.model_shape` takes, which raises what this does."""
+    """Shape of a model's attention; takes and raises the same as `estimate.model_shape`."""
     return Shape(*model_shape(model)[1:])
 
 
@@ -47,20 +47,21 @@ def run_bench(
     output: Path | None = None,
     plot: Path | None = None,
 ) -> list[DecodeTime]:
-    """Measures one layer's attention over the full cache and each preset's, and prints a table.
+    """Measure one layer's attention over the full cache and over each preset's, and print a table.
 
     Args:
-        model: what `attention_shape` takes.
-        presets: names or YAML files; `PRESETS` when empty.
-        batches, lengths: sequences, and packed tokens in each; `LENGTHS` of the device when `lengths` is empty.
+        model: a model as for `attention_shape`.
+        presets: names or YAML files; `PRESETS` if empty.
+        batches, lengths: numbers of sequences, and of packed tokens in each; `LENGTHS` of the device if `lengths` is
+            empty.
         repeats: calls of which the median is taken.
-        dtype: of the model; the device's usual one when None.
-        device: `cpu` or `cuda`; the GPU where there is one when None.
+        dtype: dtype of the model; the device's default if None.
+        device: `cpu` or `cuda`; if None the GPU, if there is one.
         output: JSON file for all figures and how they were measured.
-        plot: PNG file for milliseconds against tokens.
+        plot: PNG file for a plot of milliseconds against tokens.
 
     Raises:
-        ValueError, OSError: an argument that cannot be; before anything is measured.
+        ValueError, OSError: an argument is invalid; raised before anything is measured.
         ImportError: a plot is wanted and matplotlib is not installed.
     """
     shape = attention_shape(model)
@@ -99,9 +100,9 @@ def run_bench(
             text = f"{row.cache}, batch {row.batch} x {row.tokens} tokens: {row.error}"
             console.print(escape(text), style="red")
     if output is not None:
-        found = {**circumstances(place), "dtype": dtype, "copy_gigabytes_per_second": round(bandwidth, 1)}
-        found |= {"heads": asdict(shape), "repeats": repeats, "decode": [asdict(row) for row in rows]}
-        write_atomically(output, json.dumps(found, indent=1) + "\n")
+        contents = {**circumstances(place), "dtype": dtype, "copy_gigabytes_per_second": round(bandwidth, 1)}
+        contents |= {"heads": asdict(shape), "repeats": repeats, "decode": [asdict(row) for row in rows]}
+        write_atomically(output, json.dumps(contents, indent=1) + "\n")
         console.print(f"written: {escape(str(output))}")
     if plot is not None and any(row.milliseconds is not None for row in rows):
         decode_plot(rows, title, plot)
@@ -110,7 +111,7 @@ def run_bench(
 
 
 def _table(rows: Sequence[DecodeTime], bandwidth: float, title: str) -> Table:
-    """The figures in 80 columns; `copy`: bandwidth in relation to that of a copy."""
+    """Table of the figures in 80 columns; `copy` is the bandwidth relative to that of a copy."""
     table = Table(title=escape(title), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in ("cache", "B x tokens", "bits", "ms", "GB/s", "copy", "speed-up", "bound"):
         table.add_column(heading, justify="left" if heading == "cache" else "right", overflow="fold")

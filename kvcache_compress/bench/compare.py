@@ -1,7 +1,7 @@
-"""Attention that is about to be timed, compared at its own shape with plain attention over decoded keys and values.
+"""Compare attention, before it is timed, at the same shape with plain attention over decoded keys and values.
 
-Of a few sequences of the batch, so that 32 of 128K tokens take a fraction of a second: the last one, whose codes lie
-farthest in memory, and another one by chance. Those that are not compared must at least be finite.
+Only two sequences of the batch are compared, so that 32 of 128K tokens take a fraction of a second: the last one, whose
+codes lie farthest in memory, and a random one. The others must at least be finite.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvcache_compress.attention.handle import Step
 from kvcache_compress.storage.segments import SideSegments
 
 ATTENTION_BAR = 2e-3
-"""RMS of the difference relative to that of the output, beside what rounding the output to 16 bits brings."""
+"""Allowed RMS of the difference relative to the RMS of the output, in addition to rounding of the output."""
 LIBRARY_BAR = 1e-2
-"""The same for other libraries' attention, whose weights are bfloat16 numbers: that it is the same attention."""
+"""The same bound for attention of other libraries, which round weights to bfloat16."""
 
 
 def compare_view(view: Step, query: torch.Tensor, scaling: float) -> float:
-    """What attention of queries `[B, Hq, 1, D]` over a layer differs by; also by a repeated launch, as timed ones are.
+    """Error of attention of queries `[B, Hq, 1, D]` over a layer, also by a repeated launch, as timed ones are.
 
     Raises:
-        ValueError: more than is allowed.
+        ValueError: the error is larger than allowed.
     """
     return compare(
         lambda: view.attend(query, None, scaling, None, None)[:, 0],
@@ -43,14 +43,14 @@ def compare(
     scaling: float,
     bar: float = ATTENTION_BAR,
 ) -> float:
-    """What `attend()`, `[B, Hq, D]`, of queries `[B, Hq, D]` differs by, relative to its size, the worse of two calls.
+    """Relative error of `attend()`, `[B, Hq, D]`, for queries `[B, Hq, D]`; the worse of two calls.
 
     Args:
-        read: gives keys and values `[n, H, T, D]` in float32 of n rows of the batch.
-        bar: what is allowed beside rounding of the output.
+        read: returns keys and values `[n, H, T, D]` of n rows of the batch, in float32.
+        bar: allowed error in addition to rounding of the output.
 
     Raises:
-        ValueError: more than is allowed.
+        ValueError: the error is larger than allowed.
     """
     batch = len(query)
     rows = sorted({int(torch.randint(batch, ())), batch - 1})
@@ -58,8 +58,8 @@ def compare(
     allowed = allowed_error(expected, query.dtype, bar)
     worst = 0.0
     for _ in range(2):
-        found = attend()
-        error = relative_error(found[rows], expected) if bool(found.isfinite().all()) else math.nan
+        ours = attend()
+        error = relative_error(ours[rows], expected) if bool(ours.isfinite().all()) else math.nan
         if problem := attention_problem(error, allowed):
             raise ValueError(problem)
         worst = max(worst, error)
@@ -67,13 +67,13 @@ def compare(
 
 
 def plain_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Of queries `[B, Hq, D]` over `[B, H, T, D]`, `[B, Hq, Dv]`."""
+    """Attention of queries `[B, Hq, D]` over keys and values `[B, H, T, D]`, in plain torch: `[B, Hq, Dv]`."""
     grouped = query.unflatten(1, (keys.shape[1], -1))
     return ((grouped @ keys.mT * scaling).softmax(-1) @ values).flatten(1, 2)
 
 
 def _decoded(side: SideSegments, rows: list[int]) -> torch.Tensor:
-    """Some rows of a side, decoded in float32."""
+    """Decode the given batch rows of a side to float32."""
     store, track = copy.copy(side.store), copy.copy(side.track)
     store.buffers = [buffer[rows] for buffer in store.buffers]
     if track is not None:
@@ -83,17 +83,17 @@ def _decoded(side: SideSegments, rows: list[int]) -> torch.Tensor:
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """RMS of the difference over that of `theirs`."""
+    """RMS of the difference relative to the RMS of `theirs`."""
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
 
 
 def allowed_error(expected: torch.Tensor, dtype: torch.dtype, bar: float = ATTENTION_BAR) -> float:
-    """Of attention in `dtype` whose result should be `expected`."""
+    """Allowed relative error of attention in `dtype` with this `expected` result."""
     return math.hypot(bar, relative_error(expected.to(dtype), expected))
 
 
 def attention_problem(error: float, allowed: float) -> str | None:
-    """Why attention with this error may not be timed."""
-    if error <= allowed:  # NaN is no number to be at most anything
+    """Reason why attention with this error may not be timed, or None."""
+    if error <= allowed:  # False for NaN
         return None
     return f"attention differs by {error:.1e} of its size: allowed {allowed:.1e}"

@@ -1,4 +1,4 @@
-"""Decode attention of one layer: a token's queries over a long compressed cache, beside attention over a dense one."""
+"""Time decode attention of one layer: one token's queries over a long compressed cache, and over a dense one."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from .peers import PEERS, installed
 from .timing import median_ms
 
 BACKENDS = {"cuda": [SDPBackend.FLASH_ATTENTION], "cpu": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]}
-"""Of PyTorch's attention: on a GPU one that takes another is refused, not timed."""
+"""Allowed backends of PyTorch's attention: on a GPU only flash attention is timed."""
 
 
 @dataclass(frozen=True)
 class DecodeTime:
-    """One measurement.
+    """Time of decode attention with one cache, shape, batch and length.
 
     Attributes:
         cache: preset; or, over uncompressed keys and values, `full` for PyTorch's attention, or another library's name.
         shape: name of the model's shape.
         milliseconds: median time of one layer and step.
-        gigabytes_per_second: bytes that the layer stores over that time.
-        bits: stored bits per number, everything in the layer counted; 16 or 32 where nothing is compressed.
-        speedup: over `full` of the same batch and length; `bound` is what the bytes would allow.
-        attention_error: of some of its rows beside plain attention, before it was timed (`compare.py`).
+        gigabytes_per_second: stored bytes of the layer, divided by that time.
+        bits: stored bits per number, everything in the layer counted; 16 or 32 for uncompressed caches.
+        speedup: speed-up over `full` at the same batch and length.
+        bound: speed-up that the number of bytes would allow.
+        attention_error: relative error of some rows, compared before the timing (`compare.py`).
         error: why there are no figures.
     """
 
@@ -62,12 +63,12 @@ def full_time(
     dtype: torch.dtype,
     repeats: int = 20,
 ) -> DecodeTime:
-    """A library's attention with grouped queries over uncompressed keys and values.
+    """Time a library's attention with grouped queries over uncompressed keys and values.
 
-    `full` is PyTorch's, flash where there is one; the others are those of `PEERS`.
+    `full` is PyTorch's, flash attention if available; other names are those of `PEERS`.
 
     Raises:
-        ValueError: attention that is not right.
+        ValueError: the attention is wrong.
     """
     query = torch.randn(batch, shape.query_heads, shape.head_dim, device=device, dtype=dtype)
     size = (batch, tokens, shape.kv_heads, shape.head_dim)
@@ -75,7 +76,7 @@ def full_time(
         size = (batch, shape.kv_heads, tokens, shape.head_dim)
     keys, values = (torch.randn(size, device=device, dtype=dtype) for _ in range(2))
     attend = (_torch if library == "full" else PEERS[library])(query, keys, values)
-    # A library's own layout is `[B, T, H, D]`.
+    # Other libraries use the layout `[B, T, H, D]`.
     by_head = (keys, values) if library == "full" else (keys.transpose(1, 2), values.transpose(1, 2))
     with sdpa_kernel(BACKENDS[device.type]):
         error = compare(
@@ -103,10 +104,10 @@ def compressed_time(
     dtype: torch.dtype,
     repeats: int = 20,
 ) -> DecodeTime:
-    """Fused attention as a model calls it, over random codes, with the preset's dense windows beside `tokens` packed.
+    """Time fused attention as a model calls it, over `tokens` random packed tokens and the preset's dense windows.
 
     Raises:
-        ValueError: a preset that does not fit the shape, or attention that is not right.
+        ValueError: the preset does not support the shape, or attention is wrong.
     """
     view, query = random_view(preset, shape, batch, tokens, device, dtype)
     scaling = shape.head_dim**-0.5
@@ -120,10 +121,10 @@ def compressed_time(
 def random_view(
     preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Step, torch.Tensor]:
-    """A layer of random codes, with the preset's dense windows beside `tokens` packed, and queries `[B, Hq, 1, D]`.
+    """Layer with `tokens` random packed tokens and the preset's dense windows, and random queries `[B, Hq, 1, D]`.
 
     Raises:
-        ValueError: a preset that does not fit the shape.
+        ValueError: the preset does not support the shape.
     """
     plan = middle_layer(named_config(preset))
     keys, values = (
@@ -149,9 +150,9 @@ def measure_decode(
     repeats: int = 20,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[DecodeTime]:
-    """Full and compressed attention of a model in `dtype` for every combination, as they are measured.
+    """Measure full and compressed attention in `dtype` for every combination, and yield each row at once.
 
-    On a GPU also that of other libraries that are installed. What fails is a row that says why.
+    On a GPU, other installed libraries are measured too. A failure becomes a row with its `error`.
     """
     libraries = installed() if device.type == "cuda" else []
     for (name, shape), batch, tokens in itertools.product(shapes.items(), batches, lengths):
@@ -159,16 +160,16 @@ def measure_decode(
         full = DecodeTime("full", name, batch, tokens)
         for cache in ("full", *libraries, *presets):
             measure = compressed_time if cache in presets else full_time
-            found = _or_error(cache, call, lambda: measure(cache, *call))  # noqa: B023 - called at once
-            full = found if cache == "full" else full
-            yield beside(found, full)
+            row = _or_error(cache, call, lambda: measure(cache, *call))  # noqa: B023 - called at once
+            full = row if cache == "full" else full
+            yield beside(row, full)
 
 
-def beside(found: DecodeTime, full: DecodeTime) -> DecodeTime:
-    """`found` with its speed-up over `full`, and what the bytes would allow, where both have figures."""
-    if found.milliseconds and found.bits and full.milliseconds and full.bits:
-        return replace(found, speedup=full.milliseconds / found.milliseconds, bound=full.bits / found.bits)
-    return found
+def beside(row: DecodeTime, full: DecodeTime) -> DecodeTime:
+    """Add to `row` its speed-up over `full` and the bound on it, if both have figures."""
+    if row.milliseconds and row.bits and full.milliseconds and full.bits:
+        return replace(row, speedup=full.milliseconds / row.milliseconds, bound=full.bits / row.bits)
+    return row
 
 
 def _or_error(cache: str, call: tuple[Any, ...], measure: Callable[[], DecodeTime]) -> DecodeTime:

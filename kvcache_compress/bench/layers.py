@@ -1,4 +1,4 @@
-"""One layer's compressed keys and values for measurements, of any shape, without a model."""
+"""Compressed keys and values of one layer for measurements, of any shape, without a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvcache_compress.storage.static import StaticStorage, has_static_steps
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads of a model's attention: query heads, key/value heads, and numbers per head."""
+    """Shape of a model's attention: query heads, key/value heads and head dimension."""
 
     query_heads: int
     kv_heads: int
@@ -51,23 +51,23 @@ SHAPES = {name: Shape(*sizes[1:]) for name, sizes in MODELS.items()}
 
 _UNIFORM = {"method": "turboquant", "bits": 4, "codebook": "uniform"}
 VARIANTS = {"uniform-4bit": {"keys": _UNIFORM, "values": _UNIFORM, "sink_tokens": 16, "recent_tokens": 64}}
-"""Measured beside the presets: even levels, which take fewer instructions than those that lose least."""
+"""Configurations measured in addition to the presets: uniform levels, which decode in fewer instructions."""
 
 
 def named_config(name: str) -> CompressionConfig:
-    """One of `VARIANTS`, or what `load_config` takes."""
+    """Config of one of `VARIANTS`, or of any name or path that `load_config` takes."""
     return load_config(VARIANTS.get(name, name))
 
 
 def middle_layer(config: CompressionConfig) -> LayerPlan:
-    """What a preset does with a layer that no rule for the first or last ones meets."""
+    """Plan of a preset for a layer in the middle, where rules for the first or last layers do not apply."""
     return config.plan(["full_attention"] * 8)[4]
 
 
 def single_layer(preset: str, shape: Shape) -> tuple[LlamaConfig, CompressionConfig]:
-    """A decoder of one layer of this shape, and a config that does with it what a preset does with a `middle_layer`.
+    """Config of a one-layer model of this shape, and cache config that treats it as the preset's `middle_layer`.
 
-    CommVQ gets random codebooks as large as calibrated ones.
+    CommVQ gets random codebooks of the same size as calibrated ones.
     """
     plan = middle_layer(named_config(preset))
     decoder = LlamaConfig(
@@ -83,7 +83,7 @@ def single_layer(preset: str, shape: Shape) -> tuple[LlamaConfig, CompressionCon
 
 
 def _codebooks_for(options: Any, head_dim: int, heads: int) -> str:
-    """Random codebooks for CommVQ's options; those of the paper have its scalar, and its encoder of values."""
+    """Path of random codebooks for CommVQ's options; with the paper's scalar they have its encoder of values."""
     return random_codebooks(head_dim, heads, options.bits, options.scalar == "norm")
 
 
@@ -96,7 +96,7 @@ def build_codec(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> Codec:
-    """A codec for RoPE in halves; CommVQ's gets random codebooks as large as calibrated ones."""
+    """Build a codec for a model that pairs halves for RoPE; CommVQ gets random codebooks of the calibrated size."""
     half = head_dim // 2
     rope = RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))
     if method == "commvq":
@@ -107,9 +107,9 @@ def build_codec(
 
 @cache
 def random_codebooks(head_dim: int, heads: int, bits: float, encoder: bool) -> str:
-    """A file that stands in for the one that CommVQ's presets leave to the user.
+    """Path of a file of random codebooks, in place of the calibrated file that CommVQ's presets leave to the user.
 
-    With the encoder of values, which the paper's preset is for, or with residual codebooks.
+    encoder: True for the paper's encoder of values, False for residual codebooks.
     """
     sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * head_dim}
     config = LlamaConfig(num_hidden_layers=1, head_dim=head_dim, **sizes)
@@ -147,16 +147,16 @@ def encoded_side(
     device: torch.device | None = None,
     backend: Backend = "torch",
 ) -> SideSegments:
-    """A layer's side in a step of decoding.
+    """Segments of one side of a layer, as in a step of decoding.
 
     Args:
-        packed: tokens that are compressed.
-        windows: dense tokens before and after them.
+        packed: number of compressed tokens.
+        windows: numbers of dense tokens before and after them.
         codes: `encoded` from random tokens, or `random` codes and scales, for lengths that would take long to encode.
-        backend: that encodes, here and later.
+        backend: backend that encodes, here and later.
 
     Raises:
-        ValueError: a head dimension that the method cannot take, or tokens that are not whole groups.
+        ValueError: the method does not support the head dimension, or `packed` is no multiple of its group.
     """
     device = device or torch.device("cpu")
     first, last = windows
@@ -170,7 +170,7 @@ def encoded_side(
     if codec.rope_use(options, side) == "factors":
         config = LlamaConfig(head_dim=head_dim, max_position_embeddings=1 << 20)
         track = RopeTrack(config, codec.context.rope)  # type: ignore[arg-type]
-        # Handed over, as by a model: no row is padded here.
+        # Given as by a model; no row is padded here.
         positions = torch.arange(first + packed + last, device=device)[None]
         track.given = LlamaRotaryEmbedding(config).to(device)(torch.zeros(1, device=device), positions)
         track.extend(0, torch.empty(1, 1, first + packed + last, 1, device=device).expand(batch, -1, -1, -1))
@@ -192,7 +192,7 @@ def encoded_side(
 
 
 def use_backend(layer: CompressedLayer, backend: Backend) -> None:
-    """From here on a layer encodes and attends on another backend than its config's."""
+    """Make a layer encode and attend on this backend from now on, instead of its config's."""
     layer.backend = backend
     with layer.edited() as storage:
         for state in storage.sides.values():

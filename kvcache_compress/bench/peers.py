@@ -1,6 +1,6 @@
-"""Decode attention of other libraries over uncompressed keys and values, for where they are installed.
+"""Decode attention of other libraries over uncompressed keys and values, if they are installed.
 
-Each function gets queries `[B, Hq, D]` and keys and values `[B, T, H, D]` and gives a call without arguments.
+Each function takes queries `[B, Hq, D]` and keys and values `[B, T, H, D]` and returns a function without arguments.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import torch
 
 PAGE = 16
 WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer's documentation suggests."""
+"""Size of FlashInfer's workspace, as its documentation suggests."""
 
 
 def flash_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """FlashAttention's kernel for decoding, which splits the tokens over the processors."""
+    """FlashAttention's kernel for decoding, which splits the tokens over multiprocessors."""
     attend = importlib.import_module("flash_attn").flash_attn_with_kvcache
     tokens = torch.full((len(keys),), keys.shape[1], dtype=torch.int32, device=keys.device)
     return lambda: attend(query[:, None], keys, values, cache_seqlens=tokens)[:, 0]
 
 
 def flashinfer(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """FlashInfer's batched decoding, planned beforehand as an engine does once per step for all layers.
+    """FlashInfer's batched decoding, planned beforehand, as an engine does once per step for all layers.
 
     Raises:
-        ValueError: tokens that are no whole pages.
+        ValueError: the number of tokens is no multiple of the page size.
     """
     batch, tokens, heads, dim = keys.shape
     if tokens % PAGE:
@@ -52,5 +52,5 @@ PEERS = {"flash_attn": flash_attention, "flashinfer": flashinfer}
 
 
 def installed() -> list[str]:
-    """Those of `PEERS` that can be imported."""
+    """Names of `PEERS` that can be imported."""
     return [name for name in PEERS if find_spec(name) is not None]

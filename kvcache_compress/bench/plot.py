@@ -12,9 +12,9 @@ from .decode import DecodeTime
 
 
 def decode_plot(rows: Sequence[DecodeTime], title: str, path: Path) -> None:
-    """Milliseconds against tokens on logarithmic axes, a panel for each batch size and a line for each cache; PNG.
+    """Plot milliseconds against tokens on logarithmic axes as PNG: a panel per batch size, a line per cache.
 
-    Rows without a time are left out; there must be one with a time.
+    Rows without a time are skipped; at least one must have a time.
     """
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 

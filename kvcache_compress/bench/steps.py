@@ -1,4 +1,4 @@
-"""Decode steps of a real model with several caches, in turns, so that a machine's moods meet all of them."""
+"""Time decode steps of a real model with several caches, interleaved, so that machine noise hits all alike."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ WARM_UP_TOKENS = 256
 
 @dataclass(frozen=True)
 class StepTime:
-    """One cache at one length.
+    """Times of one cache at one length.
 
     Attributes:
-        cache: its name.
-        tokens: of the prompt.
+        cache: name of the cache.
+        tokens: tokens of the prompt.
         step_ms: median time of a decode step.
-        ratio: of a step to that of the first cache in the same turn, the median over the turns.
-        prefill_seconds: of the prompt in one piece.
-        prefill_ratio: of that to the first cache's.
+        ratio: time of a step relative to the first cache's in the same turn, median over the turns.
+        prefill_seconds: time of the prompt in one piece.
+        prefill_ratio: that time relative to the first cache's.
         error: why there are no figures.
     """
 
@@ -44,10 +44,10 @@ class StepTime:
 def measure_steps(
     model: PreTrainedModel, specs: Sequence[CacheSpec], ids: torch.Tensor, steps: int = 32, prefills: int = 1
 ) -> list[StepTime]:
-    """Fills a cache of each kind with the prompt `ids` `[B, T]`, then decodes `steps` tokens with each, in turns.
+    """Fill a cache of each kind with the prompt `ids` `[B, T]`, then decode `steps` tokens with each, in turns.
 
-    Compressed caches are attended to directly. The prompt runs `prefills` times per cache, also in turns, and the
-    fastest counts. The first cache, which must not fail, is what the others are compared with.
+    Compressed caches use fused attention. The prompt runs `prefills` times per cache, also in turns, and the fastest
+    counts. The others are compared with the first cache, which must not fail.
     """
     caches: dict[str, Cache] = {}
     prompts: dict[str, list[float]] = {spec.name: [] for spec in specs}
@@ -64,7 +64,7 @@ def measure_steps(
 
     enable_fused_attention(model)
     try:
-        for spec in specs:  # What is compiled at first use is not timed.
+        for spec in specs:  # Warm-up: compilation at first use is not timed.
             caches[spec.name] = spec.make(model)
             forward(spec.name, ids[:, :WARM_UP_TOKENS], {spec.name: []})
         for _ in range(prefills):

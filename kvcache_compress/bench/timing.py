@@ -1,4 +1,4 @@
-"""Times of functions on a device, as medians, and the bandwidth that a copy reaches there."""
+"""Time functions on a device, as medians, and measure the bandwidth of a copy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 FLUSH_BYTES = 1 << 30
-"""Written before each call: many times a GPU's L2; at 4 TB/s it takes a quarter of a millisecond, in which the call is
-queued, so that Python's time is not in the measurement unless it is longer."""
+"""Bytes written before each call, many times a GPU's L2 cache. At 4 TB/s this takes a quarter of a millisecond, during
+which Python queues the call, so that Python's time is not measured unless it is longer."""
 
 
 @dataclass(frozen=True)
 class CopyBandwidth:
-    """GB/s of a copy within the device's memory, bytes read and written together."""
+    """Bandwidth of a copy within the device's memory, bytes read and written together."""
 
     gigabytes_per_second: float | None = None
     error: str | None = None
@@ -26,9 +26,9 @@ class CopyBandwidth:
 def median_ms(
     call: Callable[[], Any], device: torch.device, repeats: int = 20, warmup: int = 3, flushes: int = 1
 ) -> float:
-    """Median milliseconds of a call, by the device's events where it is a GPU, whose L2 then holds nothing of use.
+    """Median milliseconds of a call; on a GPU by its events, and with a flushed L2 cache.
 
-    `flushes`: how often `FLUSH_BYTES` are written before a call, more for one that keeps Python longer.
+    `flushes`: number of times that `FLUSH_BYTES` are written before a call, more for calls that keep Python longer.
     """
     for _ in range(warmup):
         call()
@@ -52,7 +52,7 @@ def median_ms(
 
 
 def copy_bandwidth(device: torch.device, size: int = 4 << 30) -> float:
-    """GB/s of a copy within the device's memory, of `size` bytes at most read and as many written."""
+    """GB/s, read and written, of a copy of at most `size` bytes within the device's memory."""
     size = min(size, torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else 256 << 20)
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)

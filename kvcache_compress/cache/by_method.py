@@ -17,11 +17,11 @@ from .compressed_cache import CompressedCache
 
 Variant = Literal["recursive", "rope"]
 ROPE_VALUES = {"method": "turboquant", "bits": 4}
-"""What values take where the variant, `rope`, encodes keys only."""
+"""Default method of the values with the variant `rope`, which encodes keys only."""
 
 
 class PolarQuantCache(CompressedCache):
-    """A cache compressed by PolarQuant.
+    """Cache compressed by PolarQuant, in one of its two variants.
 
     Args:
         config: the model's config.
@@ -29,13 +29,14 @@ class PolarQuantCache(CompressedCache):
             per rotary pair of the keys (Wu et al.).
         sink_tokens: first tokens kept in full precision.
         recent_tokens: last tokens kept in full precision.
-        values: another method for the values, a name or a dictionary such as `{"method": "turboquant", "bits": 3}`;
-            options without a method change those of the default, the keys' method or for `rope` TurboQuant's 4 bits.
+        values: method of the values, a name or a dictionary such as `{"method": "turboquant", "bits": 3}`. A dictionary
+            without a method changes options of the default, which is the keys' method, or for `rope` TurboQuant at 4
+            bits.
         options: options of the method, `polarquant_recursive` or `polarquant_rope` (`bits`, `angle_bits`, ...;
-            `center`: keys alone), or of `CompressionConfig` (`layers`, `seed`, ...).
+            `center`: keys only), or of `CompressionConfig` (`layers`, `seed`, ...).
 
     Raises:
-        ValueError: for options out of range and for models without full-attention layers.
+        ValueError: options are out of range, or the model has no full-attention layers.
     """
 
     methods = frozenset({"polarquant_recursive", "polarquant_rope"})
@@ -54,28 +55,29 @@ class PolarQuantCache(CompressedCache):
         sides: dict[str, dict[str, Any]] = {"keys": {}, "values": {}}
         if "center" in options:
             sides["keys"]["center"] = options.pop("center")
-        given: dict[str, Any] = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
+        settings: dict[str, Any] = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
         if isinstance(values, Mapping) and "method" not in values:
             values = (ROPE_VALUES if variant == "rope" else {"method": "polarquant_recursive"}) | dict(values)
         if variant == "rope" or values is not None:
             del sides["values"]
-            given["values"] = ROPE_VALUES if values is None else values
-        super().__init__(config, config_from_options(f"polarquant_{variant}", sides, options, **given))
+            settings["values"] = ROPE_VALUES if values is None else values
+        super().__init__(config, config_from_options(f"polarquant_{variant}", sides, options, **settings))
 
 
 class TurboQuantCache(CompressedCache):
-    """A cache compressed by TurboQuant: `model.generate(..., past_key_values=TurboQuantCache(model.config, bits=4))`.
+    """Cache compressed by TurboQuant: `model.generate(..., past_key_values=TurboQuantCache(model.config, bits=4))`.
 
     Args:
         config: the model's config.
-        bits: bits per number, 1 to 6 in steps of 0.5, by default 4, of the sides that `key_bits` and `value_bits` do
-            not name.
+        bits: bits per number, 1 to 6 in steps of 0.5, by default 4; `key_bits` and `value_bits` override it for one
+            side.
         sink_tokens: first tokens kept in full precision.
         recent_tokens: last tokens kept in full precision.
-        options: more of `TurboQuantOptions` for both sides (`center`: keys alone), or of `CompressionConfig`.
+        options: further options of `TurboQuantOptions`, for both sides (`center`: keys only), or of
+            `CompressionConfig`.
 
     Raises:
-        ValueError: for options out of range and for models without full-attention layers.
+        ValueError: options are out of range, or the model has no full-attention layers.
     """
 
     methods = frozenset({"turboquant"})
@@ -100,19 +102,19 @@ class TurboQuantCache(CompressedCache):
 
 
 class KIVICache(CompressedCache):
-    """A cache compressed by KIVI, with its paper's window of 128 recent tokens and no sinks by default.
+    """Cache compressed by KIVI, by default with the paper's window of 128 recent tokens and no sinks.
 
     Args:
         config: the model's config.
-        bits: code bits per number, 1 to 6 (KIVI's are 2 and 4), by default 2, of the sides that `key_bits` and
-            `value_bits` do not name.
+        bits: code bits per number, 1 to 6 (the paper's are 2 and 4), by default 2; `key_bits` and `value_bits` override
+            it for one side.
         group_size: tokens (keys) or channels (values) that share a scale and a zero point.
         sink_tokens: first tokens kept in full precision.
         recent_tokens: last tokens kept in full precision.
-        options: more of `CompressionConfig` (`layers`, `backend`, `quantize_generated`, ...).
+        options: options of `CompressionConfig` (`layers`, `backend`, `quantize_generated`, ...).
 
     Raises:
-        ValueError: for options out of range and for models without full-attention layers.
+        ValueError: options are out of range, or the model has no full-attention layers.
     """
 
     methods = frozenset({"kivi"})
@@ -142,21 +144,21 @@ def _default_values(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 class QJLCache(CompressedCache):
-    """A cache with keys compressed by QJL, and values by KIVI's per-token groups as in its paper.
+    """Cache with keys compressed by QJL, and values by KIVI's per-token groups as in QJL's paper.
 
     Args:
         config: the model's config.
         sketch_ratio: sketch rows per channel of the keys, that is code bits per number; 2 by default.
-        sketch_dim: the number of rows itself, a multiple of 8, instead.
-        values: method and options of the values; by default KIVI's 2 bits in the paper's groups of 32 channels, or of
-            16 where the head dimension is no multiple of 32, or where it is none of 16 either TurboQuant's 2 bits.
+        sketch_dim: number of rows, a multiple of 8; replaces `sketch_ratio`.
+        values: method and options of the values; by default KIVI at 2 bits in the paper's groups of 32 channels, in
+            groups of 16 if 32 does not divide the head dimension, or TurboQuant at 2 bits if 16 does not either.
             Options without a method change that default.
         sink_tokens: first tokens kept in full precision.
         recent_tokens: last tokens kept in full precision.
-        options: more of `QJLOptions`, or of `CompressionConfig` (`layers`, `seed`, ...).
+        options: further options of `QJLOptions`, or of `CompressionConfig` (`layers`, `seed`, ...).
 
     Raises:
-        ValueError: for options out of range and for models without full-attention layers.
+        ValueError: options are out of range, or the model has no full-attention layers.
     """
 
     methods = frozenset({"qjl"})
@@ -171,33 +173,33 @@ class QJLCache(CompressedCache):
         recent_tokens: int = 64,
         **options: Any,
     ) -> None:
-        named = {"method": values} if isinstance(values, str) else dict(values or {})
-        named = named if "method" in named else _default_values(config) | named
+        value_side = {"method": values} if isinstance(values, str) else dict(values or {})
+        value_side = value_side if "method" in value_side else _default_values(config) | value_side
         keys = {name: options.pop(name) for name in QJLOptions.model_fields if name in options}
-        given = {"sketch_ratio": sketch_ratio, "sketch_dim": sketch_dim}
-        keys |= {name: number for name, number in given.items() if number is not None}
-        sides = {"keys": keys, "values": named}
+        sizes = {"sketch_ratio": sketch_ratio, "sketch_dim": sketch_dim}
+        keys |= {name: number for name, number in sizes.items() if number is not None}
+        sides = {"keys": keys, "values": value_side}
         compression = config_from_options("qjl", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
         super().__init__(config, compression)
 
 
 class CommVQCache(CompressedCache):
-    """A cache compressed by CommVQ with codebooks of the model: `CommVQCache(model.config, codebooks=path)`.
+    """Cache compressed by CommVQ with codebooks of the model: `CommVQCache(model.config, codebooks=path)`.
 
     For batches with left padding call `enable_fused_attention(model)` or `register_position_hooks(model)` once, so that
-    keys are encoded at the positions that they have.
+    keys are encoded at their actual positions.
 
     Args:
         config: the model's config.
         codebooks: file that `kvcache-compress calibrate --method commvq` wrote for this model.
-        bits: code bits per number, at most what the file has (which is the default), of the sides that `key_bits` and
-            `value_bits` do not name.
+        bits: code bits per number, at most as many as in the file (the default); `key_bits` and `value_bits` override
+            it for one side.
         sink_tokens: first tokens kept in full precision.
         recent_tokens: last tokens kept in full precision.
-        options: more of `CommVQOptions` for both sides, or of `CompressionConfig` (`layers`, `backend`, ...).
+        options: further options of `CommVQOptions`, for both sides, or of `CompressionConfig` (`layers`, ...).
 
     Raises:
-        ValueError: no codebooks, codebooks of another model, a damaged file, or options out of range.
+        ValueError: codebooks are missing, damaged or of another model, or options are out of range.
     """
 
     methods = frozenset({"commvq"})

@@ -1,4 +1,4 @@
-"""Centring of keys, which serves every method that stores directions: codes hold `k - μ`, scores get `+ q·μ`."""
+"""Centring of keys, for every method that stores directions: codes hold `k - μ`, and scores get `+ q·μ`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from .base import CodecContext, Side
 
 
 def _from_yaml(center: Any) -> Any:
-    """YAML 1.1 reads bare `on` and `off` as booleans."""
+    """Undo that YAML 1.1 reads bare `on` and `off` as booleans."""
     return {True: "on", False: "off"}.get(center, center) if isinstance(center, bool) else center
 
 
 Center: TypeAlias = Annotated[Literal["auto", "on", "off"], BeforeValidator(_from_yaml)]
-"""Whether the mean key of the first prefill is subtracted; `auto`: where it is large."""
+"""Option to subtract the mean key of the first prefill: always, never, or only in heads where it is large (`auto`)."""
 CENTER_SHARE = 0.1
-"""`center: auto` subtracts the mean where it holds more than this share of the mean squared norm of the keys."""
+"""`center: auto` subtracts the mean if it holds more than this share of the mean squared norm of the keys."""
 
 
 def chosen_center(center: Center | None, context: CodecContext) -> Center:
-    """What a codec does: by default keys are centred as by `auto`, which needs the sinks out of the mean."""
+    """Resolve the option: keys default to `auto`, which is `off` without sinks, as these would distort the mean."""
     center = center or ("auto" if context.side == "keys" else "off")
     return "off" if center == "auto" and context.sink_tokens == 0 else center
 
 
 def mean_key(x: torch.Tensor, center: str) -> torch.Tensor | None:
-    """Mean of keys `[B, H, T, D]`, float32 `[H, D]`; for `auto` zero in heads where it is small, None for `off`."""
+    """Mean of keys `[B, H, T, D]`, float32 `[H, D]`: None for `off`; for `auto` zero in heads where it is small."""
     if center == "off":
         return None
     x = x.float()
@@ -40,11 +40,11 @@ def mean_key(x: torch.Tensor, center: str) -> torch.Tensor | None:
 
 
 def centred(x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
-    """Tokens `[B, H, T, D]` less their mean `[H, D]`, where there is one; float32."""
+    """Tokens `[B, H, T, D]` less the mean `[H, D]`, if any; float32."""
     return x.float() if mean is None else x.float() - mean[:, None]
 
 
 def check_center(method: str, center: Center | None, side: Side) -> None:
-    """Raises `ValueError` for values that are to be centred."""
+    """Raise `ValueError` if values are to be centred, which only keys support."""
     if side == "values" and center in ("on", "auto"):
         raise ValueError(f"center={center!r} for values of {method}: allowed 'off' (only keys can be centred)")

@@ -1,12 +1,12 @@
-"""Where every byte of the packed cache lies: fields, bit planes and the order of codes in memory.
+"""Memory layout of the packed cache: fields, bit planes and the order of codes.
 
 This is the only module that does byte arithmetic. A *field* is a buffer `[B, H, tokens / field.tokens, *field.shape]`.
 
 Codes of `bits` bits are stored as bit planes of 4, 2 or 1 bits (3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2), so that no code
-straddles a byte. A plane packs the `width` codes of a token into `width / 8` words of eight codes each, the word type
-following the plane: 4 bits -> int32, 2 bits -> int16, 1 bit -> uint8. Bits `[w * j, w * (j + 1))` of word `c` hold the
-code of channel `j * width / 8 + c`. All planes therefore share one channel order, a word unpacks into eight parts
-that are contiguous runs of channels, and a token's row is read with wide loads.
+straddles a byte. A plane packs the `width` codes of a token into `width / 8` words of eight codes each, whose type
+follows the plane: 4 bits -> int32, 2 bits -> int16, 1 bit -> uint8. Bits `[w * j, w * (j + 1))` of word `c` hold the
+code of channel `j * width / 8 + c`. So all planes share one channel order, a word unpacks into eight parts that are
+contiguous runs of channels, and a token's row is read with wide loads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def code_fields(bits: int, width: int, prefix: str = "") -> tuple[Field, ...]:
 
 
 def check_head_dim(method: str, head_dim: int, multiple: int, least: int) -> None:
-    """Raises `ValueError` for a head dimension that a method cannot take, and says which method can."""
+    """Raise `ValueError` for a head dimension that a method does not support, naming methods that do."""
     if head_dim % multiple or head_dim < least:
         others = "none: any" if method == "turboquant" else "turboquant: of 8 from 16 on; none: any"
         raise ValueError(
@@ -59,7 +59,7 @@ def words_per_token(width: int) -> int:
 
 
 def padded_words(width: int) -> int:
-    """Words per token as a kernel sees them: the next power of two, at least 2 (tensor cores want 16 channels)."""
+    """Words per token as a kernel sees them: the next power of two, at least 2 (tensor cores need 16 channels)."""
     return max(2, 1 << (words_per_token(width) - 1).bit_length())
 
 
@@ -80,5 +80,5 @@ def bytes_per_token(fields: tuple[Field, ...]) -> float:
 
 
 def grown_capacity(tokens: int, multiple: int) -> int:
-    """Capacity in tokens for a buffer that must hold `tokens` and will go on growing; slack at most `SLACK`."""
+    """Capacity, in tokens, of a growing buffer that must hold `tokens`; its slack is at most `SLACK`."""
     return max(tokens, int(tokens * (1 + SLACK)) // multiple * multiple)

@@ -1,4 +1,4 @@
-"""Codecs that are linear around their codes, `x = Aᵀ y + μ`: a basis A, points y of the fields, and maybe a mean μ."""
+"""Codecs linear in their codes, `x = Aᵀ y + μ`: a basis A, points y that the fields stand for, an optional mean μ."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ T = TypeVar("T")
 class Part(NamedTuple):
     """Coordinates of tokens along some rows of the basis.
 
-    rows: those of code space.
-    coordinates: float32 `[B, H, T, w]` along them.
-    scale: float32 `[B, H, T]`, by which all coordinates of a token are multiplied; None where they are whole.
+    rows: the rows, as a slice of code space.
+    coordinates: float32 `[B, H, T, w]` along these rows.
+    scale: float32 `[B, H, T]`, multiplies all coordinates of a token; None if they are already scaled.
     """
 
     rows: slice
@@ -30,33 +30,33 @@ class Part(NamedTuple):
 
 
 class LinearCodec(Codec):
-    """A codec that says by `parts` which points its fields are; attention over them follows.
+    """Base of codecs that decode their fields to points by `parts`; decoding and attention follow from that.
 
-    Keys are centred as the option `center` says, where a method has it: with a mean μ one more column of a mapped query
-    holds q·μ, which every score of the query gets. Values have none.
+    Keys are centred according to the option `center`, if a method has it: with a mean μ, the last column of a mapped
+    query holds q·μ, which is added to all its scores. Values are not centred.
     """
 
     in_memory_order: ClassVar[bool] = False
-    """True where coordinates come as codes lie in memory (see `packing.memory_order`), not in the order of the rows."""
+    """True if coordinates are in the order of codes in memory (see `packing.memory_order`), not of the rows."""
 
     def __init__(self, options: Any, context: CodecContext) -> None:
         super().__init__(options, context)
         self.center: Center = chosen_center(getattr(options, "center", "off"), context)
         self.basis: torch.Tensor | None = None
-        """Rows of code space, float32 `[H or 1, W, head_dim]`; None before `prepare` where they depend on data."""
+        """Rows of code space, float32 `[H or 1, W, head_dim]`; None before `prepare` if they depend on data."""
         self.mean: torch.Tensor | None = None
-        """float32 `[H, head_dim]`, subtracted from tokens before they are encoded; None without."""
+        """float32 `[H, head_dim]`, subtracted from tokens before they are encoded, or None."""
 
     @abstractmethod
     def parts(self, fields: Fields) -> Iterator[Part]:
-        """Stored tokens in code space, in the order of their rows; a token is the sum of all."""
+        """Stored tokens in code space, part by part in the order of rows; a token is the sum of its parts."""
 
     def ready_basis(self) -> torch.Tensor:
-        """The basis; raises `RuntimeError` where it depends on data and `prepare` has not been called."""
+        """The basis; raises `RuntimeError` if it depends on data and `prepare` has not been called."""
         return prepared(self.basis, f"the basis of {self.name}")
 
     def measure(self, x: torch.Tensor) -> Statistics:
-        """`mean` `[H, head_dim]` where keys are centred."""
+        """Measure the `mean` `[H, head_dim]` of keys, if they are centred."""
         mean = mean_key(x, self.center)
         return {} if mean is None else {"mean": mean}
 
@@ -67,8 +67,8 @@ class LinearCodec(Codec):
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         columns, decoded = self.ready_basis().mT, []
         for rows, coordinates, scale in self.parts(fields):
-            whole = coordinates if scale is None else coordinates * scale[..., None]
-            decoded.append(whole @ self._ordered(columns[..., rows]).mT)
+            scaled = coordinates if scale is None else coordinates * scale[..., None]
+            decoded.append(scaled @ self._ordered(columns[..., rows]).mT)
         x = reduce(torch.add, decoded)
         return x if self.mean is None else x + self.mean[:, None]
 
@@ -77,11 +77,11 @@ class LinearCodec(Codec):
         return mapped if self.mean is None else torch.cat([mapped, query @ self.mean[..., None]], -1)
 
     def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        found = []
+        by_part = []
         for rows, coordinates, scale in self.parts(fields):
             products = self._ordered(mapped[..., rows]) @ coordinates.mT
-            found.append(products if scale is None else products * scale[:, :, None])
-        scores = reduce(torch.add, found)
+            by_part.append(products if scale is None else products * scale[:, :, None])
+        scores = reduce(torch.add, by_part)
         return scores if self.mean is None else scores + mapped[..., -1:]
 
     def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
@@ -95,12 +95,12 @@ class LinearCodec(Codec):
         return accumulated @ self.ready_basis()
 
     def _ordered(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` `[..., w]`, one number per row of a part, in the order of coordinates."""
+        """Reorder `x` `[..., w]`, one number per row of a part, to the order of coordinates."""
         return packing.memory_order(x) if self.in_memory_order else x
 
 
 def prepared(value: T | None, name: str) -> T:
-    """`value`; raises `RuntimeError` where it is None, since `prepare` has not set it."""
+    """Return `value`; raise `RuntimeError` if it is None because `prepare` has not set it."""
     if value is None:
         raise RuntimeError(f"{name} must be set by prepare() before the first token is encoded")
     return value

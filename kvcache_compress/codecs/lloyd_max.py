@@ -1,4 +1,4 @@
-"""Scalar codebooks for one coordinate of a random unit vector (TurboQuant, section 3.1 and Lemma 1)."""
+"""Scalar codebooks for the coordinates of random unit vectors (TurboQuant, section 3.1 and Lemma 1)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ _CELLS = 1 << 16
 
 
 class _CoordinateDensity:
-    """`f(x) = Γ(d/2) / (√π Γ((d-1)/2)) (1 - x²)^((d-3)/2)`: its mass and first moment below any x ≥ 0, float64."""
+    """Density of a coordinate on the unit sphere: its mass and first moment between 0 and any x ≥ 0, float64.
+
+    `f(x) = Γ(d/2) / (√π Γ((d-1)/2)) (1 - x²)^((d-3)/2)`
+    """
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
         self.log_constant = math.lgamma(dim / 2) - math.lgamma((dim - 1) / 2) - 0.5 * math.log(math.pi)
         self.reach = min(1.0, 14.0 / math.sqrt(dim))
-        # In x = sin(t) the density is cos(t)^(d-2), without a singularity at |x| = 1 for small d.
+        # With x = sin(t) the density is cos(t)^(d-2), which has no singularity at |x| = 1 for small d.
         step = math.asin(self.reach) / _CELLS
         middles = (torch.arange(_CELLS, dtype=torch.float64) + 0.5) * step
         self.step = step
@@ -40,11 +43,11 @@ class _CoordinateDensity:
 def lloyd_max_levels(dim: int, bits: int) -> torch.Tensor:
     """Levels of the minimum mean-square-error quantizer of one coordinate on the unit sphere, float64 `[2 ** bits]`.
 
+    Levels ascend and are symmetric about zero. Times √dim they tend to the Gaussian ones (±.7979 at 1 bit).
+
     Args:
         dim: dimension of the vector, at least 3.
         bits: 1 to 8.
-
-    Levels ascend and are symmetric about zero. Times √dim they tend to the Gaussian ones (±.7979 at 1 bit).
     """
     if dim < 3:
         raise ValueError(f"dim={dim} for a Lloyd-Max codebook: at least 3 is needed")
@@ -86,14 +89,16 @@ def uniform_levels(dim: int, bits: int) -> torch.Tensor:
 
 
 def outward(levels: torch.Tensor) -> torch.Tensor:
-    """Levels that ascend, counted from zero outwards, negative ones first: code `c` and the code of `-levels[c]` differ
-    in the top bit alone. Kernels look magnitudes up and take the sign from that bit. Its own inverse.
+    """Reorder ascending levels to count from zero outwards, negative ones first; its own inverse.
+
+    Code `c` and the code of `-levels[c]` then differ in the top bit only: kernels look up magnitudes and take the sign
+    from that bit.
     """
     negative, positive = levels.chunk(2)
     return torch.cat([negative.flip(0), positive])
 
 
 def boundaries(levels: torch.Tensor) -> torch.Tensor:
-    """Midpoints between neighbours of levels in any order, ascending: a value above `i` of them takes level `i`."""
+    """Ascending midpoints between levels, which may be in any order: a value above `i` of them gets level `i`."""
     levels = levels.sort().values
     return (levels[1:] + levels[:-1]) / 2

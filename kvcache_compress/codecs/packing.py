@@ -1,4 +1,4 @@
-"""Packing of integer codes into bit planes and back, in torch; the reference for the kernels' unpacking."""
+"""Pack integer codes into bit planes and unpack them, in torch; the reference for the kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .layout import CODES_PER_WORD, PLANE_WORD, PLANES, words_per_token
 
 
 def pack(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
-    """Packs codes `[..., width]` (integers below `2 ** bits`) into one tensor `[..., width / 8]` per bit plane."""
+    """Pack codes `[..., width]` (integers below `2 ** bits`) into one tensor `[..., width / 8]` per bit plane."""
     parts = codes.to(torch.int64).unflatten(-1, (CODES_PER_WORD, words_per_token(codes.shape[-1])))
     planes = []
     shift = 0
@@ -23,7 +23,7 @@ def pack(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
 
 
 def pack_signs(x: torch.Tensor) -> torch.Tensor:
-    """Packs the bits `x > 0` of `x` `[..., width]` into their plane `[..., width / 8]`."""
+    """Pack the bits `x > 0` of `x` `[..., width]` into their plane `[..., width / 8]`."""
     return pack(x > 0, 1)[0]
 
 
@@ -43,10 +43,10 @@ def unpack(planes: tuple[torch.Tensor, ...], bits: int) -> torch.Tensor:
 
 
 def look_up(planes: tuple[torch.Tensor, ...], bits: int, table: torch.Tensor) -> torch.Tensor:
-    """Levels of packed codes, float32 `[..., width]`, in memory order (see `memory_order`).
+    """Look up the levels of packed codes: float32 `[..., width]`, in memory order (see `memory_order`).
 
-    What `levels[unpack(planes, bits)]` gives, by fewer steps: two or four codes are one index into the `level_table`.
-    The words of a token lie side by side, as a store holds them.
+    Same result as `levels[unpack(planes, bits)]` in fewer steps: two or four codes are one index into the
+    `level_table`. The words of a token must be contiguous, as in a store.
     """
     low, count, words = PLANES[bits][0], _codes_at_once(bits), planes[0].shape[-1]
     index = planes[0].view(torch.uint8).unflatten(-1, (words, -1)).long()
@@ -56,15 +56,15 @@ def look_up(planes: tuple[torch.Tensor, ...], bits: int, table: torch.Tensor) ->
         taken = count * (bits - low)
         places = taken * torch.arange(index.shape[-1], device=index.device)
         index |= ((planes[1].long().unsqueeze(-1) >> places) & (2**taken - 1)) << (count * low)
-    found = table.index_select(0, index.flatten())
-    return found.view(torch.float32).view(*planes[0].shape[:-1], CODES_PER_WORD * words)
+    runs = table.index_select(0, index.flatten())
+    return runs.view(torch.float32).view(*planes[0].shape[:-1], CODES_PER_WORD * words)
 
 
 def level_table(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """What `look_up` needs for `levels` `[2 ** bits]`: all runs of so many codes, each run one number of 8 or 16 bytes.
+    """Table for `look_up` of `levels` `[2 ** bits]`: the levels of every run of two or four codes, as one number each.
 
     Raises:
-        RuntimeError: on a big-endian machine, where the bytes of a word lie the other way round.
+        RuntimeError: the machine is big-endian, with the bytes of a word in the opposite order.
     """
     if sys.byteorder != "little":
         raise RuntimeError("packed codes are read byte by byte, which needs a little-endian machine")
@@ -78,12 +78,12 @@ def level_table(levels: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _codes_at_once(bits: int) -> int:
-    """Codes that are looked up together: as many as keep the table small beside a codec's other constants."""
+    """Codes that are looked up together: as many as keep the table small next to a codec's other constants."""
     return 4 if bits <= 2 else 2
 
 
 def memory_order(x: torch.Tensor) -> torch.Tensor:
-    """Channels `[..., width]` in the order of their codes in memory: all of a word, then those of the next."""
+    """Reorder channels `[..., width]` to the order of their codes in memory, word by word."""
     return x.unflatten(-1, (CODES_PER_WORD, -1)).transpose(-1, -2).flatten(-2)
 
 

@@ -1,4 +1,4 @@
-"""Random rotations that spread a vector's energy evenly over its coordinates, and the seeds of what is random."""
+"""Random rotations, which spread a vector's energy evenly over its coordinates, and seeds of random numbers."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 
 RotationKind = Literal["haar", "hadamard"]
 ROUNDS = 3
-"""Of a Hadamard rotation. One sends a single channel to ±1/√d, and two to a grid as coarse as a codebook of 3 bits."""
+"""Rounds of a Hadamard rotation. One maps a single channel to ±1/√d, two to a grid as coarse as a 3-bit codebook."""
 
 
 def hashed_seed(*parts: int | str) -> int:
-    """Seed for a generator of torch (which takes 32 bits), unrelated to that of any other `parts`."""
+    """32-bit seed for a torch generator, unrelated to the seed of any other `parts`."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
 
 
 def random_rotation(kind: RotationKind, dim: int, seed: int) -> torch.Tensor:
-    """A seeded random orthogonal matrix, float32 `[dim, dim]`; rotate row vectors with `x @ matrix.T`.
+    """Seeded random orthogonal matrix, float32 `[dim, dim]`; rotate row vectors with `x @ matrix.T`.
 
     `haar` is uniform over the orthogonal group: QR of a Gaussian matrix with R's diagonal made positive (TurboQuant,
-    section 3.1), for which the theorems hold whatever the vector. `hadamard` comes near it without a factorization:
-    three times random signs and a Walsh-Hadamard transform (block-diagonal where `dim` is no power of two), with
-    random permutations between them.
+    section 3.1), for which the theorems hold for any vector. `hadamard` comes close without a factorization: three
+    rounds of random signs and a Walsh-Hadamard transform (block-diagonal if `dim` is not a power of two), with random
+    permutations in between.
     """
     generator = torch.Generator().manual_seed(seed)
-    with torch.device("cpu"):  # whatever the default device: the same numbers everywhere
+    with torch.device("cpu"):  # the same numbers for any default device
         if kind == "haar":
             return haar(dim, generator).float()
         block = _hadamard_blocks(dim)
@@ -38,7 +38,7 @@ def random_rotation(kind: RotationKind, dim: int, seed: int) -> torch.Tensor:
 
 
 def haar(dim: int, generator: torch.Generator) -> torch.Tensor:
-    """A Haar-distributed orthogonal matrix, float64 `[dim, dim]`."""
+    """Haar-distributed orthogonal matrix, float64 `[dim, dim]`."""
     q, r = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=torch.float64))
     return q * r.diagonal().sign()
 
@@ -48,7 +48,7 @@ def _signs(dim: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _hadamard_blocks(dim: int) -> torch.Tensor:
-    """Block-diagonal normalised Hadamard matrix with blocks of the largest power of two that divides `dim`."""
+    """Block-diagonal normalised Hadamard matrix; its blocks have the largest power of two that divides `dim`."""
     size = dim & -dim
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while matrix.shape[0] < size:

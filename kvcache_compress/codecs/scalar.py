@@ -18,15 +18,15 @@ SCALE_MAX = torch.finfo(torch.float16).max
 def quantize_on(
     backend: Backend, z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar
 ) -> Fields:
-    """`quantize` by what a codec's backend has for it."""
+    """Quantize with the backend's own implementation of `quantize`, if it has one."""
     return quantizer(backend, quantize, "turboquant", "quantize_levels")(z, norm, levels, bits, scalar)
 
 
 def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:
-    """Nearest levels of unit vectors `z` `[..., width]`, packed, and the scalar of each vector in 16 bits.
+    """Pack the nearest levels of unit vectors `z` `[..., width]`, and store one scalar per vector in 16 bits.
 
-    `levels` `[2 ** bits]` are in the order of their codes, ascending or as `lloyd_max.outward` has them.
-    The scalars, for a vector x = norm · z with code point ẑ: `norm`; `match`, norm / ‖ẑ‖; `unbiased`,
+    `levels` `[2 ** bits]` are in the order of their codes: ascending, or reordered by `lloyd_max.outward`.
+    The scalar of a vector x = norm · z with code point ẑ is: `norm`; `match`, norm / ‖ẑ‖; `unbiased`,
     norm ⟨z, z⟩ / ⟨z, ẑ⟩; `least_squares`, norm ⟨z, ẑ⟩ / ⟨ẑ, ẑ⟩.
     """
     codes = levels.argsort()[torch.bucketize(z.contiguous(), boundaries(levels))]
@@ -34,7 +34,7 @@ def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: in
 
 
 def stored_scalar(z: torch.Tensor, point: torch.Tensor, norm: torch.Tensor, scalar: Scalar) -> torch.Tensor:
-    """The scalar, float16 `[...]`, of vectors `norm` `[...]` times `z` `[..., width]` with code points `point`."""
+    """Stored scalar, float16 `[...]`, of vectors `norm` `[...]` times `z` `[..., width]` with code points `point`."""
     if scalar == "match":
         norm = norm / point.norm(dim=-1)
     elif scalar == "unbiased":

@@ -16,7 +16,7 @@ def sketch_constant(kind: SketchKind, dim: int, rows: int | None = None) -> floa
     """Factor that makes `⟨S y, sign(S r)⟩ ‖r‖` unbiased for ⟨y, r⟩, S being `rows` x `dim` (square by default).
 
     Gaussian S: √(π/2) / rows (QJL, Lemma 3.2). Rows of √d · Haar: 1 / (rows √d E|u₁|) with
-    E|u₁| = Γ(d/2) / (√π Γ((d+1)/2)), whether or not the last block of rows is whole.
+    E|u₁| = Γ(d/2) / (√π Γ((d+1)/2)), also if the last block of rows is incomplete.
     """
     rows = rows or dim
     if kind == "gaussian":
@@ -26,10 +26,10 @@ def sketch_constant(kind: SketchKind, dim: int, rows: int | None = None) -> floa
 
 
 def sketch_matrix(kind: SketchKind, dim: int, seed: int, rows: int | None = None) -> torch.Tensor:
-    """S, float32 `[rows, dim]` (square by default): Gaussian, or the first rows of stacked √d times Haar rotations."""
+    """Sketch S, float32 `[rows, dim]` (square by default): Gaussian, or first rows of stacked √d · Haar rotations."""
     rows = rows or dim
     generator = torch.Generator().manual_seed(seed)
-    with torch.device("cpu"):  # whatever the default device: the same numbers everywhere
+    with torch.device("cpu"):  # the same numbers for any default device
         if kind == "gaussian":
             return torch.randn(rows, dim, generator=generator)
         blocks = [haar(dim, generator) for _ in range(-(-rows // dim))]

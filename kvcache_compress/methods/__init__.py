@@ -1,4 +1,4 @@
-"""One method, one file or folder: importing this package imports every module in it, which registers them all."""
+"""Compression methods, a file or folder each: importing this package imports every module, which registers them all."""
 
 import pkgutil
 from importlib import import_module

@@ -1,7 +1,7 @@
 """KIVI (Liu et al., arXiv 2402.02750): uniform codes, keys grouped per channel, values per token; the baseline.
 
-Keys: `group_size` consecutive tokens of a channel share a scale and a zero point. Values: `group_size` consecutive
-channels of a token do. Both are stored in 16 bits, so b-bit codes really take b + 32 / group_size bits.
+For keys, `group_size` consecutive tokens of a channel share a scale and a zero point; for values, `group_size`
+consecutive channels of a token. Both are stored in 16 bits, so b-bit codes take b + 32 / group_size bits in total.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GROUP_SIZES = (16, 32, 64, 128)
 
 
 class KIVIOptions(MethodOptions):
-    """Options of `kivi`, for one side: `bits` 1 to 6; `group_size`, tokens (keys) or channels (values) per scale."""
+    """Options of `kivi`, for one side: `bits`, 1 to 6; `group_size`, tokens (keys) or channels (values) per scale."""
 
     bits: int = 4
     group_size: int = 32
@@ -63,17 +63,17 @@ class KIVICodec(Codec):
             shape, tokens = (head_dim,), group
         else:
             if head_dim % group:
-                there = ", ".join(str(size) for size in GROUP_SIZES if head_dim % size == 0)
+                divisors = ", ".join(str(size) for size in GROUP_SIZES if head_dim % size == 0)
                 raise ValueError(
                     f"group_size={group} for kivi values: allowed divisors of the head dimension {head_dim}: "
-                    + (there or "it has none of those that there are; turboquant takes such values")
+                    + (divisors or "none of the group sizes divides it; turboquant supports such values")
                 )
             shape, tokens = (head_dim // group,), 1
         scales = (Field("scale", torch.float16, shape, tokens), Field("zero", torch.float16, shape, tokens))
         return (*code_fields(options.bits, head_dim), *scales)
 
     def _grouped(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """`[B, H, T, D]` with its grouped axis split in two, and the axis within a group."""
+        """Split the grouped axis of `[B, H, T, D]` in two; returns also the axis within a group."""
         if self.context.side == "keys":
             return x.unflatten(2, (-1, self.options.group_size)), 3
         return x.unflatten(3, (-1, self.options.group_size)), 4
@@ -117,9 +117,9 @@ class KIVICodec(Codec):
 def quantize(
     x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, tokens: int, channels: int
 ) -> tuple[torch.Tensor, ...]:
-    """Bit planes of `x` `[B, H, T, D]` for scales that `tokens` tokens and `channels` channels share.
+    """Bit planes of `x` `[B, H, T, D]`, with one scale and zero point per `tokens` tokens and `channels` channels.
 
-    Codes are taken against the scale and zero point as stored in 16 bits, so that rounding those adds no bias.
+    Codes refer to the scale and zero point as stored in 16 bits, so that rounding these adds no bias.
     """
     steps = scale.float().repeat_interleave(tokens, 2).repeat_interleave(channels, 3).clamp_min(1e-30)
     start = zero.float().repeat_interleave(tokens, 2).repeat_interleave(channels, 3)

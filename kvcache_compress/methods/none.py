@@ -1,4 +1,4 @@
-"""No compression: one side of a layer kept as it is while the other is compressed."""
+"""Method `none`: keep one side of a layer uncompressed while the other is compressed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @register_method
 class DenseCodec(Codec):
-    """Stores vectors in the model's own dtype.
+    """One side of a layer, stored in the model's dtype.
 
-    A layer whose two sides are `none` never gets here: it stays Transformers' own `DynamicLayer`, bit for bit.
+    A layer with `none` on both sides does not use it: it stays Transformers' `DynamicLayer`, bit for bit.
     """
 
     name: ClassVar[str] = "none"

@@ -1,8 +1,8 @@
 """QJL (Zandieh et al., arXiv 2406.03482): keys as the signs of a random sketch and a norm.
 
 With S of m rows (Definition 3.1) a key k is stored as `sign(S k)` and `c ‖k‖`; the estimate of q·k is
-`c ‖k‖ ⟨S q, sign(S k)⟩`, unbiased for the right c (Lemma 3.2). Channels with large norms can have a sketch and a norm
-of their own (section 4.2), so that they do not set the error of all.
+`c ‖k‖ ⟨S q, sign(S k)⟩`, unbiased for the right c (Lemma 3.2). Channels with large norms can have their own sketch and
+norm (section 4.2), so that they do not determine the error of all channels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_RATIO = 4
 MIN_OUTLIERS = 4
-"""With fewer channels an orthogonal sketch has few distinct sign patterns."""
+"""Fewest outlier channels: with fewer an orthogonal sketch has few distinct sign patterns."""
 
 
 class QJLOptions(MethodOptions):
@@ -39,10 +39,10 @@ class QJLOptions(MethodOptions):
     sketch_ratio: sketch rows m per channel, up to 4; `sketch_dim` gives m itself, a multiple of 8.
     sketch: `orthogonal` stacks rotations, `gaussian` has independent rows.
     shared_sketch: one S for all layers.
-    outlier_channels: channels with the largest norm in the first prefill, per head, that get a sketch of their own.
+    outlier_channels: channels per head, those with the largest norm in the first prefill, that get their own sketch.
     outlier_sketch_dim: rows of that sketch, a multiple of 8; by default the head dimension.
-    scalar: the number stored per token: `norm`, the paper's; or `match`, which keeps the key's length.
-    center: subtract the mean key of the first prefill; `auto` where it is large and the sinks are kept out of it.
+    scalar: number stored per token: `norm`, the paper's, or `match`, which keeps the key's length.
+    center: subtract the mean key of the first prefill; `auto` only if it is large and the sinks are not part of it.
     """
 
     sketch_ratio: float = 2
@@ -76,8 +76,8 @@ class QJLOptions(MethodOptions):
         return count
 
     def idle(self) -> dict[str, str]:
-        found = {} if self.sketch_dim is None else {"sketch_ratio": "no sketch_dim"}
-        return found if self.outlier_channels else found | {"outlier_sketch_dim": "outlier_channels"}
+        idle = {} if self.sketch_dim is None else {"sketch_ratio": "no sketch_dim"}
+        return idle if self.outlier_channels else idle | {"outlier_sketch_dim": "outlier_channels"}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Instance:
 
 
 def instances(options: QJLOptions, head_dim: int) -> tuple[Instance, ...]:
-    """The sketch of the inliers, and that of the outliers where there are any."""
+    """The sketch of the inlier channels, followed by that of the outlier channels if there are any."""
     limit = MAX_RATIO * head_dim
     outliers = options.outlier_channels
     if outliers >= head_dim:
@@ -142,11 +142,11 @@ class QJLCodec(LinearCodec):
         return fields
 
     def measure(self, x: torch.Tensor) -> Statistics:
-        """`mean` `[H, D]` where keys are centred; with outlier channels `energy` `[H, D]` of each channel."""
-        found = super().measure(x)
+        """Measure the keys' `mean` `[H, D]`, if centred, and `energy` `[H, D]` of channels, if some are outliers."""
+        statistics = super().measure(x)
         if self.options.outlier_channels:
-            found["energy"] = centred(x, found.get("mean")).square().sum(dim=(0, 2))
-        return found
+            statistics["energy"] = centred(x, statistics.get("mean")).square().sum(dim=(0, 2))
+        return statistics
 
     def set_statistics(self, statistics: Statistics) -> None:
         super().set_statistics(statistics)
@@ -155,7 +155,7 @@ class QJLCodec(LinearCodec):
             self._spread(order[:, : self.instances[0].channels].sort(-1).values)
 
     def _spread(self, inliers: torch.Tensor) -> None:
-        """Puts the columns of each sketch on each head's own channels; `inliers` `[H, channels]`."""
+        """Spread the columns of each sketch over its channels in each head; `inliers` `[H, channels]`."""
         heads, head_dim = len(inliers), self.context.head_dim
         is_inlier = torch.zeros(heads, head_dim, device=inliers.device).scatter_(1, inliers, 1.0)
         self.members = torch.stack([is_inlier, 1 - is_inlier])
@@ -183,7 +183,7 @@ class QJLCodec(LinearCodec):
         return fields
 
     def parts(self, fields: Fields) -> Iterator[Part]:
-        """One per sketch."""
+        """Stored keys in code space, one part per sketch."""
         for index, part in enumerate(self.instances):
             signs = packing.look_up(fields[2 * index : 2 * index + 1], 1, self._table)
             yield Part(part.span, signs, fields[2 * index + 1].float())

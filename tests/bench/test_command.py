@@ -1,4 +1,4 @@
-"""`kvcache-compress bench`, with few tokens."""
+"""`kvcache-compress bench` with few tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is timed is compared first, at its own batch and length; what is wrong is named, and not timed."""
+"""Attention is compared before it is timed, at its batch and length; wrong attention is reported and not timed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
-    """In 16 bits the error of so few numbers varies by a tenth, and comes near to what is allowed."""
+    """Seed the random numbers: the 16-bit error of so few numbers varies by a tenth and comes close to the bound."""
     torch.manual_seed(0)
 
 
@@ -56,7 +56,7 @@ def test_both_calls_are_compared(wrong: int) -> None:
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> Mock:
-    """Makes a row of attention's results wrong, and has nothing timed; what would be."""
+    """Make a row of attention's results wrong, and record calls that would be timed."""
     attend = Step.attend
 
     def attend_wrongly(*arguments: Any) -> torch.Tensor:
@@ -72,7 +72,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> Mock:
 
 @pytest.mark.parametrize(("row", "factor"), [(2, 1.01), (0, NAN)])
 def test_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> None:
-    """What is not finite in any row, however few are compared."""
+    """Wrong or infinite results are detected, the latter in any row, even if it is not compared."""
     timed = spoil(monkeypatch, row, factor)
     full, ours = decode.measure_decode(["kivi-2bit"], {"tiny": TINY}, [3], [64], CPU, 1, torch.float32)
     assert (full.error, full.milliseconds) == (None, 1.0)
@@ -84,7 +84,7 @@ def test_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch, row: int,
 
 @pytest.mark.parametrize("name", ["turboquant-2.5bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit"])
 def test_right_attention_is_timed(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """By random codes, in the batch's last rows too, with positions where a method has them: none is padded."""
+    """Right attention over random codes is timed, without a warning about left padding."""
     _warn_of_positions.cache_clear()
     found = decode.compressed_time(name, "tiny", TINY, 3, 128, CPU, torch.float32, 1)
     assert 0 < (found.attention_error or 0) < 1e-5

@@ -1,4 +1,4 @@
-"""How other libraries' decode attention is called; neither is installed where the tests run."""
+"""Calls of other libraries' decode attention, against stand-ins as neither library is installed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def flash_attn_with_kvcache(
 
 
 def grouped(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """`[B, Hq, D]` over `[B, T, H, D]`."""
+    """Plain attention of `[B, Hq, D]` over `[B, T, H, D]`."""
     groups = query.shape[1] // keys.shape[2]
     keys, values = (x.repeat_interleave(groups, 2).double() for x in (keys, values))
     weights = (torch.einsum("bhd,bthd->bht", query.double(), keys) / query.shape[2] ** 0.5).softmax(-1)
@@ -53,7 +53,7 @@ def grouped(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> to
 
 
 def test_other_libraries_are_called_as_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither is installed where the tests run: these stand-ins take what the libraries' documentation names."""
+    """Stand-ins for the libraries accept the arguments that their documentation names."""
     monkeypatch.setitem(
         sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FlashInferWrapper)
     )

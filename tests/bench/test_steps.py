@@ -16,7 +16,7 @@ from kvcache_compress.eval.caches.resolve import resolve_cache
 
 
 class Broken(Cache):
-    """Takes a prompt, and no step."""
+    """Cache that accepts a prompt but fails in steps."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -64,7 +64,7 @@ def test_a_cache_that_fails_says_why() -> None:
 
 
 def test_fused_attention_is_used() -> None:
-    """Otherwise what is timed is the decoding of the cache."""
+    """Steps use fused attention; otherwise the decoding of the cache would be timed."""
     spec = resolve_cache("turboquant-4bit@sinks=4,recent=8")
     with record_paths() as taken:
         measure_steps(small_model(), [full_cache(), spec], torch.randint(1, VOCAB, (1, 64)), steps=2)

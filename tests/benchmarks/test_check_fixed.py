@@ -1,4 +1,4 @@
-"""The kit's check of fixed capacity finds steps that are wrong, and says of which step."""
+"""The check of fixed capacity detects wrong steps and reports their number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
-    """In 16 bits the error of so few numbers comes near to what is allowed."""
+    """Seed the random numbers: the 16-bit error of so few numbers comes close to the bound."""
     torch.manual_seed(0)
 
 
@@ -41,7 +41,7 @@ def test_steps_are_right(preset: str) -> None:
     ],
 )
 def test_wrong_kernels_fail_the_check_of_the_preset(monkeypatch: pytest.MonkeyPatch, wrong: str, message: str) -> None:
-    """What the kernel that encodes and writes tokens leaves: codes of the fifth step, a token of the third, counts."""
+    """Wrong results of the kernel that encodes and writes are detected: codes of step 5, a token of step 3, counts."""
     kernels, calls = load_part("triton_kernels.update.write_slots"), []
     write = kernels.write_slots
 
@@ -74,7 +74,7 @@ def test_wrong_kernels_fail_the_check_of_the_preset(monkeypatch: pytest.MonkeyPa
 
 
 def test_wrong_storing_of_groups_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a method that encodes apart: what it stores is put where the group before it lies."""
+    """Groups of a method without a kernel encoder that are stored one place too early are detected."""
     kernels = load_part("triton_kernels.update.write_slots")
     store = kernels.store_groups
 
@@ -94,7 +94,7 @@ def test_steps_that_pack_nothing_are_no_check(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_steps_are_those_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU a graph is stood in for by the calls; one that gives what it gave before is found."""
+    """Without a GPU, plain calls stand in for the graph; a graph that repeats an earlier result is detected."""
     assert graph_check("turboquant-4bit", "tiny", TINY, CPU).error is None
 
     def stale(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The command that times encoding on the CPU."""
+"""The script that times encoding on the CPU."""
 
 from __future__ import annotations
 

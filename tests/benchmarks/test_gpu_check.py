@@ -1,4 +1,4 @@
-"""The kit's check of kernels finds wrong ones, and what it times lies on one device."""
+"""The check detects wrong kernels, and each timed row uses one device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch, factor: float
 
 @pytest.mark.parametrize("wrong", [1, 3])
 def test_every_call_is_compared(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
-    """Two by the launcher's own splits and two by more of them, each pair a first and a repeated launch."""
+    """Two calls with the launcher's splits and two with more are compared, each pair a first and a repeated launch."""
     attend = check.Step.attend
     calls: list[int] = []
     places: set[tuple[int, ...]] = set()
@@ -73,7 +73,7 @@ def test_appending_to_a_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch, wr
 
 @pytest.mark.parametrize("wrong", ["codes", "place", "moved", "unseen"])
 def test_wrong_flushes_are_found(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    """Of the second call, or of the check of the third; and `check_kernels` says so."""
+    """Wrong codes in the second call, or a missed NaN in the third, are detected and reported by `check_kernels`."""
     module, calls = load_part("triton_kernels.encode.launch"), []
     call = ("kivi-4bit", "tiny", Shape(4, 2, 64), 128, CPU)
     assert check.check_kernels(*call).error is None
@@ -115,7 +115,7 @@ def test_wrong_codes_and_appended_tokens_are_found(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["uniform-4bit", *ONE_OF_EACH_METHOD])
 def test_rows_mix_no_devices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that refuses tensors of others, by PyTorch's operators, since no kernel runs there."""
+    """Rows run on a device that refuses tensors of others; with PyTorch's operators, as kernels cannot run there."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     shape = Shape(4, 2, 64)
     with fake_devices() as (device, _):

@@ -1,4 +1,4 @@
-"""The benchmark kit in small, in Triton's interpreter; on a GPU it is the same code with other sizes."""
+"""The GPU benchmarks with tiny sizes in Triton's interpreter; on a GPU the same code runs with other sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TINY = {"tiny": Shape(4, 2, 64)}
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
-    """In 16 bits the error of so few numbers varies by a tenth, and comes near to what is allowed."""
+    """Seed the random numbers: the 16-bit error of so few numbers varies by a tenth and comes close to the bound."""
     torch.manual_seed(0)
 
 

@@ -1,4 +1,4 @@
-"""What the kit measures first, what a row that fails leaves, what its clock does, and its file."""
+"""Order of the GPU measurements, rows of failures, the time budget, and the result file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Figure:
 
 
 class Clock:
-    """Goes on only when it is told to."""
+    """Clock that advances only when told to."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,7 +43,7 @@ def jobs_of(part: str, count: int) -> list[Job]:
 
 
 def timed_run(jobs: list[Job], seconds: float, cost: Callable[[Job], float]) -> list[Job]:
-    """The jobs that were run on a clock that their costs move, in that order."""
+    """Run jobs on a clock that their costs advance; returns them in the order in which they ran."""
     clock = Clock()
     events: list[dict[str, Any]] = []
 
@@ -193,7 +193,7 @@ def test_tables_show_failures_and_say_why(tmp_path: Path) -> None:
 
 
 def test_the_share_that_encoding_adds_to_a_prompt(tmp_path: Path) -> None:
-    """Beside the full cache in chunks of the same size; where that failed, seconds alone."""
+    """Prompts are compared with the full cache in chunks of the same size; if that failed, only seconds are given."""
     times = {("full", 32768): 2.0, ("kivi-2bit", 32768): 2.09, ("full", 4096): None, ("kivi-2bit", 4096): 2.5}
     jobs = {key: Job("prefill", (key[0], 32768, key[1])) for key in times}
     found = ResultFile(tmp_path / "gpu.json", WHERE, [*jobs.values()])

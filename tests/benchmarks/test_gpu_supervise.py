@@ -1,4 +1,4 @@
-"""What processes that die, hang or do not start leave of the kit's rows."""
+"""Rows that remain if measuring processes die, hang or do not start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ for part, values in task["jobs"] + task["late"]:
 
 
 def supervised(names: list[str], seconds: float = 60.0, row_seconds: float = 30.0) -> dict[str, dict[str, Any]]:
-    """Rows by name of jobs that a process runs which dies of some of them."""
+    """Rows by name of jobs, run by a process that some of them kill."""
     rows: dict[str, dict[str, Any]] = {}
 
     def keep(job: Job, row: dict[str, Any]) -> None:

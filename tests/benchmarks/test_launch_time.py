@@ -1,4 +1,4 @@
-"""The host's part of a decode step, timed over a driver that does nothing."""
+"""The script that times the host's part of a decode step, over a driver that does nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.paths import ROOT
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="the driver's stand-in is compiled")
 def test_a_step_launches_four_kernels_and_says_where_time_goes() -> None:
-    """In a process of its own, where the kernels are compiled: here they are interpreted."""
+    """Run the script in a separate process, which compiles kernels instead of interpreting them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     few = ["--tokens", "256", "--calls", "32", "--rounds", "2", "--profile"]
     # Both sides are encoded in every 32nd step, a launch each; with a fixed capacity by the first of the four.

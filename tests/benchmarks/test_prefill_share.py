@@ -1,4 +1,4 @@
-"""What the script that measures a prompt's share reports, with a smaller layer."""
+"""The script that measures a cache's share of a prompt, with a smaller layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def script() -> dict[str, Any]:
 
 
 def test_rows_are_of_the_full_cache(script: dict[str, Any]) -> None:
-    """The cache's part of a prompt is less than the prompt, and of a compressed one more than of the full one."""
+    """The cache's share is less than the complete prompt, and larger for a compressed cache than for the full one."""
     with torch.inference_mode():
         full, *ours = script["rows"](script["one_layer"](), ["turboquant-4bit", "commvq-2bit"], 1024, 2)
     assert [row["cache"] for row in ours] == ["turboquant-4bit", "commvq-2bit"]

@@ -1,4 +1,4 @@
-"""The command that times storing a step's token on the CPU."""
+"""The script that times storing a step's token on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tuning in small, in Triton's interpreter, with times that are made up: what is chosen, and what never is."""
+"""Tuning with tiny sizes and made-up times, in Triton's interpreter: which tiles are chosen."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def case_of(name: str = "turboquant-4bit", shape: str = "tiny", kernel: str = "a
 
 
 def timer_of(times: dict[Tile, float]) -> Callable[..., float]:
-    """Makes the call, and says what its tile is to take."""
+    """Timer that makes the call and returns a made-up time for its tile."""
 
     def timer(call: Any, device: torch.device, repeats: int) -> float:
         call()
@@ -63,7 +63,7 @@ def tried(case: Case, tile: Tile, times: dict[Tile, float]) -> dict[str, Any]:
 
 
 def test_the_fastest_tile_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One that is faster still, but wrong, is not; what is chosen, attention takes."""
+    """The fastest right tile is chosen, not a faster wrong one, and attention then uses it."""
     attend = tune.Step.attend
 
     def attend_wrongly(view: Any, *arguments: Any) -> torch.Tensor:

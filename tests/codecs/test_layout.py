@@ -66,7 +66,7 @@ def test_code_order(width: int) -> None:
 
 @pytest.mark.parametrize("multiple", [1, 16, 32, 128])
 def test_growth(multiple: int) -> None:
-    """Never less than needed, never more than an eighth above it, whole groups where that is so."""
+    """Capacity is never less than needed nor more than an eighth above, in multiples of the group if possible."""
     for tokens in range(multiple, 5000, multiple):
         capacity = grown_capacity(tokens, multiple)
         assert tokens <= capacity <= tokens * (1 + SLACK)

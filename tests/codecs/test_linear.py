@@ -1,4 +1,4 @@
-"""Codecs that are linear around their codes, by a case that is computed by hand."""
+"""Linear codecs, with an example computed by hand."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +26,7 @@ class ThreeRows(LinearCodec):
         return Field("numbers", torch.float32, (3,)), Field("scale", torch.float32), Field("group", torch.int8, (), 4)
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        """The channels as they are, with a scale of one."""
+        """Store the channels unchanged, with a scale of one."""
         ones, group = torch.ones(x.shape[:3]), torch.zeros(*x.shape[:2], x.shape[2] // 4, dtype=torch.int8)
         return torch.nn.functional.pad(x, (0, 1)), ones, group
 

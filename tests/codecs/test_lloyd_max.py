@@ -1,4 +1,4 @@
-"""Codebooks: known values, optimality checked by an integration of its own, symmetry."""
+"""Codebooks: known values, symmetry, and optimality by an independent integration."""
 
 import math
 
@@ -11,7 +11,7 @@ from kvcache_compress.codecs.scalar import quantize
 
 
 def density(dim: int, points: int = 400_001) -> tuple[torch.Tensor, torch.Tensor]:
-    """Grid on [-1, 1] and weights of one coordinate's density, normalised numerically: no constant is shared."""
+    """Grid on [-1, 1] and weights of a coordinate's density, normalised numerically, independent of the code."""
     reach = min(1.0, 16 / math.sqrt(dim))
     x = torch.linspace(-reach, reach, points, dtype=torch.float64)
     weight = (1 - x.square()).clamp_min(0).pow((dim - 3) / 2)
@@ -57,7 +57,7 @@ def test_levels_are_centroids(dim: int, bits: int) -> None:
 
 @pytest.mark.parametrize("dim", [16, 64, 128])
 def test_samples_agree(dim: int) -> None:
-    """The same by Monte Carlo: coordinates of random unit vectors, cell means within 4 standard errors."""
+    """Levels agree with Monte Carlo: coordinates of random unit vectors, cell means within 4 standard errors."""
     z = torch.randn(20_000, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     z = (z / z.norm(dim=1, keepdim=True)).flatten()
     levels = lloyd_max_levels(dim, 3)

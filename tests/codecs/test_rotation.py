@@ -22,7 +22,7 @@ def test_orthogonal(kind: str, dim: int) -> None:
 @pytest.mark.parametrize("kind", ["haar", "hadamard"])
 @pytest.mark.parametrize("dim", [64, 80])
 def test_seeds(kind: str, dim: int) -> None:
-    """Determined by the seed alone, whatever the global generator does."""
+    """Rotations are determined by the seed alone, for any state of the global generator."""
     torch.manual_seed(1)
     one = random_rotation(kind, dim, seed=5)
     torch.manual_seed(2)
@@ -33,7 +33,7 @@ def test_seeds(kind: str, dim: int) -> None:
 @pytest.mark.parametrize("kind", ["haar", "hadamard"])
 @pytest.mark.parametrize("dim", [40, 64, 80, 96, 112, 128])
 def test_single_channels_become_like_any_vector(kind: str, dim: int) -> None:
-    """Its coordinates have the variance and the fourth moment, 3d / (d + 2), of a random unit vector's times √d.
+    """A rotated single channel has the variance and fourth moment, 3d / (d + 2), of a random unit vector's times √d.
 
     They take many values, too: one transform would leave two, ±1, and two transforms a grid as coarse as a codebook.
     """
@@ -46,7 +46,7 @@ def test_single_channels_become_like_any_vector(kind: str, dim: int) -> None:
 
 
 def test_seeds_of_codecs_are_unrelated() -> None:
-    """Shifted, a seed's second layer would be another seed's first, and its keys another's values."""
+    """Seeds of layers and sides are unrelated; shifted ones would repeat another seed's layer or side."""
     seeds = [0, 1, 2, 3, 7, 8, 16]
     parts = ["rotation 0", "rotation 1", "sketch 0"]
     found = [

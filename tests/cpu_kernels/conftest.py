@@ -12,7 +12,7 @@ from kvcache_compress.cpu_kernels import build
 
 @pytest.fixture
 def built() -> None:
-    """Skips where the C++ code cannot be had, and fails where it could be and is not."""
+    """Skip if the C++ code cannot be built here, and fail if it could be but does not load."""
     if TorchVersion(torch.__version__) < (2, 10) or shutil.which("c++") is None:
         pytest.skip("no compiler, or a PyTorch before 2.10")
     assert build.problem() is None

@@ -76,7 +76,7 @@ def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegme
 
 
 def test_rows_hidden_by_the_lowest_number_are_averages(make_side: Callable[..., SideSegments]) -> None:
-    """As in plain attention, where the logits all become that number."""
+    """Rows masked with the lowest number are averages, as in plain attention, where all logits become that number."""
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
     mask = torch.full((2, 1, 1, keys.shape[2]), torch.finfo(torch.float32).min)
@@ -86,7 +86,7 @@ def test_rows_hidden_by_the_lowest_number_are_averages(make_side: Callable[..., 
 
 @pytest.mark.parametrize("rotary", [4, 20, 32])
 def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callable[..., SideSegments]) -> None:
-    """As in GLM 4 and GPT-NeoX; positions differ per row."""
+    """RoPE on some of the pairs of neighbours, as in GLM 4 and GPT-NeoX; positions differ per row."""
     rest = range(2 * rotary, 64)
     real, imaginary = range(0, 2 * rotary, 2), range(1, 2 * rotary, 2)
     order = (*real, *rest[: len(rest) // 2], *imaginary, *rest[len(rest) // 2 :])
@@ -100,7 +100,7 @@ def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callab
 
 @pytest.mark.parametrize("bits", [0, 192])
 def test_codebooks_are_not_copied(bits: int, make_side: Callable[..., SideSegments]) -> None:
-    """Neither residual ones nor, with `bits`, that of the encoder."""
+    """Neither residual codebooks nor, with `bits`, the encoder's codebook are copied."""
     side = commvq(64, encoder_bits=bits, weighed=True)
     keys, values = segments(Case(side, side), make_side)
     held = [keys.codec.constant_bytes(), values.codec.constant_bytes()]
@@ -118,20 +118,20 @@ def test_queries_of_any_strides(make_side: Callable[..., SideSegments]) -> None:
 
 
 def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> None:
-    """A view of an earlier step sees its own tokens only; one of a fixed capacity has slots without a token."""
+    """A view of an earlier step sees only its own tokens; with a fixed capacity some slots are empty."""
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
     before = [replace(side, packed=40) for side in (keys, values)]
     expected = plain_attention(query, *before, None, Case(), None)
     assert error(launch.attend(query, *before, None, scaling=0.125), expected) <= BARS[F32]
-    room = [replace(side, packed=64) for side in (keys, values)]
-    holds = torch.arange(room[0].shape[2])
+    larger = [replace(side, packed=64) for side in (keys, values)]
+    holds = torch.arange(larger[0].shape[2])
     mask = ((holds < 3 + 40) | (holds >= 3 + 64))[None, None, None]
-    assert error(launch.attend(query, *room, mask, scaling=0.125), expected) <= BARS[F32]
+    assert error(launch.attend(query, *larger, mask, scaling=0.125), expected) <= BARS[F32]
 
 
 def test_result_does_not_depend_on_threads(make_side: Callable[..., SideSegments]) -> None:
-    """One thread takes another number of splits."""
+    """The number of threads sets the number of splits, but not the result."""
     keys, values = segments(Case(packed=3000), make_side)
     query = torch.randn(2, 6, 1, 64)
     threads, found = torch.get_num_threads(), []

@@ -1,4 +1,4 @@
-"""Compiling the C++ code, and what happens where that cannot be."""
+"""Compile and load the C++ code, and fall back or refuse if that fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvcache_compress.registry import get_method
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Nothing compiled, and nothing known of that. No test may load the code then: a process can do so but once."""
+    """Empty build folder and forgotten state. Tests must not load the code then: a process can only do so once."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     build.problem.cache_clear()
     backend._cpp_problem.cache_clear()
@@ -37,7 +37,7 @@ def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def compiler(built: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """One that makes the library of this process in no time, and its log: a line for each call."""
+    """Fake compiler that copies this process's library, and its log with a line per call."""
     compiled = next(path for path in torch.ops.loaded_libraries if "kvcache_compress_cpu" in str(path))
     (tmp_path / "log").touch()
     script = tmp_path / "compiler"
@@ -52,7 +52,7 @@ def compiler(built: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pa
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """What would have been loaded."""
+    """Record the libraries that would have been loaded."""
     paths: list[Path] = []
     monkeypatch.setattr(torch.ops, "load_library", paths.append)
     return paths
@@ -79,7 +79,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_library(compiler: Path, loaded: list[Path], damage: str) -> None:
-    """Is never loaded, but compiled anew."""
+    """A damaged library is never loaded, but compiled again."""
     build._load()
     whole = loaded[0].read_bytes()
     loaded[0].write_bytes(DAMAGES[damage](whole))
@@ -100,7 +100,7 @@ def test_a_damaged_library_does_not_end_python(compiler: Path, loaded: list[Path
 
 
 def test_a_library_of_another_machine(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole, but the system libraries are others: a second one is kept beside it."""
+    """An intact library that does not load here, for other system libraries, stays, and a second one is added."""
     tried: list[Path] = []
 
     def load(path: Path) -> None:
@@ -144,14 +144,14 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("c++ -DINF=", "error: "),
         ('c++ "', "CXX='c\\+\\+ \"': No closing quotation"),
         (" ", "CXX=' ': no compiler"),
-        ("true", "true made no library"),
+        ("true", "true produced no library"),
         ("/", "Permission denied: '/'"),
     ],
 )
 def test_without_a_compiler(
     compiler: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An explicit choice is refused; `auto` says why and runs in torch."""
+    """Without a compiler, an explicit choice is refused; `auto` gives the reason and runs in torch."""
     monkeypatch.setenv("CXX", compiler)
     model = small_model()
     with pytest.raises(ValueError, match=f'backend="cpp" cannot be had: .*{message}'):
@@ -182,7 +182,7 @@ def test_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("built")
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="that is what all tests here run")
 def test_without_vector_extensions() -> None:
-    """The code for other processors, in a process of its own."""
+    """The code for processors without AVX2, in a separate process."""
     chosen = "((6-bit or polar or kivi-3 or commvq) and equals) or (test_encode and not alike and not caches)"
     tests = [str(Path(__file__).with_name(name)) for name in ("test_attention.py", "test_encode.py")]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *tests, "-k", chosen]
@@ -194,7 +194,7 @@ def test_without_vector_extensions() -> None:
 
 @pytest.mark.usefixtures("built")
 def test_method_without_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a new one is at first: an explicit choice is refused, and `auto` takes torch."""
+    """For a method without a C++ decoder, an explicit choice is refused, and `auto` uses torch."""
     monkeypatch.setattr(get_method("qjl"), "cpu_side", Codec.cpu_side)
     config, model = method_config("qjl"), small_model()
     with pytest.raises(ValueError, match="backend=\"cpp\" cannot be had for method 'qjl'"):

@@ -32,11 +32,11 @@ pytestmark = pytest.mark.usefixtures("built")
 IN_CPP = ("turboquant", "kivi", "qjl", "polarquant_rope", "polarquant_recursive", "commvq")
 CASES = [entry for entry in SIDES if entry[0] in IN_CPP]
 ORDERS = (torch.clone, outward)
-"""Of levels by their codes."""
+"""Codebooks: levels in the order of their codes."""
 
 
 def with_codebooks(part: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
-    """A preset of CommVQ with a file as large as the user's."""
+    """A preset of CommVQ with a file of the size of a calibrated one."""
     bits = part["bits"]
 
     def options(head_dim: int) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def test_levels(order: Callable[[torch.Tensor], torch.Tensor], kind: scalar.Scal
 @pytest.mark.parametrize("bits", range(1, 7))
 @pytest.mark.parametrize("order", ORDERS, ids=["ascending", "outward"])
 def test_ties_take_the_level_below(order: Callable[[torch.Tensor], torch.Tensor], bits: int) -> None:
-    """All boundaries, their neighbours among the numbers, and those beyond all levels."""
+    """Numbers on a boundary get the level below: all boundaries, adjacent floats, and numbers beyond all levels."""
     levels = order(lloyd_max_levels(64, bits).float())
     bounds = scalar.boundaries(levels)
     infinity = torch.full_like(bounds, torch.inf)
@@ -83,7 +83,7 @@ def test_ties_take_the_level_below(order: Callable[[torch.Tensor], torch.Tensor]
 
 @pytest.mark.parametrize("kind", get_args(scalar.Scalar))
 def test_not_a_number(kind: scalar.Scalar) -> None:
-    """It takes the last level, and its vector's scalar shows it."""
+    """NaN gets the last level, and its vector's scalar becomes NaN."""
     levels = lloyd_max_levels(64, 4).float()
     z, norm = unit_vectors(64, levels)
     z[0, 0, 2, 5], z[1, 0, 4], norm[1, 0, 7] = torch.nan, torch.nan, torch.nan
@@ -114,7 +114,7 @@ def test_groups(bits: int, width: int, tokens: int, channels: int) -> None:
 @pytest.mark.parametrize(("angle_bits", "radius_bits"), [(2, 6), (3, 5), (4, 4), (5, 3), (6, 2)])
 @pytest.mark.parametrize("pairs", [8, 40, 64])
 def test_pairs(pairs: int, angle_bits: int, radius_bits: int) -> None:
-    """Points all around, on the axes and the diagonals, and on no side of zero; radii below and beyond the cells."""
+    """Points in all directions, on axes and diagonals, and zeros of either sign; radii below and beyond the cells."""
     turns = torch.linspace(-4, 4, 6 * pairs).view(2, 1, 3, pairs)
     real, imaginary = turns.cos(), turns.sin()
     signs = torch.tensor([0.0, -0.0, 1.0, -1.0])
@@ -129,7 +129,7 @@ def test_pairs(pairs: int, angle_bits: int, radius_bits: int) -> None:
 @pytest.mark.parametrize("bits", [(4, 3, 2), (2,), (6, 5, 4, 1), (3, 2, 3)])
 @pytest.mark.parametrize("dim", [32, 48, 64, 80, 96, 112, 128, 256])
 def test_tree(dim: int, bits: tuple[int, ...]) -> None:
-    """Online codebooks, whose boundaries are nowhere in particular; zeros, and numbers that are none."""
+    """Online codebooks with arbitrary boundaries; vectors with zeros and NaN."""
     levels = polar_tree.full_depth(dim)
     bits = (bits + bits[-1:] * levels)[:levels]
     tree = polar_tree.polar_tree(dim, bits)
@@ -146,7 +146,7 @@ def test_tree(dim: int, bits: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("bits", [1, 4, 6])
 def test_angles_on_boundaries(bits: int) -> None:
-    """All boundaries of the circle and their neighbours among the numbers, either way round."""
+    """Angles on all boundaries of the circle and adjacent floats, with axes in either order."""
     book = offline_codebook(1, bits)
     tree = polar_tree.polar_tree(32, (bits,))
     cos, sin = book.bounds.unbind(-1)
@@ -161,7 +161,7 @@ def test_angles_on_boundaries(bits: int) -> None:
 @pytest.mark.parametrize("centres", [2, 4, 8, 64])
 @pytest.mark.parametrize("pairs", [5, 32])
 def test_nearest_pairs(pairs: int, centres: int) -> None:
-    """Codes and what is left, to the bit; with ties, zeros, and numbers that are none."""
+    """Codes and residuals are equal to the bit, with ties, zeros and NaN."""
     generator = torch.Generator().manual_seed(centres)
     z, rows = (torch.randn(2, 3, count, 2 * pairs, generator=generator) for count in (50, 2 * centres))
     costs = torch.randn(2, 3, centres, centres, generator=generator)
@@ -182,7 +182,7 @@ def test_nearest_rows(width: int, centres: int) -> None:
 
 
 def spoil(x: torch.Tensor) -> None:
-    """Some vectors of `x` `[2, 3, 50, w]` hold zeros or what is no number."""
+    """Put zeros, NaN or infinity into some vectors of `x` `[2, 3, 50, w]`."""
     x[0, 0, 3], x[0, 1, 4, 2], x[1, 1, 5, 0], x[1, 2, 6, 1] = 0.0, torch.nan, torch.inf, -torch.inf
 
 
@@ -254,7 +254,7 @@ def test_codes_do_not_depend_on_threads() -> None:
 )
 @pytest.mark.parametrize("grad", [False, True])
 def test_caches_take_it(method: str, taken: list[str], grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt, and the chunk that leaves the recent window later; not where torch is asked for."""
+    """Caches encode prompts and flushed tokens in C++, but not with the torch backend."""
     calls: list[str] = []
     for name in set(taken):
         monkeypatch.setattr(encode, name, _counted(name, getattr(encode, name), calls))

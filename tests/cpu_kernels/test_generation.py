@@ -14,7 +14,7 @@ from kvcache_compress.attention.path import record_paths
 
 @pytest.fixture(autouse=True)
 def poison() -> None:
-    """Not here: the model's own code may read what it left uninitialised."""
+    """Override the poisoning of memory: the model's own code may read uninitialised numbers."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

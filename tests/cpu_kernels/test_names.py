@@ -1,4 +1,4 @@
-"""Names that cross to C++: those of Python's `Literal` types, all of them and no others."""
+"""Names in C++ tables equal those of Python's `Literal` types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of methods: codecs without a cache around them."""
+"""Fixtures of the methods' tests: codecs without a cache."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from kvcache_compress.registry import get_method
 
 @pytest.fixture
 def make_codec() -> Callable[..., Codec]:
-    """`make_codec(method, dim, side, seed, heads, sinks, **options)`."""
+    """Function `make_codec(method, dim, side, seed, heads, sinks, **options)` that builds a codec."""
 
     def make(
         method: str, dim: int, side: Any = "keys", seed: int = 0, heads: int = 1, sinks: int = 16, **options: Any
@@ -37,7 +37,7 @@ def make_codec() -> Callable[..., Codec]:
 
 @pytest.fixture
 def unit_vectors() -> Callable[..., torch.Tensor]:
-    """`unit_vectors(tokens, dim)`: uniform on the sphere, float32 `[1, 1, tokens, dim]`."""
+    """Function `unit_vectors(tokens, dim)`: vectors uniform on the sphere, float32 `[1, 1, tokens, dim]`."""
 
     def make(tokens: int, dim: int, seed: int = 1) -> torch.Tensor:
         x = torch.randn(1, 1, tokens, dim, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""KIVI: groups, exactness on the grid, the error bound, and the bits that are really stored."""
+"""KIVI: groups, exactness on the grid, the error bound, and the stored bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ def grid(bits: int, shape: tuple[int, ...], axis: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("bits", range(1, 7))
 def test_exact_on_the_grid(make_codec: Make, bits: int) -> None:
-    """Keys: 32 tokens of a channel are a group. Values: 32 channels of a token are."""
+    """Numbers on the grid come back exactly; groups are 32 tokens of a channel (keys), or 32 channels of a token."""
     keys = grid(bits, (2, 3, 4, 32, 64), axis=3).flatten(2, 3)
     codec = make_codec("kivi", 64, "keys", bits=bits)
     assert torch.equal(codec.decode(codec.encode(keys)), keys)
@@ -29,7 +29,7 @@ def test_exact_on_the_grid(make_codec: Make, bits: int) -> None:
 
 
 def test_grouping(make_codec: Make) -> None:
-    """A loud channel costs other channels of keys nothing; a loud token costs other tokens of values nothing."""
+    """A large channel of keys does not add error to other channels, nor a large token of values to other tokens."""
     x = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
     loud_channel, loud_token = x.clone(), x.clone()
     loud_channel[..., 5] *= 1000
@@ -59,7 +59,7 @@ def test_groups_are_independent(make_codec: Make) -> None:
 @pytest.mark.parametrize("group_size", [16, 32, 64])
 @pytest.mark.parametrize("bits", [2, 4])
 def test_error_bound(make_codec: Make, side: str, group_size: int, bits: int) -> None:
-    """At most half a step, and what storing scale and zero point in 16 bits moves (a 2048th of each at most)."""
+    """The error is at most half a step, plus 16-bit rounding of scale and zero point (at most a 2048th of each)."""
     x = torch.randn(2, 2, 128, 64, generator=torch.Generator().manual_seed(1)) * 3 + 1
     codec = make_codec("kivi", 64, side, heads=2, bits=bits, group_size=group_size)
     fields = codec.encode(x)

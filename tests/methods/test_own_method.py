@@ -75,7 +75,7 @@ def test_it_has_no_hooks(make_codec: Any) -> None:
 @pytest.mark.parametrize("capacity", [None, 256])
 @pytest.mark.parametrize("fused", [False, True])
 def test_generate_save_and_load(pair: str, capacity: int | None, fused: bool, tmp_path: Path) -> None:
-    """From a YAML file that names the method, once it is registered."""
+    """Generate, save and load with a YAML file that names the registered method."""
     (tmp_path / "own.yaml").write_text(load_config({**CONTRACT[pair], "max_cache_len": capacity}).to_yaml())
     torch.manual_seed(0)
     model = LlamaForCausalLM(MODEL).eval()

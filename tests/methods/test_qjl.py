@@ -129,7 +129,7 @@ def test_match_keeps_the_length(make_codec: Make, unit_vectors: Make) -> None:
 
 
 def test_outlier_channels(make_codec: Make) -> None:
-    """The loudest channels of each head are found, and no longer set the error of the others."""
+    """The largest channels of each head get their own sketch and no longer determine the error of the others."""
     keys = torch.randn(2, 2, 200, 64, generator=torch.Generator().manual_seed(1))
     loud = [[3, 17, 40, 63], [0, 8, 9, 33]]
     for head in range(2):

@@ -1,4 +1,4 @@
-"""A GPU that launches nothing: Triton compiles for it, and what it would launch is recorded."""
+"""Driver of a fake GPU: Triton compiles for it, and launches are recorded instead of run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def use_fake_driver() -> None:
 
 
 def launches_of(call: Any) -> list[Launched]:
-    """What `call()` launches."""
+    """Launches that `call()` makes."""
     LAUNCHES.clear()
     call()
     return LAUNCHES.copy()

@@ -1,4 +1,4 @@
-"""Repeated launches are those that Triton would make: run by test_plan.py in a process whose kernels are compiled."""
+"""Check that repeated launches equal Triton's own; test_plan.py runs this in a process that compiles kernels."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ KERNELS = (launch.map_query_kernel, launch.attend_kernel, launch.merge_kernel)
 OUTPUTS = {"p_mapped", "p_rows", "p_acc", "p_dense", "p_stats", "p_out"}
 DIM = 64
 ENCODED = ["turboquant-4bit", "polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit"]
-"""Presets whose kernels encode as they write."""
+"""Presets whose kernels encode and write in one launch."""
 APART = {"keys": {"method": "turboquant", "bits": 3, "estimator": "prod"}, "values": {"method": "turboquant"}}
-"""Keys that PyTorch's operators encode, around a kernel."""
+"""Config with keys that PyTorch's operators encode."""
 
 
 def address(x: Any) -> Any:
-    """Repeated launches hand over addresses where Triton takes tensors."""
+    """Address of a tensor: repeated launches pass addresses where Triton takes tensors."""
     if isinstance(x, tuple):
         return tuple(address(part) for part in x)
     return x.data_ptr() if isinstance(x, torch.Tensor) else x
@@ -72,15 +72,15 @@ class Layer:
         )  # fmt: skip
         self.grow(8, 40)
 
-    def grow(self, tokens: int, room: int) -> None:
-        """Another tail of so many tokens in a buffer of so much room."""
+    def grow(self, tokens: int, capacity: int) -> None:
+        """Replace the tail by one of other tokens and capacity."""
         self.keys, self.values = (
-            replace(side, tail_buffer=torch.zeros(1, 2, room, DIM, dtype=torch.bfloat16), tail_tokens=tokens)
+            replace(side, tail_buffer=torch.zeros(1, 2, capacity, DIM, dtype=torch.bfloat16), tail_tokens=tokens)
             for side in (self.keys, self.values)
         )
 
     def step(self, count: int = 1, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None) -> bool:
-        """A step's launches, checked against Triton's own: whether it was one that repeated an earlier step's."""
+        """Check a step's launches against Triton's own; True if they repeated an earlier step's."""
         query = torch.zeros(1, 6, count, DIM, dtype=torch.bfloat16)
         call: Callable[[], torch.Tensor] = lambda: launch.attend(  # noqa: E731
             query, self.keys, self.values, mask, scaling=0.125, sinks=sinks
@@ -96,7 +96,7 @@ class Layer:
 
 
 class Operators(TorchDispatchMode):
-    """PyTorch's operators that do work on a device: all but new empty tensors and views."""
+    """Record PyTorch's operators that do work on a device: all but new empty tensors and views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,17 +111,17 @@ class Operators(TorchDispatchMode):
         return out
 
 
-def decoding(room: int | None, chosen: str | dict[str, Any] = "turboquant-4bit") -> tuple[Any, Callable[[], None]]:
-    """A filled layer of a model whose cache is compressed by a preset or configuration, and a decode step of it."""
+def decoding(capacity: int | None, chosen: str | dict[str, Any] = "turboquant-4bit") -> tuple[Any, Callable[[], None]]:
+    """Filled layer of a model with a compressed cache, and a function that decodes a step with it."""
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": DIM, "hidden_size": 6 * DIM}
     config = LlamaConfig(num_hidden_layers=3, **sizes)
     config._attn_implementation = AttentionName("sdpa")
     preset = load_config(chosen)
-    cache = CompressedCache(config, preset.model_copy(update={"max_cache_len": room}))
+    cache = CompressedCache(config, preset.model_copy(update={"max_cache_len": capacity}))
     layer = cache.layers[1]
     prompt, step = (torch.zeros(1, 2, tokens, DIM, dtype=torch.bfloat16) for tokens in (700, 1))
     cache.update(prompt, prompt, 1)
-    use_backend(layer, "triton")  # from here on: no kernel of the fake driver's computes what a prompt needs
+    use_backend(layer, "triton")  # only now: a prompt needs results, and the fake driver computes none
     query = torch.zeros(1, 6, 1, DIM, dtype=torch.bfloat16)
     module = SimpleNamespace(config=config, is_causal=True)
 
@@ -133,14 +133,14 @@ def decoding(room: int | None, chosen: str | dict[str, Any] = "turboquant-4bit")
 
 
 def traced(call: Callable[[], Any]) -> tuple[list[str], list[str]]:
-    """Kernels that a call launches, and PyTorch's operators that it runs."""
+    """Names of the kernels and of PyTorch's operators that a call runs."""
     with Operators() as operators:
         launched = launches_of(call)
     return [one.name for one in launched], operators.names
 
 
 def check_launches_of_a_step() -> None:
-    """Four in a layer, and nothing of PyTorch's."""
+    """A step of a layer makes four launches and runs no operator of PyTorch."""
     _, decode = decoding(None)
     decode()  # which sets what stays
     for _ in range(3):
@@ -148,7 +148,7 @@ def check_launches_of_a_step() -> None:
 
 
 def check_launches_of_fixed_capacity() -> None:
-    """Four in a layer too, in every step; with a method that encodes apart also what does so and what stores it."""
+    """A step of fixed capacity makes four launches too, plus encoding and storing without a kernel encoder."""
     four = ["write_slots_kernel", "map_step_kernel", "attend_kernel", "merge_kernel"]
     for preset in ENCODED:
         layer, decode = decoding(1024, preset)
@@ -176,10 +176,10 @@ def check_launches_of_fixed_capacity() -> None:
         assert ran == operators, ran
 
 
-def check_arguments_of_a_step(room: int | None, chosen: str | dict[str, Any]) -> None:
-    """Repeated launches have Triton's own code, grids and arguments: all kernels', from one encoding to the next."""
-    layer, decode = decoding(room, chosen)
-    if room:
+def check_arguments_of_a_step(capacity: int | None, chosen: str | dict[str, Any]) -> None:
+    """Repeated launches have Triton's code, grids and arguments, for all kernels from one flush to the next."""
+    layer, decode = decoding(capacity, chosen)
+    if capacity:
         layer.device = torch.device("cuda")
     seen: set[str] = set()
     repeat = Plan.run
@@ -202,16 +202,16 @@ def check_arguments_of_a_step(room: int | None, chosen: str | dict[str, Any]) ->
         for _ in range(layer.flush_tokens):
             decode()
     expected = {"attend_kernel", "merge_kernel"}
-    expected |= {"write_slots_kernel", "map_step_kernel"} if room else {"append_kernel", "map_query_kernel"}
-    if room and chosen not in ENCODED:
+    expected |= {"write_slots_kernel", "map_step_kernel"} if capacity else {"append_kernel", "map_query_kernel"}
+    if capacity and chosen not in ENCODED:
         expected.add("store_groups_kernel")
-    if not room:
+    if not capacity:
         expected.add("flush_kernel" if chosen in ENCODED else "encode_kernel")
     assert seen == expected, seen
 
 
 def check_wide_numbers() -> None:
-    """Triton compiles another kernel for numbers of 64 bits, which the one for 32 would cut off."""
+    """Triton compiles another kernel for 64-bit numbers, which the 32-bit kernel would truncate."""
     layer, _ = decoding(None)
     state = layer.sides["keys"]
     encoder, x = state.codec.kernel_encoder, torch.zeros(1, 2, 64, DIM, dtype=torch.bfloat16)
@@ -241,11 +241,11 @@ def main() -> None:
     assert layer.step()
     layer.grow(9, 40)
     assert layer.step()
-    layer.grow(16, 64)  # numbers that Triton would have made constants of, or marked as multiples of 16
+    layer.grow(16, 64)  # numbers that Triton would otherwise make constants or mark as multiples of 16
     assert layer.step()
     layer.grow(1, 1)
     assert layer.step()
-    for side in (layer.keys, layer.values):  # the same tokens in other memory, with more room
+    for side in (layer.keys, layer.values):  # the same tokens in other memory, with more capacity
         side.store.buffers = [torch.zeros_like(x).repeat(1, 1, 2, *[1] * (x.ndim - 3)) for x in side.store.buffers]
     assert layer.step()
     layer.keys, layer.values = (replace(side, packed=576) for side in (layer.keys, layer.values))
@@ -259,7 +259,7 @@ def main() -> None:
     assert not layer.step(2, mask[..., : tokens(layer)], sinks)
     layer.grow(12, 40)
     assert layer.step(2, mask[..., : tokens(layer)], sinks)
-    assert not layer.step(2, mask[..., 1 : tokens(layer) + 1], sinks)  # begins at no multiple of 16 bytes:
+    assert not layer.step(2, mask[..., 1 : tokens(layer) + 1], sinks)  # does not begin at a multiple of 16 bytes:
     assert not layer.step(2, mask[..., 3 : tokens(layer) + 3], sinks)  # left to Triton each time
     assert not layer.step(2, mask[..., : tokens(layer)].bfloat16(), sinks)
     assert not layer.step(2, None, sinks)
@@ -272,8 +272,8 @@ def main() -> None:
     # Kernels that are not run leave memory as it was made, and what is not finite is refused.
     with mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros):
         for chosen in (*ENCODED, APART):
-            for room in (None, 1024):
-                check_arguments_of_a_step(room, chosen)
+            for capacity in (None, 1024):
+                check_arguments_of_a_step(capacity, chosen)
     check_wide_numbers()
     print("all launches are as Triton's")
 

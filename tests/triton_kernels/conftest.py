@@ -9,7 +9,7 @@ from support.segment_makers import make_codec, make_side, poison  # noqa: F401
 
 @pytest.fixture
 def oldest_triton() -> str:
-    """Where the Makefile puts the oldest Triton that is supported, beside the one of the environment."""
+    """Folder where the Makefile installs the oldest supported Triton, next to the environment's."""
     folder = Path(sys.prefix) / "oldest-triton"
     if not folder.exists():
         pytest.skip("make venv installs the oldest Triton where there is one")

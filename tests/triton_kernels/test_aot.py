@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time for GPUs that need not be there: no spills, no slower loops than committed."""
+"""Kernels compiled ahead of time, without a GPU: no spills, and no slower loops than the committed figures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from support.paths import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "machine_code.py"
-# Those that take the most registers, and the one that matters most.
+# The variants with the most registers, and the most important one.
 VARIANTS = ["turboquant-4bit", "prod-2.5bit", "kivi-4bit, D=256", "encode values of turboquant-4bit"]
-# One of each other method, with its encoders; for one target, as they compile for long.
+# One of each other method, with its encoders; for one target only, as they take long to compile.
 METHODS = ["polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit"]
 
-# What else the steps of growing and of fixed caches launch, with the encoders in them.
+# The other kernels in steps of growing and fixed caches, encoders included.
 ENCODED = [
     f"{kernel} {preset}"
     for kernel in ("flush", "write slots")
@@ -49,7 +49,7 @@ BUDGET = {
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs the benchmark in a process that compiles: this one interprets."""
+    """Run the benchmark in a process that compiles kernels, as this one interprets them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
     return subprocess.run(
         [sys.executable, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True, check=False

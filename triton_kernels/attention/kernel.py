@@ -1,9 +1,9 @@
 """Decode attention over `sinks | packed | tail`: one split-KV kernel for any pair of codecs, and its merge.
 
-A program of `attend_kernel` takes the query rows of a key/value head (all heads of its group, up to `M` rows) and one
-run of packed tokens (the last program the dense segments), and keeps the reference m, sum l and accumulators of an
-online softmax (FlashDecoding); m is the largest logit, or up to `HEADROOM` above it. `merge_kernel` combines the runs
-by their log-sum-exp, maps the packed sum out of code space and adds the dense one:
+A program of `attend_kernel` takes up to `M` query rows of one key/value head (of all query heads in its group) and one
+split of the packed tokens; the last program takes the dense segments. It keeps the reference m, sum l and accumulators
+of an online softmax (FlashDecoding); m is the largest logit, or up to `HEADROOM` above it. `merge_kernel` combines the
+splits by log-sum-exp, maps the packed sum out of code space and adds the dense one:
 
     out = (Σ_s 2^(m_s - m) acc_s) A + 2^(m_d - m) acc_d,  divided by  Σ_s 2^(m_s - m) l_s + 2^(m_d - m) l_d
 """
@@ -16,16 +16,16 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(math.log2(math.e))
 HEADROOM = tl.constexpr(4)
-"""How far the reference of the softmax is put above the largest logit when a larger one comes, in units of log 2."""
+"""Margin, in units of log 2, by which the softmax reference is set above the largest logit when it must rise."""
 DENSE_BLOCK = tl.constexpr(16)
-"""Tokens of a tile of the dense segments."""
+"""Tokens per tile of the dense segments."""
 NO_MASK, BOOL_MASK, FLOAT_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SINKS, TAIL, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Places in a side's tuple of memory: its dense segments, then its packed fields."""
+"""Indices into a side's tuple of memory: its dense segments, then its packed fields."""
 
 
 class Masking(NamedTuple):
-    """Constants of the logits: the kind of mask, whether they are capped, and whether queries see later tokens."""
+    """Constants of the logits: kind of mask, whether they are capped, whether new tokens need a causal mask."""
 
     kind: int
     softcap: bool
@@ -33,10 +33,10 @@ class Masking(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Query rows `[M]` of a program and what their logits need.
+    """Query rows `[M]` of a program, and the mask and cap of their logits.
 
-    Where each row's mask begins and how far apart its tokens lie, the query's number, which rows there are; tokens
-    before the first query; the cap.
+    o_mask, s_mask: start of each row's mask and its stride over tokens; o_query: position of the row's query in the
+    step; m_row: rows that exist; count: tokens before the first query.
     """
 
     p_mask: Any
@@ -62,9 +62,9 @@ def _query_tiles(p_mapped, o_r, m_r, SIDE: tl.constexpr):
 
 @triton.jit
 def _words(tables, COUNT: tl.constexpr, PLACES: tl.constexpr):
-    """Words of a side, the last of its tables: `COUNT` as tiles `[1, 1]`, and those that follow as one `[1, PLACES]`.
+    """Load a side's words, the last of its tables: `COUNT` as tiles `[1, 1]`, then the rest as one `[1, PLACES]`.
 
-    Loaded here, before the loop, they stay in registers, and broadcasting them costs nothing.
+    Loaded before the loop they stay in registers, and broadcasting them costs nothing.
     """
     b_words = ()
     for i in tl.static_range(COUNT):
@@ -97,7 +97,7 @@ def _rescaled(b_tiles, b_factor):
 
 @triton.jit
 def _logits(b_s, rows, o_t, m_t, first, MASKING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr):
-    """Logits capped and masked, in units of log 2; `first` is the position of token 0 of this segment."""
+    """Capped and masked logits, in units of log 2; `first` is the position of the segment's first token."""
     if MASKING.softcap:
         b_s = rows.softcap * (2 * tl.sigmoid(2 * b_s / rows.softcap) - 1)
     m_s = rows.m_row[:, None] & m_t[None, :]
@@ -115,13 +115,13 @@ def _logits(b_s, rows, o_t, m_t, first, MASKING: tl.constexpr, CAUSAL: tl.conste
 
 @triton.jit
 def _finite(b_m):
-    """The reference of the softmax, or 0 where no logit has come yet."""
+    """Softmax reference, or 0 in rows without any logit so far."""
     return tl.where(b_m == float("-inf"), 0.0, b_m)
 
 
 @triton.jit
 def _softmax_step(b_s, b_m, b_l):
-    """One step of the online softmax: weights of this tile, factor on what was summed before, new maximum and sum."""
+    """One step of the online softmax: weights of this tile, factor for the sums so far, new maximum and new sum."""
     b_new = tl.maximum(b_m, tl.max(b_s, 1))
     b_safe = _finite(b_new)
     b_p = tl.exp2(b_s - b_safe[:, None])
@@ -137,8 +137,8 @@ def _dense_segment(
 ):  # fmt: skip
     """Online softmax over dense tokens.
 
-    With FAST the scores of 16-bit queries and keys are products of 16-bit operands, as exact as any. Weights are
-    multiplied in TF32, which holds 16-bit values exactly and more of the weights than 16 bits do; float32 needs `ieee`.
+    With FAST, 16-bit queries and keys are multiplied as 16-bit operands, which loses nothing. Weights are multiplied in
+    TF32, which holds 16-bit values exactly and keeps more bits of the weights than 16 bits do; float32 needs `ieee`.
     """
     o_k, o_v = tl.arange(0, K.padded), tl.arange(0, V.padded)
     m_k, m_v = (o_k < K.dim)[None, :], (o_v < V.dim)[None, :]
@@ -157,27 +157,29 @@ def _dense_segment(
     return b_m, b_l, b_acc
 
 
-# Triton compiles anew for integers that are 1 or divisible by 16, which these become and cease to be as tokens arrive.
-# They are no members of the sides' tuples, as that cannot be said of those.
+# Triton recompiles for integers that are 1 or divisible by 16, and these come and go as tokens arrive. They are not in
+# the sides' tuples because `do_not_specialize` cannot name members of tuples.
 _GROWING = (
-    "n_sinks", "n_packed", "n_tail", "k_capacity", "v_capacity", "k_room", "v_room", "rope_room", "split_tokens",
-    "s_mask_b", "s_mask_h", "s_mask_n",
+    "n_sinks", "n_packed", "n_tail", "k_capacity", "v_capacity", "k_tail_capacity", "v_tail_capacity", "rope_capacity",
+    "split_tokens", "s_mask_b", "s_mask_h", "s_mask_n",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_GROWING)
 def attend_kernel(
     p_q, p_mapped, p_rows, keys, values, k_tables, v_tables, p_rope, p_mask, p_packed, p_acc, p_dense, p_stats,
-    n_sinks, n_packed, n_tail, k_capacity, v_capacity, k_room, v_room, rope_room, split_tokens,
+    n_sinks, n_packed, n_tail, k_capacity, v_capacity, k_tail_capacity, v_tail_capacity, rope_capacity, split_tokens,
     s_mask_b, s_mask_h, s_mask_n, s_mask_t, scaling, softcap, G, N,
     SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr,
     M: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, ROW_BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """A run of packed tokens, or the dense segments, of `M` query rows.
+    """Attend `M` query rows to one split of the packed tokens, or to the dense segments (FlashDecoding).
 
-    `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`, with room for `capacity` packed tokens and
-    `room` tokens in the tail; `k_tables` and `v_tables` its constant tensors, `K` and `V` its `SideForm`.
+        s = SCORE(q', fields) · factor + bias,  p = 2^(s - m),  l += Σ p,  acc = ACCUMULATE(p, fields, acc)
+
+    `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`, with `capacity` packed tokens and
+    `tail_capacity` tokens in the tail; `k_tables` and `v_tables` its constant tensors, `K` and `V` its `SideForm`.
     """
     i_s, i_h, i_b = tl.program_id(0), tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - 1
@@ -190,12 +192,12 @@ def attend_kernel(
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_total = tl.zeros([M], tl.float32)
     if i_s < splits:
-        # Logits are made relative to the reference as they are computed, unless they may lie far away from each other.
+        # Logits are computed relative to the reference, unless a cap or an additive mask may put them far from it.
         ABSOLUTE: tl.constexpr = MASKING.softcap or MASKING.kind == FLOAT_MASK
         K_META: tl.constexpr = K.meta
         V_META: tl.constexpr = V.meta
         DTYPE: tl.constexpr = p_mapped.dtype.element_ty
-        # Every eighth token has a sum of its own: tokens of different threads are added up after the loop.
+        # Eight partial sums, of every eighth token each: sums over different threads wait until after the loop.
         b_l = tl.zeros([M, 8], tl.float32)
         p_rows += i_bh * n_rows * 2
         b_factor = tl.load(p_rows + o_r * 2, mask=m_r, other=0.0)
@@ -205,7 +207,7 @@ def attend_kernel(
         k_words = _words(k_tables, K.words, K.places)
         v_words = _words(v_tables, V.words, V.places)
         if K.rope:
-            p_rope += (i_b.to(tl.int64) * rope_room + n_sinks) * K.rope
+            p_rope += (i_b.to(tl.int64) * rope_capacity + n_sinks) * K.rope
         stop = tl.minimum(i_s * split_tokens + split_tokens, n_packed)
         if BOUNDED:
             stop = tl.minimum(stop, tl.load(p_packed).to(tl.int32))
@@ -259,7 +261,7 @@ def attend_kernel(
             rows, 0, scaling, b_m, b_total, b_dense, K, V, MASKING, False, PRECISION, FAST,
         )  # fmt: skip
         b_m, b_total, b_dense = _dense_segment(
-            b_query, keys[TAIL] + i_bh * k_room * K.dim, values[TAIL] + i_bh * v_room * V.dim, n_tail,
+            b_query, keys[TAIL] + i_bh * k_tail_capacity * K.dim, values[TAIL] + i_bh * v_tail_capacity * V.dim, n_tail,
             rows, n_sinks + n_packed, scaling, b_m, b_total, b_dense, K, V, MASKING, MASKING.causal, PRECISION, FAST,
         )  # fmt: skip
         p_dense += i_bh * n_rows * V.dim
@@ -275,7 +277,10 @@ def merge_kernel(
     W: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, S_PAD: tl.constexpr, CHUNK: tl.constexpr,
     HAS_MAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One query row: weighs the splits, maps the packed sum out of code space, adds the dense part, normalises."""
+    """Merge one query row: weigh the splits, map the packed sum out of code space, add the dense part, normalise.
+
+    The equation is in the module's docstring; `p_sinks` are learned logits that join the denominator.
+    """
     i_r, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = G * N
     i_h = i_bh % H
@@ -304,7 +309,7 @@ def merge_kernel(
             b_map = tl.load(p_map + i_h * s_map + o_w[:, None] * DV + o_v[None, :], mask=m_v[None, :], other=0.0)
             b_out += tl.sum(b_map * b_sum[:, None], 0)
     else:
-        # In chunks too: all splits at once take more registers than there are.
+        # In chunks too: all splits at once would spill registers.
         for start in range(0, splits, CHUNK):
             o_c = start + tl.arange(0, CHUNK)
             m_c = o_c < splits

@@ -1,4 +1,4 @@
-"""Launching the attention kernels: operands, tiles and splits. `attend` is the twin of the one in `reference.py`."""
+"""Launch the attention kernels: operands, tiles and splits. `attend` is the twin of `reference.attend`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ if TYPE_CHECKING:
     from kvcache_compress.storage.segments import SideSegments
 
 MAX_TILE_ROWS = 32
-"""Query rows of a program of more than two warps, else 16: more of them take more registers than there are, and the
-codes are read again instead."""
+"""Query rows per program of more than two warps (else 16): more would spill registers, so codes are read again."""
 RESIDENT_WARPS = 8
-"""Warps of the attention kernel that a processor holds at a time; 255 registers each are what 65,536 allow."""
+"""Warps of the attention kernel resident on a multiprocessor: 65,536 registers at 255 per thread."""
 MAX_SPLITS = 128
 MIN_SPLIT_TOKENS = 256
 """Shorter splits would write and merge as much as they read."""
 SCRATCH = ("p_mapped", "p_rows", "p_acc", "p_dense", "p_stats")
-"""What a kernel fills for the next one."""
+"""Buffers that one kernel fills for the next."""
 INTERPRETING = interpreting()
 """Triton's interpreter has no assembly, and truncates to bfloat16 where hardware rounds."""
 
 
 class Sizes(NamedTuple):
-    """Packed tokens of a split, the number of splits, whether packed tokens fill all tiles, and the tile."""
+    """Packed tokens per split, number of splits, whether packed tokens fill every tile, and the tile."""
 
     split_tokens: int
     splits: int
@@ -52,9 +51,9 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The kernels' launcher; the same arguments and result as its twin, `reference.attend`.
+    """Attend with the kernels; same arguments and result as the twin, `reference.attend`.
 
-    Over slots (`keys.slots`) `mask` is one over tokens, as `Slots.mask` takes it.
+    With slots (`keys.slots`), `mask` is over tokens, as `Slots.mask` takes it.
     """
     query = query.contiguous()
     k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
@@ -62,24 +61,24 @@ def attend(
     sizes = k_side.sizes.get((keys.packed, call))
     if sizes is None:
         sizes = kept(k_side.sizes, (keys.packed, call), sizes_of(query, keys, values, capability_of(query.device)))
-    over_slots = None if keys.slots is None else SlotMask(mask, query, keys.slots)
-    if over_slots is not None:
-        mask = over_slots.tensor
+    slot_mask = None if keys.slots is None else SlotMask(mask, query, keys.slots)
+    if slot_mask is not None:
+        mask = slot_mask.tensor
     inputs, mask_kind = attend_inputs(query, keys, values, mask, sizes.split_tokens)
     batch, heads, count, _ = query.shape
     out = query.new_empty(
         batch, count, heads, values.sinks.shape[3], dtype=torch.float32 if INTERPRETING else query.dtype
     )
-    given = inputs | ({"p_out": out} if sinks is None else {"p_out": out, "p_sinks": sinks})
-    if over_slots is not None:
-        given |= over_slots.inputs
-    found, aligned, narrow = addresses(given)
+    changing = inputs | ({"p_out": out} if sinks is None else {"p_out": out, "p_sinks": sinks})
+    if slot_mask is not None:
+        changing |= slot_mask.inputs
+    pointers, aligned, narrow = addresses(changing)
     repeatable = aligned and narrow
     key = (
         call, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
         inputs["p_mask"].device, inputs["s_mask_t"], scaling, softcap,
         None if sinks is None else (sinks.dtype, sinks.device), repeatable,
-        None if over_slots is None else over_slots.key,
+        None if slot_mask is None else slot_mask.key,
     )  # fmt: skip
     plan = k_side.plans.get(key)
     if plan is None:
@@ -89,13 +88,13 @@ def attend(
         )
         merge_grid, merging = merge_arguments(query, keys, values, sinks, arguments, sizes.splits, out)
         calls = (
-            (map_query_kernel, map_grid, mapping) if over_slots is None else over_slots.call(map_grid, mapping, inputs),
+            (map_query_kernel, map_grid, mapping) if slot_mask is None else slot_mask.call(map_grid, mapping, inputs),
             (attend_kernel, grid, arguments),
             (merge_kernel, (*merge_grid, 1), merging),
         )
         scratch = {name: arguments[name] for name in SCRATCH}
-        plan = kept(k_side.plans, key, Plan(calls, given, scratch, repeat=repeatable and not AMD))
-    plan.run(given, found, query.device)
+        plan = kept(k_side.plans, key, Plan(calls, changing, scratch, repeat=repeatable and not AMD))
+    plan.run(changing, pointers, query.device)
     return out.to(query.dtype) if INTERPRETING else out
 
 
@@ -111,8 +110,9 @@ def attend_inputs(
         values=(values.sinks.contiguous(), v_tail, *v_store.buffers),
         p_rope=query if rope is None else rope, p_mask=mask_operand,
         p_packed=query if keys.slots is None else keys.slots.packed, n_packed=keys.packed, n_tail=keys.tail_tokens,
-        split_tokens=split_tokens, k_capacity=k_store.capacity, v_capacity=v_store.capacity, k_room=k_tail.shape[2],
-        v_room=v_tail.shape[2], rope_room=0 if rope is None else rope.shape[1],
+        split_tokens=split_tokens, k_capacity=k_store.capacity, v_capacity=v_store.capacity,
+        k_tail_capacity=k_tail.shape[2], v_tail_capacity=v_tail.shape[2],
+        rope_capacity=0 if rope is None else rope.shape[1],
         s_mask_b=mask_strides[0], s_mask_h=mask_strides[1], s_mask_n=mask_strides[2], s_mask_t=mask_strides[3],
     )  # fmt: skip
     return inputs, mask_kind
@@ -131,10 +131,10 @@ def attend_arguments(
     softcap: float | None,
     amd: bool = AMD,
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Grid and arguments of `attend_kernel`, its result buffers among them.
+    """Grid and arguments of `attend_kernel`, its result buffers included.
 
-    `query` is contiguous, `inputs` and `mask_kind` are what `attend_inputs` gives, `mapped` is what
-    `map_query_kernel` filled, and `sizes` are those of the splits; `amd` for AMD's GPUs.
+    `query` is contiguous, `inputs` and `mask_kind` come from `attend_inputs`, `mapped` holds the arguments of
+    `map_query_kernel`, results included; `amd` for AMD GPUs.
     """
     batch, query_heads, count, dk = query.shape
     heads = keys.sinks.shape[1]
@@ -195,7 +195,7 @@ def _tile_rows(tile: Tile, rows: int) -> int:
 
 
 def split_sizes(packed: int, tile: Tile, programs: int, device: torch.device) -> tuple[int, int]:
-    """Tokens per split (a multiple of the tile's) and number of splits: as many warps as fit, but no short splits."""
+    """Tokens per split (a multiple of the tile's) and number of splits: as many as fill the GPU, none too short."""
     wanted = _processors(device) * max(1, RESIDENT_WARPS // tile.warps) // programs
     wanted = max(1, min(MAX_SPLITS, wanted, packed // MIN_SPLIT_TOKENS))
     blocks = -(-packed // tile.tokens)
@@ -204,7 +204,7 @@ def split_sizes(packed: int, tile: Tile, programs: int, device: torch.device) ->
 
 
 def sizes_of(query: torch.Tensor, keys: SideSegments, values: SideSegments, capability: str | None) -> Sizes:
-    """The tile and the splits of a call's packed tokens, for a device of this compute capability."""
+    """Tile and splits for a call's packed tokens on a device of this compute capability."""
     batch, query_heads, count, _ = query.shape
     heads = keys.sinks.shape[1]
     rows = query_heads // heads * count

@@ -1,10 +1,10 @@
-"""Queries to code space: one small kernel before the attention kernel.
+"""Map queries to code space: one small kernel before the attention kernel.
 
     mapped = (q A) / top,   factor = top · scaling · log2 e,   bias = ⟨q, mean⟩ · scaling · log2 e
 
-so that a logit of a packed token is, in units of log 2, its score by the mapped query times the factor, plus the bias.
-`top` bounds the mapped query, max |q_d| times the largest 1-norm of a column of A, so that it fits 16-bit operands
-whatever its range.
+so that the logit of a packed token, in units of log 2, is its score by the mapped query times the factor, plus the
+bias. `top` bounds the mapped query (max |q_d| times the largest 1-norm of a column of A), so that it fits 16-bit
+operands whatever its range.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from kvcache_compress.triton_kernels.common.operands import KernelSide, launch_o
 from .kernel import LOG2E
 
 M = tl.constexpr(16)
-"""Query rows of a program."""
+"""Query rows per program."""
 
 
 class Mapping(NamedTuple):
-    """Constants of the map: numbers of a query and the power of two that holds them, columns of code space and of A.
+    """Constants of the map: head dimension, the same padded, columns of code space, columns of A.
 
-    And columns that a program makes, and rows of A that it reads at a time; whether there is A, a bias, a top.
+    chunk, depth: columns per program, and rows of A read at a time; mapped, bias, normalise: True if there is a matrix
+    A, a bias, a top.
     """
 
     dim: int
@@ -44,7 +45,7 @@ class Mapping(NamedTuple):
 def map_query(
     p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads, i_w, i_r, i_bh, MAPPING: tl.constexpr
 ):
-    """`M` query rows of one head and a chunk of the columns of code space; those of A end with that of the bias."""
+    """Map `M` query rows of one head to a chunk of code space's columns; the last column of A is that of the bias."""
     D: tl.constexpr = MAPPING.dim
     W: tl.constexpr = MAPPING.width
     CHUNK: tl.constexpr = MAPPING.chunk
@@ -93,23 +94,23 @@ def map_query_kernel(p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows
 def map_query_arguments(
     query: torch.Tensor, side: KernelSide, heads: int, scaling: float
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Grid and arguments of `map_query_kernel` for queries `[B, Hq, n, D]`, contiguous; its results among them.
+    """Grid and arguments of `map_query_kernel` for contiguous queries `[B, Hq, n, D]`, results included.
 
     `p_mapped` is `[B, H, Hq / H * n, W]`, float32 where the query is, else float16; `p_rows` holds factor and bias.
     """
     batch, query_heads, count, dim = query.shape
     rows, width = query_heads // heads * count, sum(side.widths)
     exact = query.dtype == torch.float32
-    own = side.query_map
-    assert own is None or own.is_contiguous()
+    matrix = side.query_map
+    assert matrix is None or matrix.is_contiguous()
     chunk = min(width & -width, 64)
-    padded, columns = next_power_of_2(dim), 0 if own is None else own.shape[-1]
-    mapping = Mapping(dim, padded, width, columns, chunk, min(32, padded), own is not None, side.bias, not exact)
+    padded, columns = next_power_of_2(dim), 0 if matrix is None else matrix.shape[-1]
+    mapping = Mapping(dim, padded, width, columns, chunk, min(32, padded), matrix is not None, side.bias, not exact)
     arguments: dict[str, Any] = dict(
-        p_q=query, p_map=query if own is None else own, p_bound=query if own is None else side.query_bound(),
+        p_q=query, p_map=query if matrix is None else matrix, p_bound=query if matrix is None else side.query_bound(),
         p_mapped=query.new_empty(batch, heads, rows, width, dtype=torch.float32 if exact else torch.float16),
         p_rows=query.new_empty(batch, heads, rows, 2, dtype=torch.float32),
-        s_map=0 if own is None or own.shape[0] == 1 else own.stride(0), scaling=scaling * LOG2E.value,
+        s_map=0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0), scaling=scaling * LOG2E.value,
         rows=rows, heads=heads, MAPPING=mapping, **launch_options(),
     )  # fmt: skip
     return (width // chunk, -(-rows // M.value), batch * heads), arguments

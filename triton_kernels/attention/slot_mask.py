@@ -1,6 +1,6 @@
-"""Attention over slots needs a mask over slots: made by the launch that maps the queries.
+"""Mask over slots for layers of fixed capacity, filled by the launch that maps the queries.
 
-The twin of `Slots.mask`, in which `slots.py` of the package says which token lies in which slot.
+The twin of `Slots.mask`; the package's `slots.py` says which token lies in which slot.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 CAUSAL, BOOL, FLOAT, PADDING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 BLOCK = tl.constexpr(1024)
-"""Slots of a program."""
+"""Slots per program."""
 
 
 class MaskForm(NamedTuple):
-    """Constants of a mask over slots: its heads and queries, numbers of slots by kind, the mask over tokens' kind."""
+    """Constants of a mask over slots: heads, queries, slots of each segment, and the kind of the mask over tokens."""
 
     heads: int
     count: int
@@ -47,7 +47,7 @@ def _slot_mask(
     o_s = i_s * BLOCK + tl.arange(0, BLOCK)
     m_s = o_s < SLOTS
     newest = length - SINKS - 1
-    # Of tokens after the sinks; `SINKS + 1` rings more make the dividend positive.
+    # Positions after the sinks; `SINKS + 1` extra rings keep the dividend positive.
     o_ring = newest - (newest - (o_s - RING_START) + (SINKS + 1) * RING) % RING
     m_ring = o_s >= RING_START
     o_t = tl.where(m_ring, o_ring + SINKS, o_s)
@@ -69,15 +69,15 @@ def _slot_mask(
 
 
 @triton.jit(
-    do_not_specialize=("s_given_b", "s_given_h", "s_given_n", "s_given_t", "tokens"),
-    do_not_specialize_on_alignment=("p_given",),
+    do_not_specialize=("s_token_b", "s_token_h", "s_token_n", "s_token_t", "tokens"),
+    do_not_specialize_on_alignment=("p_token_mask",),
 )
 def map_step_kernel(
     p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads,
-    p_given, p_length, p_packed, p_mask, s_given_b, s_given_h, s_given_n, s_given_t, tokens,
+    p_token_mask, p_length, p_packed, p_mask, s_token_b, s_token_h, s_token_n, s_token_t, tokens,
     MAPPING: tl.constexpr, MAPS: tl.constexpr, ROW_BLOCKS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """The first `MAPS` programs do what those of `map_query_kernel` do, the others fill a mask over slots."""
+    """Map queries in the first `MAPS` programs, as `map_query_kernel`; fill a mask over slots in the others."""
     i = tl.program_id(0)
     if i < MAPS:
         CHUNKS: tl.constexpr = MAPPING.width // MAPPING.chunk
@@ -90,24 +90,24 @@ def map_step_kernel(
         BLOCKS: tl.constexpr = (FORM.sinks + FORM.capacity + FORM.ring + BLOCK - 1) // BLOCK
         i_bh = i // (BLOCKS * FORM.count)
         _slot_mask(
-            p_given, p_length, p_packed, p_mask, s_given_b, s_given_h, s_given_n, s_given_t, tokens,
+            p_token_mask, p_length, p_packed, p_mask, s_token_b, s_token_h, s_token_n, s_token_t, tokens,
             i % BLOCKS, i // BLOCKS % FORM.count, i_bh % FORM.heads, i_bh // FORM.heads, FORM,
         )  # fmt: skip
 
 
 class SlotMask:
-    """A mask over slots that `map_step_kernel` makes of one over tokens, as `Slots.mask` takes it, for a query."""
+    """Mask over slots for a query, filled by `map_step_kernel` from a mask over tokens as `Slots.mask` takes it."""
 
     def __init__(self, mask: torch.Tensor | None, query: torch.Tensor, slots: Slots) -> None:
         self.slots = slots
         self.kind: int = CAUSAL.value
         batch, heads, dtype = 1, 1, torch.bool
-        given, (s_b, s_h, s_n, s_t), tokens = slots.length, (0, 0, 0, 0), 0
+        token_mask, (s_b, s_h, s_n, s_t), tokens = slots.length, (0, 0, 0, 0), 0
         if mask is not None:
             batch, tokens = mask.shape[0], mask.shape[-1]
             if mask.ndim == 4:
                 mask = mask.expand(-1, -1, query.shape[2], -1)
-            given = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+            token_mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
             if mask.ndim == 2:
                 (s_b, s_t), self.kind = mask.stride(), PADDING.value
             else:
@@ -115,19 +115,25 @@ class SlotMask:
                 (s_b, s_h, s_n, s_t), self.kind = mask.stride(), (BOOL if dtype == torch.bool else FLOAT).value
         number = slots.sinks + slots.capacity + slots.ring
         self.tensor = query.new_empty(batch, heads, query.shape[2], number, dtype=dtype)
-        """To be filled, `[B or 1, Hq or 1, n, slots]`."""
+        """The mask to be filled, `[B or 1, Hq or 1, n, slots]`."""
         self.inputs = dict(  # noqa: C408 - named as the kernel's parameters are
-            p_given=given, p_length=slots.length,
-            s_given_b=s_b, s_given_h=s_h, s_given_n=s_n, s_given_t=s_t, tokens=tokens,
+            p_token_mask=token_mask, p_length=slots.length,
+            s_token_b=s_b, s_token_h=s_h, s_token_n=s_n, s_token_t=s_t, tokens=tokens,
         )  # fmt: skip
-        self.key = (self.kind, given.dtype, given.device, self.tensor.shape, slots.sinks, slots.capacity, slots.ring)
+        self.key = (
+            self.kind, token_mask.dtype, token_mask.device, self.tensor.shape, slots.sinks, slots.capacity, slots.ring
+        )  # fmt: skip
 
-    def call(self, grid: tuple[int, int, int], mapping: dict[str, Any], given: dict[str, Any]) -> KernelCall:
-        """`map_step_kernel` for grid and arguments of `map_query_kernel`, and those of `attend_kernel`."""
+    def call(self, grid: tuple[int, int, int], mapping: dict[str, Any], inputs: dict[str, Any]) -> KernelCall:
+        """Launch of `map_step_kernel` in place of `map_query_kernel` with this grid and arguments `mapping`.
+
+        `inputs` are the changing arguments of `attend_kernel`.
+        """
         chunks, row_blocks, pairs = grid
         batch, heads, count, number = self.tensor.shape
         blocks = -(-number // BLOCK.value)
         maps = chunks * row_blocks * pairs
         form = MaskForm(heads, count, self.slots.sinks, self.slots.capacity, self.slots.ring, self.kind)
-        own = dict(p_packed=given["p_packed"], p_mask=given["p_mask"], MAPS=maps, ROW_BLOCKS=row_blocks, FORM=form)  # noqa: C408
-        return map_step_kernel, (maps + blocks * count * heads * batch, 1, 1), mapping | self.inputs | own
+        arguments = mapping | self.inputs | {name: inputs[name] for name in ("p_packed", "p_mask")}
+        arguments |= {"MAPS": maps, "ROW_BLOCKS": row_blocks, "FORM": form}
+        return map_step_kernel, (maps + blocks * count * heads * batch, 1, 1), arguments

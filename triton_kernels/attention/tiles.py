@@ -1,8 +1,8 @@
-"""The tile that a program of the attention kernel takes: as measured on a device like this one, or else by a rule.
+"""Choose the tile of the attention kernel: as measured on a device like this one, or else by a rule.
 
-`tiles.json` holds what `benchmarks/tune.py` measured, by compute capability and kernel, with the times that speak for
-it. A kernel is named by what it is compiled for: the device functions of both sides, their parameters and the widths of
-their tiles. Entries are for at most 16 query rows, those of decode steps; more are other kernels.
+`tiles.json` holds the tiles that `benchmarks/tune.py` measured, by compute capability and kernel, with their times. A
+kernel is named after everything it is compiled for: the device functions of both sides, their parameters and the widths
+of their tiles. Entries are for at most 16 query rows, as in decode steps; more rows make other kernels.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvcache_compress.triton_kernels.common.plan import AMD
 
 TABLE = Path(__file__).with_name("tiles.json")
 TOKENS, WARPS, STAGES = (16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4)
-"""What a tile can be, unless a side takes fewer tokens; 16 is how deep the tensor cores' operands are."""
+"""Allowed members of a tile, unless a side supports fewer tokens; 16 is the depth of the tensor cores' operands."""
 USUAL_TOKENS = 64
-"""More are candidates only where the rule has more: levels and weights of so many tokens take many registers."""
+"""Most tokens of a candidate, unless the rule has more: levels and weights of more tokens take many registers."""
 MEASURED_ROWS = 16
-"""Query rows of a program, at most, that entries were measured with."""
+"""Most query rows of a program that the entries hold for."""
 
 
 class Tile(NamedTuple):
-    """Tokens that a program of `attend_kernel` takes at a time, its warps, and the stages of its pipeline."""
+    """Tokens that a program of `attend_kernel` processes at a time, its warps, and its pipeline stages."""
 
     tokens: int
     warps: int
@@ -36,14 +36,14 @@ class Tile(NamedTuple):
 
 
 Measured = dict[str, dict[str, Tile]]
-"""By compute capability and by the name of the kernel."""
+"""Tiles by compute capability and name of the kernel."""
 
 
 def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool, rows: int, capability: str | None) -> Tile:
-    """The tile for `rows` query rows of a head on a device of this compute capability; `exact` in float32.
+    """Tile for `rows` query rows of a head on a device of this compute capability; `exact` for float32.
 
     Raises:
-        ValueError: an entry of `tiles.json` that the sides cannot take.
+        ValueError: the entry of `tiles.json` has more tokens than the sides support.
     """
     if k_side.tile is not None:
         return k_side.tile
@@ -60,9 +60,9 @@ def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool, rows: int, c
 
 
 def rule(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
-    """A tile with which levels and accumulators of both sides stay in registers, by what the compiler shows.
+    """Tile with which levels and accumulators of both sides stay in registers, according to the compiler.
 
-    One warp where that does: the 16 rows of the tensor cores' tile cannot be shared out, so more warps repeat work.
+    One warp if that is enough: the 16 rows of the tensor cores' tile cannot be split, so more warps repeat work.
     """
     if exact:
         return Tile(16, 8, 2)
@@ -72,7 +72,7 @@ def rule(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
 
 
 def candidates(k_side: KernelSide, v_side: KernelSide) -> list[Tile]:
-    """The tiles to choose from: of all that both sides can take, those that are not far larger than the rule's."""
+    """Tiles to measure: all that both sides support and that are not far larger than the rule's."""
     most = min(most_tokens(k_side, v_side), max(USUAL_TOKENS, rule(k_side, v_side, False).tokens))
     return [Tile(tokens, warps, stages) for tokens in TOKENS if tokens <= most for warps in WARPS for stages in STAGES]
 
@@ -82,7 +82,7 @@ def most_tokens(k_side: KernelSide, v_side: KernelSide) -> int:
 
 
 def kernel_name(k_side: KernelSide, v_side: KernelSide, exact: bool) -> str:
-    """What tells this pair's kernel from others, the same in every run: operands' dtype, score, accumulate."""
+    """Name of the attention kernel for this pair of sides, stable between runs: operand dtype, score, accumulate."""
     operands = "float32" if exact else "float16"
     score, accumulate = _named(k_side.score, k_side), _named(v_side.accumulate, v_side)
     return f"{operands}: {score}; {accumulate}"
@@ -96,7 +96,7 @@ def _named(function: Any, side: KernelSide) -> str:
 
 @cache
 def capability_of(device: torch.device) -> str | None:
-    """Compute capability of an NVIDIA GPU, such as "9.0"; None for all else, for which nothing is measured."""
+    """Compute capability of an NVIDIA GPU, such as "9.0"; None for other devices, which have no measured tiles."""
     if device.type != "cuda" or AMD:
         return None
     return ".".join(map(str, torch.cuda.get_device_capability(device)))
@@ -104,15 +104,15 @@ def capability_of(device: torch.device) -> str | None:
 
 @cache
 def measured() -> Measured:
-    """What `tiles.json` holds."""
+    """Tiles of `tiles.json`, read once."""
     return read_tiles(TABLE.read_text(encoding="utf-8"))
 
 
 def read_tiles(text: str) -> Measured:
-    """The tiles of a table, as `make tune-gpu` writes it.
+    """Parse the tiles of a table that `make tune-gpu` wrote.
 
     Raises:
-        ValueError: no such table, or a tile that no kernel can have.
+        ValueError: not such a table, or a tile that no kernel supports.
     """
     try:
         entries = {

@@ -1,8 +1,8 @@
 """Bit planes in registers: unpacking for the attention kernel, packing for the encode kernels (see `layout.py`).
 
-The codes of a tile of tokens come as a tuple of tiles, each of one field of all words, in code order: unpacking moves
-no number from one thread to another. Where a token has fewer than 16 words, which is as deep as the tensor cores'
-operands, a tile has several fields, one after the other.
+The codes of a tile of tokens are a tuple of tiles in code order, each with one field of all words: unpacking moves no
+number between threads. If a token has fewer than 16 words, the depth of the tensor cores' operands, a tile holds
+several fields, one after the other.
 """
 
 import triton
@@ -11,13 +11,13 @@ import triton.language as tl
 
 @triton.constexpr_function
 def tile_width(words):
-    """Columns of a tile of codes with so many words per token, padding included."""
+    """Columns of a tile of codes with `words` words per token, padding included."""
     return max(16, words)
 
 
 @triton.jit
 def load_words(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
-    """`COUNT` of a plane's `WORDS` words per token, `[T, PADDED]`; `o_row` is the row of the tile's first token."""
+    """Load `COUNT` of a plane's `WORDS` words per token: `[T, PADDED]`; `o_row` is the row of the first token."""
     o_c = tl.arange(0, PADDED)
     m_w = m_t[:, None]
     if PADDED != COUNT:
@@ -27,7 +27,7 @@ def load_words(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constex
 
 @triton.jit
 def fields_of(b_low, b_high, o_j, BITS: tl.constexpr):
-    """Codes in fields `o_j` of int32 words of the low and the high plane."""
+    """Codes in fields `o_j` of int32 words from the low and the high plane."""
     LOW: tl.constexpr = 4 if BITS >= 4 else (2 if BITS >= 2 else 1)
     b_codes = (b_low >> (LOW * o_j)) & (2**LOW - 1)
     if BITS > LOW:
@@ -40,7 +40,7 @@ def load_codes(
     p_low, p_high, o_row, o_t, m_t,
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile of tokens, int32: tiles `[T, tile_width]` in code order."""
+    """Load the codes of a tile of tokens as int32 tiles `[T, tile_width]` in code order."""
     b_low = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT).to(tl.int32)
     b_high = b_low
     if BITS == 3 or BITS > 4:
@@ -60,7 +60,7 @@ def load_codes(
 
 @triton.jit
 def tile_channels(i: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
-    """Channels of tile `i` of `load_codes`, and which of its columns are no padding."""
+    """Channels of tile `i` of `load_codes`, and a mask of the columns that are not padding."""
     o_p = i * tile_width(PADDED) + tl.arange(0, tile_width(PADDED))
     o_d, m_d = o_p // PADDED * WORDS + o_p % PADDED, o_p % PADDED < WORDS
     return o_d, m_d
@@ -70,7 +70,7 @@ def tile_channels(i: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
 def store_codes(
     b_codes, p_low, p_high, o_n, m_n, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, first=0
 ):
-    """Packs and stores int32 codes `[T, 8, PADDED]` as rows `o_n` of the planes, their words from `first` on."""
+    """Pack and store int32 codes `[T, 8, PADDED]` as rows `o_n` of the planes, from word `first` on."""
     o_c = first + tl.arange(0, PADDED)
     o_w = o_n[:, None] * WORDS + o_c[None, :]
     m_w = m_n[:, None] & (o_c < WORDS)[None, :]

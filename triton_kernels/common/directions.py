@@ -1,8 +1,8 @@
-"""Words of angle codes to cos and sin in packed machine instructions, as `lookup.py` has them for levels.
+"""Unpack words of angle codes to cos and sin with packed machine instructions, as `lookup.py` does for levels.
 
-Tables hold eight angles, with signs inverted: half a turn of 4 bits, a quarter of 5. The top bit of a code is another
-half turn, which negates both. In the second quarter the codes of 5 bits, at the midpoints of their cells, mirror those
-of the first: cos and sin change places, and cos changes its sign.
+Tables hold eight angles, with inverted signs: half a turn of 4-bit codes, a quarter turn of 5-bit codes. The top bit of
+a code adds half a turn, which negates cos and sin. In the second quarter, 5-bit angles (midpoints of their cells)
+mirror those of the first: cos and sin swap, and cos changes its sign.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .codes import load_words
 
 
 def _tables(first: int) -> tuple[tuple[str, str, str, str], tuple[str, str, str, str]]:
-    """Registers of the tables of cos and of sin; Triton hands every constant over twice."""
+    """Registers of the tables of cos and of sin; Triton passes every constant twice (`pack=2`)."""
     cos_0, cos_1, cos_2, cos_3, sin_0, sin_1, sin_2, sin_3 = (f"${first + 2 * i}" for i in range(8))
     return (cos_0, cos_1, cos_2, cos_3), (sin_0, sin_1, sin_2, sin_3)
 
@@ -26,7 +26,7 @@ def _four_bits() -> tl.constexpr:
     lines = []
     for half, places in ((0, "0x5140"), (1, "0x7362")):
         lines += [
-            f"prmt.b32 r0, $16, $17, {places}",  # bytes of A and B in turn
+            f"prmt.b32 r0, $16, $17, {places}",  # bytes of A and B alternate
             "and.b32 r3, r0, 0x77777777",
             "shl.b32 r4, r0, 4",
             "shr.u32 r5, r3, 16",
@@ -71,13 +71,13 @@ FIVE_BITS, FIVE_BITS_REGISTERS = _five_bits(), lookup.registers(16, 22)
 
 
 def fits(points: torch.Tensor, width: int) -> bool:
-    """Whether `directions` gives these unit vectors, `[angles, 2]`, of the codes of so many channels."""
+    """True if `directions` can unpack codes of `width` channels to these unit vectors `[angles, 2]`."""
     mirrored = torch.allclose(points[:8], points[:8].flip(0, 1), atol=1e-6)
     return lookup.fits(width, 1) and (len(points) == 16 or (len(points) == 32 and mirrored))
 
 
 def tables(points: torch.Tensor) -> torch.Tensor:
-    """What `directions` takes first of `words`: int32 `[8]`."""
+    """Lookup tables that `directions` expects at the start of `words`: int32 `[8]`."""
     return torch.cat([lookup.byte_table(-part, 3) for part in points[:8].T.cpu()])
 
 
@@ -85,7 +85,7 @@ def tables(points: torch.Tensor) -> torch.Tensor:
 def unjoined(
     p_low, p_high, words, o_row, o_t, m_t, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Eight tiles of cos and eight of sin, float16 `[T, PADDED]`; the last of `words` is the tile of `places`."""
+    """Eight tiles of cos and eight of sin, float16 `[T, PADDED]`; the last of `words` are `lookup.places`."""
     b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, WORDS)
     if BITS == 4:
         b_both = tl.inline_asm_elementwise(
@@ -108,7 +108,7 @@ def unjoined(
 def directions(
     p_low, p_high, words, o_row, o_t, m_t, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Tiles of cos and tiles of sin in code order."""
+    """Tiles of cos, then tiles of sin, in code order."""
     b_both = unjoined(p_low, p_high, words, o_row, o_t, m_t, BITS, WORDS, PADDED)
     if PADDED < 16:
         b_both = lookup.joined(b_both)

@@ -1,13 +1,13 @@
-"""Words of codes to half-precision levels in packed machine instructions: the fast path on NVIDIA GPUs.
+"""Unpack words of codes to half-precision levels with packed machine instructions: the fast path on NVIDIA GPUs.
 
-`prmt.b32` looks four bytes up at once in a table of eight, its selectors being packed nibbles. A level takes two
-lookups, one for each of its bytes; `prmt` then interleaves four low and four high bytes to two pairs of levels, half2.
-The text works on any two words A and B that a thread holds and gives pairs (A_j, B_j) of their fields j. Four bits look
-up magnitudes, and take their sign from the top bit: such codes count from zero outwards (`lloyd_max.outward`). Even
-levels of four bits ascend and need no table: a code in the mantissa of 1024 is a number.
+`prmt.b32` looks up four bytes at once in a table of eight, with packed nibbles as selectors. A level takes two lookups,
+one per byte; another `prmt` interleaves four low and four high bytes into two pairs of levels, half2. The assembly
+takes any two words A and B of a thread and returns pairs (A_j, B_j) of their fields j. Four-bit codes look up
+magnitudes and take their sign from the top bit: they count from zero outwards (`lloyd_max.outward`). Even levels of
+four bits ascend and need no table: a code in the mantissa of 1024 is a number.
 
-`levels` gives tiles of fields j of the words of a token (see `codes.py`).
-`tests/triton_kernels/test_lookup.py` runs the text without a GPU.
+`levels` returns one tile per field j of a token's words (see `codes.py`).
+`tests/triton_kernels/test_lookup.py` runs the assembly without a GPU.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from .codes import load_words
 
 
 def text(*lines: str) -> tl.constexpr:
-    """Assembly with registers r0 to r15 of its own."""
+    """Block of assembly with its own registers r0 to r15."""
     return tl.constexpr("{\n.reg .b32 r<16>;\n" + "\n".join(f"{line};" for line in lines) + "\n}")
 
 
 def registers(outputs: int, inputs: int) -> tl.constexpr:
+    """Register constraints of a block of assembly."""
     return tl.constexpr(",".join(["=&r"] * outputs + ["r"] * inputs))
 
 
 def pairs(selectors: str, table: tuple[str, str, str, str], outputs: tuple[str, str], signs: str = "") -> list[str]:
-    """Levels of codes [A_i, A_j, B_i, B_j], the low 16 bits of `selectors`: pairs (A_i, B_i) and (A_j, B_j).
+    """Instructions that look up codes [A_i, A_j, B_i, B_j], the low 16 bits of `selectors`, as two pairs of levels.
 
-    table: low bytes of the first four levels, low bytes of the others, and their high bytes.
+    outputs: registers of the pairs (A_i, B_i) and (A_j, B_j).
+
+    table: low bytes of the first four levels, low bytes of the others, then their high bytes likewise.
     signs: a register with the sign bits of the four levels, inverted, where the table holds magnitudes.
     """
     low, low_rest, high, high_rest = table
@@ -47,7 +50,7 @@ def pairs(selectors: str, table: tuple[str, str, str, str], outputs: tuple[str, 
 
 
 def _one_bit() -> tl.constexpr:
-    """The inverted bit becomes the sign of one half."""
+    """Unpack one-bit codes: the inverted bit becomes the sign of one half."""
     lines = [
         "lop3.b32 r0, $10, $11, 0x0f0f, 0xe4",
         "prmt.b32 r0, $8, $9, r0",  # bytes A B A B
@@ -60,7 +63,7 @@ def _one_bit() -> tl.constexpr:
 
 def _two_bits() -> tl.constexpr:
     lines = [
-        "prmt.b32 r0, $8, 0, 0x3120",  # bytes of A and B in turn
+        "prmt.b32 r0, $8, 0, 0x3120",  # bytes of A and B alternate
         "and.b32 r1, r0, 0x33333333",  # even fields
         "shr.u32 r2, r0, 2",
         "and.b32 r2, r2, 0x33333333",  # odd fields
@@ -74,7 +77,7 @@ def _two_bits() -> tl.constexpr:
 
 
 def _three_bits() -> tl.constexpr:
-    """The bit of a code's high plane moves to bit 2 of the nibble that has the low ones."""
+    """Unpack three-bit codes: the bit from the high plane moves to bit 2 of the nibble with the low bits."""
     lines = [
         "lop3.b32 r0, $11, $12, 0x0f0f, 0xe4",
         "prmt.b32 r0, $9, $10, r0",  # bytes A B A B of the high plane
@@ -82,7 +85,7 @@ def _three_bits() -> tl.constexpr:
         "lop3.b32 r1, r1, r0, 0x0000ffff, 0xe4",  # the bits of fields 2, 3 and 6, 7 at 6 and 7 of a byte
         "shr.u32 r2, r1, 2",  # those of fields 0, 1 and 4, 5 at 2 and 3
         "lop3.b32 r1, r2, r1, 0x0f0f0f0f, 0xe4",
-        "prmt.b32 r2, $8, 0, 0x3120",  # bytes of A and B in turn of the low plane
+        "prmt.b32 r2, $8, 0, 0x3120",  # bytes of A and B of the low plane alternate
         "and.b32 r3, r1, 0x44444444",
         "lop3.b32 r3, r2, 0x33333333, r3, 0xea",  # even fields
         "shr.u32 r1, r1, 1",
@@ -101,7 +104,7 @@ def _four_bits() -> tl.constexpr:
     lines = []
     for half, places in ((0, "0x5140"), (1, "0x7362")):
         lines += [
-            f"prmt.b32 r0, $8, $9, {places}",  # bytes of A and B in turn
+            f"prmt.b32 r0, $8, $9, {places}",  # bytes of A and B alternate
             "and.b32 r3, r0, 0x77777777",  # magnitudes
             "shl.b32 r4, r0, 4",
             "shr.u32 r5, r3, 16",
@@ -114,7 +117,10 @@ def _four_bits() -> tl.constexpr:
 
 
 def _four_even_bits() -> tl.constexpr:
-    """4 (code - 7.5): codes at bits 2 or 6 of the mantissa of 1024, less 1054, or a sixteenth less 94; all exact."""
+    """Unpack even four-bit codes to 4 (code - 7.5), exactly.
+
+    The code lies at bit 2 of the mantissa of 1024, less 1054, or at bit 6, of which a sixteenth less 94.
+    """
     lines = ["mov.b32 r4, 0xe41ee41e", "mov.b32 r5, 0x2c002c00", "mov.b32 r6, 0xd5e0d5e0"]
     for half, places in ((0, "0x5410"), (1, "0x7632")):
         lines += [f"prmt.b32 r0, $8, $9, {places}", "shl.b32 r1, r0, 2", "shr.u32 r2, r0, 6"]
@@ -140,21 +146,21 @@ FOUR_EVEN_BITS, FOUR_EVEN_BITS_REGISTERS = _four_even_bits(), registers(8, 2)
 
 @triton.constexpr_function
 def unit(bits):
-    """The difference between neighbouring levels that are even, as `levels` gives them."""
+    """Distance between neighbouring even levels, as `levels` returns them."""
     return 4 if bits == 4 else 1
 
 
 def fits(width: int, bits: int) -> bool:
-    """Whether `levels` can unpack components of so many channels and bits."""
-    whole = bits == 4 or words_per_token(width) % 4 == 0 or places_needed(width, bits) == 0
-    return bits <= 4 and padded_words(width) >= 8 and whole
+    """True if `levels` can unpack components of `width` channels and `bits` bits."""
+    aligned = bits == 4 or words_per_token(width) % 4 == 0 or places_needed(width, bits) == 0
+    return bits <= 4 and padded_words(width) >= 8 and aligned
 
 
 @triton.jit
 def load_bytes(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
-    """Words of a plane of one bit, int32 `[T, PADDED]`, each with its three neighbours: it is byte `c % 4` of column c.
+    """Load the words of a one-bit plane, int32 `[T, PADDED]`: column c holds four neighbours, its own in byte `c % 4`.
 
-    Loaded as bytes they would make the tensor cores' operands four tokens deep, and every other operand to be moved.
+    Loaded as bytes they would make the tensor cores' operands four tokens deep and move every other operand.
     """
     p_fours = p_words.to(tl.pointer_type(tl.int32), bitcast=True)
     b_fours = load_words(p_fours, o_row, o_t, m_t, WORDS // 4, PADDED // 4, COUNT // 4)
@@ -164,9 +170,9 @@ def load_bytes(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constex
 
 @triton.jit
 def load_halves(p_words, b_places, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
-    """Words of a plane of two bits, int16 `[T, PADDED]`, out of words of 32 bits.
+    """Load the words of a two-bit plane, int16 `[T, PADDED]`, as 32-bit words.
 
-    With few of them to a token the compiler would load them one by one, and move every level instead of the words.
+    With few words per token the compiler would load them one by one, and move every level instead of the words.
     """
     if PADDED >= 16:
         b_words = load_words(p_words, o_row, o_t, m_t, WORDS, PADDED, COUNT)
@@ -187,10 +193,10 @@ def levels(
     FIRST: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr,
     WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of float16 levels; the table of uneven ones is in `words` from `FIRST` on, as `byte_table` has it.
+    """Tiles of float16 levels; `words` holds the table of uneven levels from `FIRST` on, in the format of `byte_table`.
 
-    Even ones are the codes less half the largest, times `unit`. The last of `words` is the tile of `places`, if any
-    are needed.
+    Even levels are the codes less half the largest, times `unit`. The last of `words` is the tile of `places`, if
+    needed.
     """
     if BITS == 1:
         b_words = load_bytes(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
@@ -232,7 +238,7 @@ def levels(
 
 @triton.jit
 def joined(b_tiles):
-    """Tiles of fewer columns than `tile_width` put beside each other in twos: a thread keeps the numbers it has."""
+    """Join pairs of tiles narrower than `tile_width` side by side, without moving numbers between threads."""
     b_pairs = ()
     for i in tl.static_range(len(b_tiles) // 2):
         b_pair = tl.permute(tl.join(b_tiles[2 * i], b_tiles[2 * i + 1]), [0, 2, 1])
@@ -258,12 +264,12 @@ def product(b_x, b_y):
 
 
 def warps(width: int) -> int:
-    """Warps that hold the sums of so many channels in registers."""
+    """Warps that it takes to hold the sums of `width` channels in registers."""
     return max(1, padded_words(width) // 16)
 
 
 def even_tables(bits: int) -> list[torch.Tensor]:
-    """The table that `levels` needs for even codes, if any."""
+    """Table that `levels` needs for even codes; an empty list if none."""
     return [byte_table((torch.arange(2**bits) - (2**bits - 1) / 2) * unit(bits), bits)] if bits in (2, 3) else []
 
 
@@ -276,23 +282,23 @@ def even_words(bits: int, width: int, device: torch.device) -> tuple[torch.Tenso
 
 
 def places_needed(width: int, bits: int) -> int:
-    """How many `places` the words of a component of so many channels and bits need."""
+    """Number of `places` that the words of a component of `width` channels and `bits` bits need."""
     words = padded_words(width)
     return words if bits in (1, 3) or (bits == 2 and words < 16) else 0
 
 
 def places(words: int) -> torch.Tensor:
-    """`prmt`'s selectors for words that are parts of words of 32 bits, int32 `[words]`.
+    """`prmt` selectors of narrow words within 32-bit words, int32 `[words]`.
 
-    In the low half those of bytes A B A B: nibbles 0 and 2 of A's entry, 1 and 3 of B's. In the high half those of
-    halves A B: the low byte of A's, the high one of B's.
+    The low half selects bytes A B A B: nibbles 0 and 2 are taken from A's entry, 1 and 3 from B's. The high half
+    selects halves A B: the low byte from A's entry, the high byte from B's.
     """
-    own = torch.arange(words, dtype=torch.int32) % 4
-    half = 0x5410 + 0x2222 * (own % 2)
-    return own | (4 + own) << 4 | own << 8 | (4 + own) << 12 | half << 16
+    byte = torch.arange(words, dtype=torch.int32) % 4
+    half = 0x5410 + 0x2222 * (byte % 2)
+    return byte | (4 + byte) << 4 | byte << 8 | (4 + byte) << 12 | half << 16
 
 
 def byte_table(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """Levels by code as `prmt`'s tables, int32: low bytes, then high bytes, of those from zero up for four bits."""
+    """`prmt` tables of levels by code, int32: low bytes, then high bytes; for four bits of the levels above zero."""
     halves = levels[len(levels) // 2 :].half() if bits == 4 else levels.half()
     return halves.view(torch.uint8).view(-1, 2).T.contiguous().view(torch.int32).flatten()

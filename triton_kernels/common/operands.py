@@ -1,4 +1,4 @@
-"""What a codec hands to the attention kernel for its side."""
+"""Operands that a codec hands to the attention and encode kernels for its side (keys or values)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def next_power_of_2(n: int) -> int:
-    """As Triton's own, which takes ten times as long since it is a function of its language too."""
+    """Smallest power of two that is at least `n`; Triton's own takes ten times as long."""
     return 1 << (n - 1).bit_length()
 
 
 def launch_options(amd: bool = AMD, fusion: bool = True) -> dict[str, Any]:
-    """Options of launches. Left alone, ptxas aims at a round number of registers and spills words to meet it.
+    """Options of every launch: without `maxnreg`, ptxas aims at a round number of registers and spills to meet it.
 
-    Whether multiplications and additions are fused is said, since Triton's default changes with version 3.10.
+    Fusion of multiplications and additions is explicit, as Triton's default changes with version 3.10.
     """
     return {"enable_fp_fusion": fusion} | ({} if amd else {"maxnreg": 255})
 
@@ -33,9 +33,9 @@ class SideForm(NamedTuple):
     """Compile-time constants of a side in the attention kernel.
 
     meta, widths: as in `KernelSide`; width: columns of code space, the sum of `widths`.
-    words, places: of `KernelSide.words`, those that are tiles of their own, and those of the last tile.
-    dim, padded: numbers of a dense token, and the power of two that holds them.
-    bias: of keys, whether a term is added to all scores of a query; rope: cos and sin of a token, or 0 without.
+    words, places: how many of `KernelSide.words` are tiles of their own, and how many share the last tile.
+    dim, padded: head dimension of dense tokens, and the next power of two.
+    bias: keys only, True if a term is added to all scores of a query; rope: numbers of cos and sin per token, or 0.
     """
 
     meta: tuple[Any, ...]
@@ -56,17 +56,17 @@ class KernelSide:
     score, accumulate: the two Triton device functions; see `dense.py` for their contract by example.
     meta: compile-time parameters of both functions, a named tuple.
     widths: widths of the code-space tiles, powers of two of at least 16.
-    tables: constant tensors that the functions read, in float32; they get them in the dtype of the operands, and after
-        them what may not be read, so that they count from the first.
-    words: int32 constants for the functions' fast path, which stay in registers (see `lookup.py`); they get each as a
-        tile `[1, 1]`, and the last `places` of them as one more tile `[1, places]`.
-    tokens, warps: tokens of a tile, at most, and warps of a program that suit the functions with 16-bit operands.
-    most_tokens: tokens of a tile that the functions can take, at most.
-    tile: of a side of keys, what `use_tile` set.
+    tables: constant float32 tensors that the functions read, cast to the dtype of the operands. More may follow in the
+        tuple that they get, so they index it from the front.
+    words: int32 constants of the functions' fast path, which stay in registers (see `lookup.py`): each becomes a tile
+        `[1, 1]`, and the last `places` of them one more tile `[1, places]`.
+    tokens, warps: most tokens per tile, and warps per program, that the functions work best with in 16 bits.
+    most_tokens: most tokens per tile that the functions support.
+    tile: keys only, the tile set by `use_tile`.
     query_map: float32 `[H or 1, D, sum(widths) (+ 1)]`, contiguous, queries to code space; None is the identity.
-    bias: whether the last column of `query_map` gives a term that is added to all scores of a query.
+    bias: True if the last column of `query_map` is a term added to all scores of a query.
     output_map: float32 `[H or 1, sum(widths), D]`, code space to outputs; None is the identity.
-    plans, sizes: of a side of keys, launches that later steps repeat and sizes of splits, by what calls have in common.
+    plans, sizes: keys only, launches that later steps repeat and sizes of splits, by what calls have in common.
     """
 
     score: Any
@@ -89,12 +89,13 @@ class KernelSide:
     _cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def use_tile(self, tile: Tile | None) -> None:
-        """Of a side of keys: from now on attention takes this tile, or with None the one that it chooses itself."""
+        """Make attention use this tile from now on, or its own choice with None; keys only."""
         self.tile = tile
         self.sizes.clear()
         self.plans.clear()
 
     def tables_as(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Tables cast to `dtype`, once."""
         if dtype not in self._cast:
             self._cast[dtype] = tuple(table.to(dtype).contiguous() for table in self.tables)
         return self._cast[dtype]
@@ -102,9 +103,9 @@ class KernelSide:
     def operands(
         self, dtype: torch.dtype, fast: bool, dim: int, rope: int
     ) -> tuple[tuple[torch.Tensor, ...], SideForm]:
-        """Its constant tensors, of this dtype, and its form; `fast` with the words of the fast path, if it has one.
+        """Constant tensors in this dtype, and the form; with `fast`, the words of the fast path are last, if any.
 
-        dim: numbers of a dense token; rope: those of cos and sin of a token that the side reads.
+        dim: head dimension of dense tokens; rope: numbers of cos and sin per token that the side reads.
         """
         tables, words, places = self.tables_as(dtype), 0, 0
         if fast and self.words is not None:
@@ -114,14 +115,14 @@ class KernelSide:
         return tables, form
 
     def query_bound(self) -> torch.Tensor:
-        """Largest 1-norm of a column of `query_map`: what a query of largest magnitude 1 can become. Float32 `[]`."""
+        """Largest 1-norm of a column of `query_map`, a bound on mapped queries of magnitude 1. Float32 `[]`."""
         if self._bound is None:
             assert self.query_map is not None
             self._bound = self.query_map[..., : sum(self.widths)].abs().sum(-2).max()
         return self._bound
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that this side holds on the device."""
+        """All tensors that this side holds on the device."""
         maps = (self.query_map, self.output_map, self.words, self._bound)
         cast = (table for tables in self._cast.values() for table in tables)
         return (*self.tables, *cast, *(table for table in maps if table is not None))
@@ -129,15 +130,15 @@ class KernelSide:
 
 @dataclass(frozen=True, eq=False)
 class KernelEncoder:
-    """How one side encodes tokens in a single launch.
+    """One side's encoder of tokens, for a single launch.
 
-    encode: a Triton device function `(p_x, o_x, m_t, fields, o_row, tables, i_h, D, META, PRECISION)` that encodes the
-        tokens of head `i_h` whose `D` numbers begin at `p_x + o_x`, `[T]`, where `m_t`, and stores what becomes of them
-        as tokens `o_row` of all fields.
+    encode: a Triton device function `(p_x, o_x, m_t, fields, o_row, tables, i_h, D, META, PRECISION)` that encodes
+        tokens of head `i_h`, whose `D` numbers begin at `p_x + o_x` `[T]`, where `m_t`, and stores the result as tokens
+        `o_row` of all fields.
     meta: its compile-time parameters, a named tuple.
     tables: constant tensors that it reads.
     group: tokens that are encoded together, a power of two; a tile of `T` tokens has whole groups.
-    fused: whether products may be added without being rounded: not where codes are to equal torch's to the bit.
+    fused: True if products may be added unrounded; False if codes must equal torch's to the bit.
     """
 
     encode: Any
@@ -148,20 +149,20 @@ class KernelEncoder:
 
 
 def with_mean(query_map: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
-    """`query_map` `[H or 1, D, W]`, contiguous, with the keys' mean `[H, D]`, where there is one, as a last column."""
+    """Append the keys' mean `[H, D]`, if any, to `query_map` `[H or 1, D, W]` as a last column; contiguous."""
     if mean is None:
         return query_map.contiguous()
     return torch.cat([query_map.expand(len(mean), -1, -1), mean[..., None]], -1)
 
 
 def code_tiles(width: int) -> tuple[int, ...]:
-    """Widths of the tiles that `load_codes` makes of `width` codes per token."""
+    """Widths of the tiles that `load_codes` returns for `width` codes per token."""
     tile = tile_width(padded_words(width))
     return (tile,) * (padded_width(width) // tile)
 
 
 def in_code_order(basis: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
-    """Rows of `basis` `[H, sum(widths), D]` moved to the kernels' padded code order, `[H, sum(padded), D]`."""
+    """Move rows of `basis` `[H, sum(widths), D]` to the kernels' padded code order, `[H, sum(padded), D]`."""
     if all(padded_width(width) == width for width in widths):
         return basis
     parts = []

@@ -1,9 +1,9 @@
-"""Launches that are repeated from step to step, without working out again what does not change.
+"""Repeat launches from step to step without recomputing what does not change.
 
-Triton's own launch looks at all arguments, 42 of the attention kernel and those in their tuples, to find the compiled
-kernel for their types, alignments and constants. A plan remembers the kernel and what is constant, and hands over
-addresses where Triton takes tensors. Whoever keeps it compares all else that Triton looks at. On AMD's
-GPUs that is the size of each tensor's memory too, so nothing is repeated there.
+Triton's own launch inspects all arguments (42 of the attention kernel, and the members of its tuples) to find the
+kernel compiled for their types, alignments and constants. A plan remembers the compiled kernel and the constants, and
+passes addresses where Triton takes tensors. Its owner compares everything else that Triton inspects. On AMD GPUs that
+includes the size of each tensor's memory, so nothing is repeated there.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from triton.runtime.driver import driver
 
 AMD = torch.version.hip is not None
 ALIGNMENT = 256
-"""Bytes, in scratch memory; Triton compiles for multiples of 16."""
+"""Alignment of buffers in scratch memory, in bytes; Triton compiles for multiples of 16."""
 MAX_NARROW = 2**31 - 1
 MAX_KEPT, MAX_SHARED = 8, 256
-"""Kept by a layer, and by all layers together, of what differs between calls: numbers of tokens grow for ever."""
+"""Entries kept by a layer, and by all layers together: bounded, since the number of tokens grows with every call."""
 KernelCall: TypeAlias = tuple[Any, tuple[int, int, int], dict[str, Any]]
 """A kernel, its grid and its arguments by name."""
 Kept = TypeVar("Kept")
 
 
 def kept(store: dict[Any, Kept], key: Any, value: Kept, most: int = MAX_KEPT) -> Kept:
-    """`value`, which `store` keeps from now on."""
+    """Keep `value` in `store` under `key` and return it; a full store is cleared first."""
     if len(store) >= most:
         store.clear()
     store[key] = value
@@ -35,12 +35,11 @@ def kept(store: dict[Any, Kept], key: Any, value: Kept, most: int = MAX_KEPT) ->
 
 
 def addresses(values: dict[str, Any]) -> tuple[dict[str, Any], bool, bool]:
-    """The addresses of all tensors among `values`, also of those in tuples.
+    """Addresses of all tensors among `values`, also in tuples; whether all are aligned; whether all numbers are narrow.
 
-    And what Triton compiles other kernels for, whatever they specialise on: whether all addresses are aligned, and
-    whether all numbers have 32 bits.
+    Alignment to 16 bytes and numbers of 32 bits are what Triton compiles other kernels for in any case.
     """
-    found = {}
+    pointers = {}
     bits, narrow = 0, True
     for name, x in values.items():
         if type(x) is not int:
@@ -53,8 +52,8 @@ def addresses(values: dict[str, Any]) -> tuple[dict[str, Any], bool, bool]:
                 bits |= x
         elif x > MAX_NARROW:
             narrow = False
-        found[name] = x
-    return found, bits % 16 == 0, narrow
+        pointers[name] = x
+    return pointers, bits % 16 == 0, narrow
 
 
 def _address(x: Any) -> Any:
@@ -64,32 +63,35 @@ def _address(x: Any) -> Any:
 
 
 class Launch:
-    """A kernel, its grid and those of its arguments that stay; Triton launches it once, then its compiled form."""
+    """A kernel with its grid and constant arguments: launched by Triton once, then in its compiled form."""
 
-    def __init__(self, call: KernelCall, given: dict[str, Any]) -> None:
-        """`given`: arguments, by name, that each call gives anew; where others are the same tensor, these too."""
+    def __init__(self, call: KernelCall, inputs: dict[str, Any]) -> None:
+        """Sort the call's arguments into constant ones and those that change with each call.
+
+        `inputs` are those that change, by name; other arguments that are the same tensor change with them.
+        """
         self.kernel, self.grid, arguments = call
-        sources = {id(x): name for name, x in given.items() if isinstance(x, torch.Tensor)}
+        sources = {id(x): name for name, x in inputs.items() if isinstance(x, torch.Tensor)}
         self.changing = {
-            name: name if name in given else sources[id(x)]
+            name: name if name in inputs else sources[id(x)]
             for name, x in arguments.items()
-            if name in given or id(x) in sources
+            if name in inputs or id(x) in sources
         }
         self.constant = {name: x for name, x in arguments.items() if name not in self.changing}
         self.places = [(self.kernel.arg_names.index(name), source) for name, source in self.changing.items()]
         self.values = [_address(self.constant.get(name)) for name in self.kernel.arg_names]
         self.compiled: Any = None
 
-    def first(self, given: dict[str, Any]) -> None:
-        """Launches it by Triton, with tensors."""
-        changing = {name: given[source] for name, source in self.changing.items()}
+    def first(self, inputs: dict[str, Any]) -> None:
+        """Launch it by Triton, with tensors, and keep the compiled kernel."""
+        changing = {name: inputs[source] for name, source in self.changing.items()}
         self.compiled = self.kernel[self.grid](**self.constant, **changing)
 
-    def again(self, given: dict[str, Any], stream: int, profiled: bool) -> None:
-        """Launches it as it was compiled, with addresses; through Triton where a profiler asks for more than that."""
+    def again(self, pointers: dict[str, Any], stream: int, profiled: bool) -> None:
+        """Launch the compiled kernel with addresses; through Triton if a profiler's hooks need it."""
         values = self.values.copy()
         for place, source in self.places:
-            values[place] = given[source]
+            values[place] = pointers[source]
         compiled = self.compiled
         if profiled:
             compiled[self.grid](*values, stream=stream)
@@ -98,7 +100,7 @@ class Launch:
 
 
 class Plan:
-    """The launches of one call, and the memory that they fill, for all calls like it."""
+    """The launches of one call and their scratch memory, for all calls like it."""
 
     def __init__(
         self,
@@ -107,9 +109,9 @@ class Plan:
         scratch: dict[str, torch.Tensor],
         repeat: bool,
     ) -> None:
-        """Of a call of kernels, `inputs` and `scratch`, which is what they fill for each other, among their arguments.
+        """Plan the kernels `calls`; among their arguments are `inputs`, and `scratch` that one fills for another.
 
-        `repeat`: whether compiled kernels may be launched again, as Triton would choose the same for each such call.
+        `repeat`: True if compiled kernels may be reused, as Triton would choose the same ones for each such call.
         """
         self.launches = [Launch(call, inputs | scratch) for call in calls]
         self.repeat = repeat
@@ -122,11 +124,11 @@ class Plan:
 
     @property
     def compiled(self) -> bool:
-        """Whether the kernels are known; Triton's interpreter compiles nothing."""
+        """True once all kernels are compiled; Triton's interpreter compiles none."""
         return self.repeat and self.launches[-1].compiled is not None
 
-    def run(self, inputs: dict[str, Any], found: dict[str, Any], device: torch.device) -> None:
-        """Launches all kernels; `found` are the addresses of `inputs`."""
+    def run(self, inputs: dict[str, Any], pointers: dict[str, Any], device: torch.device) -> None:
+        """Launch all kernels; `pointers` are the addresses of `inputs`."""
         if not self.compiled:
             fresh = {
                 name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in self.scratch.items()
@@ -138,12 +140,12 @@ class Plan:
             memory = torch.empty(self.bytes, dtype=torch.uint8, device=device)
             start = memory.data_ptr()
             for name, offset in self.offsets:
-                found[name] = start + offset
+                pointers[name] = start + offset
         stream = driver.active.get_current_stream(driver.active.get_current_device())
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         profiled = bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
         for launch in self.launches:
-            launch.again(found, stream, profiled)
+            launch.again(pointers, stream, profiled)
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -152,11 +154,11 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 def repeated(
     kernel: Any, grid: tuple[int, int, int], inputs: dict[str, Any], constants: dict[str, Any], device: torch.device
 ) -> None:
-    """Launches a kernel that needs no scratch memory, again where types, alignment and `constants` are as they were.
+    """Launch a kernel that needs no scratch memory; the compiled one if types, alignment and `constants` are known.
 
     `inputs` are tensors, tuples of tensors, and numbers on whose values Triton does not specialise.
     """
-    found, aligned, narrow = addresses(inputs)
+    pointers, aligned, narrow = addresses(inputs)
     repeatable = aligned and narrow
     tensors = [x for x in inputs.values() if type(x) is not int]
     dtypes = tuple([tuple([part.dtype for part in x]) if type(x) is tuple else x.dtype for x in tensors])
@@ -165,4 +167,4 @@ def repeated(
     if plan is None:
         plan = Plan([(kernel, grid, inputs | constants)], inputs, {}, repeat=repeatable and not AMD)
         kept(_plans, key, plan, MAX_SHARED)
-    plan.run(inputs, found, device)
+    plan.run(inputs, pointers, device)

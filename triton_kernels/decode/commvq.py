@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from kvcache_compress.methods.commvq.codec import CommVQCodec
 
 TOKENS = 128
-"""Of a tile: the more, the fewer times each centre comes from beyond the first-level cache, which holds no codebook."""
+"""Tokens per tile: more of them read each centre less often from beyond the L1 cache, too small for a codebook."""
 COLUMNS = 64
-"""Of a tile of values, at most: with more of them threads would share rows, and each work out where they are."""
+"""Most columns of a tile of values: with more, threads would share rows and each recompute their addresses."""
 
 
 class Books(NamedTuple):
-    """Groups, rounds and bits of codes; numbers of a centre, pairs of them for keys; bytes of a token; rotary pairs."""
+    """Groups, rounds, bits of a code, width of a centre (in pairs for keys), bytes of a token, rotary pairs."""
 
     groups: int
     rounds: int
@@ -40,7 +40,7 @@ class Books(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """Constants of the encoder form: words of a head's bits and padded ones (`codes.py`), and heads."""
+    """Constants of the encoder form: words of a head's bits, the same padded (`codes.py`), and heads."""
 
     words: int
     padded: int
@@ -49,7 +49,7 @@ class Bits(NamedTuple):
 
 @triton.constexpr_function
 def rounds_at_once(bits):
-    """Rounds of so many bits of codes that are loaded and added up together, in 16 bits: few, as those sums round."""
+    """Rounds, of codes of `bits` bits, that are loaded and summed together in 16 bits: few, as those sums round."""
     return 24 // bits
 
 
@@ -57,9 +57,9 @@ def rounds_at_once(bits):
 def load_run(
     p_codes, o_row, o_t, m_t, i_code, COUNT: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """`COUNT` codes of each token from its code `i_code` on, the first in the lowest bits, at most 24: uint32 `[T]`.
+    """Load `COUNT` codes per token from code `i_code` on, at most 24 bits, the first code lowest: uint32 `[T]`.
 
-    WHOLE: runs begin with a byte, so that they take one byte less.
+    WHOLE: runs begin on a byte boundary, which saves one byte.
     """
     p_token = p_codes + (o_row + o_t) * BYTES
     i_byte = i_code * BITS // 8
@@ -74,13 +74,13 @@ def load_run(
 
 @triton.constexpr_function
 def fills(width, columns):
-    """Whether tiles of so many columns have no more columns than a row."""
+    """True if tiles of `columns` columns cover a row of `width` numbers exactly."""
     return width % columns == 0
 
 
 @triton.jit
 def load_part(p_rows, b_index, o_w, WIDTH: tl.constexpr, STRIDE: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows `b_index` `[T]` of a codebook, `[T, padded]`: columns `o_w`, of which those below `WIDTH` are there."""
+    """Load rows `b_index` `[T]` of a codebook: `[T, padded]`, columns `o_w`, zero from `WIDTH` on."""
     o_c = b_index.to(tl.int32)[:, None] * STRIDE + o_w[None, :]
     if fills(WIDTH, o_w.shape[0]):
         return tl.load(p_rows + o_c).to(DTYPE)
@@ -89,7 +89,7 @@ def load_part(p_rows, b_index, o_w, WIDTH: tl.constexpr, STRIDE: tl.constexpr, D
 
 @triton.jit
 def complex_point(p_rows, b_a, b_b, o_j, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
-    """`c[a] + i c[b]`, real and imaginary `[T, padded]`, of one round's centres."""
+    """Points `c[a] + i c[b]` of one round, real and imaginary parts `[T, padded]`."""
     b_re = load_part(p_rows, b_a, o_j, PAIRS, 2 * PAIRS, DTYPE)
     b_im = load_part(p_rows + PAIRS, b_a, o_j, PAIRS, 2 * PAIRS, DTYPE)
     b_re -= load_part(p_rows + PAIRS, b_b, o_j, PAIRS, 2 * PAIRS, DTYPE)
@@ -101,7 +101,7 @@ def complex_point(p_rows, b_a, b_b, o_j, PAIRS: tl.constexpr, DTYPE: tl.constexp
 def add_complex_rounds(
     b_re, b_im, p_rows, b_run, o_j, COUNT: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Adds the points of `COUNT` rounds, whose codes are in `b_run`: first to each other, in `DTYPE`."""
+    """Add the points of keys in `COUNT` rounds with codes `b_run`, summed with each other first, in `DTYPE`."""
     for i in tl.static_range(COUNT):
         b_code = b_run >> (2 * BITS * i)
         b_a, b_b = (b_code >> BITS) & (2**BITS - 1), b_code & (2**BITS - 1)
@@ -114,7 +114,7 @@ def add_complex_rounds(
 def add_rounds(
     b_parts, p_rows, b_run, o_w, COUNT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """The same for rows of values, whose columns are in tiles."""
+    """Add the rows of values in `COUNT` rounds with codes `b_run`, summed with each other first, tile by tile."""
     b_sums = ()
     for j in tl.static_range(len(b_parts)):
         o_c = j * o_w.shape[0] + o_w
@@ -131,6 +131,7 @@ def score(
     b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """Scores of keys, `s[t] = scale[t] Σ_j Re(conj(q_j) e^(iθ_j,t) ẑ_j[t])` (section 4.2)."""
     GROUPS: tl.constexpr = META.groups
     ROUNDS: tl.constexpr = META.rounds
     BITS: tl.constexpr = META.bits
@@ -172,7 +173,7 @@ def accumulate(
     b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The residual form of values."""
+    """Weighted sum of values in the residual form, `acc += (p[t] scale[t]) Σ_r c_r[a_r[t]]`."""
     GROUPS: tl.constexpr = META.groups
     ROUNDS: tl.constexpr = META.rounds
     BITS: tl.constexpr = META.bits
@@ -210,14 +211,14 @@ def accumulate_bits(
     b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The encoder form of values: weighted sums of the bits of all heads, tiles by heads."""
+    """Weighted sums of the bits of all heads, for values in the encoder form (section 4.1); tiles are by head."""
     b_scale = tl.load(fields[1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
     b_weights = (b_p * b_scale[None, :]).to(DTYPE)
     b_sums = ()
     HEADS: tl.constexpr = META.heads
     for i in tl.static_range(HEADS):
-        o_own = o_row + (i - i_h) * s_head
-        b_bits = load_codes(fields[0], fields[0], o_own, o_t, m_t, 1, META.words, META.padded, META.words)
+        o_head = o_row + (i - i_h) * s_head
+        b_bits = load_codes(fields[0], fields[0], o_head, o_t, m_t, 1, META.words, META.padded, META.words)
         for j in tl.static_range(len(b_bits)):
             b_tile = b_bits[j].to(DTYPE)
             b_sums = b_sums + (tl.dot(b_weights, b_tile, b_acc[i * len(b_bits) + j], input_precision=PRECISION),)
@@ -225,7 +226,10 @@ def accumulate_bits(
 
 
 def commvq_side(codec: CommVQCodec) -> KernelSide:
-    """Operands of a CommVQ codec. Code space: keys' pairs by groups, real parts first; values' channels, or bits."""
+    """Kernel operands of a CommVQ codec.
+
+    Code space: of keys, pairs by group, real parts first; of values, channels or encoder bits.
+    """
     if codec.codebooks is None:
         heads, bits = codec.context.heads, codec.fields[0].shape[0] * 8
         output_map = in_code_order(codec.output_map(), (bits,) * heads).contiguous()
@@ -255,6 +259,6 @@ def commvq_side(codec: CommVQCodec) -> KernelSide:
 
 
 def _spread(channels: torch.Tensor, tiles: int, padded: int) -> torch.Tensor:
-    """The map `[1, tiles * padded, D]` of `tiles` runs of channels, each padded."""
+    """Map `[1, tiles * padded, D]` to `tiles` runs of channels, each padded to `padded`."""
     rows = torch.eye(channels.numel())[channels.flatten()].view(tiles, -1, channels.numel())
     return torch.nn.functional.pad(rows, (0, 0, 0, padded - rows.shape[1])).flatten(0, 1).unsqueeze(0)

@@ -1,18 +1,18 @@
-"""Device functions of uncompressed tokens, and the contract of all device functions by their simplest example.
+"""Device functions of uncompressed tokens: the simplest example of the contract that all device functions follow.
 
 SCORE(b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t, META, PRECISION, FAST) -> [M, T] float32
     b_q: tuple of query tiles `[M, width]`, one per entry of `KernelSide.widths`, in the operands' dtype;
     fields: tuple of pointers to the store's buffers, in the order of `Codec.fields`;
     words: `KernelSide.words`, as tiles; empty unless FAST;
-    p_rope: float16 `[tokens, 2 * rotary]`, cos and sin from the tile's first token on, where the codec asks for them;
+    p_rope: float16 `[tokens, 2 * rotary]`, cos and sin from the tile's first token on, if the codec uses them;
     i_h: key/value head; o_row: int64 row of the tile's first token, capacity * (batch * H + i_h) + token, the token
-    a multiple of T, so that a tile lies in one group of tokens or begins with one; o_t: 0 to T - 1; m_t: mask.
+    a multiple of T, so that a tile lies within one group of tokens or starts with one; o_t: 0 to T - 1; m_t: mask.
 ACCUMULATE(b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc, META, DTYPE, PRECISION, FAST)
     -> tuple of [M, width]
     b_p: float32 weights `[M, T]`; s_head: rows from one head to the next; b_acc: the float32 sums so far;
     DTYPE: the operands' dtype.
 PRECISION: of float32 operands in `tl.dot`; 16-bit ones are not affected.
-FAST: whether 16-bit operands may be made by NVIDIA's assembly (`lookup.py`); the other way is portable.
+FAST: True if 16-bit operands may be unpacked by NVIDIA assembly (`lookup.py`); the other path is portable.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from kvcache_compress.triton_kernels.common.operands import KernelSide
 
 
 class Width(NamedTuple):
-    """Numbers of a token, and the power of two that holds them."""
+    """Head dimension, and the next power of two."""
 
     dim: int
     padded: int
@@ -56,7 +56,7 @@ def accumulate(
 
 
 def dense_side(head_dim: int, device: torch.device) -> KernelSide:
-    """The side of a `none` codec: code space is the head's own space, up to padding."""
+    """Kernel operands of a `none` codec: code space is the head's space, padded."""
     padded = max(16, triton.next_power_of_2(head_dim))
     side = KernelSide(score, accumulate, Width(head_dim, padded), (padded,))
     if padded != head_dim:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Grouped(NamedTuple):
-    """Bits of a code, words of a token and padded ones (`codes.py`), tokens and channels that share a scale.
+    """Bits of a code, words of a token, the same padded (`codes.py`), tokens and channels that share a scale.
 
-    fits: whether `lookup.py` can unpack them.
+    fits: True if `lookup.py` can unpack the codes.
     """
 
     bits: int
@@ -32,19 +32,19 @@ class Grouped(NamedTuple):
 
 
 @triton.constexpr_function
-def divides(part, whole):
-    return whole % part == 0
+def divides(part, total):
+    return total % part == 0
 
 
 @triton.jit
 def middle(b_scale, b_zero, BITS: tl.constexpr):
-    """What the middle code stands for, in float16."""
+    """Decoded value of the middle of the code range, in float16."""
     return lookup.scaled(b_scale, tl.full(b_scale.shape, (2**BITS - 1) / 2, tl.float16), b_zero)
 
 
 @triton.jit
 def per_unit(b_scale, BITS: tl.constexpr):
-    """The scale of levels as `lookup.levels` gives them, in float16."""
+    """Scale of the levels that `lookup.levels` returns, in float16."""
     if lookup.unit(BITS) == 1:
         b_step = b_scale
     else:
@@ -99,6 +99,7 @@ def score(
     b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """s = q · (code * scale + zero)"""
     b_k = decoded(fields, words, o_row, o_t, m_t, META, b_q[0].dtype, FAST)
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
     for i in tl.static_range(len(b_k)):
@@ -111,6 +112,7 @@ def accumulate(
     b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """acc += p (code * scale + zero)"""
     b_v = decoded(fields, words, o_row, o_t, m_t, META, DTYPE, FAST)
     b_sums = ()
     for i in tl.static_range(len(b_v)):
@@ -119,7 +121,7 @@ def accumulate(
 
 
 def kivi_side(codec: KIVICodec) -> KernelSide:
-    """Operands of a KIVI codec: code space is the head's own space, up to padding."""
+    """Kernel operands of a KIVI codec: code space is the head's space, padded."""
     width, group = codec.context.head_dim, codec.options.group_size
     keys, bits = codec.context.side == "keys", codec.options.bits
     tokens, channels = (group, 1) if keys else (1, group)

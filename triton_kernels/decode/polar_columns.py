@@ -1,13 +1,13 @@
-"""The tree of recursive PolarQuant over 128 channels, undone in registers by shuffles that look up cos and sin.
+"""Undo recursive PolarQuant's tree over 128 channels in registers, by shuffles that look up cos and sin.
 
-A tile `[T, 8]` holds eight neighbouring coordinates of code space, or radii of a level, one in each column. Since a
-level pairs by halves, and halves are whole tiles down to level 4, all below a radius of level 3 lies in its own column:
-1 radius of level 4 makes 2 of level 3, 4 of level 2, 8 of level 1 and 16 numbers, and no number changes its thread.
+A tile `[T, 8]` holds eight neighbouring coordinates of code space, or radii of a level, one per column. A level pairs
+by halves, and halves are whole tiles down to level 4, so everything below a radius of level 3 lies in its column: 1
+radius of level 4 makes 2 of level 3, 4 of level 2, 8 of level 1 and 16 numbers, and no number changes its thread.
 
-Lane i of a warp holds entry i of a level's table in one register, cos and sin in half precision. `shfl.idx` reads that
-of the lane that a code names, and looks at no bits above the code's, so a look-up takes a shift and a shuffle,
-whatever the angles are. The radius times that is both halves of what lies below. Levels 4 to 7, 8 bits to a column, are
-looked up in memory at once; of a tree of four levels, level 4 is undone like the others.
+Lane i of a warp holds entry i of a level's table in one register, cos and sin in half precision. `shfl.idx` reads the
+register of the lane that a code names and ignores the bits above the code, so a lookup takes a shift and a shuffle for
+any angles. The radius times the entry gives both halves below it. Levels 4 to 7, 8 bits per column, are looked up in
+memory at once; in a tree of four levels, level 4 is undone like the others.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ HALVES = ".reg .b16 h0, h1"
 
 
 def _shuffle(register: str, table: str, codes: str, bits: int) -> str:
-    """Every 2 ** bits lanes read each other's entries."""
+    """Instruction by which every 2 ** bits lanes read each other's table entries."""
     return f"shfl.sync.idx.b32 {register}, {table}, {codes}, {(32 - 2**bits) << 8 | 31:#x}, 0xffffffff"
 
 
 def _level(outputs: list[str], bits: int, table: str, codes: str, step: int, radii: list[str]) -> list[str]:
-    """Pairs below `radii`, registers of two: those of all low halves come first."""
+    """Instructions for the pairs below `radii`, registers of two; all low halves come first."""
     lines = []
     for i, output in enumerate(outputs):
         selected = codes if i == 0 else "r14"
@@ -52,7 +52,7 @@ def _level(outputs: list[str], bits: int, table: str, codes: str, step: int, rad
 
 
 def _three_levels(bits: int) -> tl.constexpr:
-    """Eight pairs of coordinates below a pair of radii of level 3; `bits` are those of level 2.
+    """Assembly for eight pairs of coordinates below a pair of radii of level 3; `bits` are those of level 2.
 
     Operands: pairs of radii, words of level 3, 2 (the high plane of 3 bits after it) and 1, tables of level 1, 2 and 3.
     """
@@ -76,7 +76,7 @@ def _three_levels(bits: int) -> tl.constexpr:
 
 
 def _lanes(bits: int) -> tl.constexpr:
-    """Entry i of 2 ** bits operands in lane i, again and again."""
+    """Assembly that puts entry i of 2 ** bits operands into lane i, repeating over the warp."""
     lines, entries = ["mov.u32 r14, %laneid"], [f"${1 + i}" for i in range(2**bits)]
     for bit in range(bits):
         lines += [f"and.b32 r15, r14, {1 << bit}", "setp.ne.u32 p0, r15, 0"]
@@ -90,7 +90,7 @@ def _lanes(bits: int) -> tl.constexpr:
 
 
 LEVEL_4, LEVEL_4_REGISTERS = lookup.text(HALVES, *_level(["$0"], 2, "$2", "$1", 0, ["$3"])), lookup.registers(1, 3)
-# By bits, from 2 on.
+# Indexed by bits - 2.
 THREE_LEVELS = tl.constexpr(tuple(_three_levels(bits).value for bits in (2, 3)))
 THREE_LEVELS_REGISTERS = tl.constexpr(tuple(lookup.registers(8, 5 + bits).value for bits in (2, 3)))
 LANES = tl.constexpr(tuple(_lanes(bits).value for bits in (2, 3, 4)))
@@ -98,15 +98,15 @@ LANES_REGISTERS = tl.constexpr(tuple(lookup.registers(1, 2**bits).value for bits
 
 
 def fits(tree: PolarTree, radius_bits: int) -> bool:
-    """Whether `column_tiles` can undo this tree: all levels, or four and radii of 16 bits."""
+    """True if `column_tiles` can undo this tree: all seven levels, or four with 16-bit radii."""
     bits = tuple(level.bits for level in tree.levels)
     return tree.head_dim == 128 and (bits in WHOLE or (bits in FOUR_LEVELS and radius_bits == 16))
 
 
 def words(books: tuple[AngleCodebook, ...]) -> torch.Tensor:
-    """`KernelSide.words` for `column_tiles`: tables of levels, and by how much their words are shifted in each column.
+    """`KernelSide.words` for `column_tiles`: tables of levels, then the shifts of their words in each column.
 
-    Of a tree of four levels, whose rows have an odd number of words, in each column of even tokens, then of odd ones.
+    Rows of a tree of four levels have an odd number of words: its shifts are those of even tokens, then of odd ones.
     """
     tables = [book.points.cpu().half().view(torch.int32).flatten() for book in books[: 4 if len(books) == 4 else 3]]
     column = torch.arange(8, dtype=torch.int32)
@@ -119,7 +119,7 @@ def words(books: tuple[AngleCodebook, ...]) -> torch.Tensor:
 
 
 def coarse_table(books: tuple[AngleCodebook, ...]) -> torch.Tensor:
-    """Radii of level 3, `[8, 256, 2]`, by column and what `coarse_radii` makes of its codes of levels 4 to 7."""
+    """Radii of level 3, `[8, 256, 2]`, by column and `coarse_radii`'s index of the codes of levels 4 to 7."""
     table = torch.empty(8, 256, 2)
     codes = torch.arange(256)[:, None] >> torch.tensor([0, 2, 4, 6]) & 3
     for column in range(8):
@@ -133,15 +133,15 @@ def coarse_table(books: tuple[AngleCodebook, ...]) -> torch.Tensor:
 
 
 def odd_rows() -> torch.Tensor:
-    """What an odd row changes in the shifts of words, as the bits of numbers of 16 bits: nothing, and 16."""
+    """Changes to the shifts of words in even and odd rows, 0 and 16, as the bits of 16-bit numbers."""
     return torch.tensor([0, 16], dtype=torch.int16).view(torch.float16).float()
 
 
 def tile_order(keys: bool) -> torch.Tensor:
     """Coordinate of code space in each column of the tiles, int64 `[128]`.
 
-    Both halves of a pair are neighbours in tiles of keys, where the tensor cores' operands have them in one register;
-    in tiles of values, which have two tokens there, they lie 8 columns apart.
+    In tiles of keys the halves of a pair are neighbours, as a register of the tensor cores' operands holds both; in
+    tiles of values, where a register holds two tokens, they lie 8 columns apart.
     """
     tile, column, side = torch.arange(8)[:, None, None], torch.arange(8)[:, None], torch.arange(2)
     place = side * 64 + 8 * tile + column
@@ -150,9 +150,9 @@ def tile_order(keys: bool) -> torch.Tensor:
 
 @triton.jit
 def lane_table(words, FIRST: tl.constexpr, BITS: tl.constexpr):
-    """A register in which lane i holds entry `i % 2 ** BITS` of a level's table: to Triton, a tile `[1, 1]`.
+    """Register in which lane i holds entry `i % 2 ** BITS` of a level's table; to Triton, a tile `[1, 1]`.
 
-    Out of words that were loaded before the loop: the compiler moves no layout conversion past other tiles.
+    Made of words that were loaded before the loop: the compiler moves no layout conversion past other tiles.
     """
     b_entries = ()
     for i in tl.static_range(2**BITS):
@@ -164,10 +164,10 @@ def lane_table(words, FIRST: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def word_of_column(p_plane, o_row, o_t, m_t, b_shift, ROW: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """A level's words of 16 bits, `COUNT` to a token, each at the low end of int32 `[T, 8]` in columns c % COUNT.
+    """A level's 16-bit words, `COUNT` per token, each at the low end of int32 `[T, 8]` in columns c % COUNT.
 
-    They are read as words of 32 bits, which the compiler can copy to shared memory ahead of time. Where rows have an
-    odd number of words, `b_shift` knows which half they are of.
+    They are read as 32-bit words, which the compiler can prefetch to shared memory. If rows have an odd number of
+    words, `b_shift` picks the half.
     """
     T: tl.constexpr = o_t.shape[0]
     p_twos = p_plane.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -184,22 +184,22 @@ def word_of_column(p_plane, o_row, o_t, m_t, b_shift, ROW: tl.constexpr, FIRST: 
 
 @triton.jit
 def coarse_radii(p_coarse, p_rest, b_places, o_row, o_t, m_t, ROW: tl.constexpr, FIRST: tl.constexpr):
-    """Pairs of radii of level 3, relative to a token's one radius, int32 `[T, 8]`."""
+    """Pairs of radii of level 3 relative to the token's single radius, int32 `[T, 8]`."""
     p_twos = p_rest.to(tl.pointer_type(tl.int32), bitcast=True)
     b_rest = load_words(p_twos + FIRST // 2, o_row, o_t, m_t, ROW // 2, 1, 1)
     b_column = b_places >> 24
-    # The codes of a column, and a factor whose products with them differ in their top 8 bits, whatever the codes are.
+    # The factor moves the masked codes of a column into the top 8 bits of the product, distinct for all codes.
     b_mask = (3 << b_column) | (3 << (16 + (b_column & 6))) | (3 << (24 + (b_column & 2))) | (3 << 28)
     b_factor = 4 | (1 << (8 - (b_column & 6))) | (1 << (28 - b_column - (b_column & 2)))
     b_codes = (((b_rest & b_mask) * b_factor).to(tl.uint32, bitcast=True) >> 24).to(tl.int32)
-    # A column's table first: it lies in the same place in every turn.
+    # The column's table first: its address is the same in every iteration.
     p_column = p_coarse.to(tl.pointer_type(tl.int32), bitcast=True) + b_column * 128
     return tl.load(p_column + b_codes)
 
 
 @triton.jit
 def fourth_level(p_radii, p_codes, b_table, b_places, o_row, o_t, m_t, ROW: tl.constexpr, FIRST: tl.constexpr):
-    """Pairs of radii of level 3 below the eight that are stored, int32 `[T, 8]`."""
+    """Pairs of radii of level 3 below the eight stored ones, int32 `[T, 8]`."""
     T: tl.constexpr = o_t.shape[0]
     p_radii = p_radii.to(tl.pointer_type(tl.int32), bitcast=True)
     b_radii = load_words(p_radii, o_row, o_t, m_t, 4, 4, 4)
@@ -212,7 +212,7 @@ def fourth_level(p_radii, p_codes, b_table, b_places, o_row, o_t, m_t, ROW: tl.c
 
 @triton.jit
 def column_tiles(fields, p_coarse, words, o_row, o_t, m_t, META: tl.constexpr):
-    """Eight tiles `[T, 16]` in code space, in `tile_order`; `META` is the `Tree` of `polarquant_recursive.py`."""
+    """Decode to eight tiles `[T, 16]` of code space in `tile_order`; `META` is `polarquant_recursive.Tree`."""
     T: tl.constexpr = o_t.shape[0]
     SECOND_BITS: tl.constexpr = META.bits[1]
     FOUR_LEVELS_ONLY: tl.constexpr = len(META.bits) == 4
@@ -254,7 +254,7 @@ def column_tiles(fields, p_coarse, words, o_row, o_t, m_t, META: tl.constexpr):
 
 @triton.jit
 def beside(b_low, b_high, KEYS: tl.constexpr):
-    """Both halves of pairs, each `[T, W]`, as a tile `[T, 2 W]` in `tile_order`."""
+    """Join both halves of pairs, each `[T, W]`, to a tile `[T, 2 W]` in `tile_order`."""
     b_both = tl.join(b_low, b_high)
     if not KEYS:
         b_both = tl.permute(b_both, [0, 2, 1])

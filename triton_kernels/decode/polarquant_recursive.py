@@ -6,7 +6,7 @@
 
 A single radius per token stays out of the tree: it multiplies the score and the weight. With coordinate i numbered
 `i // ODD * PAD + i % ODD`, ODD the odd part of the head dimension and PAD its next power of two, all tiles are powers
-of two and pairing by halves stays as it is. `polar_columns.py` has a faster way for 128 channels.
+of two and pairing by halves stays as it is. `polar_columns.py` has a faster path for 128 channels.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Tree(NamedTuple):
-    """Odd part of the head dimension and its power of two, roots, the field of their radii, whether these have 8 bits.
+    """Odd part of the head dimension, the same padded to a power of two, roots, field of the radii, and levels.
 
-    fast: whether `polar_columns.py` undoes the tree; keys: whether it is theirs. By level: `LevelCodes`, and where its
-    entries in the joined tables start.
+    coded: True if radii have 8 bits; fast: True if `polar_columns.py` undoes the tree; keys: True on the side of keys.
+    By level: the members of `LevelCodes`, and the start of its entries in the joined tables.
     """
 
     odd: int
@@ -53,7 +53,7 @@ class Tree(NamedTuple):
 
 @triton.jit
 def level_codes(fields, o_row, o_t, m_t, META: tl.constexpr, AT: tl.constexpr):
-    """Codes of level number `AT`, from 0, int32 `[T, COUNT // ODD * PAD]`."""
+    """Load the codes of level `AT`, counted from 0: int32 `[T, COUNT // ODD * PAD]`."""
     ODD: tl.constexpr = META.odd
     PAD: tl.constexpr = META.pad
     BITS: tl.constexpr = META.bits[AT]
@@ -88,7 +88,7 @@ def level_codes(fields, o_row, o_t, m_t, META: tl.constexpr, AT: tl.constexpr):
 
 @triton.jit
 def points(p_points, b_codes, START: tl.constexpr):
-    """cos and sin of codes `[T, W]`: `[T, W, 2]`, both by one load."""
+    """Look up cos and sin of codes `[T, W]` with one load: `[T, W, 2]`."""
     return tl.load(p_points + ((START + b_codes) * 2)[:, :, None] + tl.arange(0, 2)[None, None, :])
 
 
@@ -101,7 +101,7 @@ def halves(b_x):
 
 @triton.jit
 def stored_radii(fields, tables, i_h, o_i, m_i, META: tl.constexpr):
-    """Radii at `o_i`, float32; 8-bit ones through their head's table."""
+    """Load the radii at `o_i` as float32; 8-bit ones through their head's table."""
     b_radii = tl.load(fields[META.radii] + o_i, mask=m_i, other=0)
     if META.coded:
         b_radii = tl.load(tables[1] + i_h * 256 + b_radii.to(tl.int32))
@@ -110,7 +110,7 @@ def stored_radii(fields, tables, i_h, o_i, m_i, META: tl.constexpr):
 
 @triton.jit
 def tree_tile(fields, tables, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr):
-    """Low and high half of a tile in code space, each `[T, W]`, and the radius of each token that is left out."""
+    """Decode a tile from the roots down: low and high half `[T, W]` in code space, and radii left out of the tree."""
     ODD: tl.constexpr = META.odd
     PAD: tl.constexpr = META.pad
     ROOTS: tl.constexpr = META.roots
@@ -140,7 +140,7 @@ def tree_tile(fields, tables, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: t
 def tiles(
     fields, tables, words, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
-    """Tiles of code space, and the radius of each token that is left out: two tiles, or eight of 16 columns."""
+    """Decode two tiles of code space, or eight of 16 columns, and the radius per token left out of the tree."""
     if FAST and META.fast:
         b_tiles = polar_columns.column_tiles(fields, tables[2 if META.coded else 1], words, o_row, o_t, m_t, META)
         if META.roots == 1:
@@ -170,6 +170,7 @@ def score(
     b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """s[t] = ⟨q_low, r_1 cos θ_1⟩ + ⟨q_high, r_1 sin θ_1⟩"""
     b_tiles, b_scale = tiles(fields, tables, words, i_h, o_row, o_t, m_t, META, b_q[0].dtype, FAST)
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
     for i in tl.static_range(len(b_tiles)):
@@ -182,6 +183,7 @@ def accumulate(
     b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """acc_low += p r_1 cos θ_1,  acc_high += p r_1 sin θ_1"""
     b_tiles, b_scale = tiles(fields, tables, words, i_h, o_row, o_t, m_t, META, DTYPE, FAST)
     if META.roots != 1:
         b_weights = b_p.to(DTYPE)
@@ -196,13 +198,13 @@ def accumulate(
 
 
 def padding(head_dim: int) -> tuple[int, int]:
-    """Odd part of the head dimension and the power of two that takes its place in tiles."""
+    """Odd part of the head dimension, and the power of two that it is padded to in tiles."""
     odd = head_dim // (head_dim & -head_dim)
     return odd, triton.next_power_of_2(odd)
 
 
 def level_columns(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
-    """Columns of `Tree` that have a member per level, from `bits` on."""
+    """Per-level members of `Tree`, from `bits` on."""
     rows, start = [], 0
     for level in tree.levels:
         rows.append((level.bits, level.field, level.row, level.offset, level.words, level.base, level.count, start))
@@ -211,7 +213,7 @@ def level_columns(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
 
 
 def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
-    """Operands of a prepared codec."""
+    """Kernel operands of a prepared recursive PolarQuant codec."""
     dim, tree, device = codec.context.head_dim, codec.tree, codec.basis.device
     odd, pad = padding(dim)
     width = dim // odd * pad

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Polar(NamedTuple):
-    """Bits of angles and radii, words of a token and padded ones (`codes.py`), where in its cell a radius is decoded.
+    """Bits of angles and radii, words of a token, the same padded (`codes.py`), offset of decoded radii in their cells.
 
-    tokens: of a group that shares scales, or 0; match: whether scores are scaled; table: the score function; fast:
-    whether `directions.py` and `lookup.py` can unpack the codes.
+    tokens: tokens of a group that shares scales, or 0; match: True if scores are scaled; table: True for the table
+    form of scores; fast: True if `directions.py` and `lookup.py` can unpack the codes.
     """
 
     angle_bits: int
@@ -44,7 +44,7 @@ class Polar(NamedTuple):
 
 @triton.jit
 def as_numbers(b_codes, DTYPE: tl.constexpr):
-    """Codes below 1024 as numbers; in 16 bits they are put into the mantissa of 1024, which spares a conversion."""
+    """Convert codes below 1024 to numbers; in 16 bits through the mantissa of 1024, which saves a conversion."""
     if tl.float16 == DTYPE:
         b_numbers = (b_codes | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1024.0
     else:
@@ -57,8 +57,7 @@ def radii(
     b_steps, p_scale, o_row, i: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
     UNIT: tl.constexpr, OFFSET: tl.constexpr, TOKENS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Radii `(steps / UNIT + OFFSET) scale` of tile `i`, whose tokens share one group: it starts at a multiple of its
-    size."""
+    """Radii `(steps / UNIT + OFFSET) scale` of tile `i`, whose tokens lie in one group."""
     if TOKENS == 0:
         b_scale = tl.full([1, 1], 1.0, b_steps.dtype)
     else:
@@ -73,7 +72,7 @@ def radii(
 
 @triton.jit
 def points(p_points, b_angles, DTYPE: tl.constexpr):
-    """cos and sin of angle codes from `[angles, 2]` numbers; in 16 bits one lookup gives both."""
+    """Look up cos and sin of angle codes in a table `[angles, 2]`; in 16 bits with one load for both."""
     if tl.float16 == DTYPE:
         b_both = tl.load(p_points.to(tl.pointer_type(tl.int32), bitcast=True) + b_angles)
         b_cos = b_both.to(tl.int16).to(tl.float16, bitcast=True)
@@ -89,7 +88,7 @@ def unpacked_scores(
     b_q, fields, p_points, p_scale, o_row, o_t, m_t,
     META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores by codes: the portable way, and either score function."""
+    """Scores from unpacked codes: the portable path, in the direct or the table form."""
     b_angles = load_codes(
         fields[0], fields[AT - 1], o_row, o_t, m_t, META.angle_bits, META.words, META.padded, META.words
     )
@@ -119,7 +118,7 @@ def looked_up_scores(
     b_q, fields, words, p_scale, o_row, o_t, m_t,
     META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores by `directions.py` and `lookup.py`; the table of radii follows that of angles in `words`."""
+    """Scores in the direct form by `directions.py` and `lookup.py`; `words` are the tables of angles, then of radii."""
     BITS: tl.constexpr = META.radius_bits
     b_points = directions.directions(
         fields[0], fields[AT - 1], words, o_row, o_t, m_t, META.angle_bits, META.words, META.padded
@@ -145,6 +144,7 @@ def score(
     b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """s[t] = Σ_j q_xj r_j cos φ(a_j) + q_yj r_j sin φ(a_j), in the direct or the table form."""
     AT: tl.constexpr = 1 if (META.angle_bits == 2 or META.angle_bits == 4) else 2
     SCALE: tl.constexpr = AT + (1 if (META.radius_bits == 2 or META.radius_bits == 4) else 2)
     p_scale = fields[SCALE if META.tokens else 0]
@@ -158,7 +158,7 @@ def score(
 
 
 def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
-    """Operands of a prepared codec."""
+    """Kernel operands of a prepared PolarQuant codec of RoPE pairs."""
     options, pairs = codec.options, codec.pairs.pairs
     table = options.score_function == "table"
     fast = not table and lookup.fits(pairs, options.radius_bits) and directions.fits(codec.points, pairs)

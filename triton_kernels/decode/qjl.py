@@ -1,4 +1,4 @@
-"""QJL's score.
+"""QJL's device function for scores.
 
 With sketches i of rows S_i, signs g_i[t] and stored scales c_i[t] (QJL, Definition 3.1):
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from kvcache_compress.methods.qjl import QJLCodec
 
 CHUNK_WORDS = 16
-"""Words of a token that are unpacked at a time; 512 signs at once take more registers than there are."""
+"""Words of a token that are unpacked at a time; 512 signs at once would spill registers."""
 
 
 class Chunks(NamedTuple):
-    """By chunk: its sketch's field and words, the first of its words, how many they are, and padded.
+    """Constants of the chunks: field and words of its sketch, first word, number of words, and that number padded.
 
-    last: whether it is the sketch's; tile: its first; fits: whether `lookup.py` can unpack it.
+    last: True for the last chunk of a sketch; tile: its first tile; fits: True if `lookup.py` can unpack it.
     """
 
     field: tuple[int, ...]
@@ -46,7 +46,7 @@ def signs(
     fields, words, o_row, o_t, m_t,
     META: tl.constexpr, AT: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ±1/2 (see `codes.py`)."""
+    """Signs of a chunk as tiles of ±1/2 (see `codes.py`)."""
     WORDS: tl.constexpr = META.words[AT]
     PADDED: tl.constexpr = META.padded[AT]
     COUNT: tl.constexpr = META.count[AT]
@@ -67,6 +67,7 @@ def score(
     b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """s[t] = Σ_i c_i[t] ⟨S_i q, g_i[t]⟩ (Definition 3.1)"""
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
     b_sketch = b_s
     for i in tl.static_range(len(META.field)):
@@ -81,7 +82,7 @@ def score(
 
 
 def qjl_side(codec: QJLCodec) -> KernelSide:
-    """Operands of a prepared QJL codec."""
+    """Kernel operands of a prepared QJL codec."""
     meta, widths, parts = [], [], []
     basis = codec.ready_basis()
     for index, part in enumerate(codec.instances):

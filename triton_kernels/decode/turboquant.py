@@ -1,4 +1,4 @@
-"""TurboQuant's device functions; also for every codec that is a sum of scalar-quantized components.
+"""TurboQuant's device functions, also used by every codec that is a sum of scalar-quantized components.
 
 With components i along rows A_i of the basis, scales c_i[t], levels L_i (TurboQuant, Algorithms 1 and 2; section 4.3):
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Components(NamedTuple):
-    """By component: bits of a code, words of a token and padded ones (`codes.py`), and its first field.
+    """Constants of the components: bits of a code, words of a token, the same padded (`codes.py`), first field.
 
-    even: whether levels are; first: where in the words their table begins, or -1 where `lookup.py` cannot unpack them;
-    tile: the component's first.
+    even: True if levels are evenly spaced; first: start of their table in the words, or -1 if `lookup.py` cannot unpack
+    them; tile: the component's first tile.
     """
 
     bits: tuple[int, ...]
@@ -44,7 +44,7 @@ def component_levels(
     fields, tables, words, o_row, o_t, m_t,
     META: tl.constexpr, PART: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of a component's levels (see `codes.py`) and the scale per token; even levels need no lookup."""
+    """Tiles of a component's levels (see `codes.py`), and the scale per token; even levels need no lookup."""
     BITS: tl.constexpr = META.bits[PART]
     WORDS: tl.constexpr = META.words[PART]
     PADDED: tl.constexpr = META.padded[PART]
@@ -74,12 +74,13 @@ def score(
     b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """s[t] = Σ_i c_i[t] ⟨A_i q, L_i[codes_i[t]]⟩"""
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
     for i in tl.static_range(len(META.bits)):
         b_levels, b_scale = component_levels(fields, tables, words, o_row, o_t, m_t, META, i, b_q[0].dtype, FAST)
         b_scale = b_scale.to(tl.float32)
         if b_q[0].dtype == tl.float32:
-            # Chained: left independent, the operands of all components are loaded at once, more than registers hold.
+            # Chained: independent sums would load the operands of all components at once and spill registers.
             for j in tl.static_range(len(b_levels)):
                 b_tile = tl.trans(b_levels[j] * b_scale[:, None])
                 b_s = tl.dot(b_q[META.tile[i] + j], b_tile, b_s, input_precision=PRECISION)
@@ -96,6 +97,7 @@ def accumulate(
     b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """acc_i += (p[t] c_i[t]) L_i[codes_i[t]]"""
     b_sums = ()
     for i in tl.static_range(len(META.bits)):
         b_levels, b_scale = component_levels(fields, tables, words, o_row, o_t, m_t, META, i, DTYPE, FAST)
@@ -109,7 +111,7 @@ def accumulate(
 
 
 def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
-    """Operands of a prepared TurboQuant codec."""
+    """Kernel operands of a prepared TurboQuant codec."""
     keys = codec.context.side == "keys"
     meta, words, tiles, units = [], [], [], []
     at, places = 0, 0

@@ -1,4 +1,4 @@
-"""The search for CommVQ's codes: greedy residual rounds of keys and values, the twins of those in `additive.py`."""
+"""Search for CommVQ's codes: greedy residual rounds for keys and values, twins of those in `additive.py`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def complex_search_kernel(
     ROUNDS: tl.constexpr, CENTRES: tl.constexpr, PAIRS: tl.constexpr,
     C_PAD: tl.constexpr, P_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Greedy residual codes of `BLOCK` vectors of one group: in each round the (a, b) of least
+    """Greedy residual codes of `BLOCK` vectors of one group: each round picks the (a, b) that minimises
 
         (|c_a|² + |c_b|² + 2<c_a, i c_b>) - 2<z, i c_b> - 2<z, c_a>,
 
     the parenthesis from the table `p_pairs` `[R, N, N]`; as `additive.complex_encode`, without its N² distances.
-    `p_z` becomes the residual: it is read in parts, since all of it takes more registers than there are.
+    `p_z` becomes the residual; it is read in parts, as holding all of it would spill registers.
     """
     i_g = tl.program_id(1)
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -82,7 +82,7 @@ def real_search_kernel(
     ROUNDS: tl.constexpr, CENTRES: tl.constexpr, WIDTH: tl.constexpr,
     C_PAD: tl.constexpr, W_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Greedy residual codes of `BLOCK` vectors of one group: in each round the least |c_a|² - 2<z, c_a>."""
+    """Greedy residual codes of `BLOCK` vectors of one group: each round minimises |c_a|² - 2<z, c_a>."""
     i_g = tl.program_id(1)
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_n = o_n < N

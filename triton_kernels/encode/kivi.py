@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from kvcache_compress.methods.kivi import KIVICodec
 
 MAX_NUMBERS = 8192
-"""Of a group of keys in all channels, which a program holds; more take more registers than there are."""
+"""Most numbers of a group of keys, over all channels: a program holds them all, and more would spill registers."""
 
 
 class Groups(NamedTuple):
-    """Bits, words, padded words, planes, and how many tokens and channels share a scale and a zero point."""
+    """Bits, words, padded words and planes of a token's codes; tokens and channels that share a scale and a zero."""
 
     bits: int
     words: int
@@ -32,7 +32,7 @@ class Groups(NamedTuple):
 
 @triton.jit
 def nearest_codes(b_x, b_scale, b_zero, BITS: tl.constexpr):
-    """clamp(floor((x - zero) / scale + 1/2)), for scales and zero points as they are stored."""
+    """Codes `clamp(floor((x - zero) / scale + 1/2))`, for scales and zero points as stored."""
     b_steps = tl.div_rn(b_x - b_zero.to(tl.float32), tl.maximum(b_scale.to(tl.float32), 1e-30))
     return tl.minimum(tl.maximum(tl.floor(b_steps + 0.5), 0.0), 2**BITS - 1).to(tl.int32)
 
@@ -41,7 +41,10 @@ def nearest_codes(b_x, b_scale, b_zero, BITS: tl.constexpr):
 def encode_groups(
     p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """A tile is seen as `[groups, numbers of a group, channels of a group]`, the last axis that of keys alone."""
+    """Encode whole groups (Liu et al., section 3.2): zero = min x, scale = (max x - min x) / (2^bits - 1), codes.
+
+    A tile is viewed as `[groups, numbers that share a scale, channels]`; the last axis has length 1 for values.
+    """
     T: tl.constexpr = o_x.shape[0]
     WORDS: tl.constexpr = META.words
     PADDED: tl.constexpr = META.padded
@@ -58,7 +61,7 @@ def encode_groups(
     b_zero = tl.minimum(tl.maximum(b_low, -65504.0), 65504.0).to(tl.float16)
     b_scale = tl.minimum(tl.div_rn(b_high - b_low, tl.full(b_low.shape, 2.0**META.bits - 1, tl.float32)), 65504.0)
     b_scale = b_scale.to(tl.float16)
-    # The same place for all numbers of a group.
+    # All numbers of a group have the same offset; the maximum drops the axis.
     o_s = (o_row // META.tokens)[:, None] * (D // META.channels) + (o_d // META.channels)[None, :]
     o_s = tl.max(tl.reshape(o_s, [GROUPS, SIZE, AFTER]), 1)
     m_s = tl.max(tl.reshape(m_x.to(tl.int32), [GROUPS, SIZE, AFTER]), 1) > 0
@@ -70,7 +73,7 @@ def encode_groups(
 
 
 def kivi_encoder(codec: KIVICodec) -> KernelEncoder | None:
-    """Of a KIVI codec; None where its groups are no tiles of powers of two."""
+    """Encoder of a KIVI codec, or None if its groups do not make power-of-two tiles."""
     width, group, bits = codec.context.head_dim, codec.options.group_size, codec.options.bits
     keys = codec.context.side == "keys"
     words = words_per_token(width)
@@ -88,7 +91,7 @@ def quantize_kernel(
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Codes of numbers whose scales and zero points are there already, packed."""
+    """Pack the codes of numbers whose scales and zero points are already computed."""
     o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_n = o_n < N
     o_c = tl.arange(0, PADDED)
@@ -105,7 +108,7 @@ def quantize_kernel(
 def quantize(
     x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, tokens: int, channels: int
 ) -> tuple[torch.Tensor, ...]:
-    """`methods.kivi.quantize` by the kernel: float32 `x` `[B, H, T, D]` to bit planes."""
+    """Kernel twin of `methods.kivi.quantize`: float32 `x` `[B, H, T, D]` to bit planes."""
     grid, arguments, planes = quantize_arguments(x, scale, zero, bits, tokens, channels)
     quantize_kernel[grid](**arguments)
     return planes

@@ -1,4 +1,4 @@
-"""Encoding a run of tokens straight into a side's fields, in one launch: of a prompt, or what leaves a tail."""
+"""Encode a run of tokens (a prompt, or tokens that leave a tail) straight into a side's fields, in one launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache_compress.triton_kernels.common.operands import KernelEncoder, launc
 from kvcache_compress.triton_kernels.common.plan import AMD, repeated
 
 FEW_TOKENS, MANY_TOKENS = 16, 32
-"""Of a program: the more there are, the less often the rotation is read; 64 take more registers than an A100 has."""
+"""Tokens per program: more of them read the rotation less often, but 64 would spill registers on an A100."""
 
 
 @triton.jit(
@@ -24,27 +24,27 @@ def encode_kernel(
     H: tl.constexpr, D: tl.constexpr, ENCODE: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCK` of the `tokens` of one head, which become tokens from `at` on of fields of `capacity` tokens."""
+    """Encode `BLOCK` of one head's `tokens` into fields of `capacity` tokens, from token `at` on."""
     i_bh = tl.program_id(1).to(tl.int64)
     o_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o_x = i_bh // H * s_b + i_bh % H * s_h + o_t.to(tl.int64) * s_t
     ENCODE(p_x, o_x, o_t < tokens, fields, i_bh * capacity + at + o_t, tables, i_bh % H, D, META, PRECISION)
 
 
-@triton.jit(do_not_specialize=("tokens", "kept", "at", "capacity", "room", "next_room"))
+@triton.jit(do_not_specialize=("tokens", "kept", "at", "capacity", "tail_capacity", "next_capacity"))
 def flush_kernel(
-    p_x, p_next, p_good, fields, tables, tokens, kept, at, capacity, room, next_room,
+    p_x, p_next, p_good, fields, tables, tokens, kept, at, capacity, tail_capacity, next_capacity,
     H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ENCODE: tl.constexpr, META: tl.constexpr,
     PRECISION: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCK` tokens of one head's tail, a divisor of `tokens`: the first `tokens` are encoded, `kept` ones moved on.
+    """Flush `BLOCK` tokens of one head's tail: encode the first `tokens`, move the next `kept` to the next tail.
 
-    Tails have `room` and `next_room` tokens per head. `p_good` becomes 0 where a vector to be encoded is longer than
-    `LONGEST`, or not finite.
+    `BLOCK` divides `tokens`. The tails have capacity for `tail_capacity` and `next_capacity` tokens per head. `p_good`
+    becomes 0 if an encoded vector is longer than `LONGEST` or not finite.
     """
     i_bh = tl.program_id(1).to(tl.int64)
     o_t, o_d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D_PAD)
-    o_x = (i_bh * room + o_t) * D
+    o_x = (i_bh * tail_capacity + o_t) * D
     m_x = (o_t < tokens + kept)[:, None] & (o_d < D)[None, :]
     b_x = tl.load(p_x + o_x[:, None] + o_d[None, :], mask=m_x, other=0.0)
     if tl.program_id(0) * BLOCK < tokens:
@@ -54,21 +54,21 @@ def flush_kernel(
         m_t = o_t < tokens
         ENCODE(p_x, o_x, m_t, fields, i_bh * capacity + at + o_t, tables, i_bh % H, D, META, PRECISION)
     else:
-        o_next = (i_bh * next_room + o_t - tokens) * D
+        o_next = (i_bh * next_capacity + o_t - tokens) * D
         tl.store(p_next + o_next[:, None] + o_d[None, :], b_x, mask=m_x)
 
 
 def encode(encoder: KernelEncoder, x: torch.Tensor, fields: tuple[torch.Tensor, ...], at: int) -> None:
-    """Encodes `x` `[B, H, T, D]`, whole groups, as tokens `[at, at + T)` of `fields`, all that a side stores.
+    """Encode `x` `[B, H, T, D]`, T a multiple of the group, as tokens `[at, at + T)` of a side's `fields`.
 
-    Fields are contiguous, the first has a row for each token of its capacity, `[B, H, capacity, *shape]`.
+    Fields are contiguous; the first has a row for each token of its capacity, `[B, H, capacity, *shape]`.
     """
     grid, inputs, constants = encode_arguments(encoder, x, fields, at)
     repeated(encode_kernel, grid, inputs, constants, x.device)
 
 
 def encoded(encoder: KernelEncoder, x: torch.Tensor, stored: tuple[Field, ...]) -> tuple[torch.Tensor, ...]:
-    """`x` `[B, H, T, D]` encoded to tensors of its own, `stored` says of what kind."""
+    """Encode `x` `[B, H, T, D]` into new tensors, laid out as `stored` describes."""
     batch, heads, tokens, _ = x.shape
     fields = tuple(
         x.new_empty(batch, heads, tokens // field.tokens, *field.shape, dtype=field.dtype) for field in stored
@@ -81,16 +81,17 @@ def flush(
     encoder: KernelEncoder, x: torch.Tensor, tokens: int, kept: int, fields: tuple[torch.Tensor, ...], at: int,
     following: torch.Tensor, good: torch.Tensor, longest: float,
 ) -> None:  # fmt: skip
-    """Encodes the first `tokens` of a tail `x` `[B, H, room, D]`, whole groups and a multiple of 16; moves `kept` more.
+    """Encode the first `tokens` of a tail `x` `[B, H, capacity, D]` and move the next `kept` to the tail `following`.
 
-    They become tokens `[at, at + tokens)` of `fields`, and the first ones of `following` `[B, H, room, D]`. `good`,
-    int32, becomes 0 where a vector is not finite or longer than `longest`.
+    `tokens` is a multiple of 16 and of the group. The encoded become tokens `[at, at + tokens)` of `fields`, the moved
+    the first of `following` `[B, H, capacity, D]`. `good`, int32, becomes 0 if an encoded vector is not finite or
+    longer than `longest`.
     """
-    batch, heads, room, dim = x.shape
+    batch, heads, tail_capacity, dim = x.shape
     block = max(FEW_TOKENS, encoder.group)
     inputs = dict(  # noqa: C408 - named as the kernel's parameters are
         p_x=x, p_next=following, p_good=good, fields=fields, tables=encoder.tables, tokens=tokens, kept=kept, at=at,
-        capacity=fields[0].shape[2], room=room, next_room=following.shape[2],
+        capacity=fields[0].shape[2], tail_capacity=tail_capacity, next_capacity=following.shape[2],
     )  # fmt: skip
     constants = dict(
         H=heads, D=dim, D_PAD=next_power_of_2(dim), ENCODE=encoder.encode, META=encoder.meta,
@@ -122,5 +123,5 @@ def encode_arguments(
 
 
 def exact_precision(amd: bool = AMD) -> str:
-    """Of products of float32 numbers that lose nothing; the tensor cores of NVIDIA's GPUs make them of three."""
+    """`tl.dot` precision that loses nothing of float32 products; tensor cores of NVIDIA's GPUs add up three of TF32."""
     return "ieee" if amd else "tf32x3"

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class EncodedTree(NamedTuple):
-    """Odd part of the head dimension and its power of two, roots, boundaries of the circle below π, the scalar.
+    """Odd part of the head dimension, the same padded, roots, boundaries of the circle below π, the stored scalar.
 
-    coded: whether radii have 8 bits; centred: whether keys are. By level: as in `Tree`, and the place of its first
-    boundary. By plane in which coarse levels share words: what `shared_columns` says.
+    coded: True if radii have 8 bits; centred: True if keys are centred. By level: as in `Tree`, and the index of its
+    first boundary. By plane in which coarse levels share words: the members that `shared_columns` lists.
     """
 
     odd: int
@@ -59,7 +59,7 @@ class EncodedTree(NamedTuple):
 def store_plane(
     b_codes, p_plane, o_n, m_n, SHIFT: tl.constexpr, PLANE: tl.constexpr, META: tl.constexpr, AT: tl.constexpr
 ):
-    """Packs bits `[SHIFT, SHIFT + PLANE)` of level `AT`, int32 `[T, 8 * words]`, into their plane."""
+    """Pack bits `[SHIFT, SHIFT + PLANE)` of the codes of level `AT`, int32 `[T, 8 * words]`, into their plane."""
     ODD: tl.constexpr = META.odd
     PAD: tl.constexpr = META.pad
     SIZE: tl.constexpr = META.words[AT] // ODD * PAD
@@ -73,7 +73,7 @@ def store_plane(
 
 @triton.jit
 def store_whole(b_codes, fields, o_n, m_n, META: tl.constexpr, AT: tl.constexpr):
-    """Stores level `AT`, if it has whole words."""
+    """Store level `AT`, if it fills whole words."""
     BITS: tl.constexpr = META.bits[AT]
     FIELD: tl.constexpr = META.field[AT]
     LOW: tl.constexpr = 4 if BITS >= 4 else (2 if BITS >= 2 else 1)
@@ -87,7 +87,7 @@ def store_whole(b_codes, fields, o_n, m_n, META: tl.constexpr, AT: tl.constexpr)
 def word_part(
     b_codes, WORD: tl.constexpr, PLANE: tl.constexpr, SHIFT: tl.constexpr, META: tl.constexpr, AT: tl.constexpr
 ):
-    """What the codes of level `AT`, int32 `[T, W]`, add to word `WORD` of those that it shares: int32 `[T]`."""
+    """Bits that the codes of level `AT`, int32 `[T, W]`, contribute to its shared word `WORD`: int32 `[T]`."""
     ODD: tl.constexpr = META.odd
     PAD: tl.constexpr = META.pad
     WORDS: tl.constexpr = META.words[AT]
@@ -100,7 +100,7 @@ def word_part(
 
 @triton.jit
 def store_shared(b_levels, fields, o_n, m_n, META: tl.constexpr, PLACE: tl.constexpr):
-    """Stores the words that coarse levels share in one plane."""
+    """Store the words that coarse levels share in one plane."""
     WORDS: tl.constexpr = META.shared_words[PLACE]
     for w in tl.static_range(WORDS):
         b_word = tl.zeros([o_n.shape[0]], tl.int32)
@@ -126,7 +126,7 @@ def circle_codes(b_x, b_y, p_bounds, BITS: tl.constexpr, LOWER: tl.constexpr):
 
 @triton.jit
 def deeper_codes(b_energy, p_bounds, BITS: tl.constexpr, START: tl.constexpr):
-    """Codes of a deeper level, of the squared radii of the one below, and its own squared radii."""
+    """Codes and squared radii of a deeper level, from the squared radii of the level below."""
     b_below, b_above = halves(b_energy)
     b_codes = tl.zeros(b_below.shape, tl.int32)
     for i in tl.static_range(2**BITS - 1):
@@ -137,7 +137,7 @@ def deeper_codes(b_energy, p_bounds, BITS: tl.constexpr, START: tl.constexpr):
 
 @triton.jit
 def store_radii(b_energy, b_cross, p_radii, p_range, o_row, m_t, i_h, META: tl.constexpr):
-    """Radii of the roots, of squared radii and inner products with code points; 8-bit ones by their logarithms."""
+    """Store the radii of the roots, from squared radii and inner products with code points; 8-bit ones by logarithm."""
     ODD: tl.constexpr = META.odd
     PAD: tl.constexpr = META.pad
     ROOTS: tl.constexpr = META.roots
@@ -165,11 +165,11 @@ def store_radii(b_energy, b_cross, p_radii, p_range, o_row, m_t, i_h, META: tl.c
 def encode_tree(
     p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """All levels, from the first on.
+    """Encode all levels, from the first on (Algorithm 1).
 
-    `tables` are the basis `[D, D]`, boundaries and points of all levels, the least logarithm and the step of 8-bit
-    radii `[H, 2]`, and the mean `[H, D]`. Where products are not fused with sums they are rounded as in torch, and all
-    codes follow from the rotated numbers to the bit.
+    `tables` are the basis `[D, D]`, boundaries and points of all levels, least logarithm and step of 8-bit radii
+    `[H, 2]`, and the mean `[H, D]`. With products not fused with sums but rounded as in torch, all codes follow from
+    the rotated numbers to the bit.
     """
     DEPTH: tl.constexpr = len(META.bits)
     ODD: tl.constexpr = META.odd
@@ -198,14 +198,14 @@ def encode_tree(
 
 
 def shared_columns(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
-    """Of the planes in which coarse levels share words, as in `EncodedTree`: field, field of the low plane, bits.
+    """Members of `EncodedTree` for each plane in which coarse levels share words.
 
-    And the bits below them, words of a token, where the shared ones begin, how many they are.
+    Field, field of the low plane, bits of the plane, bits below it, words of a token, first shared word, shared words.
     """
     shared, field = [], 0
     for bits, _ in tree.widths:
         shift, first = 0, field
-        coarse = [level for level in tree.levels if level.bits == bits and not level.whole]
+        coarse = [level for level in tree.levels if level.bits == bits and not level.fills_words]
         for plane in PLANES[bits]:
             if coarse:
                 shared.append((field, first, plane, shift, coarse[0].row, coarse[0].offset, coarse[0].words))
@@ -215,7 +215,7 @@ def shared_columns(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
 
 
 def polarquant_recursive_encoder(codec: PolarQuantRecursiveCodec) -> KernelEncoder:
-    """Of a prepared codec."""
+    """Encoder of a prepared recursive PolarQuant codec."""
     books, tree, radii = codec.books, codec.tree, codec.radius_table is not None
     bound = tuple(sum(len(book.bounds) for book in books[:level]) for level in range(len(books)))
     meta = EncodedTree(

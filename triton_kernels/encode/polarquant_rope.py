@@ -1,8 +1,8 @@
-"""PolarQuant's encoder of RoPE pairs: angles, radii and what scales them in one launch (Wu et al., section 3.2).
+"""PolarQuant's encoder of RoPE pairs: angles, radii and their scales in one launch (Wu et al., section 3.2).
 
     angle = floor(2^(m-1) θ / π) mod 2^m,  radius = clamp(floor(r / s)),  s = max r / steps of a pair and group
 
-No angle is ever computed: a point turned back to the first quarter is `(u, v)`, and lies beyond the boundary β where
+No angle is computed: a point rotated back to the first quarter is `(u, v)`, and lies beyond the boundary β if
 `v cos β ≥ u sin β`.
 """
 
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from kvcache_compress.methods.polarquant.rope import PolarQuantRopeCodec
 
 MAX_PAIRS = 4096
-"""Of all tokens of a group, that a program holds at a time; more take more registers than there are."""
+"""Pairs, over all tokens of a group, that a program holds at a time; more would spill registers."""
 
 
 class Pairs(NamedTuple):
-    """Bits and planes of angles and of radii, words of a token and how many of them at a time, tokens of a group or 0.
+    """Bits and planes of angles and of radii, words of a token, words at a time, tokens of a group or 0.
 
-    steps: of a scale; offset: where in its cell a radius is decoded; and whether keys are centred, and matched.
+    steps: radius steps in the largest radius of a scale; offset: position of decoded radii in their cells;
+    centred, match: True if keys are centred, and if their norms are matched.
     """
 
     angle_bits: int
@@ -48,7 +49,7 @@ class Pairs(NamedTuple):
 
 @triton.jit
 def angle_codes(b_x, b_y, p_bounds, BITS: tl.constexpr):
-    """`polar_pairs.angle_codes`."""
+    """Codes of the angles of points, as `polar_pairs.angle_codes`."""
     m_1, m_2, m_3 = (b_y > 0) & (b_x <= 0), (b_y <= 0) & (b_x < 0), (b_y < 0) & (b_x >= 0)
     b_codes = (m_1.to(tl.int32) + 2 * m_2.to(tl.int32) + 3 * m_3.to(tl.int32)) * 2 ** (BITS - 2)
     b_u = tl.where(m_1 | m_3, tl.abs(b_y), tl.abs(b_x))
@@ -64,7 +65,7 @@ def angle_codes(b_x, b_y, p_bounds, BITS: tl.constexpr):
 def group_scale(
     b_radius, p_scale, o_row, m_t, o_p, m_p, WORDS: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr
 ):
-    """The scale of each pair of a tile that is one group, as it is stored, `[8, words]`."""
+    """Store the scale of each pair of a tile that is one group, and return it as stored: `[8, words]`."""
     tl.static_assert(b_radius.shape[0] == TOKENS)
     b_scale = tl.max(b_radius, 0)
     b_scale = tl.div_rn(b_scale, tl.full(b_scale.shape, STEPS, tl.float32))
@@ -76,7 +77,7 @@ def group_scale(
 
 @triton.jit
 def encode_words(p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, FIRST: tl.constexpr):
-    """The pairs of words from `FIRST` on: their parts of the tokens' squared lengths, before and after, each `[T]`."""
+    """Encode the pairs of words from `FIRST` on; return their share of squared lengths before and after, each `[T]`."""
     RADII: tl.constexpr = META.angle_planes
     AT: tl.constexpr = RADII + META.radius_planes
     WORDS: tl.constexpr = META.words
@@ -111,24 +112,24 @@ def encode_words(p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, MET
 def encode_pairs(
     p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Some words after the others.
+    """Encode the pairs of a few words at a time (Wu et al., section 3.2).
 
     `tables` are the channels of all pairs, `[2, pairs]`; the boundaries of a quarter turn, cos and sin; scales
-    `[H, pairs]` where they are no groups'; and the mean `[H, D]`.
+    `[H, pairs]` unless groups have their own; and the mean `[H, D]`.
     """
     b_square = tl.zeros([o_x.shape[0]], tl.float32)
     b_point = b_square
     for i in tl.static_range((META.words + META.count - 1) // META.count):
-        b_own, b_found = encode_words(p_x, o_x, m_t, fields, o_row, tables, i_h, D, META, i * META.count)
-        b_square += b_own
-        b_point += b_found
+        b_before, b_after = encode_words(p_x, o_x, m_t, fields, o_row, tables, i_h, D, META, i * META.count)
+        b_square += b_before
+        b_point += b_after
     if META.match:
         b_match = tl.div_rn(tl.sqrt_rn(b_square), tl.maximum(tl.sqrt_rn(b_point), 1e-30))
         tl.store(fields[len(fields) - 1] + o_row, tl.minimum(b_match, 65504.0).to(tl.float16), mask=m_t)
 
 
 def polarquant_rope_encoder(codec: PolarQuantRopeCodec) -> KernelEncoder:
-    """Of a prepared codec."""
+    """Encoder of a prepared PolarQuant codec of RoPE pairs."""
     options, pairs = codec.options, codec.pairs.pairs
     grouped, device = options.radius_scale == "group", codec.points.device
     tokens = codec.group if grouped else MANY_TOKENS

@@ -1,4 +1,4 @@
-"""QJL's encoder: signs of each sketch of a key, and the scale that goes with them, in one launch (Definition 3.1).
+"""QJL's encoder: signs and scale of each sketch of a key, in one launch (Definition 3.1).
 
 g = sign(S k),  c = ‖k‖ times a constant (`norm`), or ‖k‖ / ‖Sᵀ g‖ (`match`)
 """
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from kvcache_compress.methods.qjl import QJLCodec
 
 MAX_DIM = 256
-"""Of a head: wider tiles take more registers, and more shared memory, than there are."""
+"""Largest head dimension: wider tiles would spill registers and exceed shared memory."""
 MAX_NUMBERS = 8192
-"""Of the rows of a sketch that are read at a time: 32 KiB of shared memory."""
+"""Numbers of a sketch's rows that are read at a time: 32 KiB of shared memory."""
 
 
 class Sketches(NamedTuple):
-    """The padded head dimension, the head stride of rows, whether keys are centred, and matched.
+    """Padded head dimension, head stride of rows, whether keys are centred, whether their norms are matched.
 
-    By sketch: its words, how many of them at a time, its first row and its constant.
+    By sketch: words, words at a time, first row, constant of the scale.
     """
 
     padded: int
@@ -47,7 +47,7 @@ def encode_sketch(
     p_x, o_x, m_t, p_rows, p_mean, p_words, o_row, D: tl.constexpr, META: tl.constexpr, AT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Signs of tokens along the rows of sketch `I`; the squared lengths of what they add up to, `[T]`, for `match`."""
+    """Store the signs `g` of tokens in sketch `AT`; for `match`, return the squared lengths `‖Sᵀ g‖²`, `[T]`."""
     WORDS: tl.constexpr = META.words[AT]
     COUNT: tl.constexpr = META.count[AT]
     D_PAD: tl.constexpr = META.padded
@@ -72,10 +72,10 @@ def encode_sketch(
 def encode_signs(
     p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """One sketch after the other.
+    """Encode one sketch after the other: signs g = sign(S k) and scale c (Definition 3.1).
 
-    `tables` are all rows `[H or 1, rows, D]`, the mean `[H, D]`, and, of several sketches, which channels are in each
-    of them, `[H, D]`, 0 or 1.
+    `tables` are all rows `[H or 1, rows, D]`, the mean `[H, D]`, and, if there are several sketches, the channels in
+    each of them, `[H, D]`, 0 or 1.
     """
     D_PAD: tl.constexpr = META.padded
     SKETCHES: tl.constexpr = len(META.words)
@@ -99,7 +99,7 @@ def encode_signs(
 
 
 def qjl_encoder(codec: QJLCodec) -> KernelEncoder | None:
-    """Of a prepared QJL codec; None where a token's numbers take too many registers."""
+    """Encoder of a prepared QJL codec, or None if a token would spill registers."""
     basis, dim = codec.ready_basis(), codec.context.head_dim
     if dim > MAX_DIM:
         return None

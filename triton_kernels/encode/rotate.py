@@ -1,4 +1,4 @@
-"""Tokens times rows of a rotation or a sketch, for the encoders that begin with that."""
+"""Multiply tokens by rows of a rotation or a sketch, for the encoders that begin with that."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ import triton.language as tl
 def rotated(
     p_x, o_x, m_t, p_rows, o_row, m_row, p_mean, D: tl.constexpr, CENTRED: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Products, float32 `[T, rows]`, of tokens `p_x + o_x`, less the mean, and rows `o_row`; zero where not `m_row`."""
+    """Products of tokens `p_x + o_x`, less the mean, with rows `o_row`: float32 `[T, rows]`, zero unless `m_row`."""
     DEPTH: tl.constexpr = 32
     b_z = tl.zeros([o_x.shape[0], o_row.shape[0]], tl.float32)
     for start in range(0, D, DEPTH):

@@ -1,6 +1,6 @@
 """TurboQuant's encoders: rotation, norm, nearest levels and stored scalar of a run of tokens in one launch.
 
-`encode_tokens` is also what a step of fixed capacity encodes with (`slots.py`): its contract is `KernelEncoder`'s.
+`encode_tokens` follows the contract of `KernelEncoder`, so steps of fixed capacity encode with it too (`slots.py`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from kvcache_compress.methods.turboquant.codec import TurboQuantCodec
 
 MAX_WIDTH = 256
-"""Of a channel set: wider tiles take more registers, and more shared memory, than there are."""
+"""Most channels of a channel set: wider tiles would spill registers and exceed shared memory."""
 SCALARS = ("norm", "match", "unbiased", "least_squares")
-"""By number, which Triton takes in tuples of tuples: there it takes no text."""
+"""Stored scalars; kernels get their index, as Triton takes no strings in tuples of tuples."""
 NORM, MATCH, UNBIASED = (tl.constexpr(number) for number in range(3))
 
 
 class Sets(NamedTuple):
-    """By channel set: bits of a code, words of a token and padded ones, planes, first field, head stride of its rows.
+    """Constants of the channel sets: bits of a code, words of a token, the same padded, planes, first field, stride.
 
-    Of all: the scalar by its number, and whether keys are centred.
+    stride: head stride of a set's rows. Of all sets: index of the stored scalar, and whether keys are centred.
     """
 
     bits: tuple[int, ...]
@@ -49,7 +49,7 @@ def quantize_tile(
     b_z, b_norm, m_z, p_levels, p_bounds, p_low, p_high, p_scale, o_n, m_n,
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr,
 ):  # fmt: skip
-    """Nearest level of each coordinate of `[T, 8, PADDED]`, packed, and the stored scalar (see `scalar.quantize`)."""
+    """Pack the nearest level of each coordinate `[T, 8, PADDED]` and store the scalar (see `scalar.quantize`)."""
     HALF: tl.constexpr = 2 ** (BITS - 1)
     b_codes = tl.zeros(b_z.shape, tl.int32)
     for i in tl.static_range(2**BITS - 1):
@@ -76,7 +76,7 @@ def quantize_kernel(
     p_z, p_norm, p_levels, p_bounds, p_low, p_high, p_scale, N,
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`quantize_tile` of vectors that are rotated and normalised already."""
+    """Quantize vectors that are already rotated and normalised, by `quantize_tile`."""
     o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_n = o_n < N
     o_c = tl.arange(0, PADDED)
@@ -93,7 +93,8 @@ def encode_set(
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALAR: tl.constexpr, CENTRED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Channels in order of memory, padding zero.
+    """Rotate and normalise the tokens of one channel set, then quantize them (Algorithm 1)."""
+    # Channels in memory order, with zeros as padding.
     o_c = tl.arange(0, 8 * PADDED)
     o_w, m_w = o_c // PADDED * WORDS + o_c % PADDED, o_c % PADDED < WORDS
     b_z = rotated(p_x, o_x, m_t, p_rows, o_w, m_w, p_mean, D, CENTRED, PRECISION)
@@ -107,9 +108,9 @@ def encode_set(
 def encode_tokens(
     p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """One channel set after the other.
+    """Encode one channel set after the other (Algorithm 1; section 4.3).
 
-    `tables` are rows `[H or 1, width, D]`, levels and boundaries of each set, and the mean `[H, D]`.
+    `tables` are rows `[H or 1, width, D]`, levels and boundaries of each set, then the mean `[H, D]`.
     """
     SETS: tl.constexpr = len(META.bits)
     for i in tl.static_range(SETS):
@@ -122,7 +123,7 @@ def encode_tokens(
 
 
 def turboquant_encoder(codec: TurboQuantCodec) -> KernelEncoder | None:
-    """Of a prepared TurboQuant codec without a sketch; None where a token's numbers take too many registers."""
+    """Encoder of a prepared TurboQuant codec without a sketch, or None if a token would spill registers."""
     if max(padded_width(component.width) for component in codec.components) > MAX_WIDTH:
         return None
     sets, tables, at = [], [], 0
@@ -141,7 +142,7 @@ def turboquant_encoder(codec: TurboQuantCodec) -> KernelEncoder | None:
 def quantize(
     z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: str
 ) -> tuple[torch.Tensor, ...]:
-    """`scalar.quantize` by the kernel: float32 `z` `[..., width]` and `norm` `[...]` to planes and scale."""
+    """Kernel twin of `scalar.quantize`: float32 `z` `[..., width]` and `norm` `[...]` to planes and scale."""
     grid, arguments, fields = quantize_arguments(z, norm, levels, bits, scalar)
     quantize_kernel[grid](**arguments)
     return fields

@@ -1,4 +1,4 @@
-"""New keys and values into the tails of a layer, both in one launch."""
+"""Append a step's new keys and values to the tails of a layer, both in one launch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def append_kernel(
     H: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, DK: tl.constexpr, DK_PAD: tl.constexpr,
     DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
-    """`N` tokens of one head; the keys in programs `(·, 0)`, the values in programs `(·, 1)`."""
+    """Copy `N` tokens of one head: keys in programs `(·, 0)`, values in programs `(·, 1)`."""
     i_b, i_h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
     if tl.program_id(1) == 0:
         _copy(p_k, p_k_out, s_k_b, s_k_h, s_k_t, k_capacity, at, i_b, i_h, H, N, N_PAD, DK, DK_PAD)
@@ -41,19 +41,19 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 
 
 def append(keys: torch.Tensor, values: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, at: int) -> None:
-    """Copies a step's `keys` and `values` `[B, H, n, D]` to tokens `[at, at + n)` of buffers `[B, H, capacity, D]`.
+    """Copy a step's `keys` and `values` `[B, H, n, D]` to tokens `[at, at + n)` of buffers `[B, H, capacity, D]`.
 
-    The numbers of a head lie side by side. Buffers are contiguous, and of the dtypes of what is copied.
+    The last dimension of keys and values has stride 1. Buffers are contiguous, in the dtypes of keys and values.
     """
     inputs = append_inputs(keys, values, k_buffer, v_buffer, at)
-    found, _, narrow = addresses(inputs)
+    pointers, _, narrow = addresses(inputs)
     key = (keys.shape, values.shape[3], keys.dtype, values.dtype, k_buffer.dtype, v_buffer.dtype, keys.device, narrow)
     plan = _plans.get(key)
     if plan is None:
         grid = (keys.shape[0] * keys.shape[1], 2, 1)
         plan = Plan([(append_kernel, grid, append_arguments(inputs))], inputs, {}, repeat=narrow and not AMD)
         kept(_plans, key, plan, MAX_SHARED)
-    plan.run(inputs, found, keys.device)
+    plan.run(inputs, pointers, keys.device)
 
 
 def append_inputs(
@@ -63,7 +63,7 @@ def append_inputs(
     s_k_b, s_k_h, s_k_t, s_k_d = keys.stride()
     s_v_b, s_v_h, s_v_t, s_v_d = values.stride()
     if not s_k_d == s_v_d == 1:
-        raise ValueError(f"strides {s_k_d} and {s_v_d}: the numbers of a head must lie side by side")
+        raise ValueError(f"strides {s_k_d} and {s_v_d} of the last dimension: must be 1")
     return dict(  # noqa: C408 - named as the kernel's parameters are
         p_k=keys, p_v=values, p_k_out=k_buffer, p_v_out=v_buffer,
         s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t,

@@ -1,8 +1,8 @@
-"""A step of a layer of fixed capacity in one kernel: what leaves the recent window is encoded, new tokens are written.
+"""One step of a layer of fixed capacity: encode the tokens that leave the recent window and write the new ones.
 
-A side whose method has no encoder for that is encoded by the layer, a few tokens in every step, and stored by a second
-kernel. How many tokens there are is read from memory, so that a recorded CUDA graph can be replayed. Each program has
-counters of its own: none is overwritten while another program may still read it.
+One kernel does both. Without a kernel encoder for a side's method, the layer encodes a few tokens of that side in every
+step, and a second kernel stores them. The number of tokens is read from memory, so a recorded CUDA graph can be
+replayed. Each program has its own counters: none is overwritten while another program may still read it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvcache_compress.triton_kernels.common.plan import repeated
 from kvcache_compress.triton_kernels.encode.launch import exact_precision
 
 ROWS = tl.constexpr(16)
-"""Tokens that leave the recent window, copied at a time."""
+"""Tokens leaving the recent window that are copied at a time."""
 _STRIDES = tuple(f"s_{name}_{axis}" for name in ("k", "v") for axis in "bht")
 SINKS, RING, LEAVING, GROUPS, FIELDS = (tl.constexpr(place) for place in range(5))
-"""Of a side's memory: its sinks, its ring, where leaving tokens and the numbers of their groups go, and its fields."""
+"""Indices into a side's memory: sinks, ring, outputs for leaving tokens and for their group numbers, fields."""
 
 
 class SlotSide(NamedTuple):
-    """Constants of a side: numbers of a token, the power of two that holds them, tokens of a group, its encoder's."""
+    """Constants of a side: head dimension, the same padded, tokens of a group, constants of the encoder."""
 
     dim: int
     padded: int
@@ -35,9 +35,9 @@ class SlotSide(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Constants of a step: heads, its tokens and the power of two that holds them, slots of sinks and ring.
+    """Constants of a step: heads, new tokens, the same padded, slots of sinks, slots of the ring.
 
-    And tokens that stay dense at least, and that are encoded at a time; the length of the longest vector allowed.
+    recent: tokens of the recent window; flush: tokens encoded at a time; longest: length of the longest vector allowed.
     """
 
     heads: int
@@ -52,12 +52,12 @@ class Step(NamedTuple):
 
 @triton.jit
 def _encode_side(
-    memory, tables, i_bh, i_h, packed, flushed, room, capacity,
+    memory, tables, i_bh, i_h, packed, flushed, rows, capacity,
     SIDE: tl.constexpr, STEP: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Encodes the tokens that are packed from this step on, if there are any: ring slots to rows of the store.
+    """Encode the tokens that are packed from this step on, if any: ring slots to rows of the store.
 
-    They are `STEP.flush` or none: no step has more tokens than that.
+    They are `STEP.flush` or none, as no step has more tokens than that.
     """
     META: tl.constexpr = SIDE.meta
     BLOCK: tl.constexpr = SIDE.group if SIDE.group > ROWS else ROWS
@@ -66,9 +66,9 @@ def _encode_side(
             o_token = packed + start + tl.arange(0, BLOCK)
             o_x = (i_bh * (STEP.ring + 1) + o_token % STEP.ring) * SIDE.dim
             m_t = (o_token < flushed) & (o_token < capacity)
-            o_row = i_bh * room + o_token
+            o_row = i_bh * rows + o_token
             ENCODE(memory[RING], o_x, m_t, memory[FIELDS:], o_row, tables, i_h, SIDE.dim, META, PRECISION)
-        # Their slots may be overwritten now.
+        # From here on their slots may be overwritten.
         tl.debug_barrier()
 
 
@@ -94,14 +94,14 @@ def _write_side(
 
 @triton.jit
 def _copy_leaving(memory, i_bh, length, packed, capacity, SIDE: tl.constexpr, STEP: tl.constexpr):
-    """Copies the tokens of the groups that a step may complete, and their numbers, for the layer to encode."""
-    # A token may leave the window in the step in which it came.
+    """Copy the tokens of the groups that a step may complete, and the groups' numbers, for the layer to encode."""
+    # A token may leave the window in the step that brought it.
     tl.debug_barrier()
     o_d = tl.arange(0, SIDE.padded)[None, :]
     GROUP: tl.constexpr = SIDE.group
     COUNT: tl.constexpr = (STEP.count - 1) // GROUP + 1
     DENSE: tl.constexpr = STEP.sinks + STEP.recent
-    # Triton rounds quotients towards zero: `BEFORE` groups more make them positive.
+    # Triton rounds quotients towards zero: `BEFORE` extra groups keep them positive.
     BEFORE: tl.constexpr = DENSE // GROUP + COUNT + 1
     stop = length + STEP.count - DENSE
     newest = (stop + BEFORE * GROUP) // GROUP - BEFORE - 1
@@ -120,13 +120,13 @@ def _copy_leaving(memory, i_bh, length, packed, capacity, SIDE: tl.constexpr, ST
 
 @triton.jit
 def _step_side(
-    p_x, memory, tables, p_fault, s_b, s_h, s_t, i_b, i_h, length, packed, flushed, room, capacity, field_room,
+    p_x, memory, tables, p_fault, s_b, s_h, s_t, i_b, i_h, length, packed, flushed, room, capacity, rows,
     SIDE: tl.constexpr, STEP: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_bh = i_b * STEP.heads + i_h
     if ENCODE is not None:
         _encode_side(
-            memory, tables, i_bh, i_h, packed, flushed, field_room, capacity, SIDE, STEP, ENCODE, PRECISION
+            memory, tables, i_bh, i_h, packed, flushed, rows, capacity, SIDE, STEP, ENCODE, PRECISION
         )  # fmt: skip
     _write_side(p_x, memory, p_fault, s_b, s_h, s_t, i_b, i_h, length, room, SIDE, STEP)
     if ENCODE is None:
@@ -134,21 +134,21 @@ def _step_side(
 
 
 @triton.jit(
-    do_not_specialize=(*_STRIDES, "room", "capacity", "k_room", "v_room"),
+    do_not_specialize=(*_STRIDES, "room", "capacity", "k_rows", "v_rows"),
     do_not_specialize_on_alignment=("p_k", "p_v", "p_total"),
 )
 def write_slots_kernel(
     p_k, p_v, keys, values, k_tables, v_tables, p_counts, p_total, s_k_b, s_k_h, s_k_t, s_v_b, s_v_h, s_v_t,
-    room, capacity, k_room, v_room,
+    room, capacity, k_rows, v_rows,
     K: tl.constexpr, V: tl.constexpr, K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """A step's tokens of one head, the keys in programs `(·, 0)`, the values in programs `(·, 1)`, to sinks or ring.
+    """Write a step's tokens of one head to sinks or ring: keys in programs `(·, 0)`, values in programs `(·, 1)`.
 
-    `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`. Before that, what is packed from now on is
-    encoded, to fields with room for `k_room` and `v_room` tokens per head, where a side has an encoder; else, after
-    that, the tokens that leave the recent window are copied to where they are encoded from, with the numbers of the
-    groups that they are to be. Then the counters are raised; with `COUNTED` `p_total` too.
+    `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`. A side with an encoder first encodes what is
+    packed from this step on, into fields of `k_rows` or `v_rows` tokens per head. A side without one, after writing,
+    copies the tokens that leave the recent window to `LEAVING` and the numbers of their groups to `GROUPS`. Last, the
+    counters rise, with `COUNTED` also `p_total`. `room` is the number of tokens that the layer may hold.
     """
     i_p, programs = tl.program_id(0) * 2 + tl.program_id(1), tl.num_programs(0) * 2
     length, packed = tl.load(p_counts + i_p), tl.load(p_counts + programs + i_p)
@@ -159,14 +159,14 @@ def write_slots_kernel(
     if tl.program_id(1) == 0:
         _step_side(
             p_k, keys, k_tables, p_fault, s_k_b, s_k_h, s_k_t, i_b, i_h, length, packed, flushed, room, capacity,
-            k_room, K, STEP, K_ENCODE, PRECISION,
+            k_rows, K, STEP, K_ENCODE, PRECISION,
         )  # fmt: skip
     else:
         _step_side(
             p_v, values, v_tables, p_fault, s_v_b, s_v_h, s_v_t, i_b, i_h, length, packed, flushed, room, capacity,
-            v_room, V, STEP, V_ENCODE, PRECISION,
+            v_rows, V, STEP, V_ENCODE, PRECISION,
         )  # fmt: skip
-    # Every warp has read the counters.
+    # Wait until every warp has read the counters.
     tl.debug_barrier()
     tl.store(p_counts + i_p, length + STEP.count)
     tl.store(p_counts + programs + i_p, flushed)
@@ -175,15 +175,15 @@ def write_slots_kernel(
 
 
 class Groups(NamedTuple):
-    """Constants of a side's encoded groups: how many they are, and numbers of one of them in each field."""
+    """Constants of a side's encoded groups: their count, and the numbers of a group in each field."""
 
     count: int
     sizes: tuple[int, ...]
 
 
 @triton.jit
-def _store_side(memory, i_bh, i_g, room, SIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """`memory`: the numbers of the groups, all fields of the groups, and all that the side stores."""
+def _store_side(memory, i_bh, i_g, rows, SIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Store one group of one head; `memory` is the groups' numbers, their fields, and the side's stored fields."""
     COUNT: tl.constexpr = len(SIDE.sizes)
     if i_g < SIDE.count:
         group = tl.load(memory[0] + i_g)
@@ -192,22 +192,22 @@ def _store_side(memory, i_bh, i_g, room, SIDE: tl.constexpr, BLOCK: tl.constexpr
                 o_x = j * BLOCK + tl.arange(0, BLOCK)
                 m_x = o_x < SIDE.sizes[i]
                 b_x = tl.load(memory[1 + i] + (i_bh * SIDE.count + i_g) * SIDE.sizes[i] + o_x, mask=m_x)
-                tl.store(memory[1 + COUNT + i] + (i_bh * room + group) * SIDE.sizes[i] + o_x, b_x, mask=m_x)
+                tl.store(memory[1 + COUNT + i] + (i_bh * rows + group) * SIDE.sizes[i] + o_x, b_x, mask=m_x)
 
 
-@triton.jit(do_not_specialize=("k_room", "v_room"))
+@triton.jit(do_not_specialize=("k_rows", "v_rows"))
 def store_groups_kernel(
-    keys, values, k_room, v_room, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
+    keys, values, k_rows, v_rows, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """All fields of one group and head; keys in programs `(·, ·, 0)`, values in `(·, ·, 1)`.
+    """Store all fields of one group and head: keys in programs `(·, ·, 0)`, values in `(·, ·, 1)`.
 
-    Stores have room for so many groups per head.
+    `k_rows` and `v_rows` are the groups per head that the stores hold.
     """
     i_bh, i_g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.program_id(2) == 0:
-        _store_side(keys, i_bh, i_g, k_room, K, BLOCK)
+        _store_side(keys, i_bh, i_g, k_rows, K, BLOCK)
     else:
-        _store_side(values, i_bh, i_g, v_room, V, BLOCK)
+        _store_side(values, i_bh, i_g, v_rows, V, BLOCK)
 
 
 def write_slots(
@@ -226,19 +226,21 @@ def write_slots(
     capacity: int,
     longest: float,
 ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    """Writes a step's keys and values `[B, H, n, D]` to `sinks` `[B, H, S, D]` and `rings` `[B, H, R + 1, D]`.
+    """Write a step's keys and values `[B, H, n, D]` to `sinks` `[B, H, S, D]` and `rings` `[B, H, R + 1, D]`.
 
     Args:
         groups: tokens that each side encodes together.
-        encoders: of sides that are encoded here, `flush` tokens once in so many, to `fields`, all that the side stores.
-        counts: int64 `[3, 2 B H]`: of tokens, of packed tokens, all numbers of a row the same, and faults: 1 where
-            something is not finite or longer than `longest`, 2 for more tokens than `room`.
-        total: int64 `[]`, where the number of tokens is written too.
-        capacity: packed tokens that there is room for.
+        encoders: kernel encoders of the sides that have one; they encode `flush` tokens at a time.
+        fields: all stored fields of each side.
+        counts: int64 `[3, 2 B H]`: tokens, packed tokens (equal within a row), and faults: 1 if a vector is not finite
+            or longer than `longest`, 2 if there are more tokens than `room`.
+        total: int64 `[]`, also receives the number of tokens.
+        room: tokens that the layer may hold.
+        capacity: packed tokens that the layer may hold.
 
     Returns:
-        Of a side without an encoder the tokens to be encoded, `[B, H, groups * group, D]`, and the groups that they
-        will be, int64; for what is none the one after the last.
+        For each side without an encoder, the tokens to encode `[B, H, groups * group, D]` and the int64 numbers of
+        their groups; a group that is not complete has the number after the last. None for sides with an encoder.
     """
     keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in fresh)
     batch, heads, count, _ = keys.shape
@@ -249,7 +251,7 @@ def write_slots(
             leaving.append((x.new_empty(batch, heads, number * group, x.shape[3]), counts.new_empty(number)))
         else:
             leaving.append(None)
-    # A side without an encoder reads no tables, one with an encoder copies nothing.
+    # A side without an encoder reads no tables, and one with an encoder copies nothing: both get placeholders.
     (k_memory, k_tables, k_encode, k_side), (v_memory, v_tables, v_encode, v_side) = (
         _side_operands(ring.shape[3], group, encoder, (sink, ring, *(copied or (ring, counts)), *stored), counts)
         for sink, ring, group, encoder, copied, stored in zip(
@@ -262,7 +264,7 @@ def write_slots(
         p_k=keys, p_v=values, keys=k_memory, values=v_memory, k_tables=k_tables, v_tables=v_tables,
         p_counts=counts, p_total=counts if total is None else total,
         s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t, room=room, capacity=capacity,
-        k_room=fields[0][0].shape[2], v_room=fields[1][0].shape[2],
+        k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
     )  # fmt: skip
     step = Step(
         heads, count, next_power_of_2(count), sinks[0].shape[2], rings[0].shape[2] - 1, recent, flush, longest
@@ -279,7 +281,7 @@ def write_slots(
 def _side_operands(
     dim: int, group: int, encoder: KernelEncoder | None, memory: tuple[torch.Tensor, ...], unread: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], Any, SlotSide]:
-    """A side's memory, tables, encoder and constants as `write_slots_kernel` takes them."""
+    """Memory, tables, encoder and constants of a side, as `write_slots_kernel` takes them."""
     padded = next_power_of_2(dim)
     if encoder is None:
         return memory, (unread,), None, SlotSide(dim, padded, group, ())
@@ -290,10 +292,9 @@ def store_groups(
     encoded: Sequence[tuple[torch.Tensor, ...]],
     buffers: Sequence[tuple[torch.Tensor, ...]],
     targets: Sequence[torch.Tensor],
-    rooms: Sequence[int],
+    capacities: Sequence[int],
 ) -> None:
-    """Writes encoded groups of both sides, or of one, as the groups `targets`, into fields with room for so many groups
-    per head."""
+    """Write encoded groups of one or both sides as groups `targets` of fields with `capacities` groups per head."""
     batch, heads = buffers[0][0].shape[:2]
     numbers = [len(x) for x in targets]
     sizes = [
@@ -304,8 +305,8 @@ def store_groups(
         (target, *(x.contiguous() for x in side), *stored)
         for target, side, stored in zip(targets, encoded, buffers, strict=True)
     ]
-    # The last one twice, where there is but one: there are no programs for the second.
-    inputs = dict(keys=memory[0], values=memory[-1], k_room=rooms[0], v_room=rooms[-1])  # noqa: C408
+    # A single side is passed twice; no program handles the second.
+    inputs = dict(keys=memory[0], values=memory[-1], k_rows=capacities[0], v_rows=capacities[-1])  # noqa: C408
     constants = dict(
         K=Groups(numbers[0], sizes[0]), V=Groups(numbers[-1], sizes[-1]),
         BLOCK=min(1024, next_power_of_2(max(*sizes[0], *sizes[-1]))), num_warps=4, **launch_options(),

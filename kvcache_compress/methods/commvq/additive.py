@@ -1,10 +1,10 @@
-"""Residual additive vector quantization, the codes of CommVQ (sections 4.1 and 4.2, appendix A.2), in torch.
+"""Residual additive vector quantization in torch: the codes of CommVQ (sections 4.1 and 4.2, appendix A.2).
 
 Complex form, for keys before RoPE: a round with centres c `[N, g]` (complex) adds `c[a] + i c[b]` to the g pairs of a
 group, so its N² points commute with every rotation of the pairs. Real form, for values: a round adds `c[a]`.
 
-Search without the N² points: |z - c_a - i c_b|² = |z|² + (|c_a|² - 2<z, c_a>) + (|c_b|² - 2<z, i c_b>) + 2<c_a, i c_b>,
-which takes 2N inner products per vector and a table `[N, N]` that depends on the codebook alone.
+The search avoids the N² points: |z - c_a - i c_b|² = |z|² + (|c_a|² - 2<z, c_a>) + (|c_b|² - 2<z, i c_b>) + 2<c_a, i
+c_b> takes 2N inner products per vector and a table `[N, N]` that depends on the codebook alone.
 
 All functions take leading dimensions `*` (heads, groups), equal in both arguments.
 """
@@ -17,27 +17,27 @@ from typing import TypeAlias
 import torch
 
 Step: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""A round of the search: codes of vectors by a codebook's rows and costs, and what is left of the vectors."""
+"""One round of the search: (vectors, codebook rows, costs) to (codes, residuals)."""
 BLOCK = 1 << 20
-"""Numbers of all vectors whose codes are looked for together: which bounds the memory that they need."""
+"""Numbers of the vectors that are searched together; bounds the memory of the search."""
 CHUNK = 1 << 20
-"""Distances of pairs of centres that are held at once: few enough for a processor's cache."""
+"""Distances to pairs of centres held at once: few enough for a processor's cache."""
 
 
 def times_i(c: torch.Tensor) -> torch.Tensor:
-    """i·c of complex numbers `[..., 2]` (real, imaginary)."""
+    """Multiply complex numbers `[..., 2]` (real, imaginary) by i."""
     return torch.stack([-c[..., 1], c[..., 0]], -1)
 
 
 def pair_table(codebooks: torch.Tensor) -> torch.Tensor:
-    """|c_a|² + |c_b|² + 2<c_a, i c_b> of codebooks `[*, N, g, 2]`: `[*, N, N]`."""
+    """Squared lengths |c_a|² + |c_b|² + 2<c_a, i c_b> of all points of codebooks `[*, N, g, 2]`: `[*, N, N]`."""
     c, turned = codebooks.flatten(-2), times_i(codebooks).flatten(-2)
     square = c.square().sum(-1)
     return square[..., :, None] + square[..., None, :] + 2 * c @ turned.mT
 
 
 def complex_step(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One round: codes (a, b) `[*, n, 2]` of the nearest `c[a] + i c[b]` to `z` `[*, n, 2g]`, and what is left of z.
+    """One round: codes (a, b) `[*, n, 2]` of the nearest `c[a] + i c[b]` to `z` `[*, n, 2g]`, and the residual of z.
 
     rows: c and then i·c, `[*, 2N, 2g]`; costs: half the `pair_table`.
     """
@@ -63,7 +63,7 @@ def complex_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor
 
 
 def real_step(x: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One round: codes `[*, n, 1]` of the nearest of `rows` `[*, N, d]` to `x` `[*, n, d]`, and what is left of x.
+    """One round: codes `[*, n, 1]` of the nearest of `rows` `[*, N, d]` to `x` `[*, n, d]`, and the residual of x.
 
     costs: half the rows' squared lengths, `[*, N]`.
     """
@@ -84,18 +84,18 @@ def real_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
 
 def _search(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor, step: Step) -> torch.Tensor:
     """Codes `[*, n, R, ...]` of `z` `[*, n, w]` by the `rows` and `costs` of R rounds, a block of vectors at a time."""
-    found = []
+    blocks = []
     for part in z.split(max(1, BLOCK // (z[..., :1, :].numel() or 1)), -2):
-        left, codes = part.contiguous(), []
-        for own, cost in zip(rows, costs, strict=True):
-            code, left = step(left, own, cost)
+        residual, codes = part.contiguous(), []
+        for book, cost in zip(rows, costs, strict=True):
+            code, residual = step(residual, book, cost)
             codes.append(code)
-        found.append(torch.stack(codes, -2))
-    return torch.cat(found, -3)
+        blocks.append(torch.stack(codes, -2))
+    return torch.cat(blocks, -3)
 
 
 def _summed(index: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Sums row `index[..., s]` of table s over s: index `[*, n, S]`, tables `[*, S, N, w]`, result `[*, n, w]`."""
+    """Sum of rows `index[..., s]` of tables s, over s: index `[*, n, S]`, tables `[*, S, N, w]`, result `[*, n, w]`."""
     count, centres, width = tables.shape[-3:]
     starts = torch.arange(tables.numel() // (centres * width), device=index.device) * centres
     rows = index + starts.view(*tables.shape[:-3], 1, count)
@@ -104,17 +104,17 @@ def _summed(index: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk(table: torch.Tensor) -> int:
-    """Vectors per chunk, so that `CHUNK` distances are held; `table` is that of one vector."""
+    """Vectors per chunk of `CHUNK` distances; `table` holds the distances of one vector."""
     return max(1, CHUNK // table.numel())
 
 
 def code_bytes(codes: int, bits: int) -> int:
-    """Bytes of so many codes without gaps between them."""
+    """Bytes of `codes` codes of `bits` bits without gaps between them."""
     return -(-codes * bits // 8)
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes `[..., n]` of `bits` bits as one run of bits, code i from bit i * bits on: uint8 `[..., code_bytes]`."""
+    """Pack codes `[..., n]` into one run of bits, code i from bit i * bits on: uint8 `[..., code_bytes]`."""
     spread = (codes[..., None] >> torch.arange(bits, device=codes.device)) & 1
     spread = torch.nn.functional.pad(spread.flatten(-2), (0, -codes.shape[-1] * bits % 8))
     places = torch.arange(8, device=codes.device)
@@ -122,7 +122,7 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_codes(packed: torch.Tensor, count: int, bits: int) -> torch.Tensor:
-    """Inverse of `pack_codes`: int64 `[..., count]`. A code lies in at most two bytes, which 7 and 11 bits do not."""
+    """Inverse of `pack_codes`: int64 `[..., count]`. A code may span two bytes, which rules out 7 and 11 bits."""
     start = torch.arange(count, device=packed.device) * bits
     first, last = start // 8, (start + bits - 1) // 8
     words = packed.to(torch.int64)

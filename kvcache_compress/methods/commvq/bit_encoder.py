@@ -1,4 +1,4 @@
-"""CommVQ's encoder of values (section 4.1): bits of whole tokens, all heads together, and what they decode to."""
+"""CommVQ's encoder of values (section 4.1): bits of tokens, over all heads together, and their decoding."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvcache_compress.codecs.base import Backend, Fields
 
 @dataclass(frozen=True)
 class BitEncoder:
-    """Two linear layers whose outputs' signs are a token's bits, and a codebook that these sum up rows of.
+    """Two linear layers whose output signs are a token's bits, and a codebook whose rows the bits select and sum.
 
-    tensors: float16, as the file names them: `weight1` `[hidden, H * D]`, `bias1`, `weight2` `[bits, hidden]`, `bias2`,
+    tensors: float16, named as in the file: `weight1` `[hidden, H * D]`, `bias1`, `weight2` `[bits, hidden]`, `bias2`,
         `codebook` `[bits, H * D]`.
     """
 
@@ -23,12 +23,16 @@ class BitEncoder:
     heads: int
 
     def codebook(self) -> torch.Tensor:
-        """By heads, float16 `[H, bits, D]`."""
+        """Codebook by head, float16 `[H, bits, D]`."""
         return self.tensors["codebook"].unflatten(1, (self.heads, -1)).transpose(0, 1)
 
     def encode(self, x: torch.Tensor, backend: Backend) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Packed bits of float32 `x` `[B, H, T, D]`, an equal share of a token's with each head; what they decode to,
-        `[B, H, T, D]`; and the norm of each token `[B, T]`, by which it was divided."""
+        """Encode float32 `x` `[B, H, T, D]`.
+
+        Returns:
+            Packed bits, each head with an equal share of its token's bits; the unit vectors that they decode to,
+            `[B, H, T, D]`; and the norm of each token, `[B, T]`.
+        """
         token = x.transpose(1, 2).flatten(2)
         norm = token.norm(dim=-1)
         weights = {name: tensor.float() for name, tensor in self.tensors.items()}
@@ -43,5 +47,5 @@ class BitEncoder:
         return packing.unpack(fields, 1).transpose(1, 2).flatten(2).float()
 
     def points(self, bits: torch.Tensor) -> torch.Tensor:
-        """What bits `[B, T, bits]` decode to, float32 `[B, H, T, D]`."""
+        """Decode bits `[B, T, bits]` to float32 `[B, H, T, D]`."""
         return bits[:, None] @ self.codebook().float()

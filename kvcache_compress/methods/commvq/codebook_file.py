@@ -6,8 +6,8 @@ the calibration (the first files have no losses `held_out`). Tensors, float16, f
 pairs (G * g = head_dim / 2), R rounds of N centres:
 
     keys.{layer}.codebooks    [H, G, R, N, g, 2]          real and imaginary parts
-    keys.{layer}.weights      [H, head_dim / 2]           may be left out: pairs are scaled by them before coding
-    values.{layer}.codebooks  [H, G, R, N, head_dim / G]  the residual form, or the encoder form of the paper:
+    keys.{layer}.weights      [H, head_dim / 2]           optional: scales of the pairs before coding
+    values.{layer}.codebooks  [H, G, R, N, head_dim / G]  the residual form, or instead the paper's encoder form:
     values.{layer}.weight1    [hidden, H * head_dim]      values.{layer}.bias1  [hidden]
     values.{layer}.weight2    [bits, hidden]              values.{layer}.bias2  [bits]
     values.{layer}.codebook   [bits, H * head_dim]
@@ -40,12 +40,12 @@ ALLOWED_CENTRES = {"keys": (2, 4, 8, 16, 32, 64), "values": (2, 4, 8, 16, 32, 64
 
 
 def refusal(path: str, problem: str) -> ValueError:
-    """The error for a file that cannot be taken. What it holds may be long, and of several lines."""
+    """Error for a codebook file that cannot be used; `problem` may quote the file and is shortened to one line."""
     return ValueError(f"codebooks={quoted(path)} for commvq: {on_one_line(problem, 600)}")
 
 
 def group_count(head_dim: int) -> int:
-    """Groups of a head by default: as few as keep each within `GROUP_PAIRS` pairs and a multiple of 8 of them."""
+    """Default number of groups of a head: the fewest with a multiple of 8 pairs, at most `GROUP_PAIRS`, each."""
     counts = (count for count in range(1, head_dim) if head_dim % (16 * count) == 0)
     return next(count for count in counts if head_dim // (2 * count) <= GROUP_PAIRS)
 
@@ -56,13 +56,13 @@ def code_bits(side: Side, centres: int = CENTRES) -> int:
 
 
 def rounds_for(bits: float, side: Side, head_dim: int, groups: int, centres: int = CENTRES) -> int:
-    """Residual rounds that come nearest to `bits` code bits per number: 21 for 2 bits of keys at D = 128."""
+    """Residual rounds that come closest to `bits` code bits per number, such as 21 for keys at 2 bits and D = 128."""
     return max(1, round(bits * head_dim / (groups * code_bits(side, centres))))
 
 
 @dataclass(frozen=True)
 class CodebookHeader:
-    """What a codebook file says of itself, and the shapes of its tensors."""
+    """Metadata of a codebook file, and the shapes of its tensors."""
 
     path: str
     model: str
@@ -84,55 +84,59 @@ class CodebookHeader:
 
     @property
     def encoder_bits(self) -> int:
-        """Bits per token of the paper's value encoder, over all heads; 0 where values have the residual form."""
-        found = next((shape for name, shape in self.shapes.items() if name.endswith(".codebook")), (0,))
-        return found[0] if found else 0
+        """Bits per token of the paper's value encoder, over all heads; 0 if values have the residual form."""
+        codebook = next((shape for name, shape in self.shapes.items() if name.endswith(".codebook")), (0,))
+        return codebook[0] if codebook else 0
 
     def shape(self, side: Side) -> tuple[int, int, int, int]:
-        """(heads, groups, rounds, centres) of a side in residual form.
+        """Shape (heads, groups, rounds, centres) of the codebooks of a side in residual form.
 
         Raises:
-            ValueError: the file has none.
+            ValueError: the file has no such codebooks.
         """
         for name, shape in self.shapes.items():
             if name.startswith(side) and name.endswith(".codebooks"):
                 return shape[0], shape[1], shape[2], shape[3]
-        raise refusal(self.path, f"no {side} in it")
+        raise refusal(self.path, f"it holds no {side}")
 
     def rounds(self, side: Side, bits: float | None) -> int:
-        """Rounds for `bits` code bits per number, all by default: the first rounds of residual codes stand alone.
+        """Number of rounds for `bits` code bits per number, by default all: the first ones can be used alone.
 
         Raises:
-            ValueError: the file has fewer.
+            ValueError: the file has fewer rounds.
         """
-        _, groups, held, centres = self.shape(side)
-        wanted = held if bits is None else rounds_for(bits, side, self.head_dim, groups, centres)
-        if wanted > held:
-            there = held * groups * code_bits(side, centres) / self.head_dim
-            raise ValueError(f"bits={bits:g} for commvq: the {side} in {self.path!r} have {there:.3g}")
+        _, groups, available, centres = self.shape(side)
+        wanted = available if bits is None else rounds_for(bits, side, self.head_dim, groups, centres)
+        if wanted > available:
+            most = available * groups * code_bits(side, centres) / self.head_dim
+            raise ValueError(f"bits={bits:g} for commvq: the {side} in {self.path!r} have {most:.3g}")
         return wanted
 
     def encoder_share(self, bits: float | None) -> int:
-        """The encoder's bits per token and head. Raises `ValueError` where `bits` per number are others."""
+        """Bits of the encoder per token and head.
+
+        Raises:
+            ValueError: the encoder has another number of `bits` per number.
+        """
         share = self.encoder_bits // self.kv_heads
-        held = share / self.head_dim
-        if bits is not None and abs(held - bits) > 0.1 * bits:
-            raise ValueError(f"bits={bits:g} for commvq: the encoder of {self.path!r} has {held:.3g}, no others")
+        available = share / self.head_dim
+        if bits is not None and abs(available - bits) > 0.1 * bits:
+            raise ValueError(f"bits={bits:g} for commvq: the encoder of {self.path!r} has {available:.3g}, no others")
         return share
 
 
 def describe_model(
     config: PreTrainedConfig, path: str | Path, *, options: Any = None, data: Any = None, losses: Any = None
 ) -> CodebookHeader:
-    """The header of a file for this decoder.
+    """Header of a codebook file for this model.
 
     Raises:
-        ValueError: the model has no RoPE that is known.
+        ValueError: the model has no RoPE of a known kind.
     """
     head_dim, kv_heads, layers = model_shape(config)
     layout = rope_layout(config, head_dim)
     if layout is None:
-        raise ValueError(f"{config.model_type} has no rotary position embeddings that are known: commvq needs them")
+        raise ValueError(f"{config.model_type} has no rotary position embeddings of a known kind: commvq needs them")
     return CodebookHeader(
         path=str(path), model=config._name_or_path, model_type=config.model_type, head_dim=head_dim, kv_heads=kv_heads,
         layers=layers, rope=rope_record(config, layout), options=options or {}, data=data or {}, losses=losses,
@@ -140,13 +144,13 @@ def describe_model(
 
 
 def write_codebooks(header: CodebookHeader, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes the tensors, as float16, to `header.path`; an existing file is replaced only once all is written."""
-    held = {name: tensor.detach().to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
-    write_tensors(header.path, held, header.metadata() | {"sha256": _digest(held.keys(), held.__getitem__)})
+    """Write the tensors, as float16, to `header.path`; an existing file is replaced only once all is written."""
+    halves = {name: tensor.detach().to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
+    write_tensors(header.path, halves, header.metadata() | {"sha256": _digest(halves.keys(), halves.__getitem__)})
 
 
 def _digest(names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> str:
-    """SHA-256 of tensors by name."""
+    """SHA-256 of the names and bytes of all tensors, in order of their names."""
     digest = hashlib.sha256()
     for name in sorted(names):
         digest.update(name.encode())
@@ -155,11 +159,11 @@ def _digest(names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> str:
 
 
 def read_header(path: str) -> CodebookHeader:
-    """The header of a file, read once while the file stays the same.
+    """Read and check the header of a codebook file, once as long as the file does not change.
 
     Raises:
-        ValueError: no such file, not a safetensors file, cut short, of another format or version, or tensors that are
-            missing or do not fit together.
+        ValueError: no such file, not a safetensors file, cut short, of another format or version, or with tensors that
+            are missing or do not fit together.
     """
     file = Path(path).expanduser()
     if not is_file(file):
@@ -199,12 +203,12 @@ def _read_header(path: str, changed: int, size: int) -> CodebookHeader:
     if problem := _shape_problem(header) or (f"dtypes {sorted(dtypes)}, not F16" if dtypes - {"F16"} else None):
         raise refusal(path, f"damaged: {problem}")
     if changed_since:
-        raise refusal(path, "damaged: its numbers are not those that were written")
+        raise refusal(path, "damaged: its numbers have changed since it was written")
     return header
 
 
 def _shape_problem(header: CodebookHeader) -> str | None:
-    """What is wrong with the tensors, in words."""
+    """Description of what is wrong with the tensors' names and shapes, or None."""
     heads, dim = header.kv_heads, header.head_dim
     if not header.shapes:
         return "no tensors"
@@ -214,14 +218,14 @@ def _shape_problem(header: CodebookHeader) -> str | None:
         known = (f"{side}.{layer}.codebooks", f"keys.{layer}.weights", *(f"values.{layer}.{part}" for part in ENCODER))
         numbered = layer.isdecimal() and len(layer) < 6 and int(layer) < header.layers
         if name not in known or not numbered:
-            return f"a tensor {name!r}, which no codebook file has"
+            return f"an unexpected tensor {name!r}"
         if shape != kinds.setdefault((side, kind), shape):
             return f"{name} of shape {list(shape)}, where another layer has {list(kinds[side, kind])}"
     for (side, kind), shape in kinds.items():
         groups = shape[1] if len(shape) > 3 else 0
-        whole = groups > 0 and dim % (2 * groups) == 0
-        parts = (dim // (2 * groups), 2) if whole and side == "keys" else (dim // max(1, groups),)
-        fits = whole and shape[0] == heads and shape[2] > 0 and shape[4:] == parts
+        divisible = groups > 0 and dim % (2 * groups) == 0
+        parts = (dim // (2 * groups), 2) if divisible and side == "keys" else (dim // max(1, groups),)
+        fits = divisible and shape[0] == heads and shape[2] > 0 and shape[4:] == parts
         if kind == "weights" and shape != (heads, dim // 2):
             return f"weights of shape {list(shape)} for {heads} heads of {dim}"
         if kind == "codebooks" and not (fits and shape[3] in ALLOWED_CENTRES.get(side, ())):
@@ -239,18 +243,20 @@ def _shape_problem(header: CodebookHeader) -> str | None:
 def check_model(
     header: CodebookHeader, side: Side, config: PreTrainedConfig, layer: int, any_model: bool = False
 ) -> None:
-    """Raises `ValueError` where the file was made for another model than this decoder, or lacks this layer.
+    """Raise `ValueError` if the file was made for another model, or lacks this layer.
 
-    Dimensions and RoPE must agree in any case. Model ids agree where they are equal or, as for folders, the last two
-    parts of the path are; an unnamed model agrees with all. `any_model` leaves the ids out of it.
+    Dimensions and RoPE must agree in any case. Model ids agree if they are equal or, as for folders, if the last two
+    parts of the path are; an unnamed model agrees with all. `any_model` ignores the ids.
     """
     name = config._name_or_path or f"this {config.model_type}"
     start = f"made for {header.model or header.model_type!r}, not for {name!r}"
     head_dim, kv_heads, layers = model_shape(config)
-    there, here = (header.head_dim, header.kv_heads, header.layers), (head_dim, kv_heads, layers)
-    if there != here:
+    in_file, in_model = (header.head_dim, header.kv_heads, header.layers), (head_dim, kv_heads, layers)
+    if in_file != in_model:
         words = "{} layers with {} key/value heads of {}"
-        raise refusal(header.path, f"{start}: {words.format(*there[::-1])} there, {words.format(*here[::-1])} here")
+        raise refusal(
+            header.path, f"{start}: {words.format(*in_file[::-1])} there, {words.format(*in_model[::-1])} here"
+        )
     layout = rope_layout(config, head_dim) if side == "keys" else None
     if layout is not None and (record := rope_record(config, layout)) != header.rope:
         differing = [key for key in record if record[key] != header.rope.get(key)]
@@ -259,7 +265,7 @@ def check_model(
     if not any_model and header.model_type != config.model_type:
         raise refusal(header.path, f"{start}: a model of type {header.model_type!r} there, {config.model_type!r} here")
     if not any_model and not same_model(header.model, config._name_or_path):
-        raise refusal(header.path, f"{start}. If both are the same model, say any_model: true")
+        raise refusal(header.path, f"{start}. If both are the same model, set any_model: true")
     _names(header, side, layer)
 
 
@@ -267,16 +273,16 @@ def _names(header: CodebookHeader, side: Side, layer: int) -> list[str]:
     encoder = side == "values" and header.encoder_bits
     names = [f"{side}.{layer}.{part}" for part in (ENCODER if encoder else ("codebooks",))]
     if missing := [name for name in names if name not in header.shapes]:
-        raise refusal(header.path, f"no {side} of layer {layer} in it ({missing[0]})")
+        raise refusal(header.path, f"it holds no {side} of layer {layer} ({missing[0]})")
     weights = f"{side}.{layer}.weights"
     return [*names, weights] if weights in header.shapes else names
 
 
 def load_layer(header: CodebookHeader, side: Side, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """The float16 tensors of one side of a layer, by their last names.
+    """Load the float16 tensors of one side of a layer, by the last part of their names.
 
     Raises:
-        ValueError: a layer that is missing, numbers that are not finite, or weights that are not positive.
+        ValueError: the layer is missing, numbers are not finite, or weights are not positive.
     """
     prefix, names = f"{side}.{layer}.", _names(header, side, layer)
     with open_tensors(header.path, f"codebooks={quoted(header.path)} for commvq") as file:

@@ -1,10 +1,10 @@
 """CommVQ (Li et al., ICML 2025): learned additive codes; those of keys commute with RoPE (sections 4.1 and 4.2).
 
-A key is undone of RoPE and split into complex pairs z, normalized per head and token. Each residual round adds
+RoPE is undone on a key, which is split into complex pairs z and normalized per head and token. Each residual round adds
 `c[a] + i c[b]` to the g pairs of a group and stores the two 6-bit indices; RoPE multiplies both sides by `e^(imθ)`, so
-the decoded key is turned by the token's own factors. Values take real codebooks in the same way (ours), or the paper's
-encoder: bits of the whole token, all heads together, whose weighted sum is multiplied by the codebook once. The
-codebooks come from a file that calibration writes (`commvq_file.py`).
+the decoded key is rotated by its token's factors. Values use real codebooks in the same way (ours), or the paper's
+encoder: bits of a token over all heads, whose weighted sum is multiplied by the codebook once. The codebooks come from
+a file that calibration writes (`commvq_file.py`).
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ if TYPE_CHECKING:
 
 DEFAULT_BITS = 2.0
 LARGEST_GAIN = 2.0
-"""Stored scalars are at most so many norms, so that a vector unlike all that calibration saw is not blown up."""
+"""Largest stored scalar, in norms, so that a vector unlike those in calibration is not blown up."""
 
 
 class CommVQOptions(MethodOptions):
     """Options of `commvq`, for one side.
 
     codebooks: path of the model's codebook file; without one a cache can be estimated but not built.
-    bits: code bits per number, which say how many residual rounds are used; by default all that the file has.
-    scalar: the number stored per head and token (`norm` is the paper's); `match` for keys, `unbiased` for values.
-    any_model: take a file whose model has another name, as long as dimensions and RoPE agree.
+    bits: code bits per number, which set the number of residual rounds; by default all rounds in the file.
+    scalar: number stored per head and token (`norm` is the paper's); by default `match` for keys, `unbiased` for
+        values.
+    any_model: accept a file for a model of another name, as long as dimensions and RoPE agree.
     """
 
     codebooks: str | None = None
@@ -89,13 +90,13 @@ class CommVQCodec(Codec):
         self.encoder = None if "codebooks" in tensors else BitEncoder(tensors, context.heads)
         self.chunks_on_cpp = not self.encoder
         self.weights = tensors.get("weights")
-        """float16 `[H, D / 2]`, by which the pairs of keys are scaled before coding; None without."""
+        """float16 `[H, D / 2]`, scales of the pairs of keys before coding, or None."""
         self.codebooks: torch.Tensor | None = None
         """float16 `[H, G, R, N, 2, g]` for keys, `[H, G, R, N, w]` for values; None with the encoder."""
         if not self.encoder:
             books = tensors["codebooks"][:, :, : header.rounds(context.side, options.bits)]
             books = books.mT if context.side == "keys" else books
-            # A copy even where the order stays: tensors of a file start anywhere, and rows should fill cache lines.
+            # Copied even if the order stays: tensors of a file start anywhere, and rows should fill cache lines.
             self.codebooks = books.clone(memory_format=torch.contiguous_format)
 
     @classmethod
@@ -123,7 +124,7 @@ class CommVQCodec(Codec):
 
     @classmethod
     def constant_size(cls, options: CommVQOptions, side: Side, head_dim: int, heads: int) -> int:
-        """Without a file, that of residual codebooks of `options.bits`."""
+        """Bytes of the codebooks of a layer; without a file, of residual codebooks of `options.bits`."""
         if options.codebooks is not None:
             return super().constant_size(options, side, head_dim, heads)
         cls.layout(options, side, head_dim)
@@ -154,7 +155,7 @@ class CommVQCodec(Codec):
         return codes, self._scale(z, point, norm, norm)
 
     def _scale(self, z: torch.Tensor, point: torch.Tensor, norm: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
-        """The stored scalar; `usual` is what it would be without any error."""
+        """Stored scalar, limited to `LARGEST_GAIN` times `usual`, the scalar of a vector coded without error."""
         scale = stored_scalar(z, point, norm, self.scalar)
         return torch.fmin(scale, (LARGEST_GAIN * usual).clamp(max=SCALE_MAX).to(torch.float16))
 
@@ -164,7 +165,7 @@ class CommVQCodec(Codec):
         return self.context.rope, rope
 
     def _decoded(self, fields: Fields) -> torch.Tensor:
-        """Float32 `[B, H, T, D]`, keys before RoPE and by pairs."""
+        """Decode residual codes to float32 `[B, H, T, D]`; keys before RoPE, the two channels of a pair together."""
         packed, scale = fields
         return self._books().decode(packed) * scale.float()[..., None]
 
@@ -180,12 +181,12 @@ class CommVQCodec(Codec):
         return layout.rotate(layout.join(x[..., ::2], x[..., 1::2]), factors)
 
     def _weights_by_channel(self) -> torch.Tensor:
-        """The weights of keys by pairs, float32 `[H, 1, D]`."""
+        """Weights of pairs of keys, repeated for both channels: float32 `[H, 1, D]`."""
         assert self.weights is not None
         return self.weights.float().repeat_interleave(2, -1)[:, None]
 
     def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        """With the encoder: in the space of the token's bits, `[B, H, R, bits]`."""
+        """Weighted sum of values; with the encoder in the space of the token's bits, `[B, H, R, bits]`."""
         if self.encoder:
             return (weights * fields[-1].float()[:, :, None]) @ self.encoder.bits(fields[:-1])[:, None]
         return super().accumulate(weights, fields, rope)
@@ -194,7 +195,7 @@ class CommVQCodec(Codec):
         return accumulated @ self.output_map() if self.encoder else accumulated
 
     def output_map(self) -> torch.Tensor:
-        """The encoder's codebook by heads, float32 `[H, bits, D]`."""
+        """Codebook of the encoder by head, float32 `[H, bits, D]`."""
         assert self.encoder is not None
         return self.encoder.codebook().float()
 
@@ -206,7 +207,7 @@ class CommVQCodec(Codec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        """Keys' code space has their pairs, real parts first; that of the encoder all bits of a token."""
+        """C++ operands; code space holds pairs of keys, real parts first, or with the encoder all bits of a token."""
         from kvcache_compress.cpu_kernels.common.operands import CPUSide
 
         if self.encoder:
@@ -216,8 +217,8 @@ class CommVQCodec(Codec):
             return CPUSide("additive", tables=(self.codebooks,))
         assert self.context.rope is not None
         order = self.context.rope.order
-        sorted_already = order == tuple(range(len(order)))
-        basis = None if sorted_already else torch.eye(len(order), device=self.codebooks.device)[[*order]][None]
+        in_order = order == tuple(range(len(order)))
+        basis = None if in_order else torch.eye(len(order), device=self.codebooks.device)[[*order]][None]
         tables = (self.codebooks,) if self.weights is None else (self.codebooks, self.weights)
         return CPUSide("complex", tables=tables, basis=basis)
 

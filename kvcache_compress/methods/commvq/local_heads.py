@@ -1,4 +1,4 @@
-"""Which heads of a codebook file a process takes that shares its model with others."""
+"""The heads of a codebook file that belong to a process under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .codebook_file import CodebookHeader
 
 
 def own_heads(header: CodebookHeader, context: CodecContext) -> slice:
-    """The heads of the file that are this layer's: all of them or, in tensor parallelism, this process's share.
+    """Heads of the file for this layer: all of them or, under tensor parallelism, this process's share.
 
-    Transformers gives n processes that share a model runs of key/value heads in the order of their ranks; n is the
-    fastest dimension of its device mesh, so that ranks count on through data-parallel copies.
+    Transformers splits the key/value heads into runs, in the order of the ranks of the n processes that share a model.
+    n is the fastest dimension of its device mesh, so ranks continue through data-parallel copies.
 
     Raises:
-        ValueError: other heads than that, or values with an encoder, which takes all heads of a token together.
+        ValueError: the file's heads do not match, or its encoder of values needs all heads of a token together.
     """
     shares, rest = divmod(header.kv_heads, context.heads)
     processes = torch.distributed.get_world_size() if _is_distributed() else 1

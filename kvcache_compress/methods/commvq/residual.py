@@ -1,4 +1,4 @@
-"""CommVQ's residual codebooks of one side of a layer: tokens of all heads to packed codes and back."""
+"""CommVQ's residual codebooks of one side of a layer: encode tokens of all heads to packed codes, and decode them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ResidualBooks:
 
     @property
     def index_bits(self) -> int:
-        """Bits of the index of a centre."""
+        """Bits of a centre's index."""
         return self.books.shape[3].bit_length() - 1
 
     @property
@@ -36,24 +36,24 @@ class ResidualBooks:
         return (2 if self.of_pairs else 1) * self.index_bits
 
     def widened(self) -> torch.Tensor:
-        """float32, with complex parts last: `[H, G, R, N, g, 2]` for keys, `[H, G, R, N, w]` for values."""
+        """Books in float32, complex parts last: `[H, G, R, N, g, 2]` for keys, `[H, G, R, N, w]` for values."""
         return self.books.float().mT if self.of_pairs else self.books.float()
 
     def encode(self, z: torch.Tensor, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed codes of float32 `z` `[B, H, T, D]`, the pairs of keys side by side, and what they decode to."""
+        """Encode float32 `z` `[B, H, T, D]`, with pairs of keys interleaved: packed codes, and their points."""
         index = self.search(self._by_group(z), backend)
         codes = self._by_token(index, z)
         pack = quantizer(backend, additive.pack_codes, None, "pack_codes")
         return pack(codes, self.code_bits), self._by_token(self.points(index), z)
 
     def decode(self, packed: torch.Tensor) -> torch.Tensor:
-        """float32 `[B, H, T, D]` of packed codes."""
+        """Decode packed codes to float32 `[B, H, T, D]`."""
         groups, rounds = self.books.shape[1:3]
         index = additive.unpack_codes(packed, groups * rounds, self.code_bits)
         return self._by_token(self.points(self._by_group(index)), packed)
 
     def search(self, z: torch.Tensor, backend: Backend) -> torch.Tensor:
-        """Indices int64 `[H, G, n, R]` of the greedy residual search, those of keys `a * N + b`; z `[H, G, n, w]`."""
+        """Greedy residual search for `z` `[H, G, n, w]`: indices int64 `[H, G, n, R]`, for keys `a * N + b`."""
         if backend == "triton":
             pairs = additive.pair_table(self.books.float().mT) if self.of_pairs else None
             index: torch.Tensor = load_part("triton_kernels.encode.commvq").search(z, self.books, pairs)
@@ -65,14 +65,14 @@ class ResidualBooks:
         return codes[..., 0] << self.index_bits | codes[..., 1]
 
     def points(self, index: torch.Tensor) -> torch.Tensor:
-        """What indices `[H, G, n, R]` decode to: `[H, G, n, w]`, for keys `[real, imaginary]` of each pair in turn."""
+        """Points of indices `[H, G, n, R]`: `[H, G, n, w]`, for keys with real and imaginary parts interleaved."""
         if not self.of_pairs:
             return additive.real_decode(index, self.widened())
         codes = torch.stack([index >> self.index_bits, index & (2**self.index_bits - 1)], -1)
         return additive.complex_decode(codes, self.widened()).flatten(-2)
 
     def _by_group(self, x: torch.Tensor) -> torch.Tensor:
-        """`[B, H, T, D]` as `[H, G, B * T, w]`, w = D / G numbers of a group."""
+        """View `[B, H, T, D]` as `[H, G, B * T, w]`, w = D / G numbers per group."""
         return x.unflatten(-1, (self.books.shape[1], -1)).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
     def _by_token(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

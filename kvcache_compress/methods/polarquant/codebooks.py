@@ -1,7 +1,7 @@
 """Codebooks of the recursive polar transform's angles (Han et al., Lemma 2 and section 4.1).
 
 Level 1 angles lie on the circle [0, 2π), deeper ones in [0, π/2]. After a random rotation level 1 is uniform, and level
-ℓ ≥ 2 has the density `Γ(m) / (2^(m-2) Γ(m/2)²) sin^(m-1)(2ψ)` with `m = 2^(ℓ-1)`, whatever the data were.
+ℓ ≥ 2 has the density `Γ(m) / (2^(m-2) Γ(m/2)²) sin^(m-1)(2ψ)` with `m = 2^(ℓ-1)`, for any data.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 
 _CELLS = 1 << 15
 _ITERATIONS = 30
-"""Of k-means; one-dimensional clusters hardly move after so many."""
+"""Iterations of k-means; one-dimensional clusters hardly move after that."""
 SAMPLES = 1 << 13
-"""Angles of a level that online codebooks are made from."""
+"""Most angles of a level on which an online codebook is trained."""
 
 
 @dataclass(frozen=True)
 class AngleCodebook:
-    """Angles of one level, ascending from the code nearest to angle 0, and what quantizing and decoding need of them.
+    """Angles of one level, ascending from the code nearest to angle 0, with the tables to quantize and decode them.
 
     angles: float64 `[n]`.
-    points: float32 `[n, 2]`, their cos and sin as 16 bits hold them, so that kernels' 16-bit tables are exact.
+    points: float32 `[n, 2]`, their cos and sin rounded to 16 bits, so that kernels' 16-bit tables are exact.
     bounds: float32 `[n, 2]` on the circle: cos and sin of the boundary above each code, ascending from angle 0;
         `[n - 1, 2]` elsewhere: cos² and sin² of the boundaries between codes.
     lower: number of boundaries on the circle below π.
@@ -40,7 +40,7 @@ class AngleCodebook:
 
 
 def make_codebook(angles: torch.Tensor, circular: bool) -> AngleCodebook:
-    """A codebook of these angles, float64 `[n]`; on the circle, cells reach across the wrap."""
+    """Codebook of these angles, float64 `[n]`; on the circle, cells extend across the wrap."""
     angles = angles.remainder(2 * math.pi).sort().values if circular else angles.sort().values
     bounds = (angles[1:] + angles[:-1]) / 2
     lower = 0
@@ -59,7 +59,7 @@ def make_codebook(angles: torch.Tensor, circular: bool) -> AngleCodebook:
 
 
 def angle_density(level: int, angles: torch.Tensor) -> torch.Tensor:
-    """Density of a level's angles after a random rotation (Lemma 2); its normalised form, as in the proof."""
+    """Density of a level's angles after a random rotation (Lemma 2), normalised as in the proof."""
     if level == 1:
         return torch.full_like(angles, 1 / (2 * math.pi))
     m = 2 ** (level - 1)
@@ -69,7 +69,7 @@ def angle_density(level: int, angles: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=128)
 def offline_codebook(level: int, bits: int) -> AngleCodebook:
-    """The Lloyd–Max codebook of a level's exact density; on the circle evenly spaced, with code 0 at angle 0."""
+    """Lloyd–Max codebook of a level's exact density; on the circle evenly spaced, with code 0 at angle 0."""
     count = 2**bits
     if level == 1:
         return make_codebook(2 * math.pi * torch.arange(count, dtype=torch.float64) / count, circular=True)
@@ -96,7 +96,7 @@ def offline_codebook(level: int, bits: int) -> AngleCodebook:
 
 
 def online_codebook(angles: torch.Tensor, bits: int, circular: bool, seed: int) -> AngleCodebook:
-    """One-dimensional k-means++ on angles `[n]` (section 4.1); on the circle with distances across the wrap."""
+    """Codebook of angles `[n]` by one-dimensional k-means++ (section 4.1); distances on the circle cross the wrap."""
     with torch.device("cpu"):  # whatever the default device
         return _clustered(angles.detach().cpu().double(), bits, circular, seed)
 

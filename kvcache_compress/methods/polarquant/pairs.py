@@ -1,4 +1,4 @@
-"""Cells of points in polar coordinates: PolarQuant's codes of RoPE pairs (Wu et al., section 3.2)."""
+"""Quantize points in polar coordinates: PolarQuant's codes of RoPE pairs (Wu et al., section 3.2)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvcache_compress.codecs import packing
 
 
 def radii(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
-    """Radii of pairs, float32, rounded as IEEE 754 says, so that other code can compute the same numbers to the bit.
+    """Radii of pairs, float32, rounded as in IEEE 754, so that kernels can compute the same numbers to the bit.
 
-    Not by `hypot`, and not by a float32 square root of torch: on some processors its library rounds one in six wrongly,
-    which puts the longest radius of a channel, itself a boundary, into the cell below. That of float64 ends right.
+    Neither `hypot` nor torch's float32 square root will do: on some processors one in six is rounded wrongly, which
+    puts the longest radius of a channel, itself a boundary, into the cell below. The root in float64 rounds correctly.
     """
     return (real * real + imaginary * imaginary).double().sqrt().float()
 
@@ -25,9 +25,9 @@ def quarter_bounds(bits: int) -> torch.Tensor:
 
 
 def angle_codes(real: torch.Tensor, imaginary: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Cells of the angles of points, uint8 `[..., pairs]`: whole quarter turns, and the boundaries that they are past.
+    """Codes of the angles of points, uint8 `[..., pairs]`: cells of past quarter turns, plus boundaries passed in this.
 
-    An arctangent would round pairs on a boundary, which 16-bit keys have many of, differently on each device.
+    An arctangent would round pairs on a boundary, which are common in 16-bit keys, differently on each device.
     """
     second, third = (imaginary > 0) & (real <= 0), (imaginary <= 0) & (real < 0)
     fourth = (imaginary < 0) & (real >= 0)
@@ -50,9 +50,9 @@ def quantize(
     angle_bits: int,
     radius_bits: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Bit planes of the angles of points, and of radii `steps` (in cells); float32 `[..., pairs]`.
+    """Bit planes of the angles of points, then of radii `steps`, in cells; all inputs float32 `[..., pairs]`.
 
-    bounds: those of `quarter_bounds(angle_bits)`.
+    bounds: `quarter_bounds(angle_bits)`.
     """
     angle = angle_codes(real, imaginary, bounds)
     radius = steps.floor().clamp(0, 2**radius_bits - 1)

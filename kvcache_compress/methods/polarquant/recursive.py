@@ -1,9 +1,9 @@
 """PolarQuant, recursive: angles of a tree of radii (Han et al., arXiv 2502.02617, sections 3 and 4.1).
 
-A randomly rotated vector is paired into (radius, angle), the radii are paired again, and so on for `levels` levels; the
-angles are stored as codes, the radii that are left in 16 or 8 bits. After the rotation each level's angles follow a
-known density, sharper from level to level, so that no zero point or scale is needed. Every code point has length 1:
-the plain norm already keeps lengths, `match` is the same.
+The numbers of a randomly rotated vector are paired to (radius, angle), the radii are paired again, and so on for
+`levels` levels; angles are stored as codes, the remaining radii in 16 or 8 bits. After the rotation each level's angles
+follow a known density, sharper from level to level, so no zero point or scale is needed. Every code point has length
+1, so `norm` keeps lengths and `match` is the same.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ if TYPE_CHECKING:
 
 RADIUS_CODES = 256
 OCTAVES_BELOW, OCTAVES_ABOVE = 6.0, 4.0
-"""How far the range of 8-bit radii reaches beyond those of the first prefill: later tokens may be unlike them all."""
+"""Margins of 8-bit radii, in octaves, below and above the radii of the first prefill, for later unlike tokens."""
 
 
 class PolarQuantRecursiveOptions(MethodOptions):
     """Options of `polarquant_recursive`, for one side.
 
-    levels: of the tree, each halving the number of radii; as many as the head dimension allows by default (7 of 128).
-    bits: 1 to 6 per angle, from level 1 on; the last number holds for all deeper levels. One number serves all.
-    radius_bits: 16 (the paper's), or 8: a logarithmic code, per head, from 1/64 of the least radius of the first
+    levels: levels of the tree, each halving the number of radii; by default as many as the head dimension allows (7 for
+        128).
+    bits: bits per angle, 1 to 6, from level 1 on; the last number holds for all deeper levels, a single one for all.
+    radius_bits: 16 (the paper's), or 8: a logarithmic code per head, from 1/64 of the least radius of the first
         prefill, below which radii are zero, to 16 times the largest.
-    precondition: rotate first (the paper's PolarQuant-R); without, neighbouring channels are paired as they are.
-    codebook: `offline`, optimal for the exact densities; `online`, k-means++ on the prompt's own angles, those of the
-        first update. All rows of a batch must then be of one prompt: beams, several returned sequences.
-    scalar: what the radii are; `match` (for keys) is the norm, `unbiased` (for values) makes inner products so.
-    center: subtract the mean key of the first prefill; `auto` where it is large and the sinks are kept out of it.
+    precondition: rotate first (the paper's PolarQuant-R); otherwise neighbouring channels are paired unrotated.
+    codebook: `offline`, optimal for the exact densities; `online`, k-means++ on the angles of the first update. With
+        `online`, all rows of a batch must share one prompt (beams, several returned sequences).
+    scalar: scale of the radii; `match` (default for keys) keeps the norm, `unbiased` (for values) inner products.
+    center: subtract the mean key of the first prefill; `auto` only if it is large and the sinks are not part of it.
     """
 
     levels: int | None = None
@@ -69,7 +70,7 @@ class PolarQuantRecursiveOptions(MethodOptions):
     @field_validator("bits")
     @classmethod
     def _check_bits(cls, bits: tuple[int, ...]) -> tuple[int, ...]:
-        if not bits or not all(1 <= own <= 6 for own in bits):
+        if not bits or not all(1 <= width <= 6 for width in bits):
             raise ValueError(f"bits={list(bits)} for polarquant_recursive: allowed 1–6 for each level")
         return bits
 
@@ -84,7 +85,11 @@ class PolarQuantRecursiveOptions(MethodOptions):
         return {} if self.precondition else dict.fromkeys(("rotation", "shared_rotation"), "precondition: true")
 
     def level_bits(self, head_dim: int) -> tuple[int, ...]:
-        """Bits of each level for this head dimension; raises `ValueError` for one that cannot be had."""
+        """Bits of each level for this head dimension.
+
+        Raises:
+            ValueError: the head dimension does not support these levels.
+        """
         check_head_dim("polarquant_recursive", head_dim, 16, 32)
         most = polar_tree.full_depth(head_dim)
         levels = most if self.levels is None else self.levels
@@ -116,9 +121,10 @@ class PolarQuantRecursiveCodec(LinearCodec):
         self.scalar: Scalar = options.scalar or default
         self.books: tuple[AngleCodebook, ...] = ()
         if options.codebook == "offline":
-            self.books = tuple(offline_codebook(level + 1, own).to(context.device) for level, own in enumerate(bits))
+            books = (offline_codebook(level, width) for level, width in enumerate(bits, 1))
+            self.books = tuple(book.to(context.device) for book in books)
         self.radius_table: torch.Tensor | None = None
-        """float32 `[H, 256]`: what an 8-bit radius stands for, as 16 bits hold it; code 0 is a radius of zero."""
+        """float32 `[H, 256]`, radii of 8-bit codes, rounded to 16 bits; code 0 is a radius of zero."""
         self.basis = self._build_basis().to(context.device)
 
     @classmethod
@@ -129,7 +135,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
         return polar_tree.polar_tree(head_dim, bits).fields(radius)
 
     def _build_basis(self) -> torch.Tensor:
-        """Rows are the code space's coordinates, float32 `[1, D, D]`: the rotation, its rows paired as in the paper."""
+        """Basis of code space, float32 `[1, D, D]`: the rotation, with its rows paired as in the paper."""
         dim = self.context.head_dim
         basis = torch.eye(dim)
         if self.options.precondition:
@@ -138,23 +144,24 @@ class PolarQuantRecursiveCodec(LinearCodec):
         return basis[None, polar_tree.adjacent_order(dim, len(self.tree.levels))]
 
     def measure(self, x: torch.Tensor) -> Statistics:
-        """`mean` `[H, D]` where keys are centred; `angles1`, ... of online codebooks; the range of 8-bit radii."""
-        found = super().measure(x)
-        y = self._to_code_space(x, found.get("mean"))
+        """Measure the keys' `mean` `[H, D]`, `angles1`, ... of online codebooks, and the range of 8-bit radii."""
+        statistics = super().measure(x)
+        y = self._to_code_space(x, statistics.get("mean"))
         if self.options.codebook == "online":
             angles = polar_tree.angles(y, len(self.tree.levels))
-            for index, (level, own) in enumerate(zip(self.tree.levels, angles, strict=True)):
-                book = online_codebook(own.flatten(), level.bits, index == 0, self.context.seed_of(f"angles {index}"))
-                found[f"angles{index + 1}"] = book.angles
+            for index, (level, values) in enumerate(zip(self.tree.levels, angles, strict=True)):
+                seed = self.context.seed_of(f"angles {index}")
+                book = online_codebook(values.flatten(), level.bits, index == 0, seed)
+                statistics[f"angles{index + 1}"] = book.angles
         if self.options.radius_bits == 8:
-            found |= radius_range(y.unflatten(-1, (-1, self.tree.roots)).norm(dim=-2))
-        return found
+            statistics |= radius_range(y.unflatten(-1, (-1, self.tree.roots)).norm(dim=-2))
+        return statistics
 
     def set_statistics(self, statistics: Statistics) -> None:
         super().set_statistics(statistics)
         if self.options.codebook == "online":
             angles = (statistics[f"angles{index + 1}"].cpu() for index in range(len(self.tree.levels)))
-            books = (make_codebook(own, circular=index == 0) for index, own in enumerate(angles))
+            books = (make_codebook(values, circular=index == 0) for index, values in enumerate(angles))
             self.books = tuple(book.to(self.context.device) for book in books)
         if self.options.radius_bits == 8:
             least, step = statistics["least_log_radius"], statistics["log_radius_step"]
@@ -191,7 +198,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
         return torch.where(radii > 0, codes.clamp(0, RADIUS_CODES - 1), 0).to(torch.uint8)
 
     def _radii(self, stored: torch.Tensor) -> torch.Tensor:
-        """Radii `[B, H, T, roots]`, float32."""
+        """Decode radii to float32 `[B, H, T, roots]`."""
         if self.radius_table is None:
             return stored.float()
         heads = torch.arange(stored.shape[1], device=stored.device)[:, None, None]
@@ -226,9 +233,9 @@ class PolarQuantRecursiveCodec(LinearCodec):
 
 
 def radius_range(radii: torch.Tensor) -> Statistics:
-    """Where the logarithms of 8-bit radii start and how far they are apart, each `[H]`, for radii `[B, H, T, roots]`.
+    """First logarithm and step of 8-bit radii, each `[H]`, for radii `[B, H, T, roots]`.
 
-    They are evenly spaced from the least to the largest radius, with a margin at either end.
+    The codes are evenly spaced from the least to the largest radius, with a margin at either end.
     """
     logs = radii.log2().transpose(0, 1).flatten(1)
     least = torch.where(logs.isfinite(), logs, torch.inf).amin(-1)

@@ -1,7 +1,7 @@
 """PolarQuant on RoPE pairs (Wu et al., arXiv 2502.00527): keys as a radius and an angle per pair of channels.
 
-The two channels that RoPE turns together are a point in the plane, on a ring in most pairs, which leaves no outlier
-channels (section 3). The radius takes `radius_bits`, per channel or group of tokens; the angle `angle_bits`.
+The two channels that RoPE rotates together are a point in the plane, in most pairs on a ring, which leaves no outlier
+channels (section 3). The radius takes `radius_bits`, scaled per channel or group of tokens; the angle `angle_bits`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 class PolarQuantRopeOptions(MethodOptions):
     """Options of `polarquant_rope`, for keys.
 
-    angle_bits, radius_bits: 2 to 6 each; a number takes half of their sum.
-    radius_scale: `group`, one per pair and `group_size` tokens; `channel`, one per pair for all tokens, from the first
-        prefill, with later radii clamped (the paper's).
-    reconstruction: `midpoint` of a cell, or its lower `edge` (the paper's formulas).
+    angle_bits, radius_bits: 2 to 6 each; half of their sum is the bits per number.
+    radius_scale: `group`, one scale per pair and `group_size` tokens; `channel`, one per pair for all tokens, from the
+        first prefill, with later radii clamped (the paper's).
+    reconstruction: decode to the `midpoint` of a cell, or to its lower `edge` (the paper's formulas).
     score_function: `direct` decodes; `table` is the paper's lookup of q_x cos + q_y sin by angle. Results are the same.
-    pairing: `auto`, the model's own; or `half`, (i, i + d/2); or `interleaved`, (2i, 2i + 1).
-    scalar: `match` stores ‖k‖ / ‖k̂‖ per token besides; `none` does not.
-    center: subtract the mean key of the first prefill; `auto` where it is large and the sinks are kept out of it.
+    pairing: `auto`, as the model pairs; `half`, (i, i + d/2); `interleaved`, (2i, 2i + 1).
+    scalar: `match` also stores ‖k‖ / ‖k̂‖ per token; `none` does not.
+    center: subtract the mean key of the first prefill; `auto` only if it is large and the sinks are not part of it.
     """
 
     angle_bits: int = 4
@@ -73,12 +73,12 @@ class PolarQuantRopeOptions(MethodOptions):
 
     @property
     def offset(self) -> float:
-        """Where in its cell a code is decoded."""
+        """Position in its cell to which a code is decoded, 0 to 1."""
         return 0.5 if self.reconstruction == "midpoint" else 0.0
 
     @property
     def steps(self) -> int:
-        """Steps from zero to the largest radius: one per cell, or the paper's one less."""
+        """Steps from zero to the largest radius: one per cell, or one less as in the paper."""
         return 2**self.radius_bits - (self.reconstruction == "edge")
 
 
@@ -94,7 +94,7 @@ class PolarQuantRopeCodec(LinearCodec):
         super().__init__(options, context)
         self.pairs = pair_layout(options, context)
         self.scale: torch.Tensor | None = None
-        """float32 `[H, pairs]` of the paper's scales per channel."""
+        """float32 `[H, pairs]`, the paper's scales per channel; None if scales are per group."""
         angles = 2 * math.pi * (torch.arange(2**options.angle_bits) + options.offset) / 2**options.angle_bits
         self.points = torch.stack([angles.cos(), angles.sin()], -1).to(context.device)
         """Unit vectors of the angle codes, float32 `[2 ** angle_bits, 2]`."""
@@ -121,12 +121,12 @@ class PolarQuantRopeCodec(LinearCodec):
         return "pairs" if options.pairing == "auto" else "none"
 
     def measure(self, x: torch.Tensor) -> Statistics:
-        """`mean` `[H, D]` where keys are centred; `scale` `[H, pairs]` where radii have one per channel."""
-        found = super().measure(x)
+        """Measure the keys' `mean` `[H, D]`, if centred, and `scale` `[H, pairs]`, if scales are per channel."""
+        statistics = super().measure(x)
         if self.options.radius_scale == "channel":
-            real, imaginary = self.pairs.split(centred(x, found.get("mean")))
-            found["scale"] = radii(real, imaginary).amax(dim=(0, 2)) / self.options.steps
-        return found
+            real, imaginary = self.pairs.split(centred(x, statistics.get("mean")))
+            statistics["scale"] = radii(real, imaginary).amax(dim=(0, 2)) / self.options.steps
+        return statistics
 
     def set_statistics(self, statistics: Statistics) -> None:
         super().set_statistics(statistics)
@@ -135,14 +135,14 @@ class PolarQuantRopeCodec(LinearCodec):
             self.basis = self._build_basis(self.options.score_function)
 
     def _stored_scale(self, radius: torch.Tensor) -> Fields:
-        """The scale of each group of `radius` `[B, H, T, pairs]`; nothing where scales are per channel."""
+        """Scales of the groups of `radius` `[B, H, T, pairs]`; empty if scales are per channel."""
         if self.options.radius_scale == "channel":
             return ()
         scale = radius.unflatten(2, (-1, self.group)).amax(3) / self.options.steps
         return (scale.clamp(max=SCALE_MAX).to(torch.float16),)
 
     def _token_scale(self, stored: Fields) -> torch.Tensor:
-        """float32 scale of every radius, broadcastable to `[B, H, T, pairs]`."""
+        """Scale of every radius, float32, broadcastable to `[B, H, T, pairs]`."""
         if self.options.radius_scale == "channel":
             return self._channel_scale()[:, None]
         return stored[0].float().repeat_interleave(self.group, 2)
@@ -164,7 +164,7 @@ class PolarQuantRopeCodec(LinearCodec):
         return fields
 
     def _polar(self, fields: Fields) -> tuple[torch.Tensor, torch.Tensor]:
-        """Angle codes, int64, and decoded radii, float32, without the match; each `[B, H, T, pairs]`."""
+        """Angle codes, int64, and decoded radii, float32, without the factor `match`; each `[B, H, T, pairs]`."""
         options = self.options
         split = len(PLANES[options.angle_bits])
         end = split + len(PLANES[options.radius_bits])
@@ -175,16 +175,16 @@ class PolarQuantRopeCodec(LinearCodec):
         return x * fields[-1].float()[..., None] if self.options.scalar == "match" else x
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        """Pair by pair, without the basis, which for `table` is many times as wide as a head."""
+        """Decode pair by pair, without the basis, which for `table` is many times as wide as a head."""
         angle, radius = self._polar(fields)
         x = radius[..., None] * self.points[angle]
         x = self._matched(fields, self.pairs.join(x[..., 0], x[..., 1]))
         return x if self.mean is None else x + self.mean[:, None]
 
     def _build_basis(self, score_function: str) -> torch.Tensor:
-        """`direct`: real, then imaginary parts. `table`: for each angle of a half turn, q_x cos + q_y sin of all pairs.
+        """Rows of code space `[H or 1, W, D]`, into which scales per channel are multiplied.
 
-        Scales per channel are multiplied in here, so that stored radii need none.
+        `direct`: real, then imaginary parts. `table`: for each angle of a half turn, q_x cos + q_y sin of all pairs.
         """
         unit = torch.eye(self.context.head_dim, device=self.context.device)
         parts = torch.stack(self.pairs.split(unit))  # [2, head_dim, pairs]
@@ -224,18 +224,18 @@ class PolarQuantRopeCodec(LinearCodec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        """Of the score function `direct`, which is what suits it."""
+        """C++ operands, always for the score function `direct`, which is the faster one there."""
         from kvcache_compress.cpu_kernels.common.operands import cpu_side
 
-        own = self.options
-        tokens = self.group if own.radius_scale == "group" else 0
-        options = (own.angle_bits, own.radius_bits, tokens, round(2 * own.offset))
-        basis = self.ready_basis() if own.score_function == "direct" else self._build_basis("direct")
-        return cpu_side("pairs", options, [self.points], basis, self.mean)
+        options = self.options
+        tokens = self.group if options.radius_scale == "group" else 0
+        numbers = (options.angle_bits, options.radius_bits, tokens, round(2 * options.offset))
+        basis = self.ready_basis() if options.score_function == "direct" else self._build_basis("direct")
+        return cpu_side("pairs", numbers, [self.points], basis, self.mean)
 
 
 def pair_layout(options: PolarQuantRopeOptions, context: CodecContext) -> RopeLayout:
-    """The pairs of channels that `options.pairing` asks for."""
+    """Pairs of channels according to `options.pairing`."""
     dim, half = context.head_dim, context.head_dim // 2
     if options.pairing == "interleaved":
         return RopeLayout((*range(0, dim, 2), *range(1, dim, 2)), half, tuple(range(half)))

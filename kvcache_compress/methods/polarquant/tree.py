@@ -1,11 +1,12 @@
-"""The recursive polar transform on packed codes: which code lies where, and the torch twin of the kernels.
+"""The recursive polar transform on packed codes: their layout, and the torch twin of the kernels.
 
-A code-space vector y of D numbers is paired by halves: level 1 pairs `y[i]` with `y[i + D / 2]`, level ℓ likewise the
-D / 2^(ℓ-1) radii of the level below, so that undoing a level is one concatenation `[r cos | r sin]`. The paper's
-pairing of neighbours is a permutation of the coordinates (`adjacent_order`), which the codec puts into its basis.
+A code-space vector y of D numbers is paired by halves: level 1 pairs `y[i]` with `y[i + D / 2]`, and level ℓ the
+D / 2^(ℓ-1) radii of the level below likewise, so that undoing a level is one concatenation `[r cos | r sin]`. The
+paper's pairing of neighbours is a permutation of the coordinates (`adjacent_order`), which is part of the codec's
+basis.
 
-Quantizing takes comparisons only: a point (x, y) lies beyond the boundary β where `y cos β > x sin β`, and for the
-radii of deeper levels the squares are compared, so no angle and no square root is ever computed.
+Quantizing takes comparisons only: a point (x, y) lies beyond the boundary β if `y cos β > x sin β`, and for the radii
+of deeper levels the squares are compared, so no angle and no square root is computed.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from .codebooks import AngleCodebook
 
 @dataclass(frozen=True)
 class LevelCodes:
-    """Where the `count` codes of one level lie: code p is slot `base + p` of `words` words in its bit width's field.
+    """Location of the `count` codes of one level: code p is slot `base + p` of `words` words in its bit width's field.
 
     field: index of the field's low plane; row: words of that field per token; offset: first of the level's words.
-    Levels of a multiple of eight codes have words of their own; coarser ones of equal bits share some.
+    Levels of a multiple of eight codes have their own words; coarser ones of equal bits share words.
     """
 
     bits: int
@@ -38,13 +39,13 @@ class LevelCodes:
     base: int
 
     @property
-    def whole(self) -> bool:
+    def fills_words(self) -> bool:
         return self.count == CODES_PER_WORD * self.words
 
 
 @dataclass(frozen=True)
 class PolarTree:
-    """Levels, finest first, for vectors of `head_dim` numbers; `roots` radii are left at the end."""
+    """Levels, finest first, of the transform of vectors of `head_dim` numbers; `roots` radii remain at the end."""
 
     head_dim: int
     roots: int
@@ -54,8 +55,8 @@ class PolarTree:
 
     @property
     def places(self) -> list[int]:
-        """Six numbers per level, finest first, as the C++ code takes them."""
-        numbers = ((one.bits, one.count, one.field, one.offset, one.words, one.base) for one in self.levels)
+        """Six numbers per level, finest first, in the format of the C++ code."""
+        numbers = ((x.bits, x.count, x.field, x.offset, x.words, x.base) for x in self.levels)
         return [number for level in numbers for number in level]
 
     def fields(self, radius: torch.dtype) -> tuple[Field, ...]:
@@ -64,17 +65,17 @@ class PolarTree:
 
 
 def full_depth(head_dim: int) -> int:
-    """Levels until an odd number of radii is left."""
+    """Number of levels until an odd number of radii remains."""
     return (head_dim & -head_dim).bit_length() - 1
 
 
 def polar_tree(head_dim: int, bits: tuple[int, ...]) -> PolarTree:
-    """The tree of `len(bits)` levels; levels of equal bits share a field."""
+    """Build the tree of `len(bits)` levels; levels of equal bits share a field."""
     counts = [head_dim >> level for level in range(1, len(bits) + 1)]
     placed: dict[int, tuple[int, int, int, int]] = {}
     widths, field = [], 0
     for width in sorted(set(bits), reverse=True):
-        members = [index for index, own in enumerate(bits) if own == width]
+        members = [index for index, level_bits in enumerate(bits) if level_bits == width]
         words = 0
         for index in members:
             if counts[index] % CODES_PER_WORD == 0:
@@ -90,8 +91,8 @@ def polar_tree(head_dim: int, bits: tuple[int, ...]) -> PolarTree:
         field += len(PLANES[width])
     rows = {width: codes // CODES_PER_WORD for width, codes in widths}
     levels = tuple(
-        LevelCodes(own, counts[index], placed[index][0], rows[own], *placed[index][1:])
-        for index, own in enumerate(bits)
+        LevelCodes(level_bits, counts[index], placed[index][0], rows[level_bits], *placed[index][1:])
+        for index, level_bits in enumerate(bits)
     )
     return PolarTree(head_dim, counts[-1], levels, tuple(widths))
 
@@ -105,8 +106,12 @@ def adjacent_order(head_dim: int, levels: int) -> torch.Tensor:
 def quantize(
     y: torch.Tensor, books: tuple[AngleCodebook, ...]
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Codes of each level, int64 `[..., count]`, of `y` float32 `[..., D]`; squared radii and inner products with the
-    unit code points of the blocks, float32 `[..., roots]`."""
+    """Quantize code-space vectors `y`, float32 `[..., D]`.
+
+    Returns:
+        Codes of each level, int64 `[..., count]`; squared radii of the roots, and inner products with their unit code
+        points, float32 `[..., roots]`.
+    """
     low, high = y.chunk(2, -1)
     energy = low * low + high * high
     cross = y
@@ -130,13 +135,13 @@ def quantize(
 def encode(
     y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
 ) -> tuple[Fields, torch.Tensor, torch.Tensor]:
-    """Bit planes, squared radii and inner products of code-space vectors `[..., D]`; the encode kernel's twin."""
+    """Bit planes, squared radii and inner products of code-space vectors `[..., D]`; twin of the encode kernel."""
     codes, energy, cross = quantize(y, books)
     return pack(tree, codes), energy, cross
 
 
 def circle_codes(x: torch.Tensor, y: torch.Tensor, book: AngleCodebook) -> torch.Tensor:
-    """Nearest code of the angle of each (x, y): the number of boundaries that lie below it, modulo the codes."""
+    """Nearest code to the angle of each (x, y): the number of boundaries below the angle, modulo the codes."""
     beyond = y < 0
     code = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
     for index, (cos, sin) in enumerate(book.bounds):
@@ -146,12 +151,12 @@ def circle_codes(x: torch.Tensor, y: torch.Tensor, book: AngleCodebook) -> torch
 
 
 def pack(tree: PolarTree, codes: list[torch.Tensor]) -> Fields:
-    """Codes of all levels as the bit planes of `PolarTree.fields`."""
+    """Pack the codes of all levels into the bit planes of `PolarTree.fields`."""
     fields: Fields = ()
     for bits, _ in tree.widths:
-        own = [(level, code) for level, code in zip(tree.levels, codes, strict=True) if level.bits == bits]
-        parts = [packing.pack(code, bits) for level, code in own if level.whole]
-        coarse = [code for level, code in own if not level.whole]
+        members = [(level, code) for level, code in zip(tree.levels, codes, strict=True) if level.bits == bits]
+        parts = [packing.pack(code, bits) for level, code in members if level.fills_words]
+        coarse = [code for level, code in members if not level.fills_words]
         if coarse:
             joined = torch.cat(coarse, -1)
             padding = -joined.shape[-1] % CODES_PER_WORD
@@ -171,7 +176,7 @@ def unpack(tree: PolarTree, fields: Fields) -> list[torch.Tensor]:
 
 
 def expand(codes: list[torch.Tensor], radii: torch.Tensor, books: tuple[AngleCodebook, ...]) -> torch.Tensor:
-    """Code-space vectors `[..., D]` of codes and radii `[..., roots]`."""
+    """Decode codes and radii `[..., roots]` to code-space vectors `[..., D]`."""
     for code, book in zip(reversed(codes), reversed(books), strict=True):
         cos, sin = book.points[code].unbind(-1)
         radii = torch.cat([radii * cos, radii * sin], -1)
@@ -181,10 +186,10 @@ def expand(codes: list[torch.Tensor], radii: torch.Tensor, books: tuple[AngleCod
 def angles(y: torch.Tensor, levels: int) -> list[torch.Tensor]:
     """Angles of each level, `[..., count]`: level 1 in [0, 2π), deeper ones in [0, π/2] (Definition 1)."""
     low, high = y.chunk(2, -1)
-    found = [torch.atan2(high, low).remainder(2 * torch.pi)]
+    by_level = [torch.atan2(high, low).remainder(2 * torch.pi)]
     radii = torch.hypot(low, high)
     for _ in range(1, levels):
         low, high = radii.chunk(2, -1)
-        found.append(torch.atan2(high, low))
+        by_level.append(torch.atan2(high, low))
         radii = torch.hypot(low, high)
-    return found
+    return by_level

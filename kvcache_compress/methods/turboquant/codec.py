@@ -1,9 +1,9 @@
 """TurboQuant: random rotation, then the best scalar quantizer for each coordinate (Zandieh et al., sections 3 and 4.3).
 
-A vector is `norm · z` with z on the unit sphere. Rotated, each coordinate of z follows a known density, so one exact
-Lloyd–Max codebook serves all of them. Everything the paper combines is a sum of *components*, each
-`scale · levels[codes]` along the rows of its own basis: one for whole bits; two over disjoint channel sets for
-fractional bits; and for the `prod` estimator one more with levels ±1 along the rows of `S R`, a sketch of the residual.
+A vector is `norm · z` with z on the unit sphere. After the rotation each coordinate of z follows a known density, so
+one exact Lloyd–Max codebook serves all of them. Every variant of the paper is a sum of *components*, each
+`scale · levels[codes]` along the rows of a basis: one for whole bits; two over disjoint channel sets for fractional
+bits; and for the `prod` estimator one more with levels ±1 along the rows of `S R`, a sketch of the residual.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TurboQuantOptions(MethodOptions):
 
     bits: 1 to 6 in steps of 0.5; a fractional value codes `outlier_fraction` of the channels with one bit more.
     estimator: `mse` (Algorithm 1), or `prod` (Algorithm 2), which spends one of the bits on a sketch of the residual.
-    scalar: the number stored per token (`norm` is the paper's); by default `match` for keys, `unbiased` for values.
-    center: subtract the mean key of the first prefill; `auto` where it is large and the sinks are kept out of it.
+    scalar: number stored per token (`norm` is the paper's); by default `match` for keys, `unbiased` for values.
+    center: subtract the mean key of the first prefill; `auto` only if it is large and the sinks are not part of it.
     """
 
     bits: float = 4
@@ -73,12 +73,12 @@ class TurboQuantOptions(MethodOptions):
         return self
 
     def idle(self) -> dict[str, str]:
-        found = {} if self.bits % 1 else {"outlier_fraction": "fractional bits"}
+        idle = {} if self.bits % 1 else {"outlier_fraction": "fractional bits"}
         if self.estimator == "mse":
-            found["sketch"] = "estimator 'prod'"
+            idle["sketch"] = "estimator 'prod'"
         if math.ceil(self.bits) - (self.estimator == "prod") <= 1:
-            found["codebook"] = "levels to choose: more bits"
-        return found
+            idle["codebook"] = "levels to choose: more bits"
+        return idle
 
 
 @register_method
@@ -115,7 +115,7 @@ class TurboQuantCodec(LinearCodec):
         return fields
 
     def _build_rotations(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """R and, for `prod`, S of each channel set; float32 `[width, width]`."""
+        """Rotations R and, for `prod`, sketches S of the channel sets, each float32 `[width, width]`."""
         seed_of = partial(self.context.seed_of, shared=self.options.shared_rotation)
         rotations = tuple(
             random_rotation(self.options.rotation, width, seed_of(f"rotation {index}"))
@@ -131,7 +131,7 @@ class TurboQuantCodec(LinearCodec):
         return tuple(r.to(device) for r in rotations), tuple(s.to(device) for s in sketches)
 
     def _set_basis(self, order: torch.Tensor | None) -> None:
-        """`order` `[H, head_dim]` lists each head's channels, outliers first; None where there is one channel set."""
+        """Build the basis; `order` `[H, head_dim]` lists each head's channels, outliers first; None for one set."""
         rows = []
         at = 0
         for (width, _), rotation in zip(self.sets, self._rotations, strict=True):
@@ -154,11 +154,11 @@ class TurboQuantCodec(LinearCodec):
         self._rotations = ()
 
     def measure(self, x: torch.Tensor) -> Statistics:
-        """`mean` `[H, D]` where keys are centred; for fractional bits `energy` `[H, D]` of each channel."""
-        found = super().measure(x)
+        """Measure the keys' `mean` `[H, D]`, if centred, and for fractional bits the `energy` `[H, D]` of channels."""
+        statistics = super().measure(x)
         if len(self.sets) == 2:
-            found["energy"] = centred(x, found.get("mean")).square().mean(dim=(0, 2))
-        return found
+            statistics["energy"] = centred(x, statistics.get("mean")).square().mean(dim=(0, 2))
+        return statistics
 
     def set_statistics(self, statistics: Statistics) -> None:
         super().set_statistics(statistics)
@@ -189,7 +189,7 @@ class TurboQuantCodec(LinearCodec):
         return fields
 
     def parts(self, fields: Fields) -> Iterator[Part]:
-        """One per component."""
+        """Stored vectors in code space, one part per component."""
         at = 0
         for component in self.components:
             planes = len(PLANES[component.bits])

@@ -1,4 +1,4 @@
-"""The scalar-quantized parts that TurboQuant's vectors are sums of (see `methods/turboquant.py`)."""
+"""Scalar-quantized components, whose sum is a TurboQuant vector (see `methods/turboquant.py`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Component:
-    """One scalar-quantized part: `width` codes of `bits` bits along rows `[start, start + width)` of the basis."""
+    """One scalar-quantized component: `width` codes of `bits` bits along rows `[start, start + width)` of the basis."""
 
     bits: int
     width: int
@@ -28,7 +28,7 @@ class Component:
     levels: torch.Tensor
     """float32 `[2 ** bits]` on the device, in the order of their codes."""
     table: torch.Tensor
-    """Of the levels, for `packing.look_up`."""
+    """Table of the levels, for `packing.look_up`."""
 
     @property
     def rows(self) -> slice:
@@ -36,7 +36,7 @@ class Component:
 
 
 def channel_sets(bits: float, head_dim: int, outlier_fraction: float) -> tuple[tuple[int, int], ...]:
-    """Splits `head_dim` channels into sets of (width, bits): one for whole bits, outliers first for fractional ones."""
+    """Split `head_dim` channels into sets (width, bits): one for whole bits, else two with outliers first."""
     low = math.floor(bits)
     if bits == low:
         return ((head_dim, low),)
@@ -46,7 +46,7 @@ def channel_sets(bits: float, head_dim: int, outlier_fraction: float) -> tuple[t
 
 
 def component_bits(options: TurboQuantOptions, bits: int) -> tuple[tuple[int, bool], ...]:
-    """(bits, is sketch) of the components of one channel set."""
+    """Components of one channel set, as (bits, is sketch)."""
     if options.estimator == "mse":
         return ((bits, False),)
     return ((bits - 1, False), (1, True)) if bits > 1 else ((1, True),)
@@ -62,9 +62,9 @@ def build_components(
     for index, (width, set_bits) in enumerate(sets):
         for bits, sketch in component_bits(options, set_bits):
             levels = torch.tensor([-1.0, 1.0]) if sketch else codebook(width, bits).float()
-            if bits == 4 and options.codebook == "lloyd_max":  # which kernels look up by magnitude
+            if bits == 4 and options.codebook == "lloyd_max":  # kernels look these up by magnitude
                 levels = outward(levels)
-            held = (x.to(device) for x in (levels, packing.level_table(levels, bits)))
-            components.append(Component(bits, width, start, index, sketch, *held))
+            tables = (x.to(device) for x in (levels, packing.level_table(levels, bits)))
+            components.append(Component(bits, width, start, index, sketch, *tables))
             start += width
     return tuple(components)

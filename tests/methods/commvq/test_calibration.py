@@ -1,4 +1,4 @@
-"""Calibration of CommVQ: what is collected, that an interrupted run goes on, the file, and what is refused."""
+"""Calibration of CommVQ: collected states, resumed runs, the file, and refused arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {"tokens": 576, "context": CONTEXT, "centres": 8, "sc
 
 
 class Characters:
-    """A tokenizer with a token per character, and one that starts a text."""
+    """Tokenizer with a token per character, and one at the start of a text."""
 
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [*([3] if add_special_tokens else []), *(ord(character) % 64 for character in text)]}
@@ -65,7 +65,7 @@ def text(tmp_path: Path) -> list[str]:
 
 
 def calibrate(model: Any, text: list[str], output: Path, **changes: Any) -> list[str]:
-    """Notices of a calibration with short settings."""
+    """Run a calibration with short settings; returns its notices."""
     notices: list[str] = []
     calibrate_commvq(
         model,
@@ -80,7 +80,7 @@ def calibrate(model: Any, text: list[str], output: Path, **changes: Any) -> list
 
 
 def test_keys_are_collected_before_rope(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    """Against the key projection itself, whose halves are the real and imaginary parts in this model."""
+    """Collected keys equal the key projection, whose halves are real and imaginary parts in this model."""
     windows = torch.randint(64, (3, CONTEXT), generator=torch.Generator().manual_seed(0))
     projected, values = [], []
     attention = model.model.layers[1].self_attn
@@ -97,7 +97,7 @@ def test_keys_are_collected_before_rope(model: LlamaForCausalLM, tmp_path: Path)
 
 
 def test_collecting_holds_one_window(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches alive at once, and the tokens that each holds."""
+    """Only one window's cache is alive at a time."""
     alive, most = set[int](), [0]
 
     class Counted(DynamicCache):
@@ -115,7 +115,7 @@ def test_collecting_holds_one_window(model: LlamaForCausalLM, tmp_path: Path, mo
 
     monkeypatch.setattr("kvcache_compress.methods.commvq.calibration.collect.DynamicCache", Counted)
     collect(model, torch.zeros(20, CONTEXT, dtype=torch.long), tmp_path, [0, 2])
-    assert most[0] <= 2  # the last window's goes when the next takes its name
+    assert most[0] <= 2  # the last window's cache is freed when the next one gets its name
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) == 2 * 2 * 20 * CONTEXT * HEADS * HEAD_DIM * 2
 
 
@@ -135,7 +135,7 @@ def test_a_file_that_the_cache_takes(model: LlamaForCausalLM, text: list[str], t
 
 
 def test_windows_are_held_out() -> None:
-    """One in eight, spread evenly, and at least one; each window is in one of both."""
+    """Held out is one window in eight, evenly spread, and at least one; each window is in one of both sets."""
     for count, held_out in ((2, [1]), (8, [7]), (15, [14]), (18, [8, 17]), (54, [8, 17, 26, 35, 44, 53])):
         trained, others = split_windows(torch.arange(count)[:, None])
         assert others.flatten().tolist() == held_out
@@ -160,7 +160,7 @@ def own_search(file: dict[str, torch.Tensor], side: str, states: torch.Tensor) -
 
 @pytest.mark.parametrize("values", ["residual", "encoder"])
 def test_losses_of_what_was_held_out(model: LlamaForCausalLM, text: list[str], tmp_path: Path, values: str) -> None:
-    """Those of the codec's own search, on windows that neither codebooks nor weights of pairs have seen."""
+    """Held-out losses equal those of the codec's search, on windows used neither for codebooks nor for weights."""
     output = tmp_path / "books.safetensors"
     schedule = EncoderSchedule(steps=200, batch=64)
     calibrate(model, text, output, values=values, encoder=schedule, key_rounds=4, value_rounds=4)
@@ -180,7 +180,7 @@ def test_losses_of_what_was_held_out(model: LlamaForCausalLM, text: list[str], t
 def test_an_interrupted_run_goes_on(
     model: LlamaForCausalLM, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted in layer 1: layer 0 is not trained again, and the file is that of an uninterrupted run."""
+    """A run interrupted in layer 1 does not train layer 0 again, and its file equals that of an uninterrupted run."""
     whole, output = tmp_path / "whole.safetensors", tmp_path / "books.safetensors"
     calibrate(model, text, whole)
     original, trained = commvq.train_side, []
@@ -298,7 +298,7 @@ def test_queries_weigh_pairs(model: LlamaForCausalLM, tmp_path: Path) -> None:
 
 
 def test_weighted_keys_in_every_path(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
-    """Keys come back near what they were, and fused attention in torch and in Triton agrees with decoding them."""
+    """Weighted keys decode close to the originals, and fused attention in torch and Triton agrees with decoding."""
     output = tmp_path / "books.safetensors"
     calibrate(model, text, output, key_rounds=5, value_rounds=3)
     tokens = torch.tensor([ord(character) % 64 for character in Path(text[0]).read_text()[:35]])[None]
@@ -351,7 +351,7 @@ def test_what_is_refused(model: LlamaForCausalLM, text: list[str], tmp_path: Pat
         with pytest.raises(ValueError, match=message):
             CommVQSettings(**SETTINGS | changes)
     (tmp_path / "folder.safetensors").mkdir()
-    for place, message in (("folder.safetensors", "this is a folder"), ("text.txt/x.safetensors", "is no such folder")):
+    for place, message in (("folder.safetensors", "this is a folder"), ("text.txt/x.safetensors", "is not one")):
         with pytest.raises(ValueError, match=message):
             calibrate(model, ["nowhere.txt"], tmp_path / place)
     with pytest.raises(ValueError, match=r"context=1: allowed more than the 1 tokens"):
@@ -362,7 +362,7 @@ def test_what_is_refused(model: LlamaForCausalLM, text: list[str], tmp_path: Pat
 
 
 def test_pairs_weigh_alike_as_in_the_paper(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
-    """By choice without a word; where no queries can be seen, with one. Both give the same codebooks, and say so."""
+    """Unweighted pairs: silent by choice, with a notice if no queries can be observed; both give equal codebooks."""
     plain, eager = tmp_path / "plain.safetensors", tmp_path / "eager.safetensors"
     assert calibrate(model, text, plain, weigh_pairs=False) == []
     model.set_attn_implementation("eager")
@@ -378,7 +378,7 @@ def test_pairs_weigh_alike_as_in_the_paper(model: LlamaForCausalLM, text: list[s
 
 
 def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks from beginning to end, cut inside of characters of several bytes; their tokens suffice."""
+    """Large files are read in blocks from beginning to end, even if cut inside multi-byte characters."""
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(0x20AC + i // 1000) for i in range(40_000)), encoding="utf-8")
     monkeypatch.setattr("kvcache_compress.methods.commvq.calibration.text._WHOLE_BYTES", 1000)
@@ -402,7 +402,7 @@ def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["owner/data", "mlfoundations/dclm-baseline-1.0", "owner/data:part.en"])
 def test_a_dataset_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are read as far as they are needed."""
+    """Only as many rows of a dataset are read as needed."""
     datasets = pytest.importorskip("datasets")
     asked: list[Any] = []
 
@@ -419,7 +419,7 @@ def test_a_dataset_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match="has no column 'text', but words"):
         read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("offline")))
-    with pytest.raises(ValueError, match="no dataset that the hub gives: offline"):
+    with pytest.raises(ValueError, match="the hub has no such dataset: offline"):
         read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
 
 
@@ -429,7 +429,7 @@ def run_command(*options: str) -> Any:
 
 @pytest.mark.parametrize("values", ["residual", "encoder"])
 def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: str) -> None:
-    """Progress with the time that is left, a table of losses, and the file, its size and what it took."""
+    """The command prints progress with the remaining time, a table of losses, and the file's size and cost."""
     monkeypatch.setattr(command, "load_model", lambda *_, **__: (model, Characters()))
     monkeypatch.setattr(command, "_QUIET_SECONDS", 0.0)
     monkeypatch.setattr(commvq, "QUICK_ENCODER", EncoderSchedule(steps=5, batch=64))
@@ -455,7 +455,7 @@ def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_command_refuses_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the model is loaded."""
+    """The command refuses bad arguments before it loads the model."""
     monkeypatch.setattr(command, "load_model", lambda *_, **__: pytest.fail("loaded"))
     file = tmp_path / "text.txt"
     file.write_text("a text")
@@ -467,7 +467,7 @@ def test_command_refuses_in_a_sentence(tmp_path: Path, monkeypatch: pytest.Monke
         ((*text, *output, "--device", "foo"), "device='foo'"),
         ((*text, *output, "--device", "meta"), "device='meta' cannot be had: it holds no data"),
         (("--text", str(tmp_path / "no.txt"), *output), "no such file"),
-        ((*text, "--output", str(file / "x.safetensors")), "is no such folder"),
+        ((*text, "--output", str(file / "x.safetensors")), "is not one"),
         ((*text, "--output", str(tmp_path)), "allowed are files that end in .safetensors"),
     ):
         result = run_command(*options)
@@ -476,7 +476,7 @@ def test_command_refuses_in_a_sentence(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_command_waits_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That writes the same file, and would remove the parts of both when it is done."""
+    """The command waits for another one that writes the same file, which would remove the parts of both."""
     monkeypatch.setattr(command, "load_model", lambda *_, **__: (None, None))
     there: list[str] = []
 

@@ -115,7 +115,7 @@ def test_soft_weights_by_hand() -> None:
 def test_hard_steps_never_raise_the_loss(form: Form) -> None:
     x = vectors()
     start = start_centres(x, form, 32, generator())
-    start[:, -4:] = 50.0  # of no use to anyone: reseeded on the way
+    start[:, -4:] = 50.0  # unused centres, which are reseeded
     _, _, losses = hard_steps(x, form, start, 12, 0.0, generator())
     assert len(losses) > 3
     assert all((later <= earlier * (1 + 1e-5)).all() for earlier, later in itertools.pairwise(losses))

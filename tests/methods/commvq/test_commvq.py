@@ -1,4 +1,4 @@
-"""CommVQ: codebooks that commute with RoPE, exact search, bits really stored, positions, and the codebook file."""
+"""CommVQ: codebooks that commute with RoPE, exact search, stored bits, positions, and the codebook file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvcache_compress.storage.rope_track import _warn_of_positions
 
 
 def commvq(**shape: Any) -> tuple[str, Callable[[int], dict[str, Any]]]:
-    """A side for the kernel tests, its file by the head dimension."""
+    """A codec of one side for the kernel tests, with a codebook file for its head dimension."""
     scalar = {"scalar": shape.pop("scalar", None)}
     return "commvq", lambda head_dim: {"codebooks": codebook_file(head_dim, **shape), **scalar}
 
@@ -110,7 +110,7 @@ def test_hand_packed_codes() -> None:
 
 
 def test_points_of_the_codebook_come_back(make_codec: Make) -> None:
-    """Keys ‖k‖ (± e_a ± i e_b) / √2, turned by RoPE, lose nothing but what 16 bits of their length take."""
+    """Keys ‖k‖ (± e_a ± i e_b) / √2, rotated by RoPE, come back exactly but for 16-bit rounding of their length."""
     config = LlamaConfig(hidden_size=128, num_hidden_layers=1, num_attention_heads=2)
     path = FOLDER / "exact.safetensors"
     eye = torch.cat([torch.eye(32), -torch.eye(32)]) / 2**0.5
@@ -148,7 +148,7 @@ ROPES = {
 
 @pytest.mark.parametrize("name", ["llama", "glm4-partial-interleaved"])
 def test_codebooks_commute_with_every_rotation(make_codec: Make, name: str) -> None:
-    """Property 1: what codes decode to, turned, is what they decode to by codebooks whose centres are turned."""
+    """Property 1: decoded points, rotated, equal the points of codebooks with rotated centres."""
     config = ROPES[name]
     layout, embed = rope_layout(config, 64), rotary_embedding(config)
     codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=codebook_file(64, key_shape=(4, 64)))
@@ -156,7 +156,7 @@ def test_codebooks_commute_with_every_rotation(make_codec: Make, name: str) -> N
     codes = torch.randint(64, (HEADS, 1, 50, 4, 2), generator=torch.Generator().manual_seed(0))
 
     def turned(points: torch.Tensor, factors: Any) -> torch.Tensor:
-        """Complex numbers `[..., n, pairs, 2]` as the model turns a key."""
+        """Rotate complex numbers `[..., n, pairs, 2]` as the model rotates a key."""
         key = layout.rotate(layout.join(*points.unbind(-1)).flatten(0, -3)[None], factors)
         return torch.stack(layout.split(key), -1)[0].unflatten(0, points.shape[:-3])
 
@@ -170,7 +170,7 @@ def test_codebooks_commute_with_every_rotation(make_codec: Make, name: str) -> N
 
 @pytest.mark.parametrize("name", ROPES)
 def test_codes_do_not_depend_on_position(make_codec: Make, name: str) -> None:
-    """Keys turned by the model's own function get the codes of keys before RoPE, and decode to those turned alike."""
+    """Keys rotated by the model's function get the codes of unrotated keys, and decode to the rotated points."""
     config = ROPES[name]
     layout, embed = rope_layout(config, 64), rotary_embedding(config)
     codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=codebook_file(64, key_shape=(4, 64)))
@@ -194,7 +194,7 @@ def small_model(**changes: Any) -> LlamaForCausalLM:
 
 
 def neox_model() -> tuple[Any, str]:
-    """GPT-NeoX, whose modules take the cache under another name, and its codebooks."""
+    """GPT-NeoX, whose modules name the cache argument differently, and its codebooks."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = GPTNeoXConfig(**sizes, vocab_size=128, max_position_embeddings=512, initializer_range=0.05)
@@ -207,7 +207,7 @@ def neox_model() -> tuple[Any, str]:
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("switch", [enable_fused_attention, register_position_hooks, None])
 def test_left_padding_does_not_change_codes(family: str, switch: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A padded row's tokens are encoded at their own positions, which the attention modules hand over."""
+    """A padded row's tokens are encoded at their actual positions, which the attention modules pass on."""
     model, path = (small_model(), codebook_file(32)) if family == "llama" else neox_model()
     ids = torch.randint(1, 128, (1, 90), generator=torch.Generator().manual_seed(2))
     padded = torch.cat([torch.zeros(1, 13, dtype=torch.long), ids], 1)
@@ -228,7 +228,7 @@ def test_left_padding_does_not_change_codes(family: str, switch: Any, caplog: py
 
 
 def test_positions_handed_over_as_positional_arguments() -> None:
-    """Of embeddings for all cached tokens, the last ones are the step's."""
+    """Position embeddings for all cached tokens are accepted: the last ones belong to the step."""
     model = small_model()
     cache = CommVQCache(model.config, codebook_file(32))
     attention = model.model.layers[1].self_attn
@@ -352,7 +352,7 @@ def test_memory_report_counts_codebooks_and_encoder() -> None:
 
 
 def test_the_papers_preset() -> None:
-    """Bits of the encoder for values, plain norms, nothing dense but what has not left in blocks."""
+    """The paper's preset: encoder for values, plain norms, and no dense tokens but those of an incomplete block."""
     model, path = small_model(), codebook_file(32, key_shape=(5, 64), encoder_bits=128)
     compressed = CompressedCache(model.config, load_config("commvq-paper").with_codebooks(path))
     with torch.no_grad():

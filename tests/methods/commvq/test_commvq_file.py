@@ -1,4 +1,4 @@
-"""CommVQ's codebook file: whatever is wrong with it is said when the cache is built, with the file's name."""
+"""CommVQ's codebook file: any damage is reported when the cache is built, with the file's name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def damaged(change: Callable[[dict[str, Any], dict[str, str]], None]) -> str:
 
 
 def _renamed(name: str) -> Callable[[Any, Any], Any]:
-    """One more tensor, of this name."""
+    """Add a tensor of this name."""
     return lambda t, m: t.update({name: t["keys.0.codebooks"].clone()})
 
 
@@ -36,7 +36,7 @@ DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "foreign": (lambda t, m: m.update(format="pt"), "not a codebook file of kvcache-compress"),
     "metadata": (lambda t, m: m.update(rope="{"), "its metadata is damaged"),
     "no heads": (lambda t, m: m.pop("kv_heads"), "its metadata is damaged .*kv_heads"),
-    "layer": (lambda t, m: t.pop("values.1.codebooks"), "no values of layer 1 in it"),
+    "layer": (lambda t, m: t.pop("values.1.codebooks"), "it holds no values of layer 1"),
     "shape": (lambda t, m: [t.update({n: t[n][:, :, :, :15].clone()}) for n in list(t)], "damaged: codebooks of keys"),
     "one shape": (
         lambda t, m: t.update({"keys.2.codebooks": t["keys.2.codebooks"][:, :, :1].clone()}),
@@ -44,13 +44,13 @@ DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "number": (
         _renamed("keys.3.codebooks"),
-        "a tensor 'keys.3.codebooks'",
+        "an unexpected tensor 'keys.3.codebooks'",
     ),
     "no number": (
         _renamed("keys.-1.codebooks"),
-        "a tensor 'keys.-1.codebooks'",
+        "an unexpected tensor 'keys.-1.codebooks'",
     ),
-    "name": (lambda t, m: t.update(other=torch.zeros(1, dtype=torch.float16)), "a tensor 'other'"),
+    "name": (lambda t, m: t.update(other=torch.zeros(1, dtype=torch.float16)), "an unexpected tensor 'other'"),
     "dtype": (lambda t, m: t.update({n: t[n].float() for n in list(t)}), "not F16"),
     "heads": (lambda t, m: m.update(kv_heads="4"), "damaged: codebooks of keys"),
     "layers": (lambda t, m: m.update(layers="30"), "30 layers with 2 key/value heads of 32 there, 3 layers"),
@@ -90,7 +90,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weight", [0.0, -1.0])
 @pytest.mark.parametrize("count", [1, 32])
 def test_weights_that_are_not_positive(weight: float, count: int) -> None:
-    """Keys are divided by them."""
+    """Weights must be positive, as keys are divided by them."""
 
     def weigh(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
         for layer in range(3):
@@ -112,13 +112,13 @@ def test_errors_are_one_line(version: str) -> None:
 
 @pytest.mark.parametrize("at", [0.3, 0.6, 0.999])
 def test_a_flipped_bit_is_found(at: float, tmp_path: Path) -> None:
-    """When the cache is built, wherever in the tensors it is; files of before the digest was kept are still taken."""
+    """A flipped bit anywhere in the tensors is detected when the cache is built; files without a digest still load."""
     config = LlamaConfig(**CONTRACT_MODEL)
     content = bytearray(Path(codebook_file(32)).read_bytes())
     content[int(at * len(content))] ^= 1
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"x.safetensors' for commvq: damaged: its numbers are not those"):
+    with pytest.raises(ValueError, match=r"x.safetensors' for commvq: damaged: its numbers have changed"):
         CommVQCache(config, path)
     CommVQCache(config, damaged(lambda t, m: t["keys.0.codebooks"].view(-1)[3:4].fill_(7)))
 

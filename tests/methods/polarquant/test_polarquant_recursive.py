@@ -1,4 +1,4 @@
-"""Recursive PolarQuant: pairing, the circle, packing, radii of 8 bits, and the bits that are really stored."""
+"""Recursive PolarQuant: pairing, the circle, packing, 8-bit radii, and the stored bits."""
 
 import math
 from collections.abc import Callable
@@ -97,7 +97,7 @@ def test_codes_come_back(dim: int, bits: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shift", [0.0, 0.01, 0.2, -0.2, 3.0])
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_circle(bits: int, shift: float) -> None:
-    """The code of an angle is the nearest one around the circle, whatever the codebook's place on it."""
+    """The code of an angle is the nearest one around the circle, for any rotation of the codebook."""
     even = 2 * math.pi * torch.arange(2**bits).double() / 2**bits
     book = make_codebook(even + shift + 0.05 * (even * 3).sin(), circular=True)
     angles = torch.linspace(0, 2 * math.pi, 4001).double()[:-1]
@@ -120,7 +120,7 @@ def test_wrap(make_codec: Make, codebook: str) -> None:
 
 
 def test_quantizing_takes_the_nearest_angle() -> None:
-    """By comparisons alone, as by arc tangents."""
+    """Quantizing by comparisons gives the same codes as by arc tangents."""
     y = gaussian(50, 64)
     books = tuple(offline_codebook(level, 3) for level in range(1, 7))
     codes, energy, cross = polar_tree.quantize(y, books)
@@ -149,7 +149,7 @@ def test_online_codebooks(make_codec: Make) -> None:
         codec.encode(gaussian(1, 1, 4, 64))
 
 
-# What is stored
+# Storage
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_stored_bits(make_codec: Make, dim: int, options: dict[str, Any], bits: 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
 def test_8_bit_radii(make_codec: Make, scale: float) -> None:
-    """Within half a step of the logarithm of what 16 bits hold; later tokens may be far shorter or longer."""
+    """8-bit radii are within half a logarithmic step of 16-bit ones, also for later tokens of very different length."""
     x = gaussian(1, 2, 300, 64) * scale * torch.linspace(0.5, 4, 300)[:, None]
     coarse, fine = (make_codec(NAME, 64, heads=2, scalar="norm", center="off", radius_bits=b) for b in (8, 16))
     coarse.prepare(x)

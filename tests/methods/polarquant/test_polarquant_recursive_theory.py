@@ -1,4 +1,4 @@
-"""Recursive PolarQuant against its paper (Lemma 2, section 4.1) and against what its levels and bits should cost."""
+"""Recursive PolarQuant against its paper (Lemma 2, section 4.1), and the expected error of its levels and bits."""
 
 import math
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def kolmogorov_smirnov(level: int, angles: torch.Tensor) -> float:
 
 
 CRITICAL = 1.95
-"""Of √n D at a significance of .001 (the Kolmogorov distribution's tail 2 exp(-2 x²)); seven levels are tested."""
+"""Largest √n D at a significance of .001 (Kolmogorov distribution's tail 2 exp(-2 x²)); seven levels are tested."""
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +52,13 @@ def rotated() -> torch.Tensor:
 
 @pytest.mark.parametrize("level", range(1, 8))
 def test_lemma_2(level: int, rotated: torch.Tensor) -> None:
-    """Angles of a rotated vector follow the lemma's density, all of a level and independently of each other."""
+    """All angles of a rotated vector follow the lemma's density of their level, independently of each other."""
     assert kolmogorov_smirnov(level, polar_tree.angles(rotated, 7)[level - 1].flatten()) < CRITICAL
 
 
 @pytest.mark.parametrize("level", range(1, 8))
 def test_lemma_2_after_hadamard_transforms(level: int) -> None:
-    """Hadamard matrices and random signs do as much as a uniform rotation."""
+    """Angles after Hadamard transforms with random signs follow the same density as after a uniform rotation."""
     x = torch.randn(128, generator=torch.Generator().manual_seed(5)) * torch.linspace(0.3, 3, 128)
     order = polar_tree.adjacent_order(128, 7)
     rotated = torch.stack([(random_rotation("hadamard", 128, seed) @ x)[order] for seed in range(60)])
@@ -76,7 +76,7 @@ def test_lemma_2_on_many_directions(level: int) -> None:
 
 
 def test_deeper_angles_are_sharper() -> None:
-    """Their standard deviation falls by about √2 a level (Lemma 1: variance of order 1 / d)."""
+    """The angles' standard deviation falls by about √2 per level (Lemma 1: variance of order 1 / d)."""
     grid = torch.linspace(0, math.pi / 2, 20_001, dtype=torch.float64)
     spreads = []
     for level in range(2, 9):
@@ -117,7 +117,7 @@ TABLE = [
 @pytest.mark.parametrize("rotation", ["haar", "hadamard"])
 @pytest.mark.parametrize("row", range(len(TABLE)))
 def test_distortion(make_codec: Make, unit_vectors: Make, row: int, rotation: str) -> None:
-    """Within 2 %. 8-bit radii cost nothing to speak of."""
+    """Errors are within 2 % of the simulation; 8-bit radii add hardly any."""
     options, expected = TABLE[row]
     codec = make_codec(NAME, 128, scalar="norm", center="off", rotation=rotation, **options)
     x = unit_vectors(2000, 128)
@@ -128,7 +128,7 @@ def test_distortion(make_codec: Make, unit_vectors: Make, row: int, rotation: st
 @pytest.mark.parametrize("options", [{}, {"rotation": "hadamard"}], ids=["default", "hadamard"])
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_distortion_where_one_rope_pair_dominates(make_codec: Make, dim: int, options: dict[str, Any]) -> None:
-    """Within 15 % of the error of vectors without structure, though the pair is one that the tree would split.
+    """The error is within 15 % of that of vectors without structure, although the tree splits the pair.
 
     One Hadamard matrix leaves the two channels `(i, i + d/2)`, and so all that they hold, to the deepest angle: four
     times the error.

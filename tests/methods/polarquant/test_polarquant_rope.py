@@ -55,7 +55,7 @@ def polar(radius: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
 
 
 def test_radii_are_rounded_correctly() -> None:
-    """As IEEE 754 says, on every processor: kernels and C++ compute the same, and the longest radius is a boundary."""
+    """Radii are rounded as in IEEE 754 on every processor, as in the kernels and C++: the longest is a boundary."""
     x, y = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0))
     square = (x * x + y * y).numpy()
     assert np.array_equal(radii(x, y).numpy(), np.sqrt(square))
@@ -86,7 +86,7 @@ def test_papers_formulas(make_codec: Make, bits: int) -> None:
 
 
 def test_cells_by_hand(make_codec: Make) -> None:
-    """Radii and angles in the middle of their cells come back exactly; so does the same angle a turn further."""
+    """Radii and angles in the middle of their cells come back exactly, also with an angle a full turn larger."""
     m, n, pairs = 3, 2, 8
     generator = torch.Generator().manual_seed(0)
     angle_codes = torch.randint(0, 2**m, (1, 1, 32, pairs), generator=generator)
@@ -115,7 +115,7 @@ def test_angles_wrap(make_codec: Make, bits: int) -> None:
 @pytest.mark.parametrize("scale", ["channel", "group"])
 @pytest.mark.parametrize(("m", "n"), [(4, 4), (4, 2), (3, 3)])
 def test_midpoint_beats_edge(make_codec: Make, m: int, n: int, scale: str) -> None:
-    """By the paper's formulas the angle alone is off by half a cell on average, four times the variance."""
+    """The paper's lower edges put angles off by half a cell on average, four times the variance of midpoints."""
     x = torch.randn(1, 1, 512, 64, generator=torch.Generator().manual_seed(0)) + 1
     found = {
         kind: error(make_codec(NAME, 64, angle_bits=m, radius_bits=n, radius_scale=scale, reconstruction=kind), x)
@@ -155,7 +155,7 @@ LAYOUTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_pairs_are_the_models_own(name: str) -> None:
-    """Radii and angles of the pairs that the model's RoPE turns: as rotating by it shows, angles alone move."""
+    """Radii and angles are those of the pairs that the model's RoPE rotates: rotating changes only angles."""
     layout = rope_layout(LAYOUTS[name], 64)
     assert layout is not None
     x = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -189,7 +189,7 @@ def test_pairing_auto_needs_a_layout() -> None:
 @pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize(("m", "n"), [(3, 3), (6, 2), (3, 6), (5, 4)])
 def test_storage(make_codec: Make, dim: int, m: int, n: int) -> None:
-    """(m + n) / 2 bits are really stored, and 16 / (2 g) for a scale per pair and group of g tokens."""
+    """Storage takes (m + n) / 2 bits, plus 16 / (2 g) for a scale per pair and group of g tokens."""
     paper = make_codec(NAME, dim, angle_bits=m, radius_bits=n, **PAPER)
     assert paper.bits_per_number() == (m + n) / 2
     ours = make_codec(NAME, dim, angle_bits=m, radius_bits=n, group_size=64)
@@ -263,7 +263,7 @@ def test_refused_sides_and_sizes(make_codec: Make) -> None:
 
 @pytest.mark.parametrize(("preset", "n"), [("polarquant-rope-paper-m4n4", 4), ("polarquant-rope-paper-m4n2", 2)])
 def test_paper_presets(preset: str, n: int) -> None:
-    """m4n4: per channel; m4n2: groups of 64 and 64 dense tokens. Lower edges, values untouched."""
+    """Paper presets: m4n4 scales per channel, m4n2 per group of 64, with 64 dense tokens; lower edges, values dense."""
     config = load_config(preset)
     options = config.keys.options()
     assert (options.angle_bits, options.radius_bits, options.reconstruction) == (4, n, "edge")
@@ -274,7 +274,7 @@ def test_paper_presets(preset: str, n: int) -> None:
 
 
 def test_the_basis_is_built_once(make_codec: Make) -> None:
-    """And anew from new statistics."""
+    """The basis is built once, and again for new statistics."""
     codec = make_codec(NAME, 64, heads=2, **PAPER)
     for scale in (1.0, 3.0):
         codec.prepare(scale * torch.ones(1, 2, 40, 64))
@@ -283,7 +283,7 @@ def test_the_basis_is_built_once(make_codec: Make) -> None:
 
 
 def test_layouts_index_outside_of_inference_mode_too() -> None:
-    """The indices of a layout are made once, maybe under inference mode, and serve gradients later."""
+    """Indices of a layout that were created under inference mode can be used with gradients later."""
     layout = RopeLayout((0, 3, 1, 2), 2, (0, 1))
     with torch.inference_mode():
         layout.join(*layout.split(torch.ones(1, 4)))

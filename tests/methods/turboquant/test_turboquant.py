@@ -29,7 +29,7 @@ def error(codec: Any, x: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("bits", [3, 2])
 def test_centring(make_codec: Make, bits: float) -> None:
-    """Where the mean holds nine tenths of the energy, centring takes a tenth of the error or less."""
+    """If the mean holds nine tenths of the energy, centring reduces the error to a tenth or less."""
     x = keys_with_a_mean(0.9)
     found = {c: error(make_codec("turboquant", 64, heads=2, bits=bits, center=c), x) for c in ("on", "off", "auto")}
     assert found["on"] < 0.12 * found["off"]
@@ -52,7 +52,7 @@ def test_auto_centring_is_per_head(make_codec: Make) -> None:
 
 
 def test_auto_centring_needs_sinks(make_codec: Make) -> None:
-    """Without sinks the first tokens, far from the mean, would pay for it."""
+    """Auto centring is off without sinks, as it would increase the error of the first tokens, far from the mean."""
     codec = make_codec("turboquant", 64, heads=2, bits=3, sinks=0)
     codec.prepare(keys_with_a_mean(0.9))
     assert codec.mean is None
@@ -87,7 +87,7 @@ def test_channel_sets(bits: float, dim: int, fraction: float, expected: tuple[tu
 
 
 def test_outliers_get_the_bit_more(make_codec: Make) -> None:
-    """The channels with the largest RMS, of each head on its own, are the ones coded more finely."""
+    """The channels with the largest RMS of each head get the extra bit."""
     x = torch.randn(1, 2, 400, 64, generator=torch.Generator().manual_seed(6))
     loud = torch.tensor([[3, 9, 17, 20, 33, 40, 41, 63], [0, 1, 2, 3, 4, 5, 6, 7]])
     for head in range(2):

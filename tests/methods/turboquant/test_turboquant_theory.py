@@ -140,7 +140,7 @@ def test_unbiased_scalar(make_codec: Make, bits: int, side: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"rotation": "hadamard"}], ids=["default", "hadamard"])
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_unbiased_beside_a_dominant_channel(make_codec: Make, dim: int, options: dict[str, Any]) -> None:
-    """What the other channels hold comes back neither shrunk nor stretched: mean slope over rotations 1 within 10 %.
+    """Other channels come back neither shrunk nor stretched: their mean slope over rotations is 1 within 10 %.
 
     All tokens share a channel 30 times as large as the others. After one Hadamard transform it moves every coordinate
     of every token to the same two places of the codebook, whose slope there is not 1.

@@ -76,7 +76,7 @@ def test_queries_of_any_range_fit_16_bit_operands(scale: float, make_side: Calla
 
 
 def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> None:
-    """A view of an earlier step sees its own tokens only, however many were appended since."""
+    """A view of an earlier step sees only its own tokens, even after more were appended."""
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
     before = [replace(side, packed=40) for side in (keys, values)]
@@ -97,7 +97,7 @@ def test_result_does_not_depend_on_splits(
 
 
 def test_steps_that_follow_each_other(make_side: Callable[..., SideSegments]) -> None:
-    """Their launches are those of the first of them, with other tensors and a longer tail."""
+    """Later steps repeat the first one's launches, with other tensors and a longer tail."""
     case = Case(kivi(4), tq(3), dtype=BF16)
     keys, values = segments(case, make_side)
     plans = []
@@ -112,7 +112,7 @@ def test_steps_that_follow_each_other(make_side: Callable[..., SideSegments]) ->
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
 def test_in_a_cuda_graph(make_side: Callable[..., SideSegments]) -> None:
-    """Replayed with another query and more tokens than when it was captured."""
+    """A captured graph is right when replayed with another query and more tokens."""
     case = Case(tq(4), tq(4), dtype=F16)
     keys, values = segments(case, make_side)
     sinks, ring = keys.sinks.shape[2], keys.tail_tokens

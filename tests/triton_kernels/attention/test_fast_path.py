@@ -45,13 +45,13 @@ def commvq(**shape: Any) -> tuple[str, Callable[[int], dict[str, Any]]]:
 
 
 ROUNDS = {"key_shape": (21, 64), "value_shape": (43, 64), "shrink": 0.97}
-"""As many as 2 bits of 128 channels take, each about as much smaller than the last as trained ones."""
+"""Rounds for 2 bits and 128 channels; each is smaller than the last by about the ratio of trained ones."""
 ADDITIVE = {
     "commvq": (commvq(**ROUNDS), commvq(**ROUNDS)),
     "commvq-groups": (commvq(groups=2, key_shape=(4, 16)), commvq(groups=2, value_shape=(7, 64))),
     "commvq-bytes": (commvq(key_shape=(5, 8)), commvq(value_shape=(7, 256))),
 }
-"""Whose sums in float16 need no assembly."""
+"""Methods whose float16 sums need no assembly."""
 SIDES = ("1-bit", "2-bit", "3-bit", "4-bit", "uniform", "uniform-2", "prod-3-2", "kivi-2-4", "kivi-3", "2.5-3.5")
 CASES = {f"{name}-{dim}": Case(*PAIRS[name], head_dim=dim, dtype=F16) for name in SIDES for dim in (64, 128)}
 CASES |= {f"{name}-128": Case(*pair, head_dim=128, dtype=F16) for name, pair in ROPE.items()}

@@ -13,7 +13,7 @@ from kvcache_compress.triton_kernels.attention import launch
 
 
 def tiny_llama() -> LlamaForCausalLM:
-    """Two layers with 6 query and 2 key/value heads of 64."""
+    """Llama with two layers, 6 query and 2 key/value heads of 64."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=96,
@@ -43,7 +43,7 @@ _KIVI = {"keys": {"method": "kivi", "bits": 4}, "values": {"method": "turboquant
 def test_generation_equals_the_torch_backend(
     sides: dict[str, Any], room: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of fixed capacity, the kernel reads from memory how many tokens there are."""
+    """Growing and fixed caches: with a fixed capacity, kernels read the number of tokens from memory."""
     model = tiny_llama()
     enable_fused_attention(model)
     ids = torch.randint(1, 96, (2, 60), generator=torch.Generator(torch.get_default_device()).manual_seed(3))

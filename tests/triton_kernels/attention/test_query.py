@@ -1,4 +1,4 @@
-"""Queries in code space, and what the launcher makes of a device's size."""
+"""Mapping of queries to code space, and split sizes for a device."""
 
 from __future__ import annotations
 

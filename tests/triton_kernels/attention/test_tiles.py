@@ -1,4 +1,4 @@
-"""Tiles of the attention kernel: by the table of those that were measured, else by rule; the table holds no others."""
+"""Tiles of the attention kernel: from the table of measured tiles, or else by rule; entries must be valid."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _tables_of_one_test() -> Iterator[None]:
 
 @pytest.fixture
 def use_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[str, dict[str, Any]], None]:
-    """`use_table(kernel, tile)`: a table with this one entry, for "9.0"."""
+    """Function `use_table(kernel, tile)` that sets a table with this single entry, for "9.0"."""
 
     def use(kernel: str, tile: dict[str, Any]) -> None:
         path = tmp_path / "tiles.json"
@@ -78,7 +78,7 @@ def test_the_name_of_a_kernel_is_what_it_is_compiled_for() -> None:
 def test_sizes_and_launches_are_those_of_the_entry(
     use_table: Callable[..., None], make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also ahead of time, for targets of that capability; and what is launched is right."""
+    """Sizes and launches follow the entry, also ahead of time for targets of that capability; results are right."""
     case = Case(kivi(4), tq(3), dtype=BF16, packed=96)
     keys, values = segments(case, make_side)
     k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
@@ -122,7 +122,7 @@ def test_an_entry_that_cannot_be_is_refused(use_table: Callable[..., None], tile
 
 
 def test_an_entry_of_more_tokens_than_the_sides_take_is_refused(use_table: Callable[..., None]) -> None:
-    """Radii of PolarQuant share a scale among a group of tokens, which a tile must not exceed."""
+    """A tile must not exceed PolarQuant's group of tokens that share a scale."""
     plan = middle_layer(named_config("polarquant-rope-4bit"))
     options = plan.keys.options().model_copy(update={"group_size": 32})
     codec = build_codec("polarquant_rope", options, "keys", 64, 2, torch.bfloat16)
@@ -139,7 +139,7 @@ def test_an_entry_of_more_tokens_than_the_sides_take_is_refused(use_table: Calla
 
 
 def test_every_committed_entry_is_one_of_a_preset() -> None:
-    """One whose kernel has changed is never taken, and should be measured again or go."""
+    """An entry of a kernel that no preset has is never used, and must be measured again or removed."""
     table = files("kvcache_compress.triton_kernels.attention") / "tiles.json"
     entries = tiles.read_tiles(table.read_text(encoding="utf-8"))
     if not any(entries.values()):

@@ -64,7 +64,7 @@ def store_kernel(
 
 
 def in_kernel_order(codes: torch.Tensor) -> torch.Tensor:
-    """Codes `[N, width]` as the kernels see them, int32 `[N, padded width]`."""
+    """Reorder codes `[N, width]` to the kernels' order, int32 `[N, padded width]`."""
     width = codes.shape[-1]
     padded = torch.zeros(len(codes), padded_width(width), dtype=torch.int32)
     padded[:, code_order(width)] = codes.to(torch.int32)
@@ -72,7 +72,7 @@ def in_kernel_order(codes: torch.Tensor) -> torch.Tensor:
 
 
 def stored(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
-    """Planes that `store_codes` makes of codes `[N, width]`, with a poisoned row after them."""
+    """Planes that `store_codes` writes for codes `[N, width]`, followed by a poisoned row."""
     rows, width = codes.shape
     words = words_per_token(width)
     planes = tuple(torch.full((rows + 1, words), -1).to(PLANE_WORD[plane]) for plane in PLANES[bits])

@@ -1,4 +1,4 @@
-"""The assembly of angles, run by an interpreter of PTX, against the codec's unit vectors."""
+"""The assembly for angles, run by a PTX interpreter, against the codec's unit vectors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_text_gives_cos_and_sin_of_the_codes(
     for field in range(8):
         for output, part in zip(outputs[field::8], expected[:, field].unbind(-1), strict=True):
             numbers, wanted = output.view(np.float16), ptx.held(part, keys)[0].view(np.float16)
-            # The cosine of a right angle is no more than nearly zero.
+            # The cosine of a right angle is only nearly zero.
             assert np.allclose(numbers, wanted, rtol=0, atol=1e-6)
 
 

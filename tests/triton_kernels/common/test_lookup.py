@@ -1,4 +1,4 @@
-"""The kernels' assembly, run by an interpreter of PTX, against `packing.unpack` and the codebook."""
+"""The kernels' assembly, run by a PTX interpreter, against `packing.unpack` and the codebook."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TEXTS = {
     (4, True): (lookup.FOUR_EVEN_BITS, lookup.FOUR_EVEN_BITS_REGISTERS),
     (4, False): (lookup.FOUR_BITS, lookup.FOUR_BITS_REGISTERS),
 }
-"""Assembly and register constraints by bits, and whether the levels are even."""
+"""Assembly and register constraints by bits and evenness of the levels."""
 
 
 def halves(plane: torch.Tensor, keys: bool) -> ptx.Register:
-    """Words of 16 bits, two in a register: loaded as they are, or out of words of 32 bits."""
+    """Registers of two 16-bit words, loaded directly or out of 32-bit words."""
     (both,) = ptx.held(plane, keys)
     if plane.shape[-1] < 16:
         twos = plane.contiguous().view(torch.int32).repeat_interleave(2, -1)
@@ -37,7 +37,7 @@ def halves(plane: torch.Tensor, keys: bool) -> ptx.Register:
 
 
 def operands(bits: int, planes: tuple[torch.Tensor, ...], table: list[int], keys: bool) -> dict[str, ptx.Register]:
-    """What Triton hands to the text: `pack=2` elements of every argument, two of 16 bits in one register."""
+    """Operands that Triton passes to assembly: two elements of each argument (`pack=2`), 16-bit ones in a register."""
     held: list[ptx.Register] = []
     if bits == 4:
         held += ptx.held(planes[0], keys)

@@ -21,7 +21,7 @@ from kvcache_compress.triton_kernels.encode.kivi import quantize as kivi_kernel
 from kvcache_compress.triton_kernels.encode.turboquant import quantize as turboquant_kernel
 
 ROTATED = {"turboquant", "qjl", "polarquant_recursive"}
-"""Methods whose kernels rotate as well, by sums in another order than torch's."""
+"""Methods whose kernels also rotate, with sums in another order than torch's."""
 
 
 @pytest.mark.parametrize("bits", range(1, 7))
@@ -70,7 +70,7 @@ def test_codecs_encode_alike_on_both_backends(
     x[0, 1, 5] = 0.0
     codec.prepare(x)
     rope = random_track(half_layout(head_dim), 2, 64).read(16, 48)
-    # A slice of a bigger tensor, as the layer hands its tail over.
+    # A slice of a bigger tensor, as the tail of a layer is.
     part = x[:, :, 16:48]
     ours, theirs = encoded(codec.on("triton"), part, rope), codec.encode(part, rope)
     if method in ROTATED and codec.kernel_encoder is not None:
@@ -86,7 +86,7 @@ def test_angles_on_boundaries(bits: int, head_dim: int, make_codec: Callable[...
     codec = make_codec("polarquant_rope", {"angle_bits": bits, "center": "off", "group_size": 32}, "keys", head_dim)
     signs = torch.tensor([0.0, -0.0, 1.0, -1.0])
     real, imaginary = signs.repeat(4), signs.repeat_interleave(4)
-    real = torch.where((real == 0) & (imaginary == 0), 0.0, real)  # what has no length has no angle
+    real = torch.where((real == 0) & (imaginary == 0), 0.0, real)  # zero vectors have no angle
     points = torch.cat([real.repeat(head_dim // 32), imaginary.repeat(head_dim // 32)])
     x = (torch.rand(1, 1, 32, 1).exp() * points).bfloat16()
     ours = encoded(codec.on("triton"), x)

@@ -1,4 +1,4 @@
-"""What leaves a tail: encoded, checked and moved by one kernel per side, as by PyTorch's operators."""
+"""The flush kernel encodes, checks and moves the tokens of a tail as PyTorch's operators do."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ OPTIONS = {
     "pairs": (PAIRS, TURBOQUANT),
     "pairs by channel": ({**PAIRS, "radius_scale": "channel"}, TURBOQUANT),
 }
-"""Of keys and values."""
+"""Configs of keys and values."""
 
 
 def filled(
     backend: str, keys: Options = TURBOQUANT, values: Options = TURBOQUANT, recent: int = 10, dim: int = 48
 ) -> CompressedLayer:
-    """One that holds a prompt and some more tokens, the same for every call: the next step encodes."""
+    """Layer filled with the same prompt and tokens in every call, just before a step that encodes."""
     config = {"keys": keys, "values": values, "sink_tokens": 4, "recent_tokens": recent, "backend": "torch"}
     layer = CompressedCache(small_model(1, head_dim=dim).config, config).layers[0]
     assert isinstance(layer, CompressedLayer)
@@ -71,7 +71,7 @@ def test_equals_operators(name: str, recent: int, monkeypatch: pytest.MonkeyPatc
     before = ours.packed_tokens
     token = torch.randn(2, HEADS, 1, dim)
     calls, flush = [], encode.flush
-    monkeypatch.setattr(encode, "flush", lambda *given: calls.append(given[5]) or flush(*given))
+    monkeypatch.setattr(encode, "flush", lambda *arguments: calls.append(arguments[5]) or flush(*arguments))
     for layer in (ours, theirs):
         step(layer, token)
     assert calls == [before, before], "a launch per side"
@@ -88,7 +88,7 @@ def test_equals_operators(name: str, recent: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 5e4])
 @pytest.mark.parametrize("name", ["keys", "values"])
 def test_what_cannot_be_packed_is_refused(bad: float, name: Literal["keys", "values"]) -> None:
-    """By the check in the kernel, and nothing is changed; in the other head nothing is wrong."""
+    """The kernel's check refuses bad vectors in one head, and nothing is changed in any."""
     layer = filled("triton")
     layer.sides[name].tail.buffer[1, 0, 31, [0, 40]] = bad
     held = copy.deepcopy({side: state.tensors() for side, state in layer.sides.items()})
@@ -113,7 +113,7 @@ def test_what_stays_is_not_checked() -> None:
 
 
 def test_late_findings_raise_once() -> None:
-    """On a GPU the flags of a flush arrive later; those of the next one are down for the same tokens."""
+    """The flags of a flush arrive late on a GPU and raise once, though the next flush flags the same tokens again."""
     checks, keys = PackableChecks(0), 0
 
     class Arrived:

@@ -1,4 +1,4 @@
-"""New keys and values into the tails by one kernel."""
+"""The append kernel: new keys and values into the tails in one launch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIDES = ("keys", "values")
 
 
 def with_tails(tails: Sequence[TailBuffer]) -> DynamicStorage:
-    """A storage on Triton of which there is nothing but the tails."""
+    """Storage with the Triton backend that has only tails."""
     codec = SimpleNamespace(backend="triton")
     sides: Any = {name: SimpleNamespace(tail=tail, codec=codec) for name, tail in zip(SIDES, tails, strict=True)}
     return DynamicStorage(sides, Windows(sinks=0, recent=8, flush=32, group=1), PackableChecks(0))
@@ -36,7 +36,7 @@ def with_tails(tails: Sequence[TailBuffer]) -> DynamicStorage:
 )
 @pytest.mark.parametrize("transposed", [False, True])
 def test_equals_copies(count: int, dims: tuple[int, int], dtype: torch.dtype, transposed: bool) -> None:
-    """With what lies around the new tokens left as it was."""
+    """The kernel copies the new tokens and leaves everything around them unchanged."""
     given = []
     for dim in dims:
         x = torch.randn(2, count, 3, dim).to(dtype).transpose(1, 2)

@@ -24,23 +24,23 @@ PAIRS = {"method": "polarquant_rope", "group_size": 32}
 SKETCH = {"method": "qjl", "scalar": "norm"}
 TREE = {"method": "polarquant_recursive"}
 APART = {"method": "turboquant", "bits": 3, "estimator": "prod"}
-"""Which no kernel encodes as it writes."""
+"""Methods without a kernel encoder, which the layer encodes."""
 
 
 def fixed_layer(backend: str, keys: dict[str, Any], sinks: int, recent: int) -> CompressedLayer:
-    """One that holds a prompt of 50 tokens, the same for every call."""
+    """Layer of fixed capacity filled with a prompt of 50 tokens, the same in every call."""
     config = {"keys": keys, "values": TURBOQUANT, "sink_tokens": sinks, "recent_tokens": recent, "max_cache_len": ROOM}
     layer = CompressedCache(small_model(1).config, {**config, "backend": "torch"}).layers[0]
     prompt = torch.randn(2, HEADS, 50, DIM, generator=torch.Generator(torch.get_default_device()).manual_seed(0))
     layer.update(prompt, 2 * prompt)
     use_backend(layer, backend)
-    if isinstance(layer.storage, DynamicStorage):  # for torch on a CPU; on a GPU there is none
+    if isinstance(layer.storage, DynamicStorage):  # only with torch on a CPU
         layer.storage = StaticStorage(layer.storage)
     return layer
 
 
 def masks(count: int, tokens: int) -> list[torch.Tensor | None]:
-    """All kinds that attention takes: causal, over padding, both in four dimensions, boolean and additive."""
+    """Masks of every kind that attention takes: none (causal), padding, and four-dimensional boolean and additive."""
     padding = torch.ones(2, tokens, dtype=torch.long)
     padding[1, :7] = 0
     causal = torch.zeros(2, 1, count, ROOM, dtype=torch.bool)
@@ -54,7 +54,7 @@ def masks(count: int, tokens: int) -> list[torch.Tensor | None]:
     ids=["none", "many", "groups", "pairs", "sketch", "tree", "apart"],
 )
 def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent: int) -> None:
-    """Dense tokens, codes and counters, across a flush and the end of the sinks; and attention under every mask."""
+    """Compare dense tokens, codes, counters and attention under every mask, across a flush and the end of the sinks."""
     layers = [fixed_layer(backend, keys, sinks, recent) for backend in ("torch", "triton")]
     generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     tokens = 50
@@ -112,7 +112,7 @@ def test_faults_are_noted() -> None:
 
 
 def test_too_many_are_noted_and_not_read() -> None:
-    """Decoded as well, as for other attention, until an operation that is no step raises."""
+    """Tokens beyond the capacity set a fault and are not read, also when decoded; operations other than steps raise."""
     layer = fixed_layer("triton", TURBOQUANT, 4, 8)
     for _ in range(8):
         layer.store(*(torch.randn(2, HEADS, 16, DIM),) * 2)

@@ -1,4 +1,4 @@
-"""Calibration: what a method learns from a model and a text, once."""
+"""Calibration: train a method's codebooks once, on a model and a text."""
 
 from .calibrate import CommVQSettings, calibrate_commvq
 

@@ -1,4 +1,4 @@
-"""Calibration of CommVQ: from a model and a text to a file of codebooks (`commvq_file.py`)."""
+"""Calibrate CommVQ: train codebooks for a model on a text, and write them to a file (`commvq_file.py`)."""
 
 from __future__ import annotations
 
@@ -35,30 +35,29 @@ from .parts import Parts
 from .text import read_windows
 
 _TRAINING = 4
-"""Raised when training changes, so that parts of an older release are not mixed with new ones."""
+"""Version of the training, increased when it changes, so that parts of different versions are never mixed."""
 HELD_OUT = 8
-"""One window in so many is not trained on, and at least one: what codebooks lose on it is what they lose on new text of
-the same kind."""
+"""One window in `HELD_OUT`, and at least one, is not trained on: it measures the loss on new text of the same kind."""
 QUICK_SCHEDULE = Schedule(soft_steps=4, soft_vectors=2048, hard_steps=3, hard_vectors=8192, full_steps=1)
 QUICK_ENCODER = EncoderSchedule(steps=400)
 
 MOST_ROUNDS = 256
-"""With as many, heads of 128 numbers take more bits than uncompressed ones."""
+"""Most residual rounds: with as many, heads of 128 numbers take more bits than uncompressed ones."""
 
 Report = Callable[[str, int, int], None]
-"""Called with what is being done, the steps done of it, and its steps in all."""
+"""Callback for progress: name of the work, steps done, steps in all."""
 
 
 @dataclass(frozen=True)
 class CommVQSettings:
-    """What is trained, and how long.
+    """Settings of a calibration: size of the codes, amount of text, length of training.
 
-    bits: code bits per number, 1 or 2, from which the numbers of rounds follow unless given.
-    tokens: calibration tokens, in windows of `context`, of which about one in `HELD_OUT` is only measured.
+    bits: code bits per number, 1 or 2, which set the rounds unless `key_rounds` and `value_rounds` do.
+    tokens: calibration tokens, in windows of `context`; about one window in `HELD_OUT` is not trained on.
     values: `residual` codebooks (ours), or the paper's `encoder`.
     key_rounds, value_rounds: residual rounds of each side.
-    weigh_pairs: weigh errors of keys' pairs by the queries that meet them; the paper does not.
-    seed: of samples and starting points.
+    weigh_pairs: weigh errors of pairs of keys by the lengths of the queries; the paper does not.
+    seed: seed of samples and starting points.
     """
 
     bits: int = 2
@@ -93,13 +92,13 @@ class CommVQSettings:
 
     @classmethod
     def quick(cls, **changes: Any) -> CommVQSettings:
-        """Less text and fewer steps."""
+        """Settings for a quick calibration, with less text and fewer steps."""
         short: dict[str, Any] = {"tokens": 18_432, "schedule": QUICK_SCHEDULE, "encoder": QUICK_ENCODER}
         return cls(**short | changes)
 
     def rounds(self, side: Side, head_dim: int) -> int:
-        given = self.key_rounds if side == "keys" else self.value_rounds
-        return given or rounds_for(self.bits, side, head_dim, group_count(head_dim), self.centres)
+        chosen = self.key_rounds if side == "keys" else self.value_rounds
+        return chosen or rounds_for(self.bits, side, head_dim, group_count(head_dim), self.centres)
 
 
 def calibrate_commvq(
@@ -113,28 +112,28 @@ def calibrate_commvq(
     report: Report = lambda doing, done, total: None,
     notice: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Trains codebooks for every full-attention layer with RoPE, and writes them to `output`.
+    """Train codebooks for every full-attention layer with RoPE, and write them to `output`.
 
-    Finished layers are kept in a folder `<output>.*.parts/` until all are done: a second call with the same settings
-    and text goes on where the first was interrupted. Memory holds the model and the keys and values of the layers in
-    training.
+    Finished layers are kept in a folder `<output>.*.parts/` until all are done, so a second call with the same settings
+    and text resumes an interrupted one. Memory holds the model and the keys and values of the layers in training.
 
     Args:
-        model: the model, on the device where training happens as well.
+        model: the model; training happens on its device.
         tokenizer: its tokenizer.
         text: text files, or a dataset on the hub (see `read_windows`).
         output: the file to write; an existing one is replaced at the end.
-        settings: what is trained; 2 bits by default.
-        workers: layers trained at once; by default as many as help.
+        settings: settings of the training; 2 bits by default.
+        workers: layers trained at once; by default as many as make it faster.
         report: called as work proceeds.
-        notice: called with what a person should know.
+        notice: called with messages for the user.
 
     Returns:
-        The losses by layer, as they are in the file: mean squared error of normalized vectors (see `train_side`).
+        The losses by layer, as in the file: mean squared error of normalized vectors (see `train_side`).
 
     Raises:
-        ValueError: a model that CommVQ cannot serve, a text that cannot be read or is too short, no finite keys, an
-            output that cannot be a file. OSError: a file that cannot be written.
+        ValueError: CommVQ does not support the model, the text cannot be read or is too short, keys are not finite, or
+            the output cannot be a file.
+        OSError: a file cannot be written.
     """
     settings, output = settings or CommVQSettings(), Path(output)
     check_output(output)
@@ -142,18 +141,18 @@ def calibrate_commvq(
     layers = calibrated_layers(config)
     head_dim, heads, _ = model_shape(config)
     windows, digest = read_windows(text, tokenizer, settings.tokens, settings.context)
-    trained, held_out = split_windows(windows)
-    data: dict[str, Any] = {"windows": len(trained), "held_out_windows": len(held_out)}
+    training, held_out = split_windows(windows)
+    data: dict[str, Any] = {"windows": len(training), "held_out_windows": len(held_out)}
     data |= {"context": settings.context, "sha256": digest}
     data["dtype"] = str(model.dtype).removeprefix("torch.")
     header = describe_model(config, output, options=asdict(settings), data=data)
     parts = Parts(output, header.metadata() | {"training": _TRAINING, "layers": layers})
     if parts.others:
-        notice(f"parts of other settings or texts stay: {', '.join(map(str, parts.others))}")
+        notice(f"keeping parts of other settings or texts: {', '.join(map(str, parts.others))}")
     missing = [layer for layer in layers if parts.load(layer) is None]
     if len(missing) < len(layers):
         notice(
-            f"{parts.folder}: {len(layers) - len(missing)} of {len(layers)} layers are finished; going on from there"
+            f"{parts.folder}: {len(layers) - len(missing)} of {len(layers)} layers are finished; resuming from there"
         )
     weights = parts.load_weights()
     folders = (parts.states, parts.held_out)
@@ -163,13 +162,13 @@ def calibrate_commvq(
     ):
         count = _Counter(report, "reading text", len(windows))
         collect(model, held_out, parts.held_out, missing, count)
-        weights = collect(model, trained, parts.states, missing, count)
+        weights = collect(model, training, parts.states, missing, count)
         parts.save_weights(weights)
     weighed = {layer for layer in missing if settings.weigh_pairs and bool((weights[layer] != 1).any())}
     if settings.weigh_pairs and len(weighed) < len(missing):
         notice(
-            f"no queries could be observed in {len(missing) - len(weighed)} layers, where errors of all pairs of keys "
-            f"count alike; with attn_implementation='sdpa' they can (this is {config._attn_implementation!r})"
+            f"no queries could be observed in {len(missing) - len(weighed)} layers, where all pairs of keys are "
+            f"weighed equally; attn_implementation='sdpa' allows it (this is {config._attn_implementation!r})"
         )
     per_layer = settings.rounds("keys", head_dim) + (
         settings.rounds("values", head_dim) if settings.values == "residual" else settings.encoder.steps
@@ -181,9 +180,9 @@ def calibrate_commvq(
         losses: dict[str, Any] = {}
         for side in SIDES:
             states, others = (read_layer(folder, layer, side, heads, head_dim).to(model.device) for folder in folders)
-            own = weights[layer] if layer in weighed else None
-            made, losses[side] = train_side(states, others, side, layer, settings, own, count)
-            tensors |= {f"{side}.{layer}.{name}": tensor for name, tensor in made.items()}
+            layer_weights = weights[layer] if layer in weighed else None
+            trained, losses[side] = train_side(states, others, side, layer, settings, layer_weights, count)
+            tensors |= {f"{side}.{layer}.{name}": tensor for name, tensor in trained.items()}
         parts.save(layer, tensors, losses)
         for file in files[layer]:
             file.unlink()
@@ -199,23 +198,23 @@ def calibrate_commvq(
 
 
 def split_windows(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows to train on, and every `HELD_OUT`th or so, spread evenly, to measure on; of two the second."""
+    """Windows to train on, and about every `HELD_OUT`th window, evenly spread, to measure on; of two, the second."""
     step = len(windows) // max(1, len(windows) // HELD_OUT)
     held_out = torch.arange(len(windows)) % step == step - 1
     return windows[~held_out], windows[held_out]
 
 
 def check_output(output: Path) -> None:
-    """Raises `ValueError` where this cannot become a file of codebooks."""
+    """Raise `ValueError` if a codebook file cannot be written here."""
     if output.suffix != ".safetensors":
         raise ValueError(f"output={str(output)!r}: allowed are files that end in .safetensors")
     if output.is_dir():
         raise ValueError(f"output={str(output)!r}: allowed is a file, this is a folder")
     if not is_replaceable(output):
         raise ValueError(f"output={str(output)!r}: allowed is a file that can be replaced, this is a device or a pipe")
-    there = next(folder for folder in output.absolute().parents if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"output={str(output)!r}: allowed where files can be made; {str(there)!r} is no such folder")
+    folder = next(folder for folder in output.absolute().parents if folder.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"output={str(output)!r}: allowed in writable folders; {str(folder)!r} is not one")
 
 
 def train_side(
@@ -227,11 +226,14 @@ def train_side(
     weights: torch.Tensor | None = None,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors of one side of a layer from its states `[H, tokens, head_dim]`, keys before RoPE and by pairs; losses.
+    """Train one side of a layer on states `[H, tokens, head_dim]`, keys before RoPE with pairs interleaved.
 
-    Keys are scaled by `weights` `[H, pairs]` first. A loss is the mean squared error of normalized vectors: of each
-    head after each round (`rounds`), or of the encoder's tokens (`encoder`); under `held_out` the same of states that
-    were not trained on.
+    Keys are first scaled by `weights` `[H, pairs]`.
+
+    Returns:
+        The tensors of the file by name, and the losses. A loss is the mean squared error of normalized vectors: of each
+        head after each round (`rounds`), or of the encoder's tokens (`encoder`); under `held_out` that of states
+        `held_out`, which are not trained on.
     """
     generator = torch.Generator().manual_seed(hashed_seed(settings.seed, layer, side))
     started = time.perf_counter()
@@ -239,13 +241,13 @@ def train_side(
     if side == "values" and settings.values == "encoder":
         tokens, others = (normalize(x.float().transpose(0, 1).flatten(1), dim=-1) for x in (states, held_out))
         tensors, loss = train_encoder(tokens, settings.bits * heads * head_dim, settings.encoder, generator, on_step)
-        found: dict[str, Any] = {"encoder": loss, "held_out": encoder_loss(tensors, others)}
-        return tensors, found | {"seconds": time.perf_counter() - started}
+        encoder_losses: dict[str, Any] = {"encoder": loss, "held_out": encoder_loss(tensors, others)}
+        return tensors, encoder_losses | {"seconds": time.perf_counter() - started}
     groups, rounds = group_count(head_dim), settings.rounds(side, head_dim)
     scale = weights.repeat_interleave(2, -1)[:, None] if side == "keys" and weights is not None else torch.ones(1)
 
     def by_group(states: torch.Tensor) -> torch.Tensor:
-        """`[H * G, tokens, head_dim / G]`"""
+        """Normalize and split by group: `[H * G, tokens, head_dim / G]`."""
         unit = normalize(states.float() * scale.to(states.device), dim=-1)
         return unit.unflatten(-1, (groups, -1)).transpose(1, 2).flatten(0, 1)
 
@@ -263,12 +265,12 @@ def train_side(
 
 
 def _workers(device: torch.device) -> int:
-    """Layers trained at once: on a CPU a layer's many small steps leave further threads idle."""
+    """Layers trained at once: several on a CPU, as the small steps of one layer leave threads idle."""
     return min(4, torch.get_num_threads()) if device.type == "cpu" else 1
 
 
 def _for_each(work: Callable[[int], None], layers: Sequence[int], workers: int, stop: Callable[[], None]) -> None:
-    """Calls `work` for each layer, on `workers` threads that share torch's; `stop` is called when one fails."""
+    """Call `work` for each layer on `workers` threads, which share torch's threads; call `stop` if one fails."""
     if workers == 1:
         for layer in layers:
             work(layer)
@@ -286,7 +288,7 @@ def _for_each(work: Callable[[int], None], layers: Sequence[int], workers: int, 
 
 
 class _Counter:
-    """Counts steps and reports them."""
+    """Thread-safe counter of steps, which reports each of them."""
 
     def __init__(self, report: Report, doing: str, total: int) -> None:
         self._report, self._doing, self._total, self._done = report, doing, total, 0
@@ -302,5 +304,5 @@ class _Counter:
             self._report(self._doing, self._done, self._total)
 
     def stop(self) -> None:
-        """Makes whoever counts next stop."""
+        """Make the next call in any thread raise `InterruptedError`."""
         self._stopped = True

@@ -1,4 +1,4 @@
-"""Keys before RoPE and values of a model on a text, collected in files of one layer and side each."""
+"""Collect a model's keys before RoPE and values on a text, in one file per layer and side."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .queries import observed_queries, pair_weights
 
 
 def calibrated_layers(config: PreTrainedConfig) -> list[int]:
-    """Decoder layers that CommVQ can compress: full attention with RoPE.
+    """Decoder layers that CommVQ can compress: those with full attention and RoPE.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the model has none.
     """
     head_dim = head_dim_of(config) if getattr(config, "num_attention_heads", None) else None
     if head_dim is None or rope_layout(config, head_dim) is None:
-        raise ValueError(f"{config.model_type} has no rotary position embeddings that are known: commvq needs them")
+        raise ValueError(f"{config.model_type} has no rotary position embeddings of a known kind: commvq needs them")
     kinds = DynamicCache(config=config).layers
-    found = [i for i, kind in enumerate(kinds) if is_full_attention(kind) and layer_has_rope(config, i)]
-    if not found:
+    layers = [i for i, kind in enumerate(kinds) if is_full_attention(kind) and layer_has_rope(config, i)]
+    if not layers:
         raise ValueError(f"{config.model_type} has no full-attention layer with rotary position embeddings")
-    return found
+    return layers
 
 
 def layer_file(folder: Path, layer: int, side: Side) -> Path:
@@ -47,14 +47,14 @@ def collect(
     layers: Sequence[int],
     on_window: Callable[[], None] = lambda: None,
 ) -> dict[int, torch.Tensor]:
-    """Runs `windows` `[W, T]` through the model, without its head, and writes keys and values of `layers` to files.
+    """Run `windows` `[W, T]` through the model, without its head, and write keys and values of `layers` to files.
 
-    Keys come from an ordinary cache, after RoPE, which is then undone by the model's own factors. At any time one
-    window's cache is in memory. A file holds float16 `[W * T, H, head_dim]`, a head's keys as
+    Keys come from an ordinary cache, after RoPE, which is then undone with the model's factors. Only one window's cache
+    is in memory at a time. A file holds float16 `[W * T, H, head_dim]`; of keys, a head is
     `[real of pair 0, imaginary of pair 0, ...]`.
 
     Returns:
-        Weights of keys' pairs by layer, `[H, pairs]` (see `pair_weights`); ones where queries cannot be seen.
+        Weights of the pairs of keys by layer, `[H, pairs]` (see `pair_weights`); ones if queries cannot be observed.
     """
     config = model.config.get_text_config(decoder=True)
     layout, embed = rope_layout(config, head_dim_of(config)), rotary_embedding(config)
@@ -75,10 +75,10 @@ def collect(
             cache = DynamicCache(config=config)
             decoder(input_ids=window[None].to(model.device), past_key_values=cache, use_cache=True)
             for layer in layers:
-                held = cache.layers[layer]
-                unrotated = _interleaved(layout.unrotate(held.keys, factors), layout)
+                states = cache.layers[layer]
+                unrotated = _interleaved(layout.unrotate(states.keys, factors), layout)
                 files[layer, "keys"].write(_bytes(unrotated, f"keys of layer {layer}"))
-                files[layer, "values"].write(_bytes(held.values, f"values of layer {layer}"))
+                files[layer, "values"].write(_bytes(states.values, f"values of layer {layer}"))
             on_window()
     ones = torch.ones(model_shape(config)[1], layout.pairs)
     return {layer: pair_weights(sums.get(layer, ones)).cpu() for layer in layers}
@@ -96,6 +96,6 @@ def _bytes(states: torch.Tensor, name: str) -> bytes:
 
 
 def read_layer(folder: Path, layer: int, side: Side, heads: int, head_dim: int) -> torch.Tensor:
-    """One side of a layer, float16 `[H, tokens, head_dim]`."""
+    """Read the collected states of one side of a layer: float16 `[H, tokens, head_dim]`."""
     flat = torch.from_numpy(np.fromfile(layer_file(folder, layer, side), dtype=np.float16))
     return flat.view(-1, heads, head_dim).transpose(0, 1)

@@ -23,17 +23,18 @@ from .calibrate import CommVQSettings, calibrate_commvq, check_output
 from .text import check_sources
 
 _QUIET_SECONDS = 30.0
-"""Where the output is no terminal, a line of progress comes this often."""
+"""Interval between lines of progress if the output is not a terminal."""
 
 
 def run_calibration(
     console: Console, model: str, text: Sequence[str], output: Path, settings: CommVQSettings, device: str | None
 ) -> None:
-    """Calibrates CommVQ and prints progress, losses, time and memory.
+    """Calibrate CommVQ and print progress, losses, time and memory.
 
     Raises:
-        ValueError: as `calibrate_commvq` does, or a device that is not there; the latter, an output that cannot be
-            and missing texts before the model is loaded. OSError: a file that cannot be written.
+        ValueError: as `calibrate_commvq`, or the device does not exist; this, an impossible output and missing texts
+            are reported before the model is loaded.
+        OSError: a file cannot be written.
     """
     started = time.perf_counter()
     check_output(output)
@@ -57,7 +58,7 @@ def run_calibration(
 
 
 class _Reporter:
-    """A bar per kind of work on a terminal, else a line now and then."""
+    """Progress report: a bar per kind of work on a terminal, else a line now and then."""
 
     def __init__(self, console: Console, progress: Progress) -> None:
         self._console, self._progress = console, progress
@@ -79,7 +80,7 @@ class _Reporter:
 
 
 def _loss_table(losses: dict[str, Any]) -> Table:
-    """Mean squared error of normalized vectors over layers and heads, of windows trained on and of those held out."""
+    """Table of mean squared errors of normalized vectors, on windows trained on and on held-out ones."""
     table = Table(title="mean squared error of normalized vectors, over layers and heads")
     for heading in ("side", "rounds", "windows", "least", "mean", "most"):
         table.add_column(heading, justify="left" if heading in ("side", "windows") else "right")
@@ -88,7 +89,7 @@ def _loss_table(losses: dict[str, Any]) -> Table:
         name = "encoder" if "encoder" in parts[0] else "rounds"
         rounds = "encoder" if name == "encoder" else str(len(parts[0]["rounds"][0]))
         for windows, kind in (("trained on", name), ("held out", "held_out")):
-            found = [part[kind] for part in parts]
-            ends = found if name == "encoder" else [head[-1] for heads in found for head in heads]
+            by_layer = [part[kind] for part in parts]
+            ends = by_layer if name == "encoder" else [head[-1] for heads in by_layer for head in heads]
             table.add_row(side, rounds, windows, *(f"{x:.4f}" for x in (min(ends), statistics.fmean(ends), max(ends))))
     return table

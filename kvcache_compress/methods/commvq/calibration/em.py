@@ -1,7 +1,7 @@
-"""Codebooks of residual additive codes, trained by expectation–maximization (CommVQ, section 4.2 and appendix A.2).
+"""Train codebooks of residual additive codes by expectation–maximization (CommVQ, section 4.2 and appendix A.2).
 
 Two forms share one loop. Real, for values: a round adds `c[a]`, so training is k-means. Complex, for keys before RoPE:
-a round adds `c[a] + i c[b]` to the pairs of a head. With W the weight of vector n on the point (a, b), its M-step
+a round adds `c[a] + i c[b]` to the pairs of a head. With W_nab the weight of vector n on the point (a, b), its M-step
 
     min over c of  Σ_n Σ_ab W_nab |z_n - c_a - i c_b|²
 
@@ -11,11 +11,11 @@ depends only on the counts C_ab = Σ_n W_nab:
     (diag(Σ_b C_ab + Σ_b C_ba) + i (C - Cᵀ)) c = Σ_n (W_na z_n - i W_nb z_n)
 
 A round begins with soft steps, W = softmax(-distance / T) with T falling exponentially, on a sample of the vectors;
-then come hard steps on a larger sample until the loss stands still, and a few on all of them. T is measured in mean
-squared lengths of what the rounds before left, so one schedule serves all rounds; the public code lowers a fixed T to
-a tenth after some of them.
+then come hard steps on a larger sample until the loss settles, and a few on all vectors. T is in units of the mean
+squared length of the residuals, so one schedule serves all rounds; the paper's code lowers a fixed T to a tenth after
+some rounds.
 
-Vectors are `[B, n, d]`: B heads train at once. Complex vectors hold real and imaginary parts side by side.
+Vectors are `[B, n, d]`: B heads train at once. Complex vectors have real and imaginary parts interleaved.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from kvcache_compress.methods.commvq.additive import pair_table, times_i
 _BLOCK = 8192
 """Vectors per head whose inner products are held at once."""
 _POINTS = {"cpu": 1 << 19, "other": 1 << 25}
-"""Distances held at once: what a core's cache holds, or what keeps a GPU busy."""
+"""Distances held at once: as many as fit a CPU core's cache, or keep a GPU busy."""
 _PULL = 1e-3
-"""Weight of the old centre in the M-step, in mean uses: unused centres stay where they are."""
+"""Weight of the old centre in the M-step, relative to the mean uses, so that unused centres do not move."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how warm a round is trained.
+    """Steps and temperatures of one round of training.
 
     soft_steps: soft steps, on at most `soft_vectors` vectors per head.
-    hard_steps: most hard steps on at most `hard_vectors`; fewer where one lowers no head's loss by more than the share
-        `tolerance`.
-    full_steps: then so many hard steps on all vectors.
+    hard_steps: most hard steps, on at most `hard_vectors` vectors; they end early once no head's loss falls by more
+        than the share `tolerance`.
+    full_steps: hard steps on all vectors after that.
     hottest, coldest: temperature of the first and the last soft step, in mean squared lengths of the residuals.
     """
 
@@ -61,7 +61,7 @@ class Schedule:
 
 
 class Form(ABC):
-    """What the loop needs to know of one kind of code; codes are `[B, n]`, centres `[B, N, d]`."""
+    """Operations of the training loop for one kind of code; codes are `[B, n]`, centres `[B, N, d]`."""
 
     @abstractmethod
     def assign(self, x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,23 +69,23 @@ class Form(ABC):
 
     @abstractmethod
     def points(self, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-        """What codes decode to, `[B, n, d]`."""
+        """Decode codes to points `[B, n, d]`."""
 
     @abstractmethod
     def update(self, x: torch.Tensor, codes: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-        """M-step for hard codes."""
+        """M-step for hard codes: new centres."""
 
     @abstractmethod
     def soft_update(self, x: torch.Tensor, centres: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-        """Soft E-step at `temperature` `[B]` (in squared distances), and the M-step for its weights."""
+        """Soft E-step at `temperature` `[B]` (in squared distances) and M-step for its weights: new centres."""
 
     @abstractmethod
     def uses(self, codes: torch.Tensor, centres: int) -> torch.Tensor:
-        """How often each centre is used, `[B, N]`."""
+        """Number of uses of each centre, `[B, N]`."""
 
 
 class RealForm(Form):
-    """`c[a]`."""
+    """Real form: points `c[a]`, codes `a`."""
 
     def assign(self, x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes, loss = [], x.square().sum((-1, -2))
@@ -115,7 +115,7 @@ class RealForm(Form):
 
 
 class ComplexForm(Form):
-    """`c[a] + i c[b]`; a code is `a * N + b`."""
+    """Complex form: points `c[a] + i c[b]`, codes `a * N + b`."""
 
     def assign(self, x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         count, table = centres.shape[1], pair_table(_by_pairs(centres))
@@ -170,33 +170,37 @@ class ComplexForm(Form):
 def train_round(
     x: torch.Tensor, form: Form, centres: int, schedule: Schedule, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One round for vectors `[B, n, d]`: centres `[B, N, d]` and codes `[B, n]`."""
+    """Train one round on vectors `[B, n, d]`: centres `[B, N, d]` and codes `[B, n]`."""
     order = torch.randperm(x.shape[1], generator=generator).to(x.device)
     sample = x[:, order[: schedule.soft_vectors]]
     energy = sample.square().sum(-1).mean(-1).clamp_min(1e-30)
-    found = start_centres(sample, form, centres, generator)
+    book = start_centres(sample, form, centres, generator)
     for step in range(schedule.soft_steps):
-        found = form.soft_update(sample, found, schedule.temperature(step) * energy)
+        book = form.soft_update(sample, book, schedule.temperature(step) * energy)
     part = x[:, order[: schedule.hard_vectors].sort().values]
-    found, codes, _ = hard_steps(part, form, found, schedule.hard_steps, schedule.tolerance, generator)
+    book, codes, _ = hard_steps(part, form, book, schedule.hard_steps, schedule.tolerance, generator)
     if len(order) > schedule.hard_vectors:
-        found, codes, _ = hard_steps(x, form, found, schedule.full_steps, 0.0, generator)
-    return found, codes
+        book, codes, _ = hard_steps(x, form, book, schedule.full_steps, 0.0, generator)
+    return book, codes
 
 
 def hard_steps(
-    x: torch.Tensor, form: Form, found: torch.Tensor, steps: int, tolerance: float, generator: torch.Generator
+    x: torch.Tensor, form: Form, centres: torch.Tensor, steps: int, tolerance: float, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """At most `steps` hard steps: centres, their codes, and the mean loss before and after each, `[steps + 1, B]`."""
-    codes, loss = form.assign(x, found)
+    """Take at most `steps` hard steps.
+
+    Returns:
+        The new centres, the codes of `x`, and the mean loss before the first and after each step, `[steps + 1, B]`.
+    """
+    codes, loss = form.assign(x, centres)
     losses = [loss]
     for _ in range(steps):
-        found = form.update(x, codes, reseed(found, form.uses(codes, found.shape[1]), generator))
-        codes, loss = form.assign(x, found)
+        centres = form.update(x, codes, reseed(centres, form.uses(codes, centres.shape[1]), generator))
+        codes, loss = form.assign(x, centres)
         losses.append(loss)
         if bool((losses[-2] - loss <= tolerance * losses[-2]).all()):
             break
-    return found, codes, torch.stack(losses) / x.shape[1]
+    return centres, codes, torch.stack(losses) / x.shape[1]
 
 
 @torch.inference_mode()
@@ -209,15 +213,15 @@ def train_residual(
     generator: torch.Generator,
     on_round: Callable[[], None] = lambda: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds on what the rounds before left of vectors `[B, n, d]`, float32.
+    """Train round after round, each on the residuals of the rounds before, for float32 vectors `[B, n, d]`.
 
     Returns:
-        Centres `[B, R, N, d]`, which float16 holds exactly, and the mean squared residual after each round `[B, R]`.
+        Centres `[B, R, N, d]`, rounded to float16, and the mean squared residual after each round, `[B, R]`.
     """
     books, losses = [], []
     for _ in range(rounds):
-        found, codes = train_round(x, form, centres, schedule, generator)
-        books.append(found.half().float())
+        book, codes = train_round(x, form, centres, schedule, generator)
+        books.append(book.half().float())
         x = x - form.points(codes, books[-1])
         losses.append(x.square().sum(-1).mean(-1))
         on_round()
@@ -228,20 +232,20 @@ def train_residual(
 def residual_losses(x: torch.Tensor, form: Form, books: torch.Tensor) -> torch.Tensor:
     """Mean squared residual `[B, R]` of vectors `[B, n, d]` after each round of trained centres `[B, R, N, d]`."""
     losses = []
-    for found in books.unbind(1):
-        x = x - form.points(form.assign(x, found)[0], found)
+    for book in books.unbind(1):
+        x = x - form.points(form.assign(x, book)[0], book)
         losses.append(x.square().sum(-1).mean(-1))
     return torch.stack(losses, 1)
 
 
 def start_centres(sample: torch.Tensor, form: Form, centres: int, generator: torch.Generator) -> torch.Tensor:
-    """Vectors of the sample, shortened, since a point of the complex form is the sum of two centres."""
+    """Random vectors of the sample, shortened: a point of the complex form is the sum of two centres."""
     chosen = torch.randint(sample.shape[1], (centres,), generator=generator)
     return sample[:, chosen.to(sample.device)] * (0.5 if isinstance(form, ComplexForm) else 0.7)
 
 
 def reseed(centres: torch.Tensor, uses: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Centres that no vector uses move beside the most used ones, which never raises the loss of hard codes."""
+    """Move unused centres next to the most used ones, which never raises the loss of hard codes."""
     centres = centres.clone()
     for row in (uses == 0).any(-1).nonzero().flatten().tolist():
         dead = (uses[row] == 0).nonzero().flatten()
@@ -260,12 +264,12 @@ def _turned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _real_costs(x: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-    """|x - c|² - |x|² `[B, n, N]`."""
+    """Squared distances less a constant, |x - c|² - |x|², `[B, n, N]`."""
     return torch.baddbmm(centres.square().sum(-1)[:, None], x, centres.mT, alpha=-2)
 
 
 def _complex_costs(x: torch.Tensor, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """-2<z, c_a> and -2<z, i c_b>, each `[B, n, N]`."""
+    """Terms of the squared distance by a and by b, -2<z, c_a> and -2<z, i c_b>, each `[B, n, N]`."""
     return -2 * x @ centres.mT, -2 * x @ _turned(centres).mT
 
 

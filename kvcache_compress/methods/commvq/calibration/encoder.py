@@ -1,10 +1,9 @@
-"""The paper's value codes (CommVQ, section 4.1): a small network gives each token one bit per row of a codebook.
+"""Train the paper's encoder of values (CommVQ, section 4.1), which gives each token one bit per row of a codebook.
 
 A token's values of all heads make one vector v of length 1; its bits are `s = [W2 GELU(W1 v + b1) + b2 > 0]`, and it
-decodes to `s C`. Trained by gradient descent on the squared error: the bits are drawn with logistic noise, the binary
-case of Gumbel-softmax, and pass the gradient of their soft version straight through. The noise falls to nothing, so
-that training ends at the codes of inference, which are deterministic; the codebook is then the least-squares one for
-those codes.
+decodes to `s C`. Training is gradient descent on the squared error: bits are drawn with logistic noise, the binary case
+of Gumbel-softmax, with a straight-through gradient of their soft version. The noise falls to zero, so that training
+ends at the deterministic codes of inference; the codebook is then the least-squares one for those codes.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import torch
 from torch.nn import functional as F
 
 _RIDGE = 1e-4
-"""Weight of the trained codebook in the last solve, in mean uses of a row."""
+"""Weight of the trained codebook in the final least-squares solve, relative to the mean uses of a row."""
 
 
 @dataclass(frozen=True)
 class EncoderSchedule:
-    """Steps of Adam on batches of tokens; `hidden` is the hidden size in multiples of the token's."""
+    """Schedule of Adam on batches of tokens; `hidden` is the hidden size in multiples of the token's."""
 
     steps: int = 1200
     batch: int = 512
@@ -46,7 +45,7 @@ def train_encoder(
     generator: torch.Generator,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """Trains on normalized tokens `[n, H * D]`, float32.
+    """Train the encoder on normalized tokens `[n, H * D]`, float32.
 
     Returns:
         `weight1`, `bias1`, `weight2`, `bias2` and `codebook` (see `commvq_file`), and the mean squared error.
@@ -92,7 +91,7 @@ def encoder_loss(network: dict[str, torch.Tensor], tokens: torch.Tensor) -> floa
 
 
 def _least_squares(codes: torch.Tensor, tokens: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
-    """The codebook with the least squared error for these codes; rows that are never used stay."""
+    """Codebook with the least squared error for these codes; unused rows stay."""
     gram = (codes.mT @ codes).double()
     ridge = _RIDGE * gram.diagonal().mean().clamp_min(1e-9)
     gram.diagonal().add_(ridge)

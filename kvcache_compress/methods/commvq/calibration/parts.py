@@ -1,4 +1,4 @@
-"""The working folder of a calibration, from which an interrupted one goes on: finished layers and collected states."""
+"""Working folder of a calibration, to resume an interrupted one: finished layers and collected states."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from kvcache_compress.files.tensors import write_tensors
 
 
 class Parts:
-    """`<output>.<digest of the settings>.parts/`: `settings.json`, `states/` and `held_out/` with collected keys and
-    values, one file per finished layer. `others` are the folders of other settings for the same output, which stay as
-    they are."""
+    """Folder `<output>.<digest of the settings>.parts/` of a calibration.
+
+    It holds `settings.json`, `states/` and `held_out/` with collected keys and values, and one file per finished layer.
+    `others` are folders of other settings for the same output, which are left alone.
+    """
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         described = json.dumps(settings, sort_keys=True, indent=1)
@@ -40,22 +42,22 @@ class Parts:
         return self.folder / f"layer-{layer:03d}.safetensors"
 
     def save_weights(self, weights: Mapping[int, torch.Tensor]) -> None:
-        """Keeps the weights of keys' pairs, which also says that all is collected."""
+        """Save the weights of the pairs of keys, which also marks the collection as complete."""
         write_tensors(self._weights, {str(layer): tensor.contiguous() for layer, tensor in weights.items()}, {})
 
     def load_weights(self) -> dict[int, torch.Tensor]:
-        """The weights by layer; none before all is collected."""
+        """Load the weights by layer; empty until the collection is complete."""
         if not self._weights.exists():
             return {}
         return {int(layer): tensor for layer, tensor in load_file(self._weights).items()}
 
     def save(self, layer: int, tensors: dict[str, torch.Tensor], losses: Mapping[str, Any]) -> None:
-        """Keeps a finished layer; it appears only once it is complete."""
-        held = {name: tensor.to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
-        write_tensors(self._file(layer), held, {"settings": self.digest, "losses": json.dumps(losses)})
+        """Save a finished layer; its file appears only once it is complete."""
+        halves = {name: tensor.to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
+        write_tensors(self._file(layer), halves, {"settings": self.digest, "losses": json.dumps(losses)})
 
     def load(self, layer: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
-        """A finished layer's tensors and losses; None where there is none, or a damaged one."""
+        """Load a finished layer's tensors and losses; None if it is missing or damaged."""
         if not self._file(layer).exists():
             return None
         try:

@@ -1,6 +1,6 @@
-"""How long queries are in each pair of channels: what an error of a key's pair costs.
+"""Measure queries per pair of channels, to weigh the errors of a key's pairs by their cost.
 
-A score is Σ_j Re(conj(q_j) k_j) over pairs j, so its expected squared error is Σ_j E|q_j|² |k_j - k̂_j|² / 2 where the
+A score is Σ_j Re(conj(q_j) k_j) over pairs j, so its expected squared error is Σ_j E|q_j|² |k_j - k̂_j|² / 2 if the
 errors of pairs are independent of the queries. RoPE changes neither |q_j| nor |k_j - k̂_j|, so keys scaled per pair by
 the root of E|q_j|² can be coded before RoPE like any others.
 """
@@ -20,9 +20,9 @@ from kvcache_compress.modeling.rope import RopeLayout
 
 @contextmanager
 def observed_queries(model: PreTrainedModel, layout: RopeLayout) -> Iterator[dict[int, torch.Tensor]]:
-    """While it is open, sums |q_j|² of every layer's queries over tokens and grouped heads, float64 `[H, pairs]`.
+    """Sum |q_j|² of every layer's queries over tokens and grouped heads while open: float64 `[H, pairs]` by layer.
 
-    The sums stay empty for models with attention of their own, which Transformers does not look up by name.
+    The sums stay empty for models whose attention function Transformers does not look up by name.
     """
     name = str(model.config.get_text_config(decoder=True)._attn_implementation)
     sums: dict[int, torch.Tensor] = {}
@@ -49,6 +49,6 @@ def observed_queries(model: PreTrainedModel, layout: RopeLayout) -> Iterator[dic
 
 
 def pair_weights(sums: torch.Tensor) -> torch.Tensor:
-    """Weights `[H, pairs]` of keys' pairs, exact in float16: root mean squares, of mean square 1 within a head."""
+    """Weights `[H, pairs]` of pairs of keys: root mean squares, with mean square 1 within a head, exact in float16."""
     shares = sums / sums.mean(-1, keepdim=True).clamp_min(1e-30)
     return shares.clamp_min(1e-4).sqrt().half().float()

@@ -1,4 +1,4 @@
-"""Calibration text: files or a dataset on the hub, cut into windows of tokens."""
+"""Read calibration text from files or a dataset on the hub, cut into windows of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _FILE_NAME = re.compile(r".*\.(txt|text|md|rst|tex|html?|xml|json|jsonl|csv|tsv|parquet|gz|zip|zst)", re.IGNORECASE)
 _WHOLE_BYTES = 1 << 22
-"""Of larger files, and those that have more than `_BYTES_PER_TOKEN` for each token wanted, only blocks are read."""
+"""Files up to this size, or up to `_BYTES_PER_TOKEN` per wanted token, are read in full; of larger ones only blocks."""
 _BYTES_PER_TOKEN = 16
 _BLOCK_BYTES = 1 << 17
 
@@ -22,19 +22,20 @@ _BLOCK_BYTES = 1 << 17
 def read_windows(
     sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int, context: int
 ) -> tuple[torch.Tensor, str]:
-    """Windows `[tokens // context, context]`, spread evenly over the text, and a digest of them.
+    """Read windows `[tokens // context, context]`, evenly spread over the text, and return them with their digest.
 
-    Each window begins with what the model wants at the start of a text.
+    Each window begins with the tokens that the tokenizer puts at the start of a text.
 
     Args:
         sources: text files, or a dataset on the hub (`owner/name` or `owner/name:configuration`, its column `text`).
-            Of a large file blocks are read that are spread evenly over it.
-        tokenizer: the model's.
+            Of a large file, evenly spread blocks are read.
+        tokenizer: the model's tokenizer.
         tokens: tokens wanted.
         context: tokens per window.
 
     Raises:
-        ValueError: a source that is neither, windows without room for text, or too little text.
+        ValueError: a source is neither a file nor a dataset, windows are too short for text, or there is too little
+            text.
     """
     if tokens < context:
         raise ValueError(f"tokens={tokens}: allowed at least one window of {context}")
@@ -45,12 +46,12 @@ def read_windows(
         raise ValueError(f"context={context}: allowed more than the {len(start)} tokens that begin a text")
     wanted = tokens // context
     pieces: list[list[int]] = []
-    found = 0
+    count = 0
     for text, partial in _texts(sources, max(_WHOLE_BYTES, _BYTES_PER_TOKEN * tokens) // len(sources)):
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        found += len(ids)
+        count += len(ids)
         pieces.append(ids)
-        if partial and found >= wanted * length:
+        if partial and count >= wanted * length:
             break
     joined = [token for piece in pieces for token in piece]
     fitting = len(joined) // length
@@ -66,7 +67,7 @@ def read_windows(
 
 
 def check_sources(sources: Sequence[str]) -> None:
-    """Raises `ValueError` for a source that is neither a file nor looks like a dataset's id, and for none."""
+    """Raise `ValueError` for a source that is neither a file nor looks like a dataset's id, and for no sources."""
     if not sources:
         raise ValueError("text=[]: allowed are text files, or a dataset's id on the hub")
     for source in sources:
@@ -77,7 +78,7 @@ def check_sources(sources: Sequence[str]) -> None:
 
 
 def _texts(sources: Sequence[str], most: int) -> Iterator[tuple[str, bool]]:
-    """Texts, those of a file of at most `most` bytes or so, and whether more may follow than anyone needs."""
+    """Texts of all sources, about `most` bytes per file, each with True if more than needed may follow."""
     for source in sources:
         path = Path(source).expanduser()
         if not path.is_file():
@@ -90,7 +91,7 @@ def _texts(sources: Sequence[str], most: int) -> Iterator[tuple[str, bool]]:
 
 
 def _file_texts(path: Path, most: int) -> Iterator[str]:
-    """The whole text of a file of at most `most` bytes; blocks of a larger one, spread evenly over it."""
+    """Text of a file of at most `most` bytes; evenly spread blocks of a larger one."""
     size = path.stat().st_size
     if size <= most:
         yield path.read_text(encoding="utf-8")
@@ -118,4 +119,4 @@ def _hub_texts(source: str) -> Iterator[str]:
     except ValueError:
         raise
     except Exception as error:  # the datasets library and its HTTP client have no common exception
-        raise ValueError(f"text={source!r}: no such file, and no dataset that the hub gives: {error}") from error
+        raise ValueError(f"text={source!r}: no such file, and the hub has no such dataset: {error}") from error
