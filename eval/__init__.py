@@ -1,1 +1,1 @@
-"""Evaluation: functions first, thin command lines over them."""
+"""Evaluation of caches: benchmarks, studies of methods, comparisons and their reports."""

@@ -1,4 +1,4 @@
-"""Kinds of cache to measure: the contract, the uncompressed cache, and ours."""
+"""Caches to measure: the contract of a spec, and those of the uncompressed cache and of this package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcache_compress import CompressedCache, load_config
 
 @dataclass(frozen=True)
 class Measured:
-    """What a filled cache holds, in the width it would have beside a 16-bit model, whatever type the model ran in.
+    """Size of a filled cache as it would be beside a 16-bit model, whatever type the model ran in.
 
     Attributes:
         packed_tokens: tokens per sequence that are stored compressed, the most of any layer.
@@ -34,13 +34,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """A kind of cache to measure.
+    """A cache to measure: how to make it, and how to measure its size.
 
     Attributes:
         name: its name in tables; unique within one run.
         make: builds an empty cache for a model.
-        measure: says what a filled one holds.
-        lossless: it compresses nothing on purpose; every other cache is refused when it has compressed nothing.
+        measure: measures a filled one.
+        lossless: compresses nothing on purpose; any other cache that has compressed nothing is an error.
         description: all that it is made of, as plain JSON without paths; results of equal descriptions compare.
     """
 
@@ -65,7 +65,7 @@ def preset_cache(
     codebooks: Path | None = None,
     name: str | None = None,
 ) -> CacheSpec:
-    """Spec of one of our caches.
+    """Spec of a `CompressedCache`.
 
     Args:
         preset: anything that `load_config` takes.
@@ -86,7 +86,7 @@ def preset_cache(
 
 
 def _without_paths(config: Any) -> Any:
-    """A config whose codebook files are named by their name and digest, wherever they lie."""
+    """The config with codebook files replaced by their names and digests."""
     if isinstance(config, dict):
         named = {key: _without_paths(value) for key, value in config.items() if value is not None}
         if "codebooks" in named:

@@ -1,7 +1,7 @@
-"""Decodes each packed token once instead of at every step, for evaluations on machines where decoding dominates.
+"""Caching of decoded tokens, for evaluations on machines where decoding dominates.
 
-Packed tokens are never changed, so what a step would decode is what the step before decoded. Keeping it gives the same
-numbers (to the rounding of float32) at the speed of an uncompressed cache and in the memory of one: of use to an
+Packed tokens never change, so each needs to be decoded only once, not at every step. Keeping them decoded gives the
+same numbers (to the rounding of float32) at the speed and in the memory of an uncompressed cache, which is of use to an
 evaluation alone.
 """
 
@@ -19,7 +19,7 @@ from kvcache_compress.storage.side import SideState
 
 
 def decode_once(cache: Cache) -> None:
-    """Make a filled cache keep what it decodes. It may be stepped, but no longer copied, cropped or reordered."""
+    """Make a filled cache keep what it decodes; it may no longer be copied, cropped or reordered."""
     for layer in cache.layers:
         if isinstance(layer, CompressedLayer):
             for state in layer.sides.values():

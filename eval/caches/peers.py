@@ -1,7 +1,7 @@
-"""Caches of others as peers: Transformers' `QuantizedCache` with hqq, quanto and fp8.
+"""Peers to compare with: Transformers' `QuantizedCache` with hqq, quanto and fp8.
 
-What `QuantizedCache` does, so that its figures are read rightly: the first prefill is quantized whole, last tokens
-included, and returned unquantized. From then on every step decodes everything. hqq and quanto collect new tokens in a
+To read its numbers rightly, know what `QuantizedCache` does: the first prefill is quantized whole, last tokens
+included, and returned unquantized. After that, every step decodes everything. hqq and quanto collect new tokens in a
 dense residual and, each time it would reach `residual_length`, quantize the *whole* history anew, so that errors add
 up; fp8 quantizes new tokens as they come, with the one scale per layer and side that it found in the prefill.
 
@@ -102,7 +102,7 @@ def _group_wise(backend: str, bits: int, *, axis: int, group_size: int, residual
 
 @functools.cache
 def _build_quanto_extension(device: torch.device) -> None:
-    """Have quanto compile what it unpacks codes with, which it would else do within the first measurement."""
+    """Compile quanto's extension now, so that the first measurement does not include it."""
     from optimum.quanto import MaxOptimizer, qint4, quantize_weight
 
     path = os.environ.get("PATH", "")
@@ -122,7 +122,7 @@ def _build_quanto_extension(device: torch.device) -> None:
 
 
 def _measure_quantized(cache: Cache) -> Measured:
-    """Measure a `QuantizedCache` by walking all that its quantized fields hold.
+    """Measure a `QuantizedCache` by walking all tensors in its quantized fields.
 
     Floating-point scales, zero points and dense tokens count as 16-bit numbers: on a CPU the model runs in float32 only
     for speed, and these follow the model's type.
@@ -145,7 +145,7 @@ def _measure_quantized(cache: Cache) -> Measured:
 
 
 def _logical_shape(stored: Any) -> torch.Size:
-    """Shape [B, H, T, D] of what a quantized field stands for."""
+    """Shape [B, H, T, D] of the tensor that a quantized field encodes."""
     if isinstance(stored, tuple):
         codes, scale = stored
         # hqq reshapes its codes and keeps the shape in its dictionary; fp8 pairs codes of full shape with a scale.

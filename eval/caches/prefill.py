@@ -1,11 +1,11 @@
-"""A prompt that goes through the model once, and from which every cache under test is then filled.
+"""One prefill per prompt, from which every cache under test is filled.
 
-While nothing is packed yet, a cache returns what it was given, so the prefill of a prompt computes the same keys and
-values whichever cache takes them up. They are kept, and each cache is given them by `update`, as the model would:
-what it then holds is bit for bit what its own prefill would have left. A comparison of thirty caches so pays for one
-prefill per prompt instead of thirty. Models with layers that are not plain full attention (sliding windows, states)
-prefill each cache anew. On CPUs several caches then also go through the model together, as the rows of a batch: what
-follows the prompt is the same for all, and a product with a few rows reaches half the speed of one with many.
+During its first prefill a cache returns the keys and values that it receives, so these are the same for every cache.
+They are kept and passed to each cache by `update`, as the model would: it then holds bit for bit what its own prefill
+would have left. A comparison of thirty caches pays for one prefill per prompt instead of thirty. Models with layers
+other than plain full attention (sliding windows, states) prefill each cache anew. On CPUs several caches also go
+through the model together, as the rows of a batch: the tokens after the prompt are the same for all, and a matrix
+product with a few rows is far slower per row than one with many.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .rows import REPLACED, RowCaches, row_attention
 MOST_ROWS = 8
 ROWS_BYTES = 2 << 30
 ROWS_TOKENS = 256
-"""Caches that go through the model together at most, and bytes that they may take: keys and values, decoded, and the
-logits of so many tokens, twice."""
+"""Most caches that go through the model together, and their memory: decoded keys and values, and twice the logits of
+so many tokens."""
 STEP_TOKENS = 16
-"""Tokens per pass where they are given, not generated: the KL of single steps in a fifth of the time."""
+"""Forced tokens per pass: the KL of single steps in a fifth of the time."""
 
 
 @dataclass
@@ -40,11 +40,11 @@ class Prefill:
     Attributes:
         model: the model, in evaluation mode.
         ids: `[1, T]`, the prompt.
-        question: `[1, Q]`, what follows the prompt and goes through the cache under test; often empty.
+        question: `[1, Q]`, follows the prompt and goes through the cache under test; often empty.
         logits: `[V]`, after the prompt's last token.
         states: keys and values `[1, H, T, D]` of each layer; None where they cannot be shared.
         seconds: time of that pass.
-        keep: caches that are filled are kept, by name, for other questions after the same prompt.
+        keep: keep filled caches, by name, for other questions after the same prompt.
     """
 
     model: PreTrainedModel
@@ -58,7 +58,7 @@ class Prefill:
     _filled: dict[str, Cache | None] = field(default_factory=dict)
 
     def run(self, spec: CacheSpec) -> CacheRun:
-        """A new cache of this kind that holds the prompt.
+        """Fill a new cache of this kind with the prompt.
 
         Raises:
             ValueError: the cache does not fit the model.
@@ -82,8 +82,8 @@ class Prefill:
                 cache.update(keys, values, layer)
         return cache
 
-    def rows(self) -> int:
-        """How many caches can go through the model together (`join`): more than one on CPUs with plain attention."""
+    def most_rows(self) -> int:
+        """Most caches that can go through the model together (`join`): more than one on CPUs with plain attention."""
         plain = self.model.config._attn_implementation == REPLACED
         if self.states is None or not plain or self.ids.device.type != "cpu":
             return 1
@@ -91,12 +91,12 @@ class Prefill:
         logits = 2 * ROWS_TOKENS * self.logits.numel() * torch.float32.itemsize
         return max(1, min(MOST_ROWS, ROWS_BYTES // (held + logits)))
 
-    def asked(self, question: torch.Tensor) -> Prefill:
+    def with_question(self, question: torch.Tensor) -> Prefill:
         """The same prompt with another question `[1, Q]`, without another pass."""
         return replace(self, question=question.to(self.ids.device), seconds=0.0, _full={})
 
     def full_logits(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
-        """`forced` with the full cache, `[S + 1, V]`, computed once: the yardstick of the caches under test."""
+        """Reference for the caches under test: `forced` with the full cache, `[S + 1, V]`, computed once."""
         key = tokens.cpu().numpy().tobytes() + step.to_bytes(8)
         if key not in self._full:
             self._full = {key: self.run(full_cache()).forced(tokens, step)}
@@ -105,13 +105,13 @@ class Prefill:
 
 @dataclass
 class CacheRun:
-    """One cache under test after the prompt; good for one continuation, as that goes into the cache.
+    """One cache under test after the prompt; usable for one continuation, which it stores.
 
     Attributes:
         prefill: the prompt.
         spec: the kind of cache.
         cache: the cache itself.
-        measured: what it held after the prompt: those tokens can only be seen compressed from then on.
+        measured: its size after the prompt, whose packed tokens are attended to in compressed form from then on.
         logits: `[V]`, after the prompt's last token.
         seconds: filling the cache, and then its share of all passes through it.
         joined: the runs that go through the model together, this one among them; see `join`.
@@ -128,7 +128,10 @@ class CacheRun:
     _answer: torch.Tensor | None = None
 
     def forced(self, tokens: torch.Tensor, step: int = STEP_TOKENS) -> torch.Tensor:
-        """Feeds the question at once and `tokens` `[S]`, `step` per pass: float32 logits `[S + 1, V]`, around each.
+        """Feed the question at once and `tokens` `[S]`, `step` per pass.
+
+        Returns:
+            float32 logits `[S + 1, V]`: before the first token, then after each.
 
         Raises:
             ValueError: logits that are not finite, or more tokens than the model has positions for.
@@ -138,9 +141,9 @@ class CacheRun:
         return self._answered(asked, lambda cache, rows: list(self._force(cache, rows, tokens, step)))
 
     def generate(self, config: GenerationConfig) -> torch.Tensor:
-        """Feeds the question and generates greedily by the model's `generate`: new token ids `[S]`.
+        """Feed the question and generate greedily by the model's `generate`: new token ids `[S]`.
 
-        Plainly greedy: what the model's own generation config adds, such as a penalty of repetition, is left out.
+        The model's own generation config, such as a repetition penalty, is ignored.
 
         Args:
             config: `max_new_tokens`, at least 1, end tokens, if any, and `min_new_tokens` of at most 1.
@@ -153,11 +156,11 @@ class CacheRun:
 
     @torch.inference_mode()
     def _answered(self, asked: Any, answer: Callable[[Cache, int], Sequence[torch.Tensor]]) -> torch.Tensor:
-        """This row of `answer(cache, rows)`, computed once for all runs that go together."""
+        """This run's row of `answer(cache, rows)`, computed once for all joined runs."""
         if self._answer is None:
             runs = self.joined or (self,)
             for run in runs:
-                run.joined = ()  # else they would hold each other, and all caches, until garbage is collected
+                run.joined = ()  # breaks the reference cycle that would keep all caches alive
             started = _now(self.logits.device)
             if len(runs) == 1:
                 rows = answer(self.cache, 1)
@@ -197,7 +200,7 @@ class CacheRun:
         rest = GenerationConfig(
             max_new_tokens=config.max_new_tokens - 1, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
         )
-        own, model.generation_config = model.generation_config, rest
+        original, model.generation_config = model.generation_config, rest
         try:
             output: torch.Tensor = model.generate(
                 ids,
@@ -207,7 +210,7 @@ class CacheRun:
                 logits_processor=LogitsProcessorList([lambda _, scores: self._finite(scores)]),
             )
         finally:
-            model.generation_config = own
+            model.generation_config = original
         return output
 
     def _finite(self, logits: torch.Tensor) -> torch.Tensor:
@@ -227,9 +230,9 @@ class CacheRun:
 
 
 def join(runs: Sequence[CacheRun]) -> None:
-    """Lets runs of one prompt go through the model together: what one is asked, all are, and only once.
+    """Let runs of one prompt go through the model together, as rows of a batch; all take the same continuation.
 
-    The passes then are those of a batch, equal to single ones to the rounding of their sums.
+    Results equal those of single runs up to the rounding of sums.
     """
     for run in runs:
         run.joined = runs
@@ -237,7 +240,7 @@ def join(runs: Sequence[CacheRun]) -> None:
 
 @torch.inference_mode()
 def prefill(model: PreTrainedModel, ids: torch.Tensor, question: torch.Tensor | None = None) -> Prefill:
-    """Run a prompt `[1, T]` through the model; `question` `[1, Q]` is left for the caches under test.
+    """Run a prompt `[1, T]` through the model; `question` `[1, Q]` is left to the caches under test.
 
     Raises:
         ValueError: more tokens than the model has positions for.
@@ -254,7 +257,7 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor, question: torch.Tensor | 
 
 
 def _now(device: torch.device) -> float:
-    """Seconds of a clock, once the device has done what it was given."""
+    """Clock in seconds, read after synchronizing the device."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)
     return time.perf_counter()
@@ -275,7 +278,7 @@ def _pass(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, *, last: bool
 
 
 def _copy(cache: Cache) -> Cache | None:
-    """A copy, or None where the cache holds what cannot be copied, as quanto's tensors."""
+    """A copy, or None for tensors that cannot be copied, such as quanto's."""
     try:
         return copy.deepcopy(cache)
     except RuntimeError:

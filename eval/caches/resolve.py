@@ -1,4 +1,4 @@
-"""Caches by their names on a command line or in a comparison's YAML."""
+"""Names of caches on a command line or in a comparison's YAML."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from .peers import PEERS
 def resolve_cache(
     name: str, *, sink_tokens: int | None = None, recent_tokens: int | None = None, codebooks: Path | None = None
 ) -> CacheSpec:
-    """Turn a name from the command line into a spec.
+    """Resolve a cache's name to a spec.
 
     Args:
         name: `full`, a peer (`hqq-4`, `hqq-2`, `quanto-4`, `quanto-2`, `fp8`), or anything that `load_config` takes.
-            Presets can be followed by their own dense windows, hqq and quanto by their residual length:
+            Presets can be followed by sizes of their dense windows, hqq and quanto by their residual length:
             `turboquant-4bit@sinks=0,recent=0`, `hqq-4@residual=64`.
-        sink_tokens: for presets that do not say `sinks` themselves.
-        recent_tokens: for presets that do not say `recent` themselves.
+        sink_tokens: for presets named without `sinks`.
+        recent_tokens: for presets named without `recent`.
         codebooks: for presets with learned codebooks.
 
     Raises:
         ValueError: no such cache, or options that it does not have.
         ImportError: the peer's package is not installed.
     """
-    base, _, given = name.partition("@")
+    base, _, suffix = name.partition("@")
     if base == "full" or base in PEERS:
         allowed = ["residual"] if base.startswith(("hqq", "quanto")) else []
     else:
         allowed = ["sinks", "recent"]
     options: dict[str, int] = {}
-    for option in given.split(",") if given else []:
+    for option in suffix.split(",") if suffix else []:
         key, _, number = option.partition("=")
         if key not in allowed or not number.isdecimal():
             forms = " and ".join(f"{key}=N" for key in allowed) or "nothing"

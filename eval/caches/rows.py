@@ -1,7 +1,7 @@
-"""Caches of one sequence each as the rows of a batch, so that several go through a model together.
+"""Several caches of one sequence each as the rows of a batch.
 
-Each row is attended over where its cache holds it: neither stacked nor repeated per query head, which on a processor
-would cost more than the attention itself.
+Attention reads each row from its own cache: stacking rows or repeating them per query head would cost more than the
+attention itself on a CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 NAME = "kvcache_compress_rows"
 REPLACED = "sdpa"
-"""The attention that this one stands in for, and the only one."""
+"""The only attention implementation that `row_attention` can replace."""
 
 
 class _Rows(list[torch.Tensor]):
@@ -40,7 +40,7 @@ class RowCaches(Cache):
 
 @contextmanager
 def row_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model takes `RowCaches` instead of a cache."""
+    """Make the model take `RowCaches` instead of a cache, while the context is open."""
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[REPLACED])
     model.set_attn_implementation(NAME)
@@ -59,7 +59,10 @@ def _attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of queries `[rows, Hq, n, D]`, `[rows, n, Hq, D]`; the heads of a group are further queries."""
+    """Attention of queries `[rows, Hq, n, D]`, row by row; returns `[rows, n, Hq, D]`.
+
+    Query heads that share a key/value head are treated as further queries of it.
+    """
     heads, count = key[0].shape[1], query.shape[2]
     groups = query.shape[1] // heads
     grouped = query.unflatten(1, (heads, groups)).flatten(2, 3)

@@ -1,7 +1,7 @@
-"""Models x caches x benchmarks from one YAML file: which cache should I take?
+"""Comparison of caches: models x caches x benchmarks from one YAML file.
 
     models: [smollm2-135m]                 # hub ids, folders; or {model: ..., codebooks: FILE} for CommVQ
-    caches:                                # presets, YAML files, peers; the full cache is always there
+    caches:                                # presets, YAML files, peers; the full cache is always added
       - turboquant-4bit
       - hqq-4
       - {name: mine, config: {keys: {method: turboquant, bits: 3}, values: {method: turboquant, bits: 2}}}
@@ -13,9 +13,9 @@
 Run it by `kvcache-compress eval compare FILE`, or over several processes by
 `accelerate launch --num_processes N -m kvcache_compress.eval compare FILE`: the samples are sharded, the results are
 those of one process. (On CPUs accelerate starts more than one process only by MPI; `torchrun --nproc-per-node N -m ...`
-does without.) What is done is never computed again, so that an interrupted or enlarged comparison goes on where
-it was. A cell that fails (out of memory, missing data, a cache that does not fit) says why, and the rest goes on.
-Files are looked for from the working directory.
+needs none.) Finished samples are never computed again: an interrupted or enlarged comparison continues. A cell that
+fails (out of memory, missing data, a cache that does not fit) records the reason, and the others go on. Relative paths
+start at the working directory.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from kvcache_compress.validation.options import AnyPath, AnyTuple, Seed, StrictO
 
 
 class ModelEntry(StrictOptions):
-    """A model, and CommVQ's codebooks for it."""
+    """A model, with CommVQ's codebooks for it."""
 
     model: str
     codebooks: AnyPath | None = None
 
 
 class CacheEntry(StrictOptions):
-    """A cache under a name of its own: `config` is anything that `load_config` takes."""
+    """A named cache: `config` is anything that `load_config` takes."""
 
     name: str
     config: str | dict[str, Any]
@@ -63,7 +63,7 @@ def _kind(entry: Any) -> str:
 
 
 class Comparison(StrictOptions):
-    """What is compared; see the module's docstring.
+    """The content of a comparison's YAML file; see the module's docstring.
 
     Attributes:
         models: names, or models with their codebooks.
@@ -91,7 +91,11 @@ class Comparison(StrictOptions):
 
     @classmethod
     def read(cls, path: Path) -> Comparison:
-        """Raises ValueError for a file that is missing, no YAML, or says something that is not allowed."""
+        """Read a YAML file.
+
+        Raises:
+            ValueError: the file is missing, is not YAML, or holds something that is not allowed.
+        """
         content = read_yaml(path)
         if not isinstance(content, dict):
             raise ValueError(f"{path}: a mapping is needed at the top, with {', '.join(cls.model_fields)}")
@@ -112,7 +116,7 @@ class Comparison(StrictOptions):
         return specs
 
     def suite(self) -> dict[str, Benchmark]:
-        """The benchmarks by name.
+        """Make the benchmarks, by name.
 
         Raises:
             ValueError: no such kind, options that it does not have, or names that are the same as folders.
@@ -121,7 +125,11 @@ class Comparison(StrictOptions):
         return {name: _benchmark(name, options) for name, options in self.benchmarks.items()}
 
     def entries(self) -> list[ModelEntry]:
-        """Raises ValueError for a model that is there twice."""
+        """All models as entries.
+
+        Raises:
+            ValueError: a model is listed twice.
+        """
         entries = [ModelEntry(model=entry) if isinstance(entry, str) else entry for entry in self.models]
         check_distinct("models", [entry.model for entry in entries])
         return entries
@@ -130,7 +138,10 @@ class Comparison(StrictOptions):
 def compare(
     comparison: Comparison, processes: Processes, on_progress: Progress | None = None
 ) -> tuple[list[Cell], list[str]]:
-    """Run a comparison: all its cells, and what went wrong with whole models.
+    """Run a comparison.
+
+    Returns:
+        All cells, and messages about models that could not be loaded.
 
     Raises:
         ValueError: the comparison itself is wrong; nothing was run.

@@ -1,4 +1,4 @@
-"""What a measurement leaves in its folder: plots, and JSON that says how and where it was made."""
+"""Files of a measurement: plots, and JSON with the circumstances it was made in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def save_figure(figure: Figure, path: Path, dpi: int = 110, **options: Any) -> None:
-    """Writes a PNG with these options of matplotlib; see `whole_file`."""
+    """Write a PNG with these options of matplotlib; see `whole_file`."""
     with whole_file(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=dpi, **options)
 

@@ -1,4 +1,4 @@
-"""What makes a result that of one model, one text and one set of options; and names without this machine's folders."""
+"""Digests that identify a result's model and options, and names without this machine's folders."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ABSOLUTE = re.compile(r"(?<![\w:/.])(?:/[^\s/:;,'\"()\[\]{}=]+){2,}")
 
 
 def digest_of(**parts: Any) -> str:
-    """A short digest of plain JSON."""
+    """Short digest of plain JSON."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A short digest of a model's weights: names, shapes, and a few numbers of each parameter, as float32."""
+    """Short digest of a model's weights: names, shapes, and a few numbers of each parameter, as float32."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
@@ -31,14 +31,14 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def without_folders(text: str) -> str:
-    """A text in which absolute paths are cut to their last two parts, wherever they lie on this machine."""
+    """Cut absolute paths in a text to their last two parts."""
     return _ABSOLUTE.sub(lambda path: "/".join(path[0].split("/")[-2:]), text)
 
 
-def plain(option: Any) -> Any:
-    """Options with all texts `without_folders`."""
+def strip_folders(option: Any) -> Any:
+    """Apply `without_folders` to every text in plain JSON."""
     if isinstance(option, dict):
-        return {key: plain(value) for key, value in option.items()}
+        return {key: strip_folders(value) for key, value in option.items()}
     if isinstance(option, (list, tuple)):
-        return [plain(item) for item in option]
+        return [strip_folders(item) for item in option]
     return without_folders(option) if isinstance(option, str) else option

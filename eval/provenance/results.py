@@ -1,4 +1,4 @@
-"""How and where something was measured, and files that are complete or not there."""
+"""Provenance of results (command, commit, versions, hardware), and atomic writing of files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKAGES = ("kvcache_compress", "torch", "transformers", "triton", "hqq", "opti
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a text file; see `whole_file`."""
+    """Write a text file atomically; see `whole_file`."""
     with whole_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
@@ -39,7 +39,7 @@ def command_line() -> str:
 
 
 def circumstances(device: torch.device, *packages: str) -> dict[str, Any]:
-    """How and where something is measured: command, date, commit, versions (also of `packages`), hardware."""
+    """Circumstances of a measurement: command, date, commit, versions (also of `packages`), hardware."""
     return {
         "command": command_line(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -50,7 +50,7 @@ def circumstances(device: torch.device, *packages: str) -> dict[str, Any]:
 
 
 def package_versions(*packages: str) -> dict[str, str | None]:
-    """Versions of what takes part in a measurement; None for what is not installed."""
+    """Versions of packages that affect a measurement; None for those not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in (*_PACKAGES, *packages):
         try:
@@ -61,7 +61,7 @@ def package_versions(*packages: str) -> dict[str, str | None]:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """The machine: its processor, cores, threads used, and the accelerator if the model is on one."""
+    """Processor, cores, threads used, and the accelerator if the model is on one."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -72,7 +72,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def git_commit(file: str = __file__) -> str | None:
-    """Commit of a source file's repository, `-dirty` if its tree has changes; None where there is none."""
+    """Commit of a source file's repository, `-dirty` if its tree has changes; None outside of a repository."""
     here = Path(file).resolve()
 
     def git(*arguments: str) -> str:
@@ -80,7 +80,7 @@ def git_commit(file: str = __file__) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        # An installed copy may lie inside of some other project's repository.
+        # An installed copy may lie inside some other project's repository.
         git("ls-files", "--error-unmatch", here.name)
         return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
@@ -88,7 +88,7 @@ def git_commit(file: str = __file__) -> str | None:
 
 
 def error_message(error: Exception) -> str:
-    """One line that says what went wrong, without folders."""
+    """Error as one line, without this machine's folders."""
     text = without_folders(" ".join(str(error).split())) or type(error).__name__
     memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     if memory or "not enough memory" in text or "can't allocate memory" in text:

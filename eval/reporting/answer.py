@@ -1,4 +1,4 @@
-"""The answer to which cache to take: for each budget of bits the best of those that lose little enough."""
+"""Recommendation of a cache: for each budget of bits the best of those that lose little enough."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ BUDGETS = (1.5, 2.5, 3.5, 4.5, 6.5, 8.5)
 """Bits per number for which a cache is recommended: those of the usual names, and half a bit for scales."""
 
 MAX_KL = 0.02
-"""Nats per token by which a recommended cache may diverge from the full one.
+"""Largest KL divergence from the full cache, in nats per token, of a recommended cache.
 
-About 2 % more perplexity. In the committed comparison of SmolLM2 caches within it found at least 19 of 20 pass keys;
+About 2 % more perplexity. In the committed comparison of SmolLM2, caches within it found at least 19 of 20 pass keys;
 those with twice as much missed several.
 """
 MAX_SHARE = 0.05
-"""Share of the full cache's score that a recommended cache may lose where no KL leads; nats of a log-probability."""
+"""Largest loss of a recommended cache where KL is not the leading score.
+
+A share of the full cache's score; nats if that is a log-probability.
+"""
 
 
 def bound(table: Table, column: Column) -> float | None:
-    """The worst value (as `Table.points` has it) with which a cache is recommended.
-
-    None where nothing can be lost: the full cache has no score, or one of zero.
-    """
+    """Worst value, as in `Table.points`, of a recommended cache; None if the full cache's score is missing or zero."""
     if column.main_score == "kl":
         return MAX_KL
     reference = None if table.full is None else table.full.score(column)
@@ -37,19 +37,19 @@ def bound(table: Table, column: Column) -> float | None:
 def recommended(table: Table, bits: Bits) -> list[tuple[float, Point]]:
     """The best cache of the leading benchmark for each budget of bits, with the least budget that it needs.
 
-    Caches that lose more than `bound` allows, or take more than the largest budget, are in none.
+    Caches that lose more than `bound` allows, or take more than the largest budget, are left out.
     """
     points = _within(table, bits)
-    found: dict[int, tuple[float, Point]] = {}
+    by_row: dict[int, tuple[float, Point]] = {}
     for budget in BUDGETS:
         if affordable := [point for point in points if point.bits <= budget]:
             best = _best(affordable, table.columns[0])
-            found.setdefault(best.row.number, (budget, best))
-    return list(found.values())
+            by_row.setdefault(best.row.number, (budget, best))
+    return list(by_row.values())
 
 
 def summary(table: Table) -> list[str]:
-    """Sentences that say which cache to take, by the leading benchmark; HTML."""
+    """Recommend caches by the leading benchmark: sentences of HTML."""
     column = table.columns[0]
     if not table.points(column, "packed_bits"):
         return [Markup("No compressed cache has finished {} yet.").format(column.name)]
@@ -79,17 +79,17 @@ def summary(table: Table) -> list[str]:
 
 
 def _sentence(table: Table, bits: Bits, beginning: str) -> str:
-    """The cache with the least loss, the best of fewer bits, and whether there are others of fewer still."""
+    """Name the cache with the least loss, the best ones of fewer bits, and the bits below which none is recommended."""
     column = table.columns[0]
     points = [point for point in table.points(column, bits) if point.bits <= BUDGETS[-1]]
     if not points:
         return Markup("{}, every cache takes more than {:g} bits.").format(beginning, BUDGETS[-1])
-    found = recommended(table, bits)
-    if not found:
+    best_caches = recommended(table, bits)
+    if not best_caches:
         text = Markup("{}, none is recommended: the least loss is that of {} ({}).")
         best = _best(points, column)
         return text.format(beginning, best.row.cache, _figures(table, column, best))
-    (_, best), *smaller = reversed(found)
+    (_, best), *smaller = reversed(best_caches)
     text = Markup(
         "{}, <strong>{}</strong> loses least: {} {} in {} at {:.2f} bits, {:.1f} times fewer than the full cache's {}."
     ).format(
@@ -115,7 +115,7 @@ def _sentence(table: Table, bits: Bits, beginning: str) -> str:
 
 
 def _within(table: Table, bits: Bits) -> list[Point]:
-    """The points that lose no more than `bound` allows, but for rounding."""
+    """Points that lose no more than `bound` allows, up to rounding."""
     column = table.columns[0]
     most = bound(table, column)
     if most is None:

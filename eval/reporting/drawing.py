@@ -1,4 +1,4 @@
-"""What the plots of a comparison have in common: their look, SVG and PNG, labels that do not overlap.
+"""Shared parts of the plots: style, SVG and PNG output, labels that do not overlap.
 
 `Plot.svg` is for inlining into HTML, whose CSS then sets the colours of text and lines (`--ink`, `--muted`, `--grid`,
 `--surface`), so that one drawing serves light and dark pages. `Plot.png` is for files.
@@ -31,7 +31,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "h", "<", ">")
 
 PRINTED: dict[str, Any] = {"dpi": 200, "facecolor": "white", "metadata": {"Software": None}}
-"""Options that figures beside a report are saved with."""
+"""Options of `savefig` for figures beside a report."""
 
 _STYLE = {
     "svg.fonttype": "none",
@@ -63,10 +63,10 @@ class Plot:
     Attributes:
         kind: `pareto`, `memory`, `needle`, or `map`.
         name: for files and ids, unique within a report.
-        alt: for those who do not see it.
+        alt: text alternative.
         figure: the drawing itself.
-        tips: what to show over an element of an id.
-        title: a line to set above it.
+        tips: tooltips by element id.
+        title: a line to set above the plot.
     """
 
     kind: str
@@ -77,7 +77,7 @@ class Plot:
     title: str = ""
 
     def svg(self) -> str:
-        """An `<svg>` element as wide as its container, with ids of its own, that asks for no other file."""
+        """A self-contained `<svg>` element as wide as its container, with unique ids."""
         stream = io.StringIO()
         without = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         with style():
@@ -94,7 +94,7 @@ class Plot:
         return f'<svg role="img" aria-label="{html.escape(self.alt)}" {box}>{text}'
 
     def png(self, folder: Path) -> Path:
-        """Writes `NAME.png` into a folder, on a white ground."""
+        """Write `NAME.png` into a folder, on a white background."""
         path = folder / f"{self.name}.png"
         with style():
             save_figure(self.figure, path, **PRINTED)
@@ -102,7 +102,7 @@ class Plot:
 
 
 def require_matplotlib() -> None:
-    """Raises ImportError, with the remedy, if plots cannot be drawn."""
+    """Raise ImportError, with the remedy, if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -111,7 +111,7 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The look of all plots; text is taken as it is, `$` and any script included."""
+    """Apply the style of all plots; text is taken literally, `$` and any script included."""
     from matplotlib import rc_context
 
     with rc_context(_STYLE), warnings.catch_warnings():
@@ -120,7 +120,7 @@ def style() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float, *, axes: bool = True) -> tuple[Figure, Any]:
-    """A figure of a size in inches, drawn without a window, and its axes if wanted."""
+    """Make a figure of a size in inches, without a window, and its axes if wanted."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -130,13 +130,13 @@ def new_figure(width: float, height: float, *, axes: bool = True) -> tuple[Figur
 
 
 def shortened(text: str, length: int = 26) -> str:
-    """At most so many characters: the beginning and the end."""
+    """Shorten a text to `length` characters by cutting its middle."""
     return text if len(text) <= length else f"{text[: length // 2]}…{text[-(length - length // 2 - 1) :]}"
 
 
 @dataclass(frozen=True)
 class Label:
-    """A text for a point in data coordinates; one that must be there comes first and is never left out."""
+    """A text for a point in data coordinates; a needed one is placed first and never left out."""
 
     x: float
     y: float
@@ -149,13 +149,13 @@ def place_labels(
 ) -> None:
     """Write labels beside their points, where they cover neither each other nor a point nor a line.
 
-    Each takes the nearest free place, with a thin line to the point if that is not beside it. What is not needed and
-    finds no place is left out.
+    Each takes the nearest free place, with a thin line to the point if that is not beside it. A label that is not
+    needed and finds no place is left out.
 
     Args:
         labels: every point has one.
         line: corners of a line of level and upright pieces.
-        upwards: whether free space is to be looked for above the points first, else below.
+        upwards: look for free space above the points first, else below.
     """
     figure.draw_without_rendering()  # the layout has to be final before anything is measured
     figure.set_layout_engine("none")

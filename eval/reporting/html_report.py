@@ -1,4 +1,4 @@
-"""A comparison as one HTML file that needs no script and no other file, for wide and narrow, light and dark screens."""
+"""Report of a comparison as one self-contained HTML file, for wide and narrow, light and dark screens."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .table_parts import Column, Row
 from .tables import FAILED, MISSING, Table
 
 _SMALL_GRID = 6
-"""Columns up to which a heat map's squares have room for their figure."""
+"""Most columns with which a heat map's squares have room for their number."""
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A cache's needle scores as rows of squares (figure or None, colour, text colour, description), by depth."""
+    """A cache's needle scores as rows of squares (text, colour, text colour, description), by depth."""
 
     row: Row
     mean: str
@@ -34,11 +34,11 @@ class HeatMap:
 
 
 def to_html(comparison: Sequence[Table], plots: Sequence[Sequence[Plot]]) -> str:
-    """The page.
+    """Render the report's page.
 
     Args:
-        comparison: see `tables`.
-        plots: of each table, see `draw`.
+        comparison: from `tables`.
+        plots: of each table, from `draw`.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -71,12 +71,12 @@ def heat_maps(table: Table, column: Column) -> list[HeatMap]:
 
 
 def circumstances(cells: Iterable[Cell]) -> dict[str, list[str]]:
-    """How and where the cells were measured: each different value once."""
-    found: dict[str, dict[str, None]] = {}
+    """Distinct commands, commits, dates, seeds, dtypes, versions and machines of the cells."""
+    distinct: dict[str, dict[str, None]] = {}
 
     def add(name: str, value: Any) -> None:
         if value not in (None, ""):
-            found.setdefault(name, {})[str(value)] = None
+            distinct.setdefault(name, {})[str(value)] = None
 
     for cell in cells:
         add("commands", cell.command)
@@ -86,17 +86,17 @@ def circumstances(cells: Iterable[Cell]) -> dict[str, list[str]]:
         add("dtypes", cell.dtype)
         add("versions", ", ".join(f"{name} {version}" for name, version in cell.versions.items() if version))
         add("hardware", ", ".join(f"{name}: {value}" for name, value in cell.hardware.items() if value is not None))
-    return {name: sorted(values) for name, values in found.items()}
+    return {name: sorted(values) for name, values in distinct.items()}
 
 
 def options(cells: Iterable[Cell]) -> dict[str, list[str]]:
-    """Each benchmark's options, as far as they are set."""
-    found: dict[str, dict[str, None]] = {}
+    """Options of each benchmark that are not None."""
+    distinct: dict[str, dict[str, None]] = {}
     for cell in cells:
-        given = {name: value for name, value in cell.benchmark["options"].items() if value is not None}
-        text = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        found.setdefault(f"{cell.benchmark['name']} ({cell.benchmark['kind']})", {})[text] = None
-    return {name: sorted(texts) for name, texts in found.items()}
+        set_options = {name: value for name, value in cell.benchmark["options"].items() if value is not None}
+        text = ", ".join(f"{name}={value!r}" for name, value in set_options.items())
+        distinct.setdefault(f"{cell.benchmark['name']} ({cell.benchmark['kind']})", {})[text] = None
+    return {name: sorted(texts) for name, texts in distinct.items()}
 
 
 def _heat_map(row: Row, grid: Grid, column: Column, top: float) -> HeatMap:
@@ -119,7 +119,7 @@ def _heat_map(row: Row, grid: Grid, column: Column, top: float) -> HeatMap:
 
 
 def _compact(length: float) -> str:
-    """A number of tokens in four characters or so: 4096 and 4000 are 4k."""
+    """Format a number of tokens in about four characters: 4096 and 4000 are 4k."""
     if length < 1000:
         return f"{length:g}"
     return f"{length / 1024:g}k" if length % 1024 == 0 else f"{length / 1000:.3g}k"

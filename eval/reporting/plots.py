@@ -24,11 +24,11 @@ Grid = dict[tuple[float, float], float]
 """Mean score by length and depth."""
 
 SCALE = "viridis"
-"""Of the heat maps: even steps of lightness, for any colour vision."""
+"""Colour map of the heat maps: even steps of lightness, for any colour vision."""
 
 
 def draw(table: Table) -> list[Plot]:
-    """All plots that a table has the figures for, in the order in which they are worth reading.
+    """Draw all plots that a table has data for, the most telling first.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -39,14 +39,17 @@ def draw(table: Table) -> list[Plot]:
 
 
 def pareto_plots(table: Table) -> list[Plot]:
-    """Bits of the packed part against loss for each benchmark, and bits of the whole cache for the leading one."""
+    """Plots of packed bits against loss for each benchmark, and of the whole cache's bits for the leading one."""
     kinds: list[tuple[Column, Bits]] = [(table.columns[0], "packed_bits"), (table.columns[0], "all_bits")]
     kinds += [(column, "packed_bits") for column in table.columns[1:]]
     return [pareto(table, column, bits) for column, bits in kinds if table.points(column, bits)]
 
 
 def pareto(table: Table, column: Column, bits: Bits) -> Plot:
-    """Measured bits against KL or the difference in score: names on the front, the table's numbers elsewhere."""
+    """Plot measured bits against KL or the difference in score.
+
+    Caches on the Pareto front are labelled by name, the others by their number in the table.
+    """
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     points = table.points(column, bits)
@@ -98,7 +101,7 @@ def memory_plots(table: Table) -> list[Plot]:
 
 
 def memory_curves(table: Table) -> dict[int, dict[int, float]]:
-    """Bytes of the whole cache, dense tokens as 16 bits (mean of equal prompts), by prompt tokens, by row number."""
+    """Bytes of the whole cache (dense tokens as 16 bits, mean over equal prompts) by row number and prompt tokens."""
     curves = {}
     for row in table.rows:
         sizes: dict[int, list[float]] = {}
@@ -111,7 +114,7 @@ def memory_curves(table: Table) -> dict[int, dict[int, float]]:
 
 
 def memory(table: Table, curves: Mapping[int, Mapping[int, float]]) -> Plot:
-    """Measured bytes against prompt tokens, a line per cache; the recommended ones and the full one by name."""
+    """Plot measured bytes against prompt tokens; recommended caches and the full one are labelled by name."""
     styles = family_styles(table)
     rows = [row for row in table.rows if row.number in curves]
     named = {point.row.number for _, point in recommended(table, "packed_bits")} | {
@@ -155,12 +158,12 @@ def needle_grids(table: Table, column: Column) -> list[tuple[Row, Grid]]:
 
 
 def needle_scale(grids: Sequence[tuple[Row, Grid]]) -> float:
-    """The common scale's upper end: 1 or 100, whichever holds all scores."""
+    """Upper end of the common scale: 1 if it holds all scores, else 100."""
     return 1.0 if all(score <= 1 for _, grid in grids for score in grid.values()) else 100.0
 
 
 def needle_plot(table: Table, column: Column) -> Plot:
-    """A small heat map per cache, all on one scale."""
+    """Plot a small heat map per cache, all on one scale."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
@@ -186,7 +189,7 @@ def needle_plot(table: Table, column: Column) -> Plot:
 
 
 def scale_color(share: float) -> tuple[str, str]:
-    """Colour of the heat maps' scale from 0 to 1, and that of text on it."""
+    """Colour of a share from 0 to 1 in the heat maps, and the colour of text on it."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
@@ -215,7 +218,7 @@ def _heat_map(ax: Axes, grid: Grid, top: float) -> None:
 
 
 def _value_axis(ax: Axes, table: Table, column: Column, values: Sequence[float]) -> None:
-    """Logarithmic for KL; so too for differences, but linear from zero to their median; linear for plain scores."""
+    """Set the axis of values: logarithmic for KL and (beyond their median) differences, linear for plain scores."""
     from matplotlib.ticker import FuncFormatter
 
     sizes = [abs(value) for value in values if value]
@@ -228,7 +231,7 @@ def _value_axis(ax: Axes, table: Table, column: Column, values: Sequence[float])
 
 
 def _end_labels(ax: Axes, ends: Mapping[str, float]) -> None:
-    """Names to the right of the axes, at the height of their lines' ends, but never closer than a line of text."""
+    """Write names right of the axes, at the height of their lines' ends, at least a line of text apart."""
     line = 0.05 * ax.get_ylim()[1]
     lowest = -line
     for text, y in sorted(ends.items(), key=lambda end: end[1]):
@@ -247,7 +250,7 @@ def _end_labels(ax: Axes, ends: Mapping[str, float]) -> None:
 
 
 def _shade_losses(ax: Axes, column: Column, most: float | None) -> list[Artist]:
-    """Shade what loses more than is recommended, as far as the axis shows it."""
+    """Shade losses above the recommended bound, as far as the axis shows them."""
     low, high = ax.set_ylim(ax.get_ylim())
     if most is None or not (low < most if column.higher_is_better else most < high):
         return []
@@ -267,7 +270,7 @@ def _family_legend(
 
 
 def _value_name(table: Table, column: Column) -> str:
-    """What `Table.points` gives as values."""
+    """Name of the values of `Table.points`."""
     if not column.higher_is_better:
         return f"{column.name}: {column.label} (lower is better)"
     against = " minus full cache" if _is_difference(table, column) else ""
@@ -275,7 +278,7 @@ def _value_name(table: Table, column: Column) -> str:
 
 
 def _is_difference(table: Table, column: Column) -> bool:
-    """Whether `Table.points` gives differences from the full cache."""
+    """True if the values of `Table.points` are differences from the full cache."""
     return column.higher_is_better and table.full is not None and table.full.score(column) is not None
 
 

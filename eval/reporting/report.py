@@ -1,4 +1,4 @@
-"""A comparison's folder as Markdown, CSV, plots, and one HTML file.
+"""Reports of a comparison's folder: Markdown, CSV, plots, and one HTML file.
 
     kvcache-compress eval report FOLDER
 
@@ -56,9 +56,9 @@ _FIXED_COLUMNS = (
 
 
 def to_markdown(cells: Sequence[Cell]) -> str:
-    """A section per model: its table, failed cells below it, and how to read both.
+    """Markdown with a section per model: its table, failed cells, and notes on how to read them.
 
-    A score stands with its difference from the full cache in brackets, where the full cache's is not zero.
+    The difference from the full cache's score follows in brackets, unless that is zero.
 
     Raises:
         ValueError: no cells.
@@ -67,7 +67,7 @@ def to_markdown(cells: Sequence[Cell]) -> str:
 
 
 def to_csv(cells: Sequence[Cell]) -> str:
-    """A line per cell, a column per score: `pandas.read_csv` gives the right types, `error` is empty where all is well.
+    """CSV with a line per cell and a column per score; `pandas.read_csv` infers the right types.
 
     Columns: `model`, `dtype`, `benchmark`, `kind`, `cache`, `family`, `lossless`, `packed_bits`, `all_bits`,
     `packed_tokens` (the least of any sample), `tokens` (of the prompt) and `total_bytes` (means over samples; it and
@@ -154,7 +154,7 @@ def _line(texts: Iterable[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that means nothing to Markdown: on one line, without markup."""
+    """Escape a text for Markdown, on one line."""
     return re.sub(r"([\\`*_\[\]|])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 

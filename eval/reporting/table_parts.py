@@ -1,4 +1,4 @@
-"""What a table of a comparison consists of: columns, rows, points of a plot, failures."""
+"""Parts of a comparison's table: columns, rows, points of a plot, failures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcache_compress.eval.runner.cells import Cell
 
 @dataclass(frozen=True)
 class Column:
-    """A benchmark: its name, kind, main score, and whether more of it is better. `peak` is the largest score."""
+    """A benchmark: its name, kind, main score and direction; `peak` is the largest score."""
 
     name: str
     kind: str
@@ -27,14 +27,14 @@ class Column:
 
     @property
     def in_nats(self) -> bool:
-        """Whether the main score is a log-probability, whose differences count as they are."""
+        """True if the main score is a log-probability, whose differences are meaningful as they are."""
         return self.main_score.endswith("logprob")
 
     def text(self, score: float) -> str:
         return f"{score:.{self.digits}f}"
 
     def difference_text(self, difference: float) -> str:
-        """With its sign; ±0 for what the decimals shown do not tell from zero."""
+        """Format a difference with its sign; ±0 if it rounds to zero."""
         rounded = round(difference, self.digits)
         return f"{rounded:+.{self.digits}f}".replace("-", "−") if rounded else "±0"
 
@@ -54,10 +54,10 @@ class Row:
 
     Attributes:
         number: of the row, from 1 on; plots use it.
-        family: what the cache is built on: the method, the peer's backend, or the beginning of its name.
-        lossless: it compresses nothing on purpose.
+        family: the cache's method, the peer's backend, or the beginning of its name.
+        lossless: compresses nothing on purpose.
         packed_bits, all_bits: bits per compressed number and per number of the whole cache, in the benchmark
-            `measured_in`: the leading one, or the first that the cache has finished. None if there is none.
+            `measured_in`: the leading one, or the first that the cache has finished; None without any.
         packed_tokens: least number of tokens that were stored compressed in any sample of any finished benchmark.
         cells: by benchmark.
     """
@@ -73,7 +73,7 @@ class Row:
     cells: dict[str, Cell]
 
     def score(self, column: Column) -> float | None:
-        """Main score; None for a failed or missing cell, or a score that is no number."""
+        """Main score; None for a failed or missing cell, or a score that is not finite."""
         cell = self.cells.get(column.name)
         score = None if cell is None or cell.error is not None else cell.score
         return score if score is not None and math.isfinite(score) else None

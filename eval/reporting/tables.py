@@ -1,4 +1,4 @@
-"""The cells of a comparison as one table per model.
+"""Tables of a comparison's cells, one per model.
 
 A row is a cache, a column a benchmark with its main score. The first column leads: it decides which caches are on the
 front and which are recommended (`answer.py`). A perplexity benchmark leads if there is one, because KL tells caches
@@ -19,7 +19,7 @@ from kvcache_compress.eval.runner.cells import Cell
 from .table_parts import Column, Failure, Point, Row
 
 VERSIONS = ("kvcache_compress", "torch", "transformers")
-"""Packages of which all cells of a benchmark should have had the same."""
+"""Packages whose version all cells of a benchmark should share."""
 
 FULL_BITS = 16
 MISSING = "–"
@@ -47,7 +47,7 @@ class Table:
         return next((row for row in self.rows if row.lossless), None)
 
     def cells(self, column: Column) -> list[Cell]:
-        """All of a benchmark, in the order of the rows."""
+        """All cells of a benchmark, in the order of the rows."""
         return [row.cells[column.name] for row in self.rows if column.name in row.cells]
 
     def difference(self, row: Row, column: Column) -> float | None:
@@ -59,11 +59,11 @@ class Table:
         return None if score is None or reference is None else score - reference
 
     def outgrown(self, row: Row) -> bool:
-        """Whether the whole cache took as much as the full one, or more, at the prompts measured."""
+        """True if the whole cache took at least as much as the full one at the prompts measured."""
         return not row.lossless and row.all_bits is not None and row.all_bits >= FULL_BITS
 
     def points(self, column: Column, bits: Bits) -> list[Point]:
-        """Compressing caches that have finished a benchmark, by rising bits as measured in it.
+        """Compressing caches that have finished a benchmark, by increasing bits as measured in it.
 
         `value` is the score where less is better (KL already is a difference), else its difference from the full
         cache; the score itself if the full cache has none.
@@ -91,7 +91,7 @@ class Table:
     def score_texts(self, row: Row, column: Column) -> tuple[str, str | None]:
         """A score (with its standard error, if there is one), `failed` or –, and its difference from the full cache.
 
-        The difference is None where it says no more than the score itself, as with KL.
+        The difference is None if it adds nothing to the score, as with KL.
         """
         score = row.score(column)
         if score is None:
@@ -109,7 +109,7 @@ class Table:
 
     @property
     def notes(self) -> list[str]:
-        """How to read the table."""
+        """Notes on how to read the table."""
         notes = [
             f"Bits are per number, as measured in {self.columns[0].name} (elsewhere if said so); dense tokens count as "
             f"{FULL_BITS}, like the full cache, whatever dtype the model ran in ({self.dtype}). The packed part is "
@@ -126,7 +126,7 @@ class Table:
 
     @property
     def failures(self) -> list[Failure]:
-        """Every error once, with the caches that it struck."""
+        """Each error once, with the caches that failed with it."""
         grouped: dict[tuple[str, str], list[str]] = {}
         for column in self.columns:
             for row in self.rows:
@@ -137,7 +137,7 @@ class Table:
 
     @property
     def doubts(self) -> list[str]:
-        """Benchmarks whose cells do not compare, because they come from runs of unlike settings."""
+        """Warnings about benchmarks whose cells are not comparable, because their settings differ."""
         doubts = []
         for column in self.columns:
             done = [cell for cell in self.cells(column) if cell.error is None]
@@ -154,7 +154,7 @@ class Table:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:
-    """Indices of points (bits, loss) than which no other is better in one and at least as good in the other."""
+    """Indices of the points (bits, loss) that no other point dominates."""
     return {
         index
         for index, (bits, loss) in enumerate(points)
@@ -163,7 +163,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:
 
 
 def tables(cells: Sequence[Cell]) -> list[Table]:
-    """One table per model and dtype, in the order in which they come.
+    """Make one table per model and dtype, in order of appearance.
 
     Raises:
         ValueError: no cells.
@@ -177,7 +177,7 @@ def tables(cells: Sequence[Cell]) -> list[Table]:
 
 
 def family(cell: Cell) -> str:
-    """What a cell's cache is built on."""
+    """Method or backend of a cell's cache, `full` for the uncompressed one."""
     if cell.cache["lossless"]:
         return "full"
     config = cell.cache["config"]

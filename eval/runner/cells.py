@@ -1,11 +1,11 @@
-"""Cells of a comparison on disk: one JSON per model, benchmark and cache, and the samples of an unfinished one.
+"""Cells of a comparison on disk: a JSON file per model, benchmark and cache, and the samples of unfinished ones.
 
     OUTPUT/MODEL/BENCHMARK/CACHE.json             a finished cell, or one that failed (with `error`)
     OUTPUT/MODEL/BENCHMARK/CACHE.part-DIGEST-RANK.jsonl
-                                                  samples that process RANK has done; gone once the cell is written
-    OUTPUT/MODEL/BENCHMARK/.lock                  there while a run is at work, which alone changes the others
+                                                  samples that process RANK has done; removed with the cell written
+    OUTPUT/MODEL/BENCHMARK/.lock                  held by the one run that may change the files beside it
 
-A record is taken over by a later run if the cell's digest (weights, options, cache, seed) and the sample's agree.
+A later run reuses a record if the cell's digest (weights, options, cache, seed) and the sample's agree.
 A finished cell of another digest is never overwritten.
 """
 
@@ -28,17 +28,17 @@ from kvcache_compress.files.text import parse_json, read_text
 
 @dataclass(frozen=True)
 class Cell:
-    """What one cache did in one benchmark with one model.
+    """Result of one cache in one benchmark with one model.
 
     Attributes:
         model: the model's name; `dtype` its type, `attention` its implementation, `weights` their fingerprint.
         benchmark: `name`, `kind`, `options`, `main_score`, `higher_is_better`.
         cache: `name`, `lossless`, and `config`, everything that it was made of.
         seed: set before each sample.
-        digest: of all of the above that decides about results.
+        digest: of everything above that results depend on.
         error: why there are no scores; None for a finished cell.
-        skipped: what of the benchmark has no samples with this model, and why.
-        scores: what the benchmark's `summarize` gave.
+        skipped: reasons why parts of the benchmark have no samples with this model.
+        scores: from the benchmark's `summarize`.
         samples: how many were scored.
         packed_tokens: tokens per sequence stored compressed after the prompt: `least`, `mean` and `most` over samples.
         packed_bits: bits per compressed number; `all_bits` over the whole cache; means over samples.
@@ -47,7 +47,7 @@ class Cell:
             all caches.
         records: one per sample: `id`, `digest`, `tokens` (of the prompt), `packed_tokens`, `packed_bits`, `all_bits`,
             `total_bytes`, `seconds`, `prefill_seconds`, `commit`, and the benchmark's own.
-        further: records of samples that this run did not ask for, as a higher limit had.
+        further: records of samples beyond this run's limit.
         command, date, commit, versions, hardware: how and where it was measured.
     """
 
@@ -83,7 +83,7 @@ class Cell:
         return self.scores.get(self.benchmark["main_score"])
 
     def to_json(self) -> str:
-        """A line per record, so that a difference of two runs can be read."""
+        """JSON with a line per record, so that diffs of two runs are readable."""
         fields = dataclasses.asdict(self)
         lists = {name: fields.pop(name) for name in ("records", "further")}
         text = json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False).removesuffix("\n}")
@@ -94,7 +94,11 @@ class Cell:
 
     @classmethod
     def read(cls, path: Path) -> Cell:
-        """Raises ValueError for a file that is no cell."""
+        """Read a cell.
+
+        Raises:
+            ValueError: the file is not a cell.
+        """
         try:
             return cls(**parse_json(read_text(path), path.name))
         except (ValueError, TypeError) as error:
@@ -102,17 +106,17 @@ class Cell:
 
 
 def cell_path(output: Path, model: str, benchmark: str, cache: str) -> Path:
-    """Where a cell is kept; characters that file systems dislike become `-`."""
+    """Path of a cell's file; characters that file systems dislike become `-`."""
     return output.joinpath(safe_name(model), safe_name(benchmark), f"{safe_name(cache)}.json")
 
 
-def lock_of(output: Path, model: str, benchmark: str) -> Path:
-    """Path of the lock that a run holds while it changes the cells of a model and benchmark."""
+def lock_path(output: Path, model: str, benchmark: str) -> Path:
+    """Path of the lock held while the cells of a model and benchmark are changed."""
     return output.joinpath(safe_name(model), safe_name(benchmark), ".lock")
 
 
 def safe_name(name: str) -> str:
-    """A name as a file or folder."""
+    """The name with characters that file systems dislike replaced by `-`."""
     return re.sub(r"[^\w.@=,+-]+", "-", name).strip("-.")
 
 
@@ -129,11 +133,11 @@ def read_cells(output: Path) -> list[Cell]:
 
 
 class Parts:
-    """The records of a cell that is not finished, appended as they come, and what kept it from finishing.
+    """Records of an unfinished cell, appended as they come, and the error that kept it from finishing.
 
     Args:
         path: of the cell's JSON; None keeps everything in memory.
-        digest: the cell's, a part of the files' names.
+        digest: of the cell; part of the files' names.
         rank: of this process.
     """
 
@@ -149,7 +153,7 @@ class Parts:
         return sorted(file for file in files if file.name.startswith(start) and file.suffix == ".jsonl")
 
     def read(self) -> tuple[dict[str, Record], str | None]:
-        """Records by sample id and an error, if there was one, of all processes. A line cut short is dropped."""
+        """Records of all processes by sample id, and an error if there was one. A line cut short is dropped."""
         entries = list(self._entries)
         for file in self._files():
             for line in file.read_text(encoding="ascii", errors="replace").split("\n"):
@@ -181,8 +185,8 @@ class Parts:
             file.unlink()
 
 
-def summarized(cell: Cell, scores: dict[str, float]) -> Cell:
-    """The cell with the scores of its records, and what the records have in common.
+def with_scores(cell: Cell, scores: dict[str, float]) -> Cell:
+    """The cell with its scores, and sizes and times aggregated over its records.
 
     Raises:
         ValueError: scores that are not finite.
@@ -209,7 +213,7 @@ def write_cell(path: Path, cell: Cell) -> None:
 
 
 def stored_cell(path: Path | None) -> Cell | None:
-    """The cell at a path, finished or failed, of whatever digest; None where nothing is.
+    """Read the cell at a path, finished or failed, whatever its digest; None if there is no file.
 
     Raises:
         ValueError: a file that is no cell.

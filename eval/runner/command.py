@@ -1,4 +1,4 @@
-"""The commands of benchmarks, generated from their options, and the options that all commands share."""
+"""Commands generated from the options of benchmarks, and the options that all commands share."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def measure(
 def load(
     model: str, dtype: str, device: str | None, *, fused: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer, where it shall run.
+    """Load a model and its tokenizer onto a device, the accelerator by default.
 
     Raises:
         ValueError: no such dtype or model.
@@ -142,7 +142,7 @@ def load(
 
 
 def show(cells: Sequence[Cell]) -> None:
-    """The table of one benchmark and what it skipped on stdout, failed cells on stderr."""
+    """Print one benchmark's table and skipped parts to stdout, failed cells to stderr."""
     done = [cell for cell in cells if cell.error is None]
     if done:
         # Where the output is no terminal, its width is unknown: the columns should not be squeezed into the usual 80.
@@ -158,7 +158,7 @@ def show(cells: Sequence[Cell]) -> None:
 
 
 def terminal_table(cells: Sequence[Cell]) -> Table:
-    """A line per cache: measured bits, the benchmark's scores, tokens packed at least, seconds."""
+    """A line per cache: measured bits, scores, least number of packed tokens, seconds."""
     head = cells[0]
     names = [name for name in head.scores if "." not in name][:6]
     table = Table(title=f"{head.model}, {head.benchmark['name']}: {head.samples} samples")

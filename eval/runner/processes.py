@@ -1,4 +1,4 @@
-"""One process or several, as `accelerate launch` or `torchrun` start them."""
+"""Processes of an evaluation: one, or several started by `accelerate launch` or `torchrun`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 PATIENCE = timedelta(days=7)
-"""How long a process waits for the slowest: a sample more may take an hour where the caches are many."""
+"""Timeout for the slowest process: with many caches, one more sample may take an hour."""
 
 
 class Processes(Protocol):
-    """Those that run the same calls."""
+    """A group of processes that all make the same calls."""
 
     index: int
     count: int
     device: torch.device
 
     def gather(self, item: Any) -> list[Any]:
-        """What each gives, in order; waits for all."""
+        """Gather one item from each process, in order; waits for all."""
 
 
 class OneProcess:
-    """The usual case."""
+    """A single process."""
 
     index = 0
     count = 1
@@ -36,7 +36,7 @@ class OneProcess:
 
 
 class LaunchedProcesses:
-    """This process among those that were started together; alone if it was not."""
+    """The processes that a launcher started together; this one alone without a launcher."""
 
     def __init__(self) -> None:
         self._state = PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)

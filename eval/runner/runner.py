@@ -1,4 +1,4 @@
-"""Runs a benchmark over kinds of caches: shared prefills, resumable cells, samples sharded over processes."""
+"""Running a benchmark over caches: shared prefills, resumable cells, samples sharded over processes."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from kvcache_compress.eval.caches.caches import CacheSpec
 from kvcache_compress.eval.caches.prefill import CacheRun, Prefill, join, prefill
-from kvcache_compress.eval.provenance.identity import digest_of, fingerprint, plain, without_folders
+from kvcache_compress.eval.provenance.identity import digest_of, fingerprint, strip_folders, without_folders
 from kvcache_compress.eval.provenance.results import circumstances, error_message
 from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample
 from kvcache_compress.files.lock import only_one
 
-from .cells import Cell, Parts, cell_path, lock_of, safe_name, stored_cell, summarized, write_cell
+from .cells import Cell, Parts, cell_path, lock_path, safe_name, stored_cell, with_scores, write_cell
 from .processes import OneProcess, Processes
 
 logger = logging.getLogger(__name__)
 
 
 class Progress(Protocol):
-    """Told of each cell-sample that is done: how many now, of how many, and what comes next."""
+    """Callback for progress: cell-samples done, cell-samples in all, and the next one's label."""
 
     def __call__(self, done: int, total: int, label: str) -> None: ...
 
 
 @dataclass
 class _Work:
-    """A cell under way."""
+    """A cell in progress; `foreign` if its file holds results of something else."""
 
     spec: CacheSpec
     head: Cell
@@ -54,7 +54,7 @@ class _Work:
 
 
 class Runner:
-    """One model and the folder of its cells.
+    """Runs benchmarks for one model and keeps their cells in a folder.
 
     Args:
         model: in evaluation mode.
@@ -81,9 +81,9 @@ class Runner:
         self.model_name = without_folders(model.name_or_path) or type(model).__name__
 
     def run(self, name: str, benchmark: Benchmark, specs: Sequence[CacheSpec]) -> list[Cell]:
-        """Every cell of a benchmark, in the order of `specs`.
+        """Compute every cell of a benchmark, in the order of `specs`.
 
-        A sample that is done is not computed again. A cell that fails, fails alone; the next run tries it again. While
+        Finished samples are not computed again. A failure ends one cell only, and the next run tries it again. While
         another run writes cells of this model and benchmark to the same folder, this one waits.
 
         Args:
@@ -96,23 +96,23 @@ class Runner:
         check_distinct("caches", [spec.name for spec in specs])
         with ExitStack() as stack:
             if self.output is not None and self.processes.index == 0:
-                stack.enter_context(only_one(lock_of(self.output, self.model_name, name)))
-            self.processes.gather(None)  # none reads what is done while another run still adds to it
+                stack.enter_context(only_one(lock_path(self.output, self.model_name, name)))
+            self.processes.gather(None)  # no process reads records while another run still adds some
             return self._run_alone(name, benchmark, specs)
 
     def _run_alone(self, name: str, benchmark: Benchmark, specs: Sequence[CacheSpec]) -> list[Cell]:
         works = [self._work(self._head(name, benchmark, spec), spec) for spec in specs]
         samples, problem = self._samples(name, benchmark)
-        # All take the same way, also where one alone cannot read the data.
+        # All processes take the same path, even if only one of them cannot read the data.
         problem = next((message for message in self.processes.gather(problem) if message is not None), None)
         if problem is not None:
             for work in works:
                 work.error = work.error or problem
         else:
             self._score_all(name, benchmark, samples, works)
-        self.processes.gather(None)  # all have written their records before any reads them
+        self.processes.gather(None)  # all processes have written their records before any reads them
         cells = [self._collect(benchmark, work, {sample.id: sample.digest for sample in samples}) for work in works]
-        self.processes.gather(None)  # and all have read them before they are cleared away
+        self.processes.gather(None)  # and have read them before they are removed
         if self.processes.index == 0:
             for work, cell in zip(works, cells, strict=True):
                 self._write(work, cell)
@@ -120,7 +120,7 @@ class Runner:
         return cells
 
     def _samples(self, name: str, benchmark: Benchmark) -> tuple[list[Sample], str | None]:
-        """The samples, or why there are none."""
+        """The samples, or an error message."""
         try:
             samples = benchmark.samples(self.model, self.tokenizer)
         except Exception as error:
@@ -137,8 +137,8 @@ class Runner:
 
     @cached_property
     def _circumstances(self) -> dict[str, Any]:
-        found = circumstances(self.model.device)
-        return found | {"hardware": found["hardware"] | {"processes": self.processes.count}}
+        about = circumstances(self.model.device)
+        return about | {"hardware": about["hardware"] | {"processes": self.processes.count}}
 
     @cached_property
     def _model(self) -> dict[str, Any]:
@@ -150,17 +150,17 @@ class Runner:
         }
 
     def _head(self, name: str, benchmark: Benchmark, spec: CacheSpec) -> Cell:
-        """A cell without results: what it is about."""
-        kind = {"kind": benchmark.kind, "options": plain(benchmark.model_dump(mode="json", exclude={"limit"}))}
+        """The cell before its results: model, benchmark, cache and digest."""
+        kind = {"kind": benchmark.kind, "options": strip_folders(benchmark.model_dump(mode="json", exclude={"limit"}))}
         scores = {"main_score": benchmark.main_score, "higher_is_better": benchmark.higher_is_better}
-        cache = {"name": spec.name, "lossless": spec.lossless, "config": plain(spec.description)}
+        cache = {"name": spec.name, "lossless": spec.lossless, "config": strip_folders(spec.description)}
         digest = digest_of(**self._model, benchmark=kind, cache=cache["config"], seed=self.seed)
         about = {"name": name, **kind, **scores}
         skipped = benchmark.skipped(self.model)
         return Cell(**self._model, benchmark=about, cache=cache, seed=self.seed, digest=digest, skipped=skipped)
 
     def _work(self, head: Cell, spec: CacheSpec) -> _Work:
-        """A cell's records so far; an error where its file holds something else."""
+        """Pick up a cell's records so far; an error if its file holds results of something else."""
         path = None
         if self.output is not None:
             path = cell_path(self.output, head.model, head.benchmark["name"], spec.name)
@@ -180,32 +180,32 @@ class Runner:
         return work
 
     def _score_all(self, name: str, benchmark: Benchmark, samples: Sequence[Sample], works: Sequence[_Work]) -> None:
-        """This process's share of the samples that some cell lacks."""
+        """Score this process's share of the samples that some cell lacks."""
         done = {id(work): work.known() for work in works}
-        self.processes.gather(None)  # all have read what is done before any adds to it
+        self.processes.gather(None)  # all processes have read the records before any adds some
 
         def pending(sample: Sample) -> list[_Work]:
             lacking = (work for work in works if done[id(work)].get(sample.id, {}).get("digest") != sample.digest)
             return [work for work in lacking if work.error is None]
 
         lacking = [sample for sample in samples if pending(sample)]
-        own = lacking[self.processes.index :: self.processes.count]
-        total = sum(len(pending(sample)) for sample in own)
+        share = lacking[self.processes.index :: self.processes.count]
+        total = sum(len(pending(sample)) for sample in share)
         count = 0
         shared: Prefill | None = None
-        for sample, following in itertools.zip_longest(own, own[1:]):
+        for sample, following in itertools.zip_longest(share, share[1:]):
             todo = pending(sample)
             if not todo:
                 continue
             if shared is not None and not torch.equal(shared.ids.cpu(), sample.prompt):
-                shared = None  # before the next one is made
+                shared = None  # freed before the next one is made
             with self._failing(todo):
                 self.on_progress(count, total, f"{name} {sample.id}")
                 set_seed(self.seed)
                 prompt, question = sample.prompt, sample.question
-                shared = prefill(self.model, prompt, question) if shared is None else shared.asked(question)
+                shared = prefill(self.model, prompt, question) if shared is None else shared.with_question(question)
                 shared.keep = following is not None and torch.equal(following.prompt, prompt)
-            for group in _grouped(todo, 1 if shared is None else shared.rows()):
+            for group in _grouped(todo, 1 if shared is None else shared.most_rows()):
                 if shared is not None and all(work.error is None for work in group):
                     self.on_progress(count, total, f"{name} {sample.id}, {group[0].spec.name}")
                     self._score_together(benchmark, shared, sample, group)
@@ -213,13 +213,13 @@ class Runner:
         self.on_progress(total, total, name)
 
     def _score_together(self, benchmark: Benchmark, shared: Prefill, sample: Sample, works: Sequence[_Work]) -> None:
-        """A record for each of these cells; where something fails together, once more for each alone."""
+        """Add a record to each of these cells, scored together, or one by one if that fails."""
         if len(works) > 1:
             try:
                 return self._score(benchmark, shared, sample, works)
             except Exception as error:
                 logger.debug("%s: one by one after %s", sample.id, error_message(error))
-        # Out of the handler, whose error would keep all caches of the group.
+        # Outside the handler, as its error would keep all caches of the group alive.
         for work in works:
             with self._failing([work]):
                 self._score(benchmark, shared, sample, [work])
@@ -241,7 +241,7 @@ class Runner:
 
     @contextmanager
     def _failing(self, works: Sequence[_Work]) -> Iterator[None]:
-        """An error within ends these cells, and nothing else."""
+        """Turn an exception into the error of these cells."""
         try:
             yield
         except Exception as error:
@@ -252,12 +252,12 @@ class Runner:
                 torch.cuda.empty_cache()
 
     def _collect(self, benchmark: Benchmark, work: _Work, wanted: dict[str, str]) -> Cell:
-        """The cell from the records of all processes."""
+        """Assemble a cell from the records of all processes."""
         known = {} if work.foreign else work.known()
         records = [known[name] for name, digest in wanted.items() if known.get(name, {}).get("digest") == digest]
         further = [record for name, record in known.items() if name not in wanted]
         if not wanted and work.stored is not None and work.stored.error is None:
-            return work.stored  # finished when its data could be had
+            return work.stored  # finished while its data was still available
         head = dataclasses.replace(work.head, records=records, further=further, **self._circumstances)
         if len(records) < len(wanted) or not records:
             error = work.error or work.parts.read()[1] or "interrupted"
@@ -274,7 +274,7 @@ class Runner:
         if stored is not None and same and stored.error is None:
             return stored
         try:
-            return summarized(head, benchmark.summarize(records))
+            return with_scores(head, benchmark.summarize(records))
         except Exception as error:
             return dataclasses.replace(head, error=error_message(error))
 
@@ -286,14 +286,14 @@ class Runner:
 
 
 def _grouped(works: Sequence[_Work], size: int) -> list[Sequence[_Work]]:
-    """Cells whose caches go through the model together; the yardstick, exactly as it is, alone."""
+    """Group cells whose caches go through the model together; the full cache, as the reference, goes alone."""
     alone = [[work] for work in works if work.spec.lossless]
     others = [work for work in works if not work.spec.lossless]
     return [*alone, *(others[at : at + size] for at in range(0, len(others), size))]
 
 
 def check_distinct(what: str, names: Sequence[str]) -> None:
-    """Raises ValueError for names that are the same, or the same as files."""
+    """Raise ValueError for names that are equal, or equal as file names."""
     seen = collections.Counter(safe_name(name) for name in names)
     if twice := sorted({name for name in names if seen[safe_name(name)] > 1}):
         raise ValueError(f"{what}: {', '.join(twice)} more than once; allowed are distinct names")

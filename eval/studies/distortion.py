@@ -1,4 +1,4 @@
-"""TurboQuant's distortion against its theory: on random unit vectors, and on real embeddings (its section 4.1).
+"""Distortion of TurboQuant against its theory, on real embeddings (TurboQuant, section 4.1).
 
 For base vectors x and queries y on the unit sphere, each estimator decodes x to x̃ with several random rotations. The
 error of a pair is ⟨x̃, y⟩ - ⟨x, y⟩; its mean is the bias. Squared errors of inner products are given times d, so that
@@ -44,8 +44,8 @@ def plot_histograms(rows: Sequence[Distortion], dim: int, path: Path) -> None:
         panel.set_yticks([])
         panel.tick_params(labelsize=8)
     for column, width in enumerate(widths):
-        own = [row for row in rows if row.bits == width]
-        reach = max(abs(row.bias) + 4 * _spread(row, dim) for row in own)
+        selected = [row for row in rows if row.bits == width]
+        reach = max(abs(row.bias) + 4 * _spread(row, dim) for row in selected)
         panels[0][column].set_xlim(-reach, reach)
     figure.supxlabel("error of the inner product (dashed: its mean)", fontsize=10)
     save_figure(figure, path)
@@ -61,16 +61,16 @@ def _spread(row: Distortion, dim: int) -> float:
 
 
 def plot_bias(rows: Sequence[Distortion], path: Path) -> None:
-    """The paper's Figure 2: bias by bits; bias and spread by the size of the inner product, at 2 bits where it can."""
+    """The paper's Figure 2: bias by bits; bias and spread by the inner product, at the width nearest to 2 bits."""
     names = list(dict.fromkeys(row.estimator for row in rows))
     shown = min({row.bits for row in rows}, key=lambda bits: (abs(bits - 2), bits))
     figure, _ = new_figure(13, 4.2, axes=False)
     by_bits, bias, spread = figure.subplots(1, 3)
     for name, color, marker in zip(names, COLORS, "osd^", strict=False):
-        own = sorted((row for row in rows if row.estimator == name), key=lambda row: row.bits)
+        selected = sorted((row for row in rows if row.estimator == name), key=lambda row: row.bits)
         style: dict[str, Any] = {"label": name, "color": color, "marker": marker, "markersize": 5}
-        by_bits.plot([row.bits for row in own], [row.bias for row in own], **style)
-        bins = next(row.by_product for row in own if row.bits == shown)
+        by_bits.plot([row.bits for row in selected], [row.bias for row in selected], **style)
+        bins = next(row.by_product for row in selected if row.bits == shown)
         bias.plot([one.product for one in bins], [one.bias for one in bins], **style)
         spread.plot([one.product for one in bins], [one.std for one in bins], **style)
     by_bits.set(xlabel="bits", ylabel="mean error of the inner product", title="bias against bits")
@@ -97,9 +97,9 @@ def plot_curves(rows: Sequence[Distortion], path: Path) -> None:
         for bound, label, line in zip(bounds, ("lower bound", "upper bound"), (":", "--"), strict=True):
             panel.plot(widths, [bound * 4.0**-bits for bits in widths], color="black", linestyle=line, label=label)
         for name, color, marker in zip(ESTIMATORS, COLORS, "osd^", strict=False):
-            own = sorted((row for row in rows if row.estimator == name), key=lambda row: row.bits)
-            heights = [row.product_error if panel is panels[0] else row.mse for row in own]
-            panel.plot([row.bits for row in own], heights, label=name, color=color, marker=marker, markersize=5)
+            selected = sorted((row for row in rows if row.estimator == name), key=lambda row: row.bits)
+            heights = [row.product_error if panel is panels[0] else row.mse for row in selected]
+            panel.plot([row.bits for row in selected], heights, label=name, color=color, marker=marker, markersize=5)
         panel.set(xlabel="bits", title=title, yscale="log")
         panel.set_xticks(widths)
         panel.grid(alpha=0.3)

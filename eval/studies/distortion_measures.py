@@ -1,4 +1,4 @@
-"""Errors of TurboQuant's estimators on random unit vectors and on embeddings; `distortion.py` says what they mean."""
+"""Errors of TurboQuant's estimators on random unit vectors and on embeddings, as defined in `distortion.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ERROR_BINS = 80
 PRODUCT_BINS = 8
 MSE_BOUNDS = (1.0, math.sqrt(3) * math.pi / 2)
 PRODUCT_BOUNDS = (1.0, math.sqrt(3) * math.pi**2)
-"""Lower and upper bound, times 4^-bits; on the product's error also times 1 / d."""
+"""Lower and upper bound on the error, times 4^-bits; on the product's error also times 1 / d."""
 
 
 def unit_vectors(count: int, dim: int, seed: int) -> torch.Tensor:
@@ -42,7 +42,10 @@ def _codec(options: TurboQuantOptions, dim: int, seed: int) -> TurboQuantCodec:
 
 
 def measure_random(options: TurboQuantOptions, dim: int, vectors: int, seeds: int) -> tuple[float, float, float]:
-    """Mean squared error of a unit vector, that of its inner product with another times `dim`, and its mean error.
+    """Measure an estimator on random unit vectors.
+
+    Returns:
+        Mean squared error of a vector, `dim` times that of its inner product with another, and the product's bias.
 
     The two vectors of a product have a cosine of one half, so that shrinkage shows as a bias of the product.
     """
@@ -76,7 +79,7 @@ class Distortion:
 
     Attributes:
         estimator: a name from `ESTIMATORS`.
-        bits: what it was asked for; `stored_bits` is what it stores per number, scales included.
+        bits: nominal; `stored_bits` per number include scales.
         mse: mean squared error of a unit vector.
         product_error: mean squared error of an inner product, times the dimension.
         bias: mean error of an inner product.
@@ -104,14 +107,14 @@ def measure_embeddings(
     seeds: int = 4,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> list[Distortion]:
-    """Every estimator at every bit width, over all pairs of a base vector and a query.
+    """Measure every estimator at every bit width, over all pairs of a base vector and a query.
 
     Args:
         base: unit vectors `[N, d]`, which are compressed.
         queries: unit vectors `[M, d]`; M · N · `seeds` errors are held at once.
         bits: bit widths, 1 to 6.
         seeds: random rotations.
-        on_progress: called with measurements done, measurements in all, and what comes now.
+        on_progress: called with measurements done, measurements in all, and the next one's label.
 
     Raises:
         ValueError: bits that are not allowed, no seeds, or a dimension that TurboQuant cannot take.
@@ -123,7 +126,7 @@ def measure_embeddings(
     products = queries @ base.T
     ranges = _equal_ranges(products)
     todo = [(name, number) for number in dict.fromkeys(bits) for name in ESTIMATORS]
-    found = []
+    rows = []
     for done, (name, number) in enumerate(todo):
         if on_progress is not None:
             on_progress(done, len(todo), f"{name}, {number} bits")
@@ -132,7 +135,7 @@ def measure_embeddings(
         mse = sum(error.square().sum(1).mean().item() for error in errors) / seeds
         of_products = torch.stack([queries @ error.T for error in errors])
         density, edges = torch.histogram(of_products.flatten(), ERROR_BINS, density=True)
-        found.append(
+        rows.append(
             Distortion(
                 estimator=name,
                 bits=number,
@@ -148,11 +151,11 @@ def measure_embeddings(
         )
     if on_progress is not None:
         on_progress(len(todo), len(todo), "distortion")
-    return found
+    return rows
 
 
 def _equal_ranges(products: torch.Tensor) -> torch.Tensor:
-    """Which of `PRODUCT_BINS` ranges, of equally many pairs each, every inner product is in; integers as `products`."""
+    """Index of each product's range among `PRODUCT_BINS` ranges of equally many pairs; shaped like `products`."""
     order = products.flatten().sort().values
     inner = torch.arange(1, PRODUCT_BINS) * order.numel() // PRODUCT_BINS
     return torch.bucketize(products, order[inner], right=True)
@@ -163,6 +166,6 @@ def _by_product(products: torch.Tensor, ranges: torch.Tensor, errors: torch.Tens
         chosen = ranges == index
         pairs = int(chosen.sum())
         if pairs:
-            own = errors[:, chosen].double()
-            spread = own.std(correction=0).item()
-            yield ProductBin(products[chosen].double().mean().item(), own.mean().item(), spread, pairs)
+            of_range = errors[:, chosen].double()
+            spread = of_range.std(correction=0).item()
+            yield ProductBin(products[chosen].double().mean().item(), of_range.mean().item(), spread, pairs)

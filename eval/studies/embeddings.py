@@ -31,13 +31,13 @@ HiddenLayerOption = Annotated[
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Unit vectors, float32 `[N, d]`, and where they come from."""
+    """Unit vectors, float32 `[N, d]`, and a description of their source."""
 
     vectors: torch.Tensor
     source: str
 
     def split(self, base: int, queries: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Base vectors `[base, d]` and queries `[queries, d]`, none in both, drawn at random.
+        """Draw disjoint base vectors `[base, d]` and queries `[queries, d]` at random.
 
         Raises:
             ValueError: not that many vectors.
@@ -52,7 +52,7 @@ class Embeddings:
 
 
 def load_embeddings(path: Path) -> Embeddings:
-    """Vectors of a `.npy` file.
+    """Read the vectors of a `.npy` file.
 
     Raises:
         ValueError: no such file, not a `.npy` file, or not finite non-zero real vectors `[N, d]`.
@@ -79,18 +79,18 @@ def hidden_states(
     text_name: str = "text",
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> Embeddings:
-    """A vector per token of a text, read in windows of 512 tokens.
+    """Hidden states of a text's tokens, read in windows of 512 tokens.
 
-    A window's first token, which sees nothing but itself and on which models dump attention, is left out.
+    A window's first token is left out: it attends to itself alone, and models use it as an attention sink.
 
     Args:
         model: a causal language model in evaluation mode.
         tokenizer: its tokenizer.
-        text: what is read, as far as needed.
-        layer: hidden states after this layer; 0 is the input of the first, -1 what comes after the final norm.
-        tokens: vectors wanted.
+        text: read as far as needed.
+        layer: hidden states after this layer; 0 is the input of the first, -1 the output of the final norm.
+        tokens: number of vectors.
         text_name: name of the text in `source`.
-        on_progress: called with windows done, windows in all, and what comes now.
+        on_progress: called with windows done, windows in all, and the next one's label.
 
     Raises:
         ValueError: no such layer, or too short a text.
@@ -104,19 +104,19 @@ def hidden_states(
         raise ValueError(
             f"tokens={tokens}: allowed at least 1, and fewer than the {len(token_ids)} tokens of {text_name}"
         )
-    found = []
+    states = []
     parts = torch.tensor(token_ids).split(WINDOW_TOKENS)
     for number, part in enumerate(parts):
         if on_progress is not None:
             on_progress(number, len(parts), f"hidden states of {text_name}")
         ids = part[None].to(model.device)
         output = model(input_ids=ids, output_hidden_states=True, use_cache=False, logits_to_keep=1)
-        found.append(output.hidden_states[layer][0, 1:].float().cpu())
+        states.append(output.hidden_states[layer][0, 1:].float().cpu())
     if on_progress is not None:
         on_progress(len(parts), len(parts), f"hidden states of {text_name}")
     name = Path(model.name_or_path or type(model).__name__).name
     source = f"{name}, layer {layer % (layers + 1)} of {layers}, {text_name}"
-    return Embeddings(_unit(torch.cat(found)[:tokens], source), source)
+    return Embeddings(_unit(torch.cat(states)[:tokens], source), source)
 
 
 def embeddings_from(
@@ -130,10 +130,10 @@ def embeddings_from(
     device: str | None,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> Embeddings:
-    """What a command line names: `embeddings` alone, or `model` and `text`; see `hidden_states`.
+    """Load `embeddings`, or compute those of `model` and `text`; see `load_embeddings` and `hidden_states`.
 
     Raises:
-        ValueError: both, or neither; and what the two functions above raise.
+        ValueError: both or neither are given, or one of these functions raises it.
     """
     if (embeddings is None) == (model is None) or (model is None) != (text is None):
         raise ValueError("allowed either --embeddings FILE.npy, or --model MODEL with --text FILE")

@@ -1,4 +1,4 @@
-"""Compressed vectors that are searched by inner product: TurboQuant, and the peers of its section 4.4 from faiss."""
+"""Indexes of compressed vectors, searched by inner product: TurboQuant, and the peers of its section 4.4 from faiss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache_compress.codecs.lloyd_max import lloyd_max_levels
 from kvcache_compress.methods.turboquant.codec import TurboQuantCodec, TurboQuantOptions
 
 CENTROIDS = 256
-"""Of product quantization, per group of coordinates."""
+"""Centroids of product quantization per group of coordinates."""
 BLOCK_VECTORS = 8192
 TURBOQUANTS: dict[str, dict[str, Any]] = {
     "TurboQuant mse (paper)": {"scalar": "norm", "rotation": "haar"},
@@ -23,22 +23,22 @@ TURBOQUANTS: dict[str, dict[str, Any]] = {
 
 
 class Index(Protocol):
-    """A base of vectors, compressed. Making one does what no vector is needed for: rotations, codebooks of theory.
+    """A searchable base of compressed vectors; making one does all that needs no vectors, such as rotations.
 
     Attributes:
-        bits: stored per number, everything counted that is stored per vector.
+        bits: stored per number, everything stored per vector included.
     """
 
     bits: float
 
     def shared_bytes(self) -> int:
-        """What is stored once: rotations, codebooks, a mean."""
+        """Bytes stored once for all vectors: rotations, codebooks, a mean."""
 
     def add(self, base: torch.Tensor) -> None:
-        """Learns what it has to from unit vectors `[N, d]`, and stores them."""
+        """Train on unit vectors `[N, d]`, and store them."""
 
     def search(self, queries: torch.Tensor, count: int) -> torch.Tensor:
-        """Numbers of the `count` vectors ranked first for each query `[M, d]`: `[M, count]`."""
+        """Indices `[M, count]` of the `count` vectors ranked first for each query `[M, d]`."""
 
 
 class TurboQuantIndex:
@@ -65,7 +65,7 @@ class TurboQuantIndex:
 
 
 class FaissIndex:
-    """An index of faiss, and what it takes."""
+    """An index of faiss, with its measured sizes."""
 
     def __init__(self, index: Any, bits: float, shared_bytes: int) -> None:
         self.index, self.bits, self._shared_bytes = index, bits, shared_bytes
@@ -101,7 +101,7 @@ def rabitq(dim: int, bits: int, seed: int) -> FaissIndex:
 
 
 def builders(bits: int, dim: int, seed: int) -> dict[str, Callable[[], Index]]:
-    """What is compared at this bit width, by name.
+    """Constructors of the indexes to compare at a bit width, by name.
 
     Raises:
         ValueError: bits or a dimension that not all of them can take.
@@ -111,17 +111,21 @@ def builders(bits: int, dim: int, seed: int) -> dict[str, Callable[[], Index]]:
     if dim % 8 or dim < 16:
         raise ValueError(f"embeddings of dimension {dim}: allowed multiples of 8 from 16 on")
 
-    def turboquant(given: dict[str, Any]) -> Callable[[], Index]:
-        return lambda: TurboQuantIndex(TurboQuantOptions(bits=bits, **given), dim, seed)
+    def turboquant(options: dict[str, Any]) -> Callable[[], Index]:
+        return lambda: TurboQuantIndex(TurboQuantOptions(bits=bits, **options), dim, seed)
 
-    found: dict[str, Callable[[], Index]] = {name: turboquant(given) for name, given in TURBOQUANTS.items()}
-    found["product quantization"] = lambda: product_quantization(dim, bits)
-    found["RaBitQ"] = lambda: rabitq(dim, bits, seed)
-    return found
+    by_name: dict[str, Callable[[], Index]] = {name: turboquant(options) for name, options in TURBOQUANTS.items()}
+    by_name["product quantization"] = lambda: product_quantization(dim, bits)
+    by_name["RaBitQ"] = lambda: rabitq(dim, bits, seed)
+    return by_name
 
 
 def require_faiss() -> ModuleType:
-    """The package faiss. Raises ImportError, with the remedy, where it is missing or has no RaBitQ of several bits."""
+    """Import faiss.
+
+    Raises:
+        ImportError: faiss is missing, or has no RaBitQ of several bits; with the remedy.
+    """
     try:
         import faiss
     except ImportError as error:

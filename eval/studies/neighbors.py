@@ -1,4 +1,4 @@
-"""Nearest neighbours by compressed vectors: recall, stored bits and times (TurboQuant, section 4.4).
+"""Nearest-neighbour search over compressed vectors: recall, stored bits and times (TurboQuant, section 4.4).
 
 A base of unit vectors is compressed; queries, which stay as they are, are compared with all of it by inner product.
 Recall 1@k is the share of queries whose true nearest neighbour is among the k that an index ranks first. The peers are
@@ -32,19 +32,19 @@ from .embeddings import EmbeddingsOption, HiddenLayerOption, SourceModelOption, 
 from .indexes import CENTROIDS, TURBOQUANTS, builders, require_faiss
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
-"""k of recall 1@k."""
+"""Values of k in recall 1@k."""
 
 
 @dataclass(frozen=True)
 class NeighborRow:
-    """One index.
+    """Measurements of one index.
 
     Attributes:
-        method: its name.
-        bits: what it was asked for; `stored_bits` is what it stores per number, everything per vector counted.
-        shared_bytes: what it stores once.
+        method: name of the index.
+        bits: nominal; `stored_bits` per number include everything stored per vector.
+        shared_bytes: stored once for all vectors.
         recall: recall 1@k by k.
-        setup_seconds: what needs no data: random rotations, the codebook of TurboQuant's theory.
+        setup_seconds: all that needs no data: random rotations, TurboQuant's codebook.
         index_seconds: training on the base, and encoding all of it.
         search_seconds: all queries. All times are medians.
     """
@@ -59,13 +59,13 @@ class NeighborRow:
     search_seconds: float
 
 
-def recall(found: torch.Tensor, products: torch.Tensor) -> dict[int, float]:
+def recall(ranked: torch.Tensor, products: torch.Tensor) -> dict[int, float]:
     """Recall 1@k from the ranked neighbours `[M, ≥ k]` and the true inner products `[M, N]`.
 
-    Vectors as near as the nearest, to the rounding of float32, count as the nearest.
+    Vectors as near as the nearest, up to the rounding of float32, count as the nearest.
     """
     best = products.max(1, keepdim=True).values
-    hits = products.gather(1, found) >= best - 1e-6
+    hits = products.gather(1, ranked) >= best - 1e-6
     return {k: hits[:, :k].any(1).double().mean().item() for k in COUNTS}
 
 
@@ -79,16 +79,16 @@ def measure_neighbors(
     threads: int = 1,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> list[NeighborRow]:
-    """Every index at every bit width.
+    """Measure every index at every bit width.
 
     Args:
         base: unit vectors `[N, d]`, at least 256.
         queries: unit vectors `[M, d]`.
         bits: 1, 2 or 4.
         seed: of all random rotations.
-        repeats: times are medians over so many.
+        repeats: runs that times are medians of.
         threads: CPU threads of torch and faiss.
-        on_progress: called with indexes done, indexes in all, and what comes now.
+        on_progress: called with indexes done, indexes in all, and the next one's label.
 
     Raises:
         ValueError: sizes that are not allowed.
@@ -117,11 +117,11 @@ def measure_neighbors(
                 clock.append(time.perf_counter())
                 index.add(base)
                 clock.append(time.perf_counter())
-                found = index.search(queries, COUNTS[-1])
+                ranked = index.search(queries, COUNTS[-1])
                 clock.append(time.perf_counter())
                 times.append([after - before for before, after in pairwise(clock)])
             medians = [statistics.median(column) for column in zip(*times, strict=True)]
-            rows.append(NeighborRow(name, number, index.bits, index.shared_bytes(), recall(found, products), *medians))
+            rows.append(NeighborRow(name, number, index.bits, index.shared_bytes(), recall(ranked, products), *medians))
     if on_progress is not None:
         on_progress(len(todo) * repeats, len(todo) * repeats, "neighbours")
     return rows
@@ -141,7 +141,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def markdown_table(rows: Sequence[NeighborRow]) -> str:
-    """A line per index."""
+    """Markdown table with a line per index."""
     shown = [k for k in COUNTS if k in (1, 2, 4, 8, 64)]
     heads = [
         "index",
@@ -163,7 +163,7 @@ def markdown_table(rows: Sequence[NeighborRow]) -> str:
 
 
 def plot_neighbors(rows: Sequence[NeighborRow], path: Path) -> None:
-    """Recall by k for each bit width, and indexing times."""
+    """Plot recall by k for each bit width, and indexing times."""
     widths, names = sorted({row.bits for row in rows}), list(dict.fromkeys(row.method for row in rows))
     figure, _ = new_figure(4.4 * (len(widths) + 1), 4.6, axes=False)
     panels = figure.subplots(1, len(widths) + 1, squeeze=False)[0]

@@ -1,9 +1,9 @@
-"""Which layer and which side of a cache hurts most: each is compressed alone, while all others stay as they are.
+"""Probe of layers: the loss when one side (keys or values) of one layer is compressed alone.
 
 The windows of a text are read as for perplexity: a prefix is prefilled once, each cache is filled from it, and the
-continuation is fed in passes of a few tokens. For each full-attention layer and each side, reported are the KL
-divergence of the next-token distribution from the full cache's, the error of the packed vectors, and the error that it
-makes in the output of that layer's attention, whose input is the full cache's.
+continuation is fed in passes of a few tokens. Reported for each full-attention layer and side: the KL divergence of the
+next-token distribution from the full cache's, the error of the packed vectors, and the error of that layer's attention
+output, whose input is the full cache's.
 
     kvcache-compress eval probe --cache turboquant-2bit --text TEXT.txt --windows 2 --output probe
 """
@@ -40,7 +40,7 @@ from .probe_layers import Probe, probe_layers
 
 
 def terminal_table(probe: Probe, title: str) -> Table:
-    """A line per side of a layer, the most harmful first."""
+    """Table with a line per side of a layer, the most harmful first."""
     table = Table(title=title)
     for heading in (
         "layer",
@@ -63,19 +63,19 @@ def terminal_table(probe: Probe, title: str) -> Table:
 
 
 def plot_probe(probe: Probe, title: str, path: Path) -> None:
-    """Bars per layer, keys beside values: KL, and the error of the layer's attention output."""
+    """Plot bars per layer, keys beside values: KL, and the error of the layer's attention output."""
     layers = sorted({row.layer for row in probe.rows})
     width = max(7.0, 0.34 * len(layers) + 1.5)
     figure, _ = new_figure(width, 6.4, axes=False)
     panels = figure.subplots(2, 1, sharex=True)
     for side, color, shift in zip(SIDES, COLORS, (-0.21, 0.21), strict=False):
-        own = [row for row in probe.rows if row.side == side]
-        if not own:
+        of_side = [row for row in probe.rows if row.side == side]
+        if not of_side:
             continue
-        places = [layers.index(row.layer) + shift for row in own]
-        spread = [row.kl_stderr or 0.0 for row in own]
-        panels[0].bar(places, [row.kl for row in own], 0.4, yerr=spread, label=side, color=color, ecolor="#555555")
-        errors = [math.nan if row.attention_error is None else row.attention_error for row in own]
+        places = [layers.index(row.layer) + shift for row in of_side]
+        spread = [row.kl_stderr or 0.0 for row in of_side]
+        panels[0].bar(places, [row.kl for row in of_side], 0.4, yerr=spread, label=side, color=color, ecolor="#555555")
+        errors = [math.nan if row.attention_error is None else row.attention_error for row in of_side]
         panels[1].bar(places, errors, 0.4, color=color)
     panels[0].set(ylabel="KL from the full cache, nats", title=title)
     panels[0].set_ylim(bottom=0)
@@ -90,7 +90,7 @@ def plot_probe(probe: Probe, title: str, path: Path) -> None:
 
 
 def advice(probe: Probe) -> str:
-    """The rules, if what they leave compressed loses no more than a recommended cache may."""
+    """The rules, if the cache that they leave loses no more than a recommended one may."""
     if probe.ruled.kl <= MAX_KL:
         return probe.rules
     return f"no rules are recommended: above a KL of {MAX_KL:g} also without these; raise --worst, or take more bits"

@@ -1,4 +1,4 @@
-"""What is measured of each side of each layer, compressed alone; `probe.py` is the command, and says what for."""
+"""Measurements of the probe: each side of each layer, compressed alone. The command is in `probe.py`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvcache_compress.eval.tasks.perplexity import Perplexity
 from kvcache_compress.eval.tasks.scoring import compare_logits
 from kvcache_compress.storage.side import SideState
 
-from .probe_rules import DENSE, only, plans_of, rules_yaml, without
-from .recording import attention_modules, outputs_of, rms_error
+from .probe_rules import DENSE, compress_only, leave_dense, plans_of, rules_yaml
+from .recording import attention_modules, record_outputs, rms_error
 
 
 @dataclass(frozen=True)
 class Harm:
-    """What a cache does to the model's output, means over windows.
+    """Change of the model's output that a cache causes, means over windows.
 
     Attributes:
         kl: KL(full || this) in nats per token; `kl_stderr` its standard error over windows, None for a single one.
@@ -48,9 +48,10 @@ class ProbeRow(Harm):
 
     Attributes:
         stored_bits: per packed number.
-        relative_mse: squared error of the packed vectors over their squared length; None where the model's own vectors
-            are not at hand (layers other than full attention in it).
-        attention_error: RMS error of the output of the layer's attention over its RMS; None where it was not found.
+        relative_mse: squared error of the packed vectors over their squared length; None if the model's own vectors are
+            unavailable, as in models with layers other than full attention.
+        attention_error: RMS error of the layer's attention output over its RMS; None if the layer has no single
+            attention module.
     """
 
     layer: int
@@ -63,11 +64,11 @@ class ProbeRow(Harm):
 
 @dataclass(frozen=True)
 class Probe:
-    """Every side of every layer, the most harmful first.
+    """Result of a probe.
 
     Attributes:
-        rows: what was compressed alone.
-        skipped: why a layer or a side of it was not, by its name.
+        rows: sides of layers, the most harmful first.
+        skipped: reasons why layers or sides were not probed, by name.
         whole: the config as it is.
         rules: YAML of `layers:` that leaves the worst sides uncompressed; `ruled` is the config with them.
     """
@@ -88,15 +89,15 @@ def probe_layers(
     worst: int = 4,
     on_progress: Callable[[int, int, str], None] | None = None,
 ) -> Probe:
-    """Compress each side of each layer alone, and see what it does.
+    """Compress each side of each layer alone, and measure the loss.
 
     Args:
         model: a causal language model in evaluation mode.
         tokenizer: its tokenizer.
-        config: what is probed.
-        windows: which parts of which texts.
+        config: to probe.
+        windows: of texts.
         worst: sides that the suggested rules leave uncompressed.
-        on_progress: called with runs done, runs in all, and what comes now.
+        on_progress: called with runs done, runs in all, and the next one's label.
 
     Raises:
         ValueError: a config that does not fit the model or compresses nothing, or a prefix too short for it.
@@ -125,14 +126,14 @@ def probe_layers(
         whole.append(window.harm(config))
         for layer, side in sides:
             tell(f"layer {layer}, {side}")
-            alone[layer, side].append(window.one_side(only(config, plans[layer], layer, side), layer, side))
+            alone[layer, side].append(window.one_side(compress_only(config, plans[layer], layer, side), layer, side))
     rows = [
         ProbeRow(layer=layer, side=side, method=plans[layer].side(side).method, **_means(records))
         for (layer, side), records in alone.items()
     ]
     rows.sort(key=lambda row: -row.kl)
-    suggestion = without(config, plans, [(row.layer, row.side) for row in rows[:worst]])
-    for sample in samples:  # a prefill again, as to keep those of all windows could take too much memory
+    suggestion = leave_dense(config, plans, [(row.layer, row.side) for row in rows[:worst]])
+    for sample in samples:  # prefilled again: keeping the prefills of all windows could take too much memory
         tell("suggested rules")
         ruled.append(_Window(model, sample, windows.step).harm(suggestion))
     tell("probe")
@@ -147,14 +148,14 @@ class _Window:
         self.tokens, self.step = torch.tensor(sample.data["continuation"]), step
         self.attentions = attention_modules(model)
         full = self.prefill.run(full_cache())
-        with outputs_of(self.attentions) as self.outputs:
+        with record_outputs(self.attentions) as self.outputs:
             self.reference = full.forced(self.tokens, step)
 
     def harm(self, config: CompressionConfig) -> dict[str, Any]:
         return self._forced(self._fill(config))
 
     def one_side(self, config: CompressionConfig, layer: int, side: Side) -> dict[str, Any]:
-        """`harm` of a config that compresses this side of this layer alone, and what is known of that side."""
+        """`harm` of a config that compresses this side of this layer alone, and the side's own errors."""
         run = self._fill(config)
         state: SideState = run.cache.layers[layer].sides[side]
         if not state.store.tokens:
@@ -163,10 +164,10 @@ class _Window:
                 "so there is nothing to measure; take a longer prefix, or fewer sinks and recent tokens"
             )
         known = {"stored_bits": state.codec.bits_per_number(), "relative_mse": self._relative_mse(state, layer, side)}
-        own = {index: module for index, module in self.attentions.items() if index == layer}
-        with outputs_of(own) as outputs:
-            found = self._forced(run)
-        return found | known | {"attention_error": rms_error(outputs.get(layer), self.outputs.get(layer))}
+        modules = {index: module for index, module in self.attentions.items() if index == layer}
+        with record_outputs(modules) as outputs:
+            harm = self._forced(run)
+        return harm | known | {"attention_error": rms_error(outputs.get(layer), self.outputs.get(layer))}
 
     def _fill(self, config: CompressionConfig) -> CacheRun:
         return self.prefill.run(preset_cache(config.model_dump(), name="probed"))
@@ -180,9 +181,9 @@ class _Window:
         if self.prefill.states is None:
             return None
         first, packed = state.sinks.shape[2], state.store.tokens
-        given = self.prefill.states[layer][SIDES.index(side)][:, :, first : first + packed].double()
-        error = state.decode(0, packed).double() - given
-        return (error.square().sum() / given.square().sum()).item()
+        original = self.prefill.states[layer][SIDES.index(side)][:, :, first : first + packed].double()
+        error = state.decode(0, packed).double() - original
+        return (error.square().sum() / original.square().sum()).item()
 
 
 def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Configs that differ from a given one in single sides of single layers, for the probe."""
+"""Variants of a config for the probe: single sides of layers compressed, or left dense."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvcache_compress.modeling.decoder import is_full_attention
 
 DENSE = SideConfig(method="none")
 Plans = dict[int, LayerPlan]
-"""What each full-attention layer does, by its number."""
+"""Plans of the full-attention layers by index."""
 
 
 def plans_of(model: PreTrainedModel, config: CompressionConfig) -> tuple[Plans, dict[str, str]]:
-    """Plans of all full-attention layers; and why a layer or a side is not compressed, by its name.
+    """Plans of all full-attention layers, and reasons why layers or sides are not compressed, by name.
 
     Raises:
         ValueError: the config does not fit the model.
@@ -42,15 +42,15 @@ def plans_of(model: PreTrainedModel, config: CompressionConfig) -> tuple[Plans, 
     return plans, skipped
 
 
-def only(config: CompressionConfig, plan: LayerPlan, layer: int, side: Side) -> CompressionConfig:
-    """The config that compresses one side of one layer as `plan` says, and nothing else."""
+def compress_only(config: CompressionConfig, plan: LayerPlan, layer: int, side: Side) -> CompressionConfig:
+    """Config that compresses one side of one layer according to `plan`, and nothing else."""
     alone = replace(plan, keys=DENSE) if side == "values" else replace(plan, values=DENSE)
     bare = config.model_copy(update={"keys": DENSE, "values": DENSE})
     return _with_plans(bare, {layer: alone})
 
 
-def without(config: CompressionConfig, plans: Plans, sides: Sequence[tuple[int, Side]]) -> CompressionConfig:
-    """The config with some sides of layers left uncompressed; its own rules become part of the new ones."""
+def leave_dense(config: CompressionConfig, plans: Plans, sides: Sequence[tuple[int, Side]]) -> CompressionConfig:
+    """The config with some sides of layers left dense; its own rules become part of the new ones."""
     changed = dict(plans)
     for layer, side in sides:
         plan = changed[layer]
@@ -59,7 +59,7 @@ def without(config: CompressionConfig, plans: Plans, sides: Sequence[tuple[int, 
 
 
 def rules_yaml(config: CompressionConfig) -> str:
-    """The rules as they stand in a YAML file, a line each."""
+    """The rules as in a YAML file, a line each."""
     lines = []
     for rule in config.layers:
         text = yaml.safe_dump(rule.model_dump(exclude_none=True), default_flow_style=True, sort_keys=False, width=1000)
@@ -68,7 +68,7 @@ def rules_yaml(config: CompressionConfig) -> str:
 
 
 def _with_plans(config: CompressionConfig, plans: Plans) -> CompressionConfig:
-    """The config with one rule for all layers that do the same, where that is not what it does anyway."""
+    """The config with one rule for each plan that differs from its default, shared by all layers of that plan."""
     default = LayerPlan(config.keys, config.values, config.sink_tokens, config.recent_tokens)
     groups: list[tuple[LayerPlan, list[int]]] = []
     for layer, plan in sorted(plans.items()):

@@ -1,4 +1,4 @@
-"""What modules of a model put out while it runs."""
+"""Recording of the outputs of a model's modules."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from transformers import PreTrainedModel
 
 
 def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """The attention module of each layer that has exactly one."""
-    found: dict[int, list[nn.Module]] = {}
+    """Attention modules by layer index, of layers with exactly one."""
+    modules: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int) and "attention" in type(module).__name__.lower():
-            found.setdefault(index, []).append(module)
-    return {index: modules[0] for index, modules in found.items() if len(modules) == 1}
+            modules.setdefault(index, []).append(module)
+    return {index: of_layer[0] for index, of_layer in modules.items() if len(of_layer) == 1}
 
 
 @contextmanager
-def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, list[torch.Tensor]]]:
-    """What these modules give while the context is open, a tensor per pass."""
+def record_outputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, list[torch.Tensor]]]:
+    """Record the outputs of modules while the context is open, a tensor per pass."""
     seen: dict[int, list[torch.Tensor]] = {}
 
     def keep(index: int) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda module, given, output: seen.setdefault(index, []).append(
+        return lambda module, inputs, output: seen.setdefault(index, []).append(
             output[0] if isinstance(output, tuple) else output
         )
 
@@ -39,10 +39,10 @@ def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, list[torc
             hook.remove()
 
 
-def rms_error(found: Sequence[torch.Tensor] | None, expected: Sequence[torch.Tensor] | None) -> float | None:
-    """RMS error over the RMS expected, over all passes `[B, S, D]`; None where only zeros, or nothing, is there."""
-    if not found or not expected:
+def rms_error(actual: Sequence[torch.Tensor] | None, expected: Sequence[torch.Tensor] | None) -> float | None:
+    """RMS error over the RMS of `expected`, over all passes `[B, S, D]`; None if that is missing or zero."""
+    if not actual or not expected:
         return None
     right = torch.cat(list(expected), 1).double()
-    error = (torch.cat(list(found), 1).double() - right).norm()
+    error = (torch.cat(list(actual), 1).double() - right).norm()
     return (error / right.norm()).item() if right.any() else None

@@ -6,7 +6,8 @@ A benchmark is a class whose fields are its options, registered under its name:
     class Needle(Benchmark): ...
 
 The runner (`runner.py`) does the rest: one prefill per sample, a new cache per kind and sample, files, processes,
-failures. A new benchmark therefore is one file with `samples`, `score` and `summarize`.
+failures. A new benchmark is one file with `samples`, `score` and `summarize`, listed in `benchmarks.py`, which also
+makes it a command of `kvcache-compress eval`.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from kvcache_compress.validation.messages import explain, quoted
 from kvcache_compress.validation.options import StrictOptions
 
 Record = dict[str, Any]
-"""What is kept of one sample and one cache; plain JSON."""
+"""Result of one sample with one cache; plain JSON."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One thing to be asked.
+    """One prompt and what is needed to score the continuation.
 
     Attributes:
         id: unique within the benchmark, the same in every run.
         prompt: `[1, T]` token ids, prefilled before anything is compressed.
-        data: what `score` needs beside it: references, a continuation, a position in a grid. Plain JSON.
+        data: what else `score` needs: references, a continuation, a position in a grid. Plain JSON.
         question: `[1, Q]` token ids that follow the prompt and already go through the cache under test; may be empty.
     """
 
@@ -48,7 +49,7 @@ class Sample:
 
     @property
     def digest(self) -> str:
-        """Changes with anything in the sample, so that no result of another text is taken for this one's."""
+        """Digest of the whole sample, so that the result of another text is never taken for this one's."""
         content = [self.prompt.tolist(), self.question.tolist(), dict(self.data)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -82,12 +83,12 @@ class Benchmark(StrictOptions, abc.ABC):
         """
 
     def skipped(self, model: PreTrainedModel) -> list[str]:
-        """What was asked for and has no samples with this model, and why."""
+        """Reasons why parts of the benchmark have no samples with this model."""
         return []
 
     @abc.abstractmethod
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
-        """What one cache makes of one sample, by one call of `run.forced` or `run.generate`."""
+        """Score one cache on one sample, by one call of `run.forced` or `run.generate`."""
 
     @abc.abstractmethod
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
@@ -99,7 +100,11 @@ AnyBenchmark = TypeVar("AnyBenchmark", bound=type[Benchmark])
 
 
 def register_benchmark(kind: str) -> Callable[[AnyBenchmark], AnyBenchmark]:
-    """Make a benchmark known under a name."""
+    """Class decorator that registers a benchmark under a name.
+
+    Raises:
+        ValueError: the name is taken.
+    """
 
     def register(benchmark: AnyBenchmark) -> AnyBenchmark:
         if kind in _BENCHMARKS:
@@ -112,7 +117,7 @@ def register_benchmark(kind: str) -> Callable[[AnyBenchmark], AnyBenchmark]:
 
 
 def make_benchmark(kind: str, options: Mapping[str, Any]) -> Benchmark:
-    """A benchmark by name.
+    """Make a benchmark by name.
 
     Raises:
         ValueError: no such benchmark, or options that it does not have.

@@ -1,7 +1,7 @@
 """GSM8K (Cobbe et al. 2021, arXiv 2110.14168): word problems after solved examples, by cached decoding.
 
-The solved examples (few-shot chain of thought) are the prompt of all samples and what is compressed; question and
-answer go through the cache. Small models solve next to none of the problems: `likelihood` asks instead how probable
+The solved examples (few-shot chain of thought) are the prompt of all samples and are compressed; question and answer
+go through the cache. Small models solve next to none of the problems: `likelihood` asks instead how probable
 the reference solution is.
 
     kvcache-compress eval gsm8k --data train.jsonl --scoring likelihood --cache turboquant-2bit
@@ -62,9 +62,9 @@ class Gsm8k(Benchmark):
         return "accuracy" if self.scoring == "generate" else "answer_logprob"
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        """All have the same prompt, the solved examples, unless the question is part of it."""
+        """Samples that share the solved examples as their prompt, unless the question is part of it."""
         examples, rows, start = self._rows()
-        solved = INTRODUCTION + "".join(f"{ask(row)} {solution(row)}\n\n" for row in examples)
+        solved = INTRODUCTION + "".join(f"{question_text(row)} {solution(row)}\n\n" for row in examples)
         samples = []
         for number, row in enumerate(rows[: self.limit], start=start):
             where = f"{self.data or HUB_ID}, row {number}"
@@ -72,7 +72,7 @@ class Gsm8k(Benchmark):
             if not mark:
                 raise ValueError(f"{where}: no #### before the result in answer={row['answer']!r}")
             answer = [f" {chain}{mark}", result] if self.scoring == "likelihood" else []
-            shot_ids, question_ids, *forced = split_ids(tokenizer, [solved, ask(row), *answer])
+            shot_ids, question_ids, *forced = split_ids(tokenizer, [solved, question_text(row), *answer])
             new = sum(map(len, forced)) or self.max_new_tokens
             check_fits(model, len(shot_ids) + len(question_ids) + new, f"{where}, after {self.shots} examples")
             if not self.cached_question:
@@ -102,14 +102,14 @@ class Gsm8k(Benchmark):
         return {"score": float(right), "number": None if number is None else str(number), "text": text}
 
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
-        """Share of right numbers; or mean log-probability per token of solution and number, and numbers foretold."""
+        """Share of right numbers; or mean log-probabilities of solution and number, and share of numbers predicted."""
         if self.scoring == "generate":
             return {"accuracy": statistics.fmean(record["score"] for record in records)}
         names = ("answer_logprob", "number_logprob", "number_exact")
         return {name: statistics.fmean(record[name] for record in records) for name in names}
 
     def _rows(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
-        """Solved examples, rows to ask, and the number of the first of these in its file."""
+        """Solved examples, rows to ask, and the first asked row's number in its file."""
         if self.data is None:
             examples = load_hub_rows(HUB_ID, "main", "train", _COLUMNS)[: self.shots] if self.shots else []
             skipped = len(examples) if self.split == "train" else 0
@@ -122,8 +122,8 @@ class Gsm8k(Benchmark):
         return rows[: self.shots], rows[self.shots :], self.shots + 1
 
 
-def ask(row: dict[str, Any]) -> str:
-    """A row's question, up to where the answer begins."""
+def question_text(row: dict[str, Any]) -> str:
+    """Prompt of a row's question, up to the start of the answer."""
     return f"Question: {row['question'].strip()}\nAnswer:"
 
 

@@ -1,4 +1,4 @@
-"""Text in which a needle is hidden: a folder's files, or plain sentences of our own, made from a seed."""
+"""Text in which a needle is hidden: the files of a folder, or simple sentences made from a seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _phrases(text: str) -> list[str]:
     return [phrase.strip() for phrase in text.split("|")]
 
 
-# Neither digits nor anything about keys, recipes or secrets: only the needle tells what is asked.
+# No digits, and nothing about keys, recipes or secrets: only the needle answers the question.
 _WHO = _phrases("""
     the baker | the old gardener | a tired traveller | my neighbour | the school teacher | a young sailor |
     the tall carpenter | our postman | the village doctor | a quiet painter | the train driver |
@@ -53,7 +53,7 @@ _WHEN = _phrases("""
 
 
 def plain_sentences(seed: int | str) -> Iterator[str]:
-    """Endless simple sentences, the same for the same seed; none comes again before all 259,200 have."""
+    """Endless simple sentences drawn from a seed; none repeats before all 259,200 have come."""
     chance = random.Random(seed)
     told: set[tuple[str, ...]] = set()
     while True:
@@ -68,7 +68,7 @@ def plain_sentences(seed: int | str) -> Iterator[str]:
 
 
 def words_of(text: str) -> list[str]:
-    """Words, each with the white space before it, so that `"".join` gives the text again."""
+    """Words with the white space before them, so that `"".join` restores the text."""
     return re.findall(r"\s*\S+", text)
 
 
@@ -76,10 +76,10 @@ def haystack_words(folder: Path | None, count: int, seed: int | str) -> list[str
     """The first `count` words of a haystack, each with the white space before it.
 
     Args:
-        folder: of .txt files, read in the order of their names from a sentence that the seed chooses, and again from
-            the start where they are too short; our own sentences when None.
-        count: words wanted.
-        seed: of the choice.
+        folder: of .txt files, read in the order of their names from a sentence that the seed chooses, and repeated if
+            too short; made sentences when None.
+        count: number of words.
+        seed: of the start, or of the made sentences.
 
     Raises:
         ValueError: no such folder, or no text in it.
@@ -97,12 +97,12 @@ def haystack_words(folder: Path | None, count: int, seed: int | str) -> list[str
 
 
 def sentence_starts(words: list[str]) -> list[int]:
-    """Indices of words before which a sentence ends, among them 0 and `len(words)`."""
+    """Indices of words that start a sentence, including 0 and `len(words)`."""
     return [0, *(i for i in range(1, len(words)) if _SENTENCE_END.search(words[i - 1])), len(words)]
 
 
 def hide(needle: str, words: list[str], depth: float) -> str:
-    """A text with a sentence put into it, between two others.
+    """Insert a sentence into a text, between two others.
 
     Args:
         needle: the sentence.

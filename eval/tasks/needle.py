@@ -1,8 +1,8 @@
-"""Needle in a haystack: a sentence is hidden in a long text, and asked for, over a grid of lengths and depths.
+"""Needle in a haystack: a sentence hidden in a long text and asked for, over a grid of lengths and depths.
 
-`needle` mode asks for a sentence, scored by the recall of its words (ROUGE-1), as G. Kamradt's "Needle In A Haystack"
-is scored where no language model judges. `passkey` mode asks for random digits (Mohtashami and Jaggi 2023, "Landmark
-Attention", section 4.2), which models of 100 million parameters can do.
+`needle` mode asks for a sentence, scored by the recall of its words (ROUGE-1), as is usual for G. Kamradt's "Needle In
+A Haystack" without a language model as judge. `passkey` mode asks for random digits (Mohtashami and Jaggi 2023,
+"Landmark Attention", section 4.2), which models of 100 million parameters can do.
 
     kvcache-compress eval needle --mode passkey --length 1024 --length 4096 --cache turboquant-2bit
 """
@@ -26,7 +26,7 @@ from kvcache_compress.validation.options import AnyList, AnyPath, Seed
 
 from .benchmark import Benchmark, Record, Sample, register_benchmark
 from .haystack import haystack_words, hide
-from .samples import as_chat, force_answer, generate_text, spaced, split_ids, text_ids, too_long
+from .samples import as_chat, force_answer, generate_text, length_problem, split_ids, text_ids, with_space
 
 Mode = Literal["needle", "passkey"]
 Scoring = Literal["generate", "forced"]
@@ -115,7 +115,7 @@ class Needle(Benchmark):
         return self
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        fitting = [length for length in self.lengths if self._too_long(model, length) is None]
+        fitting = [length for length in self.lengths if self._length_problem(model, length) is None]
         if not fitting:
             raise ValueError("; ".join(self.skipped(model)))
         return [
@@ -127,10 +127,10 @@ class Needle(Benchmark):
 
     def skipped(self, model: PreTrainedModel) -> list[str]:
         """Lengths beyond the model's positions."""
-        return [why for length in self.lengths if (why := self._too_long(model, length)) is not None]
+        return [why for length in self.lengths if (why := self._length_problem(model, length)) is not None]
 
-    def _too_long(self, model: PreTrainedModel, length: int) -> str | None:
-        return too_long(model, length + self.max_new_tokens, f"lengths={length}")
+    def _length_problem(self, model: PreTrainedModel, length: int) -> str | None:
+        return length_problem(model, length + self.max_new_tokens, f"lengths={length}")
 
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
         place = {"length": sample.data["length"], "depth": sample.data["depth"]}
@@ -138,8 +138,8 @@ class Needle(Benchmark):
             answer = force_answer(run, sample.data["answer_ids"])
             return {**place, "score": answer.exact, "logprob": answer.logprob}
         text = generate_text(run, tokenizer, self.max_new_tokens)
-        found = passkey_found if self.mode == "passkey" else word_recall
-        return {**place, "score": found(sample.data["answer"], text), "text": text}
+        judge = passkey_found if self.mode == "passkey" else word_recall
+        return {**place, "score": judge(sample.data["answer"], text), "text": text}
 
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
         """Mean recall, mean log-probability if the answers were forced, and both per length."""
@@ -171,7 +171,7 @@ class Needle(Benchmark):
         special = not self.chat_template
 
         def parts(count: int) -> tuple[str, str]:
-            """The prompt with so many words of the haystack: what stands before the question, and the rest."""
+            """The prompt with `count` words of the haystack, split before the question."""
             context = f"{INTRODUCTION}{hide(needle, words[:count], depth)}\n\n"
             if self.chat_template:
                 return as_chat(tokenizer, context, wording.question, wording.answer_prefix)
@@ -186,7 +186,7 @@ class Needle(Benchmark):
         if not count:
             raise ValueError(f"lengths={length}: allowed at least {tokens(1)}, the needle, the question and one word")
         context, question = parts(count)
-        answers = [spaced(question, answer)] if self._scoring == "forced" else []
+        answers = [with_space(question, answer)] if self._scoring == "forced" else []
         prompt_ids, question_ids, *forced = split_ids(tokenizer, [context, question, *answers], special=special)
         data = {"length": length, "depth": depth, "answer": answer, **({"answer_ids": forced[0]} if forced else {})}
         if not self.cached_question:
@@ -200,7 +200,7 @@ class Needle(Benchmark):
 
 
 def word_recall(answer: str, text: str) -> float:
-    """Share of the answer's words that a text has: ROUGE-1 recall, without regard to case.
+    """Share of the answer's words that occur in a text: ROUGE-1 recall, case-insensitive.
 
     Raises:
         ImportError: the package rouge-score is not installed.
@@ -214,5 +214,5 @@ def word_recall(answer: str, text: str) -> float:
 
 
 def passkey_found(answer: str, text: str) -> float:
-    """1 if a text has exactly these digits, not as a part of a longer number, else 0."""
+    """1 if a text contains exactly these digits, not as part of a longer number, else 0."""
     return float(answer in re.findall(r"\d+", text))

@@ -1,8 +1,8 @@
-"""What a compressed cache costs in quality: KL divergence, perplexity and top-1 agreement under forced cached decoding.
+"""KL divergence, perplexity and top-1 agreement of a compressed cache under forced cached decoding.
 
 A text is cut into windows of a prefix and a continuation. The prefix is prefilled, and then the continuation is fed in
 forward passes of `step` tokens, so that every one of its tokens attends to the prefix as the cache kept it; scoring a
-whole text in one pass would use no cache at all. The yardstick is the same procedure with an uncompressed cache.
+whole text in one pass would use no cache at all. The reference is the same procedure with an uncompressed cache.
 
 Tokens of one pass see each other before they are compressed. With few tokens per pass they do not, as in generation,
 and a cache without a recent window shows about twice the KL of a single pass: figures compare only at the same `step`.
@@ -97,8 +97,8 @@ class Perplexity(Benchmark):
             scores["kl_stderr"] = statistics.stdev(kl) / math.sqrt(len(kl))
         domains = list(dict.fromkeys(record["domain"] for record in records))
         for domain in domains if len(domains) > 1 else ():
-            own = [record for record in records if record["domain"] == domain]
-            scores |= {f"{name}.{domain}": score for name, score in _scores(own).items()}
+            of_domain = [record for record in records if record["domain"] == domain]
+            scores |= {f"{name}.{domain}": score for name, score in _scores(of_domain).items()}
         return scores
 
 

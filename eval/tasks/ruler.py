@@ -1,8 +1,8 @@
 """RULER (Hsieh et al. 2024, arXiv 2404.06654) from its public files: retrieval, tracing, aggregation, questions.
 
 The files are those that RULER's own scripts write: a JSON object per line with `index`, `input`, `outputs`, `length`,
-and in later versions `answer_prefix`. They hold whole prompts, so nothing is worded here. Answers are judged as there:
-by the references found in them, without regard to case, all of them or (questions) any.
+and in later versions `answer_prefix`. They hold whole prompts. Answers are scored as in RULER: by the references that
+occur in them, case-insensitively, all of them or (questions) any.
 
     kvcache-compress eval ruler --data niah_multikey_3-4096.jsonl --scoring forced --cache turboquant-2bit
 """
@@ -26,7 +26,7 @@ from kvcache_compress.validation.messages import quoted
 from kvcache_compress.validation.options import AnyPath
 
 from .benchmark import Benchmark, Record, Sample, register_benchmark
-from .samples import as_chat, check_fits, force_answer, generate_text, read_jsonl, spaced, split_ids
+from .samples import as_chat, check_fits, force_answer, generate_text, read_jsonl, split_ids, with_space
 
 Task = Literal["niah", "vt", "cwe", "fwe", "qa"]
 Scoring = Literal["generate", "forced"]
@@ -67,7 +67,7 @@ class Ruler(Benchmark):
         return "accuracy" if self.scoring == "generate" else "logprob"
 
     def samples(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        """Samples of all files in turns; `limit` is that of each file."""
+        """Samples of all files, interleaved; `limit` counts rows of each file."""
         per_file = [self._read(path, model, tokenizer) for path in self._files()]
         return [sample for sample in chain.from_iterable(zip_longest(*per_file)) if sample is not None]
 
@@ -81,7 +81,7 @@ class Ruler(Benchmark):
         return {**about, "score": judge(text, sample.data["references"]), "text": text}
 
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
-        """Mean over tasks, as in the paper, and each task; likewise for log-probabilities."""
+        """Mean over tasks, as in the paper, and means of each task; likewise for log-probabilities."""
         scores = {}
         for name, key in {"accuracy": "score", "logprob": "logprob"}.items():
             if key in records[0]:
@@ -139,35 +139,35 @@ class Ruler(Benchmark):
     def _named(self, path: Path) -> tuple[str, Task]:
         """A file's name in scores, and its kind of task."""
         for name in (path.stem, path.parent.name):
-            if found := _TASK.search(name.lower()):
-                return name, self.task or cast(Task, found[1])
+            if match := _TASK.search(name.lower()):
+                return name, self.task or cast(Task, match[1])
         if self.task is None:
             raise ValueError(f"data={str(path)!r}: allowed is one of {', '.join(NEW_TOKENS)} in its name, or as task")
         return path.stem, self.task
 
     def _parts(self, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> tuple[str, str, list[str]]:
-        """A row's context and question, and its reference if that is forced."""
+        """Context, question, and the reference if that is forced."""
         context, question = split_question(row["input"])
         prefix = row.get("answer_prefix") or ""
         if self.chat_template:
             context, question = as_chat(tokenizer, context, question, prefix.lstrip())
         else:
             question += prefix
-        return context, question, [spaced(question, str(row["outputs"][0]))] if self.scoring == "forced" else []
+        return context, question, [with_space(question, str(row["outputs"][0]))] if self.scoring == "forced" else []
 
 
 def split_question(text: str) -> tuple[str, str]:
-    """Context and question of an input: its last line that starts like RULER's questions, or the last line, and on."""
+    """Split an input before its last line that starts like RULER's questions, else before its last line."""
     starts = [match.end() for match in re.finditer(r"\n(?=Question:|What (?:is|are) )", text)]
     start = starts[-1] if starts else text.rstrip().rfind("\n") + 1
     return text[:start], text[start:]
 
 
 def string_match_all(text: str, references: Sequence[str]) -> float:
-    """Share of the references that occur in a text, without regard to case (RULER's `string_match_all`)."""
+    """Share of the references that occur in a text, case-insensitively (RULER's `string_match_all`)."""
     return statistics.fmean(reference.lower() in text.lower() for reference in references)
 
 
 def string_match_part(text: str, references: Sequence[str]) -> float:
-    """1 if any of the references occurs in a text, without regard to case (RULER's `string_match_part`)."""
+    """1 if any of the references occurs in a text, case-insensitively (RULER's `string_match_part`), else 0."""
     return float(any(reference.lower() in text.lower() for reference in references))

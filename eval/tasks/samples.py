@@ -1,4 +1,4 @@
-"""What benchmarks share: rows of a .jsonl file or the hub, prompts in parts, and the score of a known answer."""
+"""Helpers of benchmarks: rows of a .jsonl file or the hub, tokenized prompts, forced and generated answers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _HUB_TIMEOUT_S = 5.0
 
 
 def read_jsonl(path: Path, columns: Collection[str]) -> list[dict[str, Any]]:
-    """Rows of a .jsonl file, empty lines left out.
+    """Read the rows of a .jsonl file, skipping empty lines.
 
     Args:
         path: file with a JSON object per line.
-        columns: what each row must have; others may be there too.
+        columns: required in each row; others are allowed.
 
     Raises:
         ValueError: no such file, a line that is no JSON object, a row without one of the columns, or no rows at all.
@@ -42,23 +42,23 @@ def read_jsonl(path: Path, columns: Collection[str]) -> list[dict[str, Any]]:
 
 
 def check_columns(row: dict[str, Any], columns: Collection[str], where: str) -> None:
-    """Raises ValueError for a row without one of the columns, naming it, and what is there instead."""
+    """Raise ValueError for a row without one of the columns, with the missing and the existing ones."""
     if missing := [column for column in columns if column not in row]:
         raise ValueError(f"{where}: no column {', '.join(missing)}; it has {', '.join(row) or 'none'}")
 
 
 def load_hub_rows(repo: str, name: str | None, split: str, columns: Collection[str]) -> list[dict[str, Any]]:
-    """Rows of a data set on the hub; a hub that cannot be reached is noticed at once instead of after many retries.
+    """Load the rows of a data set on the hub; an unreachable hub fails at once instead of after many retries.
 
     Args:
         repo: the data set's id.
         name: one of its configurations.
         split: one of its splits.
-        columns: what its rows must have.
+        columns: required in its rows.
 
     Raises:
-        OSError: the hub could not be reached. `HF_HUB_OFFLINE=1` takes the copy in its local cache.
-        ValueError: no such configuration or split, no rows, or none of the wanted columns.
+        OSError: the hub is unreachable. `HF_HUB_OFFLINE=1` takes the copy in its local cache.
+        ValueError: no such configuration or split, no rows, or a missing column.
     """
     from datasets import load_dataset
 
@@ -69,7 +69,7 @@ def load_hub_rows(repo: str, name: str | None, split: str, columns: Collection[s
     except ValueError:
         raise
     except Exception as error:  # the hub client changes its HTTP library, hence its exceptions, between versions
-        raise OSError(f"data set {repo}: not to be had from the hub ({error}); {advice}") from error
+        raise OSError(f"data set {repo}: unavailable from the hub ({error}); {advice}") from error
     if not rows:
         raise ValueError(f"data set {repo}, split {split}: no rows")
     check_columns(rows[0], columns, f"data set {repo}, split {split}")
@@ -77,7 +77,7 @@ def load_hub_rows(repo: str, name: str | None, split: str, columns: Collection[s
 
 
 def check_hub(repo: str) -> None:
-    """Raises OSError where a data set's hub cannot be reached; asks once, where loading would for minutes."""
+    """Raise OSError if the hub is unreachable; tries once, where loading would retry for minutes."""
     if constants.HF_HUB_OFFLINE:
         return
     try:
@@ -87,14 +87,14 @@ def check_hub(repo: str) -> None:
 
 
 def split_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-    """Token ids of a text, tokenized as a whole, then cut where its parts meet.
+    """Tokenize a text as a whole, then split the token ids where its parts meet.
 
-    A token that reaches over such a place goes to the later part.
+    A token that spans a boundary goes to the later part.
 
     Args:
         tokenizer: any tokenizer.
         parts: of the text, in order.
-        special: add the tokens that start any text; not where a chat template already has.
+        special: add special tokens; False if a chat template already has them.
     """
     whole = text_ids(tokenizer, "".join(parts), special=special)
     cuts = [0]
@@ -106,17 +106,17 @@ def split_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], *, speci
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = True) -> list[int]:
-    """Token ids of a text of any length."""
+    """Tokenize a text of any length."""
     ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return ids
 
 
 def as_chat(tokenizer: PreTrainedTokenizerBase, context: str, question: str, answer_prefix: str) -> tuple[str, str]:
-    """A user's message in the tokenizer's chat template: what stands before the question, and the rest.
+    """Format a user's message by the tokenizer's chat template, split before the question.
 
-    The rest goes on after the question up to the start of the assistant's answer, `answer_prefix`. Both are to be
-    tokenized without further special tokens. Thinking is switched off where a template has it (`enable_thinking`, as
-    Qwen3's), since the answer is to follow at once.
+    The second part goes on after the question up to `answer_prefix`, the start of the assistant's answer. Tokenize both
+    without further special tokens. Thinking is switched off where a template has it (`enable_thinking`, as Qwen3's),
+    since the answer has to follow at once.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -129,19 +129,19 @@ def as_chat(tokenizer: PreTrainedTokenizerBase, context: str, question: str, ans
     return text[:start], text[start:] + answer_prefix
 
 
-def spaced(before: str, after: str) -> str:
+def with_space(before: str, after: str) -> str:
     """`after`, with a space in front unless `before` ends in white space."""
     return after if not before or before[-1].isspace() else f" {after}"
 
 
 def check_fits(model: PreTrainedModel, tokens: int, what: str) -> None:
-    """Raises ValueError for more tokens than the model has positions for."""
-    if (problem := too_long(model, tokens, what)) is not None:
+    """Raise ValueError for more tokens than the model has positions for."""
+    if (problem := length_problem(model, tokens, what)) is not None:
         raise ValueError(problem)
 
 
-def too_long(model: PreTrainedModel, tokens: int, what: str) -> str | None:
-    """That there are more tokens than the model has positions for, where there are."""
+def length_problem(model: PreTrainedModel, tokens: int, what: str) -> str | None:
+    """Message about more tokens than the model has positions for; None if they fit."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is None or tokens <= positions:
         return None
@@ -154,7 +154,7 @@ class ForcedAnswer:
 
     Attributes:
         logprobs: `[S]`, natural logarithm of each token's probability, given all before it.
-        greedy: `[S]`, whether it is the most likely one.
+        greedy: `[S]`, True where it is the most likely one.
     """
 
     logprobs: torch.Tensor
@@ -162,17 +162,17 @@ class ForcedAnswer:
 
     @property
     def logprob(self) -> float:
-        """Mean per token."""
+        """Mean log-probability per token."""
         return self.logprobs.mean().item()
 
     @property
     def exact(self) -> float:
-        """1 if greedy decoding would give this very answer, else 0."""
+        """1 if greedy decoding would give this answer, else 0."""
         return float(self.greedy.all())
 
 
 def force_answer(run: CacheRun, ids: Sequence[int]) -> ForcedAnswer:
-    """What a cache makes of the answer with these token ids; uses the run up."""
+    """Force the answer with these token ids through a cache; uses up the run."""
     targets = torch.tensor(ids)
     logits = run.forced(targets)[:-1]
     targets = targets.to(logits.device)
@@ -188,7 +188,7 @@ def generate_text(
     more_ends: Sequence[int] = (),
     min_new_tokens: int = 0,
 ) -> str:
-    """The greedy answer up to the model's end token, or one of `more_ends`; uses the run up."""
+    """Generate greedily up to the model's end token, or one of `more_ends`; uses up the run."""
     ends = getattr(run.prefill.model.generation_config, "eos_token_id", None)
     ends = tokenizer.eos_token_id if ends is None else ends
     known = [] if ends is None else ends if isinstance(ends, list) else [ends]

@@ -1,4 +1,4 @@
-"""Windows of a text, and what a cache's logits are worth: pure functions on token ids and logits."""
+"""Windows of a text and scores of logits: pure functions on token ids and logits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def cut_windows(
 ) -> list[torch.Tensor]:
     """Cut windows that do not overlap, spread evenly from the text's first token to its last.
 
-    Where the text is too short, a warning tells that fewer windows or (for a single one) a shorter prefix are taken.
+    If the text is too short, fewer windows or (for a single one) a shorter prefix are taken, with a warning.
 
     Args:
         token_ids: the whole text, without special tokens.
         prefix: tokens before the continuation, `bos` included.
         scored: tokens of the continuation.
-        windows: windows wanted.
-        bos: what the model wants to see at the start of any text; each window starts with it.
+        windows: number of windows.
+        bos: tokens that the model expects at the start of a text; each window starts with them.
 
     Returns:
         Windows of shape [1, prefix + scored].
@@ -56,7 +56,7 @@ def cut_windows(
 
 
 def compare_logits(reference: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, float, float]:
-    """Score logits, in float64.
+    """Score a cache's logits against the full cache's, in float64.
 
     Args:
         reference: [S + 1, V], of the full cache: after the prefix, then after each of the S tokens fed.

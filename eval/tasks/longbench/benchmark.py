@@ -2,7 +2,7 @@
 
     kvcache-compress eval longbench --task multi_news --data longbench/ --cache turboquant-4bit --output DIR
 
-Prompts are ours unless the benchmark's own are given, which published numbers rest on (`--prompts`).
+Published numbers rest on the benchmark's own prompts (`--prompts`); those used by default are worded here.
 """
 
 from __future__ import annotations

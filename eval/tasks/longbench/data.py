@@ -20,7 +20,7 @@ from kvcache_compress.validation.messages import quoted
 Version = Literal["v1", "e", "v2"]
 
 HUB = {"v1": "zai-org/LongBench", "e": "zai-org/LongBench", "v2": "zai-org/LongBench-v2"}
-"""Where the data are taken from if nothing else is said."""
+"""Default datasets of the hub."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Task:
         metric: a key of `longbench_scores.METRICS`.
         max_new_tokens: tokens generated.
         language: `en` or `zh`.
-        chat: an instruction that goes into the model's chat template; the other tasks are continued as plain text.
+        chat: an instruction for the model's chat template; the other tasks are continued as plain text.
         first_line: only the first line of the prediction counts, as models go on with further examples.
         in_e: also in LongBench-E.
     """
@@ -82,16 +82,16 @@ GROUPS = tuple(dict.fromkeys(task.group for task in TASKS.values()))
 
 @dataclass(frozen=True)
 class Row:
-    """One question, whatever layout it came in.
+    """One question, whatever layout it was read from.
 
     Attributes:
-        task: what it belongs to.
+        task: of the row.
         number: its place among the rows of the task, from 0.
-        fields: what a template's placeholders stand for: `context`, `input`, and `A` to `D` for v2.
-        ready: of a row that already is a prompt, its text up to the question and the rest; None where it is none.
-        answers: all that are right.
+        fields: values of a template's placeholders: `context`, `input`, and `A` to `D` for v2.
+        ready: a ready-formatted prompt, up to the question and the rest; None if the row needs a template.
+        answers: all right ones.
         classes: of a classification; otherwise empty.
-        labels: what scores are broken down by: the length band (E), or difficulty and length (v2).
+        labels: to break scores down by: the length band (E), or difficulty and length (v2).
         max_new_tokens: the row's own; None for the task's.
     """
 
@@ -106,7 +106,7 @@ class Row:
 
 
 def resolve_tasks(names: Sequence[str], version: Version) -> list[Task]:
-    """Tasks by name; a group or a language (`en`, `zh`) stands for all of its tasks. All tasks if none is named.
+    """Resolve names to tasks; a group or a language (`en`, `zh`) stands for all of its tasks, no names for all.
 
     Raises:
         ValueError: a name that is none of these, or names for v2, which has but one task.
@@ -124,7 +124,7 @@ def resolve_tasks(names: Sequence[str], version: Version) -> list[Task]:
 
 
 def load_rows(data: str | None, version: Version, names: Sequence[str] = ()) -> list[Row]:
-    """The rows of tasks, in the benchmark's order of tasks.
+    """Load the rows of tasks, in the benchmark's order of tasks.
 
     Args:
         data: a folder with `TASK.jsonl` (`TASK_e.jsonl` for E, `data.json` for v2), one such file, or a dataset of the
@@ -141,18 +141,20 @@ def load_rows(data: str | None, version: Version, names: Sequence[str] = ()) -> 
     source = HUB[version] if data is None else data
     path = Path(source)
     if is_file(path):
-        found = _of_file(path, tasks)
+        rows_by_task = _of_file(path, tasks)
     elif is_folder(path):
-        found = _of_folder(path, tasks, version)
+        rows_by_task = _of_folder(path, tasks, version)
     elif source.count("/") == 1 and not path.suffix.startswith(".json"):
-        found = {task: _from_hub(source, _file_stem(task, version)) for task in tasks}
+        rows_by_task = {task: _from_hub(source, _file_stem(task, version)) for task in tasks}
     else:
         raise ValueError(f"data={quoted(source)}: no such file or folder, and no OWNER/NAME of a dataset on the hub")
-    if missing := [task.name for task in tasks if task.name in names and task not in found]:
-        raise ValueError(f"data={source!r}: no rows of {', '.join(missing)}; it has {', '.join(t.name for t in found)}")
+    if missing := [task.name for task in tasks if task.name in names and task not in rows_by_task]:
+        raise ValueError(
+            f"data={source!r}: no rows of {', '.join(missing)}; it has {', '.join(t.name for t in rows_by_task)}"
+        )
     return [
         _parse(raw, task, number, version, f"data={source!r}, {task.name}, row {number}")
-        for task, rows in found.items()
+        for task, rows in rows_by_task.items()
         for number, raw in enumerate(rows)
     ]
 
@@ -167,32 +169,32 @@ def _file_stem(task: Task, version: Version) -> str:
 
 
 def _of_folder(folder: Path, tasks: list[Task], version: Version) -> dict[Task, list[dict[str, Any]]]:
-    found: dict[Task, list[dict[str, Any]]] = {}
+    rows_by_task: dict[Task, list[dict[str, Any]]] = {}
     for task in tasks:
         stem = _file_stem(task, version)
         for path in (folder / f"{stem}.jsonl", folder / f"{stem}.json"):
             if path.is_file():
-                found[task] = _read(path)
+                rows_by_task[task] = _read(path)
                 break
-    if not found:
+    if not rows_by_task:
         stems = ", ".join(f"{_file_stem(task, version)}.jsonl" for task in tasks)
         raise ValueError(f"data={str(folder)!r}: none of the files {stems}")
-    return found
+    return rows_by_task
 
 
 def _of_file(path: Path, tasks: list[Task]) -> dict[Task, list[dict[str, Any]]]:
-    """A file may hold several tasks, if its rows say to which they belong."""
+    """Rows of one file, which may hold several tasks if its rows name theirs."""
     if tasks == [V2]:
         return {V2: _read(path)}
     rows: dict[str, list[dict[str, Any]]] = {}
     for raw in _read(path):
         name = str(raw.get("dataset") or raw.get("task") or path.stem)
         rows.setdefault(name.removesuffix("_e").removesuffix("-e"), []).append(raw)
-    found = {task: rows[task.name] for task in tasks if task.name in rows}
-    if not found:
+    rows_by_task = {task: rows[task.name] for task in tasks if task.name in rows}
+    if not rows_by_task:
         wanted = ", ".join(task.name for task in tasks)
         raise ValueError(f"data={str(path)!r}: its rows belong to {', '.join(rows)}, and to none of {wanted}")
-    return found
+    return rows_by_task
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -240,7 +242,7 @@ def _fetch(name: str, stem: str) -> list[dict[str, Any]]:
 
 
 def _parse(raw: Mapping[str, Any], task: Task, number: int, version: Version, where: str) -> Row:
-    """A row of any layout: ready formatted where there is an `answer_prefix`, else original."""
+    """Parse a row of either layout: ready formatted if it has an `answer_prefix`, else original."""
     formatted = "answer_prefix" in raw
     answer = "answer" if version == "v2" else "answers"
     needed = ["context", answer, *(["question", "answer_prefix"] if formatted else [])]

@@ -1,8 +1,8 @@
-"""LongBench's metrics as a local module of Hugging Face's `evaluate`, which loads it by its path, without the hub:
+"""LongBench's metrics as a local module of Hugging Face's `evaluate`, loaded by its path without the hub:
 
     evaluate.load(metric.__file__, "qa_f1").compute(predictions=["..."], references=[["...", "..."]])
 
-`evaluate` copies this file elsewhere and finds what it needs by reading its lines: each import is on one.
+`evaluate` copies this file elsewhere and finds imports by reading lines, so each import must be on one line.
 """
 
 import statistics
@@ -20,7 +20,11 @@ class LongBenchMetric(evaluate.Metric):
     """One of `scores.METRICS`, named by the configuration."""
 
     def _info(self) -> evaluate.MetricInfo:
-        """Raises ValueError for a configuration that is no metric."""
+        """Describe the metric.
+
+        Raises:
+            ValueError: the configuration is not a metric.
+        """
         if self.config_name not in METRICS:
             raise ValueError(f"metric={self.config_name!r}: allowed {', '.join(METRICS)}")
         texts = datasets.Value("string")

@@ -1,4 +1,4 @@
-"""LongBench's prompts: templates, filling them in, chat template, and truncation in the middle."""
+"""LongBench's prompts: templates, chat template, and truncation in the middle."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CONTENT = "THE PROMPT ITSELF"
 
 @dataclass(frozen=True)
 class Template:
-    """A prompt up to the end of the context, and what comes after it; each with `{name}` for a row's fields."""
+    """A prompt up to the end of its context and the rest, with `{name}` for a row's fields."""
 
     before: str
     after: str
 
     @classmethod
     def parse(cls, text: str, allowed: Sequence[str], where: str) -> Template:
-        """Cut a template behind its context.
+        """Split a template after its context.
 
         Args:
             text: with placeholders `{context}`, or `$DOC$` as in the prompts published for v2.
@@ -39,11 +39,11 @@ class Template:
             ValueError: a placeholder for no field, or not exactly one for the context.
         """
 
-        def rename(found: re.Match[str]) -> str:
-            name = found[1] or _PUBLISHED_V2.get(found[2], found[2])
+        def rename(match: re.Match[str]) -> str:
+            name = match[1] or _PUBLISHED_V2.get(match[2], match[2])
             if name not in allowed:
                 known = ", ".join(f"{{{name}}}" for name in allowed)
-                raise ValueError(f"{where}: placeholder {found[0]}: allowed {known}")
+                raise ValueError(f"{where}: placeholder {match[0]}: allowed {known}")
             return f"{{{name}}}"
 
         parts = _PLACEHOLDER.sub(rename, text).split("{context}")
@@ -52,18 +52,18 @@ class Template:
         return cls(parts[0] + "{context}", parts[1])
 
     def fill(self, fields: Mapping[str, str]) -> tuple[str, str]:
-        """Both parts with a row's fields in their places; braces in the fields are left alone."""
-        before, after = (_PLACEHOLDER.sub(lambda found: fields[found[1]], part) for part in (self.before, self.after))
+        """Fill both parts with a row's fields; braces in the fields stay as they are."""
+        before, after = (_PLACEHOLDER.sub(lambda match: fields[match[1]], part) for part in (self.before, self.after))
         return before, after
 
 
 def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, Template]:
-    """Templates of tasks.
+    """Read the templates of tasks.
 
     Args:
         path: YAML or JSON with a template by the name of each task, as the benchmark's `dataset2prompt.json`, or for v2
-            a text file with its one template; our own wording when None.
-        tasks: those wanted.
+            a text file with its one template; `longbench_prompts.yaml` when None.
+        tasks: which to read.
 
     Raises:
         ValueError: no such file, not of this form, or without one of the tasks.
@@ -88,12 +88,12 @@ def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, Templ
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Token ids.
+    """Token ids of a prompt.
 
     Attributes:
-        prompt: what is prefilled.
-        question: what follows through the cache under test; empty unless wanted.
-        cut: tokens left out in the middle.
+        prompt: to prefill.
+        question: to feed through the cache under test; empty unless split off.
+        cut: number of tokens left out in the middle.
     """
 
     prompt: list[int]
@@ -104,7 +104,7 @@ class EncodedPrompt:
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, before: str, after: str, *, chat: bool, limit: int | None, split: bool
 ) -> EncodedPrompt:
-    """Tokens of a prompt, truncated in the middle as the benchmark does: the first and the last half are kept.
+    """Tokenize a prompt, truncated in the middle as the benchmark does: the first and the last half are kept.
 
     Args:
         tokenizer: the model's.
@@ -112,7 +112,7 @@ def encode_prompt(
         after: the rest of it.
         chat: put it into the tokenizer's chat template, as the user's message; else only behind the start token.
         limit: tokens in all; any number when None.
-        split: give what comes after the context as the question.
+        split: split off the text after the context as the question.
 
     Raises:
         ValueError: no room for two tokens beside the chat template's, or no chat template.
@@ -136,7 +136,7 @@ def encode_prompt(
 
 
 def _chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What a chat template puts before and behind a message; thinking is switched off where a template has it."""
+    """Token ids that a chat template puts before and after a message, with thinking switched off."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat_template='on': this tokenizer has none; allowed auto, off")
     framed = tokenizer.apply_chat_template(

@@ -35,7 +35,7 @@ _CHINESE_PUNCTUATION = (
     (0xFF3B, 0xFF40),
     (0xFF5B, 0xFF64),
 )
-"""What the benchmark takes for punctuation beside ASCII's, first and last of each range; 《 and · are not in it."""
+"""The benchmark's punctuation beyond ASCII, first and last of each range; 《 and · are not part of it."""
 _NO_ASCII = str.maketrans("", "", string.punctuation)
 _NO_PUNCTUATION = _NO_ASCII | {code: None for first, last in _CHINESE_PUNCTUATION for code in range(first, last + 1)}
 
@@ -123,8 +123,8 @@ def code_similarity(prediction: str, answer: str) -> float:
 def multiple_choice(prediction: str, answer: str) -> float:
     """1 if the prediction says `The correct answer is (X)`, or the same without brackets, of the right letter."""
     said = prediction.replace("*", "")
-    found = re.search(r"The correct answer is \(([A-D])\)", said) or re.search(r"The correct answer is ([A-D])", said)
-    return float(found is not None and found.group(1) == answer)
+    match = re.search(r"The correct answer is \(([A-D])\)", said) or re.search(r"The correct answer is ([A-D])", said)
+    return float(match is not None and match.group(1) == answer)
 
 
 METRICS: dict[str, Callable[..., float]] = {
@@ -149,7 +149,7 @@ def best_score(metric: str, prediction: str, answers: Sequence[str], classes: Se
 
     Args:
         metric: a key of `METRICS`.
-        prediction: what the model wrote.
+        prediction: of the model.
         answers: at least one.
         classes: all classes, for `classification`.
 
@@ -166,7 +166,7 @@ def best_score(metric: str, prediction: str, answers: Sequence[str], classes: Se
 
 
 def first_line(prediction: str) -> str:
-    """The first line that is not empty: all that counts where models go on with further examples."""
+    """First non-empty line, for tasks in which models go on with further examples."""
     return prediction.lstrip("\n").split("\n")[0]
 
 
@@ -199,10 +199,10 @@ def _f1(predicted: Sequence[str], wanted: Sequence[str]) -> float:
 
 
 def _number(answer: str, prefix: str) -> str:
-    found = re.search(rf"{prefix}(\d+)", answer)
-    if found is None:
+    match = re.search(rf"{prefix}(\d+)", answer)
+    if match is None:
         raise ValueError(f"answer={answer!r}: allowed is {prefix}N")
-    return found.group(1)
+    return match.group(1)
 
 
 def _jieba() -> ModuleType:

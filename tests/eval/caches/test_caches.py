@@ -1,4 +1,4 @@
-"""What a filled cache is said to hold does not depend on the type that the model ran in."""
+"""Measured sizes of filled caches do not depend on the type that the model ran in."""
 
 import importlib.util
 from typing import Any
@@ -24,7 +24,7 @@ needs_hqq = pytest.mark.skipif(importlib.util.find_spec("hqq") is None, reason="
 
 @torch.inference_mode()
 def measured(spec: CacheSpec, dtype: torch.dtype) -> Measured:
-    """After a prompt and nine steps, so that windows and buffers are partly filled."""
+    """Measure a cache after a prompt and nine steps, so that windows and buffers are partly filled."""
     model = small_model().to(dtype)
     cache = spec.make(model)
     for part in (IDS, *IDS[:, :9].split(1, 1)):
@@ -43,7 +43,7 @@ def measured(spec: CacheSpec, dtype: torch.dtype) -> Measured:
     ids=lambda spec: getattr(spec, "name", spec),
 )
 def test_bits_are_those_beside_a_16_bit_model(spec: Any) -> None:
-    """Unused room of dense windows counts as they do; ours and peers' alike."""
+    """Spare capacity of dense windows counts like their tokens, for every cache."""
     spec = hqq_cache(4) if spec == "hqq" else spec
     wide, narrow, half = (measured(spec, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16))
     assert wide == narrow == half
@@ -51,7 +51,7 @@ def test_bits_are_those_beside_a_16_bit_model(spec: Any) -> None:
 
 
 def test_dense_tokens_count_16_bits_by_hand() -> None:
-    """Layer 0 of `one-layer` is dense: 16 bits for its 159 tokens, in whatever type they are held."""
+    """Layer 0 of `one-layer` is dense: 16 bits for its 159 tokens, whatever type they are stored in."""
     config = CONFIGS["one-layer"]
     alone = measured(preset_cache({**config, "layers": []}, name="both"), torch.float32)
     mixed = measured(preset_cache(config, name="one"), torch.float32)

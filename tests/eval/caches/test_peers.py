@@ -1,4 +1,4 @@
-"""Peers: their measured bits are what their layouts say."""
+"""Peers: measured bits equal those of their layouts."""
 
 import importlib.util
 
@@ -34,7 +34,7 @@ def model() -> LlamaForCausalLM:
 
 @torch.inference_mode()
 def measure(model: LlamaForCausalLM, spec: CacheSpec, *, more: int = 0) -> Measured:
-    """What a cache holds after a prompt of `TOKENS` and `more` tokens in a second pass."""
+    """Measure a cache after a prompt of `TOKENS` and `more` tokens in a second pass."""
     cache = spec.make(model)
     for count in (TOKENS, more):
         if count:

@@ -1,4 +1,4 @@
-"""One prefill for all caches: each cache holds and continues exactly as after its own prefill."""
+"""One prefill for all caches: each cache continues exactly as after its own prefill."""
 
 import weakref
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_forced_logits_are_those_of_an_own_prefill(spec: CacheSpec) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", ["full", "turboquant", "commvq"])
 def test_generation_is_that_of_generate(name: str, fused: bool) -> None:
-    """90 tokens: the recent window is packed several times, and what was decoded once is used again."""
+    """90 tokens pack the recent window several times, and reuse tokens that were decoded once."""
     model = small_model()
     if fused:
         enable_fused_attention(model)
@@ -54,7 +54,7 @@ def test_generation_is_that_of_generate(name: str, fused: bool) -> None:
 
 
 def test_generation_is_plainly_greedy() -> None:
-    """Also where the model's own generation config would penalize repetition, from the first token on."""
+    """A repetition penalty in the model's own generation config is ignored from the first token on."""
     model = small_model()
     plain = prefill(model, IDS).run(full_cache()).generate(GenerationConfig(max_new_tokens=20, pad_token_id=0))
     own = model.generation_config = GenerationConfig(repetition_penalty=1.8, no_repeat_ngram_size=2, pad_token_id=0)
@@ -114,7 +114,7 @@ def test_questions_after_one_prompt_do_not_touch_each_other(spec: CacheSpec) -> 
     first = prefill(model, IDS[:, :120], IDS[:, 120:])
     first.keep = True
     again = first.run(spec).forced(MORE)
-    second = first.asked(IDS[:, 100:110])
+    second = first.with_question(IDS[:, 100:110])
     assert second.seconds == 0
     assert torch.equal(
         second.run(spec).forced(MORE), prefill(model, IDS[:, :120], IDS[:, 100:110]).run(spec).forced(MORE)
@@ -161,9 +161,9 @@ def test_generation_together_ends_where_each_cache_ends() -> None:
 
 def test_fused_attention_takes_caches_one_by_one() -> None:
     model = small_model()
-    assert prefill(model, IDS).rows() == 8
+    assert prefill(model, IDS).most_rows() == 8
     enable_fused_attention(model)
-    assert prefill(model, IDS).rows() == 1
+    assert prefill(model, IDS).most_rows() == 1
 
 
 def test_a_cache_that_cannot_be_copied_is_filled_again() -> None:

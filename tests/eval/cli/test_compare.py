@@ -1,4 +1,4 @@
-"""A comparison from its YAML file: in one process, interrupted, in two processes, and with everything wrong."""
+"""A comparison from its YAML file: in one process, interrupted, in two processes, and with many errors."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Which caches a comparison recommends: none that loses much, whatever its bits."""
+"""Recommended caches of a comparison: none that loses much, whatever its bits."""
 
 import html
 from typing import Any
@@ -25,7 +25,7 @@ def answer(table: Table) -> str:
 
 
 def test_a_loss_above_the_bound_is_not_recommended() -> None:
-    """Nor is the best of those that all lose too much; the box says so, with the caches' own bits."""
+    """If all caches lose too much, the report says so, with the best one's bits, and recommends none."""
     cells = [
         cell("full", "perplexity", 0.0, bits=(16.0, 16.0)),
         cell("tq-4", "perplexity", 0.0018, bits=(4.25, 7.02)),
@@ -49,7 +49,7 @@ def test_a_loss_above_the_bound_is_not_recommended() -> None:
 
 
 def scored(name: str, scores: dict[str, float]) -> Table:
-    """A table of one benchmark of which more is better."""
+    """A table of one benchmark with a score of which more is better."""
     benchmark = {**cell("full", "needle", 0.0).benchmark, "main_score": name}
     cells = (cell(cache, "needle", x, benchmark=benchmark, scores={name: x}) for cache, x in scores.items())
     (table,) = tables(list(cells))
@@ -66,7 +66,7 @@ def scored(name: str, scores: dict[str, float]) -> Table:
     ],
 )
 def test_bound_where_no_kl_leads(name: str, full: float, within: float, beyond: float, words: str) -> None:
-    """A share of the full cache's score, or nats of a log-probability; the bound itself is allowed."""
+    """The bound is a share of the full cache's score, or nats of a log-probability, and is itself allowed."""
     table = scored(name, {"full": full, "tq-4": within, "tq-2": beyond})
     assert bound(table, table.columns[0]) == pytest.approx(within - full)
     assert [point.row.cache for _, point in recommended(table, "packed_bits")] == ["tq-4"]
@@ -89,7 +89,7 @@ def test_nothing_is_recommended_without_anything_to_lose(scores: dict[str, float
     ],
 )
 def test_the_plot_shades_what_is_not_recommended(losses: dict[str, float], shaded: bool) -> None:
-    """In plots of the leading benchmark, and without widening its axis."""
+    """Only plots of the leading benchmark are shaded, and their axis stays as wide."""
     kl = [cell(cache, "perplexity", loss) for cache, loss in {"full": 0.0, **losses}.items()]
     (table,) = tables([*kl, *(cell(cache, "needle", 0.5 if cache == "tq-2" else 1.0) for cache in ("full", *losses))])
     for column, expected in zip(table.columns, (shaded, False), strict=True):

@@ -1,4 +1,4 @@
-"""A comparison's tables, Markdown and CSV against figures computed by hand, and the command that writes them."""
+"""A comparison's tables, Markdown and CSV against numbers computed by hand, and the command that writes them."""
 
 import csv
 import io
@@ -94,7 +94,7 @@ def test_cells_of_unlike_runs_are_doubted() -> None:
 
 
 def test_cells_of_unlike_versions_are_doubted() -> None:
-    """Of one benchmark; what another one ran with, or a peer that most cells do without, does not matter."""
+    """Only versions within one benchmark matter, and not those of a peer that most cells do not use."""
     versions = {"kvcache_compress": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "hqq": None}
     cells = [
         cell("full", "needle", 1.0, versions=versions),

@@ -1,4 +1,4 @@
-"""The HTML report: well-formed, self-contained, everything escaped, and what it recommends."""
+"""The HTML report: well-formed, self-contained, escaped, and its recommendation."""
 
 from collections import Counter
 from html.parser import HTMLParser
@@ -16,7 +16,7 @@ LOADING = {"src", "srcset", "action", "poster", "data", "formaction", "backgroun
 
 
 class Page(HTMLParser):
-    """Elements that close as they opened, ids, links, and text by element."""
+    """Parser that checks closing tags and collects ids, links, and text by element."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

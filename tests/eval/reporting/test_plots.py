@@ -1,4 +1,4 @@
-"""Plots of a comparison: what they draw, and that labels leave each other room."""
+"""Plots of a comparison: their content, and labels that do not overlap."""
 
 import builtins
 import itertools

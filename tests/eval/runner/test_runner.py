@@ -1,4 +1,4 @@
-"""The runner: nothing is computed twice, nothing is lost, and a failure stays in its cell."""
+"""The runner: nothing is computed twice, nothing is lost, and a failure ends one cell only."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ PACKED = preset_cache(method_config("turboquant"), name="packed")
 
 
 class Toy(Benchmark):
-    """Scores a sample by the first logit; counts what it is asked."""
+    """A benchmark that scores by the first logit and counts its calls."""
 
     kind = "toy"
     main_score: ClassVar[str] = "mean"
@@ -201,7 +201,7 @@ def test_a_failed_cell_is_tried_again(model: LlamaForCausalLM, tmp_path: Path) -
     assert Toy.asked == [(f"s{number}", "packed") for number in range(3)]
 
 
-def test_data_that_cannot_be_had(model: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_missing_data(model: LlamaForCausalLM, tmp_path: Path) -> None:
     class Nowhere(Toy):
         def samples(self, model: PreTrainedModel, tokenizer: Any) -> list[Sample]:
             raise FileNotFoundError("no file data.jsonl")
@@ -241,7 +241,7 @@ class Thread:
 
 
 def in_two(model: LlamaForCausalLM, output: Path, benchmarks: Sequence[Toy]) -> list[list[Cell]]:
-    """What two processes return, each with a benchmark of its own."""
+    """Run a benchmark in each of two processes, and return the cells of both."""
     barrier, board = threading.Barrier(2), [None, None]
 
     def work(index: int) -> list[Cell]:
@@ -272,7 +272,7 @@ def test_data_that_one_process_cannot_read_fails_for_all(model: LlamaForCausalLM
 
 
 def test_two_runs_on_one_folder(model: LlamaForCausalLM, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The second waits for the first, which finishes its cells, and finds them there."""
+    """The second run waits for the first, and reuses its cells."""
     second: list[Future[list[Cell]]] = []
 
     def start_another(done: int, total: int, label: str) -> None:
@@ -311,7 +311,7 @@ def test_any_text_survives_an_interruption(model: LlamaForCausalLM, tmp_path: Pa
     assert {cell.records[0]["text"] for cell in read_cells(tmp_path)} == {"a\u2028b\u0085c\x0c 中"}
 
 
-def test_scores_that_cannot_be_had_end_their_cells(model: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_scores_that_fail_end_their_cells(model: LlamaForCausalLM, tmp_path: Path) -> None:
     class Broken(Toy):
         def summarize(self, records: Sequence[Record]) -> dict[str, float]:
             return {"mean": float("nan")}

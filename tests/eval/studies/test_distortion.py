@@ -23,7 +23,7 @@ COMMITTED = ROOT / "benchmarks" / "results" / "distortion.json"
 
 
 class Halving:
-    """Decodes everything to half of what it was."""
+    """A codec that decodes every vector to half of it."""
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (x,)

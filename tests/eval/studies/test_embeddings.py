@@ -1,4 +1,4 @@
-"""Embeddings: what a file or a model gives, as unit vectors, and what is refused."""
+"""Embeddings: unit vectors from a file or a model, and errors."""
 
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def test_hidden_states_are_the_models_own(layer: int, index: int) -> None:
     assert found.source == f"LlamaForCausalLM, layer {index} of 2, letters"
 
 
-def test_hidden_states_that_cannot_be_had() -> None:
+def test_bad_layers_and_short_texts() -> None:
     model = small_model()
     with pytest.raises(ValueError, match="layer=3: allowed -3 to 2"):
         hidden_states(model, Characters(), TEXT, layer=3)

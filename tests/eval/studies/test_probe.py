@@ -1,4 +1,4 @@
-"""The probe of layers and sides: its configs, its figures against runs by hand, what it refuses, its command."""
+"""The probe of layers and sides: its configs, its numbers against runs by hand, its errors, its command."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from kvcache_compress.eval.cli.app import app
 from kvcache_compress.eval.reporting.answer import MAX_KL
 from kvcache_compress.eval.studies import probe
 from kvcache_compress.eval.studies.probe_layers import Probe, ProbeRow, probe_layers
-from kvcache_compress.eval.studies.probe_rules import DENSE, only, plans_of, rules_yaml, without
+from kvcache_compress.eval.studies.probe_rules import DENSE, compress_only, leave_dense, plans_of, rules_yaml
 from kvcache_compress.eval.tasks.perplexity import Perplexity
 from kvcache_compress.eval.tasks.scoring import compare_logits
 
@@ -32,7 +32,7 @@ PREFIX, SCORED, STEP = 176, 16, 8
 
 
 class Characters:
-    """A tokenizer with a token per character and none that starts a text."""
+    """A tokenizer with a token per character and no start token."""
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(character) % 64 for character in text]}
@@ -50,7 +50,7 @@ def windows(text: Path, **changes: Any) -> Perplexity:
 
 
 def three_layers() -> PreTrainedModel:
-    """The first layer's attention puts out nothing, so that nothing done to it can hurt."""
+    """A model whose first layer's attention output is zero, so that compressing it is harmless."""
     model = small_model(3)
     torch.nn.init.zeros_(model.model.layers[0].self_attn.o_proj.weight)
     return model
@@ -122,7 +122,7 @@ def test_rules_that_leave_much_loss_are_not_recommended(probed: Probe) -> None:
 
 
 def test_configs() -> None:
-    """A config with rules of its own: one layer with more bits and no sinks, another that is left alone."""
+    """The config has rules of its own: one layer with more bits and no sinks, another left dense."""
     own = [
         {"match": 1, "values": {"method": "turboquant", "bits": 4}, "sink_tokens": 0},
         {"match": 3, "method": "none"},
@@ -136,11 +136,16 @@ def test_configs() -> None:
 
     types = ["full_attention"] * 4
     nothing = LayerPlan(DENSE, DENSE, 4, 8)
-    alone = only(config, plans[1], 1, "values").plan(types)
+    alone = compress_only(config, plans[1], 1, "values").plan(types)
     assert alone == [nothing, LayerPlan(DENSE, four, 0, 8), nothing, nothing]
-    assert only(config, plans[0], 0, "keys").plan(types) == [LayerPlan(two, DENSE, 4, 8), nothing, nothing, nothing]
+    assert compress_only(config, plans[0], 0, "keys").plan(types) == [
+        LayerPlan(two, DENSE, 4, 8),
+        nothing,
+        nothing,
+        nothing,
+    ]
 
-    milder = without(config, plans, [(0, "keys"), (1, "values"), (2, "keys"), (2, "values")])
+    milder = leave_dense(config, plans, [(0, "keys"), (1, "values"), (2, "keys"), (2, "values")])
     expected = [LayerPlan(DENSE, two, 4, 8), LayerPlan(two, DENSE, 0, 8), nothing, nothing]
     assert milder.plan(types) == expected
     written = yaml.safe_load(rules_yaml(milder))

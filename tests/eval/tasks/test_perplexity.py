@@ -1,4 +1,4 @@
-"""The quality measurement: its arithmetic by hand, its protocol on a tiny model, its command on both."""
+"""Perplexity: its arithmetic by hand, its protocol on a tiny model, and its command."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ SIZES = {"prefix": 64, "scored": 16, "windows": 3}
 
 
 class Characters:
-    """A tokenizer with a token per character, and one that starts a text if wanted."""
+    """A tokenizer with a token per character, and an optional start token."""
 
     def __init__(self, bos: list[int] | None = None) -> None:
         self.bos = bos or []
@@ -143,7 +143,7 @@ def test_perplexity_is_that_of_one_uncached_pass(model: LlamaForCausalLM, text: 
 
 def test_continuation_sees_what_the_cache_kept(model: LlamaForCausalLM, text: Path) -> None:
     class Forgetful(DynamicCache):
-        """Keeps nothing of the keys that it is given."""
+        """A cache that forgets its keys."""
 
         def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
             return super().update(keys * 0, values, layer_idx, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""RULER's files: tasks and generation lengths by their names, questions cut off, answers judged by hand."""
+"""RULER's files: tasks and generation lengths by file name, questions split off, answers scored by hand."""
 
 import json
 import math

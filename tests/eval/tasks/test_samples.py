@@ -1,4 +1,4 @@
-"""What the benchmarks share: files, prompts in parts, and the score of a known answer."""
+"""Helpers that benchmarks share: files, tokenized prompts, and the score of a known answer."""
 
 import math
 from pathlib import Path
@@ -21,8 +21,8 @@ from kvcache_compress.eval.tasks.samples import (
     generate_text,
     load_hub_rows,
     read_jsonl,
-    spaced,
     split_ids,
+    with_space,
 )
 
 
@@ -56,7 +56,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 class Hub:
-    """Stands in for the hub's client."""
+    """Stand-in for the hub's client."""
 
     error: Exception | None = None
 
@@ -87,9 +87,9 @@ def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "HfApi", Hub)
     monkeypatch.setattr(Hub, "error", RuntimeError("name or service not known"))
     monkeypatch.setattr(samples.constants, "HF_HUB_OFFLINE", False)
-    with pytest.raises(OSError, match=r"own/er: not to be had .*not known.*give a local \.jsonl file"):
+    with pytest.raises(OSError, match=r"own/er: unavailable .*not known.*give a local \.jsonl file"):
         load_hub_rows("own/er", None, "test", [])
-    # With the hub left out of it on purpose, the local cache is asked all the same.
+    # Offline on purpose: the local cache is still read.
     monkeypatch.setattr(samples.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"a": 1}])
     assert load_hub_rows("own/er", None, "test", ["a"]) == [{"a": 1}]
@@ -114,7 +114,7 @@ def test_chat_is_split_before_the_question() -> None:
 
 @pytest.mark.parametrize("thinks", [True, False])
 def test_chat_switches_thinking_off_where_the_template_has_it(thinks: bool) -> None:
-    """As Qwen3's template does; one that does not know the word goes on without it."""
+    """Qwen3's template has a switch; a template without one ignores it."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")))
     message = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
     ending = "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
@@ -125,7 +125,7 @@ def test_chat_switches_thinking_off_where_the_template_has_it(thinks: bool) -> N
 
 
 def test_answers_follow_after_a_space() -> None:
-    assert [spaced(before, "x") for before in ("is", "is\n", "")] == [" x", "x", "x"]
+    assert [with_space(before, "x") for before in ("is", "is\n", "")] == [" x", "x", "x"]
 
 
 def test_forced_answer_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""LongBench's rows from files and from a hub that is only imitated, and its prompts."""
+"""LongBench's rows from files and from an imitated hub, and its prompts."""
 
 import json
 import zipfile

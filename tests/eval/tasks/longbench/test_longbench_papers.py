@@ -11,7 +11,7 @@ HALF_A_DIGIT = 0.005 + 1e-9
 
 
 def table(text: str) -> dict[str, tuple[list[float], float]]:
-    """Columns and printed average by the name of the row."""
+    """Columns and printed average by row name."""
     rows = [line.split("|") for line in text.strip().splitlines()]
     numbers = {name.strip(): [float(number) for number in columns.split()] for name, columns in rows}
     return {name: (columns[:-1], columns[-1]) for name, columns in numbers.items()}
