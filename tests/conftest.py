@@ -18,6 +18,14 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _share)))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from support.interpreter import patch_language_once
+
+        patch_language_once()
+
+
 @pytest.fixture
 def fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of fixed capacity do on the CPU what they do elsewhere: steps whose shapes do not change."""
