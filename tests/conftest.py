@@ -42,3 +42,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     found = FakeHub()
     found.install(monkeypatch)
     return found
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hub, as with `HF_HUB_OFFLINE=1`, which is read when the hub's client is imported."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
