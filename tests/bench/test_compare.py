@@ -82,7 +82,7 @@ def test_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch, row: int,
 def test_right_attention_is_timed(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Right attention over random codes is timed, without a warning about left padding."""
     _warn_of_positions.cache_clear()
-    found = decode.compressed_time(name, "tiny", TINY, 3, 128, CPU, torch.float32, 1)
+    found = decode.compressed_time(name, "tiny", TINY, 3, 64, CPU, torch.float32, 1)
     assert 0 < (found.attention_error or 0) < 1e-5
     assert found.milliseconds
     assert "left-padded" not in caplog.text
