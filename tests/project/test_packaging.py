@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -29,6 +30,16 @@ def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
         "eval/tasks/longbench/prompts.yaml",
     )
     assert all(f"kvcache_compress/{name}" in names for name in expected)
+
+
+def test_every_folder_with_modules_is_a_package_of_the_wheel() -> None:
+    """A new room that is missing from the list of packages would work in a checkout, and nowhere else."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    mapped = [name for name in setuptools["package-dir"].values() if name != "configs"]
+    folders = {path.parent.relative_to(ROOT) for top in mapped for path in (ROOT / top).rglob("*.py")}
+    names = {".".join(folder.parts).removeprefix("kvcache_compress.") for folder in folders} - {"kvcache_compress"}
+    expected = {"kvcache_compress", "kvcache_compress.configs", *(f"kvcache_compress.{name}" for name in names)}
+    assert sorted(setuptools["packages"]) == sorted(expected)
 
 
 @pytest.mark.parametrize("folder", ["triton_kernels", "cpu_kernels"])

@@ -10,7 +10,7 @@ import torch
 from support.saved_files import Change, changed, config, filled, states
 from support.small_model import small_config
 
-from kvcache_compress import CompressedCache, TurboQuantCache
+from kvcache_compress import CompressedCache, KIVICache, TurboQuantCache
 from kvcache_compress.cache.layer import CompressedLayer
 
 
@@ -102,3 +102,18 @@ def test_shares_of_tensor_parallelism(path: Path, tmp_path: Path, monkeypatch: p
     filled().save(tmp_path / "whole")
     be(0, 1)
     assert CompressedCache.load(tmp_path / "whole", config()).layers[0].keys.shape == (2, 2, 60, 32)
+
+
+def test_load_returns_the_class_that_it_is_called_on(tmp_path: Path) -> None:
+    """A class of one method takes files of its method alone; its constructor's own arguments play no part."""
+    saved = KIVICache(config(), bits=4)
+    for index in range(4):
+        saved.update(*states(200, index), index)
+    assert saved.packed_tokens > 0
+    saved.save(tmp_path / "kivi")
+    for chosen in (KIVICache, CompressedCache):
+        loaded = chosen.load(tmp_path / "kivi", config())
+        assert type(loaded) is chosen
+        assert loaded.packed_tokens == saved.packed_tokens
+    with pytest.raises(ValueError, match=r"keys of kivi and values of kivi: use CompressedCache\.load"):
+        TurboQuantCache.load(tmp_path / "kivi", config())
