@@ -1,4 +1,4 @@
-"""Write `docs/support.md` from the results of the tests: `python benchmarks/support.py`; `--check` only compares.
+"""Write `docs/support.md` from the results of the tests: `python benchmarks/support_table.py`; `--check` only compares.
 
 Needs the development requirements; every family of `tests/family_cases.py` runs with every method.
 """
@@ -78,7 +78,7 @@ def operation_table() -> str:
 
 def render() -> str:
     """Text of the complete page."""
-    source = f"Written by `python benchmarks/support.py` with Transformers {transformers.__version__}.\n"
+    source = f"Written by `python benchmarks/support_table.py` with Transformers {transformers.__version__}.\n"
     return "\n".join([INTRODUCTION, family_table(), "", source, OPERATIONS, operation_table(), ""])
 
 

@@ -205,7 +205,7 @@ def test_defaults_fit_every_head_dimension_or_say_what_does(head_dim: int) -> No
     group = next((size for size in (32, 16) if head_dim % size == 0), None)
     expected = {"method": "kivi", "bits": 3, "group_size": group} if group else {"method": "turboquant", "bits": 3}
     assert QJLCache(config, values={"bits": 3}).compression.values.model_dump() == expected
-    fits = "turboquant takes such values" if group is None else f"head dimension {head_dim}: 16"
+    fits = "turboquant supports such values" if group is None else f"head dimension {head_dim}: 16"
     if head_dim % 32:
         with pytest.raises(ValueError, match=f"group_size=32 for kivi values: allowed .*{fits}"):
             KIVICache(config)

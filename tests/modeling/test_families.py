@@ -243,8 +243,8 @@ def test_support_page_is_what_was_found_here() -> None:
     page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
     pinned = re.search(r"^transformers==(.*)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert pinned is not None
-    assert f"Transformers {pinned[1]}" in page, "run: python benchmarks/support.py"
+    assert f"Transformers {pinned[1]}" in page, "run: python benchmarks/support_table.py"
     if transformers.__version__ != pinned[1]:
         pytest.skip(f"the page is for Transformers {pinned[1]}")
-    script = runpy.run_path(str(ROOT / "benchmarks" / "support.py"))
-    assert script["render"]() == page, "run: python benchmarks/support.py"
+    script = runpy.run_path(str(ROOT / "benchmarks" / "support_table.py"))
+    assert script["render"]() == page, "run: python benchmarks/support_table.py"

@@ -1,7 +1,7 @@
 """Families of models, tiny and random, and the check that each passes with every method.
 
 `outcome` runs a pair once per process, however many tests and pages ask: `tests/test_families.py` tests the outcomes,
-`benchmarks/support.py` writes them to `docs/support.md`.
+`benchmarks/support_table.py` writes them to `docs/support.md`.
 """
 
 from __future__ import annotations
