@@ -107,12 +107,12 @@ class TracedStep:
         mask: torch.Tensor | None,
         scaling: float,
         softcap: float | None,
-        sinks: torch.Tensor | None,
+        s_aux: torch.Tensor | None,
         path: AttentionPath | None = None,
     ) -> torch.Tensor:
         """As `Step.attend`; the path is found when the code runs."""
         width = self.values.shape[3]
-        return attend(query, self.stored, mask, sinks, scaling, softcap or 0.0, self.number, width)
+        return attend(query, self.stored, mask, s_aux, scaling, softcap or 0.0, self.number, width)
 
 
 def _layer(number: int, cos: torch.Tensor | None, sin: torch.Tensor | None) -> CompressedLayer:
@@ -143,14 +143,14 @@ def attend(
     query: torch.Tensor,
     stored: torch.Tensor,
     mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    s_aux: torch.Tensor | None,
     scaling: float,
     softcap: float,
     number: int,
     width: int,
 ) -> torch.Tensor:
     """Attention of queries `[B, Hq, n, Dk]` over a layer, the step in `stored` included: `[B, n, Hq, width]`."""
-    return _LAYERS[number].step().attend(query, mask, scaling, softcap or None, sinks)
+    return _LAYERS[number].step().attend(query, mask, scaling, softcap or None, s_aux)
 
 
 @attend.register_fake
@@ -158,7 +158,7 @@ def _(
     query: torch.Tensor,
     stored: torch.Tensor,
     mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    s_aux: torch.Tensor | None,
     scaling: float,
     softcap: float,
     number: int,

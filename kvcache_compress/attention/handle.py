@@ -79,7 +79,7 @@ class Step:
         mask: torch.Tensor | None,
         scaling: float,
         softcap: float | None,
-        sinks: torch.Tensor | None,
+        s_aux: torch.Tensor | None,
         path: AttentionPath | None = None,
     ) -> torch.Tensor:
         """Attention of queries `[B, Hq, n, Dk]` over both sides, `[B, n, Hq, Dv]`; see `reference.attend`.
@@ -100,7 +100,7 @@ class Step:
         elif path != "triton":  # whose kernels make the mask over slots
             mask = slots.mask(mask, count)
         with on_device(query):
-            return attention(path)(query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+            return attention(path)(query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
 
 
 class PackedKV:

@@ -105,7 +105,7 @@ def attention_path(
 ) -> AttentionPath:
     """The path of a call as Transformers makes it; `decode` unless another computes exactly what is asked for.
 
-    That is: no gradients of queries, masks or learned sinks, no dropout, a mask that is a tensor, causal attention, no
+    That is: no gradients of queries, masks or `s_aux`, no dropout, a mask that is a tensor, causal attention, no
     attention weights, and no option that is unknown here.
     """
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, mask, options.get("s_aux"))):

@@ -18,7 +18,7 @@ def attend(
     *,
     scaling: float,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a few queries over a compressed layer.
 
@@ -28,7 +28,7 @@ def attend(
         mask: None (causal), or boolean (True = attend) or additive, broadcastable to `[B, Hq, n, T]`.
         scaling: factor on the inner products.
         softcap: `s = softcap * tanh(s / softcap)` where given (Gemma 2).
-        sinks: learned logits `[Hq]` that join the softmax's denominator (gpt-oss).
+        s_aux: learned logits `[Hq]` that join the softmax's denominator (gpt-oss).
 
     Returns:
         `[B, n, Hq, Dv]` in the query's dtype; rows whose mask hides everything are zero.
@@ -42,13 +42,13 @@ def attend(
         scores = softcap * torch.tanh(scores / softcap)
     scores = _masked(scores, mask)
     top = scores.amax(-1, keepdim=True)
-    if sinks is not None:
-        top = torch.maximum(top, sinks.float().view(1, -1, 1, 1))
+    if s_aux is not None:
+        top = torch.maximum(top, s_aux.float().view(1, -1, 1, 1))
     top = top.clamp_min(torch.finfo(torch.float32).min)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks.float().view(1, -1, 1, 1) - top)
+    if s_aux is not None:
+        total = total + torch.exp(s_aux.float().view(1, -1, 1, 1) - top)
     weights = weights / total.clamp_min(torch.finfo(torch.float32).tiny)
     output = _weighted_sum(weights.unflatten(1, (heads, groups)).flatten(2, 3), values)
     output = output.unflatten(2, (groups, count)).flatten(1, 2)

@@ -43,7 +43,7 @@ def attend(
     *,
     scaling: float,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same arguments and result as `reference.attend`, for what it `supports`; `mask` may be `[B, T]`, of padding.
 
@@ -74,8 +74,8 @@ def attend(
                 out[:, i::groups, rows].lerp_(part.float(), torch.exp(part_lse - both)[..., None])
                 known.copy_(both)
         begin = end
-    if sinks is not None:
-        out *= torch.sigmoid(lse - sinks.float()[:, None])[..., None]
+    if s_aux is not None:
+        out *= torch.sigmoid(lse - s_aux.float()[:, None])[..., None]
     out.masked_fill_(~sees[..., None], 0.0)
     return out.transpose(1, 2).to(query.dtype).contiguous()
 

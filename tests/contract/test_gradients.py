@@ -151,7 +151,7 @@ def test_without_them_attention_stays_fused() -> None:
     assert layer.update(leaf, leaf)[0].requires_grad
 
 
-def test_learned_sinks_have_gradients() -> None:
+def test_s_aux_has_gradients() -> None:
     """A gpt-oss whose queries are constants: its sinks alone are trained."""
     config = GptOssConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,

@@ -39,13 +39,13 @@ def test_kernel_equals_reference_and_plain_attention(
     heads = case.groups * keys.sinks.shape[1]
     query = torch.randn(2, heads, case.count, case.head_dim).to(case.dtype)
     mask = make_mask(case, 2, heads, keys.shape[2])
-    sinks = torch.randn(heads) if case.sinks else None
+    s_aux = torch.randn(heads) if case.s_aux else None
     if case.block:
         monkeypatch.setattr(launch, "tile_shape", lambda *_: launch.Tile(case.block, 4, 2))
         monkeypatch.setattr(launch, "split_sizes", lambda *_: case.split)
-    call = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "sinks": sinks}
+    call = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "s_aux": s_aux}
     out = launch.attend(query, keys, values, mask, **call)
-    expected = plain_attention(query, keys, values, mask, case, sinks)
+    expected = plain_attention(query, keys, values, mask, case, s_aux)
     assert out.shape == expected.shape
     assert out.dtype == case.dtype
     assert out.isfinite().all()
