@@ -120,7 +120,7 @@ def flush_launch(keys: tuple[str, MethodOptions]) -> tuple[Any, dict[str, Any]]:
     leaving = max(32, codec.group)
     tail = torch.randn(1, 2, leaving + 64, 128).bfloat16()
     codec.prepare(tail)
-    fields = PackedStore(codec.fields, 1, 2, tail.device).room(leaving, growing=True)
+    fields = PackedStore(codec.fields, 1, 2, tail.device).writable_buffers(leaving, growing=True)
     good, encoder = torch.ones(4, dtype=torch.int32), codec.kernel_encoder
     assert encoder is not None
     call = functools.partial(flush, encoder, tail, leaving, 64, fields, 0, torch.empty_like(tail), good, LONGEST)
@@ -140,7 +140,7 @@ def fixed_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any,
         sides[side].prepare(tokens)
         sides[side].codec = sides[side].codec.on("triton")  # only now, as `prepare` works in torch
     group = sides["keys"].codec.group
-    windows = Windows(sinks=16, recent=64, flush=max(32, group), group=group, room=464)
+    windows = Windows(sinks=16, recent=64, flush=max(32, group), group=group, capacity=464)
     storage = StaticStorage(DynamicStorage(sides, windows, PackableChecks(0)))
 
     def step() -> None:

@@ -93,7 +93,9 @@ class TracedStep:
     def dense(self, side: Side) -> torch.Tensor:
         return read(self.stored, self._fresh(side), self.number, self.tokens, side)
 
-    def without_room(self, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def without_spare_capacity(
+        self, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Both sides decoded, with all room: a shape must not depend on how many tokens there are."""
         return self.dense("keys"), self.dense("values"), mask
 

@@ -28,7 +28,7 @@ class Step:
     keys: SideSegments
     values: SideSegments
     backend: Backend
-    room: int | None = None
+    capacity: int | None = None
 
     @property
     def packed(self) -> int:
@@ -41,7 +41,7 @@ class Step:
     def shape(self, side: Side) -> torch.Size:
         """Logical shape `[B, H, T, D]`, with the room of a layer of fixed capacity."""
         batch, heads, tokens, dim = self.side(side).shape
-        return torch.Size((batch, heads, self.room or tokens, dim))
+        return torch.Size((batch, heads, self.capacity or tokens, dim))
 
     def dtype(self, side: Side) -> torch.dtype:
         return self.side(side).tail_buffer.dtype
@@ -56,11 +56,13 @@ class Step:
         found = own.dense()
         if own.slots is not None:
             return own.slots.by_token(found)
-        if self.room is not None:
-            return torch.nn.functional.pad(found, (0, 0, 0, self.room - found.shape[2]))
+        if self.capacity is not None:
+            return torch.nn.functional.pad(found, (0, 0, 0, self.capacity - found.shape[2]))
         return found
 
-    def without_room(self, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def without_spare_capacity(
+        self, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Both sides decoded without empty room, where that can be told from tokens, and the mask over them."""
         if self.keys.slots is not None:
             return self.dense("keys"), self.dense("values"), mask
@@ -68,7 +70,7 @@ class Step:
 
     def _over_tokens(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """A mask `[B, T]` or `[B or 1, Hq or 1, n, T]` without the room that no token has."""
-        return mask if mask is None or self.room is None else mask[..., : self.keys.shape[2]]
+        return mask if mask is None or self.capacity is None else mask[..., : self.keys.shape[2]]
 
     def path(self, query: torch.Tensor, softcap: float | None) -> AttentionPath:
         return path_over(self, query, softcap)

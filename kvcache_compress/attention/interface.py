@@ -79,7 +79,7 @@ def attention_forward(
         if weights_wanted() or not (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
             key, value = key.dense(), value.dense()
         else:
-            key, value, attention_mask = step.without_room(attention_mask)
+            key, value, attention_mask = step.without_spare_capacity(attention_mask)
     else:
         key, value = (x.dense() if isinstance(x, PackedKV) else x for x in (key, value))
     previous = _previous_attention(module)

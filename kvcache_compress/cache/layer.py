@@ -59,10 +59,10 @@ class CompressedLayer(RowOperations):
     ) -> None:
         self.index = index
         self.compression = compression
-        self.max_cache_len = room = compression.max_cache_len
-        if room is not None:
+        self.max_cache_len = capacity = compression.max_cache_len
+        if capacity is not None:
             # Wider windows than that hold no more, and their buffers are made at once.
-            windows = {name: min(getattr(plan, name), room) for name in ("sink_tokens", "recent_tokens")}
+            windows = {name: min(getattr(plan, name), capacity) for name in ("sink_tokens", "recent_tokens")}
             plan = replace(plan, **windows)
         self.plan = plan
         self.decoder_config = decoder_config
@@ -191,21 +191,21 @@ class CompressedLayer(RowOperations):
         """
         if torch.compiler.is_compiling():
             return self._update_when_run(key_states, value_states)
-        room, storage = self.max_cache_len, self.storage
-        first = room is None and (storage is None or not storage.tokens)
-        keys, values = self._store(key_states, value_states, counting=room is not None)
+        capacity, storage = self.max_cache_len, self.storage
+        first = capacity is None and (storage is None or not storage.tokens)
+        keys, values = self._store(key_states, value_states, counting=capacity is not None)
         if first:
             return key_states, value_states
-        step = Step(keys, values, self.backend, room)
+        step = Step(keys, values, self.backend, capacity)
         # Asked by every layer at every step: `wanted` would cost more than what it asks.
         if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
             count = key_states.shape[2]
             start: Any = keys.shape[2] - count
-            if room is not None:
-                start = (self.cumulative_length - count).clamp(max=room - count)
+            if capacity is not None:
+                start = (self.cumulative_length - count).clamp(max=capacity - count)
             k_dense, v_dense = step.dense("keys"), step.dense("values")
             return with_step(k_dense, key_states, start), with_step(v_dense, value_states, start)
-        if self.fused and (keys.packed or room is not None):
+        if self.fused and (keys.packed or capacity is not None):
             return PackedKV(step, "keys"), PackedKV(step, "values")
         return step.dense("keys"), step.dense("values")
 

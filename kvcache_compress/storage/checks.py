@@ -34,9 +34,9 @@ def not_packable(what: str, layer: int) -> ValueError:
     )
 
 
-def full(layer: int, room: int) -> ValueError:
+def full(layer: int, capacity: int) -> ValueError:
     """The error for more tokens than a layer of fixed capacity has room for."""
-    return ValueError(f"layer {layer} is full: max_cache_len={room} tokens are not enough")
+    return ValueError(f"layer {layer} is full: max_cache_len={capacity} tokens are not enough")
 
 
 def one_prompt(first: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from .side import MAX_DECODE_TOKENS, SideState, Windows, measured, triton_encode
 class DynamicStorage:
     """`sinks | packed | tail` of keys and values, in buffers that grow with the tokens.
 
-    With `windows.room` the packed tokens' room is there from the start, the layer checks tokens when they come, and
+    With `windows.capacity` the packed tokens' room is there from the start, the layer checks tokens when they come, and
     what depends on data is set from the first of them, so that a `StaticStorage` can take them over at any time.
 
     Args:
@@ -44,11 +44,11 @@ class DynamicStorage:
         self.packs_steps = packs_steps
         self.track = track
         self.leads_track = leads_track
-        if windows.room is not None:
+        if windows.capacity is not None:
             for state in sides.values():
-                state.store.fix(windows.capacity + windows.group)
+                state.store.fix(windows.packed_capacity + windows.group)
             if track is not None:
-                track.reserve(windows.sinks + windows.capacity, sides["keys"].sinks)
+                track.reserve(windows.sinks + windows.packed_capacity, sides["keys"].sinks)
 
     @property
     def tokens(self) -> int:
@@ -122,7 +122,7 @@ class DynamicStorage:
         else:
             self._add(keys, values, sinks)
             found = k_side.everything(), v_side.everything()
-        if self.windows.room is not None:
+        if self.windows.capacity is not None:
             self._prepare()
         if counter is not None:
             counter.fill_(self.tokens)
@@ -130,7 +130,7 @@ class DynamicStorage:
 
     def _check_packable(self, tails: Mapping[Side, torch.Tensor], leaving: int) -> None:
         """Raises for what is about to be encoded, and for all of what a codec is about to be prepared with."""
-        if self.windows.room is not None:
+        if self.windows.capacity is not None:
             return  # each token was checked when it came
         for side, x in tails.items():
             self.checks.add(side, x[:, :, :leaving] if self.sides[side].prepared else x)
@@ -236,8 +236,8 @@ class DynamicStorage:
             following.append(tail.another(kept))
             with on_device(tail.buffer):
                 load_part("triton_kernels.encode.launch").flush(
-                    encoder, tail.buffer, leaving, kept, state.store.room(leaving, growing=True), state.store.tokens,
-                    following[-1], good, LONGEST,
+                    encoder, tail.buffer, leaving, kept, state.store.writable_buffers(leaving, growing=True),
+                    state.store.tokens, following[-1], good, LONGEST,
                 )  # fmt: skip
         self.checks.add_flags()
         for state, buffer in zip(self.sides.values(), following, strict=True):

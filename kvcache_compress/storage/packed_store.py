@@ -55,11 +55,11 @@ class PackedStore:
     def append(self, encoded: Fields, tokens: int, growing: bool) -> None:
         """Appends `tokens` encoded tokens; see `reserve`."""
         done = self.tokens + tokens
-        for field, buffer, new in zip(self.fields, self.room(tokens, growing), encoded, strict=True):
+        for field, buffer, new in zip(self.fields, self.writable_buffers(tokens, growing), encoded, strict=True):
             buffer[:, :, self.tokens // field.tokens : done // field.tokens] = new
         self.tokens = done
 
-    def room(self, tokens: int, growing: bool) -> Fields:
+    def writable_buffers(self, tokens: int, growing: bool) -> Fields:
         """The buffers, with room for `tokens` more, which are held once `tokens` counts them; see `reserve`."""
         self.reserve(tokens, growing)
         self.buffers = [_writable(buffer) for buffer in self.buffers]
@@ -114,9 +114,9 @@ class TailBuffer:
         batch, heads, _, dim = like.shape
         self.tokens = 0
         self.usual = usual
-        self.buffer = like.new_empty(batch, heads, self._room(0), dim)
+        self.buffer = like.new_empty(batch, heads, self._capacity(0), dim)
 
-    def _room(self, tokens: int) -> int:
+    def _capacity(self, tokens: int) -> int:
         grown = grown_capacity(tokens, 1)
         return grown if tokens > self.usual else min(max(grown, FIRST_TOKENS), self.usual)
 
@@ -132,7 +132,7 @@ class TailBuffer:
     def reserve(self, count: int) -> None:
         """Makes room in `buffer` for `count` more tokens, which are held once `tokens` counts them."""
         if self.tokens + count > self.buffer.shape[2]:
-            self._resize(self._room(self.tokens + count))
+            self._resize(self._capacity(self.tokens + count))
         self.buffer = _writable(self.buffer)
 
     def _resize(self, capacity: int) -> None:
@@ -150,7 +150,7 @@ class TailBuffer:
     def another(self, tokens: int, batch: int | None = None) -> torch.Tensor:
         """A buffer for so many tokens, with the room that there always is."""
         own, heads, _, dim = self.buffer.shape
-        return self.buffer.new_empty(own if batch is None else batch, heads, self._room(tokens), dim)
+        return self.buffer.new_empty(own if batch is None else batch, heads, self._capacity(tokens), dim)
 
     def truncate(self, tokens: int) -> None:
         self.tokens = tokens

@@ -31,28 +31,28 @@ class Windows:
 
     sinks, recent: kept dense, before and after the packed ones.
     flush: packed together, a multiple of `group`, the tokens that are encoded together.
-    room: taken in all; None for a storage that grows without limit.
+    capacity: taken in all; None for a storage that grows without limit.
     """
 
     sinks: int
     recent: int
     flush: int
     group: int
-    room: int | None = None
+    capacity: int | None = None
 
     def leaving(self, tail: int) -> int:
         """Tokens of a tail of so many that are to be packed."""
         return max(0, tail - self.recent) // self.flush * self.flush
 
     @property
-    def capacity(self) -> int:
-        """Packed tokens that there is room for, of a limited storage."""
-        assert self.room is not None
-        return -(-max(0, self.room - self.sinks) // self.group) * self.group
+    def packed_capacity(self) -> int:
+        """Packed tokens that there is capacity for, of a limited storage."""
+        assert self.capacity is not None
+        return -(-max(0, self.capacity - self.sinks) // self.group) * self.group
 
     @property
     def ring(self) -> int:
-        """Dense tokens after the sinks that steps of fixed shapes have room for."""
+        """Dense tokens after the sinks that steps of fixed shapes have capacity for."""
         return self.recent + self.flush + MAX_DECODE_TOKENS
 
 
@@ -77,7 +77,7 @@ class SideState:
             with on_device(part):
                 if encoder := triton_encoder(self.codec):
                     load_part("triton_kernels.encode.launch").encode(
-                        encoder, part, self.store.room(count, growing), done
+                        encoder, part, self.store.writable_buffers(count, growing), done
                     )
                     self.store.tokens += count
                 else:

@@ -9,15 +9,15 @@ import torch
 
 @dataclass(frozen=True)
 class Slots:
-    """`sinks | capacity | ring`: numbers of slots, and the layer's own counters of tokens, int64 `[]`.
+    """`sinks | packed | ring`: numbers of slots, and the layer's own counters of tokens, int64 `[]`.
 
-    Token `sinks + i` lies in slot `i` of the capacity once it is packed, and until then in slot `i % ring` of the ring.
+    Token `sinks + i` lies in slot `i` of the packed ones once it is packed, before that in slot `i % ring` of the ring.
     """
 
     sinks: int
-    capacity: int
+    packed_capacity: int
     ring: int
-    room: int
+    capacity: int
     """Tokens that the layer takes."""
     length: torch.Tensor
     packed: torch.Tensor
@@ -28,7 +28,7 @@ class Slots:
         newest = self.length - self.sinks - 1
         ring = newest - (newest - torch.arange(self.ring, device=device)) % self.ring
         first = torch.arange(self.sinks, device=device)
-        packed = torch.arange(self.capacity, device=device)
+        packed = torch.arange(self.packed_capacity, device=device)
         holds = torch.cat([first < self.length, packed < self.packed, ring >= self.packed])
         return torch.cat([first, packed + self.sinks, ring + self.sinks]), holds
 
@@ -48,10 +48,10 @@ class Slots:
         return causal & mask.bool().index_select(-1, tokens.clamp(0, mask.shape[-1] - 1))[:, None, None]
 
     def by_token(self, x: torch.Tensor) -> torch.Tensor:
-        """Contents `[B, H, slots, D]` of the slots in the order of the tokens, `[B, H, room, D]`; zero without one."""
+        """Reorder slots `[B, H, slots, D]` by token: `[B, H, capacity, D]`, zero where there is no token."""
         tokens, holds = self.tokens()
         batch, heads, _, dim = x.shape
         # A layer that was given too many on a GPU raises for them later, not here.
-        found = x.new_zeros(batch, heads, self.room + 1, dim)
-        found.index_copy_(2, torch.where(holds & (tokens < self.room), tokens, self.room), x)
-        return found[:, :, : self.room].contiguous()
+        found = x.new_zeros(batch, heads, self.capacity + 1, dim)
+        found.index_copy_(2, torch.where(holds & (tokens < self.capacity), tokens, self.capacity), x)
+        return found[:, :, : self.capacity].contiguous()

@@ -39,8 +39,8 @@ class StepBuffers:
     """
 
     def __init__(self, sides: Mapping[Side, SideState], windows: Windows) -> None:
-        assert windows.room is not None
-        self.windows, self.room = windows, windows.room
+        assert windows.capacity is not None
+        self.windows, self.capacity = windows, windows.capacity
         self.sinks: dict[Side, torch.Tensor] = {}
         self.ring: dict[Side, torch.Tensor] = {}
         for side, state in sides.items():
@@ -85,7 +85,7 @@ class StepBuffers:
         """The fault of a step's tokens, int64 `[]`; 0 for none."""
         good = torch.stack([longest(x) for x in fresh.values()]).amax() <= LONGEST
         fault = torch.where(good, 0, NOT_FINITE)
-        return torch.where(self.length + fresh["keys"].shape[2] > self.room, FULL, fault)
+        return torch.where(self.length + fresh["keys"].shape[2] > self.capacity, FULL, fault)
 
     def step(
         self,
@@ -133,9 +133,9 @@ class StepBuffers:
         windows = self.windows
         stop, groups = self._groups(group, count)
         new = (groups * group >= self.packed) & ((groups + 1) * group > stop - count)
-        new &= (groups >= 0) & ((groups + 1) * group <= windows.capacity)
+        new &= (groups >= 0) & ((groups + 1) * group <= windows.packed_capacity)
         x = self.ring[side].index_select(2, _tokens(groups, group) % windows.ring)
-        return x, torch.where(new, groups, windows.capacity // group)
+        return x, torch.where(new, groups, windows.packed_capacity // group)
 
     def _rope(self, state: SideState, count: int) -> Rope | None:
         if state.track is None:
@@ -159,8 +159,8 @@ class StepBuffers:
                 list(fresh.values()), list(self.sinks.values()), list(self.ring.values()),
                 [state.codec.group for state in states], [triton_encoder(state.codec) for state in states],
                 [tuple(state.store.buffers) for state in states], self.counts, counter,
-                recent=windows.recent, flush=windows.flush, room=self.room, capacity=windows.capacity,
-                longest=LONGEST,
+                recent=windows.recent, flush=windows.flush, capacity=self.capacity,
+                packed_capacity=windows.packed_capacity, longest=LONGEST,
             )  # fmt: skip
             left = [(state, *copied) for state, copied in zip(states, leaving, strict=True) if copied is not None]
             if left:
@@ -189,11 +189,11 @@ class StaticStorage:
     on a GPU a step itself cannot raise.
 
     Args:
-        dynamic: a storage with `windows.room`, whose tokens and room this one takes over.
+        dynamic: a storage with `windows.capacity`, whose tokens and room this one takes over.
     """
 
     def __init__(self, dynamic: DynamicStorage) -> None:
-        assert dynamic.windows.room is not None
+        assert dynamic.windows.capacity is not None
         self.windows = dynamic.windows
         self.buffers = self._new_buffers(dynamic)
         self._put_back(dynamic)
@@ -225,11 +225,13 @@ class StaticStorage:
     def segments(self) -> tuple[SideSegments, SideSegments]:
         """All slots of both sides, whether they hold a token or not."""
         windows, buffers = self.windows, self.buffers
-        slots = Slots(windows.sinks, windows.capacity, windows.ring, buffers.room, buffers.length, buffers.packed)
+        slots = Slots(
+            windows.sinks, windows.packed_capacity, windows.ring, buffers.capacity, buffers.length, buffers.packed
+        )
         keys, values = (
             SideSegments(
-                buffers.sinks[side], state.store, windows.capacity, buffers.ring[side], windows.ring, state.codec,
-                state.track, slots,
+                buffers.sinks[side], state.store, windows.packed_capacity, buffers.ring[side], windows.ring,
+                state.codec, state.track, slots,
             )
             for side, state in self._carrier.sides.items()
         )  # fmt: skip
@@ -309,5 +311,5 @@ class StaticStorage:
         if not (fault := int(self.buffers.fault.amax())):
             return
         if fault == FULL:
-            raise full(checks.layer, self.buffers.room)
+            raise full(checks.layer, self.buffers.capacity)
         raise not_packable("keys or values", checks.layer)

@@ -78,8 +78,8 @@ def test_wrong_storing_of_groups_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     kernels = load_part("triton_kernels.update.write_slots")
     store = kernels.store_groups
 
-    def store_wrongly(encoded: Any, buffers: Any, targets: Any, rooms: Any) -> None:
-        store(encoded, buffers, [groups - 1 for groups in targets], rooms)
+    def store_wrongly(encoded: Any, buffers: Any, targets: Any, capacities: Any) -> None:
+        store(encoded, buffers, [groups - 1 for groups in targets], capacities)
 
     assert FIXED[-1] == "commvq-1bit"
     monkeypatch.setattr(kernels, "store_groups", store_wrongly)

@@ -22,7 +22,7 @@ from kvcache_compress.storage import static as static_storage
 from kvcache_compress.storage.static import StaticStorage
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
-ROOM = 230
+CAPACITY = 230
 SIZES = [60, 1, 5, 20, 1, 16, 16, 1, 1]
 """A prompt, steps, a chunk, and steps of as many tokens as a step may have, which cross a flush."""
 SOME = [(name, fused) for name in ("turboquant-4", "kivi-4", "commvq", "mixed") for fused in (False, True)]
@@ -46,7 +46,7 @@ def layer_of(model: Any, config: dict[str, Any]) -> Any:
 
 def pair(case: Any, **changes: Any) -> tuple[Any, Any]:
     """A growing and a fixed cache of the same configuration."""
-    return case.cache(**changes), case.cache(max_cache_len=ROOM, **changes)
+    return case.cache(**changes), case.cache(max_cache_len=CAPACITY, **changes)
 
 
 @both_kinds_of_steps
@@ -59,7 +59,7 @@ def test_equals_the_growing_cache(case: Any, ids: torch.Tensor) -> None:
     assert_close_but_for_flips(*results)
     assert fixed.packed_tokens == growing.packed_tokens > 64
     assert int(fixed.get_seq_length()) == growing.get_seq_length() == total
-    assert fixed.get_max_length() == ROOM
+    assert fixed.get_max_length() == CAPACITY
     assert fixed.is_compileable
 
 
@@ -90,7 +90,7 @@ def test_operations_between_steps(case: Any, ids: torch.Tensor) -> None:
 @both_kinds_of_steps
 @some_cases
 def test_reset_starts_anew(case: Any, ids: torch.Tensor) -> None:
-    cache, new = case.cache(max_cache_len=ROOM), case.cache(max_cache_len=ROOM)
+    cache, new = case.cache(max_cache_len=CAPACITY), case.cache(max_cache_len=CAPACITY)
     case.feed(cache, ids[:, 100:180], [75, 5])
     cache.reset()
     assert int(cache.get_seq_length()) == cache.packed_tokens == 0
@@ -132,7 +132,7 @@ class _Watch(TorchDispatchMode):
 
 def test_steps_have_fixed_shapes_and_never_wait(unfused: Any, ids: torch.Tensor, fixed_shapes: None) -> None:
     """The same operators with the same shapes at every step, across flushes, with no value read and nothing moved."""
-    cache = unfused.cache(max_cache_len=ROOM, backend="torch")
+    cache = unfused.cache(max_cache_len=CAPACITY, backend="torch")
     with torch.no_grad():
         unfused.feed(cache, ids[:, :62], [60, 2])
     states = torch.randn(2, 2, 36, 32, generator=torch.Generator().manual_seed(0))
@@ -246,7 +246,7 @@ def test_dtypes_that_change(tiny_model: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(2, 2, 80, 32, generator=generator)
     dtypes = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.float32]
-    layers = [layer_of(tiny_model, {**config, "max_cache_len": room}) for room in (None, 100)]
+    layers = [layer_of(tiny_model, {**config, "max_cache_len": capacity}) for capacity in (None, 100)]
     for layer in layers:
         for part, dtype in zip(states.split([50, 1, 1, 20, 8], 2), dtypes, strict=True):
             layer.update(part.to(dtype), part.to(torch.bfloat16 if dtype == torch.float16 else dtype))
@@ -298,7 +298,7 @@ def test_generate(unfused: Any, ids: torch.Tensor) -> None:
         outputs = []
         for fused in (False, True):
             (enable_fused_attention if fused else disable_fused_attention)(unfused.model)
-            for changes in ({}, {"max_cache_len": ROOM}):
+            for changes in ({}, {"max_cache_len": CAPACITY}):
                 cache = unfused.cache(**changes)
                 options = {"past_key_values": cache, "max_new_tokens": 24, "do_sample": False, **how}
                 outputs.append(unfused.model.generate(ids[:, :50], **options))

@@ -156,7 +156,7 @@ class Run:
     def __init__(self, config: dict[str, Any]) -> None:
         self.cache = CompressedCache(CONFIG, config)
         loaded = load_config(config)
-        self.room = loaded.max_cache_len
+        self.capacity = loaded.max_cache_len
         plans = loaded.plan(["full_attention"] * LAYERS)
         self.models = [LayerModel(index, plan, loaded.seed) for index, plan in enumerate(plans)]
         self.batch = 2
@@ -164,18 +164,18 @@ class Run:
         self.generator = torch.Generator().manual_seed(0)
 
     def update(self, tokens: int) -> None:
-        full = self.room is not None and self.models[0].tokens + tokens > self.room
+        full = self.capacity is not None and self.models[0].tokens + tokens > self.capacity
         for index, model in enumerate(self.models):
             keys, values = torch.randn(2, self.batch, HEADS, tokens, HEAD_DIM, generator=self.generator)
             if full:
                 self.refused += 1
-                with pytest.raises(ValueError, match=f"max_cache_len={self.room}"):
+                with pytest.raises(ValueError, match=f"max_cache_len={self.capacity}"):
                     self.cache.update(keys, values, index)
                 continue
             seen = dict(zip(BOTH, self.cache.update(keys, values, index), strict=True))
             model.update({"keys": keys, "values": values})
             if tokens <= 16:
-                assert self.room is None or seen["keys"].shape[2] == self.room
+                assert self.capacity is None or seen["keys"].shape[2] == self.capacity
                 assert all(
                     torch.allclose(x[:, :, : model.tokens], model.x[side], atol=1e-5) for side, x in seen.items()
                 )
@@ -226,7 +226,7 @@ class Run:
     def compare(self, trace: list[Any]) -> None:
         for layer, model in zip(self.cache.layers, self.models, strict=True):
             assert layer.get_seq_length() == model.tokens, trace
-            assert layer.get_mask_sizes(3) == (self.room or model.tokens + 3, 0), trace
+            assert layer.get_mask_sizes(3) == (self.capacity or model.tokens + 3, 0), trace
             if model.codecs:
                 assert layer.packed_tokens == model.packed, trace
             if model.tokens:

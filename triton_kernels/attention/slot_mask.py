@@ -29,7 +29,7 @@ class MaskForm(NamedTuple):
     heads: int
     count: int
     sinks: int
-    capacity: int
+    packed_capacity: int
     ring: int
     kind: int
 
@@ -41,7 +41,7 @@ def _slot_mask(
     SINKS: tl.constexpr = FORM.sinks
     RING: tl.constexpr = FORM.ring
     KIND: tl.constexpr = FORM.kind
-    RING_START: tl.constexpr = SINKS + FORM.capacity
+    RING_START: tl.constexpr = SINKS + FORM.packed_capacity
     length, packed = tl.load(p_length), tl.load(p_packed)
     SLOTS: tl.constexpr = RING_START + RING
     o_s = i_s * BLOCK + tl.arange(0, BLOCK)
@@ -87,7 +87,7 @@ def map_step_kernel(
         )  # fmt: skip
     else:
         i -= MAPS
-        BLOCKS: tl.constexpr = (FORM.sinks + FORM.capacity + FORM.ring + BLOCK - 1) // BLOCK
+        BLOCKS: tl.constexpr = (FORM.sinks + FORM.packed_capacity + FORM.ring + BLOCK - 1) // BLOCK
         i_bh = i // (BLOCKS * FORM.count)
         _slot_mask(
             p_token_mask, p_length, p_packed, p_mask, s_token_b, s_token_h, s_token_n, s_token_t, tokens,
@@ -113,7 +113,7 @@ class SlotMask:
             else:
                 heads, dtype = mask.shape[1], mask.dtype
                 (s_b, s_h, s_n, s_t), self.kind = mask.stride(), (BOOL if dtype == torch.bool else FLOAT).value
-        number = slots.sinks + slots.capacity + slots.ring
+        number = slots.sinks + slots.packed_capacity + slots.ring
         self.tensor = query.new_empty(batch, heads, query.shape[2], number, dtype=dtype)
         """The mask to be filled, `[B or 1, Hq or 1, n, slots]`."""
         self.inputs = dict(  # noqa: C408 - named as the kernel's parameters are
@@ -121,7 +121,8 @@ class SlotMask:
             s_token_b=s_b, s_token_h=s_h, s_token_n=s_n, s_token_t=s_t, tokens=tokens,
         )  # fmt: skip
         self.key = (
-            self.kind, token_mask.dtype, token_mask.device, self.tensor.shape, slots.sinks, slots.capacity, slots.ring
+            self.kind, token_mask.dtype, token_mask.device, self.tensor.shape,
+            slots.sinks, slots.packed_capacity, slots.ring,
         )  # fmt: skip
 
     def call(self, grid: tuple[int, int, int], mapping: dict[str, Any], inputs: dict[str, Any]) -> KernelCall:
@@ -133,7 +134,7 @@ class SlotMask:
         batch, heads, count, number = self.tensor.shape
         blocks = -(-number // BLOCK.value)
         maps = chunks * row_blocks * pairs
-        form = MaskForm(heads, count, self.slots.sinks, self.slots.capacity, self.slots.ring, self.kind)
+        form = MaskForm(heads, count, self.slots.sinks, self.slots.packed_capacity, self.slots.ring, self.kind)
         arguments = mapping | self.inputs | {name: inputs[name] for name in ("p_packed", "p_mask")}
         arguments |= {"MAPS": maps, "ROW_BLOCKS": row_blocks, "FORM": form}
         return map_step_kernel, (maps + blocks * count * heads * batch, 1, 1), arguments

@@ -52,7 +52,7 @@ class Step(NamedTuple):
 
 @triton.jit
 def _encode_side(
-    memory, tables, i_bh, i_h, packed, flushed, rows, capacity,
+    memory, tables, i_bh, i_h, packed, flushed, rows, packed_capacity,
     SIDE: tl.constexpr, STEP: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Encode the tokens that are packed from this step on, if any: ring slots to rows of the store.
@@ -65,7 +65,7 @@ def _encode_side(
         for start in range(0, STEP.flush, BLOCK):
             o_token = packed + start + tl.arange(0, BLOCK)
             o_x = (i_bh * (STEP.ring + 1) + o_token % STEP.ring) * SIDE.dim
-            m_t = (o_token < flushed) & (o_token < capacity)
+            m_t = (o_token < flushed) & (o_token < packed_capacity)
             o_row = i_bh * rows + o_token
             ENCODE(memory[RING], o_x, m_t, memory[FIELDS:], o_row, tables, i_h, SIDE.dim, META, PRECISION)
         # From here on their slots may be overwritten.
@@ -74,7 +74,7 @@ def _encode_side(
 
 @triton.jit
 def _write_side(
-    p_x, memory, p_fault, s_b, s_h, s_t, i_b, i_h, length, room, SIDE: tl.constexpr, STEP: tl.constexpr
+    p_x, memory, p_fault, s_b, s_h, s_t, i_b, i_h, length, capacity, SIDE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     i_bh = i_b * STEP.heads + i_h
     o_n, o_d = tl.arange(0, STEP.padded)[:, None], tl.arange(0, SIDE.padded)[None, :]
@@ -88,12 +88,12 @@ def _write_side(
     tl.store(p_ring + o_slot * SIDE.dim + o_d, b_x, mask=m_x & (o_token >= 0))
     b_length = tl.sqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1))
     fault = 1 - tl.min((b_length <= STEP.longest).to(tl.int32), 0)
-    fault = tl.where(length + STEP.count > room, 2, fault)
+    fault = tl.where(length + STEP.count > capacity, 2, fault)
     tl.store(p_fault, tl.maximum(tl.load(p_fault), fault.to(tl.int64)))
 
 
 @triton.jit
-def _copy_leaving(memory, i_bh, length, packed, capacity, SIDE: tl.constexpr, STEP: tl.constexpr):
+def _copy_leaving(memory, i_bh, length, packed, packed_capacity, SIDE: tl.constexpr, STEP: tl.constexpr):
     """Copy the tokens of the groups that a step may complete, and the groups' numbers, for the layer to encode."""
     # A token may leave the window in the step that brought it.
     tl.debug_barrier()
@@ -114,32 +114,37 @@ def _copy_leaving(memory, i_bh, length, packed, capacity, SIDE: tl.constexpr, ST
     if i_bh == 0:
         for i in tl.static_range(COUNT):
             first = (newest - i) * GROUP
-            new = (first >= packed) & (first + GROUP > stop - STEP.count) & (first >= 0) & (first + GROUP <= capacity)
-            tl.store(memory[GROUPS] + i, tl.where(new, newest - i, capacity // GROUP))
+            new = (
+                (first >= packed)
+                & (first + GROUP > stop - STEP.count)
+                & (first >= 0)
+                & (first + GROUP <= packed_capacity)
+            )
+            tl.store(memory[GROUPS] + i, tl.where(new, newest - i, packed_capacity // GROUP))
 
 
 @triton.jit
 def _step_side(
-    p_x, memory, tables, p_fault, s_b, s_h, s_t, i_b, i_h, length, packed, flushed, room, capacity, rows,
+    p_x, memory, tables, p_fault, s_b, s_h, s_t, i_b, i_h, length, packed, flushed, capacity, packed_capacity, rows,
     SIDE: tl.constexpr, STEP: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_bh = i_b * STEP.heads + i_h
     if ENCODE is not None:
         _encode_side(
-            memory, tables, i_bh, i_h, packed, flushed, rows, capacity, SIDE, STEP, ENCODE, PRECISION
+            memory, tables, i_bh, i_h, packed, flushed, rows, packed_capacity, SIDE, STEP, ENCODE, PRECISION
         )  # fmt: skip
-    _write_side(p_x, memory, p_fault, s_b, s_h, s_t, i_b, i_h, length, room, SIDE, STEP)
+    _write_side(p_x, memory, p_fault, s_b, s_h, s_t, i_b, i_h, length, capacity, SIDE, STEP)
     if ENCODE is None:
-        _copy_leaving(memory, i_bh, length, flushed, capacity, SIDE, STEP)
+        _copy_leaving(memory, i_bh, length, flushed, packed_capacity, SIDE, STEP)
 
 
 @triton.jit(
-    do_not_specialize=(*_STRIDES, "room", "capacity", "k_rows", "v_rows"),
+    do_not_specialize=(*_STRIDES, "capacity", "packed_capacity", "k_rows", "v_rows"),
     do_not_specialize_on_alignment=("p_k", "p_v", "p_total"),
 )
 def write_slots_kernel(
     p_k, p_v, keys, values, k_tables, v_tables, p_counts, p_total, s_k_b, s_k_h, s_k_t, s_v_b, s_v_h, s_v_t,
-    room, capacity, k_rows, v_rows,
+    capacity, packed_capacity, k_rows, v_rows,
     K: tl.constexpr, V: tl.constexpr, K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +153,7 @@ def write_slots_kernel(
     `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`. A side with an encoder first encodes what is
     packed from this step on, into fields of `k_rows` or `v_rows` tokens per head. A side without one, after writing,
     copies the tokens that leave the recent window to `LEAVING` and the numbers of their groups to `GROUPS`. Last, the
-    counters rise, with `COUNTED` also `p_total`. `room` is the number of tokens that the layer may hold.
+    counters rise, with `COUNTED` also `p_total`. `capacity` is the number of tokens that the layer may hold.
     """
     i_p, programs = tl.program_id(0) * 2 + tl.program_id(1), tl.num_programs(0) * 2
     length, packed = tl.load(p_counts + i_p), tl.load(p_counts + programs + i_p)
@@ -158,13 +163,13 @@ def write_slots_kernel(
     i_b, i_h = (tl.program_id(0) // STEP.heads).to(tl.int64), (tl.program_id(0) % STEP.heads).to(tl.int64)
     if tl.program_id(1) == 0:
         _step_side(
-            p_k, keys, k_tables, p_fault, s_k_b, s_k_h, s_k_t, i_b, i_h, length, packed, flushed, room, capacity,
-            k_rows, K, STEP, K_ENCODE, PRECISION,
+            p_k, keys, k_tables, p_fault, s_k_b, s_k_h, s_k_t, i_b, i_h, length, packed, flushed, capacity,
+            packed_capacity, k_rows, K, STEP, K_ENCODE, PRECISION,
         )  # fmt: skip
     else:
         _step_side(
-            p_v, values, v_tables, p_fault, s_v_b, s_v_h, s_v_t, i_b, i_h, length, packed, flushed, room, capacity,
-            v_rows, V, STEP, V_ENCODE, PRECISION,
+            p_v, values, v_tables, p_fault, s_v_b, s_v_h, s_v_t, i_b, i_h, length, packed, flushed, capacity,
+            packed_capacity, v_rows, V, STEP, V_ENCODE, PRECISION,
         )  # fmt: skip
     # Wait until every warp has read the counters.
     tl.debug_barrier()
@@ -222,8 +227,8 @@ def write_slots(
     *,
     recent: int,
     flush: int,
-    room: int,
     capacity: int,
+    packed_capacity: int,
     longest: float,
 ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
     """Write a step's keys and values `[B, H, n, D]` to `sinks` `[B, H, S, D]` and `rings` `[B, H, R + 1, D]`.
@@ -233,10 +238,10 @@ def write_slots(
         encoders: kernel encoders of the sides that have one; they encode `flush` tokens at a time.
         fields: all stored fields of each side.
         counts: int64 `[3, 2 B H]`: tokens, packed tokens (equal within a row), and faults: 1 if a vector is not finite
-            or longer than `longest`, 2 if there are more tokens than `room`.
+            or longer than `longest`, 2 if there are more tokens than `capacity`.
         total: int64 `[]`, also receives the number of tokens.
-        room: tokens that the layer may hold.
-        capacity: packed tokens that the layer may hold.
+        capacity: tokens that the layer may hold.
+        packed_capacity: packed tokens that the layer may hold.
 
     Returns:
         For each side without an encoder, the tokens to encode `[B, H, groups * group, D]` and the int64 numbers of
@@ -263,8 +268,8 @@ def write_slots(
     inputs = dict(  # noqa: C408 - named as the kernel's parameters are
         p_k=keys, p_v=values, keys=k_memory, values=v_memory, k_tables=k_tables, v_tables=v_tables,
         p_counts=counts, p_total=counts if total is None else total,
-        s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t, room=room, capacity=capacity,
-        k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
+        s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t, capacity=capacity,
+        packed_capacity=packed_capacity, k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
     )  # fmt: skip
     step = Step(
         heads, count, next_power_of_2(count), sinks[0].shape[2], rings[0].shape[2] - 1, recent, flush, longest

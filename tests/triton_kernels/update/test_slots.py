@@ -17,7 +17,7 @@ from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.static import FULL, NOT_FINITE, StaticStorage
 
-HEADS, GROUPS, DIM, ROOM = 2, 3, 32, 140
+HEADS, GROUPS, DIM, CAPACITY = 2, 3, 32, 140
 KIVI = {"method": "kivi", "bits": 2}
 TURBOQUANT = {"method": "turboquant", "bits": 3}
 PAIRS = {"method": "polarquant_rope", "group_size": 32}
@@ -29,7 +29,13 @@ APART = {"method": "turboquant", "bits": 3, "estimator": "prod"}
 
 def fixed_layer(backend: str, keys: dict[str, Any], sinks: int, recent: int) -> CompressedLayer:
     """Layer of fixed capacity filled with a prompt of 50 tokens, the same in every call."""
-    config = {"keys": keys, "values": TURBOQUANT, "sink_tokens": sinks, "recent_tokens": recent, "max_cache_len": ROOM}
+    config = {
+        "keys": keys,
+        "values": TURBOQUANT,
+        "sink_tokens": sinks,
+        "recent_tokens": recent,
+        "max_cache_len": CAPACITY,
+    }
     layer = CompressedCache(small_model(1).config, {**config, "backend": "torch"}).layers[0]
     prompt = torch.randn(2, HEADS, 50, DIM, generator=torch.Generator(torch.get_default_device()).manual_seed(0))
     layer.update(prompt, 2 * prompt)
@@ -43,7 +49,7 @@ def masks(count: int, tokens: int) -> list[torch.Tensor | None]:
     """Masks of every kind that attention takes: none (causal), padding, and four-dimensional boolean and additive."""
     padding = torch.ones(2, tokens, dtype=torch.long)
     padding[1, :7] = 0
-    causal = torch.zeros(2, 1, count, ROOM, dtype=torch.bool)
+    causal = torch.zeros(2, 1, count, CAPACITY, dtype=torch.bool)
     causal[..., :tokens] = torch.ones(count, tokens, dtype=torch.bool).tril(tokens - count) & padding[:, None, None] > 0
     return [None, padding, causal, torch.where(causal, 0.5, -1e30)]
 
@@ -85,7 +91,7 @@ def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent
 def test_masks_of_one_row_serve_all_queries() -> None:
     layers = [fixed_layer(backend, TURBOQUANT, 4, 8) for backend in ("torch", "triton")]
     fresh, query = (torch.randn(2, heads, 3, DIM) for heads in (HEADS, HEADS * GROUPS))
-    mask = torch.rand(2, 1, 1, ROOM) > 0.5
+    mask = torch.rand(2, 1, 1, CAPACITY) > 0.5
     outputs = []
     for layer in layers:
         layer._store(fresh, 2 * fresh, counting=True)
@@ -116,7 +122,7 @@ def test_too_many_are_noted_and_not_read() -> None:
     layer = fixed_layer("triton", TURBOQUANT, 4, 8)
     for _ in range(8):
         layer.store(*(torch.randn(2, HEADS, 16, DIM),) * 2)
-        assert layer.step().dense("keys").shape == (2, HEADS, ROOM, DIM)
+        assert layer.step().dense("keys").shape == (2, HEADS, CAPACITY, DIM)
     assert layer.storage.buffers.fault.amax() == FULL
 
 
