@@ -158,8 +158,8 @@ def _check_capacity(layer: CompressedLayer, state: LayerState) -> None:
     if state.packed % layer.group:
         raise ValueError(f"damaged: {state.packed} packed tokens, in groups of {layer.group}")
     assert layer.storage is not None
-    capacity, ring = layer.max_cache_len, layer.storage.windows.ring
-    if capacity is not None and (state.tokens > capacity or state.tail > ring):
+    capacity, tail_capacity = layer.max_cache_len, layer.storage.windows.tail_capacity
+    if capacity is not None and (state.tokens > capacity or state.tail > tail_capacity):
         raise ValueError(f"damaged: {state.tokens} tokens, {state.tail} of them dense, for {capacity}")
 
 

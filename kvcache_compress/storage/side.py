@@ -51,7 +51,7 @@ class Windows:
         return -(-max(0, self.capacity - self.sinks) // self.group) * self.group
 
     @property
-    def ring(self) -> int:
+    def tail_capacity(self) -> int:
         """Dense tokens after the sinks that steps of fixed shapes have capacity for."""
         return self.recent + self.flush + MAX_DECODE_TOKENS
 

@@ -9,14 +9,15 @@ import torch
 
 @dataclass(frozen=True)
 class Slots:
-    """`sinks | packed | ring`: numbers of slots, and the layer's own counters of tokens, int64 `[]`.
+    """`sinks | packed | tail`: numbers of slots, and the layer's own counters of tokens, int64 `[]`.
 
-    Token `sinks + i` lies in slot `i` of the packed ones once it is packed, before that in slot `i % ring` of the ring.
+    Token `sinks + i` lies in slot `i` of the packed ones once it is packed, before that in slot `i % tail_capacity` of
+    the tail.
     """
 
     sinks: int
     packed_capacity: int
-    ring: int
+    tail_capacity: int
     capacity: int
     """Tokens that the layer takes."""
     length: torch.Tensor
@@ -26,11 +27,11 @@ class Slots:
         """The index of the token in each slot, and whether it holds one, `[slots]`."""
         device = self.length.device
         newest = self.length - self.sinks - 1
-        ring = newest - (newest - torch.arange(self.ring, device=device)) % self.ring
+        tail = newest - (newest - torch.arange(self.tail_capacity, device=device)) % self.tail_capacity
         first = torch.arange(self.sinks, device=device)
         packed = torch.arange(self.packed_capacity, device=device)
-        holds = torch.cat([first < self.length, packed < self.packed, ring >= self.packed])
-        return torch.cat([first, packed + self.sinks, ring + self.sinks]), holds
+        holds = torch.cat([first < self.length, packed < self.packed, tail >= self.packed])
+        return torch.cat([first, packed + self.sinks, tail + self.sinks]), holds
 
     def mask(self, mask: torch.Tensor | None, count: int) -> torch.Tensor:
         """A mask over tokens, of the last `count` of them, as one over slots; it hides slots that hold no token.

@@ -1,7 +1,7 @@
 """Tokens of a compressed layer whose decode steps have fixed shapes and wait for nothing: for CUDA graphs.
 
-Tokens are `sinks | packed | recent` as in a growing layer, with the same codes at the same steps. But their numbers are
-tensors, the recent tokens lie in a ring, and a step writes its tokens to the ring and encodes as many that have left
+Tokens are `sinks | packed | tail` as in a growing layer, with the same codes at the same steps. But their numbers are
+tensors, the tail is circular, and a step writes its tokens to the tail and encodes as many that have left
 the recent window, so that no step costs more than another. They count as packed `Windows.flush` at a time, when a
 growing layer would encode them.
 
@@ -33,7 +33,7 @@ NOT_FINITE, FULL = 1, 2
 class StepBuffers:
     """Dense tokens and counters of a layer, which its steps write in place.
 
-    sinks, ring: `[B, H, sinks, D]` and `[B, H, ring + 1, D]`, the last one a spare slot, where discarded writes go.
+    sinks, tail: `[B, H, sinks, D]` and `[B, H, tail_capacity + 1, D]`; the last row absorbs masked writes.
     length, packed: tokens, int64 `[]`, and fault `[2 B H]`, `NOT_FINITE` or `FULL` where something went wrong: views of
         `counts` `[3, 2 B H]`, in which each program of a kernel has its own.
     """
@@ -42,11 +42,11 @@ class StepBuffers:
         assert windows.capacity is not None
         self.windows, self.capacity = windows, windows.capacity
         self.sinks: dict[Side, torch.Tensor] = {}
-        self.ring: dict[Side, torch.Tensor] = {}
+        self.tail: dict[Side, torch.Tensor] = {}
         for side, state in sides.items():
             batch, heads, _, dim = state.sinks.shape
             self.sinks[side] = state.sinks.new_zeros(batch, heads, windows.sinks, dim)
-            self.ring[side] = state.sinks.new_zeros(batch, heads, windows.ring + 1, dim)
+            self.tail[side] = state.sinks.new_zeros(batch, heads, windows.tail_capacity + 1, dim)
         device = sides["keys"].sinks.device
         self.counts = torch.zeros(3, 2 * batch * heads, dtype=torch.int64, device=device)
         self._view_counts()
@@ -64,22 +64,22 @@ class StepBuffers:
         held = {side: state.sinks for side, state in sides.items()}
         return all(
             (x.shape[0], x.device, x.dtype) == (held[side].shape[0], held[side].device, held[side].dtype)
-            for side, x in self.ring.items()
+            for side, x in self.tail.items()
         )
 
     def load(self, side: Side, state: SideState, packed: int) -> None:
         """Takes the sinks and the tail of a side of which so many tokens are packed."""
         sinks, tail = state.sinks.shape[2], state.tail.tokens
         self.sinks[side][:, :, :sinks] = state.sinks
-        self.ring[side].index_copy_(2, self.slots(packed, packed + tail), state.tail.view())
+        self.tail[side].index_copy_(2, self.slots(packed, packed + tail), state.tail.view())
         state.sinks = self.sinks[side][:, :, :sinks]
         state.tail.clear()
         self.counts[0].fill_(sinks + packed + tail)
         self.counts[1].fill_(packed)
 
     def slots(self, start: int, stop: int) -> torch.Tensor:
-        """Places in the ring of tokens `[start, stop)` after the sinks."""
-        return (torch.arange(start, stop) % self.windows.ring).to(self.counts.device)
+        """Slots in the tail of tokens `[start, stop)` after the sinks."""
+        return (torch.arange(start, stop) % self.windows.tail_capacity).to(self.counts.device)
 
     def check(self, fresh: Mapping[Side, torch.Tensor]) -> torch.Tensor:
         """The fault of a step's tokens, int64 `[]`; 0 for none."""
@@ -105,10 +105,12 @@ class StepBuffers:
         windows, count = self.windows, fresh["keys"].shape[2]
         self.fault.copy_(torch.maximum(self.fault, self.check(fresh)))
         positions = torch.arange(count, device=self.length.device) + self.length
-        ring_slots = torch.where(positions < windows.sinks, windows.ring, (positions - windows.sinks) % windows.ring)
+        tail_slots = torch.where(
+            positions < windows.sinks, windows.tail_capacity, (positions - windows.sinks) % windows.tail_capacity
+        )
         for side, x in fresh.items():
             self._write_sinks(self.sinks[side], x)
-            self.ring[side].index_copy_(2, ring_slots, x)
+            self.tail[side].index_copy_(2, tail_slots, x)
         waiting = self.length - windows.sinks - self.packed - windows.recent
         self.packed.add_(waiting.clamp_min(0) // windows.flush * windows.flush)
         self.length.add_(count)
@@ -134,7 +136,7 @@ class StepBuffers:
         stop, groups = self._groups(group, count)
         new = (groups * group >= self.packed) & ((groups + 1) * group > stop - count)
         new &= (groups >= 0) & ((groups + 1) * group <= windows.packed_capacity)
-        x = self.ring[side].index_select(2, _tokens(groups, group) % windows.ring)
+        x = self.tail[side].index_select(2, _tokens(groups, group) % windows.tail_capacity)
         return x, torch.where(new, groups, windows.packed_capacity // group)
 
     def _rope(self, state: SideState, count: int) -> Rope | None:
@@ -156,7 +158,7 @@ class StepBuffers:
         states, count = list(sides.values()), fresh["keys"].shape[2]
         with on_device(self.counts):
             leaving = kernels.write_slots(
-                list(fresh.values()), list(self.sinks.values()), list(self.ring.values()),
+                list(fresh.values()), list(self.sinks.values()), list(self.tail.values()),
                 [state.codec.group for state in states], [triton_encoder(state.codec) for state in states],
                 [tuple(state.store.buffers) for state in states], self.counts, counter,
                 recent=windows.recent, flush=windows.flush, capacity=self.capacity,
@@ -182,7 +184,7 @@ def has_static_steps(backend: Backend, device: torch.device) -> bool:
 
 
 class StaticStorage:
-    """`sinks | packed | ring` of keys and values, with counters on the device.
+    """`sinks | packed | tail` of keys and values, with counters on the device.
 
     Everything but a step is an edit: the tokens are taken out as a `DynamicStorage`, changed, and put back. Reading
     (`sides`, `tokens`, `taken_out`) waits for the device, and raises for what went wrong in steps since the last time:
@@ -220,17 +222,22 @@ class StaticStorage:
     @property
     def dense_buffers(self) -> tuple[torch.Tensor, ...]:
         """As `DynamicStorage.dense_buffers`."""
-        return (*self.buffers.sinks.values(), *self.buffers.ring.values())
+        return (*self.buffers.sinks.values(), *self.buffers.tail.values())
 
     def segments(self) -> tuple[SideSegments, SideSegments]:
         """All slots of both sides, whether they hold a token or not."""
         windows, buffers = self.windows, self.buffers
         slots = Slots(
-            windows.sinks, windows.packed_capacity, windows.ring, buffers.capacity, buffers.length, buffers.packed
+            windows.sinks,
+            windows.packed_capacity,
+            windows.tail_capacity,
+            buffers.capacity,
+            buffers.length,
+            buffers.packed,
         )
         keys, values = (
             SideSegments(
-                buffers.sinks[side], state.store, windows.packed_capacity, buffers.ring[side], windows.ring,
+                buffers.sinks[side], state.store, windows.packed_capacity, buffers.tail[side], windows.tail_capacity,
                 state.codec, state.track, slots,
             )
             for side, state in self._carrier.sides.items()
@@ -279,7 +286,7 @@ class StaticStorage:
             twin.sinks = buffers.sinks[side][:, :, :sinks]
             twin.store, twin.tail = copy.copy(state.store), copy.copy(state.tail)
             twin.store.truncate(packed)
-            twin.tail.replace(buffers.ring[side].index_select(2, slots))
+            twin.tail.replace(buffers.tail[side].index_select(2, slots))
         if dynamic.track is not None and dynamic.leads_track:
             dynamic.track.tokens = length  # which steps do not count
         return dynamic
@@ -287,7 +294,7 @@ class StaticStorage:
     def _put_back(self, dynamic: DynamicStorage) -> None:
         """Takes tokens over, and encodes what left the recent window but is not packed yet.
 
-        A kernel that steps encode with takes that from the ring when it is packed.
+        A kernel that steps encode with takes that from the tail when it is packed.
         """
         empty, packed = dynamic.empty, dynamic.packed_tokens
         for state in dynamic.sides.values():

@@ -35,7 +35,7 @@ def test_steps_are_right(preset: str) -> None:
     ("wrong", "message"),
     [
         ("codes", "fixed capacity, step 5: attention differs by"),
-        ("ring", "fixed capacity, step 3: attention differs by"),
+        ("tail", "fixed capacity, step 3: attention differs by"),
         ("counts", "fixed capacity, step 5: attention differs by"),
         ("nothing", "None"),
     ],
@@ -48,7 +48,7 @@ def test_wrong_kernels_fail_the_check_of_the_preset(monkeypatch: pytest.MonkeyPa
     def write_wrongly(
         fresh: Any,
         sinks: Any,
-        rings: Any,
+        tails: Any,
         groups: Any,
         encoders: Any,
         fields: Any,
@@ -57,12 +57,12 @@ def test_wrong_kernels_fail_the_check_of_the_preset(monkeypatch: pytest.MonkeyPa
         **rest: Any,
     ) -> Any:
         packed = int(counts[1, 0])
-        left = write(fresh, sinks, rings, groups, encoders, fields, counts, total, **rest)
+        left = write(fresh, sinks, tails, groups, encoders, fields, counts, total, **rest)
         calls.append(packed)
         if wrong == "codes" and int(counts[1, 0]) > packed:
             fields[1][0][:, :, packed:] ^= 0x5555
-        if wrong == "ring" and len(calls) == 3:
-            rings[1][:, :, :-1] += 0.1
+        if wrong == "tail" and len(calls) == 3:
+            tails[1][:, :, :-1] += 0.1
         if wrong == "counts":
             counts[1] = packed
         return left

@@ -107,7 +107,7 @@ def test_layers_that_are_not_ours() -> None:
 
 
 @pytest.mark.usefixtures("fixed_shapes")
-def test_rings_of_fixed_capacity_count_16_bits() -> None:
+def test_tails_of_fixed_capacity_count_16_bits() -> None:
     """So do the dense tokens of a layer whose steps have fixed shapes, and the room for them."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):

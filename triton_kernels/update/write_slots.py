@@ -21,8 +21,8 @@ from kvcache_compress.triton_kernels.encode.launch import exact_precision
 ROWS = tl.constexpr(16)
 """Tokens leaving the recent window that are copied at a time."""
 _STRIDES = tuple(f"s_{name}_{axis}" for name in ("k", "v") for axis in "bht")
-SINKS, RING, LEAVING, GROUPS, FIELDS = (tl.constexpr(place) for place in range(5))
-"""Indices into a side's memory: sinks, ring, outputs for leaving tokens and for their group numbers, fields."""
+SINKS, TAIL, LEAVING, GROUPS, FIELDS = (tl.constexpr(place) for place in range(5))
+"""Indices into a side's memory: sinks, tail, outputs for leaving tokens and for their group numbers, fields."""
 
 
 class SlotSide(NamedTuple):
@@ -35,7 +35,7 @@ class SlotSide(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Constants of a step: heads, new tokens, the same padded, slots of sinks, slots of the ring.
+    """Constants of a step: heads, new tokens, the same padded, slots of sinks, slots of the tail.
 
     recent: tokens of the recent window; flush: tokens encoded at a time; longest: length of the longest vector allowed.
     """
@@ -44,7 +44,7 @@ class Step(NamedTuple):
     count: int
     padded: int
     sinks: int
-    ring: int
+    tail: int
     recent: int
     flush: int
     longest: float
@@ -55,7 +55,7 @@ def _encode_side(
     memory, tables, i_bh, i_h, packed, flushed, rows, packed_capacity,
     SIDE: tl.constexpr, STEP: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Encode the tokens that are packed from this step on, if any: ring slots to rows of the store.
+    """Encode the tokens that are packed from this step on, if any: tail slots to rows of the store.
 
     They are `STEP.flush` or none, as no step has more tokens than that.
     """
@@ -64,10 +64,10 @@ def _encode_side(
     if flushed > packed:
         for start in range(0, STEP.flush, BLOCK):
             o_token = packed + start + tl.arange(0, BLOCK)
-            o_x = (i_bh * (STEP.ring + 1) + o_token % STEP.ring) * SIDE.dim
+            o_x = (i_bh * (STEP.tail + 1) + o_token % STEP.tail) * SIDE.dim
             m_t = (o_token < flushed) & (o_token < packed_capacity)
             o_row = i_bh * rows + o_token
-            ENCODE(memory[RING], o_x, m_t, memory[FIELDS:], o_row, tables, i_h, SIDE.dim, META, PRECISION)
+            ENCODE(memory[TAIL], o_x, m_t, memory[FIELDS:], o_row, tables, i_h, SIDE.dim, META, PRECISION)
         # From here on their slots may be overwritten.
         tl.debug_barrier()
 
@@ -83,9 +83,9 @@ def _write_side(
     o_token = length - STEP.sinks + o_n
     p_sinks = memory[SINKS] + (i_bh * STEP.sinks + length + o_n) * SIDE.dim
     tl.store(p_sinks + o_d, b_x, mask=m_x & (o_token < 0))
-    p_ring = memory[RING] + i_bh * (STEP.ring + 1) * SIDE.dim
-    o_slot = (o_token + STEP.sinks * STEP.ring) % STEP.ring
-    tl.store(p_ring + o_slot * SIDE.dim + o_d, b_x, mask=m_x & (o_token >= 0))
+    p_tail = memory[TAIL] + i_bh * (STEP.tail + 1) * SIDE.dim
+    o_slot = (o_token + STEP.sinks * STEP.tail) % STEP.tail
+    tl.store(p_tail + o_slot * SIDE.dim + o_d, b_x, mask=m_x & (o_token >= 0))
     b_length = tl.sqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1))
     fault = 1 - tl.min((b_length <= STEP.longest).to(tl.int32), 0)
     fault = tl.where(length + STEP.count > capacity, 2, fault)
@@ -108,8 +108,8 @@ def _copy_leaving(memory, i_bh, length, packed, packed_capacity, SIDE: tl.conste
     for start in tl.static_range(0, COUNT * GROUP, ROWS):
         o_r = start + tl.arange(0, ROWS)[:, None]
         m_r = (o_r < COUNT * GROUP) & (o_d < SIDE.dim)
-        o_slot = ((newest - o_r // GROUP) * GROUP + o_r % GROUP + BEFORE * GROUP * STEP.ring) % STEP.ring
-        b_r = tl.load(memory[RING] + (i_bh * (STEP.ring + 1) + o_slot) * SIDE.dim + o_d, mask=m_r)
+        o_slot = ((newest - o_r // GROUP) * GROUP + o_r % GROUP + BEFORE * GROUP * STEP.tail) % STEP.tail
+        b_r = tl.load(memory[TAIL] + (i_bh * (STEP.tail + 1) + o_slot) * SIDE.dim + o_d, mask=m_r)
         tl.store(memory[LEAVING] + (i_bh * COUNT * GROUP + o_r) * SIDE.dim + o_d, b_r, mask=m_r)
     if i_bh == 0:
         for i in tl.static_range(COUNT):
@@ -148,7 +148,7 @@ def write_slots_kernel(
     K: tl.constexpr, V: tl.constexpr, K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Write a step's tokens of one head to sinks or ring: keys in programs `(·, 0)`, values in programs `(·, 1)`.
+    """Write a step's tokens of one head to sinks or tail: keys in programs `(·, 0)`, values in programs `(·, 1)`.
 
     `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`. A side with an encoder first encodes what is
     packed from this step on, into fields of `k_rows` or `v_rows` tokens per head. A side without one, after writing,
@@ -218,7 +218,7 @@ def store_groups_kernel(
 def write_slots(
     fresh: Sequence[torch.Tensor],
     sinks: Sequence[torch.Tensor],
-    rings: Sequence[torch.Tensor],
+    tails: Sequence[torch.Tensor],
     groups: Sequence[int],
     encoders: Sequence[KernelEncoder | None],
     fields: Sequence[tuple[torch.Tensor, ...]],
@@ -231,7 +231,7 @@ def write_slots(
     packed_capacity: int,
     longest: float,
 ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    """Write a step's keys and values `[B, H, n, D]` to `sinks` `[B, H, S, D]` and `rings` `[B, H, R + 1, D]`.
+    """Write a step's keys and values `[B, H, n, D]` to `sinks` `[B, H, S, D]` and `tails` `[B, H, R + 1, D]`.
 
     Args:
         groups: tokens that each side encodes together.
@@ -250,7 +250,7 @@ def write_slots(
     keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in fresh)
     batch, heads, count, _ = keys.shape
     leaving: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-    for x, group, encoder in zip(rings, groups, encoders, strict=True):
+    for x, group, encoder in zip(tails, groups, encoders, strict=True):
         number = (count - 1) // group + 1
         if encoder is None:
             leaving.append((x.new_empty(batch, heads, number * group, x.shape[3]), counts.new_empty(number)))
@@ -258,9 +258,9 @@ def write_slots(
             leaving.append(None)
     # A side without an encoder reads no tables, and one with an encoder copies nothing: both get placeholders.
     (k_memory, k_tables, k_encode, k_side), (v_memory, v_tables, v_encode, v_side) = (
-        _side_operands(ring.shape[3], group, encoder, (sink, ring, *(copied or (ring, counts)), *stored), counts)
-        for sink, ring, group, encoder, copied, stored in zip(
-            sinks, rings, groups, encoders, leaving, fields, strict=True
+        _side_operands(tail.shape[3], group, encoder, (sink, tail, *(copied or (tail, counts)), *stored), counts)
+        for sink, tail, group, encoder, copied, stored in zip(
+            sinks, tails, groups, encoders, leaving, fields, strict=True
         )
     )
     s_k_b, s_k_h, s_k_t, _ = keys.stride()
@@ -272,7 +272,7 @@ def write_slots(
         packed_capacity=packed_capacity, k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
     )  # fmt: skip
     step = Step(
-        heads, count, next_power_of_2(count), sinks[0].shape[2], rings[0].shape[2] - 1, recent, flush, longest
+        heads, count, next_power_of_2(count), sinks[0].shape[2], tails[0].shape[2] - 1, recent, flush, longest
     )  # fmt: skip
     constants = dict(
         K=k_side, V=v_side, K_ENCODE=k_encode, V_ENCODE=v_encode, STEP=step, PRECISION=exact_precision(),

@@ -79,7 +79,7 @@ def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent
         assert torch.equal(by_kernels.counts[:, 0], by_operators.counts[:, 0])
         for side in ("keys", "values"):
             assert torch.equal(by_kernels.sinks[side], by_operators.sinks[side])
-            assert torch.equal(by_kernels.ring[side][:, :, :-1], by_operators.ring[side][:, :, :-1])
+            assert torch.equal(by_kernels.tail[side][:, :, :-1], by_operators.tail[side][:, :, :-1])
     packed = [layer.packed_tokens for layer in layers]
     assert packed[0] == packed[1] > 0
     for side in ("keys", "values"):
