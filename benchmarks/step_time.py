@@ -40,7 +40,7 @@ def step_ms(preset: str, shape: Shape, turns: int) -> dict[str, float]:
         keys, values = (torch.randn(1, shape.kv_heads, tokens, shape.head_dim) for _ in range(2))
         for kind, layer in layers.items():
             begun = time.thread_time()
-            layer.store(keys, values)
+            layer.append(keys, values)
             times[kind].append(1000 * (time.thread_time() - begun))
     medians = {}
     for kind, steps in times.items():

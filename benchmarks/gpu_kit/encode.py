@@ -73,7 +73,7 @@ def encode_time(
     def encode() -> None:
         for state, x in states:
             state.store.truncate(0)
-            state.pack(x, tokens, growing=False)
+            state.flush(x, tokens, growing=False)
 
     time, size = median_ms(encode, device, repeats, flushes=FLUSHES), sum(x.nbytes for _, x in states)
     return EncodeTime(preset, name, batch, tokens, time, size / time / 1e6)

@@ -1,9 +1,9 @@
 """What `torch.compile` sees of a compressed layer: a few operators, so that no graph break comes from us.
 
-While a model is traced, `CompressedLayer.update` puts the operator `store` into the graph and returns handles of a
+While a model is traced, `CompressedLayer.update` puts the operator `append` into the graph and returns handles of a
 `TracedStep`; the attention function adds `attend`, and any other code that touches a handle adds `read`, which gives
 dense tensors. Prompts and unfused steps get dense tensors from `update`. The operators find their layer by number when
-the compiled code runs: its state is Python's and cannot pass through the graph. What `store` returns keeps them in
+the compiled code runs: its state is Python's and cannot pass through the graph. What `append` returns keeps them in
 order.
 """
 
@@ -46,7 +46,7 @@ def traced_step(
     layer: CompressedLayer, keys: torch.Tensor, values: torch.Tensor, tokens: int
 ) -> tuple[PackedKV, PackedKV]:
     """Has the step's keys and values `[B, H, n, D]` stored when the code runs, with which the layer has `tokens`."""
-    step = TracedStep(layer.number, store(keys, values, *_factors(layer), layer.number), keys, values, tokens)
+    step = TracedStep(layer.number, append(keys, values, *_factors(layer), layer.number), keys, values, tokens)
     return PackedKV(step, "keys"), PackedKV(step, "values")
 
 
@@ -61,12 +61,12 @@ def decoded(
 class TracedStep:
     """The place of a `Step` while a model is traced: its layer's number, and the new keys and values.
 
-    stored: what the operator `store` returned, by which the others come after it.
+    appended: what the operator `append` returned, by which the others come after it.
     tokens: that the layer has then.
     """
 
     number: int
-    stored: torch.Tensor
+    appended: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     tokens: int
@@ -91,7 +91,7 @@ class TracedStep:
         return self.keys.device
 
     def dense(self, side: Side) -> torch.Tensor:
-        return read(self.stored, self._fresh(side), self.number, self.tokens, side)
+        return read(self.appended, self._fresh(side), self.number, self.tokens, side)
 
     def without_spare_capacity(
         self, mask: torch.Tensor | None
@@ -114,7 +114,7 @@ class TracedStep:
     ) -> torch.Tensor:
         """As `Step.attend`; the path is found when the code runs."""
         width = self.values.shape[3]
-        return attend(query, self.stored, mask, s_aux, scaling, softcap or 0.0, self.number, width)
+        return attend(query, self.appended, mask, s_aux, scaling, softcap or 0.0, self.number, width)
 
 
 def _layer(number: int, cos: torch.Tensor | None, sin: torch.Tensor | None) -> CompressedLayer:
@@ -124,16 +124,16 @@ def _layer(number: int, cos: torch.Tensor | None, sin: torch.Tensor | None) -> C
     return layer
 
 
-@torch.library.custom_op("kvcache_compress::store", mutates_args=())
-def store(
+@torch.library.custom_op("kvcache_compress::append", mutates_args=())
+def append(
     keys: torch.Tensor, values: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, number: int
 ) -> torch.Tensor:
     """Stores new keys and values `[B, H, n, D]` in a layer; an empty tensor, for what reads the layer after that."""
-    _layer(number, cos, sin).store(keys, values)
+    _layer(number, cos, sin).append(keys, values)
     return keys.new_empty(0)
 
 
-@store.register_fake
+@append.register_fake
 def _(
     keys: torch.Tensor, values: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, number: int
 ) -> torch.Tensor:
@@ -143,7 +143,7 @@ def _(
 @torch.library.custom_op("kvcache_compress::attend", mutates_args=())
 def attend(
     query: torch.Tensor,
-    stored: torch.Tensor,
+    appended: torch.Tensor,
     mask: torch.Tensor | None,
     s_aux: torch.Tensor | None,
     scaling: float,
@@ -151,14 +151,14 @@ def attend(
     number: int,
     width: int,
 ) -> torch.Tensor:
-    """Attention of queries `[B, Hq, n, Dk]` over a layer, the step in `stored` included: `[B, n, Hq, width]`."""
+    """Attention of queries `[B, Hq, n, Dk]` over a layer, the step in `appended` included: `[B, n, Hq, width]`."""
     return _LAYERS[number].step().attend(query, mask, scaling, softcap or None, s_aux)
 
 
 @attend.register_fake
 def _(
     query: torch.Tensor,
-    stored: torch.Tensor,
+    appended: torch.Tensor,
     mask: torch.Tensor | None,
     s_aux: torch.Tensor | None,
     scaling: float,
@@ -170,13 +170,13 @@ def _(
 
 
 @torch.library.custom_op("kvcache_compress::read", mutates_args=())
-def read(stored: torch.Tensor, fresh: torch.Tensor, number: int, tokens: int, side: str) -> torch.Tensor:
+def read(appended: torch.Tensor, fresh: torch.Tensor, number: int, tokens: int, side: str) -> torch.Tensor:
     """A side of a layer decoded, `[B, H, tokens, D]`; `fresh` `[B, H, n, D]` is what was stored of it last."""
     return _LAYERS[number].step().dense("keys" if side == "keys" else "values")
 
 
 @read.register_fake
-def _(stored: torch.Tensor, fresh: torch.Tensor, number: int, tokens: int, side: str) -> torch.Tensor:
+def _(appended: torch.Tensor, fresh: torch.Tensor, number: int, tokens: int, side: str) -> torch.Tensor:
     return fresh.new_empty(fresh.shape[0], fresh.shape[1], tokens, fresh.shape[3])
 
 

@@ -113,7 +113,7 @@ class CompressedLayer(RowOperations):
         }
         windows = Windows(plan.sink_tokens, plan.recent_tokens, self.flush_tokens, self.group, self.max_cache_len)
         self.storage = storage = DynamicStorage(
-            sides, windows, self._checks, packs_steps=self.compression.quantize_generated, track=self.track,
+            sides, windows, self._checks, flushes_steps=self.compression.quantize_generated, track=self.track,
             leads_track=self.leads_track,
         )  # fmt: skip
         if self.max_cache_len is not None:
@@ -174,7 +174,7 @@ class CompressedLayer(RowOperations):
             self.prefetch()
         if self.compression.offloading and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        return self.storage.sides[side].everything().dense()
+        return self.storage.sides[side].all_segments().dense()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -193,7 +193,7 @@ class CompressedLayer(RowOperations):
             return self._update_when_run(key_states, value_states)
         capacity, storage = self.max_cache_len, self.storage
         first = capacity is None and (storage is None or not storage.tokens)
-        keys, values = self._store(key_states, value_states, counting=capacity is not None)
+        keys, values = self._append(key_states, value_states, counting=capacity is not None)
         if first:
             return key_states, value_states
         step = Step(keys, values, self.backend, capacity)
@@ -230,15 +230,15 @@ class CompressedLayer(RowOperations):
         """True where the layer's counter stays, which compiled code then adds to: it must see all of its changes."""
         return self.is_initialized and bool(key_states.shape[0] == self.batch_size > 0)
 
-    def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[SideSegments, SideSegments]:
+    def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[SideSegments, SideSegments]:
         """`update` as compiled code runs it: stores `[B, H, T, D]`; returns the segments that this step attends to.
 
         A counter of fixed capacity stays as it is, unless it is a new one: the compiled code adds to it itself.
         """
         counting = self.max_cache_len is not None and not self._goes_on(key_states)
-        return self._store(key_states, value_states, counting)
+        return self._append(key_states, value_states, counting)
 
-    def _store(
+    def _append(
         self, key_states: torch.Tensor, value_states: torch.Tensor, counting: bool
     ) -> tuple[SideSegments, SideSegments]:
         keys, values = self._accept(key_states, value_states)
@@ -297,8 +297,8 @@ class CompressedLayer(RowOperations):
         return wider
 
     def dense_step(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`store` with what the step attends to decoded, `[B, H, T, D]`."""
-        step = Step(*self.store(key_states, value_states), self.backend, self.max_cache_len)
+        """`append` with what the step attends to decoded, `[B, H, T, D]`."""
+        step = Step(*self.append(key_states, value_states), self.backend, self.max_cache_len)
         return step.dense("keys"), step.dense("values")
 
     def step(self) -> Step:
@@ -355,7 +355,7 @@ class CompressedLayer(RowOperations):
         """The layer's tokens, to be changed in the block; after an error steps of fixed shapes are as they were."""
         assert self.storage is not None
         self._renumber()
-        with self._writable_buffers(), self.storage.taken_out() as storage:
+        with self._writable_buffers(), self.storage.as_dynamic() as storage:
             yield storage
         if self.max_cache_len is not None:
             self.cumulative_length.fill_(self._length())

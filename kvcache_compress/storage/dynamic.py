@@ -24,7 +24,7 @@ class DynamicStorage:
 
     Args:
         sides: the two sides, empty.
-        packs_steps: whether steps pack tokens too, not only prompts.
+        flushes_steps: whether steps pack tokens too, not only prompts.
         track: cos and sin of all tokens, where a codec needs them; `leads_track` of the layer that writes them.
     """
 
@@ -34,14 +34,14 @@ class DynamicStorage:
         windows: Windows,
         checks: PackableChecks,
         *,
-        packs_steps: bool = True,
+        flushes_steps: bool = True,
         track: RopeTrack | None = None,
         leads_track: bool = True,
     ) -> None:
         self.sides = sides
         self.windows = windows
         self.checks = checks
-        self.packs_steps = packs_steps
+        self.flushes_steps = flushes_steps
         self.track = track
         self.leads_track = leads_track
         if windows.capacity is not None:
@@ -72,11 +72,11 @@ class DynamicStorage:
     def segments(self) -> tuple[SideSegments, SideSegments]:
         """All that both sides hold."""
         k_side, v_side = self.sides.values()
-        return k_side.everything(), v_side.everything()
+        return k_side.all_segments(), v_side.all_segments()
 
     @contextmanager
-    def taken_out(self) -> Iterator[DynamicStorage]:
-        """The storage itself; see `StaticStorage.taken_out`."""
+    def as_dynamic(self) -> Iterator[DynamicStorage]:
+        """The storage itself; see `StaticStorage.as_dynamic`."""
         yield self
 
     @property
@@ -111,7 +111,7 @@ class DynamicStorage:
         if self.track is not None:
             self.track.extend(length, keys, again=not self.leads_track)
         prompt = count > MAX_DECODE_TOKENS
-        if not prompt and self.packs_steps:
+        if not prompt and self.flushes_steps:
             self._flush()
         k_side, v_side = self.sides.values()
         sinks = min(self.windows.sinks - k_side.sinks.shape[2], count)
@@ -121,7 +121,7 @@ class DynamicStorage:
             found = k_side.segments(packed, k_tail, k_tail.shape[2]), v_side.segments(packed, v_tail, v_tail.shape[2])
         else:
             self._add(keys, values, sinks)
-            found = k_side.everything(), v_side.everything()
+            found = k_side.all_segments(), v_side.all_segments()
         if self.windows.capacity is not None:
             self._prepare()
         if counter is not None:
@@ -171,7 +171,7 @@ class DynamicStorage:
         if leaving:
             self._check_packable(tails, leaving)
             self._add(keys[:, :, :sinks], values[:, :, :sinks], sinks)
-            self._pack(tails, leaving, growing=self.packs_steps)
+            self._flush_tails(tails, leaving, growing=self.flushes_steps)
         else:
             self._add(keys, values, sinks)
         return tails["keys"], tails["values"]
@@ -215,16 +215,16 @@ class DynamicStorage:
         else:
             tails = {side: state.tail.view() for side, state in self.sides.items()}
             self._check_packable(tails, leaving)
-            self._pack(tails, leaving, growing=True)
+            self._flush_tails(tails, leaving, growing=True)
 
-    def _pack(self, tails: Mapping[Side, torch.Tensor], leaving: int, growing: bool) -> None:
+    def _flush_tails(self, tails: Mapping[Side, torch.Tensor], leaving: int, growing: bool) -> None:
         """Encodes the first `leaving` tokens of `tails` `[B, H, T, D]`; the others are the tails from now on."""
         for side, tail in tails.items():
-            self.sides[side].pack(tail, leaving, growing)
+            self.sides[side].flush(tail, leaving, growing)
             self.sides[side].tail.replace(tail[:, :, leaving:])
 
     def _flush_in_triton(self, leaving: int) -> None:
-        """`_pack` of the tails in one launch per side, which checks the tokens as well.
+        """`_flush_tails` in one launch per side, which checks the tokens as well.
 
         Where the checks raise at once nothing changes.
         """

@@ -67,7 +67,7 @@ class SideState:
         self.tail = TailBuffer(like, usual_tail)
         self.prepared = False
 
-    def pack(self, x: torch.Tensor, tokens: int, growing: bool) -> None:
+    def flush(self, x: torch.Tensor, tokens: int, growing: bool) -> None:
         """Encodes the first `tokens` of `x` into the store; what depends on data is set from all of the first `x`."""
         self.prepare(x)
         self.store.reserve(tokens, growing)
@@ -131,7 +131,7 @@ class SideState:
         """With the first `packed` tokens of the store, and the first `tokens` of a contiguous `tail`."""
         return SideSegments(self.sinks, self.store, packed, tail, tokens, self.codec, self.track)
 
-    def everything(self) -> SideSegments:
+    def all_segments(self) -> SideSegments:
         """All that the side holds."""
         return self.segments(self.store.tokens, self.tail.buffer, self.tail.tokens)
 

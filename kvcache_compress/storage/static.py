@@ -187,7 +187,7 @@ class StaticStorage:
     """`sinks | packed | tail` of keys and values, with counters on the device.
 
     Everything but a step is an edit: the tokens are taken out as a `DynamicStorage`, changed, and put back. Reading
-    (`sides`, `tokens`, `taken_out`) waits for the device, and raises for what went wrong in steps since the last time:
+    (`sides`, `tokens`, `as_dynamic`) waits for the device, and raises for what went wrong in steps since the last time:
     on a GPU a step itself cannot raise.
 
     Args:
@@ -198,7 +198,7 @@ class StaticStorage:
         assert dynamic.windows.capacity is not None
         self.windows = dynamic.windows
         self.buffers = self._new_buffers(dynamic)
-        self._put_back(dynamic)
+        self._load(dynamic)
 
     @torch.inference_mode(False)
     def _new_buffers(self, dynamic: DynamicStorage) -> StepBuffers:
@@ -254,7 +254,7 @@ class StaticStorage:
     ) -> tuple[SideSegments, SideSegments]:
         """As `DynamicStorage.append`; of a step the segments are all slots."""
         if not self.is_step(keys.shape[2]):
-            with self.taken_out() as dynamic:
+            with self.as_dynamic() as dynamic:
                 return dynamic.append(keys, values, counter)
         carrier = self._carrier
         if carrier.track is not None:
@@ -268,11 +268,11 @@ class StaticStorage:
         return not self.empty and 0 < count <= MAX_DECODE_TOKENS
 
     @contextmanager
-    def taken_out(self) -> Iterator[DynamicStorage]:
+    def as_dynamic(self) -> Iterator[DynamicStorage]:
         """The tokens as a `DynamicStorage`, which are put back afterwards; after an error all is as it was."""
         dynamic = self._read()
         yield dynamic
-        self._put_back(dynamic)
+        self._load(dynamic)
 
     def _read(self) -> DynamicStorage:
         buffers = self.buffers
@@ -291,7 +291,7 @@ class StaticStorage:
             dynamic.track.tokens = length  # which steps do not count
         return dynamic
 
-    def _put_back(self, dynamic: DynamicStorage) -> None:
+    def _load(self, dynamic: DynamicStorage) -> None:
         """Takes tokens over, and encodes what left the recent window but is not packed yet.
 
         A kernel that steps encode with takes that from the tail when it is packed.
@@ -301,7 +301,7 @@ class StaticStorage:
             group = state.codec.group
             early = max(0, state.tail.tokens - self.windows.recent) // group * group
             if early and not triton_encoder(state.codec):
-                state.pack(state.tail.view(), early, growing=False)
+                state.flush(state.tail.view(), early, growing=False)
                 state.store.truncate(packed)
         # New buffers count only once they are filled: without memory for them all stays as it was.
         buffers = self.buffers if self.buffers.fits(dynamic.sides) else self._new_buffers(dynamic)

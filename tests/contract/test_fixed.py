@@ -142,7 +142,7 @@ def test_steps_have_fixed_shapes_and_never_wait(unfused: Any, ids: torch.Tensor,
         before, traces = layer.packed_tokens, []
         for at in range(36):
             with _Watch() as watch:
-                layer.store(*(states[:, :, at : at + 1],) * 2)
+                layer.append(*(states[:, :, at : at + 1],) * 2)
                 layer.step().attend(query, None, 0.2, None, None)
             traces.append(watch.seen)
         assert all(trace == traces[0] for trace in traces)
@@ -170,19 +170,19 @@ def test_steps_on_cpus_encode_a_block_at_a_time(unfused: Any, backend: str, monk
     for twin, layer in zip(growing.layers, fixed.layers, strict=True):
         if not hasattr(layer, "sides"):
             continue
-        twin.store(prompt, prompt)
-        layer.store(prompt, prompt)
+        twin.append(prompt, prompt)
+        layer.append(prompt, prompt)
         sides = layer.sides.values()
         buffers = [buffer.data_ptr() for state in sides for buffer in state.store.buffers]
         before = layer.packed_tokens
         for token in steps:
-            twin.store(token, token)
+            twin.append(token, token)
         with monkeypatch.context() as patch:
             patch.setattr(checks, "longest", check)
             for state in sides:
                 patch.setattr(state.codec, "encode", partial(encode, state.codec.encode))
             for token in steps:
-                layer.store(token, token)
+                layer.append(token, token)
         assert layer.packed_tokens == twin.packed_tokens == before + 64
         assert encoded == [layer.flush_tokens] * (2 * 64 // layer.flush_tokens)
         assert checked == [1] * 2 * 64

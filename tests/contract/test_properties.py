@@ -77,16 +77,16 @@ class LayerModel:
     def update(self, new: dict[str, torch.Tensor]) -> None:
         prompt = new["keys"].shape[2] > 16
         if not prompt:
-            self.pack()
+            self.flush()
         if self.tokens == 0 and len(self.x["keys"]) != len(new["keys"]):
             self.reset()
             self.x = new
         else:
             self.x = {side: torch.cat([self.x[side], new[side]], 2) for side in BOTH}
         if prompt:
-            self.pack()
+            self.flush()
 
-    def pack(self) -> None:
+    def flush(self) -> None:
         block = math.lcm(32, self.group)
         leaving = max(0, self.tokens - self.sinks - self.packed - self.plan.recent_tokens) // block * block
         if not self.codecs or not leaving:

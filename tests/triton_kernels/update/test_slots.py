@@ -70,7 +70,7 @@ def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent
         mask = masks(count, tokens)[step % 4]
         outputs = []
         for layer in layers:
-            layer._store(fresh, 2 * fresh, counting=True)
+            layer._append(fresh, 2 * fresh, counting=True)
             outputs.append(layer.step().attend(query, mask, 0.2, None, None))
             assert (layer.storage.buffers.counts[0, 0], layer.cumulative_length) == (tokens, tokens)
         torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=1e-4)
@@ -94,7 +94,7 @@ def test_masks_of_one_row_serve_all_queries() -> None:
     mask = torch.rand(2, 1, 1, CAPACITY) > 0.5
     outputs = []
     for layer in layers:
-        layer._store(fresh, 2 * fresh, counting=True)
+        layer._append(fresh, 2 * fresh, counting=True)
         outputs.append(layer.step().attend(query, mask, 0.2, None, None))
         with pytest.raises(RuntimeError):
             layer.step().attend(query, mask.expand(-1, -1, 9, -1), 0.2, None, None)
@@ -104,14 +104,14 @@ def test_masks_of_one_row_serve_all_queries() -> None:
 def test_faults_are_noted() -> None:
     layer = fixed_layer("triton", TURBOQUANT, 4, 8)
     fresh = torch.randn(2, HEADS, 2, DIM)
-    layer.store(fresh, fresh)
+    layer.append(fresh, fresh)
     assert not layer.storage.buffers.fault.any()
     bad = fresh.clone()
     bad[1, 0, 1, 3] = torch.nan
-    layer.store(fresh, bad)
+    layer.append(fresh, bad)
     assert layer.storage.buffers.fault.amax() == NOT_FINITE
     for _ in range(6):
-        layer.store(*(torch.randn(2, HEADS, 16, DIM),) * 2)
+        layer.append(*(torch.randn(2, HEADS, 16, DIM),) * 2)
     assert layer.storage.buffers.fault.amax() == FULL
     with pytest.raises(ValueError, match="max_cache_len=140"):
         layer.crop(-1)
@@ -121,7 +121,7 @@ def test_too_many_are_noted_and_not_read() -> None:
     """Tokens beyond the capacity set a fault and are not read, also when decoded; operations other than steps raise."""
     layer = fixed_layer("triton", TURBOQUANT, 4, 8)
     for _ in range(8):
-        layer.store(*(torch.randn(2, HEADS, 16, DIM),) * 2)
+        layer.append(*(torch.randn(2, HEADS, 16, DIM),) * 2)
         assert layer.step().dense("keys").shape == (2, HEADS, CAPACITY, DIM)
     assert layer.storage.buffers.fault.amax() == FULL
 
@@ -131,14 +131,14 @@ def test_too_many_are_noted_and_not_read() -> None:
 def test_copies_count_on(backend: str, copied: Callable[[CompressedLayer], CompressedLayer]) -> None:
     layer = fixed_layer(backend, TURBOQUANT, 4, 8)
     tokens = torch.randn(2, HEADS, 3, DIM)
-    layer.store(tokens, tokens)
+    layer.append(tokens, tokens)
     other = copied(layer)
     for each in (layer, other):
-        each.store(tokens, tokens)
+        each.append(tokens, tokens)
         assert each.storage.buffers.counts[0, 0] == 56
         assert each.storage.buffers.length == 56
     layer.crop(-1)
     other.crop(-1)
     assert layer.get_seq_length() == other.get_seq_length() == 55
     for side in ("keys", "values"):
-        assert torch.equal(layer.sides[side].everything().dense(), other.sides[side].everything().dense())
+        assert torch.equal(layer.sides[side].all_segments().dense(), other.sides[side].all_segments().dense())
