@@ -120,7 +120,7 @@ class TracedStep:
 def _layer(number: int, cos: torch.Tensor | None, sin: torch.Tensor | None) -> CompressedLayer:
     layer = _LAYERS[number]
     if layer.track is not None and cos is not None and sin is not None:
-        layer.track.given = (cos, sin)
+        layer.track.inputs = (cos, sin)
     return layer
 
 

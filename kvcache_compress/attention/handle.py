@@ -52,13 +52,13 @@ class Step:
 
     def dense(self, side: Side) -> torch.Tensor:
         """A side decoded, `[B, H, T, D]`; zero where a layer of fixed capacity has no token."""
-        own = self.side(side)
-        found = own.dense()
-        if own.slots is not None:
-            return own.slots.by_token(found)
+        segments = self.side(side)
+        dense = segments.dense()
+        if segments.slots is not None:
+            return segments.slots.by_token(dense)
         if self.capacity is not None:
-            return torch.nn.functional.pad(found, (0, 0, 0, self.capacity - found.shape[2]))
-        return found
+            return torch.nn.functional.pad(dense, (0, 0, 0, self.capacity - dense.shape[2]))
+        return dense
 
     def without_spare_capacity(
         self, mask: torch.Tensor | None

@@ -67,8 +67,8 @@ def attend(
             bias = None if allowed is None else _bias(allowed, query.dtype)
             # One query head of each group after the other: keys and values repeated for all would be as large as tiles.
             for i in range(groups):
-                own = bias if bias is None or bias.shape[1] == 1 else bias[:, i::groups]
-                part, part_lse = _attention(query[:, i::groups, rows], key, value, own, scaling)
+                head_bias = bias if bias is None or bias.shape[1] == 1 else bias[:, i::groups]
+                part, part_lse = _attention(query[:, i::groups, rows], key, value, head_bias, scaling)
                 known = lse[:, i::groups, rows]
                 both = torch.logaddexp(known, part_lse)
                 out[:, i::groups, rows].lerp_(part.float(), torch.exp(part_lse - both)[..., None])

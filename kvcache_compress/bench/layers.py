@@ -172,7 +172,7 @@ def encoded_side(
         track = RopeTrack(config, codec.context.rope)  # type: ignore[arg-type]
         # Given as by a model; no row is padded here.
         positions = torch.arange(first + packed + last, device=device)[None]
-        track.given = LlamaRotaryEmbedding(config).to(device)(torch.zeros(1, device=device), positions)
+        track.inputs = LlamaRotaryEmbedding(config).to(device)(torch.zeros(1, device=device), positions)
         track.extend(0, torch.empty(1, 1, first + packed + last, 1, device=device).expand(batch, -1, -1, -1))
     store = PackedStore(codec.fields, batch, heads, device)
     if codes == "encoded":

@@ -138,7 +138,7 @@ class CompressedCache(Cache, ModelListener):
         receiver = self.layers[layer]
         if isinstance(receiver, CompressedLayer) and receiver.track is not None:
             known = isinstance(embeddings, tuple)
-            receiver.track.given = tuple(x[:, -tokens:] for x in embeddings) if known else None
+            receiver.track.inputs = tuple(x[:, -tokens:] for x in embeddings) if known else None
 
     @property
     def compressed_layers(self) -> dict[int, CompressedLayer]:

@@ -100,15 +100,15 @@ class CompressedLayer(RowOperations):
         if self.track is not None:
             self.track = self.track.at(self.device, self.index)
             self.leads_track = self.track.leader == self.index
-        given: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
-        codecs = {side: self._codec(side, self.plan.side(side), x) for side, x in given.items()}
+        inputs: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
+        codecs = {side: self._codec(side, self.plan.side(side), x) for side, x in inputs.items()}
         self.backend = resolve_backend(self.compression.backend, self.device, codecs.values())
         codecs = {side: codec.on(self.backend) for side, codec in codecs.items()}
         self.group = math.lcm(*(codec.group for codec in codecs.values()))
         self.flush_tokens = math.lcm(FLUSH_TOKENS, self.group)
         plan, usual = self.plan, self.plan.recent_tokens + self.flush_tokens
         sides = {
-            side: SideState(codec, given[side], usual, self.track if plan.rope_use(side) == "factors" else None)
+            side: SideState(codec, inputs[side], usual, self.track if plan.rope_use(side) == "factors" else None)
             for side, codec in codecs.items()
         }
         windows = Windows(plan.sink_tokens, plan.recent_tokens, self.flush_tokens, self.group, self.max_cache_len)

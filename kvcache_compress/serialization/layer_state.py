@@ -179,10 +179,10 @@ def _shapes(own: SideState, state: LayerState) -> Iterator[tuple[str, Shape]]:
 
 def expect(expected: Mapping[str, Shape], found: Mapping[str, torch.Tensor | None]) -> None:
     """Raises `ValueError` for tensors that are missing, too many, or of another dtype or shape."""
-    there = {name: (x.dtype, tuple(x.shape)) for name, x in found.items() if x is not None}
-    for name in sorted(expected.keys() | there.keys()):
-        if name not in there or name not in expected:
+    saved = {name: (x.dtype, tuple(x.shape)) for name, x in found.items() if x is not None}
+    for name in sorted(expected.keys() | saved.keys()):
+        if name not in saved or name not in expected:
             raise ValueError(f"damaged: {'no' if name in expected else 'a superfluous'} tensor {name!r}")
-        if there[name] != expected[name]:
-            (dtype, shape), (wanted, form) = there[name], expected[name]
+        if saved[name] != expected[name]:
+            (dtype, shape), (wanted, form) = saved[name], expected[name]
             raise ValueError(f"damaged: {name} is {_name(dtype)} {list(shape)}, not {_name(wanted)} {list(form)}")

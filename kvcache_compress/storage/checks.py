@@ -64,7 +64,7 @@ class PackableChecks:
     def add(self, side: Side, x: torch.Tensor) -> None:
         """Checks vectors `[..., D]` for NaN, infinity and lengths that 16 bits cannot hold."""
         # NaN fails the comparison too.
-        self._found((side,), (longest(x) <= LONGEST).reshape(1, 1))
+        self._add_result((side,), (longest(x) <= LONGEST).reshape(1, 1))
 
     def flags(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """One per side, int32, which a kernel makes 0 where it finds such vectors among those that it encodes."""
@@ -75,9 +75,9 @@ class PackableChecks:
     def add_flags(self) -> None:
         """As `add`, for what a kernel has put in `flags`."""
         assert self._flags is not None
-        self._found(("keys", "values"), self._flags)
+        self._add_result(("keys", "values"), self._flags)
 
-    def _found(self, sides: tuple[Side, ...], good: torch.Tensor) -> None:
+    def _add_result(self, sides: tuple[Side, ...], good: torch.Tensor) -> None:
         """Takes a check's result, `[sides, numbers]`, in which all of a side's numbers are to be true."""
         if good.device.type == "cpu":
             self._raise_unless(good, sides)

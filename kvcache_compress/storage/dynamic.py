@@ -141,23 +141,25 @@ class DynamicStorage:
         Raises:
             ValueError: rows of several prompts, or what `checks` refuses.
         """
-        own = {side: state for side, state in self.sides.items() if state.codec.of_one_prompt and first[side].shape[2]}
-        for side, state in own.items():
+        online = {
+            side: state for side, state in self.sides.items() if state.codec.of_one_prompt and first[side].shape[2]
+        }
+        for side, state in online.items():
             self.checks.add(side, first[side])
             if not one_prompt(first[side]):
                 raise ValueError(
                     f"codebook='online' for {side} of {state.codec.name}, with {len(first[side])} prompts in a batch: "
                     "allowed one, alone or repeated for beams and samples, or codebook='offline'"
                 )
-        for side, state in own.items():
+        for side, state in online.items():
             state.prepare(measured(first[side], self.windows.sinks, self.windows.recent))
 
     def _prepare(self) -> None:
         """Statistics from the first tokens, though nothing of them is packed; from the sinks too where they are few."""
         for state in self.sides.values():
             if not state.prepared and self.tokens:
-                there = torch.cat([state.sinks, state.tail.view()], 2)
-                state.prepare(measured(there, state.sinks.shape[2], self.windows.recent))
+                written = torch.cat([state.sinks, state.tail.view()], 2)
+                state.prepare(measured(written, state.sinks.shape[2], self.windows.recent))
 
     def _add_prompt(self, keys: torch.Tensor, values: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds a part of a prompt, and packs at once what the recent window does not hold; both tails with all.

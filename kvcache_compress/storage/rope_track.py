@@ -33,7 +33,7 @@ def _warn_of_positions() -> None:
 class RopeTrack:
     """cos and sin of every cached token, `[B, capacity, 2 * rotary]`, shared by the layers of a cache.
 
-    An attention module with fused attention hands over the position embeddings of its step (`given`). Without them
+    An attention module with fused attention hands over the position embeddings of its step (`inputs`). Without them
     the model's own embedding is asked for the tokens' indices in the cache, which differ from the positions of
     left-padded rows: keys then come back as exactly, but are encoded as if at another position.
     A model on several devices has a copy on each (`at`); what concerns all of them is asked of the first.
@@ -41,7 +41,7 @@ class RopeTrack:
 
     def __init__(self, config: PreTrainedConfig, layout: RopeLayout) -> None:
         self.layout = layout
-        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.inputs: tuple[torch.Tensor, torch.Tensor] | None = None
         self._config = config
         self._embed: Callable[..., tuple[Any, Any]] | None = None
         self.leader: int | None = None
@@ -70,8 +70,8 @@ class RopeTrack:
             other.leader, other._first = layer, self
             self._others[device] = other
         other = self._others[device]
-        if self.given is not None:
-            other.given, self.given = self.given, None
+        if self.inputs is not None:
+            other.inputs, self.inputs = self.inputs, None
         return other
 
     def _copies(self) -> list[RopeTrack]:
@@ -84,8 +84,8 @@ class RopeTrack:
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         """What was handed over for this step; the next step has its own."""
-        given, self.given = self.given, None
-        return given or (None, None)
+        inputs, self.inputs = self.inputs, None
+        return inputs or (None, None)
 
     def extend(self, start: int, states: torch.Tensor, again: bool = False) -> None:
         """Takes up the step's tokens, keys `[B, H, T, D]` from index `start` on.
@@ -93,12 +93,12 @@ class RopeTrack:
         `again` is for the layers after the first, which find them there.
         """
         batch, _, count, _ = states.shape
-        given, self.given = self.given, None
+        inputs, self.inputs = self.inputs, None
         if again and start + count == self.tokens:
             return
-        if given is None or given[0].shape[1] != count:
-            given = self._by_index(torch.arange(start, start + count), states)
-        factors = torch.cat(self.layout.factors(given), -1)
+        if inputs is None or inputs[0].shape[1] != count:
+            inputs = self._by_index(torch.arange(start, start + count), states)
+        factors = torch.cat(self.layout.factors(inputs), -1)
         if start + count > self.buffer.shape[1] or batch != self.buffer.shape[0]:
             grown = self.buffer.new_empty(
                 batch, grown_capacity(start + count, 1), self.buffer.shape[2], device=states.device
