@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcache_compress.storage.segments import CHUNK_TOKENS, SideSegments
+from kvcache_compress.storage.segments import DECODE_CHUNK_TOKENS, SideSegments
 
 
 def attend(
@@ -58,8 +58,8 @@ def attend(
 def _scores(rows: torch.Tensor, keys: SideSegments) -> torch.Tensor:
     mapped = keys.codec.map_query(rows) if keys.packed else rows
     parts = [rows @ keys.sinks.float().mT]
-    for start in range(0, keys.packed, CHUNK_TOKENS):
-        stop = min(start + CHUNK_TOKENS, keys.packed)
+    for start in range(0, keys.packed, DECODE_CHUNK_TOKENS):
+        stop = min(start + DECODE_CHUNK_TOKENS, keys.packed)
         parts.append(keys.codec.score(mapped, keys.store.read(start, stop), keys.rope(start, stop)))
     parts.append(rows @ keys.tail.float().mT)
     return torch.cat(parts, -1)
@@ -70,8 +70,8 @@ def _weighted_sum(weights: torch.Tensor, values: SideSegments) -> torch.Tensor:
     output = weights[..., :sinks] @ values.sinks.float()
     output = output + weights[..., sinks + values.packed :] @ values.tail.float()
     summed: torch.Tensor | None = None
-    for start in range(0, values.packed, CHUNK_TOKENS):
-        stop = min(start + CHUNK_TOKENS, values.packed)
+    for start in range(0, values.packed, DECODE_CHUNK_TOKENS):
+        stop = min(start + DECODE_CHUNK_TOKENS, values.packed)
         fields = values.store.read(start, stop)
         part = values.codec.accumulate(weights[..., sinks + start : sinks + stop], fields, values.rope(start, stop))
         summed = part if summed is None else summed + part

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import torch
 
-from kvcache_compress.storage.segments import CHUNK_TOKENS, SideSegments
+from kvcache_compress.storage.segments import DECODE_CHUNK_TOKENS, SideSegments
 
-TILE_TOKENS = 4 * CHUNK_TOKENS
+TILE_TOKENS = 4 * DECODE_CHUNK_TOKENS
 """Tokens attended to at a time. Each tile reads and writes the output once to merge it: fewer of them cost less."""
 BLOCK_QUERIES = 1024
 """Queries of one call of PyTorch's attention. They bound its mask: 8 million numbers per sequence, and per head for a

@@ -45,7 +45,7 @@ class CompressedCache(Cache, ModelListener):
 
     Raises:
         ValueError: a config that does not fit the model, encoder-decoder models, models without full attention, a
-            head dimension that a method cannot take, or a backend that cannot be had.
+            head dimension that a method cannot take, or a backend that is unavailable.
     """
 
     methods: ClassVar[frozenset[str] | None] = None

@@ -14,7 +14,7 @@ from .packed_store import PackedStore
 from .rope_track import RopeTrack
 from .slots import Slots
 
-CHUNK_TOKENS = 2048
+DECODE_CHUNK_TOKENS = 2048
 """Packed tokens decoded at a time; a multiple of every group size."""
 
 
@@ -74,8 +74,8 @@ class SideSegments:
     def decode_into(self, out: torch.Tensor, start: int) -> None:
         """Decodes packed tokens from `start` on, whole groups, into `out` `[B, H, tokens, D]`."""
         stop = start + out.shape[2]
-        for begin in range(start, stop, CHUNK_TOKENS):
-            end = min(begin + CHUNK_TOKENS, stop)
+        for begin in range(start, stop, DECODE_CHUNK_TOKENS):
+            end = min(begin + DECODE_CHUNK_TOKENS, stop)
             with on_device(out):
                 part = self.codec.decode(self.store.read(begin, end), self.rope(begin, end))
             out[:, :, begin - start : end - start] = part

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_DECODE_TOKENS = 16
 """Queries of a decode step, at most: one, or those of speculative decoding. More are a part of a prompt."""
-CHUNK_TOKENS = 4096
+ENCODE_CHUNK_TOKENS = 4096
 """Tokens encoded at a time, so that a long prompt needs little memory beside itself; a multiple of every group."""
 
 
@@ -71,8 +71,8 @@ class SideState:
         """Encodes the first `tokens` of `x` into the store; what depends on data is set from all of the first `x`."""
         self.prepare(x)
         self.store.reserve(tokens, growing)
-        for start in range(0, tokens, CHUNK_TOKENS):
-            part = x[:, :, start : min(start + CHUNK_TOKENS, tokens)]
+        for start in range(0, tokens, ENCODE_CHUNK_TOKENS):
+            part = x[:, :, start : min(start + ENCODE_CHUNK_TOKENS, tokens)]
             count, done = part.shape[2], self.store.tokens
             with on_device(part):
                 if encoder := triton_encoder(self.codec):

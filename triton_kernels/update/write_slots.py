@@ -179,7 +179,7 @@ def write_slots_kernel(
         tl.store(p_total, length + STEP.count)
 
 
-class Groups(NamedTuple):
+class EncodedGroups(NamedTuple):
     """Constants of a side's encoded groups: their count, and the numbers of a group in each field."""
 
     count: int
@@ -313,7 +313,7 @@ def store_groups(
     # A single side is passed twice; no program handles the second.
     inputs = dict(keys=memory[0], values=memory[-1], k_rows=capacities[0], v_rows=capacities[-1])  # noqa: C408
     constants = dict(
-        K=Groups(numbers[0], sizes[0]), V=Groups(numbers[-1], sizes[-1]),
+        K=EncodedGroups(numbers[0], sizes[0]), V=EncodedGroups(numbers[-1], sizes[-1]),
         BLOCK=min(1024, next_power_of_2(max(*sizes[0], *sizes[-1]))), num_warps=4, **launch_options(),
     )  # fmt: skip
     repeated(store_groups_kernel, (batch * heads, max(numbers), len(memory)), inputs, constants, buffers[0][0].device)
