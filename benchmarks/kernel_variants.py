@@ -128,8 +128,8 @@ def flush_launch(keys: tuple[str, MethodOptions]) -> tuple[Any, dict[str, Any]]:
     return kernel, arguments
 
 
-def fixed_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """The kernels that only steps of fixed capacity use, and their arguments."""
+def static_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """The kernels that only steps of static layers use, and their arguments."""
     sides: dict[Side, SideState] = {}
     tokens = torch.randn(1, 2, 512, 128).bfloat16()
     both: tuple[Side, Side] = ("keys", "values")
@@ -157,13 +157,13 @@ def step_launches() -> dict[str, tuple[Any, dict[str, Any]]]:
     """The kernels of decode steps other than attention, and their arguments."""
     four = side_of("turboquant", bits=4)
     steps = {"append": (append_kernel, step_append_arguments()), "flush": flush_launch(four)}
-    steps |= fixed_step_launches(four)
+    steps |= static_step_launches(four)
     for name in ENCODED_KEYS:
         plan = middle_layer(load_config(name))
         keys = plan.keys.method, plan.keys.options()
         steps[f"flush {name}"] = flush_launch(keys)
-        steps[f"write slots {name}"] = fixed_step_launches(keys)["write slots"]
-    apart = fixed_step_launches(side_of("turboquant", bits=3, estimator="prod"))
+        steps[f"write slots {name}"] = static_step_launches(keys)["write slots"]
+    apart = static_step_launches(side_of("turboquant", bits=3, estimator="prod"))
     return steps | {"store groups": apart["store groups"]}
 
 

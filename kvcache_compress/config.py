@@ -186,7 +186,7 @@ class CompressionConfig(StrictOptions):
     layers: AnyList[LayerRule] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _check_fixed(self) -> CompressionConfig:
+    def _check_static(self) -> CompressionConfig:
         if self.max_cache_len is not None and not self.quantize_generated:
             raise ValueError("quantize_generated=False with max_cache_len: allowed True, for dense tokens have no end")
         if self.max_cache_len is not None and self.offloading:

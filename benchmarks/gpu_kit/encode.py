@@ -64,7 +64,7 @@ def encode_time(
         x = torch.randn(batch, shape.kv_heads, tokens, shape.head_dim, device=device, dtype=dtype)
         state = SideState(layer_side.codec, x, 0, layer_side.track)
         state.prepared = True  # the codec already is, and fractional bits can be prepared only once
-        state.store.fix(tokens)
+        state.store.make_static(tokens)
         states.append((state, x))
     backend = resolve_backend(choice, device, [state.codec for state, _ in states])
     for state, _ in states:

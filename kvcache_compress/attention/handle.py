@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Step:
     """Keys and values of a layer that a step attends to, which are its own tokens and all before them.
 
-    room: tokens that masks have, of a layer of fixed capacity: more than there are.
+    room: tokens that masks have, of a static layer: more than there are.
     """
 
     keys: SideSegments
@@ -39,7 +39,7 @@ class Step:
         return self.keys if side == "keys" else self.values
 
     def shape(self, side: Side) -> torch.Size:
-        """Logical shape `[B, H, T, D]`, with the room of a layer of fixed capacity."""
+        """Logical shape `[B, H, T, D]`, with the room of a static layer."""
         batch, heads, tokens, dim = self.side(side).shape
         return torch.Size((batch, heads, self.capacity or tokens, dim))
 
@@ -51,7 +51,7 @@ class Step:
         return self.keys.tail_buffer.device
 
     def dense(self, side: Side) -> torch.Tensor:
-        """A side decoded, `[B, H, T, D]`; zero where a layer of fixed capacity has no token."""
+        """A side decoded, `[B, H, T, D]`; zero where a static layer has no token."""
         segments = self.side(side)
         dense = segments.dense()
         if segments.slots is not None:
@@ -86,7 +86,7 @@ class Step:
     ) -> torch.Tensor:
         """Attention of queries `[B, Hq, n, Dk]` over both sides, `[B, n, Hq, Dv]`; see `reference.attend`.
 
-        `mask` is one over tokens, with the room of a layer of fixed capacity, or a flash attention's padding mask
+        `mask` is one over tokens, with the room of a static layer, or a flash attention's padding mask
         `[B, T]`. `path` is what `self.path` gives, or will be asked for; by the backend where only decoding is left.
         """
         path = path or self.path(query, softcap)

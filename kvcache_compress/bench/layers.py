@@ -179,7 +179,7 @@ def encoded_side(
         rope = None if track is None else track.read(first, first + packed)
         store.append(encoded(codec, tokens[:, :, :packed], rope), packed, growing=True)
     else:
-        store.fix(packed)
+        store.make_static(packed)
         store.tokens = packed
         for buffer in store.buffers:
             if buffer.is_floating_point():

@@ -35,7 +35,7 @@ def not_packable(what: str, layer: int) -> ValueError:
 
 
 def full(layer: int, capacity: int) -> ValueError:
-    """The error for more tokens than a layer of fixed capacity has room for."""
+    """The error for more tokens than a static layer has room for."""
     return ValueError(f"layer {layer} is full: max_cache_len={capacity} tokens are not enough")
 
 

@@ -46,9 +46,9 @@ class DynamicStorage:
         self.leads_track = leads_track
         if windows.capacity is not None:
             for state in sides.values():
-                state.store.fix(windows.packed_capacity + windows.group)
+                state.store.make_static(windows.packed_capacity + windows.group)
             if track is not None:
-                track.reserve(windows.sinks + windows.packed_capacity, sides["keys"].sinks)
+                track.make_static(windows.sinks + windows.packed_capacity, sides["keys"].sinks)
 
     @property
     def tokens(self) -> int:
@@ -187,8 +187,8 @@ class DynamicStorage:
         k_tail, v_tail = k_side.tail, v_side.tail
         count = keys.shape[2] - sinks
         # For both before either has more tokens: there may be memory for one of them only.
-        k_tail.reserve(count)
-        v_tail.reserve(count)
+        k_tail.ensure_capacity(count)
+        v_tail.ensure_capacity(count)
         if sinks:
             k_side.sinks, v_side.sinks = (
                 torch.cat([side.sinks, x[:, :, :sinks]], 2) for side, x in ((k_side, keys), (v_side, values))

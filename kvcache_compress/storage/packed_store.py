@@ -28,17 +28,17 @@ class PackedStore:
         self.group = math.lcm(*(field.tokens for field in fields))
         self.tokens = 0
         self.capacity = 0
-        self.fixed = False
+        self.is_static = False
         self.buffers: list[torch.Tensor] = [
             torch.empty(batch, heads, 0, *field.shape, dtype=field.dtype, device=device) for field in fields
         ]
 
-    def fix(self, capacity: int) -> None:
+    def make_static(self, capacity: int) -> None:
         """Makes room for `capacity` tokens, a multiple of `group`, once and for all; unused room is zero."""
         self._grow(capacity)
         for buffer in self.buffers:
             buffer.zero_()
-        self.fixed = True
+        self.is_static = True
 
     def write(self, at: torch.Tensor, encoded: Fields, group: int) -> None:
         """Writes encoded groups of `group` tokens as the groups `at` `[n]`, without counting them."""
@@ -46,22 +46,22 @@ class PackedStore:
             rows = group // field.tokens
             buffer.index_copy_(2, (at[:, None] * rows + torch.arange(rows, device=at.device)).flatten(), new)
 
-    def reserve(self, tokens: int, growing: bool) -> None:
+    def ensure_capacity(self, tokens: int, growing: bool) -> None:
         """Makes room for `tokens` more, a multiple of `group`; `growing` leaves room beyond that."""
         needed = self.tokens + tokens
         if needed > self.capacity:
             self._grow(grown_capacity(needed, self.group) if growing else needed)
 
     def append(self, encoded: Fields, tokens: int, growing: bool) -> None:
-        """Appends `tokens` encoded tokens; see `reserve`."""
+        """Appends `tokens` encoded tokens; see `ensure_capacity`."""
         done = self.tokens + tokens
         for field, buffer, new in zip(self.fields, self.writable_buffers(tokens, growing), encoded, strict=True):
             buffer[:, :, self.tokens // field.tokens : done // field.tokens] = new
         self.tokens = done
 
     def writable_buffers(self, tokens: int, growing: bool) -> Fields:
-        """The buffers, with room for `tokens` more, which are held once `tokens` counts them; see `reserve`."""
-        self.reserve(tokens, growing)
+        """The buffers, with room for `tokens` more, which are held once `tokens` counts them; see `ensure_capacity`."""
+        self.ensure_capacity(tokens, growing)
         self.buffers = [_writable(buffer) for buffer in self.buffers]
         return tuple(self.buffers)
 
@@ -84,7 +84,7 @@ class PackedStore:
     def truncate(self, tokens: int) -> None:
         """Keeps the first `tokens` tokens, a multiple of `group`, and gives back what is then too much room."""
         self.tokens = tokens
-        if not self.fixed and self.capacity > (fitting := grown_capacity(tokens, self.group)):
+        if not self.is_static and self.capacity > (fitting := grown_capacity(tokens, self.group)):
             self._grow(fitting)
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -125,11 +125,11 @@ class TailBuffer:
 
     def append(self, x: torch.Tensor) -> None:
         count = x.shape[2]
-        self.reserve(count)
+        self.ensure_capacity(count)
         self.buffer[:, :, self.tokens : self.tokens + count] = x
         self.tokens += count
 
-    def reserve(self, count: int) -> None:
+    def ensure_capacity(self, count: int) -> None:
         """Makes room in `buffer` for `count` more tokens, which are held once `tokens` counts them."""
         if self.tokens + count > self.buffer.shape[2]:
             self._resize(self._capacity(self.tokens + count))

@@ -53,7 +53,7 @@ class RopeTrack:
 
     def _forget(self) -> None:
         self.tokens = 0
-        self.fixed = False
+        self.is_static = False
         self.buffer = torch.empty(0, 0, 2 * self.layout.rotary, dtype=DTYPE)
 
     def at(self, device: torch.device, layer: int) -> RopeTrack:
@@ -111,9 +111,9 @@ class RopeTrack:
         self.buffer[:, start : start + count] = factors.to(DTYPE)
         self.tokens = start + count
 
-    def reserve(self, tokens: int, states: torch.Tensor) -> None:
+    def make_static(self, tokens: int, states: torch.Tensor) -> None:
         """Room for `tokens` of the batch of `states` from now on; unused room is zero."""
-        self.fixed = True
+        self.is_static = True
         if self.buffer.shape[:2] != (states.shape[0], tokens):
             self.buffer = self.buffer.new_zeros(states.shape[0], tokens, self.buffer.shape[2], device=states.device)
 
@@ -174,5 +174,5 @@ class RopeTrack:
     def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if not self.tokens:
             return
-        with torch.inference_mode(torch.is_inference_mode_enabled() and not self.fixed):
+        with torch.inference_mode(torch.is_inference_mode_enabled() and not self.is_static):
             self.buffer = change(self.buffer).contiguous()

@@ -35,7 +35,7 @@ class SideSegments:
     track: RopeTrack | None = None
     """cos and sin of all tokens, where the codec asks for them."""
     slots: Slots | None = None
-    """Places of the tokens, where the segments are all the room that steps of fixed shapes have, filled or not."""
+    """Places of the tokens, where the segments are all the room that steps of static shapes have, filled or not."""
 
     @property
     def tail(self) -> torch.Tensor:

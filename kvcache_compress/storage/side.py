@@ -52,7 +52,7 @@ class Windows:
 
     @property
     def tail_capacity(self) -> int:
-        """Dense tokens after the sinks that steps of fixed shapes have capacity for."""
+        """Dense tokens after the sinks that steps of static shapes have capacity for."""
         return self.recent + self.flush + MAX_DECODE_TOKENS
 
 
@@ -70,7 +70,7 @@ class SideState:
     def flush(self, x: torch.Tensor, tokens: int, growing: bool) -> None:
         """Encodes the first `tokens` of `x` into the store; what depends on data is set from all of the first `x`."""
         self.prepare(x)
-        self.store.reserve(tokens, growing)
+        self.store.ensure_capacity(tokens, growing)
         for start in range(0, tokens, ENCODE_CHUNK_TOKENS):
             part = x[:, :, start : min(start + ENCODE_CHUNK_TOKENS, tokens)]
             count, done = part.shape[2], self.store.tokens

@@ -1,4 +1,4 @@
-"""Places of a layer's tokens where decode steps have fixed shapes: which token lies in which slot."""
+"""Places of a layer's tokens where decode steps have static shapes: which token lies in which slot."""
 
 from __future__ import annotations
 

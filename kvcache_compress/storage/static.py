@@ -1,11 +1,11 @@
-"""Tokens of a compressed layer whose decode steps have fixed shapes and wait for nothing: for CUDA graphs.
+"""Tokens of a compressed layer whose decode steps have static shapes and wait for nothing: for CUDA graphs.
 
 Tokens are `sinks | packed | tail` as in a growing layer, with the same codes at the same steps. But their numbers are
 tensors, the tail is circular, and a step writes its tokens to the tail and encodes as many that have left
 the recent window, so that no step costs more than another. They count as packed `Windows.flush` at a time, when a
 growing layer would encode them.
 
-On CPUs, where there are no graphs and nothing waits, a layer of fixed capacity has a `DynamicStorage` with its room.
+On CPUs, where there are no graphs and nothing waits, a static layer has a `DynamicStorage` with its room.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _tokens(groups: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def has_static_steps(backend: Backend, device: torch.device) -> bool:
-    """True where steps have fixed shapes: on CPUs only in Triton's interpreter, which stands in for a GPU."""
+    """True where steps have static shapes: on CPUs only in Triton's interpreter, which stands in for a GPU."""
     return backend == "triton" or device.type != "cpu"
 
 
@@ -264,7 +264,7 @@ class StaticStorage:
         return self.segments()
 
     def is_step(self, count: int) -> bool:
-        """True for so many new tokens in a step of fixed shapes: not the first ones, which set statistics."""
+        """True for so many new tokens in a step of static shapes: not the first ones, which set statistics."""
         return not self.empty and 0 < count <= MAX_DECODE_TOKENS
 
     @contextmanager

@@ -82,8 +82,8 @@ def test_whole_graph(method: str, layers: int, fused: bool, capacity: int | None
     check_whole_graph(method, layers, fused, capacity)
 
 
-@pytest.mark.usefixtures("fixed_shapes")
-def test_whole_graph_of_steps_of_fixed_shapes() -> None:
+@pytest.mark.usefixtures("static_shapes")
+def test_whole_graph_of_steps_of_static_shapes() -> None:
     check_whole_graph("commvq", 1, True, 100)
 
 

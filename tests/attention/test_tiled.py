@@ -217,16 +217,16 @@ def test_padding_mask_of_flash_attention(padded: bool, make_side: Callable[..., 
         ("decode", {"softcap": 5.0}),
         ("decode", {"dtype": torch.float64}),
         ("decode", {"value_dim": 96}),
-        ("decode", {"fixed": True}),
+        ("decode", {"static": True}),
     ],
     ids=str,
 )
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU takes other widths")
 def test_which_calls_take_tiles(path: str, changes: dict[str, Any], make_side: Callable[..., SideSegments]) -> None:
-    call = {name: x for name, x in changes.items() if name not in ("backend", "fixed")}
+    call = {name: x for name, x in changes.items() if name not in ("backend", "static")}
     case = Case(**{"packed": TILE + 32, "count": 17} | call)
     keys, values = segments(case, make_side)
-    if "fixed" in changes:
+    if "static" in changes:
         keys = replace(keys, slots=Slots(16, keys.packed, 17, 400, torch.tensor(56), torch.tensor(40)))
     query = torch.zeros(2, 6, case.count, 64, dtype=case.dtype)
     assert Step(keys, values, changes.get("backend", "torch")).path(query, case.softcap) == path

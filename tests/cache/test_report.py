@@ -106,8 +106,8 @@ def test_layers_that_are_not_ours() -> None:
     assert report.fields()["dense"] == report.layers[0].total_bytes
 
 
-@pytest.mark.usefixtures("fixed_shapes")
-def test_tails_of_fixed_capacity_count_16_bits() -> None:
+@pytest.mark.usefixtures("static_shapes")
+def test_tails_of_static_layers_count_16_bits() -> None:
     """So do the dense tokens of a layer whose steps have fixed shapes, and the room for them."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):

@@ -54,7 +54,7 @@ def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-3)
 
 
-KINDS = {"growing": (None, False), "fixed": (CAPACITY, False), "frozen": (CAPACITY, True)}
+KINDS = {"growing": (None, False), "static": (CAPACITY, False), "frozen": (CAPACITY, True)}
 
 
 @pytest.fixture(params=KINDS)
@@ -62,7 +62,7 @@ def capacity(request: pytest.FixtureRequest) -> int | None:
     """`max_cache_len`: none, and one whose steps are as on CPUs and as elsewhere."""
     capacity, frozen = KINDS[request.param]
     if frozen:
-        request.getfixturevalue("fixed_shapes")
+        request.getfixturevalue("static_shapes")
     return capacity
 
 

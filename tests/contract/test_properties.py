@@ -134,7 +134,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "polarquant_recursive": method_config("polarquant_recursive"),
     # Only a cache of fixed capacity takes statistics of a first prompt too short to be packed: here none are needed.
-    "fixed": {
+    "static": {
         "keys": {"method": "polarquant_recursive", "radius_bits": 16, "center": "off"},
         "values": {"method": "polarquant_recursive", "radius_bits": 16},
         "sink_tokens": 4,
@@ -147,7 +147,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mixed-none": {**method_config("polarquant_rope"), "layers": [{"match": 1, "method": "none"}]},
 }
-CONFIGS["fixed shapes"] = {**CONFIGS["fixed"], "max_cache_len": 1024}  # such steps do not refuse tokens at once
+CONFIGS["static shapes"] = {**CONFIGS["static"], "max_cache_len": 1024}  # such steps do not refuse tokens at once
 
 
 class Run:
@@ -242,12 +242,12 @@ class Run:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_any_sequence_of_operations(name: str, request: pytest.FixtureRequest) -> None:
     """After every operation the cache holds what the model holds, and packs when the model packs."""
-    if name == "fixed shapes":
-        request.getfixturevalue("fixed_shapes")
+    if name == "static shapes":
+        request.getfixturevalue("static_shapes")
     packed, refused = [], []
 
     @settings(
-        max_examples=8 if "fixed" in name else 12,
+        max_examples=8 if "static" in name else 12,
         deadline=None,
         derandomize=True,
         database=None,
@@ -267,4 +267,4 @@ def test_any_sequence_of_operations(name: str, request: pytest.FixtureRequest) -
 
     run()
     assert sum(most > 0 for most in packed) > len(packed) / 3, "most sequences pack tokens"
-    assert all(refused) == (name == "fixed"), "all sequences end with more tokens than there is room for"
+    assert all(refused) == (name == "static"), "all sequences end with more tokens than there is room for"

@@ -118,7 +118,7 @@ def test_queries_of_any_strides(make_side: Callable[..., SideSegments]) -> None:
 
 
 def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> None:
-    """A view of an earlier step sees only its own tokens; with a fixed capacity some slots are empty."""
+    """A view of an earlier step sees only its own tokens; with a static capacity some slots are empty."""
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
     before = [replace(side, packed=40) for side in (keys, values)]

@@ -185,7 +185,7 @@ def test_a_wide_window_takes_room_as_it_fills() -> None:
 def test_windows_wider_than_the_text(capacity: int | None, frozen: bool, request: pytest.FixtureRequest) -> None:
     """A recent window and sinks of 100,000 tokens take no more than the tokens that are there, or can be."""
     if frozen:
-        request.getfixturevalue("fixed_shapes")
+        request.getfixturevalue("static_shapes")
     config = LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2)
     x = torch.randn(1, 2, 20, 32)
     for windows in ({"recent_tokens": 100_000}, {"sink_tokens": 100_000}):

@@ -147,8 +147,8 @@ def check_launches_of_a_step() -> None:
         assert traced(decode) == (["append_kernel", *(kernel.__name__ for kernel in KERNELS)], [])
 
 
-def check_launches_of_fixed_capacity() -> None:
-    """A step of fixed capacity makes four launches too, plus encoding and storing without a kernel encoder."""
+def check_launches_of_static_layers() -> None:
+    """A step of static capacity makes four launches too, plus encoding and storing without a kernel encoder."""
     four = ["write_slots_kernel", "map_step_kernel", "attend_kernel", "merge_kernel"]
     for preset in ENCODED:
         layer, decode = decoding(1024, preset)
@@ -268,7 +268,7 @@ def main() -> None:
     other = Layer(512)
     assert not other.step()
     check_launches_of_a_step()
-    check_launches_of_fixed_capacity()
+    check_launches_of_static_layers()
     # Kernels that are not run leave memory as it was made, and what is not finite is refused.
     with mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros):
         for chosen in (*ENCODED, APART):

@@ -1,4 +1,4 @@
-"""Mask over slots for layers of fixed capacity, filled by the launch that maps the queries.
+"""Mask over slots for static layers, filled by the launch that maps the queries.
 
 The twin of `Slots.mask`; the package's `slots.py` says which token lies in which slot.
 """

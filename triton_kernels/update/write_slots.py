@@ -1,4 +1,4 @@
-"""One step of a layer of fixed capacity: encode the tokens that leave the recent window and write the new ones.
+"""One step of a static layer: encode the tokens that leave the recent window and write the new ones.
 
 One kernel does both. Without a kernel encoder for a side's method, the layer encodes a few tokens of that side in every
 step, and a second kernel stores them. The number of tokens is read from memory, so a recorded CUDA graph can be

@@ -1,4 +1,4 @@
-"""Steps of a layer of fixed capacity: Triton's kernels against PyTorch's operators."""
+"""Steps of a static layer: Triton's kernels against PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ APART = {"method": "turboquant", "bits": 3, "estimator": "prod"}
 """Methods without a kernel encoder, which the layer encodes."""
 
 
-def fixed_layer(backend: str, keys: dict[str, Any], sinks: int, recent: int) -> CompressedLayer:
-    """Layer of fixed capacity filled with a prompt of 50 tokens, the same in every call."""
+def static_layer(backend: str, keys: dict[str, Any], sinks: int, recent: int) -> CompressedLayer:
+    """Layer of static capacity filled with a prompt of 50 tokens, the same in every call."""
     config = {
         "keys": keys,
         "values": TURBOQUANT,
@@ -61,7 +61,7 @@ def masks(count: int, tokens: int) -> list[torch.Tensor | None]:
 )
 def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent: int) -> None:
     """Compare dense tokens, codes, counters and attention under every mask, across a flush and the end of the sinks."""
-    layers = [fixed_layer(backend, keys, sinks, recent) for backend in ("torch", "triton")]
+    layers = [static_layer(backend, keys, sinks, recent) for backend in ("torch", "triton")]
     generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     tokens = 50
     for step, count in enumerate([1, 5, 1, 16, 1, 16, 1, 1]):
@@ -89,7 +89,7 @@ def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent
 
 
 def test_masks_of_one_row_serve_all_queries() -> None:
-    layers = [fixed_layer(backend, TURBOQUANT, 4, 8) for backend in ("torch", "triton")]
+    layers = [static_layer(backend, TURBOQUANT, 4, 8) for backend in ("torch", "triton")]
     fresh, query = (torch.randn(2, heads, 3, DIM) for heads in (HEADS, HEADS * GROUPS))
     mask = torch.rand(2, 1, 1, CAPACITY) > 0.5
     outputs = []
@@ -102,7 +102,7 @@ def test_masks_of_one_row_serve_all_queries() -> None:
 
 
 def test_faults_are_noted() -> None:
-    layer = fixed_layer("triton", TURBOQUANT, 4, 8)
+    layer = static_layer("triton", TURBOQUANT, 4, 8)
     fresh = torch.randn(2, HEADS, 2, DIM)
     layer.append(fresh, fresh)
     assert not layer.storage.buffers.fault.any()
@@ -119,7 +119,7 @@ def test_faults_are_noted() -> None:
 
 def test_too_many_are_noted_and_not_read() -> None:
     """Tokens beyond the capacity set a fault and are not read, also when decoded; operations other than steps raise."""
-    layer = fixed_layer("triton", TURBOQUANT, 4, 8)
+    layer = static_layer("triton", TURBOQUANT, 4, 8)
     for _ in range(8):
         layer.append(*(torch.randn(2, HEADS, 16, DIM),) * 2)
         assert layer.step().dense("keys").shape == (2, HEADS, CAPACITY, DIM)
@@ -129,7 +129,7 @@ def test_too_many_are_noted_and_not_read() -> None:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("copied", [lambda layer: pickle.loads(pickle.dumps(layer)), copy.deepcopy])
 def test_copies_count_on(backend: str, copied: Callable[[CompressedLayer], CompressedLayer]) -> None:
-    layer = fixed_layer(backend, TURBOQUANT, 4, 8)
+    layer = static_layer(backend, TURBOQUANT, 4, 8)
     tokens = torch.randn(2, HEADS, 3, DIM)
     layer.append(tokens, tokens)
     other = copied(layer)

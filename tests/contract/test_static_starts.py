@@ -32,7 +32,7 @@ def logits(config: dict[str, Any], early: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", STARTS)
-@pytest.mark.usefixtures("fixed_shapes")
+@pytest.mark.usefixtures("static_shapes")
 def test_statistics_come_from_the_first_prompt_however_short(name: str) -> None:
     torch.testing.assert_close(logits(STARTS[name], early=True), logits(STARTS[name], early=False))
 
