@@ -195,7 +195,7 @@ for _name in (
     setattr(PackedKV, f"__{_name}__", _decoding(f"__{_name}__"))
 
 
-def wanted(keys: torch.Tensor, values: torch.Tensor) -> bool:
+def gradients_wanted(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether attention to these new keys and values must be differentiable."""
     return (keys.requires_grad or values.requires_grad) and torch.is_grad_enabled()
 

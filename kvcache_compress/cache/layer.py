@@ -12,13 +12,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvcache_compress.attention import compile_ops as ops
-from kvcache_compress.attention.handle import PackedKV, Step, wanted, with_step
+from kvcache_compress.attention.handle import PackedKV, Step, gradients_wanted, with_step
 from kvcache_compress.attention.interface import ATTENTION_NAME
 from kvcache_compress.codecs.backend import resolve_backend
 from kvcache_compress.codecs.base import Codec, CodecContext, Side
 from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.storage.checks import PackableChecks, check_batch, check_states, full, tokens_after_crop
+from kvcache_compress.storage.checks import PackableChecks, check_batch, check_states, full_error, tokens_after_crop
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.storage.segments import SideSegments
@@ -197,7 +197,7 @@ class CompressedLayer(RowOperations):
         if first:
             return key_states, value_states
         step = Step(keys, values, self.backend, capacity)
-        # Asked by every layer at every step: `wanted` would cost more than what it asks.
+        # Asked by every layer at every step: `gradients_wanted` would cost more than what it asks.
         if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
             count = key_states.shape[2]
             start: Any = keys.shape[2] - count
@@ -213,20 +213,20 @@ class CompressedLayer(RowOperations):
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor | PackedKV, torch.Tensor | PackedKV]:
         """`update` while the model is traced: what the compiled code will do when it runs."""
-        if wanted(key_states, value_states):
+        if gradients_wanted(key_states, value_states):
             raise ValueError(
                 "gradients of keys and values: allowed where the model is not compiled, else torch.no_grad()"
             )
         tokens = key_states.shape[2]
         total = self.get_mask_sizes(tokens)[0]
-        counts = self.max_cache_len is not None and self._goes_on(key_states)
+        counts = self.max_cache_len is not None and self._keeps_counter(key_states)
         trace = ops.traced_step if self.fused and tokens <= MAX_DECODE_TOKENS else ops.decoded
         found: tuple[Any, Any] = trace(self, key_states, value_states, total)
         if counts:
             self.cumulative_length.add_(tokens)
         return found
 
-    def _goes_on(self, key_states: torch.Tensor) -> bool:
+    def _keeps_counter(self, key_states: torch.Tensor) -> bool:
         """True where the layer's counter stays, which compiled code then adds to: it must see all of its changes."""
         return self.is_initialized and bool(key_states.shape[0] == self.batch_size > 0)
 
@@ -235,7 +235,7 @@ class CompressedLayer(RowOperations):
 
         A counter of fixed capacity stays as it is, unless it is a new one: the compiled code adds to it itself.
         """
-        counting = self.max_cache_len is not None and not self._goes_on(key_states)
+        counting = self.max_cache_len is not None and not self._keeps_counter(key_states)
         return self._append(key_states, value_states, counting)
 
     def _append(
@@ -278,7 +278,7 @@ class CompressedLayer(RowOperations):
         if self.max_cache_len is None or (isinstance(storage, StaticStorage) and storage.is_step(count)):
             return
         if self._length() + count > self.max_cache_len:
-            raise full(self.index, self.max_cache_len)
+            raise full_error(self.index, self.max_cache_len)
         self._checks.raise_for_known()
         if keys.numel():
             self._checks.add("keys", keys)

@@ -26,7 +26,7 @@ def longest(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).amax()
 
 
-def not_packable(what: str, layer: int) -> ValueError:
+def not_packable_error(what: str, layer: int) -> ValueError:
     """The error for keys or values of a layer that are longer than `LONGEST` or no numbers."""
     return ValueError(
         f"{what} of layer {layer} hold NaN, infinity or vectors longer than {LONGEST:g}, which cannot be packed: is "
@@ -34,12 +34,12 @@ def not_packable(what: str, layer: int) -> ValueError:
     )
 
 
-def full(layer: int, capacity: int) -> ValueError:
+def full_error(layer: int, capacity: int) -> ValueError:
     """The error for more tokens than a static layer has room for."""
     return ValueError(f"layer {layer} is full: max_cache_len={capacity} tokens are not enough")
 
 
-def one_prompt(first: torch.Tensor) -> bool:
+def same_prompt(first: torch.Tensor) -> bool:
     """True where all rows of keys or values `[B, H, T, D]` are of one prompt: the same but for rounding in deep layers.
 
     So are rows that are not finite, which other checks refuse.
@@ -100,7 +100,7 @@ class PackableChecks:
                 # Flags that were copied later are down for the same tokens.
                 self._flags = None
                 self._under_way = [check for check in self._under_way if len(check[0]) == 1]
-                raise not_packable(side, self.layer)
+                raise not_packable_error(side, self.layer)
 
 
 def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.Tensor]) -> None:

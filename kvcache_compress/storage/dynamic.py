@@ -10,10 +10,10 @@ import torch
 from kvcache_compress.codecs.backend import load_part, on_device
 from kvcache_compress.codecs.base import Side
 
-from .checks import LONGEST, PackableChecks, one_prompt
+from .checks import LONGEST, PackableChecks, same_prompt
 from .rope_track import RopeTrack
 from .segments import SideSegments
-from .side import MAX_DECODE_TOKENS, SideState, Windows, measured, triton_encoder
+from .side import MAX_DECODE_TOKENS, SideState, Windows, statistics_tokens, triton_encoder
 
 
 class DynamicStorage:
@@ -141,25 +141,23 @@ class DynamicStorage:
         Raises:
             ValueError: rows of several prompts, or what `checks` refuses.
         """
-        online = {
-            side: state for side, state in self.sides.items() if state.codec.of_one_prompt and first[side].shape[2]
-        }
+        online = {side: state for side, state in self.sides.items() if state.codec.per_prompt and first[side].shape[2]}
         for side, state in online.items():
             self.checks.add(side, first[side])
-            if not one_prompt(first[side]):
+            if not same_prompt(first[side]):
                 raise ValueError(
                     f"codebook='online' for {side} of {state.codec.name}, with {len(first[side])} prompts in a batch: "
                     "allowed one, alone or repeated for beams and samples, or codebook='offline'"
                 )
         for side, state in online.items():
-            state.prepare(measured(first[side], self.windows.sinks, self.windows.recent))
+            state.prepare(statistics_tokens(first[side], self.windows.sinks, self.windows.recent))
 
     def _prepare(self) -> None:
         """Statistics from the first tokens, though nothing of them is packed; from the sinks too where they are few."""
         for state in self.sides.values():
             if not state.prepared and self.tokens:
                 written = torch.cat([state.sinks, state.tail.view()], 2)
-                state.prepare(measured(written, state.sinks.shape[2], self.windows.recent))
+                state.prepare(statistics_tokens(written, state.sinks.shape[2], self.windows.recent))
 
     def _add_prompt(self, keys: torch.Tensor, values: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds a part of a prompt, and packs at once what the recent window does not hold; both tails with all.
@@ -235,7 +233,7 @@ class DynamicStorage:
         for state, good in zip(self.sides.values(), flags, strict=True):
             tail, encoder = state.tail, state.codec.kernel_encoder
             kept = tail.tokens - leaving
-            following.append(tail.another(kept))
+            following.append(tail.new_buffer(kept))
             with on_device(tail.buffer):
                 load_part("triton_kernels.encode.launch").flush(
                     encoder, tail.buffer, leaving, kept, state.store.writable_buffers(leaving, growing=True),

@@ -143,11 +143,11 @@ class TailBuffer:
 
     def replace(self, x: torch.Tensor) -> None:
         """Holds a copy of `x` `[B, H, T, D]` and nothing else; views handed out before stay as they are."""
-        self.buffer = self.another(x.shape[2], x.shape[0])
+        self.buffer = self.new_buffer(x.shape[2], x.shape[0])
         self.tokens = 0
         self.append(x)
 
-    def another(self, tokens: int, batch: int | None = None) -> torch.Tensor:
+    def new_buffer(self, tokens: int, batch: int | None = None) -> torch.Tensor:
         """A buffer for so many tokens, with the room that there always is."""
         own, heads, _, dim = self.buffer.shape
         return self.buffer.new_empty(own if batch is None else batch, heads, self._capacity(tokens), dim)

@@ -88,7 +88,7 @@ class SideState:
         """Sets what depends on data, unless it is set."""
         if not self.prepared:
             with on_device(x):
-                self.codec.prepare(x[:1] if self.codec.of_one_prompt else x)
+                self.codec.prepare(x[:1] if self.codec.per_prompt else x)
             self.prepared = True
 
     def _rope(self, start: int, stop: int) -> Rope | None:
@@ -165,7 +165,7 @@ def encoded(codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         return codec.encode(x, rope)
 
 
-def measured(first: torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
+def statistics_tokens(first: torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
     """The first tokens that set what depends on data: without the sinks, unless there are few others."""
     others = first[:, :, sinks:]
     return others if others.shape[2] >= max(1, recent) else first

@@ -21,7 +21,7 @@ from kvcache_compress.codecs.backend import load_part, on_device
 from kvcache_compress.codecs.base import Backend, Side
 from kvcache_compress.modeling.rope import Rope
 
-from .checks import LONGEST, full, longest, not_packable
+from .checks import LONGEST, full_error, longest, not_packable_error
 from .dynamic import DynamicStorage
 from .segments import SideSegments
 from .side import MAX_DECODE_TOKENS, SideState, Windows, encoded, triton_encoder
@@ -318,5 +318,5 @@ class StaticStorage:
         if not (fault := int(self.buffers.fault.amax())):
             return
         if fault == FULL:
-            raise full(checks.layer, self.buffers.capacity)
-        raise not_packable("keys or values", checks.layer)
+            raise full_error(checks.layer, self.buffers.capacity)
+        raise not_packable_error("keys or values", checks.layer)
