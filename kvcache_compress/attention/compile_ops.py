@@ -1,10 +1,10 @@
-"""What `torch.compile` sees of a compressed layer: a few operators, so that no graph break comes from us.
+"""Operators that stand for a compressed layer in a graph of `torch.compile`, so that it has no breaks.
 
 While a model is traced, `CompressedLayer.update` puts the operator `append` into the graph and returns handles of a
-`TracedStep`; the attention function adds `attend`, and any other code that touches a handle adds `read`, which gives
-dense tensors. Prompts and unfused steps get dense tensors from `update`. The operators find their layer by number when
-the compiled code runs: its state is Python's and cannot pass through the graph. What `append` returns keeps them in
-order.
+`TracedStep`; the attention function adds `attend`, and any other code that touches a handle adds `read`, which returns
+dense tensors. Prompts and unfused steps get dense tensors from the operator `update`. When the compiled code runs, the
+operators find their layer by number: its state is Python's and cannot pass through the graph. Each takes what `append`
+returned, which keeps them in order.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _LAYERS: weakref.WeakValueDictionary[int, CompressedLayer] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count(2)
-"""From 2 on: a compiler treats 0 and 1 as constants."""
+"""Numbers of layers, from 2 on: a compiler treats 0 and 1 as constants."""
 
 
 def register(layer: CompressedLayer, instead_of: int | None = None) -> int:
-    """A number for this layer that no other has or had; its former one is not valid any more."""
+    """Return a new number for this layer, and make its number `instead_of` invalid."""
     if instead_of is not None:
         _LAYERS.pop(instead_of, None)
     number = next(_NUMBERS)
@@ -38,14 +38,14 @@ def register(layer: CompressedLayer, instead_of: int | None = None) -> int:
 
 
 def _factors(layer: CompressedLayer) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """cos and sin of the step, which the graph must carry: attributes that are set while tracing are set too late."""
+    """Return cos and sin of the step for the graph to carry: compiled code does not see attributes set in tracing."""
     return (None, None) if layer.track is None else layer.track.take()
 
 
 def traced_step(
     layer: CompressedLayer, keys: torch.Tensor, values: torch.Tensor, tokens: int
 ) -> tuple[PackedKV, PackedKV]:
-    """Has the step's keys and values `[B, H, n, D]` stored when the code runs, with which the layer has `tokens`."""
+    """Add to the graph that keys and values `[B, H, n, D]` are appended, and return handles of all `tokens`."""
     step = TracedStep(layer.number, append(keys, values, *_factors(layer), layer.number), keys, values, tokens)
     return PackedKV(step, "keys"), PackedKV(step, "values")
 
@@ -53,16 +53,19 @@ def traced_step(
 def decoded(
     layer: CompressedLayer, keys: torch.Tensor, values: torch.Tensor, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `traced_step`, with all `tokens` that the step attends to decoded, `[B, H, tokens, D]`."""
+    """Do the same as `traced_step`, but return the tokens that the step attends to decoded, `[B, H, tokens, D]`."""
     return update(keys, values, *_factors(layer), layer.number, tokens)
 
 
 @dataclass(slots=True)
 class TracedStep:
-    """The place of a `Step` while a model is traced: its layer's number, and the new keys and values.
+    """Stand-in for a `Step` while a model is traced.
 
-    appended: what the operator `append` returned, by which the others come after it.
-    tokens: that the layer has then.
+    Args:
+        number: of the layer.
+        appended: the result of the operator `append`, which orders the others after it.
+        keys, values: the new ones, `[B, H, n, D]`.
+        tokens: of the layer, the new ones included.
     """
 
     number: int
@@ -73,7 +76,7 @@ class TracedStep:
 
     @property
     def packed(self) -> None:
-        """None: only known when the code runs."""
+        """None: the number of packed tokens is known only when the code runs."""
         return None
 
     def _fresh(self, side: Side) -> torch.Tensor:
@@ -96,11 +99,11 @@ class TracedStep:
     def without_spare_capacity(
         self, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Both sides decoded, with all room: a shape must not depend on how many tokens there are."""
+        """Return both sides decoded with their spare capacity, since no shape may depend on the number of tokens."""
         return self.dense("keys"), self.dense("values"), mask
 
     def path(self, query: torch.Tensor, softcap: float | None) -> AttentionPath:
-        """`torch`, in place of the path that the operator finds when it runs."""
+        """Return `torch`, in place of the path that the operator chooses when it runs."""
         return "torch"
 
     def attend(
@@ -112,7 +115,7 @@ class TracedStep:
         s_aux: torch.Tensor | None,
         path: AttentionPath | None = None,
     ) -> torch.Tensor:
-        """As `Step.attend`; the path is found when the code runs."""
+        """Add the attention of `Step.attend` to the graph; its path is chosen when the code runs."""
         width = self.values.shape[3]
         return attend(query, self.appended, mask, s_aux, scaling, softcap or 0.0, self.number, width)
 
@@ -128,7 +131,7 @@ def _layer(number: int, cos: torch.Tensor | None, sin: torch.Tensor | None) -> C
 def append(
     keys: torch.Tensor, values: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, number: int
 ) -> torch.Tensor:
-    """Stores new keys and values `[B, H, n, D]` in a layer; an empty tensor, for what reads the layer after that."""
+    """Append new keys and values `[B, H, n, D]` to a layer, and return an empty tensor for later operators to take."""
     _layer(number, cos, sin).append(keys, values)
     return keys.new_empty(0)
 
@@ -151,7 +154,7 @@ def attend(
     number: int,
     width: int,
 ) -> torch.Tensor:
-    """Attention of queries `[B, Hq, n, Dk]` over a layer, the step in `appended` included: `[B, n, Hq, width]`."""
+    """Attend with queries `[B, Hq, n, Dk]` to a layer after the step of `appended`: `[B, n, Hq, width]`."""
     return _LAYERS[number].step().attend(query, mask, scaling, softcap or None, s_aux)
 
 
@@ -171,7 +174,7 @@ def _(
 
 @torch.library.custom_op("kvcache_compress::read", mutates_args=())
 def read(appended: torch.Tensor, fresh: torch.Tensor, number: int, tokens: int, side: str) -> torch.Tensor:
-    """A side of a layer decoded, `[B, H, tokens, D]`; `fresh` `[B, H, n, D]` is what was stored of it last."""
+    """Decode a side of a layer, `[B, H, tokens, D]`; `fresh` `[B, H, n, D]` are its newest tokens."""
     return _LAYERS[number].step().dense("keys" if side == "keys" else "values")
 
 
@@ -189,7 +192,7 @@ def update(
     number: int,
     tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stores new keys and values `[B, H, n, D]`; all `tokens` that the step attends to decoded, `[B, H, tokens, D]`."""
+    """Append new keys and values `[B, H, n, D]`, and decode all that the step attends to: `[B, H, tokens, D]`."""
     return _layer(number, cos, sin).dense_step(keys, values)
 
 

@@ -1,4 +1,4 @@
-"""Decode attention over `sinks | packed | tail` in torch: what runs where there is no Triton, and the kernels' twin.
+"""Decode attention over `sinks | packed | tail` in torch: the fallback of other backends and the kernels' reference.
 
 Packed tokens are scored and summed in code space, chunk by chunk, and are never rotated back.
 """
@@ -20,14 +20,14 @@ def attend(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of a few queries over a compressed layer.
+    """Attend with a few queries to a compressed layer.
 
     Args:
         query: `[B, Hq, n, Dk]`; the n queries are the last n tokens of the tail.
         keys, values: the layer's segments, `H` key/value heads, `Hq = G * H`.
         mask: None (causal), or boolean (True = attend) or additive, broadcastable to `[B, Hq, n, T]`.
         scaling: factor on the inner products.
-        softcap: `s = softcap * tanh(s / softcap)` where given (Gemma 2).
+        softcap: if not None, scores are `softcap * tanh(s / softcap)` (Gemma 2).
         s_aux: learned logits `[Hq]` that join the softmax's denominator (gpt-oss).
 
     Returns:
