@@ -118,8 +118,8 @@ def calibrate(
     try:
         if method != "commvq":
             raise ValueError(f"method={method!r}: allowed 'commvq', the method that needs calibration")
-        given = {"tokens": tokens, "key_rounds": key_rounds, "value_rounds": value_rounds}
-        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        sizes = {"tokens": tokens, "key_rounds": key_rounds, "value_rounds": value_rounds}
+        chosen: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
         chosen |= {"bits": bits, "values": values, "weigh_pairs": weigh_pairs}
         settings = CommVQSettings.quick(**chosen) if quick else CommVQSettings(**chosen)
         run_calibration(console, model, text, output, settings, device)

@@ -55,19 +55,19 @@ class SideConfig(StrictOptions):
 
     def options(self) -> MethodOptions:
         model = self.codec().Options
-        given = dict(self.model_extra or {})
-        for name in given:
+        inputs = dict(self.model_extra or {})
+        for name in inputs:
             if name not in model.model_fields:
                 raise ValueError(unknown_key(name, f"for {self.method}", model.model_fields))
         try:
-            return model(**given)
+            return model(**inputs)
         except ValidationError as error:
             raise ValueError(explain(error, "", {"": model}, f" for {self.method}")) from None
 
     def idle(self) -> dict[str, str]:
         """Options given here that have no effect beside the others, each with what they need."""
-        given = self.model_extra or {}
-        return {name: need for name, need in self.options().idle().items() if given.get(name) is not None}
+        inputs = self.model_extra or {}
+        return {name: need for name, need in self.options().idle().items() if inputs.get(name) is not None}
 
     def without(self, names: Collection[str]) -> SideConfig:
         """A copy without some options."""
@@ -131,8 +131,8 @@ class LayerRule(StrictOptions):
                 found |= {index for index, kind in enumerate(layer_types) if kind == item}
                 continue
             else:
-                there = ", ".join(sorted(set(layer_types)))
-                raise ValueError(f"match={quoted(item)}: this model has no such layer type; it has {there}")
+                present = ", ".join(sorted(set(layer_types)))
+                raise ValueError(f"match={quoted(item)}: this model has no such layer type; it has {present}")
             if not wanted or wanted[0] < -count or wanted[-1] >= count:
                 raise ValueError(f"match={item!r}: this model has layers 0 to {count - 1}")
             found |= {index % count for index in wanted}
@@ -186,7 +186,7 @@ class CompressionConfig(StrictOptions):
     layers: AnyList[LayerRule] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _check_fixed(self) -> CompressionConfig:
+    def _check_static(self) -> CompressionConfig:
         if self.max_cache_len is not None and not self.quantize_generated:
             raise ValueError("quantize_generated=False with max_cache_len: allowed True, for dense tokens have no end")
         if self.max_cache_len is not None and self.offloading:
@@ -200,8 +200,8 @@ class CompressionConfig(StrictOptions):
         for place, plan in plans.items():
             for side, chosen in (("keys", plan.keys), ("values", plan.values)):
                 for name, need in chosen.idle().items():
-                    given = quoted((chosen.model_extra or {})[name])
-                    raise ValueError(f"{place}{side}.{name}={given} for {chosen.method}: allowed only with {need}")
+                    value = quoted((chosen.model_extra or {})[name])
+                    raise ValueError(f"{place}{side}.{name}={value} for {chosen.method}: allowed only with {need}")
         for number, rule in enumerate(self.layers):
             for name in ("sink_tokens", "recent_tokens"):
                 if getattr(rule, name) is not None and not plans[f"layers.{number}."].compresses:

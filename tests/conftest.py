@@ -13,7 +13,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 
 
 @pytest.fixture
-def fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of fixed capacity do on the CPU what they do elsewhere: steps whose shapes do not change."""
     from kvcache_compress.cache import layer
 

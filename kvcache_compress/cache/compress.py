@@ -145,8 +145,8 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
         opened = tuple(blocks.open)  # The thread that opened them may leave them meanwhile.
         if vars(running) or not opened:
             return generate(*args, **kwargs)
-        given = inspect.signature(generate).bind_partial(*args, **kwargs).arguments.get("generation_config")
-        settings = [one for one in (given, model.generation_config) if one is not None]
+        passed = inspect.signature(generate).bind_partial(*args, **kwargs).arguments.get("generation_config")
+        settings = [one for one in (passed, model.generation_config) if one is not None]
         asked = [kwargs.get("use_cache"), *(one.use_cache for one in settings)]
         running.generate = True
         try:

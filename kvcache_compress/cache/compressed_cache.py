@@ -45,7 +45,7 @@ class CompressedCache(Cache, ModelListener):
 
     Raises:
         ValueError: a config that does not fit the model, encoder-decoder models, models without full attention, a
-            head dimension that a method cannot take, or a backend that cannot be had.
+            head dimension that a method cannot take, or a backend that is unavailable.
     """
 
     methods: ClassVar[frozenset[str] | None] = None
@@ -138,7 +138,7 @@ class CompressedCache(Cache, ModelListener):
         receiver = self.layers[layer]
         if isinstance(receiver, CompressedLayer) and receiver.track is not None:
             known = isinstance(embeddings, tuple)
-            receiver.track.given = tuple(x[:, -tokens:] for x in embeddings) if known else None
+            receiver.track.inputs = tuple(x[:, -tokens:] for x in embeddings) if known else None
 
     @property
     def compressed_layers(self) -> dict[int, CompressedLayer]:

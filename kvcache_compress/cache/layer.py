@@ -12,13 +12,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvcache_compress.attention import compile_ops as ops
-from kvcache_compress.attention.handle import PackedKV, Step, wanted, with_step
+from kvcache_compress.attention.handle import PackedKV, Step, gradients_wanted, with_step
 from kvcache_compress.attention.interface import ATTENTION_NAME
 from kvcache_compress.codecs.backend import resolve_backend
 from kvcache_compress.codecs.base import Codec, CodecContext, Side
 from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.storage.checks import PackableChecks, check_batch, check_states, full, tokens_after_crop
+from kvcache_compress.storage.checks import PackableChecks, check_batch, check_states, full_error, tokens_after_crop
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.storage.segments import SideSegments
@@ -59,10 +59,10 @@ class CompressedLayer(RowOperations):
     ) -> None:
         self.index = index
         self.compression = compression
-        self.max_cache_len = room = compression.max_cache_len
-        if room is not None:
+        self.max_cache_len = capacity = compression.max_cache_len
+        if capacity is not None:
             # Wider windows than that hold no more, and their buffers are made at once.
-            windows = {name: min(getattr(plan, name), room) for name in ("sink_tokens", "recent_tokens")}
+            windows = {name: min(getattr(plan, name), capacity) for name in ("sink_tokens", "recent_tokens")}
             plan = replace(plan, **windows)
         self.plan = plan
         self.decoder_config = decoder_config
@@ -100,20 +100,20 @@ class CompressedLayer(RowOperations):
         if self.track is not None:
             self.track = self.track.at(self.device, self.index)
             self.leads_track = self.track.leader == self.index
-        given: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
-        codecs = {side: self._codec(side, self.plan.side(side), x) for side, x in given.items()}
+        inputs: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
+        codecs = {side: self._codec(side, self.plan.side(side), x) for side, x in inputs.items()}
         self.backend = resolve_backend(self.compression.backend, self.device, codecs.values())
         codecs = {side: codec.on(self.backend) for side, codec in codecs.items()}
         self.group = math.lcm(*(codec.group for codec in codecs.values()))
         self.flush_tokens = math.lcm(FLUSH_TOKENS, self.group)
         plan, usual = self.plan, self.plan.recent_tokens + self.flush_tokens
         sides = {
-            side: SideState(codec, given[side], usual, self.track if plan.rope_use(side) == "factors" else None)
+            side: SideState(codec, inputs[side], usual, self.track if plan.rope_use(side) == "factors" else None)
             for side, codec in codecs.items()
         }
         windows = Windows(plan.sink_tokens, plan.recent_tokens, self.flush_tokens, self.group, self.max_cache_len)
         self.storage = storage = DynamicStorage(
-            sides, windows, self._checks, packs_steps=self.compression.quantize_generated, track=self.track,
+            sides, windows, self._checks, flushes_steps=self.compression.quantize_generated, track=self.track,
             leads_track=self.leads_track,
         )  # fmt: skip
         if self.max_cache_len is not None:
@@ -174,7 +174,7 @@ class CompressedLayer(RowOperations):
             self.prefetch()
         if self.compression.offloading and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        return self.storage.sides[side].everything().dense()
+        return self.storage.sides[side].all_segments().dense()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -191,21 +191,21 @@ class CompressedLayer(RowOperations):
         """
         if torch.compiler.is_compiling():
             return self._update_when_run(key_states, value_states)
-        room, storage = self.max_cache_len, self.storage
-        first = room is None and (storage is None or not storage.tokens)
-        keys, values = self._store(key_states, value_states, counting=room is not None)
+        capacity, storage = self.max_cache_len, self.storage
+        first = capacity is None and (storage is None or not storage.tokens)
+        keys, values = self._append(key_states, value_states, counting=capacity is not None)
         if first:
             return key_states, value_states
-        step = Step(keys, values, self.backend, room)
-        # Asked by every layer at every step: `wanted` would cost more than what it asks.
+        step = Step(keys, values, self.backend, capacity)
+        # Asked by every layer at every step: `gradients_wanted` would cost more than what it asks.
         if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
             count = key_states.shape[2]
             start: Any = keys.shape[2] - count
-            if room is not None:
-                start = (self.cumulative_length - count).clamp(max=room - count)
+            if capacity is not None:
+                start = (self.cumulative_length - count).clamp(max=capacity - count)
             k_dense, v_dense = step.dense("keys"), step.dense("values")
             return with_step(k_dense, key_states, start), with_step(v_dense, value_states, start)
-        if self.fused and (keys.packed or room is not None):
+        if self.fused and (keys.packed or capacity is not None):
             return PackedKV(step, "keys"), PackedKV(step, "values")
         return step.dense("keys"), step.dense("values")
 
@@ -213,32 +213,32 @@ class CompressedLayer(RowOperations):
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor | PackedKV, torch.Tensor | PackedKV]:
         """`update` while the model is traced: what the compiled code will do when it runs."""
-        if wanted(key_states, value_states):
+        if gradients_wanted(key_states, value_states):
             raise ValueError(
                 "gradients of keys and values: allowed where the model is not compiled, else torch.no_grad()"
             )
         tokens = key_states.shape[2]
         total = self.get_mask_sizes(tokens)[0]
-        counts = self.max_cache_len is not None and self._goes_on(key_states)
+        counts = self.max_cache_len is not None and self._keeps_counter(key_states)
         trace = ops.traced_step if self.fused and tokens <= MAX_DECODE_TOKENS else ops.decoded
         found: tuple[Any, Any] = trace(self, key_states, value_states, total)
         if counts:
             self.cumulative_length.add_(tokens)
         return found
 
-    def _goes_on(self, key_states: torch.Tensor) -> bool:
+    def _keeps_counter(self, key_states: torch.Tensor) -> bool:
         """True where the layer's counter stays, which compiled code then adds to: it must see all of its changes."""
         return self.is_initialized and bool(key_states.shape[0] == self.batch_size > 0)
 
-    def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[SideSegments, SideSegments]:
+    def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[SideSegments, SideSegments]:
         """`update` as compiled code runs it: stores `[B, H, T, D]`; returns the segments that this step attends to.
 
         A counter of fixed capacity stays as it is, unless it is a new one: the compiled code adds to it itself.
         """
-        counting = self.max_cache_len is not None and not self._goes_on(key_states)
-        return self._store(key_states, value_states, counting)
+        counting = self.max_cache_len is not None and not self._keeps_counter(key_states)
+        return self._append(key_states, value_states, counting)
 
-    def _store(
+    def _append(
         self, key_states: torch.Tensor, value_states: torch.Tensor, counting: bool
     ) -> tuple[SideSegments, SideSegments]:
         keys, values = self._accept(key_states, value_states)
@@ -278,7 +278,7 @@ class CompressedLayer(RowOperations):
         if self.max_cache_len is None or (isinstance(storage, StaticStorage) and storage.is_step(count)):
             return
         if self._length() + count > self.max_cache_len:
-            raise full(self.index, self.max_cache_len)
+            raise full_error(self.index, self.max_cache_len)
         self._checks.raise_for_known()
         if keys.numel():
             self._checks.add("keys", keys)
@@ -297,8 +297,8 @@ class CompressedLayer(RowOperations):
         return wider
 
     def dense_step(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`store` with what the step attends to decoded, `[B, H, T, D]`."""
-        step = Step(*self.store(key_states, value_states), self.backend, self.max_cache_len)
+        """`append` with what the step attends to decoded, `[B, H, T, D]`."""
+        step = Step(*self.append(key_states, value_states), self.backend, self.max_cache_len)
         return step.dense("keys"), step.dense("values")
 
     def step(self) -> Step:
@@ -355,7 +355,7 @@ class CompressedLayer(RowOperations):
         """The layer's tokens, to be changed in the block; after an error steps of fixed shapes are as they were."""
         assert self.storage is not None
         self._renumber()
-        with self._writable_buffers(), self.storage.taken_out() as storage:
+        with self._writable_buffers(), self.storage.as_dynamic() as storage:
             yield storage
         if self.max_cache_len is not None:
             self.cumulative_length.fill_(self._length())

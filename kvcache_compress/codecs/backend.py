@@ -26,16 +26,16 @@ def interpreting() -> bool:
 
 
 def check_backend(choice: BackendChoice, codecs: Iterable[type[Codec]]) -> None:
-    """Raises `ValueError` at construction where an explicit `backend` cannot be had, or not for one of the codecs."""
+    """Raises `ValueError` at construction where an explicit `backend` is unavailable, or not for one of the codecs."""
     if choice == "auto" or choice == "torch":
         return
     for codec in codecs:
         if not codec.runs_on(choice):
             raise ValueError(
-                f'backend="{choice}" cannot be had for method {codec.name!r}; use backend="torch" or "auto"'
+                f'backend="{choice}" is unavailable for method {codec.name!r}; use backend="torch" or "auto"'
             )
     if problem := _cpp_problem() if choice == "cpp" else _triton_problem():
-        raise ValueError(f'backend="{choice}" cannot be had: {problem}; use backend="torch" or "auto"')
+        raise ValueError(f'backend="{choice}" is unavailable: {problem}; use backend="torch" or "auto"')
 
 
 def resolve_backend(choice: BackendChoice, device: torch.device, codecs: Iterable[Codec | type[Codec]] = ()) -> Backend:
@@ -47,11 +47,11 @@ def resolve_backend(choice: BackendChoice, device: torch.device, codecs: Iterabl
     backend: Backend = "torch"
     if choice == "triton":
         if device.type != "cuda" and not interpreting():
-            raise ValueError(f'backend="triton" cannot be had for tensors on {device.type}: a GPU is needed')
+            raise ValueError(f'backend="triton" is unavailable for tensors on {device.type}: a GPU is needed')
         backend = "triton"
     elif choice == "cpp":
         if device.type != "cpu":
-            raise ValueError(f'backend="cpp" cannot be had for tensors on {device.type}; use backend="auto"')
+            raise ValueError(f'backend="cpp" is unavailable for tensors on {device.type}; use backend="auto"')
         backend = "cpp"
     elif choice == "auto":
         fast: Backend = "triton" if device.type == "cuda" else "cpp" if device.type == "cpu" else "torch"

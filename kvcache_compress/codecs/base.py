@@ -87,7 +87,7 @@ class Codec(ABC):
     """Code that encodes, chosen by the layer, which knows its device; see `on` and `backend.quantizer`."""
     chunks_on_cpp: bool = True
     """Whether it suits chunks of prompts too: not where code space is much wider than a head."""
-    of_one_prompt: bool = False
+    per_prompt: bool = False
     """True where what depends on data is of one prompt: set by its first tokens, refused to a batch of several."""
 
     def __init__(self, options: Any, context: CodecContext) -> None:

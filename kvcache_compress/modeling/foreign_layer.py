@@ -143,9 +143,9 @@ def _contradictions(new: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterato
     if any(dtype not in (None, x.dtype) and ("max_cache_len" in new or not _holds(x.dtype, dtype)) for x in pair):
         yield f"keys and values of {pair[0].dtype} and {pair[1].dtype} in a layer of {dtype}"
     if "cumulative_length_int" in new:
-        seen, room, counted = new["cumulative_length_int"], new["max_cache_len"], int(new["cumulative_length"])
-        if counted > room or (seen <= room and counted != seen):
-            yield f"lengths of {seen} and {counted} in a window of {room}"
+        seen, capacity, counted = new["cumulative_length_int"], new["max_cache_len"], int(new["cumulative_length"])
+        if counted > capacity or (seen <= capacity and counted != seen):
+            yield f"lengths of {seen} and {counted} in a window of {capacity}"
     if "sliding_window" in new and isinstance(new.get("cumulative_length"), int):
         seen, window = new["cumulative_length"], new["sliding_window"]
         if tokens > seen or (window > 1 and tokens != min(seen, window - 1) and not new.get("record_past")):

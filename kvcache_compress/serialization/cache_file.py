@@ -187,11 +187,11 @@ def _facts(cache: CompressedCache) -> ModelFacts:
 
 
 def _check_model(header: Header, cache: CompressedCache, any_model: bool) -> None:
-    here, there = _facts(cache).model_dump(), header.model.model_dump()
-    names = (there.pop("name"), here.pop("name"))
-    start = f"made by another model, {names[0] or there['model_type']!r}"
-    if differing := [fact for fact in here if here[fact] != there[fact]]:
-        words = "; ".join(f"{fact} {there[fact]} there, {here[fact]} here" for fact in differing)
+    ours, saved = _facts(cache).model_dump(), header.model.model_dump()
+    names = (saved.pop("name"), ours.pop("name"))
+    start = f"made by another model, {names[0] or saved['model_type']!r}"
+    if differing := [fact for fact in ours if ours[fact] != saved[fact]]:
+        words = "; ".join(f"{fact} {saved[fact]} there, {ours[fact]} here" for fact in differing)
         raise ValueError(f"{start}: {words}")
     if not any_model and not same_model(*names):
         raise ValueError(f"{start}, not {names[1]!r}. If both have the same weights, say any_model=True")

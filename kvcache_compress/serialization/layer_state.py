@@ -101,7 +101,7 @@ def restore_layer(
         layer.lazy_initialization(keys, values)
     except RuntimeError as error:
         raise ValueError(f"damaged, or no room for it: {str(error).splitlines()[0]}") from None
-    _check_room(layer, state)
+    _check_capacity(layer, state)
     if layer.track is not None and rope is not None:
         layer.track.restore(rope.to(device))
     with layer.edited() as storage:
@@ -153,14 +153,14 @@ def _check_dense(state: LayerState, tensors: Mapping[str, torch.Tensor]) -> None
             raise ValueError(f"damaged: {name} is {list(x.shape)}, not {list(rows)} with {state.packed} tokens")
 
 
-def _check_room(layer: CompressedLayer, state: LayerState) -> None:
+def _check_capacity(layer: CompressedLayer, state: LayerState) -> None:
     """Refuses what an initialized layer of this kind cannot hold."""
     if state.packed % layer.group:
         raise ValueError(f"damaged: {state.packed} packed tokens, in groups of {layer.group}")
     assert layer.storage is not None
-    room, ring = layer.max_cache_len, layer.storage.windows.ring
-    if room is not None and (state.tokens > room or state.tail > ring):
-        raise ValueError(f"damaged: {state.tokens} tokens, {state.tail} of them dense, for {room}")
+    capacity, tail_capacity = layer.max_cache_len, layer.storage.windows.tail_capacity
+    if capacity is not None and (state.tokens > capacity or state.tail > tail_capacity):
+        raise ValueError(f"damaged: {state.tokens} tokens, {state.tail} of them dense, for {capacity}")
 
 
 def _shapes(own: SideState, state: LayerState) -> Iterator[tuple[str, Shape]]:
@@ -179,10 +179,10 @@ def _shapes(own: SideState, state: LayerState) -> Iterator[tuple[str, Shape]]:
 
 def expect(expected: Mapping[str, Shape], found: Mapping[str, torch.Tensor | None]) -> None:
     """Raises `ValueError` for tensors that are missing, too many, or of another dtype or shape."""
-    there = {name: (x.dtype, tuple(x.shape)) for name, x in found.items() if x is not None}
-    for name in sorted(expected.keys() | there.keys()):
-        if name not in there or name not in expected:
+    saved = {name: (x.dtype, tuple(x.shape)) for name, x in found.items() if x is not None}
+    for name in sorted(expected.keys() | saved.keys()):
+        if name not in saved or name not in expected:
             raise ValueError(f"damaged: {'no' if name in expected else 'a superfluous'} tensor {name!r}")
-        if there[name] != expected[name]:
-            (dtype, shape), (wanted, form) = there[name], expected[name]
+        if saved[name] != expected[name]:
+            (dtype, shape), (wanted, form) = saved[name], expected[name]
             raise ValueError(f"damaged: {name} is {_name(dtype)} {list(shape)}, not {_name(wanted)} {list(form)}")

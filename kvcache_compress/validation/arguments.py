@@ -22,7 +22,7 @@ def usable_device(device: torch.device | str | None) -> torch.device:
     except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
     if reason is not None:
-        raise ValueError(f"device={quoted(device)} cannot be had: {reason}")
+        raise ValueError(f"device={quoted(device)} is unavailable: {reason}")
     return found
 
 

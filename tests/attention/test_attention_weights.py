@@ -52,7 +52,7 @@ def test_weights_are_those_of_the_previous_attention(family: str, by_config: boo
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @torch.no_grad()
-def test_weights_over_all_the_room_of_a_fixed_capacity(family: str, ids: torch.Tensor) -> None:
+def test_weights_over_all_the_room_of_a_static_layer(family: str, ids: torch.Tensor) -> None:
     """As without fused attention, and as Transformers' own static cache gives them: of first prompts, chunks, steps."""
     model = build(family, attn_implementation="eager")
     config = CONFIG.model_copy(update={"max_cache_len": 96})

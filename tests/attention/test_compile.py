@@ -60,39 +60,39 @@ def decode(step: Any, model: PreTrainedModel, cache: CompressedCache, ids: torch
 
     With a fixed capacity the padding mask is as long as that from the start.
     """
-    room = cache.compression.max_cache_len
-    mask = torch.ones(2, room or ids.shape[1], dtype=torch.long)
+    capacity = cache.compression.max_cache_len
+    mask = torch.ones(2, capacity or ids.shape[1], dtype=torch.long)
     mask[1, :9] = 0
     logits = []
     for at, part in zip([0, *range(60, ids.shape[1])], ids.split([60, *[1] * (ids.shape[1] - 60)], 1), strict=True):
         stop = at + part.shape[1]
         positions = (mask[:, :stop].cumsum(-1) - 1).clamp_min(0)[:, at:].contiguous()
         run = model if at == 0 else step
-        seen = mask if room else mask[:, :stop]
+        seen = mask if capacity else mask[:, :stop]
         output = run(input_ids=part, past_key_values=cache, attention_mask=seen, position_ids=positions)
         logits.append(output.logits)
     return torch.cat(logits, 1)[:, 9:]
 
 
 @pytest.mark.parametrize(
-    ("method", "layers", "fused", "room"),
+    ("method", "layers", "fused", "capacity"),
     [("turboquant", 1, True, None), ("commvq", 1, False, None), ("commvq", 2, True, 100), ("kivi", 2, False, 100)],
 )
-def test_whole_graph(method: str, layers: int, fused: bool, room: int | None) -> None:
-    check_whole_graph(method, layers, fused, room)
+def test_whole_graph(method: str, layers: int, fused: bool, capacity: int | None) -> None:
+    check_whole_graph(method, layers, fused, capacity)
 
 
-@pytest.mark.usefixtures("fixed_shapes")
-def test_whole_graph_of_steps_of_fixed_shapes() -> None:
+@pytest.mark.usefixtures("static_shapes")
+def test_whole_graph_of_steps_of_static_shapes() -> None:
     check_whole_graph("commvq", 1, True, 100)
 
 
-def check_whole_graph(method: str, layers: int, fused: bool, room: int | None) -> None:
+def check_whole_graph(method: str, layers: int, fused: bool, capacity: int | None) -> None:
     """A graph break raises (`fullgraph`). CommVQ's positions go through the graph as well."""
     model = small_model(layers)
     if fused:
         enable_fused_attention(model)
-    config = {**method_config(method, layers), "max_cache_len": room}
+    config = {**method_config(method, layers), "max_cache_len": capacity}
     ids = torch.randint(1, VOCAB, (2, 60 + STEPS), generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     caches = [CompressedCache(model.config, config) for _ in range(2)]
@@ -100,7 +100,7 @@ def check_whole_graph(method: str, layers: int, fused: bool, room: int | None) -
     torch.testing.assert_close(decode(compiled, model, caches[1], ids), expected, **TOLERANCE)
     assert caches[0].packed_tokens == caches[1].packed_tokens == 64
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs == 1 if room else graphs <= 4
+    assert graphs == 1 if capacity else graphs <= 4
 
 
 @torch.no_grad()

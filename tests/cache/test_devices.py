@@ -60,7 +60,7 @@ def steps(
         factors = torch.cat([angles, angles], -1)
         for layer, device in enumerate(devices):
             if cache.layers[layer].track is not None:
-                cache.layers[layer].track.given = (factors.cos().to(device), factors.sin().to(device))
+                cache.layers[layer].track.inputs = (factors.cos().to(device), factors.sin().to(device))
             x = torch.randn(rows, HEADS, size, HEAD_DIM, generator=generator).to(device)
             keys, values = cache.update(x, x, layer)
             assert keys.device == values.device == device

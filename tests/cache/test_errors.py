@@ -144,7 +144,7 @@ def test_other_models() -> None:
 
 def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match='backend="triton" cannot be had: triton is not installed'):
+    with pytest.raises(ValueError, match='backend="triton" is unavailable: triton is not installed'):
         TurboQuantCache(llama(), backend="triton")
     TurboQuantCache(llama(), backend="auto")
 
@@ -152,7 +152,7 @@ def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match='backend="triton" cannot be had: there is no GPU'):
+    with pytest.raises(ValueError, match='backend="triton" is unavailable: there is no GPU'):
         TurboQuantCache(llama(), backend="triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     TurboQuantCache(llama(), backend="triton")

@@ -186,8 +186,8 @@ def test_memory_grows_as_estimated(name: str) -> None:
         assert report.rope_used_bytes == batch * tokens * rope_bytes(config, dim, layers)
         used = report.used_bytes - report.rope_used_bytes
         assert estimate <= used <= estimate + waiting * per_token
-        room = (plan.recent_tokens + cache.layers[0].flush_tokens + step) * per_token
-        assert report.allocated_bytes <= 1.125 * report.used_bytes + room
+        spare = (plan.recent_tokens + cache.layers[0].flush_tokens + step) * per_token
+        assert report.allocated_bytes <= 1.125 * report.used_bytes + spare
     assert report.packed_tokens > 1800
 
 

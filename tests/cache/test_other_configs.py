@@ -52,13 +52,13 @@ OTHERS: dict[str, Callable[[LlamaForCausalLM, Path], PreTrainedConfig]] = {
 
 
 @pytest.mark.parametrize("call", [LlamaForCausalLM.__call__, LlamaForCausalLM.forward], ids=["call", "forward"])
-@pytest.mark.parametrize("room", [None, 100])
+@pytest.mark.parametrize("capacity", [None, 100])
 @pytest.mark.parametrize("other", OTHERS)
 def test_attention_is_fused(
-    model: LlamaForCausalLM, ids: torch.Tensor, tmp_path: Path, other: str, room: int | None, call: Any
+    model: LlamaForCausalLM, ids: torch.Tensor, tmp_path: Path, other: str, capacity: int | None, call: Any
 ) -> None:
     """Also where a wrapper calls `forward`, past the model's own hooks; and not any more once it is off."""
-    config = {**method_config("turboquant"), "max_cache_len": room}
+    config = {**method_config("turboquant"), "max_cache_len": capacity}
     foreign = CompressedCache(OTHERS[other](model, tmp_path), config)
     enable_fused_attention(model)
     expected = run(model, CompressedCache(model.config, config), ids)
@@ -96,12 +96,12 @@ def test_own_cache_within_compress(model: LlamaForCausalLM, ids: torch.Tensor) -
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("room", [None, 100])
-def test_from_a_model_that_is_fused_to_one_that_is_not(ids: torch.Tensor, room: int | None, attention: str) -> None:
+@pytest.mark.parametrize("capacity", [None, 100])
+def test_from_a_model_that_is_fused_to_one_that_is_not(ids: torch.Tensor, capacity: int | None, attention: str) -> None:
     """Equal configs and equal weights: the other decodes what it gets, with its own masks, and both go on alike."""
     fused, plain = (small_model(attn_implementation=attention) for _ in range(2))
     enable_fused_attention(fused)
-    config = {**method_config("turboquant"), "max_cache_len": room}
+    config = {**method_config("turboquant"), "max_cache_len": capacity}
     expected, count = run(plain, CompressedCache(plain.config, config), ids)
     assert count == 0
     cache = CompressedCache(fused.config, config)

@@ -106,8 +106,8 @@ def test_layers_that_are_not_ours() -> None:
     assert report.fields()["dense"] == report.layers[0].total_bytes
 
 
-@pytest.mark.usefixtures("fixed_shapes")
-def test_rings_of_fixed_capacity_count_16_bits() -> None:
+@pytest.mark.usefixtures("static_shapes")
+def test_tails_of_static_layers_count_16_bits() -> None:
     """So do the dense tokens of a layer whose steps have fixed shapes, and the room for them."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -128,12 +128,12 @@ COMPARED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("room", [None, 100])
+@pytest.mark.parametrize("capacity", [None, 100])
 @pytest.mark.parametrize("name", COMPARED)
-def test_like_is_compared_with_like(name: str, dtype: torch.dtype, room: int | None) -> None:
+def test_like_is_compared_with_like(name: str, dtype: torch.dtype, capacity: int | None) -> None:
     """Bits do not depend on the model's dtype, and the ratio is to a full cache in it: of a full cache, 1."""
     config = LlamaConfig(num_hidden_layers=2, hidden_size=256, num_attention_heads=4, num_key_value_heads=HEADS)
-    windows = {"sink_tokens": 4, "recent_tokens": 8, "max_cache_len": room}
+    windows = {"sink_tokens": 4, "recent_tokens": 8, "max_cache_len": capacity}
     of_dtype, of_float32 = (
         filled(CompressedCache(config, {**COMPARED[name], **windows}), dtype=own).memory_report()
         for own in (dtype, torch.float32)
@@ -142,7 +142,7 @@ def test_like_is_compared_with_like(name: str, dtype: torch.dtype, room: int | N
     assert of_dtype.full_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in dense.layers)
     assert of_dtype.ratio == of_dtype.full_bytes / of_dtype.total_bytes
     assert of_dtype.packed_bits_per_number == pytest.approx(of_float32.packed_bits_per_number, nan_ok=True)
-    if name == "all-none" and room is None:
+    if name == "all-none" and capacity is None:
         assert (of_dtype.ratio, of_dtype.bits_per_number) == (1, 16)
 
 

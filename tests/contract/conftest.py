@@ -103,14 +103,14 @@ class OracleLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         prompt = key_states.shape[2] > 16
         if not prompt and self.config.quantize_generated:
-            self._pack()
+            self._flush()
         self.rope.update(*self.rotary.factors(self.get_seq_length(), key_states))
         seen = super().update(key_states, value_states)
         if prompt:
-            self._pack()
+            self._flush()
         return seen
 
-    def _pack(self) -> None:
+    def _flush(self) -> None:
         length = self.get_seq_length()
         start = min(self.plan.sink_tokens, length) + self.packed
         block = math.lcm(32, self.group) if self.codecs else 32

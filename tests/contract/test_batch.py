@@ -91,11 +91,11 @@ def test_layers_that_are_all_none(tiny_model: Any, rows: torch.Tensor, config: d
     assert [layer.keys.shape[0] for layer in cache.layers] == [batch] * len(dense.layers)
 
 
-@pytest.mark.parametrize("room", [None, 60])
-def test_beams_of_layers_that_are_all_none(tiny_model: Any, ids: torch.Tensor, room: int | None) -> None:
+@pytest.mark.parametrize("capacity", [None, 60])
+def test_beams_of_layers_that_are_all_none(tiny_model: Any, ids: torch.Tensor, capacity: int | None) -> None:
     expected = tiny_model.generate(ids[:, :20], num_beams=4, do_sample=False, max_new_tokens=12)
     for config in ALL_NONE.values():
-        cache = CompressedCache(tiny_model.config, {**config, "max_cache_len": room})
+        cache = CompressedCache(tiny_model.config, {**config, "max_cache_len": capacity})
         how = {"num_beams": 4, "do_sample": False, "max_new_tokens": 12, "disable_compile": True}
         assert torch.equal(tiny_model.generate(ids[:, :20], past_key_values=cache, **how), expected)
 

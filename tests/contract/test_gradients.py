@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, GptOssConfig, GptOssForCausalLM, L
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.attention.handle import PackedKV
 
-PROMPT, ROOM = 60, 100
+PROMPT, CAPACITY = 60, 100
 CONFIGS: dict[str, dict[str, Any]] = {name: method_config(name) for name in METHODS} | {
     "mixed": mixed_config(),
     "one-none": {**method_config("turboquant"), "layers": [{"match": 0, "method": "none"}]},
@@ -54,16 +54,16 @@ def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-3)
 
 
-KINDS = {"growing": (None, False), "fixed": (ROOM, False), "frozen": (ROOM, True)}
+KINDS = {"growing": (None, False), "static": (CAPACITY, False), "frozen": (CAPACITY, True)}
 
 
 @pytest.fixture(params=KINDS)
-def room(request: pytest.FixtureRequest) -> int | None:
+def capacity(request: pytest.FixtureRequest) -> int | None:
     """`max_cache_len`: none, and one whose steps are as on CPUs and as elsewhere."""
-    room, frozen = KINDS[request.param]
+    capacity, frozen = KINDS[request.param]
     if frozen:
-        request.getfixturevalue("fixed_shapes")
-    return room
+        request.getfixturevalue("static_shapes")
+    return capacity
 
 
 @pytest.fixture(params=[False, True], ids=["decoded", "fused"])
@@ -75,10 +75,10 @@ def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_of_steps(model: Any, name: str, room: int | None) -> None:
+def test_of_steps(model: Any, name: str, capacity: int | None) -> None:
     """A token or two, a few, and another part of the prompt, each by itself, after a prompt without gradients."""
     ids = tokens(PROMPT + 28)
-    cache = CompressedCache(model.config, {**CONFIGS[name], "max_cache_len": room})
+    cache = CompressedCache(model.config, {**CONFIGS[name], "max_cache_len": capacity})
     # Those of fixed capacity cannot be used outside the inference mode in which they were made.
     with torch.no_grad() if "none" in name else torch.inference_mode():
         model(input_ids=ids[:, :PROMPT], past_key_values=cache)
@@ -91,10 +91,10 @@ def test_of_steps(model: Any, name: str, room: int | None) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[2, 5], [3, 1], [20, 20], [5, 40, 5]], ids=str)
-def test_from_the_first_token_on(model: Any, sizes: list[int], room: int | None) -> None:
+def test_from_the_first_token_on(model: Any, sizes: list[int], capacity: int | None) -> None:
     """Every part under gradients: the first, those that fill the sinks, and those before anything is packed."""
     ids = tokens(sum(sizes))
-    cache = CompressedCache(model.config, {**CONFIGS["turboquant"], "max_cache_len": room})
+    cache = CompressedCache(model.config, {**CONFIGS["turboquant"], "max_cache_len": capacity})
     for part in ids.split(sizes, 1):
         expected = expected_gradients(model, cache, part)
         check(gradients(model, model, cache, part), expected)
@@ -104,12 +104,12 @@ def test_from_the_first_token_on(model: Any, sizes: list[int], room: int | None)
 
 
 @pytest.mark.parametrize("part", ["k_proj", "v_proj"])
-def test_where_the_query_has_none(model: Any, part: str, room: int | None) -> None:
+def test_where_the_query_has_none(model: Any, part: str, capacity: int | None) -> None:
     """One adapted weight of the first layer, whose queries are constants."""
     model.requires_grad_(False)
     weight = getattr(model.model.layers[0].self_attn, part).weight.requires_grad_(True)
     ids = tokens(PROMPT + 1)
-    cache = CompressedCache(model.config, {**CONFIGS["kivi"], "max_cache_len": room})
+    cache = CompressedCache(model.config, {**CONFIGS["kivi"], "max_cache_len": capacity})
     with torch.no_grad():
         model(input_ids=ids[:, :PROMPT], past_key_values=cache)
     expected = expected_gradients(model, cache, ids[:, PROMPT:])
@@ -119,10 +119,10 @@ def test_where_the_query_has_none(model: Any, part: str, room: int | None) -> No
     torch.testing.assert_close(found[name], expected[name], atol=2e-5, rtol=1e-3)
 
 
-def test_compiled_code_has_none(model: Any, room: int | None) -> None:
+def test_compiled_code_has_none(model: Any, capacity: int | None) -> None:
     """A backward pass may compute again what depends on a counter that has gone on; Transformers' static cache does."""
     ids = tokens(PROMPT + 1)
-    cache = CompressedCache(model.config, {**CONFIGS["turboquant"], "max_cache_len": room})
+    cache = CompressedCache(model.config, {**CONFIGS["turboquant"], "max_cache_len": capacity})
     with torch.no_grad():
         model(input_ids=ids[:, :PROMPT], past_key_values=cache)
     torch._dynamo.reset()
@@ -151,7 +151,7 @@ def test_without_them_attention_stays_fused() -> None:
     assert layer.update(leaf, leaf)[0].requires_grad
 
 
-def test_learned_sinks_have_gradients() -> None:
+def test_s_aux_has_gradients() -> None:
     """A gpt-oss whose queries are constants: its sinks alone are trained."""
     config = GptOssConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,

@@ -115,16 +115,16 @@ def test_bfloat16(family: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma4", "gpt_oss", "qwen3_next", "deepseek_v3", "gpt_neox"])
-def test_fixed_capacity(family: str) -> None:
+def test_static_layers(family: str) -> None:
     """Beside sliding and linear layers; with soft-cap, sinks, wider keys than values, partial RoPE."""
     built = model(family)
     config = method_config(family, "turboquant")
-    fixed = config.model_copy(update={"max_cache_len": 110})
+    static = config.model_copy(update={"max_cache_len": 110})
     for expected, got in zip(
-        family_cases.both_ways(built, config)[:2], family_cases.both_ways(built, fixed)[:2], strict=True
+        family_cases.both_ways(built, config)[:2], family_cases.both_ways(built, static)[:2], strict=True
     ):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
-    assert family_cases.both_ways(built, fixed).cache.packed_tokens > 0
+    assert family_cases.both_ways(built, static).cache.packed_tokens > 0
 
 
 def spread(keys: torch.Tensor) -> float:

@@ -84,7 +84,7 @@ def test_smollm2_without_hub_or_carrier_says_what_to_install(monkeypatch: pytest
 
 @pytest.mark.parametrize("device", ["meta", "nowhere", "hpu"])
 def test_devices_that_hold_no_model(saved: Path, device: str) -> None:
-    with pytest.raises(ValueError, match=f"device='{device}' cannot be had: "):
+    with pytest.raises(ValueError, match=f"device='{device}' is unavailable: "):
         load_model(str(saved), device=device)
 
 

@@ -126,7 +126,7 @@ def test_evaluations(kind: str, folder: Path) -> None:
 @pytest.mark.parametrize("device", DEVICES[:-1])
 def test_devices_of_models(device: str, folder: Path) -> None:
     said = refused("eval", "perplexity", "--model", str(folder / "model"), "--device", device)
-    assert f"device={device!r} cannot be had: " in said
+    assert f"device={device!r} is unavailable: " in said
 
 
 CONFIGS: dict[str, Any] = {

@@ -236,7 +236,7 @@ def test_another_model(tmp_path: Path, changes: dict[str, Any], message: str) ->
 
 def test_devices(path: Path, tmp_path: Path) -> None:
     for device in ("nowhere", "meta", torch.device("meta"), "hpu", "xla", "cuda:99", "", 1.5, [], 10**30):
-        refuses(path, f"device={re.escape(quoted(device))} cannot be had: .", device=device)
+        refuses(path, f"device={re.escape(quoted(device))} is unavailable: .", device=device)
     assert CompressedCache.load(path, config(), device="cpu").layers[0].keys.device.type == "cpu"
     cache = TurboQuantCache(config(), sink_tokens=4, recent_tokens=8)
     cache.update(*(x.to("meta") for x in states(3)), 0)

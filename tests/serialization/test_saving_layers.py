@@ -46,7 +46,7 @@ def test_other_layers(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_fixed_capacity(family: str, tmp_path: Path) -> None:
+def test_static_layers(family: str, tmp_path: Path) -> None:
     """With `max_cache_len` too, beside static layers that slide."""
     model = family_cases.model(family)
     config = family_cases.method_config(family, "commvq" if family == "llama" else "turboquant")

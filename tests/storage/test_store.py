@@ -175,21 +175,21 @@ def test_a_wide_window_takes_room_as_it_fills() -> None:
     assert moves < 40
     assert copied < 10 * 5000
     tail.replace(tail.view()[:, :, 32:])
-    room = tail.buffer.data_ptr()
+    address = tail.buffer.data_ptr()
     for step in range(32):
         tail.append(numbers(step, 1))
-    assert tail.buffer.data_ptr() == room, "a full window has the room that it needs until its next flush"
+    assert tail.buffer.data_ptr() == address, "a full window has the room that it needs until its next flush"
 
 
-@pytest.mark.parametrize(("room", "frozen"), [(None, False), (60, False), (60, True)])
-def test_windows_wider_than_the_text(room: int | None, frozen: bool, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("capacity", "frozen"), [(None, False), (60, False), (60, True)])
+def test_windows_wider_than_the_text(capacity: int | None, frozen: bool, request: pytest.FixtureRequest) -> None:
     """A recent window and sinks of 100,000 tokens take no more than the tokens that are there, or can be."""
     if frozen:
-        request.getfixturevalue("fixed_shapes")
+        request.getfixturevalue("static_shapes")
     config = LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2)
     x = torch.randn(1, 2, 20, 32)
     for windows in ({"recent_tokens": 100_000}, {"sink_tokens": 100_000}):
-        cache = TurboQuantCache(config, max_cache_len=room, **windows)
+        cache = TurboQuantCache(config, max_cache_len=capacity, **windows)
         for part in x.split([18, 1, 1], 2):
             cache.update(part, part, 0)
         assert cache.memory_report().allocated_bytes < 300_000

@@ -64,6 +64,6 @@ def random_track(layout: RopeLayout, batch: int, tokens: int) -> RopeTrack:
     track = RopeTrack(LlamaConfig(), layout)
     positions = torch.arange(tokens).float() + 7.0 * torch.arange(batch)[:, None]
     angles = positions[..., None] * 10_000 ** -(torch.arange(layout.rotary) / layout.rotary)
-    track.given = (angles.cos(), angles.sin())
+    track.inputs = (angles.cos(), angles.sin())
     track.extend(0, torch.empty(batch, 1, tokens, 1))
     return track

@@ -79,11 +79,11 @@ class Layer:
             for side in (self.keys, self.values)
         )
 
-    def step(self, count: int = 1, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None) -> bool:
+    def step(self, count: int = 1, mask: torch.Tensor | None = None, s_aux: torch.Tensor | None = None) -> bool:
         """Check a step's launches against Triton's own; True if they repeated an earlier step's."""
         query = torch.zeros(1, 6, count, DIM, dtype=torch.bfloat16)
         call: Callable[[], torch.Tensor] = lambda: launch.attend(  # noqa: E731
-            query, self.keys, self.values, mask, scaling=0.125, sinks=sinks
+            query, self.keys, self.values, mask, scaling=0.125, s_aux=s_aux
         )
         plans = self.keys.codec.kernel_side.plans
         with mock.patch.object(triton.JITFunction, "run", autospec=True, side_effect=triton.JITFunction.run) as looked:
@@ -147,8 +147,8 @@ def check_launches_of_a_step() -> None:
         assert traced(decode) == (["append_kernel", *(kernel.__name__ for kernel in KERNELS)], [])
 
 
-def check_launches_of_fixed_capacity() -> None:
-    """A step of fixed capacity makes four launches too, plus encoding and storing without a kernel encoder."""
+def check_launches_of_static_layers() -> None:
+    """A step of static capacity makes four launches too, plus encoding and storing without a kernel encoder."""
     four = ["write_slots_kernel", "map_step_kernel", "attend_kernel", "merge_kernel"]
     for preset in ENCODED:
         layer, decode = decoding(1024, preset)
@@ -255,20 +255,20 @@ def main() -> None:
     assert layer.step()
 
     mask = torch.ones(1, 1, 2, 1024, dtype=torch.bool)
-    sinks = torch.zeros(6)
-    assert not layer.step(2, mask[..., : tokens(layer)], sinks)
+    s_aux = torch.zeros(6)
+    assert not layer.step(2, mask[..., : tokens(layer)], s_aux)
     layer.grow(12, 40)
-    assert layer.step(2, mask[..., : tokens(layer)], sinks)
-    assert not layer.step(2, mask[..., 1 : tokens(layer) + 1], sinks)  # does not begin at a multiple of 16 bytes:
-    assert not layer.step(2, mask[..., 3 : tokens(layer) + 3], sinks)  # left to Triton each time
-    assert not layer.step(2, mask[..., : tokens(layer)].bfloat16(), sinks)
-    assert not layer.step(2, None, sinks)
-    assert layer.step(2, mask[..., : tokens(layer)], sinks)
+    assert layer.step(2, mask[..., : tokens(layer)], s_aux)
+    assert not layer.step(2, mask[..., 1 : tokens(layer) + 1], s_aux)  # does not begin at a multiple of 16 bytes:
+    assert not layer.step(2, mask[..., 3 : tokens(layer) + 3], s_aux)  # left to Triton each time
+    assert not layer.step(2, mask[..., : tokens(layer)].bfloat16(), s_aux)
+    assert not layer.step(2, None, s_aux)
+    assert layer.step(2, mask[..., : tokens(layer)], s_aux)
     assert layer.step(1)
     other = Layer(512)
     assert not other.step()
     check_launches_of_a_step()
-    check_launches_of_fixed_capacity()
+    check_launches_of_static_layers()
     # Kernels that are not run leave memory as it was made, and what is not finite is refused.
     with mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros):
         for chosen in (*ENCODED, APART):

@@ -31,7 +31,7 @@ class EncodedTree(NamedTuple):
     """
 
     odd: int
-    pad: int
+    padded: int
     roots: int
     lower: int
     scalar: int
@@ -61,7 +61,7 @@ def store_plane(
 ):
     """Pack bits `[SHIFT, SHIFT + PLANE)` of the codes of level `AT`, int32 `[T, 8 * words]`, into their plane."""
     ODD: tl.constexpr = META.odd
-    PAD: tl.constexpr = META.pad
+    PAD: tl.constexpr = META.padded
     SIZE: tl.constexpr = META.words[AT] // ODD * PAD
     b_parts = (tl.reshape(b_codes, [b_codes.shape[0], 8, SIZE]) >> SHIFT) & (2**PLANE - 1)
     b_words = tl.sum(b_parts << (PLANE * tl.arange(0, 8))[None, :, None], 1)
@@ -89,7 +89,7 @@ def word_part(
 ):
     """Bits that the codes of level `AT`, int32 `[T, W]`, contribute to its shared word `WORD`: int32 `[T]`."""
     ODD: tl.constexpr = META.odd
-    PAD: tl.constexpr = META.pad
+    PAD: tl.constexpr = META.padded
     WORDS: tl.constexpr = META.words[AT]
     o_c = tl.arange(0, b_codes.shape[1])
     o_i = META.base[AT] + o_c // PAD * ODD + o_c % PAD
@@ -139,7 +139,7 @@ def deeper_codes(b_energy, p_bounds, BITS: tl.constexpr, START: tl.constexpr):
 def store_radii(b_energy, b_cross, p_radii, p_range, o_row, m_t, i_h, META: tl.constexpr):
     """Store the radii of the roots, from squared radii and inner products with code points; 8-bit ones by logarithm."""
     ODD: tl.constexpr = META.odd
-    PAD: tl.constexpr = META.pad
+    PAD: tl.constexpr = META.padded
     ROOTS: tl.constexpr = META.roots
     SCALAR: tl.constexpr = META.scalar
     if SCALAR == UNBIASED:
@@ -173,7 +173,7 @@ def encode_tree(
     """
     DEPTH: tl.constexpr = len(META.bits)
     ODD: tl.constexpr = META.odd
-    PAD: tl.constexpr = META.pad
+    PAD: tl.constexpr = META.padded
     o_c = tl.arange(0, D // 2 // ODD * PAD)
     o_y, m_y = o_c // PAD * ODD + o_c % PAD, o_c % PAD < ODD
     p_mean = tables[4] + i_h * D

@@ -79,9 +79,9 @@ class LongBench(Benchmark):
         self, row: Row, templates: dict[Task, Template], tokenizer: PreTrainedTokenizerBase, positions: int | None
     ) -> Sample:
         new = self.max_new_tokens or row.max_new_tokens or row.task.max_new_tokens
-        room = None if positions is None else positions - new
-        limit = self.max_prompt_tokens or room
-        if room is not None and limit is not None and not 1 <= limit <= room:
+        available = None if positions is None else positions - new
+        limit = self.max_prompt_tokens or available
+        if available is not None and limit is not None and not 1 <= limit <= available:
             raise ValueError(
                 f"max_prompt_tokens={limit} and {new} new tokens: allowed are {positions} in all, the model's positions"
             )

@@ -122,10 +122,10 @@ def encode_prompt(
     head, tail = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts)
     body = [*head, *tail]
     length = len(body)
-    if limit is not None and length > (room := limit - len(opening) - len(closing)):
-        if room < 2:
-            raise ValueError(f"max_prompt_tokens={limit}: allowed at least {limit - room + 2} with this tokenizer")
-        half = room // 2
+    if limit is not None and length > (available := limit - len(opening) - len(closing)):
+        if available < 2:
+            raise ValueError(f"max_prompt_tokens={limit}: allowed at least {limit - available + 2} with this tokenizer")
+        half = available // 2
         body = [*body[:half], *body[-half:]]
         tail = tail[-half:]
     asked = len(tail)

@@ -36,14 +36,14 @@ _KIVI = {"keys": {"method": "kivi", "bits": 4}, "values": {"method": "turboquant
 
 
 @pytest.mark.parametrize(
-    ("sides", "room"),
+    ("sides", "capacity"),
     [(_TURBOQUANT, None), (_KIVI, None), (_KIVI, 76)],
-    ids=["turboquant", "kivi-turboquant", "fixed"],
+    ids=["turboquant", "kivi-turboquant", "static"],
 )
 def test_generation_equals_the_torch_backend(
-    sides: dict[str, Any], room: int | None, monkeypatch: pytest.MonkeyPatch
+    sides: dict[str, Any], capacity: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Growing and fixed caches: with a fixed capacity, kernels read the number of tokens from memory."""
+    """Growing and fixed caches: with a static capacity, kernels read the number of tokens from memory."""
     model = tiny_llama()
     enable_fused_attention(model)
     ids = torch.randint(1, 96, (2, 60), generator=torch.Generator(torch.get_default_device()).manual_seed(3))
@@ -54,7 +54,7 @@ def test_generation_equals_the_torch_backend(
     monkeypatch.setattr(launch, "attend", lambda *a, **k: launches.append(1) or attend(*a, **k))
     runs = {}
     for backend in ("torch", "triton"):
-        config = {**sides, "sink_tokens": 4, "recent_tokens": 8, "backend": backend, "max_cache_len": room}
+        config = {**sides, "sink_tokens": 4, "recent_tokens": 8, "backend": backend, "max_cache_len": capacity}
         cache = CompressedCache(model.config, config)
         runs[backend] = model.generate(
             ids,

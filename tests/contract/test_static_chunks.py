@@ -15,7 +15,7 @@ from kvcache_compress.attention.handle import PackedKV, Step
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 
-TILE, ROOM = 32, 235
+TILE, CAPACITY = 32, 235
 SIZES = [100, 20, 1, 40, 16, 33]
 """A prompt, chunks and steps."""
 TURBOQUANT: dict[str, Any] = {"keys": "turboquant", "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8}
@@ -49,7 +49,7 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def watched(step: Step, query: torch.Tensor, softcap: float | None) -> Any:
         result = path(step, query, softcap)
-        if step.room and step.packed and query.shape[2] > MAX_DECODE_TOKENS:
+        if step.capacity and step.packed and query.shape[2] > MAX_DECODE_TOKENS:
             found.append(result)
         return result
 
@@ -82,7 +82,7 @@ def test_equals_the_growing_cache(
     for padding in (0, 11):
         mask = torch.ones_like(ids)
         mask[1, :padding] = 0
-        caches = [case.cache(max_cache_len=room, backend=backend) for room in (None, ROOM)]
+        caches = [case.cache(max_cache_len=capacity, backend=backend) for capacity in (None, CAPACITY)]
         seen = mask if padding else None
         results = [case.feed(one, ids[:, :total], SIZES, seen)[:, padding:] for one in caches]
         assert_close_but_for_flips(*results)
@@ -101,8 +101,8 @@ def test_masks_of_each_kind(model: Any, ids: torch.Tensor, kind: str, dtype: tor
     mask = torch.ones_like(ids)
     mask[1, :11] = 0
     results = []
-    for room in (None, ROOM):
-        cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room, "backend": "torch"})
+    for capacity in (None, CAPACITY):
+        cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
         parts = []
         for start, stop in ((0, 150), (150, 180), (180, 230)):
             with torch.no_grad():
@@ -136,15 +136,15 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_chunk_takes_memory_for_a_tile(model: Any, fused: bool) -> None:
     """No operator of a chunk's step makes as much as a quarter of a decoded layer; decoding it makes all of that."""
-    room, batch, heads, count = 2048, 2, 2, 24
+    capacity, batch, heads, count = 2048, 2, 2, 24
     if not fused:
         disable_fused_attention(model)
-    cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room, "backend": "torch"})
+    cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
     states = torch.randn(batch, heads, 1500 + count, 32)
     cache.update(*(states[:, :, :1500],) * 2, 1)
     assert cache.packed_tokens > 1400
     query = torch.randn(batch, 6, count, 32)
-    mask = torch.zeros(batch, 1, count, room, dtype=torch.bool)
+    mask = torch.zeros(batch, 1, count, capacity, dtype=torch.bool)
     mask[..., : 1500 + count] = torch.ones(count, 1500 + count, dtype=torch.bool).tril(1500)
     with torch.no_grad(), _Largest() as largest:
         keys, values = cache.update(*(states[:, :, 1500:],) * 2, 1)
@@ -168,7 +168,7 @@ def test_foreign_code_and_attention_with_nothing_packed(model: Any, packed: bool
     assert keys[:, :, 70:].eq(0).all()
     whole = torch.zeros(2, 1, 20, 100, dtype=torch.bool)
     whole[..., :70] = torch.ones(20, 70, dtype=torch.bool).tril(50)
-    there = keys.step.without_room(whole)
+    there = keys.step.without_spare_capacity(whole)
     assert [x.shape[2] for x in there[:2]] == [70, 70]
     assert torch.equal(torch.cat([there[0], keys[:, :, 70:]], 2), keys.dense())
     query = torch.randn(2, 6, 20, 32, generator=torch.Generator().manual_seed(1))
@@ -198,8 +198,8 @@ def test_padding_masks_of_flash_attention(model: Any, width: int | None) -> None
     torch.testing.assert_close(got, expected)
 
 
-def _generated(model: Any, room: int | None, ids: torch.Tensor, **how: Any) -> torch.Tensor:
-    cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room, "backend": "torch"})
+def _generated(model: Any, capacity: int | None, ids: torch.Tensor, **how: Any) -> torch.Tensor:
+    cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
     options = {"past_key_values": cache, "max_new_tokens": 24, "do_sample": False, **how}
     output: torch.Tensor = model.generate(ids, **options)
     assert cache.packed_tokens > TILE
@@ -215,17 +215,20 @@ def test_generate(
         mask = torch.ones_like(ids[:, :200])
         mask[1, :11] = 0
         results = [
-            _generated(model, room, ids[:, :200], attention_mask=mask, prefill_chunk_size=50) for room in (None, ROOM)
+            _generated(model, capacity, ids[:, :200], attention_mask=mask, prefill_chunk_size=50)
+            for capacity in (None, CAPACITY)
         ]
     elif way == "assisted":
         assistant.generation_config.num_assistant_tokens = 20
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0.0
-        results = [_generated(model, room, ids[:1, :90], assistant_model=assistant) for room in (None, ROOM)]
+        results = [
+            _generated(model, capacity, ids[:1, :90], assistant_model=assistant) for capacity in (None, CAPACITY)
+        ]
     else:
         results = []
-        for room in (None, ROOM):
-            cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room, "backend": "torch"})
+        for capacity in (None, CAPACITY):
+            cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
             first = model.generate(ids[:, :90], past_key_values=cache, max_new_tokens=20, do_sample=False)
             again = torch.cat([first, ids[:, 90:130]], 1)
             results.append(model.generate(again, past_key_values=cache, max_new_tokens=20, do_sample=False))
@@ -240,8 +243,8 @@ def test_a_first_prompt_of_a_few_tokens(model: Any, ids: torch.Tensor, fused: bo
     if not fused:
         disable_fused_attention(model)
     results = []
-    for room in (None, ROOM):
-        cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room})
+    for capacity in (None, CAPACITY):
+        cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity})
         with torch.no_grad():
             parts = [model(part, past_key_values=cache).logits for part in ids[:, :76].split([5, 1, 16, 54], 1)]
         assert int(cache.get_seq_length()) == 76

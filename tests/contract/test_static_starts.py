@@ -10,7 +10,7 @@ from support.small_model import METHODS, VOCAB, method_config, small_model
 
 from kvcache_compress import CompressedCache
 
-PROMPT, STEPS, ROOM = 8, 60, 100
+PROMPT, STEPS, CAPACITY = 8, 60, 100
 STARTS: dict[str, dict[str, Any]] = {name: method_config(name, 1) for name in METHODS}
 STARTS["centred"] = {
     "keys": {"method": "turboquant", "center": "on"}, "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8,
@@ -22,7 +22,7 @@ STARTS["centred"] = {
 def logits(config: dict[str, Any], early: bool) -> torch.Tensor:
     """Of steps after a prompt that counts as a step by its length."""
     model = small_model(1)
-    cache = CompressedCache(model.config, {**config, "max_cache_len": ROOM})
+    cache = CompressedCache(model.config, {**config, "max_cache_len": CAPACITY})
     if early:
         cache.early_initialization(1, 2, 32, torch.float32, "cpu")
     ids = torch.randint(1, VOCAB, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(1))
@@ -32,7 +32,7 @@ def logits(config: dict[str, Any], early: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", STARTS)
-@pytest.mark.usefixtures("fixed_shapes")
+@pytest.mark.usefixtures("static_shapes")
 def test_statistics_come_from_the_first_prompt_however_short(name: str) -> None:
     torch.testing.assert_close(logits(STARTS[name], early=True), logits(STARTS[name], early=False))
 
@@ -43,7 +43,7 @@ def test_statistics_come_from_the_first_prompt_however_short(name: str) -> None:
 def test_a_first_prompt_of_which_nothing_is_packed(name: str, prompt: int, recent: int) -> None:
     """All of it may be sinks, and sets the statistics all the same: later tokens decode to something like them."""
     model = small_model(1)
-    windows = {"sink_tokens": 16, "recent_tokens": recent, "max_cache_len": ROOM}
+    windows = {"sink_tokens": 16, "recent_tokens": recent, "max_cache_len": CAPACITY}
     layer = CompressedCache(model.config, {**STARTS[name], **windows}).layers[0]
     keys, values = (torch.randn(1, 2, 90, 32, generator=torch.Generator().manual_seed(i)) for i in range(2))
     for k, v in zip(
@@ -62,7 +62,7 @@ def test_nothing_is_no_prompt(name: str) -> None:
     keys, values = (torch.randn(1, 2, 90, 32, generator=torch.Generator().manual_seed(i)) for i in range(2))
     stored = []
     for first in (0, 90):
-        layer = CompressedCache(model.config, {**STARTS[name], "max_cache_len": ROOM}).layers[0]
+        layer = CompressedCache(model.config, {**STARTS[name], "max_cache_len": CAPACITY}).layers[0]
         for at in (first, 90):
             if layer.get_seq_length() < at or at == 0:
                 layer.update(keys[:, :, :at], values[:, :, :at])
