@@ -154,7 +154,7 @@ def test_without_a_compiler(
     """Without a compiler, an explicit choice is refused; `auto` gives the reason and runs in torch."""
     monkeypatch.setenv("CXX", compiler)
     model = small_model()
-    with pytest.raises(ValueError, match=f'backend="cpp" cannot be had: .*{message}'):
+    with pytest.raises(ValueError, match=f'backend="cpp" is unavailable: .*{message}'):
         CompressedCache(model.config, {**method_config("turboquant"), "backend": "cpp"})
     cache = CompressedCache(model.config, method_config("turboquant"))
     x = torch.randn(1, 2, 20, 32)
@@ -197,7 +197,7 @@ def test_method_without_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a method without a C++ decoder, an explicit choice is refused, and `auto` uses torch."""
     monkeypatch.setattr(get_method("qjl"), "cpu_side", Codec.cpu_side)
     config, model = method_config("qjl"), small_model()
-    with pytest.raises(ValueError, match="backend=\"cpp\" cannot be had for method 'qjl'"):
+    with pytest.raises(ValueError, match="backend=\"cpp\" is unavailable for method 'qjl'"):
         CompressedCache(model.config, {**config, "backend": "cpp"})
     cache, x = CompressedCache(model.config, config), torch.randn(1, 2, 20, 32)
     cache.update(x, x, 0)
