@@ -15,7 +15,7 @@ from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.attention.path import record_paths
 
 STEPS = 36
-"""Enough to cross a flush, and to grow buffers."""
+"""Steps; enough to cross a flush and to grow buffers."""
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 
 
@@ -38,7 +38,7 @@ SHORT = {
 @torch.no_grad()
 @pytest.mark.parametrize("method", SHORT)
 def test_steps_before_anything_is_packed(method: str) -> None:
-    """What attention keeps of a codec must not be from before the codec's statistics."""
+    """Attention does not keep parts of a codec made before the codec had its statistics."""
     model = small_model(1)
     enable_fused_attention(model)
     config = {**SHORT[method], "sink_tokens": 4, "recent_tokens": 8}
@@ -56,7 +56,7 @@ def test_steps_before_anything_is_packed(method: str) -> None:
 
 @torch.no_grad()
 def decode(step: Any, model: PreTrainedModel, cache: CompressedCache, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of a left-padded prompt of 60 tokens, run as it is, and of single tokens through `step`.
+    """Logits of a left-padded prompt of 60 tokens, not compiled, and of single tokens through `step`.
 
     With a fixed capacity the padding mask is as long as that from the start.
     """
@@ -88,7 +88,7 @@ def test_whole_graph_of_steps_of_static_shapes() -> None:
 
 
 def check_whole_graph(method: str, layers: int, fused: bool, capacity: int | None) -> None:
-    """A graph break raises (`fullgraph`). CommVQ's positions go through the graph as well."""
+    """Compile with `fullgraph`, which raises at a graph break; CommVQ's positions are in the graph as well."""
     model = small_model(layers)
     if fused:
         enable_fused_attention(model)
@@ -105,7 +105,7 @@ def check_whole_graph(method: str, layers: int, fused: bool, capacity: int | Non
 
 @torch.no_grad()
 def test_another_config_object() -> None:
-    """A cache that was built from an equal config finds the model's switch while the model is traced."""
+    """A cache built from an equal config finds the model's switch while the model is traced."""
     model = small_model(1)
     enable_fused_attention(model)
     ids = torch.randint(1, VOCAB, (2, 64), generator=torch.Generator().manual_seed(1))
@@ -142,7 +142,7 @@ def test_generate_compiles_by_itself() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's C++ backend needs g++")
 @torch.no_grad()
 def test_chunks_of_compiled_code_count_once() -> None:
-    """The compiler moves what reads a layer's counter behind what stores tokens, unless the graph counts itself."""
+    """Tokens are counted once although the compiler may read a layer's counter after the tokens are stored."""
     model = small_model(1)
     ids = torch.randint(1, VOCAB, (1, 113), generator=torch.Generator().manual_seed(1))
     compiled, logits = torch.compile(model.forward, fullgraph=True), []

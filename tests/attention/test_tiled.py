@@ -1,4 +1,4 @@
-"""Attention of many queries over tiles of a compressed layer, and which calls take that way."""
+"""Attention of many queries over tiles of a compressed layer, and the calls that use it."""
 
 # ruff: noqa: F811 - fixtures
 
@@ -37,7 +37,7 @@ from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
 
 TILE = 64
-"""Tokens of a tile here, a multiple of every group size."""
+"""Tokens per tile in these tests, a multiple of every group size."""
 CALLS = {
     name: replace(case, packed=192, count=24) for name, case in CASES.items() if name in declared("KERNEL_PAIRS")
 } | {
@@ -77,7 +77,7 @@ def test_equals_plain_attention(name: str, make_side: Callable[..., SideSegments
     assert out.shape == expected.shape
     assert out.dtype == case.dtype
     bar = BARS[case.dtype]
-    if case.dtype == BF16:  # as good as the layer decoded whole, but that the result of each tile is rounded once more
+    if case.dtype == BF16:  # as accurate as decoding the whole layer, but for one more rounding per tile
         whole = error(_decoded_whole(query, keys, values, mask, s_aux), expected)
         assert whole <= 4e-3
         bar = math.hypot(whole, 2**-9)
@@ -87,7 +87,7 @@ def test_equals_plain_attention(name: str, make_side: Callable[..., SideSegments
 def _decoded_whole(
     query: torch.Tensor, keys: SideSegments, values: SideSegments, mask: torch.Tensor | None, s_aux: torch.Tensor | None
 ) -> torch.Tensor:
-    """PyTorch's attention as the model's own would call it; `s_aux` is a token whose value is zero."""
+    """PyTorch's attention over the decoded layer; learned sink logits are a token whose value is zero."""
     key, value = (side.dense().repeat_interleave(query.shape[1] // side.sinks.shape[1], 1) for side in (keys, values))
     if s_aux is not None:
         assert mask is not None
@@ -113,7 +113,7 @@ def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegme
 
 
 def test_a_tile_that_a_row_does_not_see(make_side: Callable[..., SideSegments]) -> None:
-    """Large logits in it must not weigh."""
+    """Large logits in a tile that a row does not see have no effect on the row."""
     case = Case(packed=160, count=20)
     keys, values = segments(case, make_side)
     keys.sinks.mul_(100)
@@ -171,7 +171,7 @@ def test_chunks_of_a_prompt_never_decode_a_layer(
 
 @pytest.mark.parametrize("least", [-2e4, -1e30, torch.finfo(torch.float32).min, -torch.inf])
 def test_additive_masks_of_any_size(least: float, make_side: Callable[..., SideSegments]) -> None:
-    """A row that is hidden by a number everywhere sees all tokens alike; by infinity, none."""
+    """A row masked everywhere by a finite number attends to all tokens equally; by infinity, to none."""
     case = Case(packed=160, count=20)
     keys, values = segments(case, make_side)
     query = torch.randn(2, 6, 20, 64)

@@ -1,4 +1,4 @@
-"""Codebooks of one prompt (`codebook: online`): what rows of a batch share, and that it depends on none of them."""
+"""Codebooks of one prompt (`codebook: online`): shared by the rows of a batch, whose later tokens have no effect."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def feed(model: Any, cache: CompressedCache, ids: torch.Tensor, step: int) -> to
 
 @pytest.mark.parametrize("prompt", [3, 70])
 def test_several_prompts_are_refused(prompt: int, capacity: int | None) -> None:
-    """At once, whenever they would be packed; the cache is as it was, and takes one of them."""
+    """A batch of several prompts is refused at its first tokens, packed or not; the cache then accepts one prompt."""
     model, ids = small_model(), tokens(2, prompt)
     cache = CompressedCache(model.config, {**CONFIG, "max_cache_len": capacity})
-    for _ in range(6):  # no layer may take at the second time what it refused
+    for _ in range(6):  # no layer may accept later what it refused at first
         with pytest.raises(ValueError, match="codebook='online' for keys of polarquant_recursive, with 2 prompts"):
             feed(model, cache, ids, prompt)
         assert int(cache.get_seq_length()) == 0
@@ -49,7 +49,7 @@ def test_several_prompts_are_refused(prompt: int, capacity: int | None) -> None:
 @pytest.mark.parametrize("prompt", [2, 20, 70])
 @pytest.mark.parametrize("early", [False, True], ids=["repeated", "in-a-batch"])
 def test_rows_of_one_prompt_are_as_alone(prompt: int, early: bool, fused: bool, capacity: int | None) -> None:
-    """However they go on, and in whatever order: none has a part in the codebooks of another."""
+    """Rows that share a prompt give the same results as alone, however they continue and in any order."""
     model, ids = small_model(), torch.cat([tokens(1, prompt).repeat(3, 1), tokens(3, 49, 1)], 1)
     if fused:
         enable_fused_attention(model)

@@ -1,7 +1,7 @@
-"""Random sequences of operations on a cache, against a model of it that keeps every token in a plain tensor.
+"""Random sequences of operations on a cache, compared with a model that keeps every token in a plain tensor.
 
-The model has one dense tensor per side. It knows from the documented rules which tokens are packed at any time, and
-replaces them by what the codec, asked directly, makes of them.
+The model has one dense tensor per side. It follows the documented rules of packing, and replaces packed tokens by those
+that the codec, called directly, decodes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ BOTH = ("keys", "values")
 
 
 def factors(rows: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of the tokens at these positions, `[B, T, rotary]`, in the 16 bits that a cache keeps of them."""
+    """cos and sin of tokens at these positions, `[B, T, rotary]`, rounded to 16 bits as in a cache."""
     embedding = rotary_embedding(CONFIG)(torch.zeros(1), torch.arange(start, stop)[None])
     cos, sin = (part.half().expand(rows, -1, -1) for part in ROPE.factors(embedding))
     return cos, sin
 
 
 class LayerModel:
-    """One layer: all tokens `[B, H, T, D]` of both sides as a cache must give them back, `packed` of them encoded."""
+    """Model of one layer: tokens `[B, H, T, D]` of both sides that a cache must return, `packed` of them decoded."""
 
     def __init__(self, index: int, plan: LayerPlan, seed: int) -> None:
         self.index, self.plan, self.seed = index, plan, seed
@@ -241,7 +241,7 @@ class Run:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_any_sequence_of_operations(name: str, request: pytest.FixtureRequest) -> None:
-    """After every operation the cache holds what the model holds, and packs when the model packs."""
+    """After every operation the cache holds the same tokens as the model, and packs when the model does."""
     if name == "static shapes":
         request.getfixturevalue("static_shapes")
     packed, refused = [], []

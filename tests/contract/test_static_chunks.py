@@ -1,4 +1,4 @@
-"""Chunks of prompts in a layer of fixed capacity: over tokens that are there, tile by tile, under masks over more."""
+"""Prompt chunks with a fixed capacity: tile by tile over written tokens only, with masks trimmed to match."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 
 TILE, CAPACITY = 32, 235
 SIZES = [100, 20, 1, 40, 16, 33]
-"""A prompt, chunks and steps."""
+"""Sizes of a prompt, chunks and steps."""
 TURBOQUANT: dict[str, Any] = {"keys": "turboquant", "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8}
 fused_cases = pytest.mark.parametrize(
     "case",
@@ -34,7 +34,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tiny_model: Any) -> Any:
-    """One of its own for each test, with fused attention."""
+    """A new model for each test, with fused attention on."""
     own = type(tiny_model)(copy.deepcopy(tiny_model.config)).eval()
     own.load_state_dict(tiny_model.state_dict())
     enable_fused_attention(own)
@@ -43,7 +43,7 @@ def model(tiny_model: Any) -> Any:
 
 @pytest.fixture
 def paths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The path of each chunk over packed tokens of a layer of fixed capacity, steps left out."""
+    """Attention paths of the chunks over packed tokens of a layer of fixed capacity, steps left out."""
     found: list[str] = []
     path = Step.path
 
@@ -59,7 +59,7 @@ def paths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Packed tokens of every side that was decoded whole."""
+    """Number of packed tokens at each decoding of a whole side."""
     found: list[int] = []
     dense = SideSegments.dense
 
@@ -77,7 +77,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_equals_the_growing_cache(
     case: Any, ids: torch.Tensor, backend: str, paths: list[str], decoded: list[int]
 ) -> None:
-    """By tiles and in C++, with left padding and without."""
+    """Chunks equal the growing cache's, by tiles and in C++, with left padding and without."""
     total = sum(SIZES)
     for padding in (0, 11):
         mask = torch.ones_like(ids)
@@ -94,7 +94,7 @@ def test_equals_the_growing_cache(
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masks_of_each_kind(model: Any, ids: torch.Tensor, kind: str, dtype: torch.dtype, decoded: list[int]) -> None:
-    """Boolean ones and additive ones; the same arithmetic in the same order."""
+    """Boolean and additive masks give equal results, by the same arithmetic in the same order."""
     disable_fused_attention(model)
     model.to(dtype).set_attn_implementation(kind)
     enable_fused_attention(model)
@@ -115,7 +115,7 @@ def test_masks_of_each_kind(model: Any, ids: torch.Tensor, kind: str, dtype: tor
 
 
 class _Largest(TorchDispatchMode):
-    """The most bytes of a tensor that any operator made; those that were there and views of them do not count."""
+    """Mode that records the bytes of the largest new tensor of any operator; views do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_chunk_takes_memory_for_a_tile(model: Any, fused: bool) -> None:
-    """No operator of a chunk's step makes as much as a quarter of a decoded layer; decoding it makes all of that."""
+    """No operator of a tiled chunk allocates a quarter of a decoded layer; the control, decoding, allocates all."""
     capacity, batch, heads, count = 2048, 2, 2, 24
     if not fused:
         disable_fused_attention(model)
@@ -155,7 +155,7 @@ def test_a_chunk_takes_memory_for_a_tile(model: Any, fused: bool) -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_foreign_code_and_attention_with_nothing_packed(model: Any, packed: bool) -> None:
-    """Other code gets all the room that masks have; the model's own attention what is there, and the mask over it."""
+    """Foreign code gets keys as long as the mask; the model's own attention gets written tokens and a trimmed mask."""
     layer = CompressedCache(model.config, {**TURBOQUANT, "recent_tokens": 8 if packed else 64, "max_cache_len": 100})
     layer = layer.layers[1]
     states = torch.randn(2, 2, 70, 32, generator=torch.Generator().manual_seed(0))
@@ -182,7 +182,7 @@ def test_foreign_code_and_attention_with_nothing_packed(model: Any, packed: bool
 
 @pytest.mark.parametrize("width", [None, 100, 120])
 def test_padding_masks_of_flash_attention(model: Any, width: int | None) -> None:
-    """`[B, T]` of the tokens so far, or of all the room, as `generate` makes it; None is causal."""
+    """Padding masks `[B, T]` work for the tokens so far and for the whole capacity, as `generate` makes them."""
     layer = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": 120, "backend": "torch"}).layers[1]
     states = torch.randn(2, 2, 100, 32, generator=torch.Generator().manual_seed(0))
     layer.update(states[:, :, :80], states[:, :, :80])
@@ -210,7 +210,7 @@ def _generated(model: Any, capacity: int | None, ids: torch.Tensor, **how: Any) 
 def test_generate(
     model: Any, assistant: Any, ids: torch.Tensor, way: str, paths: list[str], decoded: list[int]
 ) -> None:
-    """As the growing cache, where a step of speculative decoding has more tokens than others, and chunks anyway."""
+    """`generate` with chunked prefill and speculative decoding gives the same tokens as with the growing cache."""
     if way == "in chunks":
         mask = torch.ones_like(ids[:, :200])
         mask[1, :11] = 0
@@ -239,7 +239,7 @@ def test_generate(
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_first_prompt_of_a_few_tokens(model: Any, ids: torch.Tensor, fused: bool) -> None:
-    """Before there is a layer whose steps could be counted."""
+    """A first prompt as short as a step is stored as a prompt, as the layer has no buffers yet."""
     if not fused:
         disable_fused_attention(model)
     results = []

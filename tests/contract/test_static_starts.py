@@ -1,4 +1,4 @@
-"""How a layer of fixed capacity begins: with room made early, short prompts, or nothing at all."""
+"""First use of a layer of fixed capacity: early allocation, short prompts, and updates without tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ STARTS: dict[str, dict[str, Any]] = {name: method_config(name, 1) for name in ME
 STARTS["centred"] = {
     "keys": {"method": "turboquant", "center": "on"}, "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8,
 }  # fmt: skip
-"""Each of which measures something of the first prompt, but KIVI and CommVQ."""
+"""Methods under test; all but KIVI and CommVQ measure statistics on the first prompt."""
 
 
 @torch.no_grad()
 def logits(config: dict[str, Any], early: bool) -> torch.Tensor:
-    """Of steps after a prompt that counts as a step by its length."""
+    """Logits of steps after a prompt so short that its length is that of a step."""
     model = small_model(1)
     cache = CompressedCache(model.config, {**config, "max_cache_len": CAPACITY})
     if early:
@@ -41,7 +41,7 @@ def test_statistics_come_from_the_first_prompt_however_short(name: str) -> None:
 @pytest.mark.parametrize("prompt", [1, 5, 16, 17])
 @pytest.mark.parametrize("name", sorted(STARTS.keys() - {"commvq"}))
 def test_a_first_prompt_of_which_nothing_is_packed(name: str, prompt: int, recent: int) -> None:
-    """All of it may be sinks, and sets the statistics all the same: later tokens decode to something like them."""
+    """A first prompt that stays dense as a whole still sets the statistics: later tokens decode close to themselves."""
     model = small_model(1)
     windows = {"sink_tokens": 16, "recent_tokens": recent, "max_cache_len": CAPACITY}
     layer = CompressedCache(model.config, {**STARTS[name], **windows}).layers[0]
@@ -57,7 +57,7 @@ def test_a_first_prompt_of_which_nothing_is_packed(name: str, prompt: int, recen
 
 @pytest.mark.parametrize("name", ["centred", "polarquant_recursive"])
 def test_nothing_is_no_prompt(name: str) -> None:
-    """An update of no tokens sets no statistics."""
+    """An update without tokens sets no statistics."""
     model = small_model(1)
     keys, values = (torch.randn(1, 2, 90, 32, generator=torch.Generator().manual_seed(i)) for i in range(2))
     stored = []

@@ -40,7 +40,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def found(files: dict[str, str]) -> dict[str, Any]:
-    """What rank 0 of two processes found."""
+    """Results of rank 0 of two processes."""
     here = ROOT / "tests"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     names = ("model", "results", "codebooks", "encoder")
@@ -86,7 +86,7 @@ def codec(path: str, heads: int, side: str = "keys", head_dim: int = HEAD_DIM) -
 def test_share_of_a_rank(
     files: dict[str, str], monkeypatch: pytest.MonkeyPatch, heads: int, rank: int, processes: int, first: int
 ) -> None:
-    """All heads where there are all, else the run of the rank within its tensor-parallel group."""
+    """A process with all heads loads all codebooks, else those of its rank within its tensor-parallel group."""
     everything = codec(files["codebooks"], KV_HEADS)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)

@@ -1,4 +1,4 @@
-"""What is installed: one top-level package, with the repository's other folders inside it."""
+"""Packaging: the wheel installs one top-level package, with the repository's other folders inside it."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from support.paths import ROOT
 
 @pytest.mark.slow
 def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
-    """Another top-level `triton_kernels` or `eval` would shadow other projects' packages."""
+    """The wheel has one top-level name: a `triton_kernels` or `eval` would shadow other projects' packages."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", str(tmp_path), str(ROOT)], check=True, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
@@ -44,7 +44,7 @@ def test_every_folder_with_modules_is_a_package_of_the_wheel() -> None:
 
 @pytest.mark.parametrize("folder", ["triton_kernels", "cpu_kernels"])
 def test_the_folder_refuses_another_name(folder: str) -> None:
-    """Imported from the repository's root under its own name, the folder says why it cannot be."""
+    """A mapped folder imported under its own name from the repository's root raises a clear `ImportError`."""
     done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
     assert f"installed as kvcache_compress.{folder}" in done.stderr

@@ -1,4 +1,4 @@
-"""Saved caches that contradict themselves or their model: one batch, one length, the model's heads and dimensions."""
+"""Saved caches that contradict themselves or their model in batch, length, heads or head dimension."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _state(name: str, value: int) -> Change:
 
 
 def test_no_room_is_made_for_what_is_not_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A header's sizes are compared with the tensors before a layer is built for them."""
+    """A header's sizes are compared with the tensors before memory is allocated for a layer."""
     large = [changed(path, _state("batch", 2**30)).rename(path.with_name("large"))]
     large.append(changed(path, _state("heads", 2**15)).rename(path.with_name("wide")))
     monkeypatch.setattr(CompressedLayer, "lazy_initialization", lambda *_: pytest.fail("room was made"))
@@ -47,7 +47,7 @@ def test_no_room_is_made_for_what_is_not_there(path: Path, monkeypatch: pytest.M
     ],
 )
 def test_sizes_of_another_model(tmp_path: Path, fact: str, changes: dict[str, int], message: str) -> None:
-    """A cache that is whole and agrees with itself, but not with the model that its header names."""
+    """A consistent file whose tensors do not fit the model that its header names is refused."""
     other = small_config(**changes)
     cache = TurboQuantCache(other, sink_tokens=4, recent_tokens=8)
     x = torch.randn(2, other.num_key_value_heads, 60, other.head_dim)
@@ -60,7 +60,7 @@ def test_sizes_of_another_model(tmp_path: Path, fact: str, changes: dict[str, in
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
-    """No file is written that `load` would refuse."""
+    """A cache that `load` would refuse is not saved."""
     keys, values = states(60)
     for given, message in (
         ([(keys, values), (keys[:, :, 1:], values[:, :, 1:])], "a length of 60 in layer 0, of 59 in layer 1"),
@@ -77,7 +77,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def test_shares_of_tensor_parallelism(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process saves the heads that it holds; only one with the same heads loads them."""
+    """A process saves its share of the heads, and only a process with the same share loads it."""
 
     def be(rank: int, processes: int) -> None:
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: processes > 1)

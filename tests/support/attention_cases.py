@@ -32,7 +32,7 @@ NONE: tuple[str, dict[str, Any]] = ("none", {})
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call; `split` is (tokens per split, splits), `block` the tokens of a tile."""
+    """An attention call; `split` is (tokens per split, splits), `block` the tokens of a tile."""
 
     keys: tuple[str, dict[str, Any]] = tq(4)
     values: tuple[str, dict[str, Any]] = tq(4)
@@ -97,7 +97,7 @@ CASES |= {
     for name, pair in declared("KERNEL_PAIRS").items()
     for head_dim, groups in ((80, 1), (96, 7), (128, 4))
 }
-# On a GPU these go through every part of `lookup.py`, for keys and for values.
+# On a GPU these run all parts of `triton_kernels/common/lookup.py`, for keys and for values.
 CASES |= {
     f"{name}-{head_dim}-float16": Case(*PAIRS[name], head_dim=head_dim, groups=4, dtype=F16)
     for name, head_dim in (
@@ -163,7 +163,7 @@ def segments(case: Case, make_side: Callable[..., SideSegments]) -> tuple[SideSe
 
 
 def make_mask(case: Case, batch: int, heads: int, tokens: int) -> torch.Tensor | None:
-    """Left padding of the second sequence into its packed tokens, and for several queries the causal triangle."""
+    """Mask with left padding of the second sequence into its packed tokens, and causal for several queries."""
     if case.mask is None:
         return None
     allowed = torch.ones(batch, 1, case.count, tokens, dtype=torch.bool).tril(tokens - case.count)

@@ -1,4 +1,4 @@
-"""Recursive PolarQuant's device functions (Han et al., Algorithm 1; see `polar_tree.py`).
+"""Recursive PolarQuant's device functions (Han et al., Algorithm 1; see `methods/polarquant/tree.py`).
 
     a tile of tokens, from the roots down:  r_(ℓ-1) = [r_ℓ cos θ_ℓ | r_ℓ sin θ_ℓ],  ℓ = L, ..., 1
     score:       s[t] = ⟨q_low, r_1 cos θ_1⟩ + ⟨q_high, r_1 sin θ_1⟩

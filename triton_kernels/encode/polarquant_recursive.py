@@ -1,6 +1,6 @@
 """Recursive PolarQuant's encoder: rotation, codes of all levels and radii in one launch (Han et al., Algorithm 1).
 
-The codes are those of `polar_tree.encode`.
+The codes are those of `encode` in `methods/polarquant/tree.py`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def store_shared(b_levels, fields, o_n, m_n, META: tl.constexpr, PLACE: tl.const
 
 @triton.jit
 def circle_codes(b_x, b_y, p_bounds, BITS: tl.constexpr, LOWER: tl.constexpr):
-    """Nearest codes on the circle: the number of boundaries below each angle (see `polar_tree.circle_codes`)."""
+    """Nearest codes on the circle: the number of boundaries below each angle (in torch `tree.circle_codes`)."""
     b_near, b_far = tl.zeros(b_x.shape, tl.int32), tl.full(b_x.shape, LOWER, tl.int32)
     for i in tl.static_range(2**BITS):
         b_turned = (b_y * tl.load(p_bounds + 2 * i) > b_x * tl.load(p_bounds + 2 * i + 1)).to(tl.int32)

@@ -31,8 +31,8 @@ ChatTemplate = Literal["auto", "on", "off"]
 class LongBench(Benchmark):
     """LongBench, LongBench-E and LongBench v2: long documents with questions, summaries, examples and code.
 
-    By Bai et al., 2023 and 2024. `limit` counts rows of each task. For `tasks` see `longbench_data.resolve_tasks`, for
-    `data` `longbench_data.load_rows`; rows that are ready formatted need no `prompts`. `chat_template="auto"` takes the
+    By Bai et al., 2023 and 2024. `limit` counts rows of each task. For `tasks` see `data.resolve_tasks`, for
+    `data` `data.load_rows`; rows that are ready formatted need no `prompts`. `chat_template="auto"` takes the
     tokenizer's template if it has one, but never for few-shot and code, as in the benchmark.
     """
 
@@ -127,7 +127,7 @@ class LongBench(Benchmark):
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
         """Scores in per cent.
 
-        v1: `average` over tasks, the groups, `group_average` (see `longbench_scores.aggregate`), and `GROUP.TASK`. E:
+        v1: `average` over tasks, the groups, `group_average` (see `scores.aggregate`), and `GROUP.TASK`. E:
         also `average.BAND` over tasks, and `GROUP.TASK.BAND`. v2: `average` over questions, and over those of each
         difficulty and length.
         """

@@ -62,7 +62,7 @@ def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, Templ
 
     Args:
         path: YAML or JSON with a template by the name of each task, as the benchmark's `dataset2prompt.json`, or for v2
-            a text file with its one template; `longbench_prompts.yaml` when None.
+            a text file with its one template; the package's `prompts.yaml` when None.
         tasks: which to read.
 
     Raises:
