@@ -1,8 +1,14 @@
 """Settings of the whole test run, made before Triton and torch are imported."""
 
+from __future__ import annotations
+
 import os
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from support.fake_hub import FakeHub
 
 if "KVCACHE_COMPRESS_TEST_DEVICE" not in os.environ:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -18,3 +24,13 @@ def static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvcache_compress.cache import layer
 
     monkeypatch.setattr(layer, "has_static_steps", lambda backend, device: True)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    """An imitated hub in place of the real one."""
+    from support.fake_hub import FakeHub
+
+    found = FakeHub()
+    found.install(monkeypatch)
+    return found

@@ -33,6 +33,7 @@ from support.small_model import VOCAB, small_model
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.attention import reference, tiled
 from kvcache_compress.attention.handle import Step
+from kvcache_compress.attention.path import PathTaken, record_paths
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
 
@@ -125,11 +126,12 @@ def test_a_tile_that_a_row_does_not_see(make_side: Callable[..., SideSegments]) 
     assert error(out, plain_attention(query, keys, values, mask, case, None)) <= BARS[F32]
 
 
-def _chunks(backend: str, dtype: torch.dtype, **options: Any) -> tuple[torch.Tensor, CompressedCache]:
+def _chunks(backend: str, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
     """Logits of a small model whose prompt comes in three chunks, of which two attend to packed tokens."""
     torch.manual_seed(0)
     model = small_model().to(dtype)
-    enable_fused_attention(model)
+    if fused:
+        enable_fused_attention(model)
     config = {"keys": {"method": "turboquant", "bits": 4}, "values": {"method": "kivi", "bits": 4}, "backend": backend}
     cache = CompressedCache(model.config, config | {"sink_tokens": 4, "recent_tokens": 16})
     ids = torch.randint(1, VOCAB, (2, 360))
@@ -140,32 +142,15 @@ def _chunks(backend: str, dtype: torch.dtype, **options: Any) -> tuple[torch.Ten
         with torch.no_grad():
             found.append(model(ids[:, start:stop], attention_mask=mask, past_key_values=cache).logits[:, -20:])
     assert cache.packed_tokens > 2 * TILE
-    return torch.cat(found, 1), cache
+    return torch.cat(found, 1)
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("torch", F32), ("torch", BF16), ("auto", BF16)])
-def test_chunks_of_a_prompt_never_decode_a_layer(
-    backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoded: list[int] = []
-    whole: list[torch.Size] = []
-    tile, dense = SideSegments.tile, SideSegments.dense
-
-    def watched_tile(self: SideSegments, start: int, stop: int) -> torch.Tensor:
-        decoded.append(stop - start)
-        return tile(self, start, stop)
-
-    def watched_dense(self: SideSegments) -> torch.Tensor:
-        whole.append(self.shape)
-        return dense(self)
-
-    monkeypatch.setattr(SideSegments, "tile", watched_tile)
-    monkeypatch.setattr(SideSegments, "dense", watched_dense)
-    ours, _ = _chunks(backend, dtype)
-    assert (max(decoded), whole) == (TILE, [])
-    monkeypatch.setattr(tiled, "supports", lambda *_: False)
-    theirs, _ = _chunks(backend, dtype)
-    assert whole
+def test_chunks_of_a_prompt_never_decode_a_layer(backend: str, dtype: torch.dtype) -> None:
+    with record_paths() as taken:
+        ours = _chunks(backend, dtype, fused=True)
+    assert taken == [PathTaken("tiled", 30)] * 2 + [PathTaken("tiled", 130)] * 2
+    theirs = _chunks(backend, dtype, fused=False)
     assert error(ours, theirs) <= (1e-5 if dtype == F32 else 1e-2)
 
 

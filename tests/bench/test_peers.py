@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import pytest
@@ -54,10 +55,12 @@ def grouped(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> to
 
 def test_other_libraries_are_called_as_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for the libraries accept the arguments that their documentation names."""
-    monkeypatch.setitem(
-        sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=FlashInferWrapper)
-    )
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache))
+    for name, stand_in in (
+        ("flashinfer", {"BatchDecodeWithPagedKVCacheWrapper": FlashInferWrapper}),
+        ("flash_attn", {"flash_attn_with_kvcache": flash_attn_with_kvcache}),
+    ):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__spec__=ModuleSpec(name, None), **stand_in))
+    assert peers.installed() == list(peers.PEERS)
     query = torch.randn(3, 4, 64, dtype=torch.bfloat16)
     keys, values = (torch.randn(3, 48, 2, 64, dtype=torch.bfloat16) for _ in range(2))
     expected = decode._torch(query, keys.transpose(1, 2), values.transpose(1, 2))()
@@ -65,7 +68,6 @@ def test_other_libraries_are_called_as_they_ask(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(attend(query, keys, values)(), expected, atol=2e-2, rtol=2e-2)
     with pytest.raises(ValueError, match="40 tokens for flashinfer: allowed multiples of 16"):
         peers.flashinfer(query, keys[:, :40], values[:, :40])
-    monkeypatch.setattr(decode, "installed", lambda: list(peers.PEERS))
     rows = decode.measure_decode([], TINY, [1], [64], CPU, 1)
     assert [row.cache for row in rows] == ["full"]  # on CPUs there is nothing of theirs
 

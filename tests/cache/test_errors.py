@@ -93,16 +93,22 @@ def test_layers_that_no_method_touches_take_any_head_dim() -> None:
 # Attention that cannot be switched
 
 
+class BuiltIn(LlamaForCausalLM):
+    """A model whose class has its attention built in, as Transformers reports it."""
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return False
+
+
 @pytest.fixture
-def stubborn(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
-    """A model whose attention cannot be switched, as Transformers reports it."""
-    monkeypatch.setattr(LlamaForCausalLM, "_can_set_attn_implementation", classmethod(lambda cls: False))
-    return model
+def stubborn(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    return BuiltIn(model.config).eval()
 
 
 def test_attention_that_cannot_be_switched(stubborn: LlamaForCausalLM) -> None:
     before = stubborn.config._attn_implementation
-    with pytest.raises(ValueError, match="LlamaForCausalLM does not take its attention from"):
+    with pytest.raises(ValueError, match="BuiltIn does not take its attention from"):
         enable_fused_attention(stubborn)
     with pytest.raises(ValueError, match="does not take its attention"), compress(stubborn, TURBOQUANT, fused=True):
         pass

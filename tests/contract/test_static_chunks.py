@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention import interface as attention
 from kvcache_compress.attention import tiled
-from kvcache_compress.attention.handle import PackedKV, Step
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.attention.handle import PackedKV
+from kvcache_compress.attention.path import PathTaken, record_paths
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 
 TILE, CAPACITY = 32, 235
@@ -41,42 +41,14 @@ def model(tiny_model: Any) -> Any:
     return own
 
 
-@pytest.fixture
-def paths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Attention paths of the chunks over packed tokens of a layer of fixed capacity, steps left out."""
-    found: list[str] = []
-    path = Step.path
-
-    def watched(step: Step, query: torch.Tensor, softcap: float | None) -> Any:
-        result = path(step, query, softcap)
-        if step.capacity and step.packed and query.shape[2] > MAX_DECODE_TOKENS:
-            found.append(result)
-        return result
-
-    monkeypatch.setattr(Step, "path", watched)
-    return found
-
-
-@pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of packed tokens at each decoding of a whole side."""
-    found: list[int] = []
-    dense = SideSegments.dense
-
-    def watched(side: SideSegments) -> torch.Tensor:
-        if side.packed:
-            found.append(side.packed)
-        return dense(side)
-
-    monkeypatch.setattr(SideSegments, "dense", watched)
-    return found
+def chunks(taken: list[PathTaken], prompt: int | None = None) -> list[str]:
+    """The paths of chunks; steps are left out, and a prompt of so many tokens."""
+    return [path for path, queries in taken if queries > MAX_DECODE_TOKENS and queries != prompt]
 
 
 @fused_cases
 @pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_equals_the_growing_cache(
-    case: Any, ids: torch.Tensor, backend: str, paths: list[str], decoded: list[int]
-) -> None:
+def test_equals_the_growing_cache(case: Any, ids: torch.Tensor, backend: str) -> None:
     """Chunks equal the growing cache's, by tiles and in C++, with left padding and without."""
     total = sum(SIZES)
     for padding in (0, 11):
@@ -84,16 +56,16 @@ def test_equals_the_growing_cache(
         mask[1, :padding] = 0
         caches = [case.cache(max_cache_len=capacity, backend=backend) for capacity in (None, CAPACITY)]
         seen = mask if padding else None
-        results = [case.feed(one, ids[:, :total], SIZES, seen)[:, padding:] for one in caches]
+        with record_paths() as taken:
+            results = [case.feed(one, ids[:, :total], SIZES, seen)[:, padding:] for one in caches]
+        assert {*chunks(taken, SIZES[0])} == {"tiled" if backend == "torch" else "cpp"}
         assert_close_but_for_flips(*results)
         assert caches[0].packed_tokens == caches[1].packed_tokens > 2 * TILE
-    assert {*paths} == {"tiled" if backend == "torch" else "cpp"}
-    assert decoded == []
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masks_of_each_kind(model: Any, ids: torch.Tensor, kind: str, dtype: torch.dtype, decoded: list[int]) -> None:
+def test_masks_of_each_kind(model: Any, ids: torch.Tensor, kind: str, dtype: torch.dtype) -> None:
     """Boolean and additive masks give equal results, by the same arithmetic in the same order."""
     disable_fused_attention(model)
     model.to(dtype).set_attn_implementation(kind)
@@ -105,13 +77,13 @@ def test_masks_of_each_kind(model: Any, ids: torch.Tensor, kind: str, dtype: tor
         cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
         parts = []
         for start, stop in ((0, 150), (150, 180), (180, 230)):
-            with torch.no_grad():
+            with torch.no_grad(), record_paths() as taken:
                 output = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+            assert {*chunks(taken, 150)} == ({"tiled"} if start else set())
             parts.append(output.logits[:, 11 if start == 0 else 0 :])
         results.append(torch.cat(parts, 1))
         assert cache.packed_tokens > 2 * TILE
     assert_close_but_for_flips(*(x.float() for x in results))
-    assert decoded == []
 
 
 class _Largest(TorchDispatchMode):
@@ -133,10 +105,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_chunk_takes_memory_for_a_tile(model: Any, fused: bool) -> None:
+@pytest.mark.parametrize(("capacity", "fused"), [(2048, True), (2048, False), (None, True)])
+def test_a_chunk_takes_memory_for_a_tile(model: Any, capacity: int | None, fused: bool) -> None:
     """No operator of a tiled chunk allocates a quarter of a decoded layer; the control, decoding, allocates all."""
-    capacity, batch, heads, count = 2048, 2, 2, 24
+    batch, heads, count = 2, 2, 24
     if not fused:
         disable_fused_attention(model)
     cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
@@ -144,7 +116,7 @@ def test_a_chunk_takes_memory_for_a_tile(model: Any, fused: bool) -> None:
     cache.update(*(states[:, :, :1500],) * 2, 1)
     assert cache.packed_tokens > 1400
     query = torch.randn(batch, 6, count, 32)
-    mask = torch.zeros(batch, 1, count, capacity, dtype=torch.bool)
+    mask = torch.zeros(batch, 1, count, capacity or 1500 + count, dtype=torch.bool)
     mask[..., : 1500 + count] = torch.ones(count, 1500 + count, dtype=torch.bool).tril(1500)
     with torch.no_grad(), _Largest() as largest:
         keys, values = cache.update(*(states[:, :, 1500:],) * 2, 1)
@@ -207,34 +179,31 @@ def _generated(model: Any, capacity: int | None, ids: torch.Tensor, **how: Any) 
 
 
 @pytest.mark.parametrize("way", ["in chunks", "assisted", "next turn"])
-def test_generate(
-    model: Any, assistant: Any, ids: torch.Tensor, way: str, paths: list[str], decoded: list[int]
-) -> None:
+def test_generate(model: Any, assistant: Any, ids: torch.Tensor, way: str) -> None:
     """`generate` with chunked prefill and speculative decoding gives the same tokens as with the growing cache."""
-    if way == "in chunks":
-        mask = torch.ones_like(ids[:, :200])
-        mask[1, :11] = 0
-        results = [
-            _generated(model, capacity, ids[:, :200], attention_mask=mask, prefill_chunk_size=50)
-            for capacity in (None, CAPACITY)
-        ]
-    elif way == "assisted":
-        assistant.generation_config.num_assistant_tokens = 20
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        assistant.generation_config.assistant_confidence_threshold = 0.0
-        results = [
-            _generated(model, capacity, ids[:1, :90], assistant_model=assistant) for capacity in (None, CAPACITY)
-        ]
-    else:
-        results = []
-        for capacity in (None, CAPACITY):
-            cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
-            first = model.generate(ids[:, :90], past_key_values=cache, max_new_tokens=20, do_sample=False)
-            again = torch.cat([first, ids[:, 90:130]], 1)
-            results.append(model.generate(again, past_key_values=cache, max_new_tokens=20, do_sample=False))
+    assistant.generation_config.num_assistant_tokens = 20
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    mask = torch.ones_like(ids[:, :200])
+    mask[1, :11] = 0
+    results = []
+    for capacity in (None, CAPACITY):
+        with record_paths() as taken:
+            if way == "in chunks":
+                found = _generated(model, capacity, ids[:, :200], attention_mask=mask, prefill_chunk_size=50)
+            elif way == "assisted":
+                found = _generated(model, capacity, ids[:1, :90], assistant_model=assistant)
+            else:
+                cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
+                first = model.generate(ids[:, :90], past_key_values=cache, max_new_tokens=20, do_sample=False)
+                again = torch.cat([first, ids[:, 90:130]], 1)
+                found = model.generate(again, past_key_values=cache, max_new_tokens=20, do_sample=False)
+        paths = chunks(taken)
+        early = 6 if way == "in chunks" else 3  # calls, of three layers, that find no more than a tile packed
+        assert {*paths[early:]} <= {"tiled"}
+        assert paths[-1] == "tiled"
+        results.append(found)
     assert torch.equal(*results)
-    assert "tiled" in paths
-    assert max(decoded, default=0) <= TILE
 
 
 @pytest.mark.parametrize("fused", [True, False])

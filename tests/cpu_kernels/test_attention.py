@@ -154,7 +154,7 @@ def test_more_words_than_usual(dim: int, rows: int, make_side: Callable[..., Sid
     assert error(out, plain_attention(query, keys, values, None, case, None)) <= BARS[F32]
 
 
-def test_what_does_not_fit_is_refused(make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused(make_side: Callable[..., SideSegments]) -> None:
     keys, values = segments(Case(), make_side)
     for shape, message in (((3, 6, 1, 64), "3 sequences"), ((2, 5, 1, 64), "5 query"), ((2, 6, 1, 72), "72 numbers")):
         with pytest.raises(RuntimeError, match=message):
@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused(make_side: Callable[..., SideSegments], mo
     with pytest.raises(RuntimeError, match="floating point"):
         launch.attend(torch.ones(2, 6, 1, 64, dtype=torch.int64), keys, values, None, scaling=0.125)
     values = make_side(*kivi(4), "values", 64, 64)
-    monkeypatch.setattr(values.codec, "cpu_side", replace(values.codec.cpu_side, options=(4, 1)))
+    values.codec.cpu_side = replace(values.codec.cpu_side, options=(4, 1))
     with pytest.raises(RuntimeError, match="2 options for the form 'groups', which has 3"):
         launch.attend(torch.randn(2, 6, 1, 64), keys, values, None, scaling=0.125)
 

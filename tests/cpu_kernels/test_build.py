@@ -19,9 +19,7 @@ from support.small_model import method_config, small_model
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.codecs import backend
-from kvcache_compress.codecs.base import Codec
 from kvcache_compress.cpu_kernels import build
-from kvcache_compress.registry import get_method
 
 
 @pytest.fixture
@@ -190,15 +188,3 @@ def test_without_vector_extensions() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "SKIPPED" not in done.stdout
-
-
-@pytest.mark.usefixtures("built")
-def test_method_without_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a method without a C++ decoder, an explicit choice is refused, and `auto` uses torch."""
-    monkeypatch.setattr(get_method("qjl"), "cpu_side", Codec.cpu_side)
-    config, model = method_config("qjl"), small_model()
-    with pytest.raises(ValueError, match="backend=\"cpp\" is unavailable for method 'qjl'"):
-        CompressedCache(model.config, {**config, "backend": "cpp"})
-    cache, x = CompressedCache(model.config, config), torch.randn(1, 2, 20, 32)
-    cache.update(x, x, 0)
-    assert cache.layers[0].backend == "torch"

@@ -28,10 +28,10 @@ def names_in_cpp(kind: str, call: Callable[[], object]) -> list[str]:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_forms(side: int, make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms(side: int, make_side: Callable[..., SideSegments]) -> None:
     sides = segments(Case(), make_side)
     codec = sides[side].codec
-    monkeypatch.setattr(codec, "cpu_side", replace(codec.cpu_side, form="unknown"))
+    codec.cpu_side = replace(codec.cpu_side, form="unknown")
     call = partial(launch.attend, torch.randn(2, 6, 1, 64), *sides, scaling=0.125)
     assert names_in_cpp("form", call) == sorted(get_args(Form))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.fake_hub import FakeHub
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -40,13 +41,9 @@ def saved(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A hub that cannot be reached and an empty local cache."""
-
-    def unreachable(*args: object, **kwargs: object) -> None:
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(models.HfApi, "model_info", unreachable)
+    hub.error = ConnectionError("no route")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
 

@@ -10,6 +10,7 @@ import torch
 from support import tensor_parallel_worker
 from support.commvq_files import random_codebooks, random_encoder
 from support.paths import ROOT
+from support.processes import as_process
 from support.small_model import HEAD_DIM, small_config, small_model
 from transformers import LlamaConfig
 
@@ -83,25 +84,17 @@ def codec(path: str, heads: int, side: str = "keys", head_dim: int = HEAD_DIM) -
 @pytest.mark.parametrize(
     ("heads", "rank", "processes", "first"), [(4, 3, 4, 0), (2, 1, 2, 2), (2, 2, 4, 0), (2, 3, 4, 2), (1, 3, 4, 3)]
 )
-def test_share_of_a_rank(
-    files: dict[str, str], monkeypatch: pytest.MonkeyPatch, heads: int, rank: int, processes: int, first: int
-) -> None:
+def test_share_of_a_rank(files: dict[str, str], heads: int, rank: int, processes: int, first: int) -> None:
     """A process with all heads loads all codebooks, else those of its rank within its tensor-parallel group."""
     everything = codec(files["codebooks"], KV_HEADS)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: processes)
-    own = codec(files["codebooks"], heads)
+    with as_process(rank, processes):
+        own = codec(files["codebooks"], heads)
     assert torch.equal(own.codebooks, everything.codebooks[first : first + heads])
     assert own.constant_bytes() == everything.constant_bytes() * heads // KV_HEADS
 
 
 @pytest.mark.parametrize(("heads", "processes"), [(2, 1), (2, 3), (3, 3), (8, 2)])
-def test_heads_that_fit_no_share(
-    files: dict[str, str], monkeypatch: pytest.MonkeyPatch, heads: int, processes: int
-) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: processes > 1)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: processes)
-    with pytest.raises(ValueError, match=f"made for 4 heads of 32, not {heads} of 32 in each of {processes} process"):
+def test_heads_that_fit_no_share(files: dict[str, str], heads: int, processes: int) -> None:
+    message = f"made for 4 heads of 32, not {heads} of 32 in each of {processes} process"
+    with as_process(0, processes), pytest.raises(ValueError, match=message):
         codec(files["codebooks"], heads)

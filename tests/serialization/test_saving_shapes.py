@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import as_process
 from support.saved_files import Change, changed, config, filled, states
 from support.small_model import small_config
 
@@ -76,31 +77,23 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_shares_of_tensor_parallelism(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process saves its share of the heads, and only a process with the same share loads it."""
-
-    def be(rank: int, processes: int) -> None:
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: processes > 1)
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: processes)
-
-    be(1, 2)
-    cache = TurboQuantCache(config(), sink_tokens=4, recent_tokens=8)
-    for index in range(4):
-        cache.update(*(x[:, 1:] for x in states(60, index)), index)
-    assert cache.packed_tokens > 0
-    cache.save(tmp_path / "share")
+def test_shares_of_tensor_parallelism(path: Path, tmp_path: Path) -> None:
+    """A process saves the heads that it holds; only one with the same heads loads them."""
+    with as_process(1, 2):
+        cache = TurboQuantCache(config(), sink_tokens=4, recent_tokens=8)
+        for index in range(4):
+            cache.update(*(x[:, 1:] for x in states(60, index)), index)
+        assert cache.packed_tokens > 0
+        cache.save(tmp_path / "share")
+        filled().save(tmp_path / "whole")
     for rank, processes in ((1, 2), (3, 4)):
-        be(rank, processes)
-        loaded = CompressedCache.load(tmp_path / "share", config())
+        with as_process(rank, processes):
+            loaded = CompressedCache.load(tmp_path / "share", config())
         assert all(torch.equal(a.keys, b.keys) for a, b in zip(loaded.layers, cache.layers, strict=True))
     for rank, processes in ((0, 1), (0, 2), (2, 4), (1, 3)):
-        be(rank, processes)
         message = f"holds share 1 of .* divided into 2 shares: process {rank} of {processes} cannot load it"
-        refuses(tmp_path / "share", f".*{message}")
-    be(1, 2)
-    filled().save(tmp_path / "whole")
-    be(0, 1)
+        with as_process(rank, processes):
+            refuses(tmp_path / "share", f".*{message}")
     assert CompressedCache.load(tmp_path / "whole", config()).layers[0].keys.shape == (2, 2, 60, 32)
 
 

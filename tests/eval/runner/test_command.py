@@ -4,13 +4,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.saved_model import saved_model
 from typer.testing import CliRunner
 
 from kvcache_compress.eval.cli.app import app
-from kvcache_compress.eval.runner import command
+from kvcache_compress.eval.runner.cells import read_cells
 from kvcache_compress.eval.tasks import BENCHMARKS
 from kvcache_compress.eval.tasks.benchmark import Benchmark
 from kvcache_compress.eval.tasks.needle import Needle
@@ -46,21 +46,17 @@ def test_types_defaults_and_bounds_are_those_of_the_fields() -> None:
     assert "required" in help_lines("ruler")["--data"]
 
 
-def test_values_reach_the_benchmark_and_its_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[tuple[Benchmark, dict[str, Any]]] = []
-    monkeypatch.setattr(command, "make_benchmark", lambda kind, options: Needle(**options))
-    monkeypatch.setattr(command.Runner, "run", lambda runner, *given: calls.append((given[1], vars(runner))) or [])
-    monkeypatch.setattr(command, "load", lambda *given, **named: (_Model(), None))
-    words = ["--length", "7", "--length", "8", "--seed", "3", "--limit", "2", "--no-cached-question"]
-    ran = CliRunner().invoke(app, ["needle", *words, "--cache", "fp8", "--output", str(tmp_path)])
+def test_values_reach_the_benchmark_and_its_run(tmp_path: Path) -> None:
+    words = ["--length", "240", "--length", "250", "--seed", "3", "--limit", "2", "--no-cached-question"]
+    words += ["--mode", "passkey"]
+    ran = CliRunner().invoke(app, ["needle", *words, "--model", saved_model(), "--output", str(tmp_path)])
     assert ran.exit_code == 0, ran.output
-    ((benchmark, run),) = calls
-    assert benchmark == Needle(lengths=[7, 8], seed=3, limit=2, cached_question=False)
-    assert (run["seed"], run["output"]) == (3, tmp_path)
-
-
-class _Model:
-    name_or_path = "model"
+    expected = Needle(lengths=[240, 250], seed=3, limit=2, cached_question=False, mode="passkey")
+    cells = read_cells(tmp_path)
+    assert {cell.cache["name"] for cell in cells} == {"full", "turboquant-4bit", "turboquant-2bit"}
+    for cell in cells:
+        assert cell.benchmark["options"] == expected.model_dump(mode="json", exclude={"limit"})
+        assert (cell.seed, cell.samples) == (3, 2)
 
 
 def test_all_evaluations_are_listed() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.saved_model import saved_model
 from support.small_model import small_config, small_model
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
@@ -189,12 +190,12 @@ def test_progress_is_complete(text: Path) -> None:
     assert {total for _, total, _ in calls} == {8}
 
 
-def test_command(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "load", lambda *_: (small_model(), Characters()))
+def test_command(text: Path, tmp_path: Path) -> None:
     preset = tmp_path / "mine.yaml"
     preset.write_text(yaml.safe_dump({**CONFIG, "layers": [{"match": 0, "values": {"method": "none"}}]}))
     sizes = ["--prefix", "80", "--scored", "16", "--step", "8", "--windows", "1", "--worst", "1"]
     given = ["--cache", str(preset), "--text", str(text), *sizes, "--output", str(tmp_path / "out")]
+    given += ["--model", saved_model()]
     done = CliRunner().invoke(app, ["probe", *given])
     assert done.exit_code == 0, done.output
     assert "layer 0, values: the config itself leaves it uncompressed" in done.output

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_hub import FakeHub
 from support.paths import DATA
+from support.saved_model import saved_model
 from support.small_model import method_config, small_model
 from support.toy_tokenizers import Characters, GivenRun
 from transformers import LlamaForCausalLM
@@ -16,9 +18,7 @@ from typer.testing import CliRunner
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
 from kvcache_compress.eval.cli.app import app
-from kvcache_compress.eval.runner import command
 from kvcache_compress.eval.runner.runner import Runner
-from kvcache_compress.eval.tasks import gsm8k
 from kvcache_compress.eval.tasks.benchmark import Sample, make_benchmark
 from kvcache_compress.eval.tasks.gsm8k import INTRODUCTION, Gsm8k, extract_number, solution
 
@@ -129,17 +129,10 @@ def test_main_score_is_in_the_summary() -> None:
     assert likely.main_score == "answer_logprob"
 
 
-def test_hub(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    def load(repo: str, name: str, split: str, columns: Any) -> list[dict[str, str]]:
-        assert (repo, name) == ("openai/gsm8k", "main")
-        asked.append(split)
-        return ROWS if split == "train" else ROWS[::-1]
-
-    monkeypatch.setattr(gsm8k, "load_hub_rows", load)
+def test_hub(model: LlamaForCausalLM, hub: FakeHub) -> None:
+    hub.dataset = lambda *_, split: ROWS if split == "train" else ROWS[::-1]
     samples = Gsm8k(shots=1).samples(model, Characters())
-    assert asked == ["train", "test"]
+    assert hub.asked == [(("openai/gsm8k", "main"), {"split": split}) for split in ("train", "test")]
     assert len(samples) == 5
     assert "Ann has 2 pears" in decoded(samples[0].prompt[0])
     assert "Ann has 6 pears" in decoded(samples[0].question[0])
@@ -175,10 +168,9 @@ def test_caches_are_measured(model: LlamaForCausalLM, file: Path) -> None:
     assert again.score == pytest.approx(full.score, rel=1e-4)
 
 
-def test_command(model: LlamaForCausalLM, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "load_model", lambda name, **_: (model, Characters()))
+def test_command(file: Path) -> None:
     options = ["--data", str(file), "--shots", "3", "--limit", "1", "--max-new-tokens", "4", "--cache", "fp8"]
-    ran = CliRunner().invoke(app, ["gsm8k", *options])
+    ran = CliRunner().invoke(app, ["gsm8k", *options, "--model", saved_model()])
     assert ran.exit_code == 0, ran.output
     assert "accuracy" in ran.stdout
     ran = CliRunner().invoke(app, ["gsm8k", "--data", "gone.jsonl", "--cache", "fp8"])

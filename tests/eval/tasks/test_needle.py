@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.saved_model import saved_model
 from support.small_model import method_config, small_model
 from support.toy_tokenizers import Characters, GivenRun, Words
 from transformers import LlamaForCausalLM
@@ -15,7 +16,6 @@ from typer.testing import CliRunner
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
 from kvcache_compress.eval.cli.app import app
-from kvcache_compress.eval.runner import command
 from kvcache_compress.eval.runner.cells import read_cells
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks import haystack
@@ -205,17 +205,14 @@ def test_lengths_that_do_not_fit(model: LlamaForCausalLM) -> None:
         Needle(lengths=[4096]).samples(model, Words())
 
 
-def test_a_length_beyond_the_positions_is_skipped_and_named(
-    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_length_beyond_the_positions_is_skipped_and_named(model: LlamaForCausalLM, tmp_path: Path) -> None:
     benchmark = Needle(mode="passkey", lengths=[300, 5000, 350], depths=[1])
     assert [sample.data["length"] for sample in benchmark.samples(model, Characters())] == [300, 350]
     reason = "lengths=5000: 5032 tokens with the answer; allowed at most 4096, the model's positions"
     assert benchmark.skipped(model) == [reason]
     assert Needle(lengths=[300]).skipped(model) == []
-    monkeypatch.setattr(command, "load_model", lambda name, **_: (model, Characters()))
     options = ["--mode", "passkey", "--length", "300", "--length", "5000", "--depth", "1", "--cache", "fp8"]
-    ran = CliRunner().invoke(app, ["needle", *options, "--output", str(tmp_path)])
+    ran = CliRunner().invoke(app, ["needle", *options, "--model", saved_model(), "--output", str(tmp_path)])
     assert ran.exit_code == 0, ran.output
     assert f"skipped: {reason}" in ran.stdout
     cells = read_cells(tmp_path)
@@ -239,21 +236,9 @@ def test_caches_are_measured(model: LlamaForCausalLM) -> None:
     assert again.scores["logprob"] == pytest.approx(full.scores["logprob"], rel=1e-4)
 
 
-def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "load_model", lambda name, **_: (model, Characters()))
-    options = [
-        "--length",
-        "300",
-        "--depth",
-        "0.5",
-        "--max-new-tokens",
-        "4",
-        "--output",
-        str(tmp_path),
-        "--cache",
-        "fp8",
-    ]
-    ran = CliRunner().invoke(app, ["needle", *options])
+def test_command(tmp_path: Path) -> None:
+    options = ["--length", "300", "--depth", "0.5", "--max-new-tokens", "4", "--output", str(tmp_path)]
+    ran = CliRunner().invoke(app, ["needle", *options, "--cache", "fp8", "--model", saved_model()])
     assert ran.exit_code == 0, ran.output
     assert "recall" in ran.stdout
     assert len(list(tmp_path.rglob("*.json"))) == 2

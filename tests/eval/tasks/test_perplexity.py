@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.paths import DATA
+from support.saved_model import saved_model
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -16,7 +17,6 @@ from kvcache_compress.eval.caches.caches import CacheSpec, full_cache, preset_ca
 from kvcache_compress.eval.caches.peers import fp8_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.eval.cli.app import app
-from kvcache_compress.eval.runner import command
 from kvcache_compress.eval.runner.cells import Cell, read_cells
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks.benchmark import make_benchmark
@@ -257,10 +257,10 @@ def test_windows_in_a_name_come_before_the_options(model: LlamaForCausalLM) -> N
     assert (layer.plan.sink_tokens, layer.plan.recent_tokens) == (8, 0)
 
 
-def test_command(model: LlamaForCausalLM, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "load_model", lambda name, **_: (model, Characters()))
+def test_command(text: Path, tmp_path: Path) -> None:
     sizes = ["--prefix", "64", "--scored", "16", "--windows", "2", "--text", str(text)]
     arguments = ["--cache", "full", "--cache", "fp8", *sizes, "--output", str(tmp_path), "--device", "cpu"]
+    arguments += ["--model", saved_model()]
     ran = CliRunner().invoke(app, ["perplexity", *arguments])
     assert ran.exit_code == 0, ran.output
     assert "[4/4] perplexity" in ran.stderr

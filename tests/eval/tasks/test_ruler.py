@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.paths import DATA
+from support.saved_model import saved_model
 from support.small_model import method_config, small_model
 from support.toy_tokenizers import Characters, GivenRun
 from transformers import LlamaForCausalLM
@@ -15,7 +16,6 @@ from typer.testing import CliRunner
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
 from kvcache_compress.eval.cli.app import app
-from kvcache_compress.eval.runner import command
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks.benchmark import Sample, make_benchmark
 from kvcache_compress.eval.tasks.ruler import Ruler, split_question, string_match_all, string_match_part
@@ -180,11 +180,11 @@ def test_bad_options() -> None:
         make_benchmark("ruler", {"data": "x.jsonl", "task": "sums"})
 
 
-def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "load_model", lambda name, **_: (model, Characters()))
+def test_command(tmp_path: Path) -> None:
     row = {**ROW, "input": "Ann is 7. " * 20 + "\nHow old is Ann? Ann is"}
     path = write(tmp_path / "niah_single_1.jsonl", row, row)
-    ran = CliRunner().invoke(app, ["ruler", "--data", str(path), "--scoring", "forced", "--cache", "fp8"])
+    options = ["--scoring", "forced", "--cache", "fp8", "--model", saved_model()]
+    ran = CliRunner().invoke(app, ["ruler", "--data", str(path), *options])
     assert ran.exit_code == 0, ran.output
     assert "2 samples" in ran.stdout
     assert "logprob" in ran.stdout

@@ -5,15 +5,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import pytest
 import torch
+from huggingface_hub import constants
+from support.fake_hub import FakeHub
 from support.toy_tokenizers import START, Characters, GivenRun, Words
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from kvcache_compress.eval.tasks import samples
 from kvcache_compress.eval.tasks.samples import (
     as_chat,
     check_fits,
@@ -55,43 +55,23 @@ def test_missing_file(tmp_path: Path) -> None:
         read_jsonl(tmp_path / "gone.jsonl", [])
 
 
-class Hub:
-    """Stand-in for the hub's client."""
-
-    error: Exception | None = None
-
-    def dataset_info(self, repo: str, timeout: float) -> None:
-        if self.error is not None:
-            raise self.error
-
-
-def test_rows_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def load_dataset(repo: str, name: str | None, split: str) -> list[dict[str, int]]:
-        asked.append((repo, name, split))
-        return [{"a": 1}, {"a": 2}]
-
-    monkeypatch.setattr(samples, "HfApi", Hub)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+def test_rows_of_the_hub(hub: FakeHub) -> None:
+    hub.dataset = [{"a": 1}, {"a": 2}]
     assert load_hub_rows("own/er", "main", "test", ["a"]) == [{"a": 1}, {"a": 2}]
-    assert asked == [("own/er", "main", "test")]
+    assert hub.asked == [(("own/er", "main"), {"split": "test"})]
     with pytest.raises(ValueError, match="data set own/er, split test: no column b; it has a"):
         load_hub_rows("own/er", "main", "test", ["a", "b"])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [])
+    hub.dataset = []
     with pytest.raises(ValueError, match="own/er, split test: no rows"):
         load_hub_rows("own/er", "main", "test", ["a"])
 
 
-def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "HfApi", Hub)
-    monkeypatch.setattr(Hub, "error", RuntimeError("name or service not known"))
-    monkeypatch.setattr(samples.constants, "HF_HUB_OFFLINE", False)
+def test_hub_out_of_reach(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.error, hub.dataset = RuntimeError("name or service not known"), [{"a": 1}]
     with pytest.raises(OSError, match=r"own/er: unavailable .*not known.*give a local \.jsonl file"):
         load_hub_rows("own/er", None, "test", [])
     # Offline on purpose: the local cache is still read.
-    monkeypatch.setattr(samples.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"a": 1}])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert load_hub_rows("own/er", None, "test", ["a"]) == [{"a": 1}]
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.fake_hub import FakeHub
+from support.saved_model import saved_model
 from torch.nn.functional import normalize
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
@@ -19,10 +24,11 @@ from kvcache_compress import disable_fused_attention, enable_fused_attention
 from kvcache_compress.cache.by_method import CommVQCache
 from kvcache_compress.cli import app
 from kvcache_compress.codecs.base import SIDES
+from kvcache_compress.files.lock import only_one
 from kvcache_compress.methods.commvq import additive
 from kvcache_compress.methods.commvq.calibration import CommVQSettings, calibrate_commvq, command
 from kvcache_compress.methods.commvq.calibration import calibrate as commvq
-from kvcache_compress.methods.commvq.calibration.calibrate import split_windows
+from kvcache_compress.methods.commvq.calibration.calibrate import Report, split_windows
 from kvcache_compress.methods.commvq.calibration.collect import collect, read_layer
 from kvcache_compress.methods.commvq.calibration.em import Schedule
 from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule, encoder_bits
@@ -64,7 +70,9 @@ def text(tmp_path: Path) -> list[str]:
     return [str(path)]
 
 
-def calibrate(model: Any, text: list[str], output: Path, **changes: Any) -> list[str]:
+def calibrate(
+    model: Any, text: list[str], output: Path, report: Report = lambda doing, done, total: None, **changes: Any
+) -> list[str]:
     """Run a calibration with short settings; returns its notices."""
     notices: list[str] = []
     calibrate_commvq(
@@ -74,6 +82,7 @@ def calibrate(model: Any, text: list[str], output: Path, **changes: Any) -> list
         output,
         CommVQSettings(**SETTINGS | changes),
         workers=1,
+        report=report,
         notice=notices.append,
     )
     return notices
@@ -96,26 +105,19 @@ def test_keys_are_collected_before_rope(model: LlamaForCausalLM, tmp_path: Path)
     torch.testing.assert_close(read_layer(tmp_path, 1, "values", HEADS, HEAD_DIM), expected.half())
 
 
-def test_collecting_holds_one_window(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collecting_holds_one_window(model: LlamaForCausalLM, tmp_path: Path) -> None:
     """Only one window's cache is alive at a time."""
-    alive, most = set[int](), [0]
+    alive, most = weakref.WeakSet[DynamicCache](), [0]
 
-    class Counted(DynamicCache):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            alive.add(id(self))
+    def count(module: Any, given: Any, options: dict[str, Any]) -> None:
+        alive.add(options["past_key_values"])
+        most.append(len(alive))
+        assert options["input_ids"].shape == (1, CONTEXT)
 
-        def __del__(self) -> None:
-            alive.discard(id(self))
-
-        def update(self, *args: Any, **options: Any) -> Any:
-            most[0] = max(most[0], len(alive))
-            assert args[0].shape[2] == CONTEXT
-            return super().update(*args, **options)
-
-    monkeypatch.setattr("kvcache_compress.methods.commvq.calibration.collect.DynamicCache", Counted)
+    model.model.register_forward_pre_hook(count, with_kwargs=True)
     collect(model, torch.zeros(20, CONTEXT, dtype=torch.long), tmp_path, [0, 2])
-    assert most[0] <= 2  # the last window's cache is freed when the next one gets its name
+    assert len(most) == 21
+    assert max(most) <= 2  # the last window's cache is freed when the next one gets its name
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) == 2 * 2 * 20 * CONTEXT * HEADS * HEAD_DIM * 2
 
 
@@ -177,80 +179,70 @@ def test_losses_of_what_was_held_out(model: LlamaForCausalLM, text: list[str], t
             assert ends == pytest.approx(own_search(file, f"{side}.1", states), rel=2e-3)
 
 
-def test_an_interrupted_run_goes_on(
-    model: LlamaForCausalLM, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_goes_on(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
     """A run interrupted in layer 1 does not train layer 0 again, and its file equals that of an uninterrupted run."""
     whole, output = tmp_path / "whole.safetensors", tmp_path / "books.safetensors"
     calibrate(model, text, whole)
-    original, trained = commvq.train_side, []
+    steps: list[int] = []
 
-    def train(states: torch.Tensor, held_out: torch.Tensor, side: Any, layer: int, *rest: Any) -> Any:
-        if layer == 1 and not trained.count("resumed"):
-            raise KeyboardInterrupt
-        trained.append((side, layer))
-        return original(states, held_out, side, layer, *rest)
+    def stop_in_layer_1(doing: str, done: int, total: int) -> None:
+        if doing == "training":
+            steps.append(total)
+            if done > total // LAYERS:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(commvq, "train_side", train)
     with pytest.raises(KeyboardInterrupt):
-        calibrate(model, text, output)
-    assert trained == [("keys", 0), ("values", 0)]
+        calibrate(model, text, output, stop_in_layer_1)
     assert not output.exists()
-    trained.append("resumed")
-    monkeypatch.setattr(commvq, "collect", lambda *_: pytest.fail("collected again"))
-    notices = calibrate(model, text, output)
+    reports: list[tuple[str, int, int]] = []
+    notices = calibrate(model, text, output, lambda *report: reports.append(report))
     assert "1 of 3 layers" in notices[0]
-    assert {layer for _, layer in trained[3:]} == {1, 2}
+    left = steps[0] // LAYERS * 2
+    assert reports == [("training", done, left) for done in range(left + 1)]  # no text is read
     one, other = load_file(whole), load_file(output)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def interrupted(model: Any, text: list[str], output: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
-    """The parts of a calibration that is interrupted before its last step."""
+def interrupted(model: Any, text: list[str], output: Path, **changes: Any) -> Path:
+    """The parts of a calibration that fails in its last step, as there is a folder in the place of its file."""
     before = set(output.parent.iterdir())
-    monkeypatch.setattr(commvq, "write_codebooks", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(model, text, output, **changes)
-    monkeypatch.undo()
+    with pytest.raises(OSError, match=output.name):
+        calibrate(model, text, output, lambda *_: output.mkdir(exist_ok=True), **changes)
+    output.rmdir()
     (folder,) = set(output.parent.iterdir()) - before
     return folder
 
 
 @pytest.mark.parametrize("changed", [{"bits": 1}, {"seed": 1}, {"tokens": 640}, {"schedule": Schedule(soft_steps=1)}])
 def test_parts_of_other_settings_are_neither_used_nor_lost(
-    model: LlamaForCausalLM,
-    text: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changed: dict[str, Any],
+    model: LlamaForCausalLM, text: list[str], tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     output = tmp_path / "books.safetensors"
-    parts = interrupted(model, text, output, monkeypatch)
+    parts = interrupted(model, text, output)
     assert str(parts) in calibrate(model, text, output, **changed)[0]
     expected = tmp_path / "expected.safetensors"
     calibrate(model, text, expected, **changed)
     one, other = load_file(output), load_file(expected)
     assert all(torch.equal(one[name], other[name]) for name in other)
-    monkeypatch.setattr(commvq, "train_side", lambda *_: pytest.fail("trained again"))
-    assert "3 of 3 layers" in calibrate(model, text, output)[0]
+    reports: list[tuple[str, int, int]] = []
+    assert "3 of 3 layers" in calibrate(model, text, output, lambda *report: reports.append(report))[0]
+    assert reports == [("training", 0, 0)]
     assert not parts.exists()
 
 
 def test_the_same_text_by_another_name_goes_on(
     model: LlamaForCausalLM, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupted(model, text, tmp_path / "books.safetensors", monkeypatch)
+    interrupted(model, text, tmp_path / "books.safetensors")
     monkeypatch.chdir(tmp_path)
     assert "3 of 3 layers" in calibrate(model, ["text.txt"], Path("books.safetensors"))[0]
     assert read_header("books.safetensors").data["text"] == ["text.txt"]
 
 
-def test_a_damaged_part_is_made_again(
-    model: LlamaForCausalLM, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_part_is_made_again(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
     output = tmp_path / "books.safetensors"
-    part = interrupted(model, text, output, monkeypatch) / "layer-001.safetensors"
+    part = interrupted(model, text, output) / "layer-001.safetensors"
     part.write_bytes(part.read_bytes()[:100])
     assert "2 of 3 layers" in calibrate(model, text, output)[0]
     assert len(load_file(output)) == 3 * LAYERS  # codebooks of both sides, weights of keys
@@ -264,20 +256,21 @@ def test_workers_train_the_same(model: LlamaForCausalLM, text: list[str], tmp_pa
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_worker_that_fails_stops_the_others(
-    model: LlamaForCausalLM, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = commvq.train_side
+def test_a_worker_that_fails_stops_the_others(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
+    reports: list[tuple[str, int, int]] = []
 
-    def train(states: torch.Tensor, held_out: torch.Tensor, side: Any, layer: int, *rest: Any) -> Any:
-        if layer == 1:
-            raise ValueError("layer 1")
-        return original(states, held_out, side, layer, *rest)
+    def fail(*report: Any) -> None:
+        reports.append(report)
+        if report[:2] == ("training", 3):
+            raise ValueError("step 3")
 
-    monkeypatch.setattr(commvq, "train_side", train)
     settings = CommVQSettings(**SETTINGS)
-    with pytest.raises(ValueError, match="layer 1"):
-        calibrate_commvq(model, Characters(), text, tmp_path / "b.safetensors", settings, workers=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step 3"):
+        calibrate_commvq(  # type: ignore[arg-type]
+            model, Characters(), text, tmp_path / "b.safetensors", settings, workers=2, report=fail
+        )
+    _, done, total = reports[-1]
+    assert done < total
 
 
 def test_queries_weigh_pairs(model: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -401,24 +394,17 @@ def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["owner/data", "mlfoundations/dclm-baseline-1.0", "owner/data:part.en"])
-def test_a_dataset_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_on_the_hub(name: str, hub: FakeHub) -> None:
     """Only as many rows of a dataset are read as needed."""
-    datasets = pytest.importorskip("datasets")
-    asked: list[Any] = []
-
-    def load_dataset(path: str, configuration: str | None, **options: Any) -> Any:
-        asked.append((path, configuration, options))
-        return ({"text": chr(32 + i) * 20} for i in range(50))
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub.dataset = ({"text": chr(32 + i) * 20} for i in range(50))
     windows, _ = read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
     assert windows.shape == (4, 32)
     owner, _, part = name.partition(":")
-    assert asked == [(owner, part or None, {"split": "train", "streaming": True})]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: iter([{"words": "a"}]))
+    assert hub.asked == [((owner, part or None), {"split": "train", "streaming": True})]
+    hub.dataset = [{"words": "a"}]
     with pytest.raises(ValueError, match="has no column 'text', but words"):
         read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("offline")))
+    hub.dataset = ConnectionError("offline")
     with pytest.raises(ValueError, match="the hub has no such dataset: offline"):
         read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
 
@@ -428,15 +414,15 @@ def run_command(*options: str) -> Any:
 
 
 @pytest.mark.parametrize("values", ["residual", "encoder"])
-def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: str) -> None:
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: str) -> None:
     """The command prints progress with the remaining time, a table of losses, and the file's size and cost."""
-    monkeypatch.setattr(command, "load_model", lambda *_, **__: (model, Characters()))
     monkeypatch.setattr(command, "_QUIET_SECONDS", 0.0)
     monkeypatch.setattr(commvq, "QUICK_ENCODER", EncoderSchedule(steps=5, batch=64))
     monkeypatch.setattr("kvcache_compress.methods.commvq.calibration.calibrate.QUICK_SCHEDULE", SHORT)
     text, output = tmp_path / "text.txt", tmp_path / "books.safetensors"
     text.write_text("".join(chr(32 + (i * i + i // 7) % 90) for i in range(3000)))
     given = ("--text", str(text), "--output", str(output), "--tokens", "2048", "--quick", "--bits", "1")
+    given += ("--model", saved_model())
     result = run_command(*given, "--values", values, "--key-rounds", "2", "--value-rounds", "2", "--no-weigh-pairs")
     assert result.exit_code == 0, result.output
     assert "reading text: 1 of 2," in result.output
@@ -454,9 +440,8 @@ def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.Mo
     assert re.search(r"books\.safetensors: [\d.]+ MiB in [\d.]+ minutes, peak memory [\d.]+ GiB", result.output)
 
 
-def test_command_refuses_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command refuses bad arguments before it loads the model."""
-    monkeypatch.setattr(command, "load_model", lambda *_, **__: pytest.fail("loaded"))
+def test_command_refuses_in_a_sentence(tmp_path: Path) -> None:
+    """The command refuses bad arguments before it loads the model, here a folder without one."""
     file = tmp_path / "text.txt"
     file.write_text("a text")
     text, output = ("--text", str(file)), ("--output", str(tmp_path / "x.safetensors"))
@@ -470,27 +455,23 @@ def test_command_refuses_in_a_sentence(tmp_path: Path, monkeypatch: pytest.Monke
         ((*text, "--output", str(file / "x.safetensors")), "is not one"),
         ((*text, "--output", str(tmp_path)), "allowed are files that end in .safetensors"),
     ):
-        result = run_command(*options)
+        result = run_command(*options, "--model", str(tmp_path))
         assert (result.exit_code, type(result.exception)) == (1, SystemExit), options
         assert message in result.output
 
 
-def test_command_waits_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_waits_for_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The command waits for another one that writes the same file, which would remove the parts of both."""
-    monkeypatch.setattr(command, "load_model", lambda *_, **__: (None, None))
-    there: list[str] = []
-
-    def calibrate(*_: Any, **__: Any) -> None:
-        there.extend(path.name for path in tmp_path.glob(".*"))
-        raise ValueError("that will do")
-
-    monkeypatch.setattr(command, "calibrate_commvq", calibrate)
-    (tmp_path / "text.txt").write_text("a text")
-    assert (
-        "that will do"
-        in run_command("--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "x.safetensors")).output
-    )
-    assert there == [".x.safetensors.lock"]
+    text, output = tmp_path / "text.txt", tmp_path / "x.safetensors"
+    text.write_text("a text")
+    options = ("--text", str(text), "--output", str(output), "--model", saved_model())
+    with ThreadPoolExecutor(1) as pool:
+        with only_one(tmp_path / ".x.safetensors.lock"):
+            running = pool.submit(run_command, *options)
+            while not running.done() and "another run is at work there" not in caplog.text:
+                time.sleep(0.01)
+            assert not running.done()
+        assert "too little text" in running.result().output
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.triton_kernels.attention import launch
+from kvcache_compress.attention.path import PathTaken, record_paths
 
 
 def tiny_llama() -> LlamaForCausalLM:
@@ -40,33 +40,29 @@ _KIVI = {"keys": {"method": "kivi", "bits": 4}, "values": {"method": "turboquant
     [(_TURBOQUANT, None), (_KIVI, None), (_KIVI, 76)],
     ids=["turboquant", "kivi-turboquant", "static"],
 )
-def test_generation_equals_the_torch_backend(
-    sides: dict[str, Any], capacity: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Growing and fixed caches: with a static capacity, kernels read the number of tokens from memory."""
+def test_generation_equals_the_torch_backend(sides: dict[str, Any], capacity: int | None) -> None:
+    """Growing and static caches: with a static capacity, kernels read the number of tokens from memory."""
     model = tiny_llama()
     enable_fused_attention(model)
     ids = torch.randint(1, 96, (2, 60), generator=torch.Generator(torch.get_default_device()).manual_seed(3))
     padding = torch.ones_like(ids)
     ids[1, :11], padding[1, :11] = 0, 0
-    launches = []
-    attend = launch.attend
-    monkeypatch.setattr(launch, "attend", lambda *a, **k: launches.append(1) or attend(*a, **k))
     runs = {}
     for backend in ("torch", "triton"):
         config = {**sides, "sink_tokens": 4, "recent_tokens": 8, "backend": backend, "max_cache_len": capacity}
         cache = CompressedCache(model.config, config)
-        runs[backend] = model.generate(
-            ids,
-            attention_mask=padding,
-            past_key_values=cache,
-            max_new_tokens=5,
-            do_sample=False,
-            disable_compile=True,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+        with record_paths() as taken:
+            runs[backend] = model.generate(
+                ids,
+                attention_mask=padding,
+                past_key_values=cache,
+                max_new_tokens=5,
+                do_sample=False,
+                disable_compile=True,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        assert taken.count(PathTaken(backend, 1)) == 2 * 4
         assert all(layer.packed_tokens > 0 for layer in cache.layers)
-    assert len(launches) == 2 * 4
     assert torch.equal(runs["torch"].sequences, runs["triton"].sequences)
     torch.testing.assert_close(torch.stack(runs["torch"].logits), torch.stack(runs["triton"].logits), atol=1e-4, rtol=0)

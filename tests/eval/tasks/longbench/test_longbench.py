@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.saved_model import saved_model
 from support.small_model import method_config, small_model
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from kvcache_compress.eval.caches.caches import full_cache, preset_cache
 from kvcache_compress.eval.cli.app import app
-from kvcache_compress.eval.runner import command
 from kvcache_compress.eval.runner.cells import Cell
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks.benchmark import make_benchmark
@@ -183,11 +183,10 @@ def test_options_are_checked() -> None:
     assert LongBench.limits_itself
 
 
-def test_command(model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "load", lambda *args, **options: (model, Letters()))
+def test_command(tmp_path: Path) -> None:
     data = write(tmp_path, ready("qasper"), ready("trec"), ready("trec"))
     words = ["--task", "trec", "--data", data, "--cache", "turboquant-4bit@sinks=4,recent=8", "--limit", "1"]
-    result = CliRunner().invoke(app, ["longbench", *words, "--output", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["longbench", *words, "--model", saved_model(), "--output", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     cells = [Cell.read(path) for path in (tmp_path / "out").glob("*/*/*.json")]
     assert {cell.cache["name"] for cell in cells} == {"full", "turboquant-4bit@sinks=4,recent=8"}

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import huggingface_hub
 import pytest
+from support.fake_hub import FakeHub
 from support.paths import DATA
 
-from kvcache_compress.eval.tasks.longbench import data as longbench_data
 from kvcache_compress.eval.tasks.longbench.data import TASKS, V2, load_rows, resolve_tasks
 from kvcache_compress.eval.tasks.longbench.prompts import Template, encode_prompt, read_templates
 
@@ -157,53 +156,33 @@ def test_answers_that_are_none(tmp_path: Path) -> None:
         load_rows(path, "v1")
 
 
-def test_ready_formatted_dataset_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(longbench_data, "check_hub", lambda name: None)
-    asked = []
-
-    def load(name: str, configuration: str | None) -> dict[str, Any]:
-        asked.append((name, configuration))
-        return {"test": datasets.Dataset.from_list([READY, READY])}
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
+def test_ready_formatted_dataset_of_the_hub(hub: FakeHub) -> None:
+    hub.dataset = {"test": datasets.Dataset.from_list([READY, READY])}
     rows = load_rows("someone/LongBench", "e", ["qasper", "lcc"])
-    assert asked == [("someone/LongBench", "qasper_e"), ("someone/LongBench", "lcc_e")]
+    assert hub.asked == [(("someone/LongBench", name), {}) for name in ("qasper_e", "lcc_e")]
     assert [(row.task.name, row.number) for row in rows] == [("qasper", 0), ("qasper", 1), ("lcc", 0), ("lcc", 1)]
 
-    asked.clear()
-    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: ["0shot", "cot"])
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda name, configuration: asked.append(configuration) or {"train": [CHOICE]}
-    )
+    hub.asked.clear()
+    hub.dataset, hub.configurations = {"train": [CHOICE]}, ["0shot", "cot"]
     assert len(load_rows("someone/LongBench-v2", "v2")) == 1
-    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda name: ["default"])
+    hub.configurations = ["default"]
     assert len(load_rows("someone/LongBench-v2", "v2")) == 1
-    assert asked == ["0shot", None]
+    assert [arguments[1] for arguments, _ in hub.asked] == ["0shot", None]
 
 
-def test_original_dataset_of_the_hub_is_read_from_its_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(longbench_data, "check_hub", lambda name: None)
+def test_original_dataset_of_the_hub_is_read_from_its_archive(tmp_path: Path, hub: FakeHub) -> None:
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.writestr("data/qasper.jsonl", json.dumps(ORIGINAL))
-
-    def load(name: str, configuration: str) -> None:
-        raise RuntimeError("Dataset scripts are no longer supported, but found LongBench.py")
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **options: str(tmp_path / args[1]))
+    hub.dataset = RuntimeError("Dataset scripts are no longer supported, but found LongBench.py")
+    hub.folder = tmp_path
     (row,) = load_rows(None, "v1", ["qasper"])
     assert row.answers == ("red", "dark red")
     with pytest.raises(ValueError, match=r"no musique that could be read: no data/musique.jsonl in its data.zip"):
         load_rows(None, "v1", ["musique"])
 
 
-def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(longbench_data, "check_hub", lambda name: None)
-
-    def load(name: str, configuration: str) -> None:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
+def test_hub_out_of_reach(hub: FakeHub) -> None:
+    hub.dataset = ConnectionError("no network")
     with pytest.raises(OSError, match=r"nor could it be fetched from the hub; download it .* \(no network\)"):
         load_rows("someone/LongBench", "v1", ["qasper"])
 
