@@ -18,6 +18,14 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _share)))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from support.interpreter import patch_language_once
+
+        patch_language_once()
+
+
 @pytest.fixture
 def static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make layers of fixed capacity run steps of fixed shapes on the CPU, as they do on other devices."""
@@ -34,3 +42,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     found = FakeHub()
     found.install(monkeypatch)
     return found
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hub, as with `HF_HUB_OFFLINE=1`, which is read when the hub's client is imported."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

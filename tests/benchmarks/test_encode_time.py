@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 
+import encode_time
 import pytest
-from support.paths import ROOT
+from support.scripts import run_script
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="it compares C++ with torch")
 def test_prints_a_table() -> None:
     presets = [f"--preset={name}" for name in ("turboquant-2.5bit", "polarquant-3.4bit", "commvq-paper")]
-    command = [sys.executable, "benchmarks/encode_time.py", "--tokens", "32", "--turns", "1", *presets]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = run_script(encode_time.main, "--tokens", "32", "--turns", "1", *presets)
+    assert done.exit_code == 0, done.output
     rows = re.findall(r"^\| `([\w.-]+)` \| (\w+) \|((?: [\d.,]+ \|){4})$", done.stdout, re.MULTILINE)
     assert [(name, side) for name, side, _ in rows] == [
         (preset.removeprefix("--preset="), side) for preset in presets for side in ("keys", "values")

@@ -71,12 +71,17 @@ def test_appending_to_a_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch, wr
     assert not check._appends(shape, CPU, torch.bfloat16)
 
 
+FLUSHED = ("kivi-4bit", "tiny", Shape(4, 2, 64), 128, CPU)
+
+
+def test_right_flushes_pass() -> None:
+    assert check.check_kernels(*FLUSHED).error is None
+
+
 @pytest.mark.parametrize("wrong", ["codes", "place", "moved", "unseen"])
 def test_wrong_flushes_are_found(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     """Wrong codes in the second call, or a missed NaN in the third, are detected and reported by `check_kernels`."""
     module, calls = load_part("triton_kernels.encode.launch"), []
-    call = ("kivi-4bit", "tiny", Shape(4, 2, 64), 128, CPU)
-    assert check.check_kernels(*call).error is None
     flush = module.flush
 
     def flush_wrongly(encoder: Any, x: torch.Tensor, tokens: int, kept: int, fields: Any, at: int, *rest: Any) -> None:
@@ -92,7 +97,7 @@ def test_wrong_flushes_are_found(monkeypatch: pytest.MonkeyPatch, wrong: str) ->
             rest[1].fill_(1)
 
     monkeypatch.setattr(module, "flush", flush_wrongly)
-    assert "leave a tail" in str(check.check_kernels(*call).error)
+    assert "leave a tail" in str(check.check_kernels(*FLUSHED).error)
     assert len(calls) in (3, 6)
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import gpu
 import pytest
 import torch
 from gpu_kit import models, prompts
 from support.paths import ROOT
+from support.scripts import run_script
 
 from kvcache_compress.attention.interface import ATTENTION_NAME
 from kvcache_compress.bench import decode
@@ -74,8 +76,7 @@ def test_the_kit_in_small(tmp_path: Path) -> None:
     assert re.search(rf"^turboquant-4bit +{re.escape(cell)}$", done.stdout, re.MULTILINE)
     assert found["finished"]
     assert {path.name for path in output.parent.iterdir()} == {"gpu.json"}
-    table = subprocess.run([*command[:2], "--output", str(output), "--table"], cwd=ROOT, capture_output=True, text=True)
-    assert table.stdout.strip() in done.stdout
+    assert run_script(gpu.main, "--output", str(output), "--table").stdout.strip() in done.stdout
 
 
 def test_a_run_that_is_killed_leaves_its_rows_and_another_goes_on(tmp_path: Path) -> None:
@@ -92,8 +93,8 @@ def test_a_run_that_is_killed_leaves_its_rows_and_another_goes_on(tmp_path: Path
     assert {row["error"] for row in before["decode"]} == {"not measured: the run ended before"}
     assert not before["finished"]
 
-    done = subprocess.run([*command, "--part", "bandwidth"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = run_script(gpu.main, *command[2:], "--part", "bandwidth")
+    assert done.exit_code == 0, done.output
     after = json.loads(output.read_text())
     assert after["check"] == before["check"]
     assert [row["error"] for row in after["decode"]] == [None, None]
@@ -104,9 +105,8 @@ def test_a_run_that_is_killed_leaves_its_rows_and_another_goes_on(tmp_path: Path
 
 def test_without_time_every_row_is_named(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
-    command = [sys.executable, "benchmarks/gpu.py", "--small", "--output", str(output), "--minutes", "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = run_script(gpu.main, "--small", "--output", str(output), "--minutes", "0")
+    assert done.exit_code == 0, done.output
     found = json.loads(output.read_text())
     assert {row["error"] for row in found["check"] + found["bandwidth"]} == {"not measured: time"}
     assert {row["error"] for row in found["decode"] if row["cache"] == "full"} == {"not measured: time"}
@@ -120,13 +120,11 @@ def test_without_time_every_row_is_named(tmp_path: Path) -> None:
 def test_without_a_gpu_only_small(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    command = [sys.executable, "benchmarks/gpu.py", "--output", str(tmp_path / "gpu.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
+    done = run_script(gpu.main, "--output", str(tmp_path / "gpu.json"))
+    assert done.exit_code == 2
     assert "no GPU here" in done.stderr
     assert not list(tmp_path.iterdir())
-    done = subprocess.run([*command[:2], "--small"], cwd=ROOT, capture_output=True, text=True)
-    assert "--output is needed" in done.stderr
+    assert "--output is needed" in run_script(gpu.main, "--small").stderr
 
 
 @pytest.mark.parametrize("preset", preset_names())

@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 
+import launch_time
 import pytest
 from support.paths import ROOT
+from support.scripts import run_script
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="the driver's stand-in is compiled")
@@ -32,8 +34,6 @@ def test_a_step_launches_four_kernels_and_says_where_time_goes() -> None:
 
 
 def test_interpreted_kernels_are_refused() -> None:
-    command = [sys.executable, "benchmarks/launch_time.py"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2
+    done = run_script(launch_time.main)
+    assert done.exit_code == 2
     assert "unset TRITON_INTERPRET" in " ".join(done.stderr.replace("│", " ").split())

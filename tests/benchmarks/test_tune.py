@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import tune as tune_script
 from gpu_kit import tune
 from gpu_kit.jobs import Job
 from gpu_kit.tune import Case, best_tiles, plan_cases, try_tile, update_table, without_try
 from support.paths import ROOT
+from support.scripts import run_script
 
 from kvcache_compress.bench.layers import SHAPES, Shape
 from kvcache_compress.triton_kernels.attention import tiles
@@ -196,8 +198,8 @@ def test_the_script_in_small_stopped_and_taken_up_again(tmp_path: Path) -> None:
     output, table = tmp_path / "times.json", tmp_path / "tiles.json"
     command = [sys.executable, "benchmarks/tune.py", "--small", "--output", str(output), "--table", str(table)]
     command += ["--preset", "turboquant-4bit"]
-    stopped = subprocess.run([*command, "--minutes", "0"], cwd=ROOT, capture_output=True, text=True)
-    assert stopped.returncode == 0, stopped.stderr
+    stopped = run_script(tune_script.main, *command[2:], "--minutes", "0")
+    assert stopped.exit_code == 0, stopped.output
     said = "turboquant-4bit, small: not all of its tiles were measured, or none was right\n4 rows not measured"
     assert said in stopped.stdout
     assert json.loads(table.read_text()) == {}
@@ -219,8 +221,7 @@ def test_the_script_in_small_stopped_and_taken_up_again(tmp_path: Path) -> None:
 def test_without_a_gpu_only_small(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = subprocess.run([sys.executable, "benchmarks/tune.py"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
+    done = run_script(tune_script.main)
+    assert done.exit_code == 2
     assert "no GPU here" in done.stderr
-    done = subprocess.run([sys.executable, "benchmarks/tune.py", "--small"], cwd=ROOT, capture_output=True, text=True)
-    assert "--output and --table are needed" in done.stderr
+    assert "--output and --table are needed" in run_script(tune_script.main, "--small").stderr

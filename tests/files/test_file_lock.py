@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -45,24 +44,22 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     assert not list((tmp_path / "new").iterdir())
 
 
-HOLDER = """
-import sys
-import time
-from pathlib import Path
-from kvcache_compress.files.lock import only_one
-
-with only_one(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(100)
-"""
+def hold(lock: Path, held: Any) -> None:
+    with only_one(lock):
+        held.set()
+        time.sleep(100)
 
 
 def test_a_killed_process_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lock = tmp_path / ".lock"
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        process.send_signal(signal.SIGKILL)
+    fork = multiprocessing.get_context("fork")
+    held = fork.Event()
+    process = fork.Process(target=hold, args=(lock, held))
+    process.start()
+    assert held.wait(30)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert lock.exists()
     with only_one(lock):
         assert not caplog.text

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 import tty
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from support.saved_files import config, filled
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.eval.provenance.artifacts import save_figure, write_json
+from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.files.atomic import whole_file
 from kvcache_compress.methods.commvq.calibration.calibrate import check_output
 
@@ -95,12 +95,18 @@ def test_standard_output(tmp_path: Path) -> None:
     """
     (tmp_path / "stdout").symlink_to("/proc/self/fd/1")
     (tmp_path / "link").symlink_to("stdout")
-    code = (
-        "import sys; from pathlib import Path; from kvcache_compress.eval.provenance.results import write_atomically\n"
-        "print('before', flush=True); write_atomically(Path(sys.argv[1]), 'written\\n'); print('after', flush=True)"
-    )
+
+    def write(stream: int) -> None:
+        os.dup2(stream, 1)
+        os.write(1, b"before\n")
+        write_atomically(tmp_path / "link", "written\n")
+        os.write(1, b"after\n")
+
     with (tmp_path / "out").open("a") as stream:
-        subprocess.run([sys.executable, "-c", code, "link"], stdout=stream, cwd=tmp_path, check=True)
+        process = multiprocessing.get_context("fork").Process(target=write, args=(stream.fileno(),))
+        process.start()
+        process.join()
+    assert process.exitcode == 0
     assert (tmp_path / "out").read_text() == "before\nwritten\nafter\n"
 
 

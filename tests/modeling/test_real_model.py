@@ -16,8 +16,9 @@ STORY = (
     "His sister, who lived in the village, sent him bread and letters by the boat that came on Mondays. In her last "
     "letter she asked him how many ships he had counted on the first day of winter."
 )
+ACROSS_A_FLUSH = 36
 WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
+    "greedy": {"do_sample": False, "tokens": ACROSS_A_FLUSH},
     "sampled": {"do_sample": True, "temperature": 0.7, "top_p": 0.9},
 }
 PRESETS = {"turboquant-3.5bit": 4.0, "turboquant-k3v2": 2.75}
@@ -53,11 +54,17 @@ def generate(real: Any, config: Any, fused: bool, tokens: int = NEW_TOKENS, **ho
     return output.sequences, torch.stack(output.logits), cache
 
 
+@pytest.fixture(scope="module")
+def greedy(real: Any) -> Any:
+    return generate(real, "turboquant-4bit", fused=True, **WAYS["greedy"])
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_fused_equals_not_fused(real: Any, way: str) -> None:
+def test_fused_equals_not_fused(real: Any, greedy: Any, way: str) -> None:
     """Tokens are the same, and logits of size 10 to 20 agree within 1e-2 (another order of float32 sums, 30 layers)."""
-    tokens, logits, cache = generate(real, "turboquant-4bit", fused=True, tokens=36, **WAYS[way])
-    expected_tokens, expected, _ = generate(real, "turboquant-4bit", fused=False, tokens=36, **WAYS[way])
+    fused = greedy if way == "greedy" else generate(real, "turboquant-4bit", fused=True, **WAYS[way])
+    tokens, logits, cache = fused
+    expected_tokens, expected, _ = generate(real, "turboquant-4bit", fused=False, **WAYS[way])
     assert cache.packed_tokens > 64
     assert torch.equal(tokens, expected_tokens)
     torch.testing.assert_close(logits, expected, atol=1e-2, rtol=0)
@@ -77,15 +84,14 @@ def test_memory_is_saved_and_text_makes_sense(real: Any) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_padding_and_batch_do_not_matter_to_the_text(real: Any) -> None:
+def test_padding_and_batch_do_not_matter_to_the_text(real: Any, greedy: Any) -> None:
     """The longer prompt alone begins with the same text as in a padded batch, whose rows share only statistics."""
     model, _, batch = real
     longer = batch["attention_mask"].sum(1).argmax()
-    config = load_config("turboquant-4bit")
-    tokens, _, _ = generate(real, config, fused=True, do_sample=False)
-    cache = CompressedCache(model.config, config)
+    tokens, _, _ = greedy
+    cache = CompressedCache(model.config, load_config("turboquant-4bit"))
     alone = model.generate(
-        batch["input_ids"][longer : longer + 1], past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False
+        batch["input_ids"][longer : longer + 1], past_key_values=cache, max_new_tokens=6, do_sample=False
     )
     assert cache.packed_tokens > 64
     width = batch["input_ids"].shape[1]

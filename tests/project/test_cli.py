@@ -38,8 +38,8 @@ def test_memory_of_models_that_bench_knows() -> None:
         assert all(name in runner.invoke(app, [command, "--help"]).output for command in ("memory", "bench"))
 
 
-def test_memory_of_an_unknown_model_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+@pytest.mark.usefixtures("offline")
+def test_memory_of_an_unknown_model_is_a_message() -> None:
     result = runner.invoke(app, ["memory", "--model", "no/such-model"])
     assert result.exit_code == 1
     assert "Traceback" not in result.output

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
 from support.small_model import small_model
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -18,6 +17,7 @@ NUMBERS = ("-1", "0", "99999999999999999999", "9" * 5000, "1.5", "x", "", "nan")
 DEVICES = ("nodevice", "cuda:99", "cpu:x", "meta", "")
 NAMES = ("", "nope", "x" * 300, "x" * 6000, "a\nb", "turboquant-4bit@sinks=99999999999999999999")
 NOWHERE = "/nowhere/at/all"
+pytestmark = pytest.mark.usefixtures("offline")
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text("some words " * 100)
     small_model().save_pretrained(folder / "model")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
 def refused(*arguments: str) -> str:
