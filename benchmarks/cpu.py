@@ -1,4 +1,4 @@
-"""Time decode steps and prefill of SmolLM2 on this CPU, with our caches, Transformers' and no compression.
+"""Time decode steps and prefill of SmolLM2 on this CPU, with compressed caches, Transformers' own and a full one.
 
     python benchmarks/cpu.py                       # to benchmarks/results/cpu.json
     python benchmarks/cpu.py --tokens 512 --steps 4 --output F

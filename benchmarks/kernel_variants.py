@@ -120,7 +120,7 @@ def flush_launch(keys: tuple[str, MethodOptions]) -> tuple[Any, dict[str, Any]]:
     leaving = max(32, codec.group)
     tail = torch.randn(1, 2, leaving + 64, 128).bfloat16()
     codec.prepare(tail)
-    fields = PackedStore(codec.fields, 1, 2, tail.device).room(leaving, growing=True)
+    fields = PackedStore(codec.fields, 1, 2, tail.device).writable_buffers(leaving, growing=True)
     good, encoder = torch.ones(4, dtype=torch.int32), codec.kernel_encoder
     assert encoder is not None
     call = functools.partial(flush, encoder, tail, leaving, 64, fields, 0, torch.empty_like(tail), good, LONGEST)
@@ -128,8 +128,8 @@ def flush_launch(keys: tuple[str, MethodOptions]) -> tuple[Any, dict[str, Any]]:
     return kernel, arguments
 
 
-def fixed_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """The kernels that only steps of fixed capacity use, and their arguments."""
+def static_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """The kernels that only steps of static layers use, and their arguments."""
     sides: dict[Side, SideState] = {}
     tokens = torch.randn(1, 2, 512, 128).bfloat16()
     both: tuple[Side, Side] = ("keys", "values")
@@ -140,7 +140,7 @@ def fixed_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any,
         sides[side].prepare(tokens)
         sides[side].codec = sides[side].codec.on("triton")  # only now, as `prepare` works in torch
     group = sides["keys"].codec.group
-    windows = Windows(sinks=16, recent=64, flush=max(32, group), group=group, room=464)
+    windows = Windows(sinks=16, recent=64, flush=max(32, group), group=group, capacity=464)
     storage = StaticStorage(DynamicStorage(sides, windows, PackableChecks(0)))
 
     def step() -> None:
@@ -157,13 +157,13 @@ def step_launches() -> dict[str, tuple[Any, dict[str, Any]]]:
     """The kernels of decode steps other than attention, and their arguments."""
     four = side_of("turboquant", bits=4)
     steps = {"append": (append_kernel, step_append_arguments()), "flush": flush_launch(four)}
-    steps |= fixed_step_launches(four)
+    steps |= static_step_launches(four)
     for name in ENCODED_KEYS:
         plan = middle_layer(load_config(name))
         keys = plan.keys.method, plan.keys.options()
         steps[f"flush {name}"] = flush_launch(keys)
-        steps[f"write slots {name}"] = fixed_step_launches(keys)["write slots"]
-    apart = fixed_step_launches(side_of("turboquant", bits=3, estimator="prod"))
+        steps[f"write slots {name}"] = static_step_launches(keys)["write slots"]
+    apart = static_step_launches(side_of("turboquant", bits=3, estimator="prod"))
     return steps | {"store groups": apart["store groups"]}
 
 

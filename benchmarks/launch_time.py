@@ -2,7 +2,7 @@
 
     python benchmarks/launch_time.py              # attention, the cache's update, and a layer's complete step
     python benchmarks/launch_time.py --profile    # also a profile of the complete step
-    python benchmarks/launch_time.py --max-cache-len 16384    # of a cache of fixed capacity, without a CUDA graph
+    python benchmarks/launch_time.py --max-cache-len 16384    # of a static cache, without a CUDA graph
 
 Triton compiles for sm_90 and launches by its own launcher, over a `libcuda` whose functions do nothing; tensors are on
 the CPU, where a PyTorch operator takes about as long as its launch on a GPU would. A C compiler is needed.
@@ -178,7 +178,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Packed tokens to begin with.")] = 8192,
     calls: Annotated[int, typer.Option(help="Steps per round; tokens are encoded every 32.")] = 640,
     rounds: Annotated[int, typer.Option(help="Rounds of which the median is taken.")] = 7,
-    max_cache_len: Annotated[int | None, typer.Option(help="Capacity of a cache of fixed size.")] = None,
+    max_cache_len: Annotated[int | None, typer.Option(help="Capacity of a static cache.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Print cProfile's breakdown of the whole step.")] = False,
 ) -> None:
     """Time the host's part of a decode step of one layer with 32 query and 8 key/value heads of 128."""

@@ -50,8 +50,8 @@ KNOWN_STACK = {
     "encode values of polarquant-3.4bit": 8,
 }
 """Stack bytes allowed by variant. Queries and sums of two or four components, 512 numbers in all, or 256 in float32 (on
-sm_100 only), spill registers. The 8 bytes of an encoder are no spill (158 registers, no load or store of the stack by
-its name): only their address is taken, once."""
+sm_100 only), spill registers. The 8 bytes of an encoder are not a spill (158 registers, no load or store of the stack
+by its name): only their address is taken, once."""
 
 
 @dataclass(frozen=True)

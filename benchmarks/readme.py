@@ -30,12 +30,12 @@ PAPER = ("0.36, 1.57", "0.117, 0.56", "0.03, 0.18", "0.009, 0.047")
 def headline(table: Table) -> str:
     """Headline sentence of the README's first screen."""
     cells = _cells(table, LEADING)
-    ours, bare, peer = cells["turboquant-4bit"], cells["turboquant-4bit@sinks=0,recent=0"], cells["hqq-4"]
+    dense, bare, peer = cells["turboquant-4bit"], cells["turboquant-4bit@sinks=0,recent=0"], cells["hqq-4"]
     return (
-        f"**{16 / ours.packed_bits:.1f}x less memory per packed token at a KL divergence of {ours.score:.4f} nats per "
-        f"token**, with the first 16 and last 64 tokens dense; {bare.score:.4f} without these windows, where "
-        f"Transformers' own 4-bit `QuantizedCache` (hqq, {peer.packed_bits:g} bits to our {bare.packed_bits:g}) has "
-        f"{peer.score:.4f} ({table.model}, {_text(ours)})."
+        f"**{16 / dense.packed_bits:.1f}x less memory per packed token at a KL divergence of {dense.score:.4f} nats "
+        f"per token**, with the first 16 and last 64 tokens dense. Without these windows it is {bare.score:.4f} at "
+        f"{bare.packed_bits:g} bits per number; Transformers' own 4-bit `QuantizedCache` (hqq) has {peer.score:.4f} at "
+        f"{peer.packed_bits:g} bits ({table.model}, {_text(dense)})."
     )
 
 
@@ -122,7 +122,9 @@ def distortion_table(result: dict[str, Any]) -> str:
 def cpu_table(result: dict[str, Any]) -> str:
     """Table by length of the time of a decode step, and of step and prompt relative to the full cache."""
     lengths = sorted({row["tokens"] for row in result["rows"]})
-    headings = [f"{heading}, {count:,} tokens" for count in lengths for heading in ("step", "of full", "prompt")]
+    headings = [
+        f"{heading}, {count:,} tokens" for count in lengths for heading in ("step", "step / full", "prompt / full")
+    ]
     lines = [f"| cache | {' | '.join(headings)} |", "|---|" + "---:|" * len(headings)]
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(result["rows"], key=lambda row: row["tokens"]):

@@ -1,4 +1,4 @@
-"""Time the storing of a decode step's token on this CPU, in a growing cache and in one of fixed capacity.
+"""Time the storing of a decode step's token on this CPU, in a growing cache and in one of static capacity.
 
     python benchmarks/step_time.py                # every preset; processor time of one thread
     python benchmarks/step_time.py --preset commvq-2bit --turns 3
@@ -21,7 +21,7 @@ from kvcache_compress.bench.layers import Shape, single_layer
 from kvcache_compress.config import preset_names
 
 SHAPES = {"9/3 heads of 64": Shape(9, 3, 64), "32/8 heads of 128": Shape(32, 8, 128)}
-CAPACITIES = {"growing": None, "fixed": 8192}
+CAPACITIES = {"growing": None, "static": 8192}
 """`max_cache_len` of each kind of cache."""
 BLOCK = 32
 """Steps over which the time is averaged: tokens are encoded at most once in that many."""
@@ -40,7 +40,7 @@ def step_ms(preset: str, shape: Shape, turns: int) -> dict[str, float]:
         keys, values = (torch.randn(1, shape.kv_heads, tokens, shape.head_dim) for _ in range(2))
         for kind, layer in layers.items():
             begun = time.thread_time()
-            layer.store(keys, values)
+            layer.append(keys, values)
             times[kind].append(1000 * (time.thread_time() - begun))
     medians = {}
     for kind, steps in times.items():
@@ -54,7 +54,7 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="Blocks of 32 steps, after one that is not counted.")] = 9,
 ) -> None:
     torch.set_num_threads(1)
-    print("| ms of one thread |", *(f" {name}: growing | fixed |" for name in SHAPES), sep="")
+    print("| ms of one thread |", *(f" {name}: growing | static |" for name in SHAPES), sep="")
     print("|---|" + "---:|---:|" * len(SHAPES))
     for name in preset or preset_names():
         try:

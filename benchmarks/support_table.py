@@ -1,6 +1,6 @@
-"""Write `docs/support.md` from the results of the tests: `python benchmarks/support.py`; `--check` only compares.
+"""Write `docs/support.md` from the results of the tests: `python benchmarks/support_table.py`; `--check` only compares.
 
-Needs the development requirements; every family of `tests/family_cases.py` runs with every method.
+Needs the development requirements; every family of `tests/support/family_cases.py` runs with every method.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from support.family_cases import FAMILIES, METHODS, outcome  # noqa: E402 - foun
 
 INTRODUCTION = """# Support
 
-Which families of models work with which methods. `tests/test_families.py` makes a small random model of each family
-(2 to 4 layers, float32) and gives it a left-padded batch: a prompt, single steps, several tokens at once and a
-chunk. *Yes* means that tokens are packed, that full-attention layers are compressed while all others stay
-Transformers' own, and that logits with fused attention and without it differ by less than 1e-4. *No* means that
-`CompressedCache` refuses, for the reason given. *Fused* says whether attention reads the packed tokens as they are;
-where it does not, each step decodes them first.
+This table shows the model families that each method supports. `tests/modeling/test_families.py` makes a small random
+model of each family (2 to 4 layers, float32) and feeds it a left-padded batch: a prompt, single steps, several tokens
+at once and a chunk.
+
+- *Yes*: tokens are packed, full-attention layers are compressed while all others stay Transformers' own, and logits
+  with and without fused attention differ by less than 1e-4.
+- *No*: `CompressedCache` raises an error, which the footnote quotes.
+- *With a rule*: the method works if a rule gives the layers named in the footnote another method.
+- *Fused*: attention reads packed tokens without decoding them; with *no* in this column each step decodes them first.
 """
 OPERATIONS = """## Operations
 
-Each of these runs for every method, where it matters with fused attention and without it, on a small Llama;
-`tests/test_families.py` has beams and sampling on families with layers of several kinds as well.
+Each of these test files runs on a small Llama for every method, with and without fused attention where it matters.
+`tests/modeling/test_families.py` also tests beam search and sampling on families with several kinds of layers.
 """
 
 
@@ -49,7 +52,7 @@ def footnote(family: str, method: str) -> str:
 def family_table() -> str:
     """Table with a line per family, and footnotes."""
     notes: list[str] = []
-    lines = ["| family | what sets it apart | " + " | ".join(METHODS) + " | fused |", "|---" * (len(METHODS) + 3) + "|"]
+    lines = ["| family | features | " + " | ".join(METHODS) + " | fused |", "|---" * (len(METHODS) + 3) + "|"]
     for family, case in FAMILIES.items():
         cells = []
         for method in METHODS:
@@ -78,7 +81,7 @@ def operation_table() -> str:
 
 def render() -> str:
     """Text of the complete page."""
-    source = f"Written by `python benchmarks/support.py` with Transformers {transformers.__version__}.\n"
+    source = f"Written by `python benchmarks/support_table.py` with Transformers {transformers.__version__}.\n"
     return "\n".join([INTRODUCTION, family_table(), "", source, OPERATIONS, operation_table(), ""])
 
 

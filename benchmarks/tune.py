@@ -4,10 +4,10 @@
     python benchmarks/tune.py --preset kivi-2bit    # one preset; continues an earlier run of the same code
     python benchmarks/tune.py --small --output F --table T --preset kivi-2bit    # without a GPU (TRITON_INTERPRET=1)
 
-Every tile that a preset supports is first compiled, in several processes, and compared with plain attention; tiles that
-are right and spill no registers are then timed in turns with the tile that the package chooses by rule.
-`triton_kernels/tiles.json` gets an entry, with both times, for each kernel that another tile makes more than 3 %
-faster; the times of all tiles are in `benchmarks/results/tiles.json`, which holds every row as soon as it is measured.
+Every tile that a preset supports is first compiled, in several processes, and compared with plain attention; correct
+tiles that spill no registers are then timed in turns with the tile that the package chooses by rule.
+`triton_kernels/attention/tiles.json` gets an entry, with both times, for each kernel that another tile makes more than
+3 % faster; the times of all tiles are in `benchmarks/results/tiles.json`, which holds every row once it is measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line: thin commands over functions."""
+"""Command line `kvcache-compress`; each command calls one function of the package."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def presets() -> None:
     from .config import load_config, preset_names
 
     table = Table(title="presets: stored bits per packed number of 32 layers with 8 heads, everything counted")
-    for heading in ("preset", "D=64", "D=128", "sinks", "recent", "what it is"):
-        table.add_column(heading, no_wrap=heading != "what it is")
+    for heading in ("preset", "D=64", "D=128", "sinks", "recent", "description"):
+        table.add_column(heading, no_wrap=heading != "description")
     for name in preset_names():
         config = load_config(name)
         bits = [f"{packed_bits(config, dim):.2f}" for dim in (64, 128)]
@@ -68,7 +68,7 @@ def memory(
     kv_heads: Annotated[int, typer.Option(help="Without --model: key/value heads.", min=1, max=1024)] = 8,
     head_dim: Annotated[int, typer.Option(help="Without --model: head dimension.", min=1, max=1024)] = 128,
 ) -> None:
-    """Estimate what each preset's cache takes, all counted; the shape is Llama-3.1-8B's unless given."""
+    """Estimate the memory of each preset's cache, everything counted; by default for Llama-3.1-8B's shape."""
     from kvcache_compress.cache.estimate import model_shape, total_bytes
 
     from .config import load_config, preset_names
@@ -103,23 +103,23 @@ def calibrate(
     method: Annotated[str, typer.Option(help="Method to calibrate: commvq.")] = "commvq",
     model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a path.")] = "smollm2-135m",
     bits: Annotated[int, typer.Option(help="Code bits per number: 1 or 2.")] = 2,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of text; 55296, with --quick 18432.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of text; by default 55296, with --quick 18432.")] = None,
     values: Annotated[str, typer.Option(help="Value codes: residual, or the paper's encoder.")] = "residual",
     key_rounds: Annotated[int | None, typer.Option(help="Residual rounds of keys; from --bits by default.")] = None,
-    value_rounds: Annotated[int | None, typer.Option(help="Residual rounds of values; likewise.")] = None,
+    value_rounds: Annotated[int | None, typer.Option(help="Residual rounds of values; from --bits by default.")] = None,
     weigh_pairs: Annotated[bool, typer.Option(help="Weigh keys' errors by the queries; the paper does not.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Less text and fewer steps.")] = False,
-    device: Annotated[str | None, typer.Option(help="Device; a GPU where there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")] = None,
 ) -> None:
-    """Train CommVQ's codebooks for a model; goes on where an interrupted run with the same options stopped."""
+    """Train CommVQ's codebooks for a model; continues an interrupted run with the same options."""
     from kvcache_compress.methods.commvq.calibration import CommVQSettings
     from kvcache_compress.methods.commvq.calibration.command import run_calibration
 
     try:
         if method != "commvq":
             raise ValueError(f"method={method!r}: allowed 'commvq', the method that needs calibration")
-        given = {"tokens": tokens, "key_rounds": key_rounds, "value_rounds": value_rounds}
-        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        sizes = {"tokens": tokens, "key_rounds": key_rounds, "value_rounds": value_rounds}
+        chosen: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
         chosen |= {"bits": bits, "values": values, "weigh_pairs": weigh_pairs}
         settings = CommVQSettings.quick(**chosen) if quick else CommVQSettings(**chosen)
         run_calibration(console, model, text, output, settings, device)
@@ -130,7 +130,7 @@ def calibrate(
 @app.command()
 def bench(
     model: Annotated[
-        str, typer.Option(help="Shape: llama-3.1-8b, qwen2.5-7b, smollm2-135m, or that of a hub id or a folder.")
+        str, typer.Option(help="Model for the shape: llama-3.1-8b, qwen2.5-7b, smollm2-135m, a hub id or a folder.")
     ] = "llama-3.1-8b",
     preset: Annotated[list[str] | None, typer.Option(help="Preset or YAML file; repeatable.")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable.", min=1, max=MOST_TOKENS)] = None,
@@ -139,13 +139,13 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(help="Calls, of which the median is taken.", min=1, max=10_000)] = 20,
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16, float16, on a CPU also float32; as is usual there.")
+        str | None, typer.Option(help="bfloat16, float16 or, on a CPU, float32; by default the device's usual one.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; a GPU where there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; a GPU if there is one.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file for the figures.", dir_okay=False)] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG file for a plot.", dir_okay=False)] = None,
 ) -> None:
-    """Time attention over compressed caches on this machine, beside PyTorch's over the full one."""
+    """Time attention over compressed caches on this machine, beside PyTorch's attention over a full cache."""
     from kvcache_compress.bench.command import run_bench
 
     named: dict[str, Any] = {"repeats": repeats, "dtype": dtype, "device": device, "output": output, "plot": plot}
@@ -159,7 +159,7 @@ def bench(
 
 @app.command()
 def doctor() -> None:
-    """Show versions, devices and which backend would run."""
+    """Show versions, devices and the backend that would run."""
     import torch
 
     from kvcache_compress.codecs.backend import interpreting, resolve_backend
@@ -181,7 +181,7 @@ def doctor() -> None:
 
 @app.command(
     "eval",
-    help="Measure the quality that compressed caches lose; each command has its own --help.",
+    help="Measure the quality loss of compressed caches; each command has its own --help.",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )
 def evaluation(context: typer.Context) -> None:

@@ -1,4 +1,4 @@
-"""The config of a cache: its fields, rules for single layers, presets and YAML files."""
+"""Config of a cache: its fields, rules for single layers, presets and YAML files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SideConfig(StrictOptions):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SideConfig:
-        """The side with these options, `method` among them; raises `ValueError` with one line."""
+        """Build a side from its options, `method` among them; raises a one-line `ValueError` if they are wrong."""
         try:
             return cls.model_validate(dict(options))
         except ValidationError as error:
@@ -55,28 +55,28 @@ class SideConfig(StrictOptions):
 
     def options(self) -> MethodOptions:
         model = self.codec().Options
-        given = dict(self.model_extra or {})
-        for name in given:
+        inputs = dict(self.model_extra or {})
+        for name in inputs:
             if name not in model.model_fields:
                 raise ValueError(unknown_key(name, f"for {self.method}", model.model_fields))
         try:
-            return model(**given)
+            return model(**inputs)
         except ValidationError as error:
             raise ValueError(explain(error, "", {"": model}, f" for {self.method}")) from None
 
     def idle(self) -> dict[str, str]:
-        """Options given here that have no effect beside the others, each with what they need."""
-        given = self.model_extra or {}
-        return {name: need for name, need in self.options().idle().items() if given.get(name) is not None}
+        """Options set here that have no effect in this combination, each with the setting that it needs."""
+        inputs = self.model_extra or {}
+        return {name: need for name, need in self.options().idle().items() if inputs.get(name) is not None}
 
     def without(self, names: Collection[str]) -> SideConfig:
-        """A copy without some options."""
+        """Copy the side without some options."""
         return SideConfig.of({name: value for name, value in self.model_dump().items() if name not in names})
 
     def merged(self, other: SideConfig | None) -> SideConfig:
-        """`other` over this: its options where the method is the same, else `other` alone.
+        """Override this side's options by those of `other`, or replace the side if the methods differ.
 
-        Of this side's own options those are left out that have no effect beside the other's.
+        Inherited options that have no effect beside those of `other` are dropped.
         """
         if other is None or other.method != self.method:
             return other or self
@@ -85,9 +85,9 @@ class SideConfig(StrictOptions):
 
 
 class LayerRule(StrictOptions):
-    """Overrides the defaults for some layers.
+    """Rule that overrides the defaults for some layers.
 
-    `match` names them: numbers (negative ones count from the end), ranges such as `"2-5"`, a share of the layers such
+    `match` selects them: numbers (negative ones count from the end), ranges such as `"2-5"`, a share of the layers such
     as `"first 47%"`, or layer types.
     """
 
@@ -114,7 +114,11 @@ class LayerRule(StrictOptions):
         return self
 
     def layers(self, layer_types: Sequence[str]) -> set[int]:
-        """Indices of the matched layers; raises `ValueError` for layers that do not exist."""
+        """Indices of the matched layers of a model with these layer types.
+
+        Raises:
+            ValueError: The rule names a layer or a layer type that the model does not have.
+        """
         found: set[int] = set()
         count = len(layer_types)
         for item in self.match:
@@ -131,8 +135,8 @@ class LayerRule(StrictOptions):
                 found |= {index for index, kind in enumerate(layer_types) if kind == item}
                 continue
             else:
-                there = ", ".join(sorted(set(layer_types)))
-                raise ValueError(f"match={quoted(item)}: this model has no such layer type; it has {there}")
+                present = ", ".join(sorted(set(layer_types)))
+                raise ValueError(f"match={quoted(item)}: this model has no such layer type; it has {present}")
             if not wanted or wanted[0] < -count or wanted[-1] >= count:
                 raise ValueError(f"match={item!r}: this model has layers 0 to {count - 1}")
             found |= {index % count for index in wanted}
@@ -141,7 +145,7 @@ class LayerRule(StrictOptions):
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer does."""
+    """Methods and windows of one layer, with all rules applied."""
 
     keys: SideConfig
     values: SideConfig
@@ -161,16 +165,16 @@ class LayerPlan:
 
 
 class CompressionConfig(StrictOptions):
-    """Everything that describes a compressed cache.
+    """Configuration of a compressed cache.
 
     keys, values: the method of each side.
     sink_tokens, recent_tokens: first and last tokens kept in full precision. Tokens are packed 32 at a time (or in a
-        method's larger groups), so that up to 31 others wait as well.
-    quantize_generated: whether decode steps pack tokens; if not, only prompts do, and what was generated before them.
+        method's larger groups), so up to 31 more stay dense.
+    quantize_generated: if False, decode steps pack no tokens; the next prompt packs those generated before it.
     backend: `auto` (Triton on GPUs, C++ on CPUs, else torch), `triton`, `cpp` or `torch`.
-    seed: of every random rotation and sketch.
-    max_cache_len: room for so many tokens is made at once and never more, so that shapes do not change (CUDA graphs).
-    offloading: whether layers wait on the CPU while others work, as with `transformers.DynamicCache(offloading=True)`.
+    seed: seed of every random rotation and sketch.
+    max_cache_len: fixed capacity in tokens, allocated at once, so that shapes do not change (CUDA graphs).
+    offloading: keep layers on the CPU while others run, as `transformers.DynamicCache(offloading=True)` does.
     layers: rules that override the above for some layers.
     """
 
@@ -186,7 +190,7 @@ class CompressionConfig(StrictOptions):
     layers: AnyList[LayerRule] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _check_fixed(self) -> CompressionConfig:
+    def _check_static(self) -> CompressionConfig:
         if self.max_cache_len is not None and not self.quantize_generated:
             raise ValueError("quantize_generated=False with max_cache_len: allowed True, for dense tokens have no end")
         if self.max_cache_len is not None and self.offloading:
@@ -195,28 +199,37 @@ class CompressionConfig(StrictOptions):
 
     @model_validator(mode="after")
     def _check_idle(self) -> CompressionConfig:
-        """Refuses what would be ignored without a word."""
+        """Refuse options that would silently have no effect."""
         plans = {"": self._default} | {f"layers.{i}.": self._ruled(rule) for i, rule in enumerate(self.layers)}
         for place, plan in plans.items():
             for side, chosen in (("keys", plan.keys), ("values", plan.values)):
                 for name, need in chosen.idle().items():
-                    given = quoted((chosen.model_extra or {})[name])
-                    raise ValueError(f"{place}{side}.{name}={given} for {chosen.method}: allowed only with {need}")
+                    value = quoted((chosen.model_extra or {})[name])
+                    raise ValueError(f"{place}{side}.{name}={value} for {chosen.method}: allowed only with {need}")
         for number, rule in enumerate(self.layers):
             for name in ("sink_tokens", "recent_tokens"):
                 if getattr(rule, name) is not None and not plans[f"layers.{number}."].compresses:
                     raise ValueError(f"layers.{number}.{name}: allowed only where keys or values are compressed")
         return self
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], source: str | None = None) -> CompressionConfig:
+        """Build a config; raises a one-line `ValueError`, which begins with `source`, if fields are wrong."""
+        try:
+            return cls.model_validate(dict(fields))
+        except ValidationError as error:
+            problems = explain(error, "in the config", {"": cls, "layers": LayerRule})
+            raise ValueError(f"{source}: {problems}" if source else problems) from None
+
     def changed(self, **fields: Any) -> CompressionConfig:
-        """A copy with other values, which are checked as those of a file are."""
-        return _build({**vars(self), **fields}, None)
+        """Copy the config with other values, which are checked as those of a file are."""
+        return CompressionConfig.of({**vars(self), **fields})
 
     def plan(self, layer_types: Sequence[str]) -> list[LayerPlan]:
         """One plan per layer of a model with these layer types.
 
         Raises:
-            ValueError: for a rule that matches no layer of the model, or two rules for one layer.
+            ValueError: A rule names layers that the model does not have, or two rules match one layer.
         """
         plans = [self._default] * len(layer_types)
         ruled: dict[int, int] = {}
@@ -242,7 +255,7 @@ class CompressionConfig(StrictOptions):
         )
 
     def with_codebooks(self, path: str | Path) -> CompressionConfig:
-        """A copy whose learned methods take their codebooks from this file, where the config names none."""
+        """Copy the config, with this file for methods that need codebooks and have no file set."""
 
         def filled(side: SideConfig | None) -> SideConfig | None:
             if side is None or "codebooks" not in side.codec().Options.model_fields:
@@ -259,20 +272,21 @@ class CompressionConfig(StrictOptions):
 
 
 def preset_names() -> list[str]:
-    """Names of the presets that come with the package."""
+    """Names of the package's presets, sorted."""
     return sorted(entry.name.removesuffix(".yaml") for entry in _presets().iterdir() if entry.name.endswith(".yaml"))
 
 
 def load_config(source: str | Path | Mapping[str, Any] | CompressionConfig) -> CompressionConfig:
-    """A config from a preset's name, the path of a YAML file, a dictionary, or itself.
+    """Load a config from a preset's name, the path of a YAML file or a dictionary; a config is returned unchanged.
 
     Raises:
-        ValueError: unknown preset, missing or malformed file, unknown key or wrong value; the message names the source.
+        ValueError: The preset is unknown, the file is missing or malformed, a key is unknown or a value is wrong; the
+            message names the source.
     """
     if isinstance(source, CompressionConfig):
         return source
     if isinstance(source, Mapping):
-        return _build(source, "config")
+        return CompressionConfig.of(source, "config")
     if not isinstance(source, (str, Path)):
         raise ValueError(
             f"config={quoted(source)}: allowed a preset's name, a path, a dictionary or a CompressionConfig"
@@ -286,16 +300,8 @@ def load_config(source: str | Path | Mapping[str, Any] | CompressionConfig) -> C
         raise ValueError(f"unknown preset {quoted(name)}: {suggestion(name, preset_names())}")
     if not isinstance(data, dict):
         raise ValueError(f"{name}: a mapping is needed at the top, with 'keys' and 'values'")
-    return _build(data, name)
+    return CompressionConfig.of(data, name)
 
 
 def _presets() -> Any:
     return files("kvcache_compress.configs")
-
-
-def _build(data: Mapping[str, Any], source: str | None) -> CompressionConfig:
-    try:
-        return CompressionConfig.model_validate(dict(data))
-    except ValidationError as error:
-        problems = explain(error, "in the config", {"": CompressionConfig, "layers": LayerRule})
-        raise ValueError(f"{source}: {problems}" if source else problems) from None

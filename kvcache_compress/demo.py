@@ -1,4 +1,4 @@
-"""The demonstration behind `kvcache-compress demo`: one model, one long prompt, a full and a compressed cache."""
+"""Demonstration of `kvcache-compress demo`: one model and one long prompt, with a full and a compressed cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUESTION = "How often does the light of the lighthouse turn?"
 
 
 def run_demo(console: Console, model_name: str, preset: str, new_tokens: int) -> None:
-    """Prints generations from both caches, the memory of both and the loss of the compressed one."""
+    """Print generations from both caches, the memory of both and the loss of the compressed one."""
     from kvcache_compress.eval.caches.caches import full_cache, preset_cache
     from kvcache_compress.eval.runner.runner import Runner
     from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
@@ -82,7 +82,7 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
 def _generate(
     model: PreTrainedModel, prompt: torch.Tensor, cache: Cache, new_tokens: int
 ) -> tuple[torch.Tensor, float]:
-    """New tokens, at most `new_tokens`, and seconds."""
+    """Generate greedily; returns the new tokens, at most `new_tokens`, and the seconds taken."""
     started = time.perf_counter()
     output = model.generate(
         prompt,

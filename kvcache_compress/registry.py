@@ -1,4 +1,4 @@
-"""Methods by name. Classes are registered, never instances."""
+"""Registry of methods by name; it holds classes, never instances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ C = TypeVar("C", bound=type[Codec])
 
 
 def register_method(codec: C) -> C:
-    """Class decorator: makes a codec available to configs under its `name`."""
+    """Register a codec class under its `name`, for use in configs; a class decorator.
+
+    Raises:
+        ValueError: The name is not lower-case letters, digits and underscores, or belongs to another class.
+    """
     name = getattr(codec, "name", "")
     if not name or not name.replace("_", "").isalnum() or name != name.lower():
         raise ValueError(f"name={name!r} of {codec.__name__}: a method's name is lower-case letters, digits and _")
@@ -23,11 +27,12 @@ def register_method(codec: C) -> C:
 
 
 def get_method(name: str) -> type[Codec]:
-    """The codec class of a method; an unknown name raises `ValueError` with the names there are."""
+    """Codec class of a method; an unknown name raises a `ValueError` that lists the registered ones."""
     if name not in _CODECS:
-        raise ValueError(f"unknown method {quoted(name)}: there are {', '.join(method_names())}")
+        raise ValueError(f"unknown method {quoted(name)}: registered: {', '.join(method_names())}")
     return _CODECS[name]
 
 
 def method_names() -> list[str]:
+    """Names of all registered methods, sorted."""
     return sorted(_CODECS)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 if "KVCACHE_COMPRESS_TEST_DEVICE" not in os.environ:
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Workers and the processes that they start share the cores: threads beyond those would wait for each other, spinning.
+# Workers and their processes share the cores; more threads than cores would only spin.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     _share = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _share)))
@@ -27,8 +27,8 @@ def _quick_interpreter() -> None:
 
 
 @pytest.fixture
-def fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of fixed capacity do on the CPU what they do elsewhere: steps whose shapes do not change."""
+def static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make layers of fixed capacity run steps of fixed shapes on the CPU, as they do on other devices."""
     from kvcache_compress.cache import layer
 
     monkeypatch.setattr(layer, "has_static_steps", lambda backend, device: True)

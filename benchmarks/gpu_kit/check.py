@@ -1,7 +1,7 @@
 """Check a preset's kernels on the device against PyTorch's operators.
 
 The check covers one dtype, two sequences with one query each and no mask, merging as compiled for any number of splits,
-and repeated launches as well as Triton's own; for a few presets also a fixed capacity (`check_fixed.py`). The kernel
+and repeated launches as well as Triton's own; for a few presets also a static capacity (`check_static.py`). The kernel
 tests cover the rest.
 """
 
@@ -23,7 +23,7 @@ from kvcache_compress.storage.checks import LONGEST
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.side import encoded
 
-from .check_fixed import FIXED, check_steps
+from .check_static import FIXED, check_steps
 
 CODES_BAR = 1e-3
 """Share of stored words that may differ: if sums round differently, numbers between two levels get the other code."""

@@ -64,7 +64,7 @@ def encode_time(
         x = torch.randn(batch, shape.kv_heads, tokens, shape.head_dim, device=device, dtype=dtype)
         state = SideState(layer_side.codec, x, 0, layer_side.track)
         state.prepared = True  # the codec already is, and fractional bits can be prepared only once
-        state.store.fix(tokens)
+        state.store.make_static(tokens)
         states.append((state, x))
     backend = resolve_backend(choice, device, [state.codec for state, _ in states])
     for state, _ in states:
@@ -73,7 +73,7 @@ def encode_time(
     def encode() -> None:
         for state, x in states:
             state.store.truncate(0)
-            state.pack(x, tokens, growing=False)
+            state.flush(x, tokens, growing=False)
 
     time, size = median_ms(encode, device, repeats, flushes=FLUSHES), sum(x.nbytes for _, x in states)
     return EncodeTime(preset, name, batch, tokens, time, size / time / 1e6)

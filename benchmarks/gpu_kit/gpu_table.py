@@ -16,7 +16,7 @@ TITLES = {
     "models": "a whole model",
     "prefill": "a whole model's prompt",
     "longest": "the longest context that fits beside the weights",
-    "graph": "steps of a fixed capacity, replayed from a CUDA graph",
+    "graph": "steps of a static cache, replayed from a CUDA graph",
 }
 
 

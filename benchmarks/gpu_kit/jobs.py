@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kvcache_compress.bench.layers import SHAPES, Shape
 
-from .check_fixed import GRAPHS
+from .check_static import GRAPHS
 
 KEYS = {
     "check": ("cache", "shape", "tokens"),

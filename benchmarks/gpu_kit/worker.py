@@ -28,7 +28,7 @@ from kvcache_compress.bench.timing import CopyBandwidth, copy_bandwidth
 from kvcache_compress.eval.provenance.results import error_message
 
 from .check import check_kernels
-from .check_fixed import graph_check
+from .check_static import graph_check
 from .encode import encode_time
 from .jobs import DENSE, SHARES, SIZES, SMALL_SIZES, TUNING, Job, Sizes
 from .models import model_time, random_llama

@@ -128,14 +128,14 @@ class Attention {
     attend_run(step_, rows, q.data(), bias.empty() ? nullptr : bias.data(), run, partials);
   }
 
-  // Merges the splits of a block into its rows of `out` [B, n, Hq, D]; learned `logits` [Hq] join the denominator.
-  void merge(int64_t block, const float* logits, Tensor& out) const {
+  // Merges the splits of a block into its rows of `out` [B, n, Hq, D]; the logits `s_aux` [Hq] join the denominator.
+  void merge(int64_t block, const float* s_aux, Tensor& out) const {
     const Rows rows = rows_of(block);
     const auto narrow = conversion(out.scalar_type()).narrow;
     std::vector<float> coordinates(layer_.values.packed->width), result(layer_.values.sinks.width);
     for (int64_t r = 0; r < rows.count; ++r) {
       const auto [query_head, query] = query_of(rows, r);
-      const float logit = logits == nullptr ? -INF : logits[query_head] * LOG2E;
+      const float logit = s_aux == nullptr ? -INF : s_aux[query_head] * LOG2E;
       const Partial* splits = &partials_[block * (splits_ + 1) * rows_ + r];
       float top = std::max(logit, LOWEST);
       for (int64_t split = 0; split <= splits_; ++split) top = std::max(top, splits[split * rows_].top);
@@ -207,7 +207,7 @@ class Attention {
 
 Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_t>& k_numbers,
               const std::vector<Tensor>& k_tensors, StringHandle v_form, const std::vector<int64_t>& v_numbers,
-              const std::vector<Tensor>& v_tensors, std::optional<Tensor> mask, std::optional<Tensor> logits,
+              const std::vector<Tensor>& v_tensors, std::optional<Tensor> mask, std::optional<Tensor> s_aux,
               int64_t packed, double scaling, double softcap) {
   const Side keys(k_form, k_numbers, k_tensors), values(v_form, v_numbers, v_tensors);
   STD_TORCH_CHECK(query.size(0) == keys.sinks.size(0), "queries of ", query.size(0), " sequences for a cache of ",
@@ -216,7 +216,7 @@ Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_
                   " key/value heads");
   STD_TORCH_CHECK(query.size(3) == keys.sinks.size(3), "queries of ", query.size(3), " numbers for keys of ",
                   keys.sinks.size(3));
-  STD_TORCH_CHECK(!logits || logits->numel() == query.size(1), "one learned sink per query head is needed");
+  STD_TORCH_CHECK(!s_aux || s_aux->numel() == query.size(1), "s_aux must hold one logit per query head");
   STD_TORCH_CHECK(
       keys.basis.numel() == 0 || (keys.basis.scalar_type() == ScalarType::Float && keys.basis.is_contiguous()),
       "a basis of keys must be float32 and contiguous");
@@ -228,13 +228,13 @@ Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_
   const Layer layer{Segments(keys), Segments(values), sinks, packed, tail, mean};
   Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(2), query.size(1), values.sinks.size(3)});
   if (out.numel() == 0) return out;
-  const float* sink_logits = logits ? logits->const_data_ptr<float>() : nullptr;
+  const float* s_aux_data = s_aux ? s_aux->const_data_ptr<float>() : nullptr;
   Attention attention(step, layer, query, scaling);
   torch::stable::parallel_for(0, attention.tasks(), 1, [&](int64_t task, int64_t end) {
     for (; task < end; ++task) attention.attend(task);
   });
   torch::stable::parallel_for(0, attention.blocks(), 1, [&](int64_t block, int64_t end) {
-    for (; block < end; ++block) attention.merge(block, sink_logits, out);
+    for (; block < end; ++block) attention.merge(block, s_aux_data, out);
   });
   return out;
 }
@@ -245,7 +245,7 @@ Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_
 STABLE_TORCH_LIBRARY(kvcache_compress_cpu, m) {
   m.def(
       "attend(Tensor query, str k_form, int[] k_numbers, Tensor[] k_tensors, str v_form, int[] v_numbers, "
-      "Tensor[] v_tensors, Tensor? mask, Tensor? logits, int packed, float scaling, float softcap) -> Tensor");
+      "Tensor[] v_tensors, Tensor? mask, Tensor? s_aux, int packed, float scaling, float softcap) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) { m.impl("attend", TORCH_BOX(&kvcache_compress::attend)); }

@@ -21,7 +21,7 @@ def attend(
     *,
     scaling: float,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend in C++; same arguments and result as `reference.attend`.
 
@@ -36,7 +36,7 @@ def attend(
         *_operands(keys),
         *_operands(values),
         mask,
-        None if sinks is None else sinks.float().contiguous(),
+        None if s_aux is None else s_aux.float().contiguous(),
         keys.packed,
         scaling,
         softcap or 0.0,

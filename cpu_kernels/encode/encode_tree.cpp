@@ -1,5 +1,5 @@
-// Encoder of recursive PolarQuant (Han et al., Algorithm 1), the twin of `polar_tree.encode`: level by level for all
-// tokens of a tile.
+// Encoder of recursive PolarQuant (Han et al., Algorithm 1), the twin of `encode` in methods/polarquant/tree.py: level
+// by level for all tokens of a tile.
 #include <torch/csrc/stable/library.h>
 
 #include <map>

@@ -37,7 +37,7 @@ def quantize_pairs(
     angle_bits: int,
     radius_bits: int,
 ) -> Fields:
-    """Twin of `polar_pairs.quantize` for float32 `real`, `imaginary` and `steps` `[..., pairs]`."""
+    """Twin of `quantize` in `methods/polarquant/pairs.py`; float32 `real`, `imaginary` and `steps` `[..., pairs]`."""
     operator = build.operators().quantize_pairs.default
     numbers = (x.contiguous() for x in (real, imaginary, steps))
     return tuple(operator(*numbers, bounds, angle_bits, radius_bits))
@@ -46,7 +46,7 @@ def quantize_pairs(
 def quantize_tree(
     y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
 ) -> tuple[Fields, torch.Tensor, torch.Tensor]:
-    """Twin of `polar_tree.encode` for float32 `y` `[..., D]`."""
+    """Twin of `encode` in `methods/polarquant/tree.py` for float32 `y` `[..., D]`."""
     points, bounds = [book.points for book in books], [book.bounds for book in books]
     operator = build.operators().quantize_tree.default
     *planes, energy, cross = operator(y.contiguous(), points, bounds, tree.places, books[0].lower)

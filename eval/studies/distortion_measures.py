@@ -14,7 +14,7 @@ from kvcache_compress.methods.turboquant.codec import TurboQuantCodec, TurboQuan
 
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "mse, norm (paper)": {"scalar": "norm"},
-    "mse, unbiased (ours)": {"scalar": "unbiased"},
+    "mse, unbiased": {"scalar": "unbiased"},
     "prod, Gaussian S (paper)": {"estimator": "prod", "sketch": "gaussian"},
     "prod, orthogonal S": {"estimator": "prod"},
 }

@@ -18,7 +18,7 @@ BLOCK_VECTORS = 8192
 TURBOQUANTS: dict[str, dict[str, Any]] = {
     "TurboQuant mse (paper)": {"scalar": "norm", "rotation": "haar"},
     "TurboQuant prod (paper)": {"estimator": "prod", "sketch": "gaussian", "rotation": "haar"},
-    "TurboQuant (ours)": {"scalar": "unbiased"},
+    "TurboQuant unbiased": {"scalar": "unbiased"},
 }
 
 

@@ -5,9 +5,9 @@ A benchmark is a class whose fields are its options, registered under its name:
     @register_benchmark("needle")
     class Needle(Benchmark): ...
 
-The runner (`runner.py`) does the rest: one prefill per sample, a new cache per kind and sample, files, processes,
-failures. A new benchmark is one file with `samples`, `score` and `summarize`, listed in `benchmarks.py`, which also
-makes it a command of `kvcache-compress eval`.
+The runner (`runner/runner.py`) does the rest: one prefill per sample, a new cache per kind and sample, files,
+processes, failures. A new benchmark is one file with `samples`, `score` and `summarize`, listed in `BENCHMARKS` of
+`tasks/__init__.py`, which also makes it a command of `kvcache-compress eval`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What `torch.compile` sees of a compressed layer: a few operators, so that no graph break comes from us.
+"""Operators that stand for a compressed layer in a graph of `torch.compile`, so that it has no breaks.
 
-While a model is traced, `CompressedLayer.update` puts the operator `store` into the graph and returns handles of a
-`TracedStep`; the attention function adds `attend`, and any other code that touches a handle adds `read`, which gives
-dense tensors. Prompts and unfused steps get dense tensors from `update`. The operators find their layer by number when
-the compiled code runs: its state is Python's and cannot pass through the graph. What `store` returns keeps them in
-order.
+While a model is traced, `CompressedLayer.update` puts the operator `append` into the graph and returns handles of a
+`TracedStep`; the attention function adds `attend`, and any other code that touches a handle adds `read`, which returns
+dense tensors. Prompts and unfused steps get dense tensors from the operator `update`. When the compiled code runs, the
+operators find their layer by number: its state is Python's and cannot pass through the graph. Each takes what `append`
+returned, which keeps them in order.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _LAYERS: weakref.WeakValueDictionary[int, CompressedLayer] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count(2)
-"""From 2 on: a compiler treats 0 and 1 as constants."""
+"""Numbers of layers, from 2 on: a compiler treats 0 and 1 as constants."""
 
 
 def register(layer: CompressedLayer, instead_of: int | None = None) -> int:
-    """A number for this layer that no other has or had; its former one is not valid any more."""
+    """Return a new number for this layer, and make its number `instead_of` invalid."""
     if instead_of is not None:
         _LAYERS.pop(instead_of, None)
     number = next(_NUMBERS)
@@ -38,42 +38,45 @@ def register(layer: CompressedLayer, instead_of: int | None = None) -> int:
 
 
 def _factors(layer: CompressedLayer) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """cos and sin of the step, which the graph must carry: attributes that are set while tracing are set too late."""
+    """Return cos and sin of the step for the graph to carry: compiled code does not see attributes set in tracing."""
     return (None, None) if layer.track is None else layer.track.take()
 
 
 def traced_step(
     layer: CompressedLayer, keys: torch.Tensor, values: torch.Tensor, tokens: int
 ) -> tuple[PackedKV, PackedKV]:
-    """Has the step's keys and values `[B, H, n, D]` stored when the code runs, with which the layer has `tokens`."""
-    step = TracedStep(layer.number, store(keys, values, *_factors(layer), layer.number), keys, values, tokens)
+    """Add to the graph that keys and values `[B, H, n, D]` are appended, and return handles of all `tokens`."""
+    step = TracedStep(layer.number, append(keys, values, *_factors(layer), layer.number), keys, values, tokens)
     return PackedKV(step, "keys"), PackedKV(step, "values")
 
 
 def decoded(
     layer: CompressedLayer, keys: torch.Tensor, values: torch.Tensor, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `traced_step`, with all `tokens` that the step attends to decoded, `[B, H, tokens, D]`."""
+    """Do the same as `traced_step`, but return the tokens that the step attends to decoded, `[B, H, tokens, D]`."""
     return update(keys, values, *_factors(layer), layer.number, tokens)
 
 
 @dataclass(slots=True)
 class TracedStep:
-    """The place of a `Step` while a model is traced: its layer's number, and the new keys and values.
+    """Stand-in for a `Step` while a model is traced.
 
-    stored: what the operator `store` returned, by which the others come after it.
-    tokens: that the layer has then.
+    Args:
+        number: of the layer.
+        appended: the result of the operator `append`, which orders the others after it.
+        keys, values: the new ones, `[B, H, n, D]`.
+        tokens: of the layer, the new ones included.
     """
 
     number: int
-    stored: torch.Tensor
+    appended: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     tokens: int
 
     @property
     def packed(self) -> None:
-        """None: only known when the code runs."""
+        """None: the number of packed tokens is known only when the code runs."""
         return None
 
     def _fresh(self, side: Side) -> torch.Tensor:
@@ -91,14 +94,16 @@ class TracedStep:
         return self.keys.device
 
     def dense(self, side: Side) -> torch.Tensor:
-        return read(self.stored, self._fresh(side), self.number, self.tokens, side)
+        return read(self.appended, self._fresh(side), self.number, self.tokens, side)
 
-    def without_room(self, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Both sides decoded, with all room: a shape must not depend on how many tokens there are."""
+    def without_spare_capacity(
+        self, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return both sides decoded with their spare capacity, since no shape may depend on the number of tokens."""
         return self.dense("keys"), self.dense("values"), mask
 
     def path(self, query: torch.Tensor, softcap: float | None) -> AttentionPath:
-        """`torch`, in place of the path that the operator finds when it runs."""
+        """Return `torch`, in place of the path that the operator chooses when it runs."""
         return "torch"
 
     def attend(
@@ -107,31 +112,31 @@ class TracedStep:
         mask: torch.Tensor | None,
         scaling: float,
         softcap: float | None,
-        sinks: torch.Tensor | None,
+        s_aux: torch.Tensor | None,
         path: AttentionPath | None = None,
     ) -> torch.Tensor:
-        """As `Step.attend`; the path is found when the code runs."""
+        """Add the attention of `Step.attend` to the graph; its path is chosen when the code runs."""
         width = self.values.shape[3]
-        return attend(query, self.stored, mask, sinks, scaling, softcap or 0.0, self.number, width)
+        return attend(query, self.appended, mask, s_aux, scaling, softcap or 0.0, self.number, width)
 
 
 def _layer(number: int, cos: torch.Tensor | None, sin: torch.Tensor | None) -> CompressedLayer:
     layer = _LAYERS[number]
     if layer.track is not None and cos is not None and sin is not None:
-        layer.track.given = (cos, sin)
+        layer.track.inputs = (cos, sin)
     return layer
 
 
-@torch.library.custom_op("kvcache_compress::store", mutates_args=())
-def store(
+@torch.library.custom_op("kvcache_compress::append", mutates_args=())
+def append(
     keys: torch.Tensor, values: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, number: int
 ) -> torch.Tensor:
-    """Stores new keys and values `[B, H, n, D]` in a layer; an empty tensor, for what reads the layer after that."""
-    _layer(number, cos, sin).store(keys, values)
+    """Append new keys and values `[B, H, n, D]` to a layer, and return an empty tensor for later operators to take."""
+    _layer(number, cos, sin).append(keys, values)
     return keys.new_empty(0)
 
 
-@store.register_fake
+@append.register_fake
 def _(
     keys: torch.Tensor, values: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, number: int
 ) -> torch.Tensor:
@@ -141,24 +146,24 @@ def _(
 @torch.library.custom_op("kvcache_compress::attend", mutates_args=())
 def attend(
     query: torch.Tensor,
-    stored: torch.Tensor,
+    appended: torch.Tensor,
     mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    s_aux: torch.Tensor | None,
     scaling: float,
     softcap: float,
     number: int,
     width: int,
 ) -> torch.Tensor:
-    """Attention of queries `[B, Hq, n, Dk]` over a layer, the step in `stored` included: `[B, n, Hq, width]`."""
-    return _LAYERS[number].step().attend(query, mask, scaling, softcap or None, sinks)
+    """Attend with queries `[B, Hq, n, Dk]` to a layer after the step of `appended`: `[B, n, Hq, width]`."""
+    return _LAYERS[number].step().attend(query, mask, scaling, softcap or None, s_aux)
 
 
 @attend.register_fake
 def _(
     query: torch.Tensor,
-    stored: torch.Tensor,
+    appended: torch.Tensor,
     mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    s_aux: torch.Tensor | None,
     scaling: float,
     softcap: float,
     number: int,
@@ -168,13 +173,13 @@ def _(
 
 
 @torch.library.custom_op("kvcache_compress::read", mutates_args=())
-def read(stored: torch.Tensor, fresh: torch.Tensor, number: int, tokens: int, side: str) -> torch.Tensor:
-    """A side of a layer decoded, `[B, H, tokens, D]`; `fresh` `[B, H, n, D]` is what was stored of it last."""
+def read(appended: torch.Tensor, fresh: torch.Tensor, number: int, tokens: int, side: str) -> torch.Tensor:
+    """Decode a side of a layer, `[B, H, tokens, D]`; `fresh` `[B, H, n, D]` are its newest tokens."""
     return _LAYERS[number].step().dense("keys" if side == "keys" else "values")
 
 
 @read.register_fake
-def _(stored: torch.Tensor, fresh: torch.Tensor, number: int, tokens: int, side: str) -> torch.Tensor:
+def _(appended: torch.Tensor, fresh: torch.Tensor, number: int, tokens: int, side: str) -> torch.Tensor:
     return fresh.new_empty(fresh.shape[0], fresh.shape[1], tokens, fresh.shape[3])
 
 
@@ -187,7 +192,7 @@ def update(
     number: int,
     tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stores new keys and values `[B, H, n, D]`; all `tokens` that the step attends to decoded, `[B, H, tokens, D]`."""
+    """Append new keys and values `[B, H, n, D]`, and decode all that the step attends to: `[B, H, tokens, D]`."""
     return _layer(number, cos, sin).dense_step(keys, values)
 
 

@@ -1,4 +1,4 @@
-"""Handles that `update()` returns while fused attention is on: keys or values, decoded for other code."""
+"""Handles that `update()` returns in place of tensors while fused attention is on; other code gets them decoded."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Step:
-    """Keys and values of a layer that a step attends to, which are its own tokens and all before them.
+    """Keys and values of a layer that a step attends to: its own tokens and all before them.
 
-    room: tokens that masks have, of a layer of fixed capacity: more than there are.
+    Args:
+        keys, values: segments of both sides.
+        backend: of the layer.
+        capacity: of a static layer, whose masks have that many tokens; else None.
     """
 
     keys: SideSegments
     values: SideSegments
     backend: Backend
-    room: int | None = None
+    capacity: int | None = None
 
     @property
     def packed(self) -> int:
-        """Packed tokens, or the room for them, per sequence."""
+        """Packed tokens per sequence; in a static layer on a GPU, the capacity for them."""
         return self.keys.packed
 
     def side(self, side: Side) -> SideSegments:
         return self.keys if side == "keys" else self.values
 
     def shape(self, side: Side) -> torch.Size:
-        """Logical shape `[B, H, T, D]`, with the room of a layer of fixed capacity."""
+        """Return the logical shape `[B, H, T, D]`, in which `T` is the capacity of a static layer."""
         batch, heads, tokens, dim = self.side(side).shape
-        return torch.Size((batch, heads, self.room or tokens, dim))
+        return torch.Size((batch, heads, self.capacity or tokens, dim))
 
     def dtype(self, side: Side) -> torch.dtype:
         return self.side(side).tail_buffer.dtype
@@ -51,24 +54,26 @@ class Step:
         return self.keys.tail_buffer.device
 
     def dense(self, side: Side) -> torch.Tensor:
-        """A side decoded, `[B, H, T, D]`; zero where a layer of fixed capacity has no token."""
-        own = self.side(side)
-        found = own.dense()
-        if own.slots is not None:
-            return own.slots.by_token(found)
-        if self.room is not None:
-            return torch.nn.functional.pad(found, (0, 0, 0, self.room - found.shape[2]))
-        return found
+        """Decode a side, `[B, H, T, D]`; spare capacity of a static layer is zero."""
+        segments = self.side(side)
+        dense = segments.dense()
+        if segments.slots is not None:
+            return segments.slots.by_token(dense)
+        if self.capacity is not None:
+            return torch.nn.functional.pad(dense, (0, 0, 0, self.capacity - dense.shape[2]))
+        return dense
 
-    def without_room(self, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Both sides decoded without empty room, where that can be told from tokens, and the mask over them."""
+    def without_spare_capacity(
+        self, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return both sides decoded and their mask, trimmed to written tokens unless their number is on the device."""
         if self.keys.slots is not None:
             return self.dense("keys"), self.dense("values"), mask
         return self.keys.dense(), self.values.dense(), self._over_tokens(mask)
 
     def _over_tokens(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """A mask `[B, T]` or `[B or 1, Hq or 1, n, T]` without the room that no token has."""
-        return mask if mask is None or self.room is None else mask[..., : self.keys.shape[2]]
+        """Trim a mask `[B, T]` or `[B or 1, Hq or 1, n, T]` to written tokens."""
+        return mask if mask is None or self.capacity is None else mask[..., : self.keys.shape[2]]
 
     def path(self, query: torch.Tensor, softcap: float | None) -> AttentionPath:
         return path_over(self, query, softcap)
@@ -79,13 +84,13 @@ class Step:
         mask: torch.Tensor | None,
         scaling: float,
         softcap: float | None,
-        sinks: torch.Tensor | None,
+        s_aux: torch.Tensor | None,
         path: AttentionPath | None = None,
     ) -> torch.Tensor:
-        """Attention of queries `[B, Hq, n, Dk]` over both sides, `[B, n, Hq, Dv]`; see `reference.attend`.
+        """Attend with queries `[B, Hq, n, Dk]` to both sides: `[B, n, Hq, Dv]`; arguments as in `reference.attend`.
 
-        `mask` is one over tokens, with the room of a layer of fixed capacity, or a flash attention's padding mask
-        `[B, T]`. `path` is what `self.path` gives, or will be asked for; by the backend where only decoding is left.
+        `mask` is over tokens, spare capacity of a static layer included, or flash attention's padding mask `[B, T]`.
+        `path` is by default that of `self.path`; the layer's backend replaces `decode`.
         """
         path = path or self.path(query, softcap)
         path = self.backend if path == "decode" else path
@@ -97,16 +102,16 @@ class Step:
                 tokens = self.keys.shape[2]
                 causal = torch.ones(count, tokens, dtype=torch.bool, device=mask.device).tril(tokens - count)
                 mask = causal & mask[:, None, None, -tokens:].bool()
-        elif path != "triton":  # whose kernels make the mask over slots
+        elif path != "triton":  # Triton's kernels make the mask over slots themselves
             mask = slots.mask(mask, count)
         with on_device(query):
-            return attention(path)(query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, sinks=sinks)
+            return attention(path)(query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
 
 
 class PackedKV:
-    """The keys or the values of one layer, compressed. Reports the logical shape; any other use decodes it first.
+    """Handle of one layer's compressed keys or values. It reports their logical shape; any other use decodes them.
 
-    `step` has both sides, whichever this object stands for: attention needs the two.
+    `step` has both sides, because attention needs both.
     """
 
     __slots__ = ("side", "step")
@@ -132,7 +137,7 @@ class PackedKV:
         return 4
 
     def dense(self) -> torch.Tensor:
-        """This side decoded, `[B, H, T, D]`."""
+        """Decode this side, `[B, H, T, D]`."""
         return self.step.dense(self.side)
 
     def __getattr__(self, name: str) -> Any:
@@ -168,7 +173,7 @@ def _decoding(name: str) -> Callable[..., Any]:
     return operator
 
 
-# Python looks operators up on the class, where `__getattr__` has no say.
+# Python looks operators up on the class, without `__getattr__`.
 for _name in (
     "add",
     "sub",
@@ -193,15 +198,15 @@ for _name in (
     setattr(PackedKV, f"__{_name}__", _decoding(f"__{_name}__"))
 
 
-def wanted(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether attention to these new keys and values must be differentiable."""
+def gradients_wanted(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return True if attention to these new keys and values must be differentiable."""
     return (keys.requires_grad or values.requires_grad) and torch.is_grad_enabled()
 
 
 def with_step(dense: torch.Tensor, states: torch.Tensor, start: torch.Tensor | int) -> torch.Tensor:
-    """`dense` `[B, H, T, D]` with a step's own tokens `[B, H, n, D]` from `start` on as they were given.
+    """Put a step's own tokens `[B, H, n, D]` into `dense` `[B, H, T, D]` from `start` on.
 
-    They have their gradients there, which those that were read back from a cache have lost.
+    Gradients reach them there, but not the tokens that were read from a cache.
     """
     at = torch.arange(states.shape[2], device=dense.device) + start
     return dense.index_copy(2, at, states.to(dense.dtype))

@@ -1,7 +1,7 @@
-"""Our attention function in Transformers: registered by name, switched on per model, and its dispatch.
+"""The attention function that Transformers calls: registered by name and switched on per model.
 
-Without packed tokens (prefill) the model's previous attention runs on the fresh tensors. With packed tokens `path.py`
-decides; where the whole layer is decoded, the previous attention runs with its own mask.
+Without packed tokens (prefill) the model's previous attention runs on the new tensors. With packed tokens `path.py`
+chooses; on the path `decode`, the previous attention runs over the decoded layer, with its own mask.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .path import attention_path, record, weights_wanted
 from .position_hooks import register_fused_hooks, remove_fused_hooks
 
 ATTENTION_NAME = "kvcache_compress"
-"""Name under which our attention is registered; `update()` returns `PackedKV` while a decoder's config bears it."""
+"""Name of the registered attention; while it is set in a decoder's config, `update()` returns `PackedKV`."""
 
 
 class AttentionName(str):
-    """Our registered name, which remembers the attention that it stands in for and is copied with the config."""
+    """The registered name, with the name of the attention that it replaces, so that both are copied with a config."""
 
     previous: str
 
@@ -45,7 +45,7 @@ def _previous_name(config: PreTrainedConfig) -> str:
 
 
 def _previous_attention(module: torch.nn.Module) -> Callable[..., Any]:
-    """The function that this attention module used before; eager attention lives in the model's own file."""
+    """Return the attention function that this module used before; eager attention is in the model's own file."""
     name = _previous_name(module.config)
     if name in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[name]
@@ -53,7 +53,7 @@ def _previous_attention(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Any:
-    """The mask of the previous attention, which serves the fused path as well."""
+    """Make the mask of the previous attention, which the fused paths take too."""
     return ALL_MASK_ATTENTION_FUNCTIONS[_previous_name(kwargs["config"])](*args, **kwargs)
 
 
@@ -67,7 +67,7 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention as Transformers calls it, arguments in its order: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]`."""
+    """Attend as Transformers' attention functions do: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]` and weights."""
     if isinstance(key, PackedKV) and isinstance(value, PackedKV):
         step = key.step
         path = attention_path(step, module, query, attention_mask, dropout, kwargs)
@@ -79,7 +79,7 @@ def attention_forward(
         if weights_wanted() or not (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
             key, value = key.dense(), value.dense()
         else:
-            key, value, attention_mask = step.without_room(attention_mask)
+            key, value, attention_mask = step.without_spare_capacity(attention_mask)
     else:
         key, value = (x.dense() if isinstance(x, PackedKV) else x for x in (key, value))
     previous = _previous_attention(module)
@@ -89,7 +89,7 @@ def attention_forward(
 
 @contextmanager
 def _under_previous_name(config: PreTrainedConfig) -> Iterator[None]:
-    """FlashAttention is one function for all its versions, and asks the config which one is meant."""
+    """Restore the previous name in the config for the block: FlashAttention reads its version there."""
     ours, name = config._attn_implementation, _previous_name(config)
     if "flash" not in name:
         yield
@@ -102,9 +102,9 @@ def _under_previous_name(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def enable_fused_attention(model: torch.nn.Module) -> None:
-    """Lets `model`, or the model inside PEFT's, attend over compressed caches directly.
+    """Let `model`, or the model that PEFT wraps, attend to compressed caches without decoding them.
 
-    Other caches go on through its previous attention. Continuous batching (`generate_batch`) has caches of its own and
+    Its previous attention still serves other caches. Continuous batching (`generate_batch`) has caches of its own and
     refuses a model in this state.
 
     Raises:
@@ -126,7 +126,7 @@ def enable_fused_attention(model: torch.nn.Module) -> None:
 
 
 def disable_fused_attention(model: torch.nn.Module) -> None:
-    """Gives `model`, or the model inside PEFT's, its previous attention back."""
+    """Give `model`, or the model that PEFT wraps, its previous attention back."""
     inner = unwrapped(model)
     decoder = _decoder_config(inner)
     if decoder._attn_implementation == ATTENTION_NAME:
@@ -135,7 +135,7 @@ def disable_fused_attention(model: torch.nn.Module) -> None:
 
 
 def attends_fused(model: PreTrainedModel) -> bool:
-    """True while fused attention is on."""
+    """Return True if fused attention is on."""
     return bool(_decoder_config(model)._attn_implementation == ATTENTION_NAME)
 
 

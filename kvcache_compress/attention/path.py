@@ -1,7 +1,7 @@
-"""The choice of the code by which a step attends to a compressed layer, and its reasons.
+"""Choice of the path by which a step attends to a compressed layer.
 
-`triton`, `cpp`, `torch`: the fused attention of a backend, over the codes as they are stored. `tiled`: attention of
-many queries over tiles of decoded tokens. `decode`: the model's previous attention over all of the layer decoded.
+`triton`, `cpp`, `torch`: fused attention of a backend, over the codes as they are stored. `tiled`: attention of many
+queries over tiles of decoded tokens. `decode`: the model's previous attention over the whole layer, decoded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 AttentionPath: TypeAlias = Backend | Literal["tiled", "decode"]
 MAX_CPP_QUERIES = 128
-"""Queries of a chunk that C++ attends with; for more of them PyTorch's attention over decoded tiles is faster."""
+"""Most queries of a chunk for C++; with more, PyTorch's attention over decoded tiles is faster."""
 _MODULES: dict[AttentionPath, str] = {
     "triton": "triton_kernels.attention.launch",
     "cpp": "cpu_kernels.attention.launch",
@@ -32,7 +32,7 @@ _MODULES: dict[AttentionPath, str] = {
 }
 _KNOWN = {"softcap", "s_aux", "is_causal"}
 _KNOWN |= {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states"}
-"""Options of attention functions that the fused paths take, or that change nothing."""
+"""Options of attention functions that the fused paths support, or that change nothing."""
 
 
 class PathTaken(NamedTuple):
@@ -70,17 +70,17 @@ def record(path: AttentionPath, queries: int) -> None:
 
 
 def attention(path: AttentionPath) -> Callable[..., torch.Tensor]:
-    """The function `attend` of a path, whose arguments and result are those of `reference.attend`."""
+    """Return the function `attend` of a path, with the arguments and the result of `reference.attend`."""
     found: Callable[..., torch.Tensor] = load_part(_MODULES[path]).attend
     return found
 
 
 def path_over(step: Step, query: torch.Tensor, softcap: float | None) -> AttentionPath:
-    """The path by which queries `[B, Hq, n, D]` attend to what a layer holds.
+    """Choose the path by which queries `[B, Hq, n, D]` attend to a layer's tokens.
 
-    Without packed tokens a few queries take torch, since codecs may not be prepared before they pack, and a chunk the
-    model's own attention. Over packed tokens a decode step takes its backend, and so does a chunk of float32 queries
-    on a CPU up to `MAX_CPP_QUERIES`; a longer one goes tile by tile, where that saves decoding a long layer.
+    Without packed tokens a few queries take torch, since codecs may not have their statistics yet, and a chunk takes
+    the model's own attention. With packed tokens a decode step takes the layer's backend, and so does a chunk of up to
+    `MAX_CPP_QUERIES` float32 queries on a CPU; a longer one goes tile by tile if that saves decoding a long layer.
     """
     keys, count = step.keys, query.shape[2]
     if not keys.packed:
@@ -103,10 +103,10 @@ def attention_path(
     dropout: float,
     options: Mapping[str, Any],
 ) -> AttentionPath:
-    """The path of a call as Transformers makes it; `decode` unless another computes exactly what is asked for.
+    """Choose the path of a call by Transformers: `decode` if no other path computes exactly what is asked for.
 
-    That is: no gradients of queries, masks or learned sinks, no dropout, a mask that is a tensor, causal attention, no
-    attention weights, and no option that is unknown here.
+    The others need: no gradients of queries, masks or `s_aux`, no dropout, no mask or one that is a tensor, causal
+    attention, no attention weights, and no unknown option.
     """
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, mask, options.get("s_aux"))):
         return "decode"
@@ -121,9 +121,9 @@ def attention_path(
 
 
 def weights_wanted() -> bool:
-    """True where this forward returns attention weights: several families, such as GPT-2, do not pass the option on.
+    """Return True if this forward is to return attention weights, which several families do not pass on as an option.
 
-    Code in which only layers are compiled cannot ask: there, those families' weights are not returned.
+    GPT-2 is one. If only layers are compiled, this cannot be known, and those families return no weights.
     """
     if torch.compiler.is_compiling() and not _active_collector.compiling:
         return False

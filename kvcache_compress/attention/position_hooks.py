@@ -1,7 +1,7 @@
-"""Hooks by which a model tells a cache what `update` is not told: its tokens' position embeddings, and its config.
+"""Hooks by which a model hands a cache what `update` does not get: position embeddings and the decoder's config.
 
-Position embeddings go to caches that encode keys before RoPE. The config is where fused attention is switched on and
-off; a cache may have been built from another object with the same content.
+Caches that encode keys before RoPE need the position embeddings. The config says whether fused attention is on; a cache
+may have been built from another config object with the same content.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvcache_compress.modeling.adapters import unwrapped
 
 _FUSED = "fused attention"
-"""Owner of the hooks that `enable_fused_attention` adds, as against a caller of `register_position_hooks`."""
+"""Owner of the hooks of `enable_fused_attention`; those of `register_position_hooks` belong to its caller."""
 
 
 class ModelListener:
     """A cache that the hooks of a model call in each step."""
 
     def follow(self, decoder_config: PreTrainedConfig) -> None:
-        """Takes over the config of the model's decoder, where fused attention is switched."""
+        """Adopt the config of the model's decoder, in which fused attention is switched."""
         raise NotImplementedError
 
     def receive_positions(self, layer: int, embeddings: Any, tokens: int) -> None:
-        """Takes the position embeddings of a step of so many tokens, as its attention module in `layer` gets them."""
+        """Receive the position embeddings of a step's `tokens` tokens, as the attention module of `layer` has them."""
         raise NotImplementedError
 
 
 class PositionHooks:
-    """Handle of the hooks that `register_position_hooks` added; also a context manager that removes them at its end."""
+    """Handle that removes the hooks of `register_position_hooks`, by `remove()` or as a context manager."""
 
     def __init__(self, handles: list[RemovableHandle]) -> None:
         self._handles = handles
 
     def remove(self) -> None:
-        """Removes the hooks from the model; a second call does nothing."""
+        """Remove the hooks from the model; a second call does nothing."""
         for handle in self._handles:
             handle.remove()
 
@@ -92,7 +92,7 @@ def _register(model: PreTrainedModel, owner: str) -> list[RemovableHandle]:
 
 
 def _fused_hooks(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, int]]:
-    """Modules with a hook of fused attention, and its number there."""
+    """Yield the modules with a hook of fused attention, and the hook's number."""
     for module in model.modules():
         for number, hook in module._forward_pre_hooks.items():
             if isinstance(hook, functools.partial) and hook.func in (_follow, _hand_over) and hook.args[0] == _FUSED:
@@ -100,14 +100,14 @@ def _fused_hooks(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, int]
 
 
 def _follow(owner: str, decoder: PreTrainedConfig, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hook of a model with this config, its own and its decoder's: only one of them may be called."""
+    """Hand the decoder's config to the cache; on the model and on its decoder, as only one of them may be called."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, ModelListener):
             value.follow(decoder)
 
 
 def _hand_over(owner: str, names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hook of an attention module with parameters `names`, hidden states first; the cache's name differs by family."""
+    """Hand position embeddings to the cache, found by type; `names`: the module's parameters, hidden states first."""
     inputs = dict(zip(names, args, strict=False)) | kwargs
     for value in inputs.values():
         if isinstance(value, ModelListener):

@@ -1,4 +1,4 @@
-"""Decode attention over `sinks | packed | tail` in torch: what runs where there is no Triton, and the kernels' twin.
+"""Decode attention over `sinks | packed | tail` in torch: the fallback of other backends and the kernels' reference.
 
 Packed tokens are scored and summed in code space, chunk by chunk, and are never rotated back.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcache_compress.storage.segments import CHUNK_TOKENS, SideSegments
+from kvcache_compress.storage.segments import DECODE_CHUNK_TOKENS, SideSegments
 
 
 def attend(
@@ -18,17 +18,17 @@ def attend(
     *,
     scaling: float,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of a few queries over a compressed layer.
+    """Attend with a few queries to a compressed layer.
 
     Args:
         query: `[B, Hq, n, Dk]`; the n queries are the last n tokens of the tail.
         keys, values: the layer's segments, `H` key/value heads, `Hq = G * H`.
         mask: None (causal), or boolean (True = attend) or additive, broadcastable to `[B, Hq, n, T]`.
         scaling: factor on the inner products.
-        softcap: `s = softcap * tanh(s / softcap)` where given (Gemma 2).
-        sinks: learned logits `[Hq]` that join the softmax's denominator (gpt-oss).
+        softcap: if not None, scores are `softcap * tanh(s / softcap)` (Gemma 2).
+        s_aux: learned logits `[Hq]` that join the softmax's denominator (gpt-oss).
 
     Returns:
         `[B, n, Hq, Dv]` in the query's dtype; rows whose mask hides everything are zero.
@@ -42,13 +42,13 @@ def attend(
         scores = softcap * torch.tanh(scores / softcap)
     scores = _masked(scores, mask)
     top = scores.amax(-1, keepdim=True)
-    if sinks is not None:
-        top = torch.maximum(top, sinks.float().view(1, -1, 1, 1))
+    if s_aux is not None:
+        top = torch.maximum(top, s_aux.float().view(1, -1, 1, 1))
     top = top.clamp_min(torch.finfo(torch.float32).min)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks.float().view(1, -1, 1, 1) - top)
+    if s_aux is not None:
+        total = total + torch.exp(s_aux.float().view(1, -1, 1, 1) - top)
     weights = weights / total.clamp_min(torch.finfo(torch.float32).tiny)
     output = _weighted_sum(weights.unflatten(1, (heads, groups)).flatten(2, 3), values)
     output = output.unflatten(2, (groups, count)).flatten(1, 2)
@@ -58,8 +58,8 @@ def attend(
 def _scores(rows: torch.Tensor, keys: SideSegments) -> torch.Tensor:
     mapped = keys.codec.map_query(rows) if keys.packed else rows
     parts = [rows @ keys.sinks.float().mT]
-    for start in range(0, keys.packed, CHUNK_TOKENS):
-        stop = min(start + CHUNK_TOKENS, keys.packed)
+    for start in range(0, keys.packed, DECODE_CHUNK_TOKENS):
+        stop = min(start + DECODE_CHUNK_TOKENS, keys.packed)
         parts.append(keys.codec.score(mapped, keys.store.read(start, stop), keys.rope(start, stop)))
     parts.append(rows @ keys.tail.float().mT)
     return torch.cat(parts, -1)
@@ -70,8 +70,8 @@ def _weighted_sum(weights: torch.Tensor, values: SideSegments) -> torch.Tensor:
     output = weights[..., :sinks] @ values.sinks.float()
     output = output + weights[..., sinks + values.packed :] @ values.tail.float()
     summed: torch.Tensor | None = None
-    for start in range(0, values.packed, CHUNK_TOKENS):
-        stop = min(start + CHUNK_TOKENS, values.packed)
+    for start in range(0, values.packed, DECODE_CHUNK_TOKENS):
+        stop = min(start + DECODE_CHUNK_TOKENS, values.packed)
         fields = values.store.read(start, stop)
         part = values.codec.accumulate(weights[..., sinks + start : sinks + stop], fields, values.rope(start, stop))
         summed = part if summed is None else summed + part

@@ -172,14 +172,14 @@ def encoded_side(
         track = RopeTrack(config, codec.context.rope)  # type: ignore[arg-type]
         # Given as by a model; no row is padded here.
         positions = torch.arange(first + packed + last, device=device)[None]
-        track.given = LlamaRotaryEmbedding(config).to(device)(torch.zeros(1, device=device), positions)
+        track.inputs = LlamaRotaryEmbedding(config).to(device)(torch.zeros(1, device=device), positions)
         track.extend(0, torch.empty(1, 1, first + packed + last, 1, device=device).expand(batch, -1, -1, -1))
     store = PackedStore(codec.fields, batch, heads, device)
     if codes == "encoded":
         rope = None if track is None else track.read(first, first + packed)
         store.append(encoded(codec, tokens[:, :, :packed], rope), packed, growing=True)
     else:
-        store.fix(packed)
+        store.make_static(packed)
         store.tokens = packed
         for buffer in store.buffers:
             if buffer.is_floating_point():

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedConfig
 
-from kvcache_compress.config import CompressionConfig, SideConfig, _build
+from kvcache_compress.config import CompressionConfig, SideConfig
 from kvcache_compress.methods.qjl import QJLOptions
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of
 from kvcache_compress.validation.messages import quoted
@@ -17,7 +17,7 @@ from .compressed_cache import CompressedCache
 
 Variant = Literal["recursive", "rope"]
 ROPE_VALUES = {"method": "turboquant", "bits": 4}
-"""Default method of the values with the variant `rope`, which encodes keys only."""
+"""Default method for values with the variant `rope`, which encodes keys only."""
 
 
 class PolarQuantCache(CompressedCache):
@@ -36,7 +36,7 @@ class PolarQuantCache(CompressedCache):
             `center`: keys only), or of `CompressionConfig` (`layers`, `seed`, ...).
 
     Raises:
-        ValueError: options are out of range, or the model has no full-attention layers.
+        ValueError: An option is unknown or out of range, or the model has no full-attention layer.
     """
 
     methods = frozenset({"polarquant_recursive", "polarquant_rope"})
@@ -77,7 +77,7 @@ class TurboQuantCache(CompressedCache):
             `CompressionConfig`.
 
     Raises:
-        ValueError: options are out of range, or the model has no full-attention layers.
+        ValueError: An option is unknown or out of range, or the model has no full-attention layer.
     """
 
     methods = frozenset({"turboquant"})
@@ -114,7 +114,7 @@ class KIVICache(CompressedCache):
         options: options of `CompressionConfig` (`layers`, `backend`, `quantize_generated`, ...).
 
     Raises:
-        ValueError: options are out of range, or the model has no full-attention layers.
+        ValueError: An option is unknown or out of range, or the model has no full-attention layer.
     """
 
     methods = frozenset({"kivi"})
@@ -137,7 +137,7 @@ class KIVICache(CompressedCache):
 
 
 def _default_values(config: PreTrainedConfig) -> dict[str, Any]:
-    """2 bits by KIVI in groups as near to the paper's 32 channels as can be, or by TurboQuant where there are none."""
+    """KIVI at 2 bits in groups of 32 channels, or 16 if 32 does not divide the head dimension; else TurboQuant."""
     decoder, _ = decoder_layers(config)
     groups = [size for size in (32, 16) if head_dim_of(decoder) % size == 0]
     return {"method": "kivi", "bits": 2, "group_size": groups[0]} if groups else {"method": "turboquant", "bits": 2}
@@ -158,7 +158,7 @@ class QJLCache(CompressedCache):
         options: further options of `QJLOptions`, or of `CompressionConfig` (`layers`, `seed`, ...).
 
     Raises:
-        ValueError: options are out of range, or the model has no full-attention layers.
+        ValueError: An option is unknown or out of range, or the model has no full-attention layer.
     """
 
     methods = frozenset({"qjl"})
@@ -199,7 +199,7 @@ class CommVQCache(CompressedCache):
         options: further options of `CommVQOptions`, for both sides, or of `CompressionConfig` (`layers`, ...).
 
     Raises:
-        ValueError: codebooks are missing, damaged or of another model, or options are out of range.
+        ValueError: The codebooks are missing, damaged or of another model, or an option is unknown or out of range.
     """
 
     methods = frozenset({"commvq"})
@@ -226,26 +226,30 @@ class CommVQCache(CompressedCache):
 def config_from_options(
     method: str, sides: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any], **fields: Any
 ) -> CompressionConfig:
-    """The config behind a method's own cache class: `options` go to it where it has them, else to both sides."""
+    """Build the config of a cache class: options that are no fields of `CompressionConfig` go to both sides.
+
+    Raises:
+        ValueError: An option is unknown, out of range or has no effect, or names a side or method.
+    """
     own = {name: value for name, value in options.items() if name in CompressionConfig.model_fields}
     both = {name: value for name, value in options.items() if name not in own}
     if clash := options.keys() & {"keys", "values", "method"}:
         raise ValueError(f"{sorted(clash)[0]!r} is no option here: use CompressedCache for other methods or sides")
     built = {side: SideConfig.of({"method": method, **both, **given}) for side, given in sides.items()}
     idle = {side: side_config.idle().keys() for side, side_config in built.items()}
-    # What one side can use is no mistake, though the other cannot.
+    # An option of both sides is refused only if it has no effect on either; the side that cannot use it drops it.
     spared = both.keys() - set.intersection(*map(set, idle.values()))
     built = {side: chosen.without(idle[side] & spared) for side, chosen in built.items()}
-    return _build({**built, **own, **fields}, None)
+    return CompressionConfig.of({**built, **own, **fields})
 
 
 def bits_of_sides(
     bits: float | None, key_bits: float | None, value_bits: float | None, default: float | None
 ) -> dict[str, dict[str, Any]]:
-    """The option `bits` of both sides, of which each can have its own.
+    """Options of each side from `bits`, which `key_bits` and `value_bits` override; `default` applies without any.
 
     Raises:
-        ValueError: `bits` given although both sides have their own.
+        ValueError: All three are given, so that `bits` would have no effect.
     """
     if None not in (bits, key_bits, value_bits):
         raise ValueError(f"bits={quoted(bits)} beside key_bits and value_bits: allowed beside one of them at most")

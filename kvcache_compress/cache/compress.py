@@ -1,4 +1,4 @@
-"""`compress`: a block within which a model's `generate` uses compressed caches, for clients that only call that."""
+"""`compress`: a block in which a model's `generate` uses compressed caches, for clients that only call `generate`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Compression:
 
     @property
     def last_cache(self) -> CompressedCache:
-        """The cache of the latest `generate` call; raises `RuntimeError` where there was none."""
+        """The cache of the latest `generate` call; raises `RuntimeError` before the first one."""
         if self.cache is None:
             raise RuntimeError("no cache yet: call model.generate inside the compress block first")
         return self.cache
@@ -43,7 +43,7 @@ class Compression:
 
 @dataclass
 class _Blocks:
-    """The `compress` blocks around a model, the innermost last, and how the model was before the first of them."""
+    """Open `compress` blocks of a model, the innermost last, and the model's state before the first of them."""
 
     generate: Callable[..., Any] | None
     fused: bool
@@ -63,21 +63,21 @@ def compress(
     *,
     fused: bool | None = None,
 ) -> Iterator[Compression]:
-    """Within the block `model.generate` uses a compressed cache wherever it would make one of its own.
+    """Make `model.generate` use a compressed cache within the block, wherever it would create a cache itself.
 
-    Pipelines and other clients that only call `generate` need not know; a `cache_implementation` that they ask for
-    gives way. A call that brings its own `past_key_values`, or `use_cache=False`, is left alone, and so are calls that
-    `generate` makes of itself: drafts of early exit have a dense cache. Any thread may call `generate`. Blocks of one
-    thread may lie in each other, the innermost counts.
+    Pipelines and other clients that only call `generate` work unchanged; a `cache_implementation` that they ask for is
+    ignored. Calls with `past_key_values` or `use_cache=False` are left alone, and so are calls that `generate` makes of
+    itself: drafts of early exit have a dense cache. Any thread may call `generate`. Blocks of one thread can be nested,
+    and the innermost one applies.
 
     Args:
-        model: a decoder-only model, or PEFT's around one.
-        config: what `load_config` takes: a preset's name, a path, a dictionary or a config.
-        fused: fused attention on, off, or (None) on where the model's attention can be switched.
+        model: a decoder-only model, or a PEFT model around one.
+        config: a preset's name, a path, a dictionary or a config, as for `load_config`.
+        fused: fused attention on, off, or (None) on if the model's attention can be switched.
 
     Raises:
-        ValueError: as `CompressedCache` does, on entry; a model in a block of another thread, or one that uses no
-            cache but its own (PEFT's prefix tuning).
+        ValueError: `CompressedCache` refuses the model or the config, the model is in a block of another thread, or it
+            always uses a cache of its own (PEFT's prefix tuning).
     """
     inner = compressible(model)
     block = Compression(load_config(config), fused=fused)
@@ -122,7 +122,7 @@ def _leave(model: PreTrainedModel, block: Compression) -> None:
 
 
 def _switch(model: PreTrainedModel, block: Compression, blocks: _Blocks) -> None:
-    """Fused attention as the block asks for it."""
+    """Switch the model's fused attention on or off as the block asks; without it, hook the model for positions."""
     if block.fused or (block.fused is None and model._can_set_attn_implementation()):
         enable_fused_attention(model)
         return
@@ -135,18 +135,18 @@ def _switch(model: PreTrainedModel, block: Compression, blocks: _Blocks) -> None
 
 
 def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
-    """The model's `generate`, with a cache of the innermost block."""
+    """Wrap the model's `generate` to use a cache of the innermost block."""
     generate = model.generate
     running = threading.local()
 
     @functools.wraps(generate)
     def generate_compressed(*args: Any, **kwargs: Any) -> Any:
-        # Early exit drafts by a `generate` of the first layers, within that of the whole model.
-        opened = tuple(blocks.open)  # The thread that opened them may leave them meanwhile.
+        # Early exit drafts with a `generate` of the first layers inside the `generate` of the whole model.
+        opened = tuple(blocks.open)  # The thread that opened the blocks may leave them meanwhile.
         if vars(running) or not opened:
             return generate(*args, **kwargs)
-        given = inspect.signature(generate).bind_partial(*args, **kwargs).arguments.get("generation_config")
-        settings = [one for one in (given, model.generation_config) if one is not None]
+        passed = inspect.signature(generate).bind_partial(*args, **kwargs).arguments.get("generation_config")
+        settings = [one for one in (passed, model.generation_config) if one is not None]
         asked = [kwargs.get("use_cache"), *(one.use_cache for one in settings)]
         running.generate = True
         try:
@@ -157,7 +157,7 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
             block.cache = CompressedCache(model.config, block.config)
             kwargs["past_key_values"] = block.cache
             kwargs.pop("cache_implementation", None)
-            if any(one.cache_implementation for one in settings):  # Generation refuses a cache beside a kind of cache.
+            if any(one.cache_implementation for one in settings):  # `generate` refuses both at once.
                 kwargs["cache_implementation"] = None
             return generate(*args, **kwargs)
         finally:

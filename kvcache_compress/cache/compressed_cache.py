@@ -38,18 +38,18 @@ class CompressedCache(Cache, ModelListener):
     """A key/value cache that stores older tokens compressed.
 
     Args:
-        config: the model's config. Layers other than full attention (sliding, linear, shared ...) stay Transformers'
-            own, as do layers whose two sides are `none`.
+        config: the model's config. Layers without full attention of their own (sliding, linear, shared ...) stay
+            Transformers' own, as do layers whose keys and values both have the method `none`.
         compression: methods, windows and per-layer rules: a preset's name, the path of a YAML file, a dictionary or a
             `CompressionConfig`.
 
     Raises:
-        ValueError: a config that does not fit the model, encoder-decoder models, models without full attention, a
-            head dimension that a method cannot take, or a backend that cannot be had.
+        ValueError: The compression config is wrong or does not fit the model, the model is an encoder-decoder or has no
+            full attention, a method does not support its head dimension, or the backend is unavailable.
     """
 
     methods: ClassVar[frozenset[str] | None] = None
-    """Methods that a cache of this class may have for its keys or values; None for any."""
+    """Methods of which keys or values of this class use at least one; None for any."""
 
     def __init__(
         self, config: PreTrainedConfig, compression: CompressionConfig | str | Path | Mapping[str, Any]
@@ -81,10 +81,11 @@ class CompressedCache(Cache, ModelListener):
         self._offloading = Offloading() if self.compression.offloading else None
 
     def save(self, path: str | Path) -> None:
-        """Writes all that the cache holds to a safetensors file: the whole of it or, after an error, none.
+        """Write the cache to a safetensors file, completely or, after an error, not at all.
 
         Raises:
-            ValueError: a layer that cannot be saved. OSError: a file that cannot be written.
+            ValueError: A layer cannot be saved.
+            OSError: The file cannot be written.
         """
         self._settle()
         save_cache(self, path)
@@ -99,22 +100,25 @@ class CompressedCache(Cache, ModelListener):
         device: torch.device | str | None = None,
         any_model: bool = False,
     ) -> Self:
-        """Read the cache that `save` wrote to `path`; it goes on as the saved one would have, bit for bit.
+        """Read the cache that `save` wrote to `path`; it continues as the saved one would have, bit for bit.
 
         Args:
-            config: the config of the model that filled it, by name and shape; `any_model` leaves the name out.
-            codebooks: where CommVQ's codebooks are now, if not where they were.
-            device: where the cache is put, by default the CPU.
+            path: the file.
+            config: config of the model that filled the cache; its name and shape are compared with the saved ones.
+            codebooks: CommVQ's codebook file, if it has moved since the cache was saved.
+            device: device of the loaded cache, by default the CPU.
+            any_model: accept a model of another name.
 
         Raises:
-            FileNotFoundError: no such file. ValueError: one that is damaged, newer, foreign, of another model, or of
-                other methods than this class has.
+            FileNotFoundError: There is no such file.
+            ValueError: The file is damaged, of a newer release or another format, of another model, or its methods are
+                not those of this class.
         """
         return load_cache(path, partial(cls._of_file, config), codebooks, device, any_model)
 
     @classmethod
     def _of_file(cls, config: PreTrainedConfig, compression: CompressionConfig) -> Self:
-        """An empty cache of this class, whatever arguments its constructor takes."""
+        """Create an empty cache of this class without its own constructor, whose arguments differ by class."""
         methods = compression.keys.method, compression.values.method
         if cls.methods is not None and cls.methods.isdisjoint(methods):
             raise ValueError(f"keys of {methods[0]} and values of {methods[1]}: use CompressedCache.load")
@@ -123,7 +127,7 @@ class CompressedCache(Cache, ModelListener):
         return cache
 
     def follow(self, decoder_config: PreTrainedConfig) -> None:
-        """Has this config switch fused attention on and off: a model's own, which the cache was not built from.
+        """Take the fused-attention switch from this config, a model's own, instead of the one the cache was built from.
 
         A model with fused attention calls it in each step.
         """
@@ -134,21 +138,27 @@ class CompressedCache(Cache, ModelListener):
             layer.decoder_config = decoder_config
 
     def receive_positions(self, layer: int, embeddings: Any, tokens: int) -> None:
-        """Keep cos and sin of a step for layers that need them; some models hand them over for all cached tokens."""
+        """Keep cos and sin of a step's tokens for layers that need them; some models pass those of all cached tokens.
+
+        Args:
+            layer: index of the layer whose attention runs.
+            embeddings: the model's `(cos, sin)`, each `[B, T, C]`; anything else counts as unknown.
+            tokens: new tokens of the step, the last of `T`.
+        """
         receiver = self.layers[layer]
         if isinstance(receiver, CompressedLayer) and receiver.track is not None:
             known = isinstance(embeddings, tuple)
-            receiver.track.given = tuple(x[:, -tokens:] for x in embeddings) if known else None
+            receiver.track.inputs = tuple(x[:, -tokens:] for x in embeddings) if known else None
 
     @property
     def compressed_layers(self) -> dict[int, CompressedLayer]:
-        """The layers that are compressed, by index."""
+        """Compressed layers by index."""
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """As in `transformers.Cache`. Where a layer refuses its tokens, those before it give theirs back."""
+        """Store keys and values of a layer, as in `transformers.Cache`; if it raises, earlier layers drop the step."""
         if torch.compiler.is_compiling():
             if self._offloading is not None:
                 raise ValueError("offloading=True: allowed False where the model is compiled")
@@ -163,7 +173,7 @@ class CompressedCache(Cache, ModelListener):
             raise
 
     def _step_back(self, failed: int) -> None:
-        """Takes back the tokens of a step that layer `failed` refused, where all layers before it can."""
+        """Remove a step's tokens from the layers before `failed`, which refused them, if all of them can be cropped."""
         length, before = int(self.layers[failed].get_seq_length()), self.layers[:failed]
         try:
             check_croppable(before)
@@ -182,11 +192,11 @@ class CompressedCache(Cache, ModelListener):
 
     @property
     def packed_tokens(self) -> int:
-        """Packed tokens per sequence, the most of any layer."""
+        """Packed tokens per sequence, the largest number of any layer."""
         return max((layer.packed_tokens for layer in self.compressed_layers.values()), default=0)
 
     def memory_report(self) -> MemoryReport:
-        """Bytes and bits of every layer, everything counted; prints as a table."""
+        """Count bytes and bits of every layer; the report prints as a table."""
         return memory_report(self.layers, self.rope_track)
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
@@ -233,24 +243,24 @@ class CompressedCache(Cache, ModelListener):
             self._offloading.settle()
 
     def _refuse_static(self, change: str) -> None:
-        """Transformers' own layers of fixed capacity cannot do all that the growing ones can."""
+        """Raise `ValueError` if a layer is Transformers' `StaticLayer`, which does not support this operation."""
         if static := [layer for layer in self.layers if isinstance(layer, StaticLayer)]:
             raise ValueError(f"max_cache_len: a cache with a {type(static[0]).__name__} cannot be {change}")
 
     def _empty(self) -> bool:
-        """Whether there are no rows to change, though there were: what comes next may have another batch."""
+        """True if no layer holds tokens, as after a reset; the next batch size is then free."""
         return not any(int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, CacheLayerMixin))
 
     def _tracked(self) -> list[CompressedLayer]:
         return [layer for layer in self.compressed_layers.values() if layer.track is not None]
 
     def _apply_to_track(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Changes rows of cos and sin, before those of the layers: these may encode what left a window since."""
+        """Change the rows of cos and sin, before those of the layers, which may encode tokens with them meanwhile."""
         if self.rope_track is not None:
             self.rope_track.apply(change)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
-        """A copy that shares the model's config, where fused attention is switched on and off."""
+        """Copy the cache but share the model's config, which holds the fused-attention switch."""
         self._settle()
         memo |= {id(config): config for config in (self.decoder_config, self._followed)}
         twin = self.__class__.__new__(self.__class__)
@@ -260,7 +270,7 @@ class CompressedCache(Cache, ModelListener):
 
 
 def _rows_held(layer: Any) -> int | None:
-    """The batch of a layer's keys and values; None before its first tokens, and where it has none."""
+    """Batch size of a layer's keys and values; None before its first tokens, and for layers without keys."""
     if isinstance(layer, CompressedLayer):
         return layer.batch_size if layer.is_initialized else None
     keys = getattr(layer, "keys", None)
@@ -268,7 +278,11 @@ def _rows_held(layer: Any) -> int | None:
 
 
 def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeLayout | None:
-    """Refuses what a method cannot take, as far as the config tells; returns the model's RoPE where one is needed."""
+    """Check methods against the model's config, and return the model's RoPE layout if a method needs it.
+
+    Raises:
+        ValueError: A method does not support the head dimension or the layer, or needs RoPE where there is none.
+    """
     head_dim = None
     if getattr(config, "kv_lora_rank", None) is None:
         head_dim = head_dim_of(config)
@@ -281,8 +295,8 @@ def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeL
                 chosen.codec().layout(chosen.options(), side, head_dim)
             if plan.rope_use(side) != "none" and (rope is None or not layer_has_rope(config, index)):
                 raise ValueError(
-                    f"{chosen.method} for {side} needs rotary position embeddings: layer {index} of "
-                    f"{config.model_type} has none that is known"
+                    f"{chosen.method} for {side} needs rotary position embeddings, and none were found in layer "
+                    f"{index} of {config.model_type}"
                 )
             chosen.codec().check_model(chosen.options(), side, config, index)
     return rope

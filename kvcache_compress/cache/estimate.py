@@ -1,4 +1,4 @@
-"""Sizes that follow from a config and a model's shape alone; the arithmetic is `layout.py`'s."""
+"""Estimate a cache's size from its config and the model's shape; byte counts come from `codecs/layout.py`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def side_bytes(plan: LayerPlan, head_dim: int) -> float:
 
 
 def rope_bytes(config: CompressionConfig, head_dim: int, layers: int) -> int:
-    """Bytes per token, once for all layers, of the cos and sin that some methods need; of heads that rotate whole."""
+    """Bytes per token of the cos and sin that some methods need, shared by all layers; assumes fully rotary heads."""
     plans = config.plan(["full_attention"] * layers)
     used = any(plan.rope_use(side) == "factors" for plan in plans for side in SIDES)
     return head_dim * ROPE_DTYPE.itemsize if used else 0
 
 
 def constant_bytes(config: CompressionConfig, layers: int, kv_heads: int, head_dim: int) -> int:
-    """Bytes that all layers hold whatever the number of tokens: rotations, codebooks, tables."""
+    """Bytes of all layers that do not depend on the number of tokens: rotations, codebooks, tables."""
     sizes: dict[str, int] = {}
     total = 0
     for plan in config.plan(["full_attention"] * layers):
@@ -46,7 +46,7 @@ def constant_bytes(config: CompressionConfig, layers: int, kv_heads: int, head_d
 
 
 def packed_bits(config: CompressionConfig, head_dim: int, layers: int = 32, kv_heads: int = 8) -> float:
-    """Stored bits per packed number over the layers that are compressed, with what they share per token."""
+    """Stored bits per packed number of the compressed layers, with the cos and sin that they share."""
     plans = [plan for plan in config.plan(["full_attention"] * layers) if plan.compresses]
     stored = kv_heads * sum(side_bytes(plan, head_dim) for plan in plans) + rope_bytes(config, head_dim, layers)
     return 8 * stored / (2 * head_dim * kv_heads * len(plans))
@@ -57,7 +57,7 @@ def cache_bytes(
 ) -> float:
     """Bytes of the tokens of a bfloat16 model's cache, `tokens` per sequence, in its `layers` full-attention layers.
 
-    What layers share (`rope_bytes`) and what does not depend on tokens (`constant_bytes`) come on top.
+    `rope_bytes` and `constant_bytes` are not included; see `total_bytes`.
     """
     total = 0.0
     for plan in config.plan(["full_attention"] * layers):
@@ -72,14 +72,14 @@ def cache_bytes(
 def total_bytes(
     config: CompressionConfig, layers: int, kv_heads: int, head_dim: int, tokens: int, batch: int = 1
 ) -> float:
-    """`cache_bytes` and all that comes on top."""
+    """Bytes of the complete cache: `cache_bytes`, `rope_bytes` of all tokens and `constant_bytes`."""
     shared = batch * tokens * rope_bytes(config, head_dim, layers)
     held = constant_bytes(config, layers, kv_heads, head_dim)
     return cache_bytes(config, layers, kv_heads, head_dim, tokens, batch) + shared + held
 
 
 class ModelShape(NamedTuple):
-    """What a model's cache and its attention take: full-attention layers, heads of both kinds, numbers per head."""
+    """Sizes that a cache depends on: full-attention layers, query heads, key/value heads, head dimension."""
 
     layers: int
     query_heads: int
@@ -92,15 +92,15 @@ MODELS = {
     "qwen2.5-7b": ModelShape(28, 28, 4, 128),
     "smollm2-135m": ModelShape(30, 9, 3, 64),
 }
-"""Models that need not be there to be reckoned with."""
+"""Shapes of well-known models, for estimates without their configs."""
 
 
 def model_shape(model: str) -> ModelShape:
-    """One of `MODELS` by its name, or from the config of a hub id or a folder.
+    """Shape of a model: one of `MODELS` by its name, or from the config of a hub id or a folder.
 
     Raises:
-        ValueError: a model that cannot be compressed, or a damaged config.
-        OSError: nothing of that name.
+        ValueError: The model cannot be compressed, or its config is damaged.
+        OSError: There is no model of that name.
     """
     if model in MODELS:
         return MODELS[model]
@@ -108,7 +108,7 @@ def model_shape(model: str) -> ModelShape:
         found = AutoConfig.from_pretrained(model)
     except (ValueError, OSError):
         raise
-    except Exception as error:  # Transformers has no common exception for what a damaged config leads it to
+    except Exception as error:  # Transformers raises exceptions of many types for a damaged config
         raise ValueError(f"model={quoted(model)}: its config cannot be read: {one_line(error)}") from error
     config, layers = decoder_layers(found)
     count = sum(is_full_attention(layer) for layer in layers)
@@ -116,7 +116,7 @@ def model_shape(model: str) -> ModelShape:
 
 
 def summary(preset: str) -> str:
-    """The first sentence of a preset's leading comment."""
+    """First sentence of a preset's leading comment."""
     text = (files("kvcache_compress.configs") / f"{preset}.yaml").read_text(encoding="utf-8")
     comment = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
     return comment.split(". ")[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""A compressed layer of models with attention and a recurrent state side by side in one layer, such as Falcon-H1."""
+"""Compressed layer for models with attention and a recurrent state in one layer, such as Falcon-H1."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from .layer import CompressedLayer
 
 
 class HybridCompressedLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
-    """`CompressedLayer` for keys and values; the recurrent state is Transformers' own and follows the batch.
+    """A `CompressedLayer` beside Transformers' own recurrent state, to which batch operations apply as well.
 
-    number_of_states: as in Transformers' own layer; all other arguments are those of `CompressedLayer`.
+    Args:
+        number_of_states: as in Transformers' own layer; all other arguments are those of `CompressedLayer`.
     """
 
     is_compileable = False
@@ -24,7 +25,7 @@ class HybridCompressedLayer(CompressedLayer, LinearAttentionAndFullAttentionLaye
         CompressedLayer.__init__(self, *args, **kwargs)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of keys and values, given by position, or of states, given by name."""
+        """Initialize keys and values, passed by position, or states, passed by name."""
         if args:
             CompressedLayer.lazy_initialization(self, *args)
         else:
@@ -32,16 +33,16 @@ class HybridCompressedLayer(CompressedLayer, LinearAttentionAndFullAttentionLaye
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """As Transformers' own layer says: a recurrent state does not go back."""
+        """True if the recurrent state can be cropped, which Transformers' own layer decides."""
         return bool(LinearAttentionLayer.is_croppable.__get__(self))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raises `RuntimeError`, as Transformers' own layer does, where the states were not recorded for it."""
+        """Crop keys, values and states; raises `RuntimeError`, as Transformers does, if past states were not kept."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
         CompressedLayer.crop(self, tokens_to_remove)
 
     def reset(self) -> None:
-        """Empties both parts."""
+        """Empty keys, values and states."""
         CompressedLayer.reset(self)
         LinearAttentionLayer.reset(self)
 

@@ -1,8 +1,7 @@
 """Memory of a cache: tokens, bytes and bits per number with everything counted.
 
-One rule for all models. Bytes and the ratio are as held: the ratio is to a full cache in the model's own dtype. Bits
-are comparable between models: whatever is stored in the model's own dtype (dense tokens, sides of method `none`)
-counts 16 per number.
+Bytes are as held, and the ratio is to a full cache in the model's own dtype. Bits are comparable between models:
+numbers stored in the model's own dtype (dense tokens, sides of method `none`) count as 16 bits.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ class LayerMemory:
     dense_tokens: int
     packed_tokens: int
     fields: dict[str, int]
-    """Bytes in use per stored field, `keys.codes0` and so on; `dense` is the sinks and the tail."""
+    """Bytes in use per stored field, `keys.codes0` and so on; `dense` counts the sinks and the tail."""
     allocated_bytes: int
-    """Bytes held for tokens, unused room included."""
+    """Bytes held for tokens, unused capacity included."""
     constant_bytes: int
     """Bytes that do not depend on the number of tokens: rotations, codebooks, means."""
     packed_numbers: int
     numbers: int
     full_bytes: int = 0
-    """Bytes of its tokens in the model's own dtype."""
+    """Bytes that its tokens would take in the model's own dtype."""
     wider_bytes: int = 0
-    """Bytes beyond 16 bits of all numbers in the model's own dtype and of the room for more."""
+    """Bytes beyond 16 bits per number of all buffers in the model's own dtype, unused capacity included."""
     wider_packed_bytes: int = 0
-    """The same of packed tokens alone, which a side of method `none` holds in that dtype."""
+    """Part of `wider_bytes` in use for packed tokens, which a side of method `none` holds in the model's dtype."""
     dtype: torch.dtype | None = None
-    """The model's own; None before the first tokens."""
+    """The model's own dtype; None before the first tokens."""
 
     @property
     def used_bytes(self) -> int:
@@ -60,7 +59,7 @@ class LayerMemory:
 
     @property
     def total_bytes_at_16(self) -> int:
-        """All that it holds, with numbers in the model's own dtype counted at 16 bits."""
+        """Bytes held, with numbers in the model's own dtype counted at 16 bits."""
         return self.total_bytes - self.wider_bytes
 
     @property
@@ -74,7 +73,7 @@ class MemoryReport:
 
     layers: list[LayerMemory] = field(default_factory=list)
     rope_used_bytes: int = 0
-    """cos and sin of every token, kept once for all layers where a codec needs them; part of the totals."""
+    """Bytes of every token's cos and sin, kept once for all layers if a codec needs them; part of the totals."""
     rope_allocated_bytes: int = 0
 
     def _sum(self, name: str) -> int:
@@ -82,12 +81,12 @@ class MemoryReport:
 
     @property
     def packed_tokens(self) -> int:
-        """Packed tokens per sequence, the most of any layer."""
+        """Packed tokens per sequence, the largest number of any layer."""
         return max((layer.packed_tokens for layer in self.layers), default=0)
 
     @property
     def dense_tokens(self) -> int:
-        """Dense tokens per sequence, the most of any layer."""
+        """Dense tokens per sequence, the largest number of any layer."""
         return max((layer.dense_tokens for layer in self.layers), default=0)
 
     @property
@@ -113,22 +112,22 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        """All that the cache holds: allocated buffers and constants."""
+        """Bytes held by the cache: allocated buffers and constants."""
         return self._sum("total_bytes") + self.rope_allocated_bytes
 
     @property
     def total_bytes_at_16(self) -> int:
-        """All that the cache holds, with numbers in the model's own dtype counted at 16 bits."""
+        """Bytes held by the cache, with numbers in the model's own dtype counted at 16 bits."""
         return self._sum("total_bytes_at_16") + self.rope_allocated_bytes
 
     @property
     def full_bytes(self) -> int:
-        """What the same tokens take in a full cache, in the model's own dtype."""
+        """Bytes of the same tokens in a full cache, in the model's own dtype."""
         return self._sum("full_bytes")
 
     @property
     def dtype(self) -> str:
-        """The model's own, by name; before the first tokens nothing."""
+        """Name of the model's own dtype; empty before the first tokens."""
         names = {str(layer.dtype).removeprefix("torch.") for layer in self.layers if layer.dtype is not None}
         return " and ".join(sorted(names))
 
@@ -140,18 +139,18 @@ class MemoryReport:
 
     @property
     def _packed_rope_bytes(self) -> float:
-        """The packed tokens' share of what is kept for RoPE."""
+        """Bytes of cos and sin that belong to packed tokens."""
         tokens = self.packed_tokens + self.dense_tokens
         return self.rope_used_bytes * self.packed_tokens / tokens if tokens else 0.0
 
     @property
     def bits_per_number(self) -> float:
-        """Bits per cached number, all counted: packed tokens, dense ones at 16 bits, unused room, constants."""
+        """Bits per cached number: packed tokens, dense ones at 16 bits, unused capacity, constants."""
         return 8 * self.total_bytes_at_16 / self.numbers if self.numbers else float("nan")
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than a full cache in the model's own dtype, everything counted."""
+        """Size of a full cache in the model's own dtype, divided by the size of this one, everything counted."""
         return self.full_bytes / self.total_bytes if self.total_bytes else float("nan")
 
     def fields(self) -> dict[str, int]:
@@ -203,7 +202,7 @@ class MemoryReport:
 
 
 def memory_report(layers: Iterable[Any], track: RopeTrack | None = None) -> MemoryReport:
-    """The report of a cache's layers, Transformers' own ones included, and of what they share."""
+    """Count a cache's layers, Transformers' own ones included, and the cos and sin that they share."""
     rows = [_layer_memory(index, layer) for index, layer in enumerate(layers)]
     used, allocated = (0, 0) if track is None else (track.bytes_used(), track.bytes_allocated())
     return MemoryReport(rows, used, allocated)
@@ -215,7 +214,7 @@ def _layer_memory(index: int, layer: Any) -> LayerMemory:
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if keys is None or values is None or not keys.numel():
         return LayerMemory(index, type(layer).__name__, 0, 0, {"dense": 0}, 0, 0, 0, 0)
-    tokens, held = min(int(layer.get_seq_length()), keys.shape[2]), (keys, values)  # of room for more in a static layer
+    tokens, held = min(int(layer.get_seq_length()), keys.shape[2]), (keys, values)  # a static layer has spare capacity
     used = sum(x[:, :, :tokens].nbytes for x in held)
     numbers = sum(x[:, :, :tokens].numel() for x in held)
     return LayerMemory(

@@ -1,7 +1,7 @@
-"""Offloading: layers wait on the CPU, packed as they are, while others work.
+"""Offloading: layers stay on the CPU, packed as they are, while other layers run.
 
-The layer at work and the next one are on their device. The next one's way there overlaps with the work before it, on a
-stream of its own, as in `transformers.Cache(offloading=True)`; but there is one stream per device, and none on the CPU.
+The layer that runs and the next one are on their device. The next one is copied while the layer before it runs, on a
+stream of its own as in `transformers.Cache(offloading=True)`, but with one stream per device and none for the CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .layer import CompressedLayer
 
 
 class Offloading:
-    """Moves the full-attention layers of a cache; layers that do not grow, sliding or linear, stay where they are."""
+    """Move a cache's full-attention layers between CPU and device; sliding and linear layers stay on their device."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
@@ -27,7 +27,7 @@ class Offloading:
 
     @contextmanager
     def at_work(self, layers: Sequence[Any], index: int) -> Iterator[None]:
-        """Has layer `index` on its device within the block, and on the CPU after it; the next is on its way."""
+        """Keep layer `index` on its device within the block and move it to the CPU after it; prefetch the next one."""
         layer = layers[index]
         if not _moves(layer):
             yield
@@ -41,19 +41,19 @@ class Offloading:
         layer.offload()
 
     def _start(self, layer: Any) -> None:
-        """Sends a layer to its device, without waiting for it."""
+        """Copy a layer to its device without waiting for it."""
         if not layer.is_initialized or layer.device.type == "cpu":
             return
         if layer.device not in self._streams:
             self._streams[layer.device] = torch.Stream(layer.device)
         stream = self._streams[layer.device]
-        # What the layer's way to the CPU left there must be complete, and what is at work may still read its memory.
+        # The layer's last copy to the CPU must be complete, and running work may still read the memory it had.
         stream.wait_stream(torch.accelerator.current_stream(layer.device))
         with stream:
             layer.prefetch()
 
     def settle(self) -> None:
-        """Waits until all that is on its way has arrived, before the CPU reads it."""
+        """Wait until all copies have arrived, before the CPU reads them."""
         for device in self._streams:
             torch.accelerator.synchronize(device)
 

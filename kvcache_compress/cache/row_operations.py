@@ -1,4 +1,4 @@
-"""What Transformers does to the rows of a cache layer and to the place of its buffers: one change of all of them."""
+"""Batch operations of a cache layer and moves between devices, each as one change applied to all buffers."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from kvcache_compress.storage.side import SideState
 
 
 class RowOperations(CacheLayerMixin):
-    """Beams, batch selection and moves between devices, each by `_apply` of a function of a tensor `[B, ...]`."""
+    """Base with beam reordering, batch selection and moves; each maps `_apply` over buffers `[B, ...]`."""
 
     device: torch.device
 
     @property
     @abstractmethod
     def sides(self) -> dict[Side, SideState]:
-        """The two sides; empty before the first update."""
+        """Keys and values; empty before the first update."""
 
     @abstractmethod
     def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every buffer by `change(buffer)`."""
+        """Replace every buffer by `change(buffer)`."""
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row i of the batch becomes what row `beam_idx[i]` was."""
+        """Replace row i of the batch by row `beam_idx[i]`."""
         self._apply(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row of the batch `repeats` times."""
+        """Repeat each row of the batch `repeats` times."""
         self._apply(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows of the batch that `indices` (integers or a boolean mask) selects."""
+        """Keep the rows of the batch that `indices` (integers or a boolean mask) selects."""
         self._apply(lambda x: x[indices.to(x.device) if isinstance(indices, torch.Tensor) else indices])
 
     def offload(self) -> None:
-        """Moves all buffers to the CPU; what a step handed out stays where it is."""
+        """Move all buffers to the CPU; segments that a step returned stay on the device."""
         for state in self.sides.values():
             state.store = copy.copy(state.store)
         self._apply(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        """Moves offloaded buffers back to the layer's device."""
+        """Move offloaded buffers back to the layer's device."""
         if self.is_initialized:
             self._apply(lambda x: x.to(self.device, non_blocking=True))

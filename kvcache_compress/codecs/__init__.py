@@ -1,1 +1,1 @@
-"""Parts that methods are made of, and the contract of a method (`base.py`)."""
+"""Building blocks of methods, and the contract of a method (`base.py`)."""

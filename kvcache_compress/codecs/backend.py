@@ -1,4 +1,4 @@
-"""Which code encodes tokens and attends to packed ones: Triton, C++ or torch. Resolved once per layer, logged once."""
+"""Backends that encode tokens and attend to packed ones: Triton, C++ or torch, chosen once per layer."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ BackendChoice: TypeAlias = Literal["auto", "triton", "cpp", "torch"]
 
 
 def interpreting() -> bool:
-    """Whether Triton runs its kernels in its interpreter, which needs no GPU."""
+    """True if Triton runs its kernels in its interpreter, which needs no GPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def check_backend(choice: BackendChoice, codecs: Iterable[type[Codec]]) -> None:
-    """Raises `ValueError` at construction where an explicit `backend` cannot be had, or not for one of the codecs."""
+    """Raise `ValueError` if an explicitly chosen backend is unavailable here or for one of the codecs."""
     if choice == "auto" or choice == "torch":
         return
     for codec in codecs:
         if not codec.runs_on(choice):
             raise ValueError(
-                f'backend="{choice}" cannot be had for method {codec.name!r}; use backend="torch" or "auto"'
+                f'backend="{choice}" is unavailable for method {codec.name!r}; use backend="torch" or "auto"'
             )
     if problem := _cpp_problem() if choice == "cpp" else _triton_problem():
-        raise ValueError(f'backend="{choice}" cannot be had: {problem}; use backend="torch" or "auto"')
+        raise ValueError(f'backend="{choice}" is unavailable: {problem}; use backend="torch" or "auto"')
 
 
 def resolve_backend(choice: BackendChoice, device: torch.device, codecs: Iterable[Codec | type[Codec]] = ()) -> Backend:
-    """The backend for tensors on `device` of these codecs, all on one: torch where there is no other for one of them.
+    """Resolve the backend of a layer with these codecs on `device`; `auto` takes torch if a codec has no faster one.
 
     Raises:
-        ValueError: an explicit `choice` that the device does not have.
+        ValueError: The backend is chosen explicitly, and does not run on the device.
     """
     backend: Backend = "torch"
     if choice == "triton":
         if device.type != "cuda" and not interpreting():
-            raise ValueError(f'backend="triton" cannot be had for tensors on {device.type}: a GPU is needed')
+            raise ValueError(f'backend="triton" is unavailable for tensors on {device.type}: a GPU is needed')
         backend = "triton"
     elif choice == "cpp":
         if device.type != "cpu":
-            raise ValueError(f'backend="cpp" cannot be had for tensors on {device.type}; use backend="auto"')
+            raise ValueError(f'backend="cpp" is unavailable for tensors on {device.type}; use backend="auto"')
         backend = "cpp"
     elif choice == "auto":
         fast: Backend = "triton" if device.type == "cuda" else "cpp" if device.type == "cpu" else "torch"
@@ -76,7 +76,7 @@ def _triton_problem() -> str | None:
 
 @cache
 def _cpp_problem() -> str | None:
-    """Why there is no C++ code, which is compiled now if it never was; None where there is."""
+    """Compile the C++ code if it has not been, and return the reason if it is unavailable."""
     problem: str | None = load_part("cpu_kernels.build").problem()
     if problem:
         logger.warning("no C++ code on CPUs, which makes compressed caches slower: %s", problem)
@@ -84,8 +84,8 @@ def _cpp_problem() -> str | None:
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """For codecs and attention: makes the device of `x` the current one, since Triton launches there, and switches
-    autocast off, under which float32 arithmetic would be done in 16 bits."""
+    """Context for codecs and attention that makes the device of `x` current, where Triton launches, and turns autocast
+    off, which would do float32 arithmetic in 16 bits."""
     kind = x.device.type
     narrows = _has_autocast(kind) and torch.is_autocast_enabled(kind)
     elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
@@ -107,13 +107,13 @@ def _changed(device: torch.device | None, autocast: str | None) -> Iterator[None
 
 @cache
 def load_part(name: str) -> Any:
-    """A module of this package that is imported when it is needed, such as `triton_kernels.attention.launch`."""
+    """Import a module of this package at its first use, such as `triton_kernels.attention.launch`."""
     return importlib.import_module(f"kvcache_compress.{name}")
 
 
 def quantizer(backend: Backend, twin: Callable[..., _Encoded], triton: str | None, cpp: str) -> Callable[..., _Encoded]:
-    """What does on a backend what `twin` does in torch: `quantize` of the module `triton` in `triton_kernels`, or the
-    function `cpp` of `cpu_kernels/encode.py`."""
+    """Return the backend's implementation of the torch function `twin`: `quantize` of the module `triton` in
+    `triton_kernels/encode`, the function `cpp` of `cpu_kernels/encode/launch.py`, or `twin` itself."""
     found: Callable[..., _Encoded] = twin
     if backend == "triton" and triton is not None:
         found = load_part(f"triton_kernels.encode.{triton}").quantize

@@ -1,4 +1,4 @@
-"""The contract of a method: one codec per side (keys or values) and layer."""
+"""Contract of a method: one codec per side (keys or values) and layer."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ Fields: TypeAlias = tuple[torch.Tensor, ...]
 """Stored tensors of a run of tokens, in the order of `Codec.fields`,
 each `[B, H, tokens / field.tokens, *field.shape]`."""
 Statistics: TypeAlias = dict[str, torch.Tensor]
-"""What a codec takes from the first tokens, by name; names, shapes and dtypes follow from its options alone."""
+"""Data-dependent tensors of a codec by name, measured on the first tokens; their names, shapes and dtypes follow from
+its options alone."""
 RopeUse: TypeAlias = Literal["none", "pairs", "factors"]
-"""What a codec needs of RoPE: nothing, which channels make a pair, or also the cos and sin of every token."""
+"""A codec's need for RoPE: nothing, the pairing of channels, or also the cos and sin of every token."""
 
 HOOKS = ("kernel_side", "kernel_encoder", "cpu_side")
-"""Optional parts of a codec, each a `cached_property` that is made when it is first needed, from what is set by then;
-`set_statistics` drops them."""
+"""Optional parts of a codec for fast backends, each a `cached_property`; `set_statistics` drops the cached values."""
 
 
 class MethodOptions(StrictOptions):
     """Options of a method; a subclass adds its own."""
 
     def idle(self) -> dict[str, str]:
-        """Options that have no effect beside the others, each with what they need; a config refuses them."""
+        """Options that have no effect in this combination, each with the setting it needs; a config refuses them."""
         return {}
 
 
 @dataclass(frozen=True)
 class CodecContext:
-    """The place that a codec serves: `head_dim` numbers per head of `side` in decoder layer `layer`."""
+    """Facts of the place a codec is used in: `heads` heads of `head_dim` numbers of `side` in decoder layer `layer`."""
 
     side: Side
     head_dim: int
@@ -61,15 +61,15 @@ class CodecContext:
     dtype: torch.dtype
     device: torch.device
     rope: RopeLayout | None = None
-    """The model's pairs of channels; None where it has no RoPE, or no codec of the cache asks for it."""
+    """The model's rotary pairs of channels; None without RoPE, or if no codec of the cache needs it."""
 
     def seed_of(self, part: str, shared: bool = False) -> int:
-        """Seed of a random part of the codec, one per layer and side, or `shared` by the whole cache."""
+        """Seed of a random part of the codec, different per layer and side, or `shared` by the whole cache."""
         return hashed_seed(self.seed, part) if shared else hashed_seed(self.seed, part, self.layer, self.side)
 
 
 class Codec(ABC):
-    """Encodes `[B, H, T, head_dim]` to fields and attends over the fields.
+    """Base class of codecs, which encode tokens `[B, H, T, head_dim]` to fields and attend over the fields.
 
     Codes live in a *code space*: queries are mapped into it once per step (`map_query`), stored tokens are scored and
     summed there, and the sum is mapped back once (`map_output`), so no cached vector is ever rotated back. The torch
@@ -80,15 +80,15 @@ class Codec(ABC):
     Options: ClassVar[type[MethodOptions]] = MethodOptions
 
     fields: tuple[Field, ...]
-    """The stored quantities, as `layout` gives them; every byte count comes from here."""
+    """Stored quantities, as `layout` returns them; every byte count comes from here."""
     group: int
-    """Tokens that are encoded together, those that a field has one entry for."""
+    """Number of tokens that are encoded together, as some fields have one entry for all of them."""
     backend: Backend = "torch"
-    """Code that encodes, chosen by the layer, which knows its device; see `on` and `backend.quantizer`."""
+    """Backend of `encode`, chosen by the layer for its device; see `on` and `backend.quantizer`."""
     chunks_on_cpp: bool = True
-    """Whether it suits chunks of prompts too: not where code space is much wider than a head."""
-    of_one_prompt: bool = False
-    """True where what depends on data is of one prompt: set by its first tokens, refused to a batch of several."""
+    """True if prompt chunks can use the C++ attention too; False if code space is much wider than a head."""
+    per_prompt: bool = False
+    """True if the statistics belong to a single prompt; batches of several prompts are then refused."""
 
     def __init__(self, options: Any, context: CodecContext) -> None:
         self.options = options
@@ -100,85 +100,85 @@ class Codec(ABC):
     @classmethod
     @abstractmethod
     def layout(cls, options: Any, side: Side, head_dim: int) -> tuple[Field, ...]:
-        """Fields for this head dimension. Raises `ValueError` for one that the method cannot take."""
+        """Fields for this head dimension; raises `ValueError` if the method does not support it."""
 
     @classmethod
     def rope_use(cls, options: Any, side: Side) -> RopeUse:
-        """What this side needs of RoPE; `CompressedCache` refuses models and layers that have none."""
+        """This side's need for RoPE; `CompressedCache` refuses models and layers without it."""
         return "none"
 
     @classmethod
     def check_model(cls, options: Any, side: Side, config: PreTrainedConfig, layer: int) -> None:
-        """Raises `ValueError` where this method cannot serve a layer of this decoder, beyond its head dimension."""
+        """Raise `ValueError` if the method does not support this layer of the decoder, beyond its head dimension."""
         return
 
     def prepare(self, x: torch.Tensor) -> None:
-        """Sets what depends on data, once, from the first tokens `[B, H, T, head_dim]`."""
+        """Set the data-dependent parts, once, from the first tokens `[B, H, T, head_dim]`."""
         self.set_statistics(self.measure(x))
 
     def measure(self, x: torch.Tensor) -> Statistics:
-        """All that `prepare` takes from `x` `[B, H, T, head_dim]`; the codec itself stays as it is."""
+        """Measure the statistics of tokens `x` `[B, H, T, head_dim]`, without changing the codec."""
         return {}
 
     def set_statistics(self, statistics: Statistics) -> None:
-        """Sets what follows from `measure`'s result: that of `prepare`, or one that was saved."""
+        """Set the data-dependent parts from statistics, fresh from `measure` or loaded from a file."""
         self.statistics = statistics
         for hook in HOOKS:
             self.__dict__.pop(hook, None)
 
     @abstractmethod
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        """Encodes `[B, H, T, head_dim]`, `T` a multiple of `group`; `rope` is given if `rope_use` is `factors`."""
+        """Encode tokens `[B, H, T, head_dim]`, `T` a multiple of `group`; `rope` is set if `rope_use` is `factors`."""
 
     @abstractmethod
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        """Decodes to float32 `[B, H, T, head_dim]`."""
+        """Decode fields to float32 tokens `[B, H, T, head_dim]`."""
 
     def map_query(self, query: torch.Tensor) -> torch.Tensor:
-        """Maps float32 queries `[B, H, R, head_dim]` into code space `[B, H, R, W]`."""
+        """Map float32 queries `[B, H, R, head_dim]` into code space `[B, H, R, W]`."""
         return query
 
     def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        """Inner products `[B, H, R, T]` of mapped queries with the stored tokens, float32."""
+        """Compute inner products `[B, H, R, T]` of mapped queries with the stored tokens, float32."""
         return mapped @ self.decode(fields, rope).mT
 
     def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        """Sums stored tokens by `weights` `[B, H, R, T]` in code space, float32 `[B, H, R, W]`."""
+        """Sum stored tokens weighted by `weights` `[B, H, R, T]` in code space, float32 `[B, H, R, W]`."""
         return weights @ self.decode(fields, rope)
 
     def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
-        """Maps `accumulate`'s result back to float32 `[B, H, R, head_dim]`."""
+        """Map the result of `accumulate` back to float32 `[B, H, R, head_dim]`."""
         return accumulated
 
     @cached_property
     def kernel_side(self) -> KernelSide | None:
-        """This side's device functions and operands for Triton's attention; a class has them for all its options."""
+        """Device functions and operands of this side for Triton's attention, for all options of a class or none."""
         return None
 
     @cached_property
     def kernel_encoder(self) -> KernelEncoder | None:
-        """Triton's encoder of tokens, which stores them in the same launch; without it Triton takes `encode`."""
+        """Triton encoder that encodes and stores tokens in one launch; if None, `encode` is used."""
         return None
 
     @cached_property
     def cpu_side(self) -> CPUSide | None:
-        """This side's operands for the C++ attention; a class has them for all its options."""
+        """Operands of this side for attention in C++, for all options of a class or none."""
         return None
 
     def on(self, backend: Backend) -> Self:
-        """A copy that encodes on another backend; it shares all tensors, which no codec changes in place."""
+        """Copy the codec for another backend; the copy shares all tensors, which no codec changes in place."""
         twin = copy.copy(self)
         twin.backend = backend
         return twin
 
     @classmethod
     def runs_on(cls, backend: Backend) -> bool:
-        """True where the class has the hook that attention on this backend needs."""
+        """True if the class has the hook that attention on this backend needs."""
         hook = {"triton": "kernel_side", "cpp": "cpu_side"}.get(backend)
         return hook is None or getattr(cls, hook) is not getattr(Codec, hook)
 
     def constant_bytes(self) -> int:
-        """Bytes of all tensors that the codec and its kernels keep; memory that tensors share counts once."""
+        """Bytes of all tensors that the codec and its kernels keep; shared memory counts once."""
         side = vars(self).get("kernel_side")
         held = [*_tensors_in(vars(self)), *(side.tensors() if side else ())]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
@@ -186,7 +186,7 @@ class Codec(ABC):
 
     @classmethod
     def constant_size(cls, options: Any, side: Side, head_dim: int, heads: int) -> int:
-        """Bytes of one layer's constants, for estimates without a model: those of a codec on the CPU."""
+        """Estimate `constant_bytes` of one layer without a model, by a codec on the CPU."""
         half = head_dim // 2
         context = CodecContext(
             side=side,
@@ -204,22 +204,22 @@ class Codec(ABC):
         return codec.constant_bytes()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the hooks, whose tensors are the codec's own and would not be after pickling."""
+        """State without the hooks: they share the codec's tensors, and pickled copies would not."""
         return {name: value for name, value in self.__dict__.items() if name not in HOOKS}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Codec:
-        """Shares the tensors, which no codec changes in place; `prepare` of one copy leaves the other alone."""
+        """Copy the codec but share its tensors, which no codec changes in place; `prepare` affects one copy only."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         return twin
 
     def bits_per_number(self) -> float:
-        """Stored bits per number, everything that is stored per token or group counted."""
+        """Stored bits per number, counting everything that is stored per token or group."""
         return 8 * layout.bytes_per_token(self.fields) / self.context.head_dim
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in an attribute: itself, or in containers and in the package's own small objects."""
+    """All tensors in an attribute: the value itself, or the items of containers and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Centring of keys, for every method that stores directions: codes hold `k - μ`, and scores get `+ q·μ`."""
+"""Centring of keys, for methods that store directions: codes hold `k - μ`, and `q·μ` is added to the scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .base import CodecContext, Side
 
 
 def _from_yaml(center: Any) -> Any:
-    """Undo that YAML 1.1 reads bare `on` and `off` as booleans."""
+    """Restore `on` and `off`, which YAML 1.1 reads as booleans if unquoted."""
     return {True: "on", False: "off"}.get(center, center) if isinstance(center, bool) else center
 
 
@@ -22,7 +22,7 @@ CENTER_SHARE = 0.1
 
 
 def chosen_center(center: Center | None, context: CodecContext) -> Center:
-    """Resolve the option: keys default to `auto`, which is `off` without sinks, as these would distort the mean."""
+    """Resolve the option: keys default to `auto`, which is `off` if no sinks stay dense, as they distort the mean."""
     center = center or ("auto" if context.side == "keys" else "off")
     return "off" if center == "auto" and context.sink_tokens == 0 else center
 
@@ -45,6 +45,6 @@ def centred(x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
 
 
 def check_center(method: str, center: Center | None, side: Side) -> None:
-    """Raise `ValueError` if values are to be centred, which only keys support."""
+    """Raise `ValueError` if values are to be centred; only keys can be."""
     if side == "values" and center in ("on", "auto"):
         raise ValueError(f"center={center!r} for values of {method}: allowed 'off' (only keys can be centred)")

@@ -1,6 +1,6 @@
 """Memory layout of the packed cache: fields, bit planes and the order of codes.
 
-This is the only module that does byte arithmetic. A *field* is a buffer `[B, H, tokens / field.tokens, *field.shape]`.
+Byte arithmetic is done in this module only. A *field* is a buffer `[B, H, tokens / field.tokens, *field.shape]`.
 
 Codes of `bits` bits are stored as bit planes of 4, 2 or 1 bits (3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2), so that no code
 straddles a byte. A plane packs the `width` codes of a token into `width / 8` words of eight codes each, whose type
@@ -25,7 +25,7 @@ SLACK = 1 / 8
 
 @dataclass(frozen=True)
 class Field:
-    """One stored quantity: `shape` numbers of `dtype` for every `tokens` consecutive tokens of a key/value head."""
+    """A stored quantity: `shape` numbers of `dtype` for every `tokens` consecutive tokens of a key/value head."""
 
     name: str
     dtype: torch.dtype

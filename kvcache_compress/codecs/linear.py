@@ -1,4 +1,4 @@
-"""Codecs linear in their codes, `x = Aᵀ y + μ`: a basis A, points y that the fields stand for, an optional mean μ."""
+"""Codecs linear in their codes, `x = Aᵀ y + μ`: a basis A, points y decoded from the fields, an optional mean μ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 
 class LinearCodec(Codec):
-    """Base of codecs that decode their fields to points by `parts`; decoding and attention follow from that.
+    """Base of codecs that implement `parts`, from which decoding and attention in code space follow.
 
     Keys are centred according to the option `center`, if a method has it: with a mean μ, the last column of a mapped
     query holds q·μ, which is added to all its scores. Values are not centred.
@@ -52,7 +52,7 @@ class LinearCodec(Codec):
         """Stored tokens in code space, part by part in the order of rows; a token is the sum of its parts."""
 
     def ready_basis(self) -> torch.Tensor:
-        """The basis; raises `RuntimeError` if it depends on data and `prepare` has not been called."""
+        """Basis of code space; raises `RuntimeError` if it depends on data and `prepare` has not been called."""
         return prepared(self.basis, f"the basis of {self.name}")
 
     def measure(self, x: torch.Tensor) -> Statistics:

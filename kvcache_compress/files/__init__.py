@@ -1,1 +1,1 @@
-"""Files: written whole, read with clear errors, locked against other processes."""
+"""Files: atomic writing, reading with clear errors, locks between processes."""

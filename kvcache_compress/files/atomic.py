@@ -1,4 +1,4 @@
-"""Writing files that others see either as they were or complete."""
+"""Atomic writing: other processes see either the old file or the complete new one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from uuid import uuid4
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """A path for the caller to write to, whose file takes the place of `path` when the block ends without an error.
+    """Yield a temporary path to write to, whose file replaces `path` when the block ends without an error.
 
-    The new file lies beside the old one until it is on the disk. Links are followed, and the old file's permissions are
-    kept; those of a new file are as the umask says. Folders that are missing are made. A device, a pipe, or a file that
-    is open as `/dev/stdout`, cannot be replaced: what was written is appended to it instead.
+    The temporary file lies beside the old one and is flushed to disk first. Links are followed, missing folders are
+    created, and the old file's permissions are kept; a new file's follow the umask. A device, a pipe, or a file that is
+    open as `/dev/stdout` cannot be replaced: the contents are appended to it instead.
 
     Raises:
-        OSError: the file cannot be written; the old one is as it was.
+        OSError: The file cannot be written; the old one is unchanged.
     """
     path = Path(path)
     if path.is_dir():
@@ -39,7 +39,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     place.parent.mkdir(parents=True, exist_ok=True)
     unfinished = place.with_name(f".{uuid4().hex}.unfinished")
     try:
-        # Made here, for safetensors makes its files for their owner alone.
+        # Created here, since safetensors creates files that only their owner can read.
         unfinished.touch()
         permissions = (place if place.exists() else unfinished).stat().st_mode & 0o777
         yield unfinished
@@ -48,15 +48,15 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         os.replace(unfinished, place)
     finally:
         unfinished.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # The file is there; not all file systems can flush folders.
+    with contextlib.suppress(OSError):  # The file is complete; not all file systems can flush folders.
         _flush_to_disk(place.parent)
 
 
 def is_replaceable(path: Path) -> bool:
-    """Whether a path is free or leads to a regular file that is not reached through the open files of a process.
+    """True if a path is free or leads to a regular file, except through the open files of a process in `/proc`.
 
     Raises:
-        OSError: links that lead in a circle, or a folder that cannot be searched.
+        OSError: Links form a circle, or a folder cannot be searched.
     """
     try:
         regular = stat.S_ISREG(path.stat().st_mode)

@@ -1,4 +1,4 @@
-"""Keeping processes from each other's files, by a lock that the operating system takes back however its owner ends."""
+"""File locks between processes, which the operating system releases however their owner ends."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def only_one(lock: Path) -> Iterator[None]:
-    """Waits, with a warning, until no other process or thread is in such a block with this file, and removes it after.
+    """Hold an exclusive lock on this file within the block, and remove the file after it.
 
-    Folders that are missing are made. Where the file system has no locks, a warning says so, and nothing is kept apart.
+    If another process or thread holds it, a warning is logged and the call waits. Missing folders are created. On a
+    file system without locks a warning is logged, and blocks are not kept apart.
 
     Raises:
-        OSError: the file cannot be made.
+        OSError: The file cannot be created.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with lock.open("a") as file:
             _acquire(file, lock)
-            # Whoever held it until now has removed it, and yet another may have made a new one.
+            # The previous holder has removed this file, and another process may have created a new one.
             if not _is_at(file, lock):
                 continue
             try:
@@ -44,7 +45,7 @@ def _acquire(file: IO[str], lock: Path) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.warning("%s: another run is at work there; this one goes on when it has ended", lock.parent)
+            logger.warning("%s: another run is using this folder; waiting for it to end", lock.parent)
             fcntl.flock(file, fcntl.LOCK_EX)
     except (ImportError, OSError) as error:
         logger.warning("%s cannot be locked (%s): let no other run write there at the same time", lock, error)

@@ -1,4 +1,4 @@
-"""Safetensors files of ours: written whole or not at all, and opened with errors that name them."""
+"""Safetensors files: written completely or not at all, and opened with errors that name them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .atomic import whole_file
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes contiguous CPU tensors; see `whole_file`.
+    """Write contiguous CPU tensors to a safetensors file, atomically; see `whole_file`.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     try:
         with whole_file(path) as unfinished:
@@ -29,10 +29,10 @@ def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadat
 
 @contextmanager
 def open_tensors(path: str | Path, what: str) -> Iterator[Any]:
-    """The opened file, as `safetensors.safe_open` gives it.
+    """Open a safetensors file for reading, as `safetensors.safe_open` does.
 
     Raises:
-        ValueError: damaged, cut short, no safetensors file, or not readable; the message begins with `what`.
+        ValueError: The file is damaged, cut short, not a safetensors file or not readable; messages begin with `what`.
     """
     try:
         with safe_open(path, framework="pt") as file:

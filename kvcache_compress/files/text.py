@@ -1,6 +1,6 @@
-"""Text that a user hands over: files, YAML and JSON, bounded in size and depth.
+"""Reading of users' text files, YAML and JSON, bounded in size and depth.
 
-Whatever is wrong with it is a `ValueError` of one line that begins with the name that the caller gives the text.
+All errors are one-line `ValueError`s that begin with the name that the caller gives the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST_NAME = 500
 
 
 def is_file(path: Path) -> bool:
-    """Whether a regular file is there; no name is too long to ask."""
+    """True if the path is a regular file; unlike `Path.is_file`, False for names that the system refuses."""
     try:
         return path.is_file()
     except OSError:
@@ -30,7 +30,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is there; no name is too long to ask."""
+    """True if the path is a folder; unlike `Path.is_dir`, False for names that the system refuses."""
     try:
         return path.is_dir()
     except OSError:
@@ -38,15 +38,15 @@ def is_folder(path: Path) -> bool:
 
 
 def read_text(path: str | Path, name: str | None = None, most_bytes: int | None = None) -> str:
-    """The text of a file in UTF-8, with `\\n` for every line end.
+    """Read a text file in UTF-8, with `\\n` for every line end.
 
     Args:
         path: the file.
-        name: what messages call it; its path by default.
-        most_bytes: refuse larger files; any size by default.
+        name: its name in messages, by default the path.
+        most_bytes: largest size that is accepted, by default any.
 
     Raises:
-        ValueError: no file, a folder, a file that is too large, cannot be read or is not UTF-8.
+        ValueError: The file is missing, a folder, too large, unreadable or not UTF-8.
     """
     path, name = Path(path), (name or str(path))[-_LONGEST_NAME:]
     if not is_file(path):
@@ -63,32 +63,32 @@ def read_text(path: str | Path, name: str | None = None, most_bytes: int | None 
 
 
 def read_yaml(path: str | Path, name: str | None = None) -> Any:
-    """What a YAML file holds; raises `ValueError` as `read_text` and `parse_yaml` do."""
+    """Read and parse a YAML file; raises `ValueError` as `read_text` and `parse_yaml` do."""
     return parse_yaml(read_text(path, name, MOST_YAML_BYTES), name or str(path))
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """What a YAML text holds.
+    """Parse a YAML text.
 
     Raises:
-        ValueError: no YAML, a key that is there twice, or more than `MOST_NODES` nodes or `MOST_DEPTH` levels.
+        ValueError: It is not YAML, a key appears twice, or it has more than `MOST_NODES` nodes or `MOST_DEPTH` levels.
     """
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ValueError(f"{name}: not YAML: {line}{error.problem}") from None
-    except (yaml.YAMLError, ValueError, ArithmeticError) as error:  # the last two of numbers and dates
+    except (yaml.YAMLError, ValueError, ArithmeticError) as error:  # the last two come from numbers and dates
         raise ValueError(f"{name}: not YAML: {str(error).splitlines()[0]}") from None
-    except (LookupError, AttributeError, TypeError) as error:  # of explicit tags on what they do not fit
+    except (LookupError, AttributeError, TypeError) as error:  # from explicit tags on values they do not fit
         raise ValueError(f"{name}: not YAML: a tag on a value that it does not fit ({one_line(error)})") from None
 
 
 def parse_json(text: str, name: str) -> Any:
-    """What a JSON text holds.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: no JSON, a key that is there twice, nesting without end, or an integer of thousands of digits.
+        ValueError: It is not JSON, a key appears twice, it is nested too deeply, or an integer has thousands of digits.
     """
     try:
         return json.loads(text, object_pairs_hook=_distinct)
@@ -102,19 +102,19 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"key {quoted(key)} is there twice")
+            raise ValueError(f"key {quoted(key)} appears twice")
         found[key] = value
     return found
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes no more than is allowed, so that nothing larger is ever built or quoted, and no key twice."""
+    """YAML loader that refuses duplicate keys and texts beyond the limits, before anything large is built."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = self._started = 0
         self._extent: dict[yaml.Node, tuple[int, int]] = {}
-        """Nodes and levels of what is composed."""
+        """Number of nodes and levels of each composed node."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -147,7 +147,7 @@ class _Loader(yaml.SafeLoader):
         for key in keys:
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
-                    self._refuse(f"key {quoted(key.value)} is there twice", key.start_mark)
+                    self._refuse(f"key {quoted(key.value)} appears twice", key.start_mark)
                 seen.add((key.tag, key.value))
 
     def _check(self, nodes: int, levels: int, mark: Any) -> None:

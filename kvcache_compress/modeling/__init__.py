@@ -1,1 +1,1 @@
-"""Facts about Transformers' models: shapes, layer types, RoPE, adapters; and how models are loaded."""
+"""Facts about Transformers' models (shapes, layer types, RoPE, adapters), and loading of models."""

@@ -1,4 +1,4 @@
-"""Models that PEFT wraps: the model inside is ours to change, since every call of the wrapper reaches it."""
+"""Models that PEFT wraps: changes are made to the model inside, which every call of the wrapper reaches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from transformers import PreTrainedModel
 
 _OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
-"""Kinds of adapters that are keys and values: with them PEFT begins each generation with a dense cache of its own."""
+"""Adapter types that consist of keys and values, for which PEFT starts each generation with its own dense cache."""
 
 
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
-    """A model of Transformers, or the one inside a model of PEFT.
+    """Return a Transformers model, or the one inside a PEFT model.
 
     Raises:
-        ValueError: neither.
+        ValueError: The model is neither.
     """
     inside: Any = None if isinstance(model, PreTrainedModel) else getattr(model, "get_base_model", None)
     inner = inside() if inside else model
@@ -27,16 +27,16 @@ def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def compressible(model: torch.nn.Module) -> PreTrainedModel:
-    """`unwrapped`, if the model uses the caches that it is given.
+    """Return the unwrapped model, if it uses the caches passed to it.
 
     Raises:
-        ValueError: as `unwrapped`, and where PEFT puts a cache of its own in their place.
+        ValueError: The model is not Transformers' or PEFT's, or its adapter replaces any cache by its own.
     """
     inner = unwrapped(model)
     kind = None if inner is model else getattr(getattr(model, "active_peft_config", None), "peft_type", None)
     if kind in _OWN_CACHE:
         raise ValueError(
             f"model: its adapter is of type {kind.value}, for which PEFT replaces any cache by a dense one of its own, "
-            "so that nothing would be compressed; other types, as LORA and PROMPT_TUNING, are allowed"
+            "so that nothing would be compressed; other types, such as LORA and PROMPT_TUNING, are allowed"
         )
     return inner

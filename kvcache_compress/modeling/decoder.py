@@ -1,4 +1,4 @@
-"""What a config says of its decoder: the cache layers that Transformers gives it, and the sizes of its heads."""
+"""Decoder shape from a model's config: Transformers' cache layers, layer types and sizes of heads."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from transformers.cache_utils import (
 
 
 def is_full_attention(layer: Any) -> bool:
-    """Whether this layer of Transformers' holds all of a sequence's keys and values, alone or beside a state."""
+    """True if this cache layer of Transformers holds all keys and values of a sequence, alone or beside a state."""
     return type(layer) in (DynamicLayer, StaticLayer, LinearAttentionAndFullAttentionLayer)
 
 
 def decoder_layers(
     model_config: PreTrainedConfig, max_cache_len: int | None = None
 ) -> tuple[PreTrainedConfig, list[Any]]:
-    """The decoder's config and the cache layers that Transformers gives it, growing or of fixed capacity.
+    """Decoder's config and Transformers' cache layers for it, growing or, with `max_cache_len`, of fixed capacity.
 
     Raises:
-        ValueError: encoder-decoder models, and models without full attention.
+        ValueError: The model is an encoder-decoder or has no full attention.
     """
     if not isinstance(model_config, PreTrainedConfig):
         raise ValueError(f"model_config={type(model_config).__name__}: a model's config is needed (model.config)")
@@ -54,7 +54,7 @@ def kv_heads_of(config: PreTrainedConfig) -> int:
 
 
 def _full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of the first full-attention layer, where layers have their own."""
+    """Config of the first full-attention layer, if layers have configs of their own."""
     kinds = getattr(config, "layer_types", None) or []
     if "full_attention" in kinds and hasattr(config, "per_layer_config"):
         return config.per_layer_config[kinds.index("full_attention")]
@@ -62,7 +62,7 @@ def _full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def layer_types(config: PreTrainedConfig, layers: list[Any]) -> list[str]:
-    """What kind of attention each layer has, as the config names it, or by the cache layer that it takes."""
+    """Attention type of each layer, as the config names it, or else by its cache layer."""
     named = getattr(config, "layer_types", None)
     if named is not None and len(named) == len(layers):
         return list(named)

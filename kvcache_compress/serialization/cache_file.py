@@ -1,18 +1,18 @@
-"""Caches in files: one safetensors file holds all that a cache needs to go on as if it had never been saved.
+"""Saving and loading caches: one safetensors file holds all that a cache needs to continue where it stopped.
 
 Metadata: `format`, `version`, `header` (JSON, `Header`), and `sha256` of the header and of all tensors. Tensors, for
-layer i and its sides `keys` and `values`; only tokens that are held, no spare room:
+layer i and its sides `keys` and `values`, without unused capacity:
 
     layers.{i}.{side}.sinks, .tail         [B, H, T, D]      in the model's dtype
     layers.{i}.{side}.packed.{field}       [B, H, T / field.tokens, *field.shape]
-    layers.{i}.{side}.statistics.{name}    what the codec took from the first tokens
-    layers.{i}.{side}.check                [1, H, up to 8, D] what the first packed tokens decode to, float32
+    layers.{i}.{side}.statistics.{name}    the codec's statistics, measured on the first tokens
+    layers.{i}.{side}.check                [1, H, up to 8, D] the first packed tokens decoded, float32
     layers.{i}.{attribute}                 layers that are Transformers' own
-    rope                                   [B, T, 2 * rotary] cos and sin of all tokens, where a codec asks for them
+    rope                                   [B, T, 2 * rotary] cos and sin of all tokens, if a codec needs them
 
-Rotations are made anew from their seeds, and CommVQ's codebooks stay in their own file; `check` shows whether the
-codecs of the loading process are those of the saving one. The version is raised when releases that know only older ones
-would misread the file; all older versions stay readable.
+Rotations are made anew from their seeds, and CommVQ's codebooks stay in their own file; `check` reveals codecs that
+differ from those of the saving process. The version is raised when older releases would misread the file; all older
+versions stay readable.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FORMAT, VERSION = "kvcache_compress.cache", 1
 
 
 class ModelFacts(StrictModel):
-    """What must be the same in the model that a cache is loaded for."""
+    """Facts of the model that must be the same in the model that loads the cache."""
 
     model_type: str
     name: str
@@ -60,7 +60,7 @@ class ModelFacts(StrictModel):
 
 
 class LayerHeader(StrictModel):
-    """One layer: `state` if it is compressed and not empty, `attributes` if it is Transformers' own."""
+    """Header of one layer: `state` if it is compressed and not empty, `attributes` if it is Transformers' own."""
 
     kind: str
     state: LayerState | None = None
@@ -68,10 +68,10 @@ class LayerHeader(StrictModel):
 
 
 class Header(StrictModel):
-    """All that is no tensor.
+    """Contents of the file that are not tensors.
 
-    share: of the model's heads, all of them but with tensor parallelism.
-    rope: the batch and the tokens of the tensor of this name.
+    share: the share of the model's heads that the cache holds: all of them, except with tensor parallelism.
+    rope: batch size and tokens of the tensor `rope`.
     """
 
     release: str
@@ -84,7 +84,7 @@ class Header(StrictModel):
 
 
 def save_cache(cache: CompressedCache, path: str | Path) -> None:
-    """Writes a cache to `path`; see `CompressedCache.save`."""
+    """Write a cache to `path`; see `CompressedCache.save`."""
     path = Path(path).expanduser()
     if is_folder(path):
         raise ValueError(f"path={quoted(str(path))}: a folder; the name of a file is needed")
@@ -134,7 +134,7 @@ def load_cache(
     device: torch.device | str | None = None,
     any_model: bool = False,
 ) -> C:
-    """Reads a cache from `path`; see `CompressedCache.load`."""
+    """Read a cache from `path`; see `CompressedCache.load`. `new_cache` makes an empty cache of a config."""
     path = Path(path).expanduser()
     if not is_file(path):
         raise FileNotFoundError(f"cache file {quoted(str(path))}: there is no such file")
@@ -153,7 +153,7 @@ def load_cache(
         _restore(cache, header, tensors, usable_device(device))
         _check_shapes(cache, header)
     except ValueError as error:
-        # What a file holds may be long, and of several lines.
+        # Texts quoted from the file may be long or have several lines.
         raise ValueError(f"cache file {str(path)!r}: {on_one_line(str(error), 600)}") from error
     return cache
 
@@ -187,18 +187,18 @@ def _facts(cache: CompressedCache) -> ModelFacts:
 
 
 def _check_model(header: Header, cache: CompressedCache, any_model: bool) -> None:
-    here, there = _facts(cache).model_dump(), header.model.model_dump()
-    names = (there.pop("name"), here.pop("name"))
-    start = f"made by another model, {names[0] or there['model_type']!r}"
-    if differing := [fact for fact in here if here[fact] != there[fact]]:
-        words = "; ".join(f"{fact} {there[fact]} there, {here[fact]} here" for fact in differing)
+    ours, saved = _facts(cache).model_dump(), header.model.model_dump()
+    names = (saved.pop("name"), ours.pop("name"))
+    start = f"made by another model, {names[0] or saved['model_type']!r}"
+    if differing := [fact for fact in ours if ours[fact] != saved[fact]]:
+        words = "; ".join(f"{fact} {saved[fact]} in the file, {ours[fact]} in the model" for fact in differing)
         raise ValueError(f"{start}: {words}")
     if not any_model and not same_model(*names):
         raise ValueError(f"{start}, not {names[1]!r}. If both have the same weights, say any_model=True")
     kinds = [layer.kind for layer in header.layers], [type(layer).__name__ for layer in cache.layers]
     if kinds[0] != kinds[1]:
         raise ValueError(
-            f"{start}: layers {kinds[0]} there, {kinds[1]} here (Transformers {header.transformers} there)"
+            f"{start}: layers {kinds[0]} in the file (of Transformers {header.transformers}), {kinds[1]} in the model"
         )
 
 
@@ -209,7 +209,7 @@ def _check_shapes(cache: CompressedCache, header: Header) -> None:
 
 def _read_header(metadata: Mapping[str, str]) -> Header:
     if metadata.get("format") != FORMAT:
-        raise ValueError("no cache that kvcache-compress saved")
+        raise ValueError("not a cache file of kvcache-compress")
     version = metadata.get("version", "")
     if not version.isdecimal() or not 1 <= int(version[:9]) <= VERSION:
         raise ValueError(f"format version {version!r}: this release reads up to {VERSION}")
@@ -234,12 +234,12 @@ def _config(header: Header, codebooks: str | Path | None) -> CompressionConfig:
 
 
 def _restore(cache: CompressedCache, header: Header, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Fills a new cache from tensors that are copied to `device`; whatever does not fit raises `ValueError`."""
+    """Fill a new cache from tensors, copied to `device`; raises `ValueError` for tensors that do not fit."""
     left, compressed = dict(tensors), cache.compressed_layers
     rope = left.pop("rope", None)
     if header.rope is not None:
         if cache.rope_track is None:
-            raise ValueError("damaged: it holds cos and sin that no layer needs")
+            raise ValueError("damaged: cos and sin that no layer needs")
         shape = (*header.rope, cache.rope_track.buffer.shape[2])
         expect({"rope": (cache.rope_track.buffer.dtype, shape)}, {"rope": rope})
     elif rope is not None:
@@ -254,7 +254,7 @@ def _restore(cache: CompressedCache, header: Header, tensors: Mapping[str, torch
                 raise ValueError("damaged: attributes are those of layers that are Transformers' own")
             if described.attributes is not None:
                 if described.state is not None:
-                    raise ValueError("damaged: the state of a compressed layer")
+                    raise ValueError("damaged: the state of a compressed layer beside attributes")
                 copied = {name: tensor.to(device, copy=True) for name, tensor in own.items()}
                 set_attributes(layer, described.attributes, copied, device)
             elif described.state is not None:
@@ -264,4 +264,4 @@ def _restore(cache: CompressedCache, header: Header, tensors: Mapping[str, torch
         except ValueError as error:
             raise ValueError(f"layer {index}: {error}") from None
     if left:
-        raise ValueError(f"damaged: a tensor {next(iter(left))!r}, which no cache has")
+        raise ValueError(f"damaged: an unknown tensor {next(iter(left))!r}")

@@ -1,4 +1,4 @@
-"""State of a compressed layer as a file holds it: sizes, tensors, and a sample of what they decode to."""
+"""State of a compressed layer in a file: sizes, tensors, and a sample of decoded tokens."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 CHECKED_TOKENS = 8
 CHECK_TOLERANCE = 1e-3
-"""Relative error (RMS) up to which decoded tokens are the same: devices and releases of torch round differently."""
+"""Relative error (RMS) up to which decoded tokens count as equal: devices and releases of torch round differently."""
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
 
 class StrictModel(BaseModel):
-    """What a file says, with nothing converted and nothing unknown."""
+    """Base of a file's parts, which allow no unknown keys and convert no types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class LayerState(StrictModel):
-    """Sizes of a compressed layer, in tokens per sequence; `prepared`: the codecs have their statistics."""
+    """Sizes of a compressed layer, in tokens per sequence; `prepared` is True if its codecs have their statistics."""
 
     batch: int = Field(ge=0, lt=2**31)
     heads: int = Field(ge=1, lt=2**16)
@@ -44,6 +44,7 @@ class LayerState(StrictModel):
 
 
 def layer_state(layer: CompressedLayer) -> LayerState | None:
+    """Sizes of a layer; None before its first tokens."""
     sides = layer.sides
     if not sides:
         return None
@@ -62,6 +63,7 @@ def _name(dtype: torch.dtype) -> Any:
 
 
 def layer_tensors(layer: CompressedLayer) -> dict[str, torch.Tensor]:
+    """Tensors of a layer by their names in the file, without its prefix."""
     held: dict[str, torch.Tensor] = {}
     for side, state in layer.sides.items():
         held |= {f"{side}.{name}": tensor for name, tensor in state.tensors().items()}
@@ -71,13 +73,13 @@ def layer_tensors(layer: CompressedLayer) -> dict[str, torch.Tensor]:
 
 
 def _first_decoded(state: SideState, group: int) -> torch.Tensor:
-    """The first packed tokens of the first sequence decoded, float32 `[1, H, up to 8, D]`."""
+    """Decode the first packed tokens of the first sequence, float32 `[1, H, up to 8, D]`."""
     whole = -(-CHECKED_TOKENS // group) * group
     return state.decode(0, min(state.store.tokens, whole))[:1, :, :CHECKED_TOKENS]
 
 
 def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """The name of a tensor with NaN or infinity; those of 8 bits and fewer, which no cache has, are not looked at."""
+    """Name of a tensor with NaN or infinity, or None; tensors of 8 bits, which no cache has, are not checked."""
     wide = (name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.itemsize > 1)
     return next((name for name in wide if not tensors[name].isfinite().all()), None)
 
@@ -89,7 +91,11 @@ def restore_layer(
     rope: torch.Tensor | None,
     device: torch.device,
 ) -> None:
-    """Fills a new layer; `rope` holds cos and sin of all tokens. Raises `ValueError` for what does not fit."""
+    """Fill a new layer from a file's state and tensors; `rope` holds cos and sin of all tokens.
+
+    Raises:
+        ValueError: Sizes or tensors do not fit the layer or each other.
+    """
     _check_counts(layer, state, rope)
     _check_dense(state, tensors)
     rows = torch.empty(state.batch, state.heads, 0, 0, device=device)
@@ -100,8 +106,8 @@ def restore_layer(
     try:
         layer.lazy_initialization(keys, values)
     except RuntimeError as error:
-        raise ValueError(f"damaged, or no room for it: {str(error).splitlines()[0]}") from None
-    _check_room(layer, state)
+        raise ValueError(f"damaged, or too large for the memory: {str(error).splitlines()[0]}") from None
+    _check_capacity(layer, state)
     if layer.track is not None and rope is not None:
         layer.track.restore(rope.to(device))
     with layer.edited() as storage:
@@ -118,17 +124,17 @@ def _restore_sides(
         held = {name.removeprefix(f"{side}."): x for name, x in tensors.items() if name.startswith(f"{side}.")}
         own.restore(held, state.packed, state.prepared)
     for side, own in sides if state.packed else ():
-        # Squares of what a file may hold are beyond float32.
+        # In float64, since numbers of a damaged file may overflow float32 when squared.
         saved, decoded = tensors[f"{side}.check"].double(), _first_decoded(own, layer.group).cpu()
         if not (decoded - saved).norm() <= CHECK_TOLERANCE * saved.norm():
             raise ValueError(
-                f"its {side} decode to something else than when it was saved: other codebooks than then, or a release "
-                "whose codecs differ"
+                f"its {side} do not decode as they did when it was saved: the codebooks have changed, or this "
+                "release's codecs differ"
             )
 
 
 def _check_counts(layer: CompressedLayer, state: LayerState, rope: torch.Tensor | None) -> None:
-    """Refuses what no layer can hold."""
+    """Raise `ValueError` for counts that contradict the config or each other."""
     sinks, tokens = layer.plan.sink_tokens, state.tokens
     if state.sinks > sinks or (state.sinks < sinks and tokens > state.sinks):
         raise ValueError(f"damaged: {state.sinks} sinks of {tokens} tokens, where the config has sink_tokens={sinks}")
@@ -140,7 +146,7 @@ def _check_counts(layer: CompressedLayer, state: LayerState, rope: torch.Tensor 
 
 
 def _check_dense(state: LayerState, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Compares the header's sizes with the tensors that are there, before room is made for them."""
+    """Compare the header's sizes with the file's tensors, before any memory is allocated for them."""
     dense = {
         f"{side}.{part}": (getattr(torch, state.dtypes[side]), (state.batch, state.heads, count, state.head_dims[side]))
         for side in SIDES
@@ -153,14 +159,14 @@ def _check_dense(state: LayerState, tensors: Mapping[str, torch.Tensor]) -> None
             raise ValueError(f"damaged: {name} is {list(x.shape)}, not {list(rows)} with {state.packed} tokens")
 
 
-def _check_room(layer: CompressedLayer, state: LayerState) -> None:
-    """Refuses what an initialized layer of this kind cannot hold."""
+def _check_capacity(layer: CompressedLayer, state: LayerState) -> None:
+    """Raise `ValueError` for counts that exceed the initialized layer's groups, windows or capacity."""
     if state.packed % layer.group:
         raise ValueError(f"damaged: {state.packed} packed tokens, in groups of {layer.group}")
     assert layer.storage is not None
-    room, ring = layer.max_cache_len, layer.storage.windows.ring
-    if room is not None and (state.tokens > room or state.tail > ring):
-        raise ValueError(f"damaged: {state.tokens} tokens, {state.tail} of them dense, for {room}")
+    capacity, tail_capacity = layer.max_cache_len, layer.storage.windows.tail_capacity
+    if capacity is not None and (state.tokens > capacity or state.tail > tail_capacity):
+        raise ValueError(f"damaged: {state.tokens} tokens, {state.tail} of them dense, for {capacity}")
 
 
 def _shapes(own: SideState, state: LayerState) -> Iterator[tuple[str, Shape]]:
@@ -178,11 +184,11 @@ def _shapes(own: SideState, state: LayerState) -> Iterator[tuple[str, Shape]]:
 
 
 def expect(expected: Mapping[str, Shape], found: Mapping[str, torch.Tensor | None]) -> None:
-    """Raises `ValueError` for tensors that are missing, too many, or of another dtype or shape."""
-    there = {name: (x.dtype, tuple(x.shape)) for name, x in found.items() if x is not None}
-    for name in sorted(expected.keys() | there.keys()):
-        if name not in there or name not in expected:
+    """Raise `ValueError` for tensors that are missing, superfluous, or of another dtype or shape."""
+    saved = {name: (x.dtype, tuple(x.shape)) for name, x in found.items() if x is not None}
+    for name in sorted(expected.keys() | saved.keys()):
+        if name not in saved or name not in expected:
             raise ValueError(f"damaged: {'no' if name in expected else 'a superfluous'} tensor {name!r}")
-        if there[name] != expected[name]:
-            (dtype, shape), (wanted, form) = there[name], expected[name]
+        if saved[name] != expected[name]:
+            (dtype, shape), (wanted, form) = saved[name], expected[name]
             raise ValueError(f"damaged: {name} is {_name(dtype)} {list(shape)}, not {_name(wanted)} {list(form)}")

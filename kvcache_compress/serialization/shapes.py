@@ -1,7 +1,7 @@
-"""What the layers of a saved cache have in common: one batch, one length, and the model's heads and dimensions.
+"""Consistency of a saved cache's layers: one batch, one length, and the model's heads and dimensions.
 
 A process of a tensor-parallel model holds a run of the heads of every layer, its share. The share's number is saved,
-for the heads of another one have the same shapes.
+since shapes do not tell the shares apart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .layer_state import StrictModel
 
 
 class Share(StrictModel):
-    """Which of how many equal runs of the model's heads a cache holds."""
+    """A process's share of the heads of a tensor-parallel model: number `number` of `of` equal runs."""
 
     number: NonNegativeInt
     of: int = Field(ge=1, lt=2**16)
@@ -27,7 +27,7 @@ WHOLE = Share(number=0, of=1)
 
 
 def share_held(layers: Sequence[Any], config: PreTrainedConfig) -> Share:
-    """The share of the model's heads that this process holds, by the first layer whose heads the config tells."""
+    """This process's share of the model's heads, derived from the first layer whose number of heads the config has."""
     rank, processes = _rank()
     for index, layer in enumerate(layers if processes > 1 else ()):
         for tensor in _rows(layer).values():
@@ -39,7 +39,7 @@ def share_held(layers: Sequence[Any], config: PreTrainedConfig) -> Share:
 
 
 def check_share(share: Share) -> None:
-    """Raises `ValueError` in a process that holds other heads than this share."""
+    """Raise `ValueError` if this process holds other heads than this share."""
     rank, processes = _rank()
     if share.number >= share.of:
         raise ValueError(f"damaged: share.number={share.number} of {share.of} shares")
@@ -51,7 +51,7 @@ def check_share(share: Share) -> None:
 
 
 def disagreement(layers: Sequence[Any]) -> str | None:
-    """How the layers that hold tokens or states differ in batch or length, in words."""
+    """Describe the first two layers that differ in batch or length; None if all agree."""
     found: dict[str, tuple[int, int]] = {}
     for index, layer in enumerate(layers):
         for what, size in _sizes(layer):
@@ -62,7 +62,7 @@ def disagreement(layers: Sequence[Any]) -> str | None:
 
 
 def misfit(layers: Sequence[Any], config: PreTrainedConfig, share: Share) -> str | None:
-    """How heads or dimensions of a layer differ from what the model's config tells, in words."""
+    """Describe the first layer whose heads or dimensions contradict the model's config; None if all agree."""
     for index, layer in enumerate(layers):
         for side, tensor in _rows(layer).items():
             heads, dims = _told(config, index, layer)
@@ -76,14 +76,14 @@ def misfit(layers: Sequence[Any], config: PreTrainedConfig, share: Share) -> str
 
 
 def _rank() -> tuple[int, int]:
-    """This process's number and how many there are."""
+    """Rank of this process and number of processes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def _rows(layer: Any) -> dict[str, torch.Tensor]:
-    """A tensor `[B, H, ?, D]` of each side of a layer; none before its first tokens."""
+    """One tensor `[B, H, ?, D]` per side of a layer; empty before its first tokens."""
     held = getattr(layer, "sides", None)
     if held is not None:
         return {side: state.sinks for side, state in held.items()}
@@ -92,7 +92,7 @@ def _rows(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def _sizes(layer: Any) -> Iterator[tuple[str, int]]:
-    """Batches and lengths of all that a layer holds."""
+    """Batch sizes and lengths of a layer's tensors, each with its name for messages."""
     rows = _rows(layer)
     for x in rows.values():
         yield "a batch", x.shape[0]
@@ -107,7 +107,7 @@ def _sizes(layer: Any) -> Iterator[tuple[str, int]]:
 
 
 def _told(config: PreTrainedConfig, index: int, layer: Any) -> tuple[int | None, dict[str, int]]:
-    """Heads and dimensions of a layer, as far as the config tells: not where latents are cached."""
+    """Heads and dimensions of a layer, as far as the config has them; none for layers that cache latents."""
     others = layer.is_sliding and hasattr(config, "swa_num_key_value_heads")
     if others or getattr(config, "kv_lora_rank", None) is not None:
         return None, {}

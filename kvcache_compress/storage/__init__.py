@@ -1,1 +1,1 @@
-"""Tokens of one layer: `sinks | packed | tail` of its two sides, in growing or in fixed buffers."""
+"""Storage of one layer's tokens, `sinks | packed | tail` per side, in growing or static buffers."""

@@ -1,4 +1,4 @@
-"""Refusing what a cache cannot hold or do before anything is changed; on a GPU without making it wait."""
+"""Input checks that raise before a cache is changed, and on a GPU do not make the host wait."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from kvcache_compress.codecs.base import Side
 CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 """Early versions of Transformers 5 crop to a length where later ones remove a count."""
 LONGEST = torch.finfo(torch.float16).max
-"""Longest vector that can be packed: norms and scales are stored in 16 bits."""
+"""Greatest length of a vector that can be packed: norms and scales are stored in 16 bits."""
 
 FLAG_NUMBERS = 4
-"""Of a flag, so that each begins at a multiple of 16 bytes."""
+"""Numbers that one flag takes, so that each flag begins at a multiple of 16 bytes."""
 
 
 def longest(x: torch.Tensor) -> torch.Tensor:
-    """Length of the longest of vectors `[..., D]`, at least float32 `[]`; NaN where there is one."""
+    """Return the greatest length of vectors `[..., D]`, a scalar of at least float32; NaN if any vector has one."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).amax()
 
 
-def not_packable(what: str, layer: int) -> ValueError:
-    """The error for keys or values of a layer that are longer than `LONGEST` or no numbers."""
+def not_packable_error(what: str, layer: int) -> ValueError:
+    """Make the error for keys or values that are not finite or longer than `LONGEST`."""
     return ValueError(
         f"{what} of layer {layer} hold NaN, infinity or vectors longer than {LONGEST:g}, which cannot be packed: is "
         "the model's dtype too narrow?"
     )
 
 
-def full(layer: int, room: int) -> ValueError:
-    """The error for more tokens than a layer of fixed capacity has room for."""
-    return ValueError(f"layer {layer} is full: max_cache_len={room} tokens are not enough")
+def full_error(layer: int, capacity: int) -> ValueError:
+    """Make the error for more tokens than a static layer has capacity for."""
+    return ValueError(f"layer {layer} is full: max_cache_len={capacity} tokens are not enough")
 
 
-def one_prompt(first: torch.Tensor) -> bool:
-    """True where all rows of keys or values `[B, H, T, D]` are of one prompt: the same but for rounding in deep layers.
+def same_prompt(first: torch.Tensor) -> bool:
+    """Return True if all rows of keys or values `[B, H, T, D]` come from one prompt, up to rounding in deep layers.
 
-    So are rows that are not finite, which other checks refuse.
+    Rows that are not finite pass too: other checks refuse them.
     """
     if first.shape[0] == 1 or not first.isfinite().all():
         return True
@@ -51,9 +51,9 @@ def one_prompt(first: torch.Tensor) -> bool:
 
 
 class PackableChecks:
-    """Checks of vectors that are about to be packed in one layer.
+    """Checks of the vectors that one layer is about to pack.
 
-    On the CPU a check raises at once. On a GPU its result is read when it has arrived, by a later `raise_for_known`.
+    On the CPU a check raises at once. On a GPU `raise_for_known` raises later, once the result has arrived.
     """
 
     def __init__(self, layer: int) -> None:
@@ -62,23 +62,23 @@ class PackableChecks:
         self._flags: torch.Tensor | None = None
 
     def add(self, side: Side, x: torch.Tensor) -> None:
-        """Checks vectors `[..., D]` for NaN, infinity and lengths that 16 bits cannot hold."""
+        """Check vectors `[..., D]` for NaN, infinity and lengths that 16 bits cannot hold."""
         # NaN fails the comparison too.
-        self._found((side,), (longest(x) <= LONGEST).reshape(1, 1))
+        self._add_result((side,), (longest(x) <= LONGEST).reshape(1, 1))
 
     def flags(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """One per side, int32, which a kernel makes 0 where it finds such vectors among those that it encodes."""
+        """Return an int32 flag per side, which a kernel sets to 0 if a vector that it encodes fails the check."""
         if self._flags is None or self._flags.device != device:
             self._flags = torch.ones(2, FLAG_NUMBERS, dtype=torch.int32, device=device)
         return self._flags[0], self._flags[1]
 
     def add_flags(self) -> None:
-        """As `add`, for what a kernel has put in `flags`."""
+        """Check the `flags` that a kernel has written, as `add` checks vectors."""
         assert self._flags is not None
-        self._found(("keys", "values"), self._flags)
+        self._add_result(("keys", "values"), self._flags)
 
-    def _found(self, sides: tuple[Side, ...], good: torch.Tensor) -> None:
-        """Takes a check's result, `[sides, numbers]`, in which all of a side's numbers are to be true."""
+    def _add_result(self, sides: tuple[Side, ...], good: torch.Tensor) -> None:
+        """Record a check's result `[sides, numbers]`: a side passes if all its numbers are true."""
         if good.device.type == "cpu":
             self._raise_unless(good, sides)
             return
@@ -89,7 +89,7 @@ class PackableChecks:
         self._under_way.append((sides, on_host, event))
 
     def raise_for_known(self) -> None:
-        """Raises for the checks whose results have arrived; waits for none."""
+        """Raise for failed checks whose results have arrived, without waiting for others."""
         while self._under_way and self._under_way[0][2].query():
             sides, good, _ = self._under_way.pop(0)
             self._raise_unless(good, sides)
@@ -97,17 +97,18 @@ class PackableChecks:
     def _raise_unless(self, good: torch.Tensor, sides: tuple[Side, ...]) -> None:
         for side, flags in zip(sides, good.tolist(), strict=True):
             if not all(flags):
-                # Flags that were copied later are down for the same tokens.
+                # Flags that were copied later are 0 because of the same tokens.
                 self._flags = None
                 self._under_way = [check for check in self._under_way if len(check[0]) == 1]
-                raise not_packable(side, self.layer)
+                raise not_packable_error(side, self.layer)
 
 
 def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.Tensor]) -> None:
-    """Refuses new keys and values that are not `[B, H, T, D]`, or not like those that a layer holds, if it does.
+    """Check that new keys and values are `[B, H, T, D]` and fit those that a layer holds, if any.
 
     Raises:
-        TypeError: other things than floating-point tensors. ValueError: other shapes or another device.
+        TypeError: not floating-point tensors.
+        ValueError: other shapes or another device.
     """
     for side, x in (("keys", keys), ("values", values)):
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
@@ -128,7 +129,7 @@ def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.T
 
 
 def check_batch(new: int, held: int) -> None:
-    """Raises `ValueError` for tokens of another batch than those that a layer holds."""
+    """Raise `ValueError` if new tokens have another batch size than those that a layer holds."""
     if new != held:
         raise ValueError(
             f"batch of {new} for a cache that holds {held}: use batch_select_indices or "
@@ -137,7 +138,7 @@ def check_batch(new: int, held: int) -> None:
 
 
 def tokens_after_crop(tokens_to_remove: Any, length: int) -> int:
-    """How many of `length` tokens a crop leaves; raises `ValueError` for counts that are not allowed."""
+    """Return how many of `length` tokens a crop leaves; `ValueError` for a positive count where that is not allowed."""
     count = operator.index(tokens_to_remove)
     if count > 0 and CROPS_TO_LENGTH:
         count = min(0, count - length)
@@ -147,7 +148,7 @@ def tokens_after_crop(tokens_to_remove: Any, length: int) -> int:
 
 
 def check_croppable(layers: Iterable[Any]) -> None:
-    """Raises `ValueError` for a layer that no longer has the tokens that a crop would bring back."""
+    """Raise `ValueError` if a layer no longer has the tokens that a crop would bring back."""
     for index, layer in enumerate(layers):
         limited = isinstance(layer, LinearAttentionCacheLayerMixin) or (
             getattr(layer, "is_sliding", False) and layer.get_seq_length() >= layer.get_max_length()

@@ -1,4 +1,4 @@
-"""Tokens of a compressed layer, both sides, whose numbers the host knows: `sinks | packed | tail`."""
+"""Growing storage of a compressed layer, whose token counts the host knows: `sinks | packed | tail` per side."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ import torch
 from kvcache_compress.codecs.backend import load_part, on_device
 from kvcache_compress.codecs.base import Side
 
-from .checks import LONGEST, PackableChecks, one_prompt
+from .checks import LONGEST, PackableChecks, same_prompt
 from .rope_track import RopeTrack
 from .segments import SideSegments
-from .side import MAX_DECODE_TOKENS, SideState, Windows, measured, triton_encoder
+from .side import MAX_DECODE_TOKENS, SideState, Windows, statistics_tokens, triton_encoder
 
 
 class DynamicStorage:
     """`sinks | packed | tail` of keys and values, in buffers that grow with the tokens.
 
-    With `windows.room` the packed tokens' room is there from the start, the layer checks tokens when they come, and
-    what depends on data is set from the first of them, so that a `StaticStorage` can take them over at any time.
+    With `windows.capacity` the packed stores have their full capacity from the start, the layer checks tokens as they
+    arrive, and codecs take their statistics from the first of them, so that a `StaticStorage` can take over any time.
 
     Args:
         sides: the two sides, empty.
-        packs_steps: whether steps pack tokens too, not only prompts.
-        track: cos and sin of all tokens, where a codec needs them; `leads_track` of the layer that writes them.
+        windows: numbers of tokens per segment.
+        checks: of the vectors that are about to be packed.
+        flushes_steps: True if decode steps pack tokens, False if only prompts do.
+        track: cos and sin of all tokens, if a codec needs them.
+        leads_track: True for the layer that writes `track`.
     """
 
     def __init__(
@@ -34,21 +37,21 @@ class DynamicStorage:
         windows: Windows,
         checks: PackableChecks,
         *,
-        packs_steps: bool = True,
+        flushes_steps: bool = True,
         track: RopeTrack | None = None,
         leads_track: bool = True,
     ) -> None:
         self.sides = sides
         self.windows = windows
         self.checks = checks
-        self.packs_steps = packs_steps
+        self.flushes_steps = flushes_steps
         self.track = track
         self.leads_track = leads_track
-        if windows.room is not None:
+        if windows.capacity is not None:
             for state in sides.values():
-                state.store.fix(windows.capacity + windows.group)
+                state.store.make_static(windows.packed_capacity + windows.group)
             if track is not None:
-                track.reserve(windows.sinks + windows.capacity, sides["keys"].sinks)
+                track.make_static(windows.sinks + windows.packed_capacity, sides["keys"].sinks)
 
     @property
     def tokens(self) -> int:
@@ -66,43 +69,43 @@ class DynamicStorage:
 
     @property
     def dense_buffers(self) -> tuple[torch.Tensor, ...]:
-        """The room of the dense tokens of both sides, in the model's dtype."""
+        """The dense buffers of both sides with their spare capacity, in the model's dtype."""
         return tuple(x for state in self.sides.values() for x in (state.sinks, state.tail.buffer))
 
     def segments(self) -> tuple[SideSegments, SideSegments]:
-        """All that both sides hold."""
+        """Segments of both sides over all their tokens."""
         k_side, v_side = self.sides.values()
-        return k_side.everything(), v_side.everything()
+        return k_side.all_segments(), v_side.all_segments()
 
     @contextmanager
-    def taken_out(self) -> Iterator[DynamicStorage]:
-        """The storage itself; see `StaticStorage.taken_out`."""
+    def as_dynamic(self) -> Iterator[DynamicStorage]:
+        """Yield the storage itself, for the interface of `StaticStorage.as_dynamic`."""
         yield self
 
     @property
     def dense_parts(self) -> dict[Side, torch.Tensor]:
-        """A part of each side's dense tokens, for its shape, dtype and device."""
+        """A dense tensor of each side, to read shape, dtype and device from."""
         return {side: state.sinks for side, state in self.sides.items()}
 
     def widen(self, keys: torch.dtype, values: torch.dtype) -> None:
-        """Holds dense tokens in these dtypes from now on."""
+        """Convert the dense tokens of keys and values to these dtypes."""
         for state, dtype in zip(self.sides.values(), (keys, values), strict=True):
             state.widen(dtype)
 
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, counter: torch.Tensor | None = None
     ) -> tuple[SideSegments, SideSegments]:
-        """Stores new tokens `[B, H, n, D]` of the dtypes that are held.
+        """Append new tokens `[B, H, n, D]`, in the dtypes that the storage holds.
 
         Args:
-            counter: int64 `[]`, where the number of tokens is to be written.
+            counter: int64 `[]`, receives the number of tokens.
 
         Returns:
-            The segments of both sides that these tokens attend to: all that was dense before and they themselves in
-            full precision, though some of them may be packed by now.
+            The segments of both sides that these tokens attend to: themselves and all that was dense before, in full
+            precision even if packed by now.
 
         Raises:
-            ValueError: what is to be encoded is not finite.
+            ValueError: a vector to be encoded is not finite.
         """
         length, count = self.tokens, keys.shape[2]
         self.checks.raise_for_known()
@@ -111,7 +114,7 @@ class DynamicStorage:
         if self.track is not None:
             self.track.extend(length, keys, again=not self.leads_track)
         prompt = count > MAX_DECODE_TOKENS
-        if not prompt and self.packs_steps:
+        if not prompt and self.flushes_steps:
             self._flush()
         k_side, v_side = self.sides.values()
         sinks = min(self.windows.sinks - k_side.sinks.shape[2], count)
@@ -121,48 +124,48 @@ class DynamicStorage:
             found = k_side.segments(packed, k_tail, k_tail.shape[2]), v_side.segments(packed, v_tail, v_tail.shape[2])
         else:
             self._add(keys, values, sinks)
-            found = k_side.everything(), v_side.everything()
-        if self.windows.room is not None:
+            found = k_side.all_segments(), v_side.all_segments()
+        if self.windows.capacity is not None:
             self._prepare()
         if counter is not None:
             counter.fill_(self.tokens)
         return found
 
     def _check_packable(self, tails: Mapping[Side, torch.Tensor], leaving: int) -> None:
-        """Raises for what is about to be encoded, and for all of what a codec is about to be prepared with."""
-        if self.windows.room is not None:
-            return  # each token was checked when it came
+        """Raise if a vector to be encoded, or one that an unprepared codec takes statistics from, cannot be packed."""
+        if self.windows.capacity is not None:
+            return  # each token was checked when it arrived
         for side, x in tails.items():
             self.checks.add(side, x[:, :, :leaving] if self.sides[side].prepared else x)
 
     def _begin(self, first: Mapping[Side, torch.Tensor]) -> None:
-        """Sets what is to be one prompt's own, from the first tokens `[B, H, T, D]`: of both sides or of neither.
+        """Prepare codecs that fit one prompt from its first tokens `[B, H, T, D]`: those of both sides or none.
 
         Raises:
-            ValueError: rows of several prompts, or what `checks` refuses.
+            ValueError: rows of several prompts, or vectors that `checks` refuses.
         """
-        own = {side: state for side, state in self.sides.items() if state.codec.of_one_prompt and first[side].shape[2]}
-        for side, state in own.items():
+        online = {side: state for side, state in self.sides.items() if state.codec.per_prompt and first[side].shape[2]}
+        for side, state in online.items():
             self.checks.add(side, first[side])
-            if not one_prompt(first[side]):
+            if not same_prompt(first[side]):
                 raise ValueError(
                     f"codebook='online' for {side} of {state.codec.name}, with {len(first[side])} prompts in a batch: "
                     "allowed one, alone or repeated for beams and samples, or codebook='offline'"
                 )
-        for side, state in own.items():
-            state.prepare(measured(first[side], self.windows.sinks, self.windows.recent))
+        for side, state in online.items():
+            state.prepare(statistics_tokens(first[side], self.windows.sinks, self.windows.recent))
 
     def _prepare(self) -> None:
-        """Statistics from the first tokens, though nothing of them is packed; from the sinks too where they are few."""
+        """Take statistics from the first tokens before any is packed, from the sinks too if there are few others."""
         for state in self.sides.values():
             if not state.prepared and self.tokens:
-                there = torch.cat([state.sinks, state.tail.view()], 2)
-                state.prepare(measured(there, state.sinks.shape[2], self.windows.recent))
+                written = torch.cat([state.sinks, state.tail.view()], 2)
+                state.prepare(statistics_tokens(written, state.sinks.shape[2], self.windows.recent))
 
     def _add_prompt(self, keys: torch.Tensor, values: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds a part of a prompt, and packs at once what the recent window does not hold; both tails with all.
+        """Add a chunk of a prompt, pack all but the recent window at once, and return both tails from before packing.
 
-        Those of the first part are views of it, since no step attends to them: that saves a copy of the prompt.
+        The first chunk's tails are views of it, which saves a copy of the prompt: no later step attends to them.
         """
         tails: dict[Side, torch.Tensor] = {"keys": keys[:, :, sinks:], "values": values[:, :, sinks:]}
         if self.tokens:
@@ -171,22 +174,22 @@ class DynamicStorage:
         if leaving:
             self._check_packable(tails, leaving)
             self._add(keys[:, :, :sinks], values[:, :, :sinks], sinks)
-            self._pack(tails, leaving, growing=self.packs_steps)
+            self._flush_tails(tails, leaving, growing=self.flushes_steps)
         else:
             self._add(keys, values, sinks)
         return tails["keys"], tails["values"]
 
     def _add(self, keys: torch.Tensor, values: torch.Tensor, sinks: int) -> None:
-        """Adds new tokens `[B, H, n, D]`, the first `sinks` of them to the sinks, the others to the tails.
+        """Add new tokens `[B, H, n, D]`, the first `sinks` of them to the sinks, the others to the tails.
 
-        Triton copies those of a step to the tails in one launch.
+        Triton copies a step's tokens to both tails in one launch.
         """
         k_side, v_side = self.sides["keys"], self.sides["values"]
         k_tail, v_tail = k_side.tail, v_side.tail
         count = keys.shape[2] - sinks
-        # For both before either has more tokens: there may be memory for one of them only.
-        k_tail.reserve(count)
-        v_tail.reserve(count)
+        # Both get their memory before either counts the tokens: an allocation may fail.
+        k_tail.ensure_capacity(count)
+        v_tail.ensure_capacity(count)
         if sinks:
             k_side.sinks, v_side.sinks = (
                 torch.cat([side.sinks, x[:, :, :sinks]], 2) for side, x in ((k_side, keys), (v_side, values))
@@ -205,7 +208,7 @@ class DynamicStorage:
             v_tail.append(values)
 
     def _flush(self) -> None:
-        """Packs the oldest tokens of the tails, if enough have left the recent window."""
+        """Flush the oldest tokens of the tails to the packed stores, if enough have left the recent window."""
         leaving = self.windows.leaving(self.sides["keys"].tail.tokens)
         if not leaving:
             return
@@ -215,29 +218,29 @@ class DynamicStorage:
         else:
             tails = {side: state.tail.view() for side, state in self.sides.items()}
             self._check_packable(tails, leaving)
-            self._pack(tails, leaving, growing=True)
+            self._flush_tails(tails, leaving, growing=True)
 
-    def _pack(self, tails: Mapping[Side, torch.Tensor], leaving: int, growing: bool) -> None:
-        """Encodes the first `leaving` tokens of `tails` `[B, H, T, D]`; the others are the tails from now on."""
+    def _flush_tails(self, tails: Mapping[Side, torch.Tensor], leaving: int, growing: bool) -> None:
+        """Append the first `leaving` tokens of `tails` `[B, H, T, D]` encoded, and keep the others as the new tails."""
         for side, tail in tails.items():
-            self.sides[side].pack(tail, leaving, growing)
+            self.sides[side].flush(tail, leaving, growing)
             self.sides[side].tail.replace(tail[:, :, leaving:])
 
     def _flush_in_triton(self, leaving: int) -> None:
-        """`_pack` of the tails in one launch per side, which checks the tokens as well.
+        """Do what `_flush_tails` does in one launch per side, which also checks the tokens.
 
-        Where the checks raise at once nothing changes.
+        Nothing changes if the checks raise at once.
         """
         following = []
         flags = self.checks.flags(self.sides["keys"].sinks.device)
         for state, good in zip(self.sides.values(), flags, strict=True):
             tail, encoder = state.tail, state.codec.kernel_encoder
             kept = tail.tokens - leaving
-            following.append(tail.another(kept))
+            following.append(tail.new_buffer(kept))
             with on_device(tail.buffer):
                 load_part("triton_kernels.encode.launch").flush(
-                    encoder, tail.buffer, leaving, kept, state.store.room(leaving, growing=True), state.store.tokens,
-                    following[-1], good, LONGEST,
+                    encoder, tail.buffer, leaving, kept, state.store.writable_buffers(leaving, growing=True),
+                    state.store.tokens, following[-1], good, LONGEST,
                 )  # fmt: skip
         self.checks.add_flags()
         for state, buffer in zip(self.sides.values(), following, strict=True):
@@ -246,7 +249,7 @@ class DynamicStorage:
             state.tail.tokens -= leaving
 
     def crop(self, left: int) -> None:
-        """Keeps the first `left` tokens. Exact within the tail; a packed group that is cut is decoded."""
+        """Keep the first `left` tokens: exactly within the tail, while a packed group that is cut is decoded."""
         keys = self.sides["keys"]
         sinks = min(left, keys.sinks.shape[2])
         packed = min(left - sinks, keys.store.tokens)
@@ -257,6 +260,6 @@ class DynamicStorage:
                 state.tail.truncate(left - sinks - packed)
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every buffer `[B, ...]` by `change(buffer)`: beams, batch selection, moves between devices."""
+        """Replace every buffer `[B, ...]` by `change(buffer)`: beams, batch selection, moves between devices."""
         for state in self.sides.values():
             state.apply(change)

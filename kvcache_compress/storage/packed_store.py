@@ -1,4 +1,4 @@
-"""Growing buffers of one side of a layer: packed fields, and the dense tail."""
+"""Buffers of one side of a layer: the packed fields, and the dense tail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcache_compress.codecs.layout import Field, grown_capacity
 
 
 def _writable(buffer: torch.Tensor) -> torch.Tensor:
-    """A tensor made under `torch.inference_mode` cannot be written in place outside it; a copy can."""
+    """Return the buffer, or a copy of one made in inference mode, which cannot be written in place outside of it."""
     return buffer.clone() if buffer.is_inference() and not torch.is_inference_mode_enabled() else buffer
 
 
@@ -28,40 +28,40 @@ class PackedStore:
         self.group = math.lcm(*(field.tokens for field in fields))
         self.tokens = 0
         self.capacity = 0
-        self.fixed = False
+        self.is_static = False
         self.buffers: list[torch.Tensor] = [
             torch.empty(batch, heads, 0, *field.shape, dtype=field.dtype, device=device) for field in fields
         ]
 
-    def fix(self, capacity: int) -> None:
-        """Makes room for `capacity` tokens, a multiple of `group`, once and for all; unused room is zero."""
+    def make_static(self, capacity: int) -> None:
+        """Allocate `capacity` tokens, a multiple of `group`, once and for all; spare capacity is zero."""
         self._grow(capacity)
         for buffer in self.buffers:
             buffer.zero_()
-        self.fixed = True
+        self.is_static = True
 
     def write(self, at: torch.Tensor, encoded: Fields, group: int) -> None:
-        """Writes encoded groups of `group` tokens as the groups `at` `[n]`, without counting them."""
+        """Write encoded groups of `group` tokens at group indices `at` `[n]`, without counting their tokens."""
         for field, buffer, new in zip(self.fields, self.buffers, encoded, strict=True):
             rows = group // field.tokens
             buffer.index_copy_(2, (at[:, None] * rows + torch.arange(rows, device=at.device)).flatten(), new)
 
-    def reserve(self, tokens: int, growing: bool) -> None:
-        """Makes room for `tokens` more, a multiple of `group`; `growing` leaves room beyond that."""
+    def ensure_capacity(self, tokens: int, growing: bool) -> None:
+        """Grow the buffers if `tokens` more, a multiple of `group`, do not fit; `growing` adds spare capacity."""
         needed = self.tokens + tokens
         if needed > self.capacity:
             self._grow(grown_capacity(needed, self.group) if growing else needed)
 
     def append(self, encoded: Fields, tokens: int, growing: bool) -> None:
-        """Appends `tokens` encoded tokens; see `reserve`."""
+        """Append `tokens` encoded tokens; `growing` as in `ensure_capacity`."""
         done = self.tokens + tokens
-        for field, buffer, new in zip(self.fields, self.room(tokens, growing), encoded, strict=True):
+        for field, buffer, new in zip(self.fields, self.writable_buffers(tokens, growing), encoded, strict=True):
             buffer[:, :, self.tokens // field.tokens : done // field.tokens] = new
         self.tokens = done
 
-    def room(self, tokens: int, growing: bool) -> Fields:
-        """The buffers, with room for `tokens` more, which are held once `tokens` counts them; see `reserve`."""
-        self.reserve(tokens, growing)
+    def writable_buffers(self, tokens: int, growing: bool) -> Fields:
+        """Return the buffers with capacity for `tokens` more; the caller writes them and adds to `self.tokens`."""
+        self.ensure_capacity(tokens, growing)
         self.buffers = [_writable(buffer) for buffer in self.buffers]
         return tuple(self.buffers)
 
@@ -75,20 +75,20 @@ class PackedStore:
         self.capacity = capacity
 
     def read(self, start: int, stop: int) -> Fields:
-        """Views of tokens `[start, stop)`, both multiples of `group`."""
+        """Return views of tokens `[start, stop)`, both multiples of `group`."""
         return tuple(
             buffer[:, :, start // field.tokens : stop // field.tokens]
             for field, buffer in zip(self.fields, self.buffers, strict=True)
         )
 
     def truncate(self, tokens: int) -> None:
-        """Keeps the first `tokens` tokens, a multiple of `group`, and gives back what is then too much room."""
+        """Keep the first `tokens` tokens, a multiple of `group`, and free excess capacity unless static."""
         self.tokens = tokens
-        if not self.fixed and self.capacity > (fitting := grown_capacity(tokens, self.group)):
+        if not self.is_static and self.capacity > (fitting := grown_capacity(tokens, self.group)):
             self._grow(fitting)
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces every buffer by `change(buffer)`: batch selection, moves between devices."""
+        """Replace every buffer by `change(buffer)`: batch selection, moves between devices."""
         self.buffers = [change(buffer).contiguous() for buffer in self.buffers]
 
     def bytes_used(self) -> dict[str, int]:
@@ -100,23 +100,27 @@ class PackedStore:
 
 
 FIRST_TOKENS = 256
-"""Room in a tail from the start, where it is ever to hold as many: the windows of all presets fit."""
+"""Initial capacity of a tail, unless it is to hold fewer tokens: the windows of all presets fit."""
 
 
 class TailBuffer:
-    """The newest tokens in full precision, `[B, H, room, D]`, written in place.
+    """Tail of one side: dense tokens after the packed ones, `[B, H, capacity, D]`, written in place.
 
-    usual: tokens that it holds at most as a rule. Up to there it grows by an eighth from `FIRST_TOKENS` on, and beyond
-    as well, so that each token is copied about eight times at most, and a wide window takes no more than its tokens.
+    Beginning with `FIRST_TOKENS` it grows by an eighth, so each token is copied about eight times at most, and a wide
+    window takes little more memory than its tokens.
+
+    Args:
+        like: `[B, H, T, D]`, for shape, dtype and device.
+        usual: tokens that it holds at most as a rule; its capacity exceeds them only if it holds more.
     """
 
     def __init__(self, like: torch.Tensor, usual: int) -> None:
         batch, heads, _, dim = like.shape
         self.tokens = 0
         self.usual = usual
-        self.buffer = like.new_empty(batch, heads, self._room(0), dim)
+        self.buffer = like.new_empty(batch, heads, self._capacity(0), dim)
 
-    def _room(self, tokens: int) -> int:
+    def _capacity(self, tokens: int) -> int:
         grown = grown_capacity(tokens, 1)
         return grown if tokens > self.usual else min(max(grown, FIRST_TOKENS), self.usual)
 
@@ -125,14 +129,14 @@ class TailBuffer:
 
     def append(self, x: torch.Tensor) -> None:
         count = x.shape[2]
-        self.reserve(count)
+        self.ensure_capacity(count)
         self.buffer[:, :, self.tokens : self.tokens + count] = x
         self.tokens += count
 
-    def reserve(self, count: int) -> None:
-        """Makes room in `buffer` for `count` more tokens, which are held once `tokens` counts them."""
+    def ensure_capacity(self, count: int) -> None:
+        """Grow `buffer` if `count` more tokens do not fit; whoever writes them adds to `tokens`."""
         if self.tokens + count > self.buffer.shape[2]:
-            self._resize(self._room(self.tokens + count))
+            self._resize(self._capacity(self.tokens + count))
         self.buffer = _writable(self.buffer)
 
     def _resize(self, capacity: int) -> None:
@@ -142,21 +146,21 @@ class TailBuffer:
         self.buffer[:, :, : self.tokens] = old
 
     def replace(self, x: torch.Tensor) -> None:
-        """Holds a copy of `x` `[B, H, T, D]` and nothing else; views handed out before stay as they are."""
-        self.buffer = self.another(x.shape[2], x.shape[0])
+        """Replace the contents by a copy of `x` `[B, H, T, D]`; views handed out before keep theirs."""
+        self.buffer = self.new_buffer(x.shape[2], x.shape[0])
         self.tokens = 0
         self.append(x)
 
-    def another(self, tokens: int, batch: int | None = None) -> torch.Tensor:
-        """A buffer for so many tokens, with the room that there always is."""
+    def new_buffer(self, tokens: int, batch: int | None = None) -> torch.Tensor:
+        """Allocate a buffer for `tokens` tokens with the usual spare capacity, by default for the same batch."""
         own, heads, _, dim = self.buffer.shape
-        return self.buffer.new_empty(own if batch is None else batch, heads, self._room(tokens), dim)
+        return self.buffer.new_empty(own if batch is None else batch, heads, self._capacity(tokens), dim)
 
     def truncate(self, tokens: int) -> None:
         self.tokens = tokens
 
     def clear(self) -> None:
-        """Holds nothing, and no memory."""
+        """Drop all tokens and their memory."""
         self.tokens = 0
         self.buffer = self.buffer[:, :, :0].clone()
 

@@ -1,6 +1,6 @@
-"""The cos and sin that the model rotated each cached token by, kept once for all layers of a cache.
+"""Cos and sin of the rotation that RoPE gave each cached token, kept once for all layers of a cache.
 
-With them left padding, partial rotary and scaled RoPE are right for codecs that encode keys before RoPE.
+They make left padding, partial rotary and scaled RoPE right for codecs that encode keys before RoPE.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcache_compress.modeling.rope import Rope, RopeLayout, rotary_embedding
 
 logger = logging.getLogger(__name__)
 DTYPE = torch.float16
-"""In which cos and sin are kept per token."""
+"""Dtype of the cos and sin that are kept."""
 
 
 @cache
@@ -31,21 +31,21 @@ def _warn_of_positions() -> None:
 
 
 class RopeTrack:
-    """cos and sin of every cached token, `[B, capacity, 2 * rotary]`, shared by the layers of a cache.
+    """Cos and sin of every cached token, `[B, capacity, 2 * rotary]`, shared by the layers of a cache.
 
-    An attention module with fused attention hands over the position embeddings of its step (`given`). Without them
-    the model's own embedding is asked for the tokens' indices in the cache, which differ from the positions of
-    left-padded rows: keys then come back as exactly, but are encoded as if at another position.
-    A model on several devices has a copy on each (`at`); what concerns all of them is asked of the first.
+    With fused attention an attention module hands over the position embeddings of its step (`inputs`). Without them,
+    the model's own embedding of the tokens' indices in the cache is used. In left-padded rows these are not the tokens'
+    positions: keys are decoded as exactly, but encoded as if at other positions.
+    A model on several devices has a copy on each (`at`); the first one handles operations on all of them.
     """
 
     def __init__(self, config: PreTrainedConfig, layout: RopeLayout) -> None:
         self.layout = layout
-        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.inputs: tuple[torch.Tensor, torch.Tensor] | None = None
         self._config = config
         self._embed: Callable[..., tuple[Any, Any]] | None = None
         self.leader: int | None = None
-        """The layer that writes; the others on its device find the factors there."""
+        """Index of the layer that writes; the others on its device read."""
         self._device: torch.device | None = None
         self._first: RopeTrack | None = None
         self._others: dict[torch.device, RopeTrack] = {}
@@ -53,11 +53,11 @@ class RopeTrack:
 
     def _forget(self) -> None:
         self.tokens = 0
-        self.fixed = False
+        self.is_static = False
         self.buffer = torch.empty(0, 0, 2 * self.layout.rotary, dtype=DTYPE)
 
     def at(self, device: torch.device, layer: int) -> RopeTrack:
-        """The track for a layer on `device`: every device of a model has its own copy, led by its first layer."""
+        """Return the track on `device`: every device of a model has its own copy, written by its first layer."""
         if self._first is not None:
             return self._first.at(device, layer)
         if self._device is None:
@@ -70,35 +70,35 @@ class RopeTrack:
             other.leader, other._first = layer, self
             self._others[device] = other
         other = self._others[device]
-        if self.given is not None:
-            other.given, self.given = self.given, None
+        if self.inputs is not None:
+            other.inputs, self.inputs = self.inputs, None
         return other
 
     def _copies(self) -> list[RopeTrack]:
         return [self, *self._others.values()]
 
     def reset(self) -> None:
-        """Empties the track on every device."""
+        """Empty the track on every device."""
         for track in self._copies():
             track._forget()
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """What was handed over for this step; the next step has its own."""
-        given, self.given = self.given, None
-        return given or (None, None)
+        """Return and clear the cos and sin that were handed over for this step, or two None."""
+        inputs, self.inputs = self.inputs, None
+        return inputs or (None, None)
 
     def extend(self, start: int, states: torch.Tensor, again: bool = False) -> None:
-        """Takes up the step's tokens, keys `[B, H, T, D]` from index `start` on.
+        """Append the factors of a step with keys `states` `[B, H, T, D]`, whose first token has index `start`.
 
-        `again` is for the layers after the first, which find them there.
+        `again` is True for the layers after the first, whose factors are already there.
         """
         batch, _, count, _ = states.shape
-        given, self.given = self.given, None
+        inputs, self.inputs = self.inputs, None
         if again and start + count == self.tokens:
             return
-        if given is None or given[0].shape[1] != count:
-            given = self._by_index(torch.arange(start, start + count), states)
-        factors = torch.cat(self.layout.factors(given), -1)
+        if inputs is None or inputs[0].shape[1] != count:
+            inputs = self._by_index(torch.arange(start, start + count), states)
+        factors = torch.cat(self.layout.factors(inputs), -1)
         if start + count > self.buffer.shape[1] or batch != self.buffer.shape[0]:
             grown = self.buffer.new_empty(
                 batch, grown_capacity(start + count, 1), self.buffer.shape[2], device=states.device
@@ -111,14 +111,14 @@ class RopeTrack:
         self.buffer[:, start : start + count] = factors.to(DTYPE)
         self.tokens = start + count
 
-    def reserve(self, tokens: int, states: torch.Tensor) -> None:
-        """Room for `tokens` of the batch of `states` from now on; unused room is zero."""
-        self.fixed = True
+    def make_static(self, tokens: int, states: torch.Tensor) -> None:
+        """Allocate `tokens` tokens for the batch of `states`, once and for all; spare capacity is zero."""
+        self.is_static = True
         if self.buffer.shape[:2] != (states.shape[0], tokens):
             self.buffer = self.buffer.new_zeros(states.shape[0], tokens, self.buffer.shape[2], device=states.device)
 
     def write(self, positions: torch.Tensor, states: torch.Tensor, again: bool = False) -> None:
-        """`extend` within reserved room for tokens at `positions` `[n]`, without counting them."""
+        """Write the factors of tokens at `positions` `[n]` to the static buffer, without counting the tokens."""
         cos, sin = self.take()
         if again:
             return
@@ -128,7 +128,7 @@ class RopeTrack:
         self.buffer.index_copy_(1, positions.clamp(max=self.buffer.shape[1] - 1), factors)
 
     def gather(self, positions: torch.Tensor) -> Rope:
-        """cos and sin `[B, n, rotary]` of the tokens at `positions` `[n]`, within reserved room."""
+        """Return cos and sin `[B, n, rotary]` of the tokens at `positions` `[n]` of the static buffer."""
         cos, sin = self.buffer.index_select(1, positions.clamp(max=self.buffer.shape[1] - 1)).chunk(2, -1)
         return cos, sin
 
@@ -143,7 +143,7 @@ class RopeTrack:
         return cos.to(states.device), sin.to(states.device)
 
     def read(self, start: int, stop: int) -> Rope:
-        """cos and sin `[B, stop - start, rotary]` of tokens `[start, stop)`."""
+        """Return cos and sin `[B, stop - start, rotary]` of tokens `[start, stop)`."""
         cos, sin = self.buffer[:, start:stop].chunk(2, -1)
         return cos, sin
 
@@ -154,12 +154,12 @@ class RopeTrack:
         return sum(track.buffer.nbytes for track in self._copies())
 
     def truncate(self, tokens: int) -> None:
-        """Keeps at most the first `tokens` tokens, on every device."""
+        """Keep at most the first `tokens` tokens, on every device."""
         for track in self._copies():
             track.tokens = min(track.tokens, tokens)
 
     def restore(self, factors: torch.Tensor) -> None:
-        """Takes up cos and sin `[B, T, 2 * rotary]` of all tokens, in reserved room where there is some."""
+        """Set cos and sin `[B, T, 2 * rotary]` of all tokens, within a static buffer if there is one."""
         batch, tokens, _ = factors.shape
         if self.buffer.shape[0] != batch or self.buffer.shape[1] < tokens:
             self.buffer = factors.clone()
@@ -167,12 +167,12 @@ class RopeTrack:
         self.tokens = tokens
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces the buffer of every device by `change(buffer)`: what the layers do to their batch."""
+        """Replace the buffer of every device by `change(buffer)`, as the layers change their batch."""
         for track in self._copies():
             track._apply(change)
 
     def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if not self.tokens:
             return
-        with torch.inference_mode(torch.is_inference_mode_enabled() and not self.fixed):
+        with torch.inference_mode(torch.is_inference_mode_enabled() and not self.is_static):
             self.buffer = change(self.buffer).contiguous()

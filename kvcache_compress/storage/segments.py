@@ -1,4 +1,4 @@
-"""The segments of one side of a layer that a step attends to: `sinks | packed | tail`."""
+"""Segments of one side of a layer that a step attends to: `sinks | packed | tail`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .packed_store import PackedStore
 from .rope_track import RopeTrack
 from .slots import Slots
 
-CHUNK_TOKENS = 2048
-"""Packed tokens decoded at a time; a multiple of every group size."""
+DECODE_CHUNK_TOKENS = 2048
+"""Packed tokens decoded at a time, a multiple of every group size."""
 
 
 @dataclass(slots=True)
@@ -29,20 +29,20 @@ class SideSegments:
     store: PackedStore
     packed: int
     tail_buffer: torch.Tensor
-    """`[B, H, room, D]`, of which the first `tail_tokens` are the tail; contiguous, but for that of a first prompt."""
+    """`[B, H, capacity, D]`, of which the first `tail_tokens` are the tail; contiguous except in a first prompt."""
     tail_tokens: int
     codec: Codec
     track: RopeTrack | None = None
-    """cos and sin of all tokens, where the codec asks for them."""
+    """Cos and sin of all tokens, if the codec needs them."""
     slots: Slots | None = None
-    """Places of the tokens, where the segments are all the room that steps of fixed shapes have, filled or not."""
+    """Slots of a static layer, if the segments are all its slots, whether they hold a token or not."""
 
     @property
     def tail(self) -> torch.Tensor:
         return self.tail_buffer[:, :, : self.tail_tokens]
 
     def rope(self, start: int, stop: int) -> Rope | None:
-        """cos and sin of packed tokens `[start, stop)`."""
+        """Return cos and sin of packed tokens `[start, stop)`, or None without a track."""
         first = self.sinks.shape[2]
         return None if self.track is None else self.track.read(first + start, first + stop)
 
@@ -52,7 +52,7 @@ class SideSegments:
         return torch.Size((batch, heads, sinks + self.packed + self.tail_tokens, dim))
 
     def dense(self) -> torch.Tensor:
-        """Everything decoded, `[B, H, T, D]` in the model's dtype."""
+        """Decode all tokens: `[B, H, T, D]` in the model's dtype."""
         if not self.packed:
             return torch.cat([self.sinks, self.tail], dim=2)
         whole = self.tail_buffer.new_empty(self.shape)
@@ -63,7 +63,7 @@ class SideSegments:
         return whole
 
     def tile(self, start: int, stop: int) -> torch.Tensor:
-        """Packed tokens `[start, stop)`, whole groups, decoded in the model's dtype; the sinks before the first."""
+        """Decode packed tokens `[start, stop)`, whole groups, to the model's dtype, with the sinks before the first."""
         sinks = self.sinks[:, :, : None if start == 0 else 0]
         batch, heads, first, dim = sinks.shape
         tile = self.tail_buffer.new_empty(batch, heads, first + stop - start, dim)
@@ -72,10 +72,10 @@ class SideSegments:
         return tile
 
     def decode_into(self, out: torch.Tensor, start: int) -> None:
-        """Decodes packed tokens from `start` on, whole groups, into `out` `[B, H, tokens, D]`."""
+        """Decode packed tokens from `start` on, whole groups, into `out` `[B, H, tokens, D]`."""
         stop = start + out.shape[2]
-        for begin in range(start, stop, CHUNK_TOKENS):
-            end = min(begin + CHUNK_TOKENS, stop)
+        for begin in range(start, stop, DECODE_CHUNK_TOKENS):
+            end = min(begin + DECODE_CHUNK_TOKENS, stop)
             with on_device(out):
                 part = self.codec.decode(self.store.read(begin, end), self.rope(begin, end))
             out[:, :, begin - start : end - start] = part

@@ -1,4 +1,4 @@
-"""Keys or values of one layer: the codec and its three segments."""
+"""One side of a layer, keys or values: its codec and its three segments."""
 
 from __future__ import annotations
 
@@ -20,39 +20,42 @@ if TYPE_CHECKING:
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder
 
 MAX_DECODE_TOKENS = 16
-"""Queries of a decode step, at most: one, or those of speculative decoding. More are a part of a prompt."""
-CHUNK_TOKENS = 4096
-"""Tokens encoded at a time, so that a long prompt needs little memory beside itself; a multiple of every group."""
+"""Most queries of a decode step, speculative decoding included; more are a chunk of a prompt."""
+ENCODE_CHUNK_TOKENS = 4096
+"""Tokens encoded at a time, a multiple of every group size; bounds the memory that a long prompt needs."""
 
 
 @dataclass(frozen=True)
 class Windows:
     """Numbers of tokens per sequence.
 
-    sinks, recent: kept dense, before and after the packed ones.
-    flush: packed together, a multiple of `group`, the tokens that are encoded together.
-    room: taken in all; None for a storage that grows without limit.
+    Args:
+        sinks: first tokens, kept dense.
+        recent: newest tokens, kept dense.
+        flush: tokens that are packed together, a multiple of `group`.
+        group: tokens that are encoded together.
+        capacity: most tokens in all; None for a storage that grows without limit.
     """
 
     sinks: int
     recent: int
     flush: int
     group: int
-    room: int | None = None
+    capacity: int | None = None
 
     def leaving(self, tail: int) -> int:
-        """Tokens of a tail of so many that are to be packed."""
+        """Return how many tokens of a tail of `tail` tokens are due to be packed."""
         return max(0, tail - self.recent) // self.flush * self.flush
 
     @property
-    def capacity(self) -> int:
-        """Packed tokens that there is room for, of a limited storage."""
-        assert self.room is not None
-        return -(-max(0, self.room - self.sinks) // self.group) * self.group
+    def packed_capacity(self) -> int:
+        """Most packed tokens of a storage with a `capacity`, rounded up to whole groups."""
+        assert self.capacity is not None
+        return -(-max(0, self.capacity - self.sinks) // self.group) * self.group
 
     @property
-    def ring(self) -> int:
-        """Dense tokens after the sinks that steps of fixed shapes have room for."""
+    def tail_capacity(self) -> int:
+        """Slots of the tail of a static layer."""
         return self.recent + self.flush + MAX_DECODE_TOKENS
 
 
@@ -67,17 +70,17 @@ class SideState:
         self.tail = TailBuffer(like, usual_tail)
         self.prepared = False
 
-    def pack(self, x: torch.Tensor, tokens: int, growing: bool) -> None:
-        """Encodes the first `tokens` of `x` into the store; what depends on data is set from all of the first `x`."""
+    def flush(self, x: torch.Tensor, tokens: int, growing: bool) -> None:
+        """Encode the first `tokens` of `x` into the store; the first call takes statistics from all of `x`."""
         self.prepare(x)
-        self.store.reserve(tokens, growing)
-        for start in range(0, tokens, CHUNK_TOKENS):
-            part = x[:, :, start : min(start + CHUNK_TOKENS, tokens)]
+        self.store.ensure_capacity(tokens, growing)
+        for start in range(0, tokens, ENCODE_CHUNK_TOKENS):
+            part = x[:, :, start : min(start + ENCODE_CHUNK_TOKENS, tokens)]
             count, done = part.shape[2], self.store.tokens
             with on_device(part):
                 if encoder := triton_encoder(self.codec):
                     load_part("triton_kernels.encode.launch").encode(
-                        encoder, part, self.store.room(count, growing), done
+                        encoder, part, self.store.writable_buffers(count, growing), done
                     )
                     self.store.tokens += count
                 else:
@@ -85,10 +88,10 @@ class SideState:
                     self.store.append(encoded, count, growing)
 
     def prepare(self, x: torch.Tensor) -> None:
-        """Sets what depends on data, unless it is set."""
+        """Take the codec's statistics from `x` `[B, H, T, D]`, unless it has them."""
         if not self.prepared:
             with on_device(x):
-                self.codec.prepare(x[:1] if self.codec.of_one_prompt else x)
+                self.codec.prepare(x[:1] if self.codec.per_prompt else x)
             self.prepared = True
 
     def _rope(self, start: int, stop: int) -> Rope | None:
@@ -96,21 +99,21 @@ class SideState:
         return None if self.track is None else self.track.read(first + start, first + stop)
 
     def decode(self, start: int, stop: int) -> torch.Tensor:
-        """Packed tokens `[start, stop)`, whole groups, decoded: float32 `[B, H, stop - start, D]`."""
+        """Decode packed tokens `[start, stop)`, whole groups: float32 `[B, H, stop - start, D]`."""
         device = self.codec.context.device
         fields = tuple(field.to(device) for field in self.store.read(start, stop))
         with on_device(fields[0]):
             return self.codec.decode(fields, self._rope(start, stop))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that this side holds, by name: its tokens without spare room, and the codec's statistics."""
+        """Return the tokens without spare capacity and the codec's statistics, by the names of saved files."""
         fields = zip(self.store.fields, self.store.read(0, self.store.tokens), strict=True)
         held = {"sinks": self.sinks, "tail": self.tail.view()}
         held |= {f"packed.{field.name}": stored for field, stored in fields}
         return held | {f"statistics.{name}": x for name, x in self.codec.statistics.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], packed: int, prepared: bool) -> None:
-        """Makes a new side what the one was whose `tensors` these are; they are copied."""
+        """Restore a new side from copies of the `tensors()` of another."""
         device = self.sinks.device
         self.sinks = tensors["sinks"].to(device, copy=True)
         self.store.append(tuple(tensors[f"packed.{field.name}"] for field in self.store.fields), packed, growing=False)
@@ -123,16 +126,16 @@ class SideState:
             )
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Holds dense tokens in another dtype from now on."""
+        """Convert the dense tokens to another dtype."""
         self.sinks = self.sinks.to(dtype)
         self.tail.apply(lambda x: x.to(dtype))
 
     def segments(self, packed: int, tail: torch.Tensor, tokens: int) -> SideSegments:
-        """With the first `packed` tokens of the store, and the first `tokens` of a contiguous `tail`."""
+        """Return segments of the first `packed` tokens of the store and the first `tokens` of a contiguous `tail`."""
         return SideSegments(self.sinks, self.store, packed, tail, tokens, self.codec, self.track)
 
-    def everything(self) -> SideSegments:
-        """All that the side holds."""
+    def all_segments(self) -> SideSegments:
+        """Return segments of all tokens."""
         return self.segments(self.store.tokens, self.tail.buffer, self.tail.tokens)
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -141,7 +144,7 @@ class SideState:
         self.tail.apply(change)
 
     def crop(self, sinks: int, packed: int, group: int) -> None:
-        """Keeps the first `sinks` and `packed` tokens; a group that is cut is decoded back into the tail."""
+        """Keep the first `sinks` and `packed` tokens; a group that is cut is decoded back into the tail."""
         whole = packed // group * group
         cut = self.tail.buffer
         if packed > whole:
@@ -152,12 +155,12 @@ class SideState:
 
 
 def triton_encoder(codec: Codec) -> KernelEncoder | None:
-    """The kernel that encodes this codec's tokens and stores them at once; None where its `encode` does."""
+    """Return the Triton kernel that encodes for this codec and writes to the store, or None if `encode` must do it."""
     return codec.kernel_encoder if codec.backend == "triton" else None
 
 
 def encoded(codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-    """`x` `[B, H, T, D]`, whole groups, encoded as the codec's backend does it, but for what is stored at once."""
+    """Encode `x` `[B, H, T, D]`, whole groups, with the codec's backend, into new fields."""
     with on_device(x):
         if encoder := triton_encoder(codec):
             found: Fields = load_part("triton_kernels.encode.launch").encoded(encoder, x, codec.fields)
@@ -165,7 +168,7 @@ def encoded(codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         return codec.encode(x, rope)
 
 
-def measured(first: torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
-    """The first tokens that set what depends on data: without the sinks, unless there are few others."""
+def statistics_tokens(first: torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
+    """Return the first tokens that codecs take statistics from: without the sinks, unless there are few others."""
     others = first[:, :, sinks:]
     return others if others.shape[2] >= max(1, recent) else first

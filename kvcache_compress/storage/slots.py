@@ -1,4 +1,4 @@
-"""Places of a layer's tokens where decode steps have fixed shapes: which token lies in which slot."""
+"""Slots of a static layer: which token lies in which slot."""
 
 from __future__ import annotations
 
@@ -9,33 +9,39 @@ import torch
 
 @dataclass(frozen=True)
 class Slots:
-    """`sinks | capacity | ring`: numbers of slots, and the layer's own counters of tokens, int64 `[]`.
+    """Numbers of slots of `sinks | packed | tail`, and the layer's own counters of tokens.
 
-    Token `sinks + i` lies in slot `i` of the capacity once it is packed, and until then in slot `i % ring` of the ring.
+    Token `sinks + i` lies in slot `i % tail_capacity` of the tail, and once packed in slot `i` of the packed ones.
+
+    Args:
+        sinks, packed_capacity, tail_capacity: numbers of slots.
+        capacity: most tokens of the layer.
+        length, packed: its tokens and packed tokens, int64 `[]`.
     """
 
     sinks: int
+    packed_capacity: int
+    tail_capacity: int
     capacity: int
-    ring: int
-    room: int
-    """Tokens that the layer takes."""
     length: torch.Tensor
     packed: torch.Tensor
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The index of the token in each slot, and whether it holds one, `[slots]`."""
+        """Return the index of each slot's token, and True for slots that hold one, both `[slots]`."""
         device = self.length.device
         newest = self.length - self.sinks - 1
-        ring = newest - (newest - torch.arange(self.ring, device=device)) % self.ring
+        tail = newest - (newest - torch.arange(self.tail_capacity, device=device)) % self.tail_capacity
         first = torch.arange(self.sinks, device=device)
-        packed = torch.arange(self.capacity, device=device)
-        holds = torch.cat([first < self.length, packed < self.packed, ring >= self.packed])
-        return torch.cat([first, packed + self.sinks, ring + self.sinks]), holds
+        packed = torch.arange(self.packed_capacity, device=device)
+        holds = torch.cat([first < self.length, packed < self.packed, tail >= self.packed])
+        return torch.cat([first, packed + self.sinks, tail + self.sinks]), holds
 
     def mask(self, mask: torch.Tensor | None, count: int) -> torch.Tensor:
-        """A mask over tokens, of the last `count` of them, as one over slots; it hides slots that hold no token.
+        """Turn a mask over tokens into one over slots, which hides slots without a token.
 
-        `mask` is None (causal), `[B or 1, Hq or 1, count, T]`, boolean or additive, or a padding mask `[B, T]`.
+        Args:
+            mask: None (causal), `[B or 1, Hq or 1, count, T]`, boolean or additive, or a padding mask `[B, T]`.
+            count: queries, which are the last tokens.
         """
         tokens, holds = self.tokens()
         if mask is not None and mask.ndim == 4:
@@ -48,10 +54,10 @@ class Slots:
         return causal & mask.bool().index_select(-1, tokens.clamp(0, mask.shape[-1] - 1))[:, None, None]
 
     def by_token(self, x: torch.Tensor) -> torch.Tensor:
-        """Contents `[B, H, slots, D]` of the slots in the order of the tokens, `[B, H, room, D]`; zero without one."""
+        """Reorder slots `[B, H, slots, D]` by token: `[B, H, capacity, D]`, zero where there is no token."""
         tokens, holds = self.tokens()
         batch, heads, _, dim = x.shape
-        # A layer that was given too many on a GPU raises for them later, not here.
-        found = x.new_zeros(batch, heads, self.room + 1, dim)
-        found.index_copy_(2, torch.where(holds & (tokens < self.room), tokens, self.room), x)
-        return found[:, :, : self.room].contiguous()
+        # On a GPU a layer with too many tokens raises later: here the last row absorbs them.
+        found = x.new_zeros(batch, heads, self.capacity + 1, dim)
+        found.index_copy_(2, torch.where(holds & (tokens < self.capacity), tokens, self.capacity), x)
+        return found[:, :, : self.capacity].contiguous()

@@ -1,11 +1,11 @@
-"""Tokens of a compressed layer whose decode steps have fixed shapes and wait for nothing: for CUDA graphs.
+"""Storage of a static layer, whose decode steps have static shapes and never wait for the device: for CUDA graphs.
 
-Tokens are `sinks | packed | recent` as in a growing layer, with the same codes at the same steps. But their numbers are
-tensors, the recent tokens lie in a ring, and a step writes its tokens to the ring and encodes as many that have left
-the recent window, so that no step costs more than another. They count as packed `Windows.flush` at a time, when a
-growing layer would encode them.
+Tokens are `sinks | packed | tail` as in a growing layer, with the same codes at the same steps. But the token counts
+are tensors, the tail is circular, and each step encodes as many tokens that have left the recent window as it writes to
+the tail, so that no step costs more than another. They count as packed `Windows.flush` at a time, when a growing layer
+would encode them.
 
-On CPUs, where there are no graphs and nothing waits, a layer of fixed capacity has a `DynamicStorage` with its room.
+On CPUs, which have no graphs and nothing to wait for, a static layer has a `DynamicStorage` with a capacity.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcache_compress.codecs.backend import load_part, on_device
 from kvcache_compress.codecs.base import Backend, Side
 from kvcache_compress.modeling.rope import Rope
 
-from .checks import LONGEST, full, longest, not_packable
+from .checks import LONGEST, full_error, longest, not_packable_error
 from .dynamic import DynamicStorage
 from .segments import SideSegments
 from .side import MAX_DECODE_TOKENS, SideState, Windows, encoded, triton_encoder
@@ -33,20 +33,21 @@ NOT_FINITE, FULL = 1, 2
 class StepBuffers:
     """Dense tokens and counters of a layer, which its steps write in place.
 
-    sinks, ring: `[B, H, sinks, D]` and `[B, H, ring + 1, D]`, the last one a spare slot, where discarded writes go.
-    length, packed: tokens, int64 `[]`, and fault `[2 B H]`, `NOT_FINITE` or `FULL` where something went wrong: views of
-        `counts` `[3, 2 B H]`, in which each program of a kernel has its own.
+    sinks, tail: `[B, H, sinks, D]` and `[B, H, tail_capacity + 1, D]` per side; the last row absorbs masked writes.
+    length, packed: tokens and packed tokens, int64 `[]`.
+    fault: `[2 B H]`, `NOT_FINITE` or `FULL` after an error, else 0.
+    counts: `[3, 2 B H]`, the memory of the three counters, with a column for each program of a kernel.
     """
 
     def __init__(self, sides: Mapping[Side, SideState], windows: Windows) -> None:
-        assert windows.room is not None
-        self.windows, self.room = windows, windows.room
+        assert windows.capacity is not None
+        self.windows, self.capacity = windows, windows.capacity
         self.sinks: dict[Side, torch.Tensor] = {}
-        self.ring: dict[Side, torch.Tensor] = {}
+        self.tail: dict[Side, torch.Tensor] = {}
         for side, state in sides.items():
             batch, heads, _, dim = state.sinks.shape
             self.sinks[side] = state.sinks.new_zeros(batch, heads, windows.sinks, dim)
-            self.ring[side] = state.sinks.new_zeros(batch, heads, windows.ring + 1, dim)
+            self.tail[side] = state.sinks.new_zeros(batch, heads, windows.tail_capacity + 1, dim)
         device = sides["keys"].sinks.device
         self.counts = torch.zeros(3, 2 * batch * heads, dtype=torch.int64, device=device)
         self._view_counts()
@@ -55,37 +56,37 @@ class StepBuffers:
         self.length, self.packed, self.fault = self.counts[0, 0], self.counts[1, 0], self.counts[2]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Views do not outlive pickling."""
+        """Make the views anew, which pickling turns into copies."""
         self.__dict__.update(state)
         self._view_counts()
 
     def fits(self, sides: Mapping[Side, SideState]) -> bool:
-        """True where these sides are of the buffers' batch, device and dtypes."""
+        """Return True if these sides have the buffers' batch, device and dtypes."""
         held = {side: state.sinks for side, state in sides.items()}
         return all(
             (x.shape[0], x.device, x.dtype) == (held[side].shape[0], held[side].device, held[side].dtype)
-            for side, x in self.ring.items()
+            for side, x in self.tail.items()
         )
 
     def load(self, side: Side, state: SideState, packed: int) -> None:
-        """Takes the sinks and the tail of a side of which so many tokens are packed."""
+        """Copy sinks and tail of a side that has `packed` packed tokens."""
         sinks, tail = state.sinks.shape[2], state.tail.tokens
         self.sinks[side][:, :, :sinks] = state.sinks
-        self.ring[side].index_copy_(2, self.slots(packed, packed + tail), state.tail.view())
+        self.tail[side].index_copy_(2, self.slots(packed, packed + tail), state.tail.view())
         state.sinks = self.sinks[side][:, :, :sinks]
         state.tail.clear()
         self.counts[0].fill_(sinks + packed + tail)
         self.counts[1].fill_(packed)
 
     def slots(self, start: int, stop: int) -> torch.Tensor:
-        """Places in the ring of tokens `[start, stop)` after the sinks."""
-        return (torch.arange(start, stop) % self.windows.ring).to(self.counts.device)
+        """Return the tail's slots of tokens `[start, stop)`, counted after the sinks."""
+        return (torch.arange(start, stop) % self.windows.tail_capacity).to(self.counts.device)
 
     def check(self, fresh: Mapping[Side, torch.Tensor]) -> torch.Tensor:
-        """The fault of a step's tokens, int64 `[]`; 0 for none."""
+        """Return the fault of a step's tokens, int64 `[]`, or 0."""
         good = torch.stack([longest(x) for x in fresh.values()]).amax() <= LONGEST
         fault = torch.where(good, 0, NOT_FINITE)
-        return torch.where(self.length + fresh["keys"].shape[2] > self.room, FULL, fault)
+        return torch.where(self.length + fresh["keys"].shape[2] > self.capacity, FULL, fault)
 
     def step(
         self,
@@ -93,11 +94,10 @@ class StepBuffers:
         fresh: Mapping[Side, torch.Tensor],
         counter: torch.Tensor | None,
     ) -> None:
-        """Writes n tokens, and encodes the groups that the last n to leave the recent window made whole.
+        """Write n tokens, and encode the groups that become complete as n tokens leave the recent window.
 
-        Triton encodes them with those that count as packed from then on, where it can.
-
-        Every shape depends on n alone, and no value is read back. `counter` int64 `[]` becomes the number of tokens.
+        With a kernel encoder, Triton encodes them only in the step from which on they count as packed. Every shape
+        depends on n alone, and no value is read back. `counter`, int64 `[]`, receives the number of tokens.
         """
         if sides["keys"].codec.backend == "triton":
             self._step_in_triton(sides, fresh, counter)
@@ -105,10 +105,12 @@ class StepBuffers:
         windows, count = self.windows, fresh["keys"].shape[2]
         self.fault.copy_(torch.maximum(self.fault, self.check(fresh)))
         positions = torch.arange(count, device=self.length.device) + self.length
-        ring_slots = torch.where(positions < windows.sinks, windows.ring, (positions - windows.sinks) % windows.ring)
+        tail_slots = torch.where(
+            positions < windows.sinks, windows.tail_capacity, (positions - windows.sinks) % windows.tail_capacity
+        )
         for side, x in fresh.items():
             self._write_sinks(self.sinks[side], x)
-            self.ring[side].index_copy_(2, ring_slots, x)
+            self.tail[side].index_copy_(2, tail_slots, x)
         waiting = self.length - windows.sinks - self.packed - windows.recent
         self.packed.add_(waiting.clamp_min(0) // windows.flush * windows.flush)
         self.length.add_(count)
@@ -119,23 +121,23 @@ class StepBuffers:
             state.store.write(groups, encoded(state.codec, x, self._rope(state, count)), state.codec.group)
 
     def _write_sinks(self, sinks: torch.Tensor, x: torch.Tensor) -> None:
-        """Writes those of the new tokens that are sinks, gathered by sink, so that shapes stay fixed."""
+        """Write those new tokens that are sinks, gathered by sink to keep shapes static."""
         count = x.shape[2]
         age = torch.arange(sinks.shape[2], device=sinks.device) - self.length
         new = (age >= 0) & (age < count)
         sinks.copy_(torch.where(new[:, None], x.index_select(2, age.clamp(0, count - 1)), sinks))
 
     def _leaving(self, side: Side, group: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens of the groups that `count` tokens may complete, and the numbers of these groups.
+        """Return the tokens of the groups that `count` tokens may complete, and the indices of these groups.
 
-        Groups that are none, or not complete, have the number after the last, where nothing is read.
+        A group that is not complete gets the index after the last group's, where nothing is read.
         """
         windows = self.windows
         stop, groups = self._groups(group, count)
         new = (groups * group >= self.packed) & ((groups + 1) * group > stop - count)
-        new &= (groups >= 0) & ((groups + 1) * group <= windows.capacity)
-        x = self.ring[side].index_select(2, _tokens(groups, group) % windows.ring)
-        return x, torch.where(new, groups, windows.capacity // group)
+        new &= (groups >= 0) & ((groups + 1) * group <= windows.packed_capacity)
+        x = self.tail[side].index_select(2, _tokens(groups, group) % windows.tail_capacity)
+        return x, torch.where(new, groups, windows.packed_capacity // group)
 
     def _rope(self, state: SideState, count: int) -> Rope | None:
         if state.track is None:
@@ -144,23 +146,23 @@ class StepBuffers:
         return state.track.gather((_tokens(groups, state.codec.group) + self.windows.sinks).clamp_min(0))
 
     def _groups(self, group: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The number of tokens past sinks and recent window, and the groups that `count` may complete."""
+        """Return the number of tokens between sinks and recent window, and the groups that `count` may complete."""
         stop = self.length - self.windows.sinks - self.windows.recent
         return stop, stop // group - torch.arange((count - 1) // group + 1, device=stop.device) - 1
 
     def _step_in_triton(
         self, sides: Mapping[Side, SideState], fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None
     ) -> None:
-        """The same by one kernel; by one more where a side has no encoder for it, whose tokens are encoded apart."""
+        """Do a `step` in one kernel, plus one that writes the groups of sides without a kernel encoder."""
         kernels, windows = load_part("triton_kernels.update.write_slots"), self.windows
         states, count = list(sides.values()), fresh["keys"].shape[2]
         with on_device(self.counts):
             leaving = kernels.write_slots(
-                list(fresh.values()), list(self.sinks.values()), list(self.ring.values()),
+                list(fresh.values()), list(self.sinks.values()), list(self.tail.values()),
                 [state.codec.group for state in states], [triton_encoder(state.codec) for state in states],
                 [tuple(state.store.buffers) for state in states], self.counts, counter,
-                recent=windows.recent, flush=windows.flush, room=self.room, capacity=windows.capacity,
-                longest=LONGEST,
+                recent=windows.recent, flush=windows.flush, capacity=self.capacity,
+                packed_capacity=windows.packed_capacity, longest=LONGEST,
             )  # fmt: skip
             left = [(state, *copied) for state, copied in zip(states, leaving, strict=True) if copied is not None]
             if left:
@@ -177,26 +179,26 @@ def _tokens(groups: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def has_static_steps(backend: Backend, device: torch.device) -> bool:
-    """True where steps have fixed shapes: on CPUs only in Triton's interpreter, which stands in for a GPU."""
+    """Return True if steps have static shapes: on CPUs only in Triton's interpreter, which stands in for a GPU."""
     return backend == "triton" or device.type != "cpu"
 
 
 class StaticStorage:
-    """`sinks | packed | ring` of keys and values, with counters on the device.
+    """`sinks | packed | tail` of keys and values, with counters on the device.
 
-    Everything but a step is an edit: the tokens are taken out as a `DynamicStorage`, changed, and put back. Reading
-    (`sides`, `tokens`, `taken_out`) waits for the device, and raises for what went wrong in steps since the last time:
-    on a GPU a step itself cannot raise.
+    All operations but a step read the tokens into a `DynamicStorage`, change them there and load them back. Reading
+    (`sides`, `tokens`, `as_dynamic`) waits for the device and raises the errors of earlier steps, which on a GPU cannot
+    raise themselves.
 
     Args:
-        dynamic: a storage with `windows.room`, whose tokens and room this one takes over.
+        dynamic: a storage with `windows.capacity`, whose tokens and buffers this one takes over.
     """
 
     def __init__(self, dynamic: DynamicStorage) -> None:
-        assert dynamic.windows.room is not None
+        assert dynamic.windows.capacity is not None
         self.windows = dynamic.windows
         self.buffers = self._new_buffers(dynamic)
-        self._put_back(dynamic)
+        self._load(dynamic)
 
     @torch.inference_mode(False)
     def _new_buffers(self, dynamic: DynamicStorage) -> StepBuffers:
@@ -204,7 +206,7 @@ class StaticStorage:
 
     @property
     def sides(self) -> dict[Side, SideState]:
-        """Copies of the two sides as they are now, which share what is packed."""
+        """Copies of the two sides as they are now, which share the packed buffers."""
         return self._read().sides
 
     @property
@@ -219,17 +221,24 @@ class StaticStorage:
 
     @property
     def dense_buffers(self) -> tuple[torch.Tensor, ...]:
-        """As `DynamicStorage.dense_buffers`."""
-        return (*self.buffers.sinks.values(), *self.buffers.ring.values())
+        """The dense buffers of both sides with their spare capacity, as in `DynamicStorage`."""
+        return (*self.buffers.sinks.values(), *self.buffers.tail.values())
 
     def segments(self) -> tuple[SideSegments, SideSegments]:
-        """All slots of both sides, whether they hold a token or not."""
+        """Return all slots of both sides, whether they hold a token or not."""
         windows, buffers = self.windows, self.buffers
-        slots = Slots(windows.sinks, windows.capacity, windows.ring, buffers.room, buffers.length, buffers.packed)
+        slots = Slots(
+            windows.sinks,
+            windows.packed_capacity,
+            windows.tail_capacity,
+            buffers.capacity,
+            buffers.length,
+            buffers.packed,
+        )
         keys, values = (
             SideSegments(
-                buffers.sinks[side], state.store, windows.capacity, buffers.ring[side], windows.ring, state.codec,
-                state.track, slots,
+                buffers.sinks[side], state.store, windows.packed_capacity, buffers.tail[side], windows.tail_capacity,
+                state.codec, state.track, slots,
             )
             for side, state in self._carrier.sides.items()
         )  # fmt: skip
@@ -237,15 +246,15 @@ class StaticStorage:
 
     @property
     def dense_parts(self) -> dict[Side, torch.Tensor]:
-        """As `DynamicStorage.dense_parts`."""
+        """A dense tensor of each side, to read shape, dtype and device from."""
         return self.buffers.sinks
 
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, counter: torch.Tensor | None = None
     ) -> tuple[SideSegments, SideSegments]:
-        """As `DynamicStorage.append`; of a step the segments are all slots."""
+        """Append new tokens as `DynamicStorage.append` does; a step returns all slots."""
         if not self.is_step(keys.shape[2]):
-            with self.taken_out() as dynamic:
+            with self.as_dynamic() as dynamic:
                 return dynamic.append(keys, values, counter)
         carrier = self._carrier
         if carrier.track is not None:
@@ -255,15 +264,15 @@ class StaticStorage:
         return self.segments()
 
     def is_step(self, count: int) -> bool:
-        """True for so many new tokens in a step of fixed shapes: not the first ones, which set statistics."""
+        """Return True if `count` new tokens are a step of static shapes; the first tokens never are."""
         return not self.empty and 0 < count <= MAX_DECODE_TOKENS
 
     @contextmanager
-    def taken_out(self) -> Iterator[DynamicStorage]:
-        """The tokens as a `DynamicStorage`, which are put back afterwards; after an error all is as it was."""
+    def as_dynamic(self) -> Iterator[DynamicStorage]:
+        """Yield the tokens as a `DynamicStorage` and load them back afterwards; after an error nothing has changed."""
         dynamic = self._read()
         yield dynamic
-        self._put_back(dynamic)
+        self._load(dynamic)
 
     def _read(self) -> DynamicStorage:
         buffers = self.buffers
@@ -277,31 +286,31 @@ class StaticStorage:
             twin.sinks = buffers.sinks[side][:, :, :sinks]
             twin.store, twin.tail = copy.copy(state.store), copy.copy(state.tail)
             twin.store.truncate(packed)
-            twin.tail.replace(buffers.ring[side].index_select(2, slots))
+            twin.tail.replace(buffers.tail[side].index_select(2, slots))
         if dynamic.track is not None and dynamic.leads_track:
             dynamic.track.tokens = length  # which steps do not count
         return dynamic
 
-    def _put_back(self, dynamic: DynamicStorage) -> None:
-        """Takes tokens over, and encodes what left the recent window but is not packed yet.
+    def _load(self, dynamic: DynamicStorage) -> None:
+        """Load tokens, and encode those that have left the recent window but are not packed yet.
 
-        A kernel that steps encode with takes that from the ring when it is packed.
+        Kernel encoders do the latter from the tail, in the step that packs them.
         """
         empty, packed = dynamic.empty, dynamic.packed_tokens
         for state in dynamic.sides.values():
             group = state.codec.group
             early = max(0, state.tail.tokens - self.windows.recent) // group * group
             if early and not triton_encoder(state.codec):
-                state.pack(state.tail.view(), early, growing=False)
+                state.flush(state.tail.view(), early, growing=False)
                 state.store.truncate(packed)
-        # New buffers count only once they are filled: without memory for them all stays as it was.
+        # New buffers are kept only once they are filled: if an allocation fails, nothing has changed.
         buffers = self.buffers if self.buffers.fits(dynamic.sides) else self._new_buffers(dynamic)
         for side, state in dynamic.sides.items():
             buffers.load(side, state, packed)
         self.buffers, self._carrier = buffers, dynamic
-        """Codecs and packed stores; what else it holds is in the buffers, and not kept up here."""
+        """Codecs and packed stores; its dense tokens and counts are out of date, as `buffers` has them."""
         self.empty = empty
-        """True until the first tokens, and after an edit that left none: the host can tell it without waiting."""
+        """True while there are no tokens: the host can tell this without waiting."""
 
     def _raise_for_faults(self) -> None:
         checks = self._carrier.checks
@@ -309,5 +318,5 @@ class StaticStorage:
         if not (fault := int(self.buffers.fault.amax())):
             return
         if fault == FULL:
-            raise full(checks.layer, self.buffers.room)
-        raise not_packable("keys or values", checks.layer)
+            raise full_error(checks.layer, self.buffers.capacity)
+        raise not_packable_error("keys or values", checks.layer)

@@ -1,1 +1,1 @@
-"""Checks of user input and the words for what is wrong with it."""
+"""Checks of user input, and their error messages."""

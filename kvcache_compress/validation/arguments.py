@@ -11,10 +11,10 @@ from .messages import quoted
 
 
 def usable_device(device: torch.device | str | None) -> torch.device:
-    """A device of this machine by its name, the CPU for None.
+    """Resolve a device by its name; None is the CPU.
 
     Raises:
-        ValueError: no device, one that is not there, or `meta`, which holds no data.
+        ValueError: The name is unknown, this machine has no such device, or it is `meta`, which holds no data.
     """
     try:
         found = torch.empty(0, device="cpu" if device is None else device).device
@@ -22,12 +22,12 @@ def usable_device(device: torch.device | str | None) -> torch.device:
     except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
     if reason is not None:
-        raise ValueError(f"device={quoted(device)} cannot be had: {reason}")
+        raise ValueError(f"device={quoted(device)} is unavailable: {reason}")
     return found
 
 
 def positive_count(name: str, count: Any) -> int:
-    """`count` as a number; raises `TypeError` or `ValueError` for what is no whole number from 1 on."""
+    """Convert `count` to an integer; raises `TypeError` if it is not a whole number, `ValueError` if it is below 1."""
     whole = operator.index(count)
     if whole < 1:
         raise ValueError(f"{name}={count}: allowed 1 and more")
@@ -35,10 +35,11 @@ def positive_count(name: str, count: Any) -> int:
 
 
 def row_numbers(name: str, rows: Any, batch: int) -> torch.Tensor:
-    """Numbers `[n]` of the rows of a batch that a tensor or a list of numbers, or a boolean mask, selects.
+    """Resolve row numbers or a boolean mask, a tensor or a list, to the numbers `[n]` of the selected rows of a batch.
 
     Raises:
-        ValueError, TypeError: anything else. IndexError: rows that there are not, numbers that are not whole.
+        ValueError, TypeError: `rows` is neither.
+        IndexError: A row does not exist, or a number is not whole.
     """
     chosen = torch.tensor(rows) if isinstance(rows, (list, tuple)) else rows
     if not isinstance(chosen, torch.Tensor) or chosen.ndim != 1:

@@ -1,4 +1,4 @@
-"""Words for what is wrong with an input: short whatever the input, and on one line."""
+"""Error messages about user input: one line, and short whatever the input."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pydantic import BaseModel, ValidationError
 
 LARGEST_INTEGER = 2**63 - 1
 _SHORTEST_START = 3
-"""Characters that a name must begin with as a known one does, to be taken for it whatever follows."""
+"""Leading characters that a name must share with a known one to be taken for a misspelling of it."""
 _MOST_COMPLAINTS = 3
 _LONGEST_QUOTE = 250
 _LONGEST_LINE = 500
 _LONGEST_MESSAGE = 3000
 _LONGEST_NAME = 100
-"""Characters that are looked at, or shown of a key."""
+"""Characters of a name that are compared or shown."""
 
 
 class _Quoted(reprlib.Repr):
@@ -29,7 +29,7 @@ class _Quoted(reprlib.Repr):
         self.maxstring = self.maxother = 200
 
     def repr_int(self, x: int, level: int) -> str:
-        """Python itself refuses to print integers of thousands of digits."""
+        """Print a size for integers of thousands of digits, which Python itself refuses to print."""
         return repr(x) if abs(x) <= LARGEST_INTEGER else f"<integer of {x.bit_length()} bits>"
 
 
@@ -37,36 +37,37 @@ _QUOTED = _Quoted()
 
 
 def quoted(value: Any) -> str:
-    """`repr` of any value, cut short before it is made."""
+    """Shortened `repr` of any value, without building the full one."""
     text = _QUOTED.repr(value)
     return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE - 53]}...{text[-50:]}"
 
 
 def shortened(text: str, most: int = _LONGEST_MESSAGE) -> str:
-    """A message that may repeat what was typed: without its middle beyond `most` characters, so that both the
-    complaint at its start and the remedy at its end stay.
+    """Shorten a message to `most` characters by leaving out its middle, so that the complaint at its start and the
+    remedy at its end stay.
     """
     end = most // 5
     return text if len(text) <= most else f"{text[: most - end - 5]} ... {text[-end:]}"
 
 
 def on_one_line(text: str, most: int) -> str:
-    """A foreign text for the middle of a message: its white space as single blanks, at most `most` characters."""
+    """Collapse white space of a text to single blanks, and shorten it to `most` characters."""
     return shortened(" ".join(text.split()), most)
 
 
 def one_line(error: Exception) -> str:
-    """The kind and the first line of an error that is not ours."""
+    """Type and first line of another library's error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:_LONGEST_LINE]}" if lines else type(error).__name__
 
 
 def unknown_key(name: str, where: str, known: Iterable[str]) -> str:
+    """Message for an unknown key, with the known ones."""
     return f"unknown key {quoted(name)} {where}: allowed {', '.join(known)}"
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
-    """What to take for an unknown name: the nearest, and all of its family, the names with the same first word."""
+    """Suggest names for an unknown one: the nearest, and all names with the same first word."""
     start = name.lower()[:_LONGEST_NAME]
 
     def likeness(one: str) -> tuple[int, float]:
@@ -84,13 +85,13 @@ def suggestion(name: str, known: Sequence[str]) -> str:
 
 
 def explain(error: ValidationError, where: str, models: Mapping[str, type[BaseModel]], of: str = "") -> str:
-    """Pydantic's complaints as one line without its headings and links.
+    """Format a pydantic error as one line without its headings and links.
 
     Args:
-        error: the complaints.
-        where: the name of what has unknown keys, such as `in the config`.
-        models: whose keys are known under the first part of a place; that of `""` for all other places.
-        of: said behind the name of a wrong option, such as ` for turboquant`.
+        error: the error.
+        where: place of unknown keys, such as `in the config`.
+        models: model with the known keys by the first part of a location; `""` for all other locations.
+        of: text after the name of a wrong option, such as ` for turboquant`.
     """
     lines = []
     for issue in error.errors(include_url=False):
@@ -111,10 +112,10 @@ def explain(error: ValidationError, where: str, models: Mapping[str, type[BaseMo
 
 
 def _placed(place: str, complaint: str) -> str:
-    """A validator's complaint with the place of the section that it checked, unless it names that itself."""
+    """Prefix a validator's complaint with the location it checked, unless the complaint names it already."""
     outer, _, last = place.rpartition(".")
     if not place or complaint.startswith(f"{place}.") or complaint.startswith(f"{place}="):
         return complaint
-    if re.match(rf"{re.escape(last)}\b", complaint):  # of a single field
+    if re.match(rf"{re.escape(last)}\b", complaint):  # the complaint begins with the field's name
         return f"{outer}.{complaint}" if outer else complaint
     return f"{place}.{complaint}" if re.match(r"\w+=", complaint) else f"{place}: {complaint}"

@@ -1,4 +1,4 @@
-"""Base of all options: what is given is taken as it is, or refused."""
+"""Base of all options, which refuses wrong types instead of converting them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from .messages import LARGEST_INTEGER, quoted
 
 _Item = TypeVar("_Item")
 AnyPath = Annotated[Path, Field(strict=False)]
-"""A path, also as a text."""
+"""Type of a path that may be passed as a string."""
 AnyTuple = Annotated[tuple[_Item, ...], Field(strict=False)]
-"""A tuple, also as a list."""
+"""Type of a tuple that may be passed as a list."""
 AnyList = Annotated[list[_Item], Field(strict=False)]
-"""A list, also as a tuple."""
+"""Type of a list that may be passed as a tuple."""
 MOST_TOKENS = 2**31 - 1
-"""Of any count of tokens: positions and tensors' sizes go no further everywhere."""
+"""Largest number of tokens in any option, as positions may be 32-bit integers."""
 LARGEST_SEED = 2**31 - 1
 Seed: TypeAlias = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 
 
 class StrictOptions(BaseModel):
-    """Fields of exactly their types, so that no `yes` becomes a number and no number a text; no unknown keys."""
+    """Options without unknown keys, whose values must have exactly the declared types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @field_validator("*", mode="before")
     @classmethod
     def _usual_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """NumPy's as Python's; none so wide that it could not be printed."""
+        """Convert NumPy numbers to Python's, and refuse integers too large to be printed."""
         items = value if isinstance(value, (list, tuple)) else (value,)
         if any(isinstance(item, int) and abs(item) > LARGEST_INTEGER for item in items):
             raise ValueError(f"{info.field_name}={quoted(value)}: allowed are integers up to {LARGEST_INTEGER}")
@@ -39,7 +39,7 @@ class StrictOptions(BaseModel):
 
 
 def python_number(value: Any) -> Any:
-    """An integer or a real number of NumPy's as Python's; all else as it is."""
+    """Convert a NumPy integer or real number to Python's; return anything else unchanged."""
     if isinstance(value, (int, float)) and type(value).__module__ == "builtins":
         return value
     if isinstance(value, numbers.Integral):

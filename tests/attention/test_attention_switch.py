@@ -1,4 +1,4 @@
-"""Switching fused attention on and off: nothing happens at import, and everything is put back."""
+"""Switching fused attention on and off: nothing happens at import, and everything is restored."""
 
 import copy
 import inspect
@@ -85,7 +85,7 @@ print(json.dumps([len(before), sorted(k for k in before | after if before.get(k)
 
 
 def test_importing_patches_nothing() -> None:
-    """In a fresh process: registries, classes and functions of Transformers are the same objects before and after."""
+    """In a fresh process, Transformers' registries, classes and functions are the same objects before and after."""
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
     looked_at, changed = json.loads(done.stdout)
     assert looked_at > 500
@@ -113,7 +113,7 @@ def test_enable_and_disable(attention: str, prompt: torch.Tensor) -> None:
 
 
 def test_a_copy_of_an_enabled_model(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """It is enabled too, and each is disabled on its own."""
+    """A copy of a model with fused attention has it too, and each is switched off separately."""
     expected = generate(model, prompt)
     enable_fused_attention(model)
     twin = copy.deepcopy(model)
@@ -128,7 +128,7 @@ def test_a_copy_of_an_enabled_model(model: LlamaForCausalLM, prompt: torch.Tenso
 
 
 def test_saving_an_enabled_model(model: LlamaForCausalLM, prompt: torch.Tensor, tmp_path: Path) -> None:
-    """Nothing of ours is written, so that the model loads where this package is not."""
+    """A saved model's config does not name this package, so that the model loads without it."""
     enable_fused_attention(model)
     model.save_pretrained(tmp_path)
     assert ATTENTION_NAME not in (tmp_path / "config.json").read_text()
@@ -140,7 +140,7 @@ def test_saving_an_enabled_model(model: LlamaForCausalLM, prompt: torch.Tensor, 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_other_caches_are_bit_identical(attention: str, prompt: torch.Tensor) -> None:
-    """While enabled, caches that are not ours go through the previous attention: logits equal bit for bit."""
+    """With fused attention on, other caches go through the previous attention: logits are equal bit for bit."""
     model = make(attention)
     mask = torch.ones_like(prompt)
     mask[0, :7] = 0
@@ -159,7 +159,7 @@ def test_other_caches_are_bit_identical(attention: str, prompt: torch.Tensor) ->
 
 
 def test_arguments_are_in_the_order_of_transformers(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """Wrappers pass the first six by position, as kvpress does around every attention function that it finds."""
+    """The attention function accepts its first six arguments by position, as wrappers such as kvpress pass them."""
     names = [list(inspect.signature(f).parameters)[:7] for f in (attention_forward, ALL_ATTENTION_FUNCTIONS["sdpa"])]
     assert names[0] == names[1]
     enable_fused_attention(model)
@@ -227,7 +227,7 @@ def test_compress_fused_or_not(model: LlamaForCausalLM, prompt: torch.Tensor) ->
 
 
 def test_compress_on_an_enabled_model(model: LlamaForCausalLM) -> None:
-    """The switch is found as it was left, and `fused=False` is honoured meanwhile."""
+    """Leaving a block restores the switch, and `fused=False` applies within it."""
     enable_fused_attention(model)
     with compress(model, TURBOQUANT):
         assert model.config._attn_implementation == ATTENTION_NAME
@@ -237,7 +237,7 @@ def test_compress_on_an_enabled_model(model: LlamaForCausalLM) -> None:
 
 
 def test_compress_nested(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """The innermost block counts, and the outer one holds on after it."""
+    """The innermost block applies, and the outer one again after it."""
     with compress(model, TURBOQUANT) as outer:
         with compress(model, {**TURBOQUANT, "keys": "kivi"}) as inner:
             generate(model, prompt)
@@ -264,7 +264,7 @@ def test_compress_leaves_own_caches_alone(model: LlamaForCausalLM, prompt: torch
 
 
 def test_compress_serves_generation_configs(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """By keyword and by position, with beams and several sequences."""
+    """A generation config works by keyword and by position, with beams and several sequences."""
     settings = copy.deepcopy(model.generation_config)
     settings.max_new_tokens = 5
     with compress(model, TURBOQUANT) as handle:
@@ -290,7 +290,7 @@ def test_compress_overrides_a_cache_implementation(model: LlamaForCausalLM, prom
 def test_flash_attention_is_asked_for_by_its_own_name(
     model: LlamaForCausalLM, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers' flash function reads its version from the config, which bears our name."""
+    """The previous flash attention runs under its own name, as its function reads its version from the config."""
     seen = []
 
     def flash(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:

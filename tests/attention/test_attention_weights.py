@@ -1,4 +1,4 @@
-"""Attention weights that callers ask for: fused attention has none, so the previous attention gives them."""
+"""Attention weights: fused attention has none, so a call that asks for them runs the previous attention."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from kvcache_compress.attention.path import record_paths
 
 CONFIG = method_config("llama", "turboquant")
 SILENT = ["opt", "gpt2", "gpt_bigcode", "nemotron", "persimmon", "stablelm"]
-"""Families whose attention modules do not tell the attention function that weights are wanted."""
+"""Families whose attention modules do not pass the request for weights to the attention function."""
 SWITCHED = sorted({*FAMILIES, *SILENT} - {"mistral, sliding"})
 
 
@@ -33,7 +33,7 @@ def filled(model: PreTrainedModel, ids: torch.Tensor) -> CompressedCache:
 @pytest.mark.parametrize("family", SWITCHED)
 @torch.no_grad()
 def test_weights_are_those_of_the_previous_attention(family: str, by_config: bool, ids: torch.Tensor) -> None:
-    """Asked for by argument, or by the config, which no family passes on."""
+    """Weights equal the previous attention's, whether an argument or the config asks for them."""
     model = build(family, attn_implementation="eager")
     if by_config:
         model.config.output_attentions = True
@@ -52,8 +52,8 @@ def test_weights_are_those_of_the_previous_attention(family: str, by_config: boo
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @torch.no_grad()
-def test_weights_over_all_the_room_of_a_fixed_capacity(family: str, ids: torch.Tensor) -> None:
-    """As without fused attention, and as Transformers' own static cache gives them: of first prompts, chunks, steps."""
+def test_weights_over_all_the_room_of_a_static_layer(family: str, ids: torch.Tensor) -> None:
+    """Weights of prompts, chunks and steps are those of unfused attention and of Transformers' static cache."""
     model = build(family, attn_implementation="eager")
     config = CONFIG.model_copy(update={"max_cache_len": 96})
     outputs = []
@@ -70,7 +70,7 @@ def test_weights_over_all_the_room_of_a_fixed_capacity(family: str, ids: torch.T
 @pytest.mark.parametrize("family", ["llama", *SILENT])
 @torch.no_grad()
 def test_nothing_else_falls_back(family: str, ids: torch.Tensor) -> None:
-    """Hidden states are no reason to, nor are weights that an earlier step gave."""
+    """Neither a request for hidden states nor an earlier step with weights keeps a step from fused attention."""
     model = build(family, attn_implementation="eager")
     enable_fused_attention(model)
     cache = filled(model, ids)

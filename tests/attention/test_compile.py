@@ -15,7 +15,7 @@ from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.attention.path import record_paths
 
 STEPS = 36
-"""Enough to cross a flush, and to grow buffers."""
+"""Steps; enough to cross a flush and to grow buffers."""
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 
 
@@ -38,7 +38,7 @@ SHORT = {
 @torch.no_grad()
 @pytest.mark.parametrize("method", SHORT)
 def test_steps_before_anything_is_packed(method: str) -> None:
-    """What attention keeps of a codec must not be from before the codec's statistics."""
+    """Attention does not keep parts of a codec made before the codec had its statistics."""
     model = small_model(1)
     enable_fused_attention(model)
     config = {**SHORT[method], "sink_tokens": 4, "recent_tokens": 8}
@@ -56,43 +56,43 @@ def test_steps_before_anything_is_packed(method: str) -> None:
 
 @torch.no_grad()
 def decode(step: Any, model: PreTrainedModel, cache: CompressedCache, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of a left-padded prompt of 60 tokens, run as it is, and of single tokens through `step`.
+    """Logits of a left-padded prompt of 60 tokens, not compiled, and of single tokens through `step`.
 
     With a fixed capacity the padding mask is as long as that from the start.
     """
-    room = cache.compression.max_cache_len
-    mask = torch.ones(2, room or ids.shape[1], dtype=torch.long)
+    capacity = cache.compression.max_cache_len
+    mask = torch.ones(2, capacity or ids.shape[1], dtype=torch.long)
     mask[1, :9] = 0
     logits = []
     for at, part in zip([0, *range(60, ids.shape[1])], ids.split([60, *[1] * (ids.shape[1] - 60)], 1), strict=True):
         stop = at + part.shape[1]
         positions = (mask[:, :stop].cumsum(-1) - 1).clamp_min(0)[:, at:].contiguous()
         run = model if at == 0 else step
-        seen = mask if room else mask[:, :stop]
+        seen = mask if capacity else mask[:, :stop]
         output = run(input_ids=part, past_key_values=cache, attention_mask=seen, position_ids=positions)
         logits.append(output.logits)
     return torch.cat(logits, 1)[:, 9:]
 
 
 @pytest.mark.parametrize(
-    ("method", "layers", "fused", "room"),
+    ("method", "layers", "fused", "capacity"),
     [("turboquant", 1, True, None), ("commvq", 1, False, None), ("commvq", 2, True, 100), ("kivi", 2, False, 100)],
 )
-def test_whole_graph(method: str, layers: int, fused: bool, room: int | None) -> None:
-    check_whole_graph(method, layers, fused, room)
+def test_whole_graph(method: str, layers: int, fused: bool, capacity: int | None) -> None:
+    check_whole_graph(method, layers, fused, capacity)
 
 
-@pytest.mark.usefixtures("fixed_shapes")
-def test_whole_graph_of_steps_of_fixed_shapes() -> None:
+@pytest.mark.usefixtures("static_shapes")
+def test_whole_graph_of_steps_of_static_shapes() -> None:
     check_whole_graph("commvq", 1, True, 100)
 
 
-def check_whole_graph(method: str, layers: int, fused: bool, room: int | None) -> None:
-    """A graph break raises (`fullgraph`). CommVQ's positions go through the graph as well."""
+def check_whole_graph(method: str, layers: int, fused: bool, capacity: int | None) -> None:
+    """Compile with `fullgraph`, which raises at a graph break; CommVQ's positions are in the graph as well."""
     model = small_model(layers)
     if fused:
         enable_fused_attention(model)
-    config = {**method_config(method, layers), "max_cache_len": room}
+    config = {**method_config(method, layers), "max_cache_len": capacity}
     ids = torch.randint(1, VOCAB, (2, 60 + STEPS), generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     caches = [CompressedCache(model.config, config) for _ in range(2)]
@@ -100,12 +100,12 @@ def check_whole_graph(method: str, layers: int, fused: bool, room: int | None) -
     torch.testing.assert_close(decode(compiled, model, caches[1], ids), expected, **TOLERANCE)
     assert caches[0].packed_tokens == caches[1].packed_tokens == 64
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs == 1 if room else graphs <= 4
+    assert graphs == 1 if capacity else graphs <= 4
 
 
 @torch.no_grad()
 def test_another_config_object() -> None:
-    """A cache that was built from an equal config finds the model's switch while the model is traced."""
+    """A cache built from an equal config finds the model's switch while the model is traced."""
     model = small_model(1)
     enable_fused_attention(model)
     ids = torch.randint(1, VOCAB, (2, 64), generator=torch.Generator().manual_seed(1))
@@ -142,7 +142,7 @@ def test_generate_compiles_by_itself() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's C++ backend needs g++")
 @torch.no_grad()
 def test_chunks_of_compiled_code_count_once() -> None:
-    """The compiler moves what reads a layer's counter behind what stores tokens, unless the graph counts itself."""
+    """Tokens are counted once although the compiler may read a layer's counter after the tokens are stored."""
     model = small_model(1)
     ids = torch.randint(1, VOCAB, (1, 113), generator=torch.Generator().manual_seed(1))
     compiled, logits = torch.compile(model.forward, fullgraph=True), []

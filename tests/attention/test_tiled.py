@@ -1,4 +1,4 @@
-"""Attention of many queries over tiles of a compressed layer, and which calls take that way."""
+"""Attention of many queries over tiles of a compressed layer, and the calls that use it."""
 
 # ruff: noqa: F811 - fixtures
 
@@ -38,23 +38,23 @@ from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
 
 TILE = 64
-"""Tokens of a tile here, a multiple of every group size."""
+"""Tokens per tile in these tests, a multiple of every group size."""
 CALLS = {
     name: replace(case, packed=192, count=24) for name, case in CASES.items() if name in declared("KERNEL_PAIRS")
 } | {
     "causal": Case(packed=160, count=40),
     "causal-triangle-over-two-tiles": Case(packed=130, count=60),
     "whole-tiles": Case(packed=128, count=17),
-    "no-dense-sinks": Case(packed=160, count=40, dense_sinks=0),
+    "no-sinks": Case(packed=160, count=40, sinks=0),
     "one-head-per-group": Case(packed=160, count=40, groups=1),
     "padding": Case(packed=160, count=40, mask="bool", hidden=100),
     "rows-that-differ": Case(packed=160, count=40, mask="bool", hidden=100, rows_differ=True),
     "additive": Case(tq(3), kivi(2), packed=160, count=40, mask="float", hidden=100, head_dim=128),
     "additive-per-head": Case(packed=160, count=40, mask="per head"),
-    "learned-sinks": Case(prod(3), tq(2), packed=160, count=40, sinks=True),
+    "s-aux": Case(prod(3), tq(2), packed=160, count=40, s_aux=True),
     "float16": Case(packed=160, count=40, dtype=F16, mask="bool", hidden=100, head_dim=80),
     "bfloat16": Case(kivi(4), kivi(2), packed=608, count=40, dtype=BF16, mask="bool", hidden=100),
-    "bfloat16-learned-sinks": Case(packed=320, count=40, dtype=BF16, mask="float", hidden=100, sinks=True),
+    "bfloat16-s-aux": Case(packed=320, count=40, dtype=BF16, mask="float", hidden=100, s_aux=True),
 }
 
 
@@ -72,28 +72,28 @@ def test_equals_plain_attention(name: str, make_side: Callable[..., SideSegments
     heads = case.groups * keys.sinks.shape[1]
     query = torch.randn(2, heads, case.count, case.head_dim).to(case.dtype)
     mask = make_mask(case, 2, heads, keys.shape[2])
-    sinks = torch.randn(heads) if case.sinks else None
-    out = tiled.attend(query, keys, values, mask, scaling=case.head_dim**-0.5, sinks=sinks)
-    expected = plain_attention(query, keys, values, mask, case, sinks)
+    s_aux = torch.randn(heads) if case.s_aux else None
+    out = tiled.attend(query, keys, values, mask, scaling=case.head_dim**-0.5, s_aux=s_aux)
+    expected = plain_attention(query, keys, values, mask, case, s_aux)
     assert out.shape == expected.shape
     assert out.dtype == case.dtype
     bar = BARS[case.dtype]
-    if case.dtype == BF16:  # as good as the layer decoded whole, but that the result of each tile is rounded once more
-        whole = error(_decoded_whole(query, keys, values, mask, sinks), expected)
+    if case.dtype == BF16:  # as accurate as decoding the whole layer, but for one more rounding per tile
+        whole = error(_decoded_whole(query, keys, values, mask, s_aux), expected)
         assert whole <= 4e-3
         bar = math.hypot(whole, 2**-9)
     assert error(out, expected) <= bar
 
 
 def _decoded_whole(
-    query: torch.Tensor, keys: SideSegments, values: SideSegments, mask: torch.Tensor | None, sinks: torch.Tensor | None
+    query: torch.Tensor, keys: SideSegments, values: SideSegments, mask: torch.Tensor | None, s_aux: torch.Tensor | None
 ) -> torch.Tensor:
-    """PyTorch's attention as the model's own would call it; learned sinks are a token whose value is zero."""
+    """PyTorch's attention over the decoded layer; learned sink logits are a token whose value is zero."""
     key, value = (side.dense().repeat_interleave(query.shape[1] // side.sinks.shape[1], 1) for side in (keys, values))
-    if sinks is not None:
+    if s_aux is not None:
         assert mask is not None
         key, value = (torch.cat([torch.zeros_like(x[:, :, :1]), x], 2) for x in (key, value))
-        first = sinks[None, :, None, None].expand(*query.shape[:3], 1)
+        first = s_aux[None, :, None, None].expand(*query.shape[:3], 1)
         mask = torch.cat([first, mask.expand(*query.shape[:3], -1)], -1).to(query.dtype)
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=query.shape[3] ** -0.5)
     return out.transpose(1, 2)
@@ -114,7 +114,7 @@ def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegme
 
 
 def test_a_tile_that_a_row_does_not_see(make_side: Callable[..., SideSegments]) -> None:
-    """Large logits in it must not weigh."""
+    """Large logits in a tile that a row does not see have no effect on the row."""
     case = Case(packed=160, count=20)
     keys, values = segments(case, make_side)
     keys.sinks.mul_(100)
@@ -156,7 +156,7 @@ def test_chunks_of_a_prompt_never_decode_a_layer(backend: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("least", [-2e4, -1e30, torch.finfo(torch.float32).min, -torch.inf])
 def test_additive_masks_of_any_size(least: float, make_side: Callable[..., SideSegments]) -> None:
-    """A row that is hidden by a number everywhere sees all tokens alike; by infinity, none."""
+    """A row masked everywhere by a finite number attends to all tokens equally; by infinity, to none."""
     case = Case(packed=160, count=20)
     keys, values = segments(case, make_side)
     query = torch.randn(2, 6, 20, 64)
@@ -202,16 +202,16 @@ def test_padding_mask_of_flash_attention(padded: bool, make_side: Callable[..., 
         ("decode", {"softcap": 5.0}),
         ("decode", {"dtype": torch.float64}),
         ("decode", {"value_dim": 96}),
-        ("decode", {"fixed": True}),
+        ("decode", {"static": True}),
     ],
     ids=str,
 )
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU takes other widths")
 def test_which_calls_take_tiles(path: str, changes: dict[str, Any], make_side: Callable[..., SideSegments]) -> None:
-    call = {name: x for name, x in changes.items() if name not in ("backend", "fixed")}
+    call = {name: x for name, x in changes.items() if name not in ("backend", "static")}
     case = Case(**{"packed": TILE + 32, "count": 17} | call)
     keys, values = segments(case, make_side)
-    if "fixed" in changes:
+    if "static" in changes:
         keys = replace(keys, slots=Slots(16, keys.packed, 17, 400, torch.tensor(56), torch.tensor(40)))
     query = torch.zeros(2, 6, case.count, 64, dtype=case.dtype)
     assert Step(keys, values, changes.get("backend", "torch")).path(query, case.softcap) == path

@@ -19,9 +19,9 @@ def test_a_step_launches_four_kernels_and_says_where_time_goes() -> None:
     """Run the script in a separate process, which compiles kernels instead of interpreting them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     few = ["--tokens", "256", "--calls", "32", "--rounds", "2", "--profile"]
-    # Both sides are encoded in every 32nd step, a launch each; with a fixed capacity by the first of the four.
-    for room, encoding in (([], 0.0625), (["--max-cache-len", "512"], 0)):
-        command = [sys.executable, "benchmarks/launch_time.py", *few, *room]
+    # Both sides are encoded in every 32nd step, a launch each; with a static capacity by the first of the four.
+    for options, encoding in (([], 0.0625), (["--max-cache-len", "512"], 0)):
+        command = [sys.executable, "benchmarks/launch_time.py", *few, *options]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         pattern = r"^(\w+ \w+) +([\d.]+) us, median +([\d.]+) us, ([\d.]+) launches$"

@@ -1,6 +1,6 @@
-"""A stress of generated bad inputs: each gives a clear error or a correct result, and leaves the cache as it was.
+"""Generated bad inputs: each gives a clear error or a correct result, and an error leaves the cache as it was.
 
-See `saved_files.outcome` for what is clear; `tests/test_bad_files.py` is the same for files.
+`saved_files.outcome` defines a clear error; `tests/serialization/test_bad_files.py` does the same for files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ODD: tuple[Any, ...] = (-1, 0, 7, 2**40, 1.5, float("nan"), float("inf"), "x", "
 
 
 def contents(cache: CompressedCache) -> list[Any]:
-    """All that a cache gives back, and what it says of its size."""
+    """Keys, values and reported sizes of a cache."""
     held: list[Any] = []
     for layer in cache.layers:
         pair = [None if x is None else x.clone() for x in (layer.keys, layer.values)]
@@ -50,7 +50,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
 
 
 def use(cache: CompressedCache) -> None:
-    """What was accepted must work: a prompt, steps, a crop, with finite results."""
+    """Use a cache that was accepted: a prompt, steps and a crop give finite results."""
     for index in range(len(cache.layers)):
         for tokens in (60, 1, 2):
             cache.update(*states(tokens, index), index)
@@ -67,7 +67,7 @@ def use(cache: CompressedCache) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_options(method: str) -> None:
-    """Every option of a method with values of every kind: refused, or the cache works."""
+    """Options of every method with values of every kind are refused, or the cache works."""
     base = method_config(method)
     found = []
     for option in get_method(method).Options.model_fields:
@@ -113,7 +113,7 @@ def test_yaml(tmp_path: Path, text: str) -> None:
 
 
 def test_constructors() -> None:
-    """Wrong types for every argument, names of presets that are near and far, rules for layers that do not exist."""
+    """Constructors with wrong types, misspelled presets and rules for missing layers raise clear errors."""
     rows: list[Callable[[], Any]] = []
     turboquant = method_config("turboquant")
     names = (
@@ -166,14 +166,14 @@ def tensors(tokens: int) -> dict[str, tuple[Any, Any]]:
 
 @pytest.fixture(scope="module")
 def cache() -> CompressedCache:
-    """60 tokens in four layers: two methods of the user's, CommVQ's keys, and one that is not compressed."""
+    """A cache of 60 tokens in four layers: two with the chosen methods, one with CommVQ's keys, one dense."""
     return filled()
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
 @pytest.mark.parametrize("layer", [0, 1, 3])
 def test_updates(cache: CompressedCache, layer: int, tokens: int) -> None:
-    """A step and a chunk that do not fit are refused, in an empty cache too where they cannot be right."""
+    """Steps and chunks that do not fit are refused, also by an empty cache if no cache could take them."""
     before = contents(cache)
     for name, pair in tensors(tokens).items():
         assert outcome(lambda pair=pair: cache.update(*pair, layer)) != ACCEPTED, name
@@ -188,7 +188,7 @@ def test_updates(cache: CompressedCache, layer: int, tokens: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
-    """A cache takes what its model hands it, and widens what it has, as Transformers' own layers do."""
+    """A cache accepts other dtypes and widens the tokens it holds, as Transformers' own layers do."""
     for first, second in ((torch.float32, dtype), (dtype, torch.float32)):
         new = CompressedCache(config(), filled(3).compression)
         for index in (0, 1, 3):
@@ -202,7 +202,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tokens", [1, 40])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30])
 def test_numbers_that_cannot_be_packed(value: float, tokens: int) -> None:
-    """Refused when they would be packed; until then, and after a crop, all else is as it was."""
+    """Tokens that are not finite are refused when they would be packed; until then the cache works, as after a crop."""
     for layer in (0, 1, 3):
         for side in (0, 1):
             cache = filled()
@@ -239,7 +239,7 @@ OPERATIONS = [
 @pytest.mark.parametrize("first", ["compressed", "not compressed"])
 @pytest.mark.parametrize(("method", "name", "argument"), OPERATIONS, ids=lambda x: x if isinstance(x, str) else "")
 def test_operations(cache: CompressedCache, method: str, name: str, argument: Any, first: str) -> None:
-    """Refused before any layer is changed, whichever layer comes first."""
+    """Wrong operations are refused before any layer is changed, whichever layer comes first."""
     if first == "not compressed":
         cache = CompressedCache(
             config(), {**cache.compression.model_dump(), "layers": [{"match": 0, "method": "none"}]}
@@ -258,7 +258,7 @@ GOOD_ROWS: tuple[Any, ...] = (t(1, 0), t(-1), t(True, False), [1, 1, 0], t(0, 1,
 @pytest.mark.parametrize("method", ["reorder_cache", "batch_select_indices"])
 @pytest.mark.parametrize("rows", GOOD_ROWS, ids=str)
 def test_rows_in_other_words(method: str, rows: Any) -> None:
-    """Negative numbers, masks, lists and 32 bits are as good."""
+    """Rows may be given as negative numbers, masks, lists or 32-bit integers."""
     cache, expected = filled(), contents(filled())
     getattr(cache, method)(rows)
     chosen = torch.arange(2)[rows]
@@ -266,7 +266,7 @@ def test_rows_in_other_words(method: str, rows: Any) -> None:
 
 
 def test_crop_that_a_sliding_layer_cannot_follow() -> None:
-    """Refused before the compressed layers are cropped."""
+    """A crop that a sliding layer does not support is refused before the compressed layers are cropped."""
     model = family_cases.model("gemma3")
     cache = CompressedCache(model.config, family_cases.method_config("gemma3", "turboquant"))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`compress` blocks that overlap, and what callers of `generate` may say of caches within one."""
+"""Overlapping `compress` blocks, and cache options of `generate` calls within a block."""
 
 import threading
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def untouched(model: LlamaForCausalLM) -> bool:
 
 
 def in_thread(task: Callable[[], Any]) -> Any:
-    """What a task returns or raises in another thread."""
+    """Run a task in another thread and return its result or exception."""
     found: list[Any] = []
 
     def run() -> None:
@@ -67,7 +67,7 @@ def test_none_is_as_if_not_given(model: LlamaForCausalLM, prompt: torch.Tensor, 
 
 
 def test_use_cache_of_the_model_where_the_call_leaves_it_open(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """Generation fills in the options of a given config that are None from the model's own."""
+    """An option of a passed generation config that is None is taken from the model's own config."""
     settings = GenerationConfig(max_new_tokens=4, do_sample=False)
     assert settings.use_cache is None
     model.generation_config.use_cache = False
@@ -80,7 +80,7 @@ def test_use_cache_of_the_model_where_the_call_leaves_it_open(model: LlamaForCau
 
 
 def test_options_of_the_model_stay_while_it_generates(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """Another thread may look at them meanwhile."""
+    """A running `generate` does not change the model's generation config, which other threads may read."""
     settings = GenerationConfig(max_new_tokens=4, do_sample=False, cache_implementation="static")
     model.generation_config.cache_implementation = "static"
     seen = []
@@ -97,7 +97,7 @@ def test_options_of_the_model_stay_while_it_generates(model: LlamaForCausalLM, p
 
 
 def test_another_thread_is_refused(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """Its block changes nothing; its calls of `generate` are compressed as the block says that is there."""
+    """A block of another thread is refused and changes nothing; calls of `generate` there use the open block."""
 
     def enter() -> None:
         with compress(model, KIVI):
@@ -120,7 +120,7 @@ def test_another_thread_is_refused(model: LlamaForCausalLM, prompt: torch.Tensor
 def test_blocks_that_end_in_the_order_of_their_beginning(
     model: LlamaForCausalLM, prompt: torch.Tensor, was_fused: bool
 ) -> None:
-    """As those of generators and tasks of one thread: what counts is the youngest one that is still open."""
+    """Blocks may end in the order they began, as in generators and tasks; the youngest open one applies."""
     if was_fused:
         enable_fused_attention(model)
     blocks = compress(model, TURBOQUANT, fused=True), compress(model, KIVI, fused=False)

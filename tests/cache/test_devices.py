@@ -36,7 +36,7 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks on a device use its events, which fake devices do not have."""
+    """Turn off checks that use a device's events, which fake devices do not have."""
     monkeypatch.setattr(PackableChecks, "add", lambda *_: None)
 
 
@@ -50,7 +50,7 @@ def make_cache(name: str, fused: bool, **changes: Any) -> CompressedCache:
 def steps(
     cache: CompressedCache, devices: list[torch.device], sizes: list[int] = SIZES, rows: int = 2
 ) -> list[torch.Tensor]:
-    """What each layer's attention gives in each step, on its own device, with positions that differ per row."""
+    """Attention outputs of each layer and step, on the layer's own device, with positions that differ per row."""
     generator = torch.Generator().manual_seed(cache.get_seq_length())
     outputs = []
     for size in sizes:
@@ -60,7 +60,7 @@ def steps(
         factors = torch.cat([angles, angles], -1)
         for layer, device in enumerate(devices):
             if cache.layers[layer].track is not None:
-                cache.layers[layer].track.given = (factors.cos().to(device), factors.sin().to(device))
+                cache.layers[layer].track.inputs = (factors.cos().to(device), factors.sin().to(device))
             x = torch.randn(rows, HEADS, size, HEAD_DIM, generator=generator).to(device)
             keys, values = cache.update(x, x, layer)
             assert keys.device == values.device == device
@@ -78,7 +78,7 @@ def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize(("name", "fused"), [*((name, True) for name in METHODS), ("kivi", False), ("commvq", False)])
 @pytest.mark.usefixtures("_unchecked")
 def test_layers_on_two_devices(name: str, fused: bool) -> None:
-    """No step mixes devices, and all give what they give on one: also after crop, reorder and reset."""
+    """No step mixes devices, and results equal those on a single device, also after crop, reorder and reset."""
     cache, same = make_cache(name, fused), make_cache(name, fused)
     here = [CPU] * LAYERS
     with fake_devices() as devices:
@@ -104,7 +104,7 @@ def test_layers_on_two_devices(name: str, fused: bool) -> None:
 
 
 class FakeStream:
-    """Notes who waits for whom."""
+    """Stream that records which stream waits for which."""
 
     def __init__(self, device: torch.device, events: list[tuple[str, str]]) -> None:
         self.name, self.events = f"side of {device}", events
@@ -121,7 +121,7 @@ class FakeStream:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What streams and layers are asked to do: `(what, of which)`."""
+    """Recorded operations of streams and layers, as `(operation, stream or layer)`."""
     noted: list[tuple[str, str]] = []
 
     def current(device: torch.device) -> FakeStream:
@@ -154,7 +154,7 @@ def places(layer: CompressedLayer) -> set[torch.device]:
 @pytest.mark.parametrize(("name", "fused"), [*((name, True) for name in METHODS), ("kivi", False), ("commvq", False)])
 @pytest.mark.usefixtures("_unchecked")
 def test_offloading(name: str, fused: bool, events: list[tuple[str, str]], tmp_path: Path) -> None:
-    """A layer is on its device for its own step, and on the way there during the one before; results stay the same."""
+    """A layer is on its device for its own step and prefetched during the one before; results stay the same."""
     cache, same = make_cache(name, fused, offloading=True), make_cache(name, fused)
     with fake_devices() as (device, _):
         steps(cache, [device] * LAYERS, [44])
@@ -178,7 +178,7 @@ def test_offloading(name: str, fused: bool, events: list[tuple[str, str]], tmp_p
         assert equal(steps(cache, [device] * LAYERS), steps(same, [CPU] * LAYERS))
 
         def settled(change: Callable[[], Any]) -> Any:
-            """What `change` returns, before which all copies on the way must have arrived."""
+            """Call `change`, and assert that it first waits for all copies."""
             events.clear()
             result = change()
             assert events[0] == ("synchronize", str(device))
@@ -211,7 +211,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
 def test_offloading_on_the_cpu(prompt: dict[str, torch.Tensor], how: Any, events: list[tuple[str, str]]) -> None:
-    """Where layers are on the CPU there is nothing to move, and no stream is needed."""
+    """Layers on the CPU are not moved, and no stream is created."""
     model = small_model()
     config = load_config(mixed_config())
     with compress(model, config):
@@ -232,7 +232,7 @@ def test_offloading_is_an_option() -> None:
 
 @pytest.fixture
 def spread(tmp_path: Path) -> Iterator[Callable[[str], LlamaForCausalLM]]:
-    """The small model with its second layer's weights on disk, hooked by `accelerate` or loaded in that way."""
+    """The small model with its second layer's weights on disk, hooked by `accelerate` or loaded by `device_map`."""
 
     def make(way: str) -> LlamaForCausalLM:
         names = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
@@ -255,7 +255,7 @@ def spread(tmp_path: Path) -> Iterator[Callable[[str], LlamaForCausalLM]]:
 def test_weights_on_disk(
     spread: Callable[[str], LlamaForCausalLM], prompt: dict[str, torch.Tensor], way: str, fused: bool
 ) -> None:
-    """Hooks move weights in and out around each layer; ours, for position embeddings, stay."""
+    """Position hooks work beside those of `accelerate`, which move weights in and out around each layer."""
     model = spread(way)
     assert {str(x.device) for x in model.model.layers[1].parameters()} == {"meta"}
     whole = small_model()

@@ -14,10 +14,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention, load_config
 
 SIZES = [60, 1, 2, 20, 1, 16]
-"""A prompt, steps, speculative blocks and a chunk; tokens are packed in the first and the later ones."""
+"""Sizes of a prompt, steps, speculative blocks and a chunk; the first and the later ones pack tokens."""
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 LOST = {"commvq": 0.16}
-"""Relative error of logits where rounded keys get other codes: more than .03 with few, random codebooks."""
+"""Relative error of logits if rounding changes codes of keys: more than .03 with few, random codebooks."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +38,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 def feed(model: LlamaForCausalLM, cache: Cache, ids: torch.Tensor, contexts: list[Context] | None = None) -> Any:
-    """Float32 logits of `ids` in steps of `SIZES`, each in its own context."""
+    """Float32 logits of `ids`, fed in steps of `SIZES`, each step in its own context."""
     logits = []
     for part, context in zip(ids.split(SIZES, 1), contexts or [nullcontext] * len(SIZES), strict=True):
         with torch.no_grad(), context():
@@ -91,7 +91,7 @@ ORDERS = {
     ("name", "order"), [*((name, "in-turn") for name in METHODS), *(("kivi", order) for order in list(ORDERS)[:3])]
 )
 def test_autocast(name: str, order: str, ids: torch.Tensor) -> None:
-    """Keys come in float32 and values in bfloat16, then perhaps not: as good as without, whichever way."""
+    """Logits under autocast, where keys and values have different and changing dtypes, are as good as without."""
     model = small_model()
     exact = feed(model, CompressedCache(model.config, method_config(name)), ids)
     logits, caches = both_ways(model, name, ids, ORDERS[order])
@@ -103,7 +103,7 @@ def test_autocast(name: str, order: str, ids: torch.Tensor) -> None:
 
 
 def test_autocast_leaves_the_codes_alone(ids: torch.Tensor) -> None:
-    """What is computed from the same keys is the same, under autocast or not."""
+    """The same keys give the same codes, under autocast or not."""
     cache, same = (CompressedCache(small_model().config, method_config("turboquant")) for _ in range(2))
     states = torch.randn(2, 2, 60, 32, generator=torch.Generator().manual_seed(0))
     cache.update(states, states, 0)
@@ -114,7 +114,7 @@ def test_autocast_leaves_the_codes_alone(ids: torch.Tensor) -> None:
 
 
 def test_one_config_for_models_in_threads(ids: torch.Tensor) -> None:
-    """Two models that generate at once with one config object give what each gives alone."""
+    """Two models that generate at once with one config object give the same results as each alone."""
     config = load_config(mixed_config())
     models = [small_model(seed=seed) for seed in (0, 1)]
 
@@ -140,7 +140,7 @@ def test_one_config_for_models_in_threads(ids: torch.Tensor) -> None:
 
 
 def test_dense_and_compressed_in_one_process(ids: torch.Tensor) -> None:
-    """While one model's attention is fused, another's caches are its own."""
+    """A model with fused attention does not affect another model with a dense cache."""
     fused, other = small_model(), small_model(seed=1)
     expected = feed(other, DynamicCache(), ids)
     enable_fused_attention(fused)

@@ -39,7 +39,7 @@ def generate(model: LlamaForCausalLM, prompt: torch.Tensor, **options: Any) -> t
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_own_cache_and_compress(model: LlamaForCausalLM, prompt: torch.Tensor, name: str, fused: bool) -> None:
-    """The same tokens with a cache of the caller's own and within `compress`, whose handle has the verifier's cache."""
+    """Early exit gives the same tokens with an own cache and within `compress`, whose handle has the verifier's."""
     own = CompressedCache(model.config, CONFIGS[name])
     if fused:
         enable_fused_attention(model)
@@ -57,7 +57,7 @@ def test_own_cache_and_compress(model: LlamaForCausalLM, prompt: torch.Tensor, n
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_without_compression_it_is_greedy(model: LlamaForCausalLM, prompt: torch.Tensor, fused: bool) -> None:
-    """With nothing but a wide window: drafts, crops and steps of several tokens lose nothing."""
+    """With a window so wide that nothing is packed, drafts, crops and steps of several tokens lose nothing."""
     expected = generate(model, prompt, assistant_early_exit=None)
     with compress(model, {**CONFIGS["turboquant"], "recent_tokens": 512}, fused=fused) as handle:
         assert torch.equal(generate(model, prompt), expected)
@@ -77,7 +77,7 @@ def test_a_dense_cache_stays_dense(model: LlamaForCausalLM, prompt: torch.Tensor
 
 
 class _Streamer:
-    """Calls `act` when the prompt comes in, in the middle of `generate`."""
+    """Streamer that calls `act` at the prompt, in the middle of `generate`."""
 
     def __init__(self, act: Any) -> None:
         self.act, self.acted = act, False
@@ -92,7 +92,7 @@ class _Streamer:
 
 
 def test_another_thread_is_no_draft(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """A call of another thread during this one's is a user's, with a compressed cache of its own."""
+    """A concurrent call from another thread is not taken for a draft; it gets a compressed cache of its own."""
 
     def call() -> None:
         thread = Thread(target=generate, args=(model, prompt[:, :50]), kwargs={"assistant_early_exit": None})
@@ -106,7 +106,7 @@ def test_another_thread_is_no_draft(model: LlamaForCausalLM, prompt: torch.Tenso
 
 
 def test_after_an_exception(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    """A call that fails leaves nothing behind: the next one is compressed."""
+    """After a `generate` call that fails, the next one is compressed."""
 
     def fail() -> None:
         raise KeyError("mine")

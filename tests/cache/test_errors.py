@@ -1,4 +1,4 @@
-"""Bad input at the public boundary: `ValueError`s that say what is wrong, and caches that they leave as they were."""
+"""Bad input at the public boundary: `ValueError`s with clear messages, which leave caches unchanged."""
 
 import copy
 from typing import Any
@@ -117,7 +117,7 @@ def test_attention_that_cannot_be_switched(stubborn: LlamaForCausalLM) -> None:
 
 
 def test_compress_works_without_the_switch(stubborn: LlamaForCausalLM) -> None:
-    """Decoding each step instead: slower, with the same tokens as an unfused cache."""
+    """`compress` decodes at each step if attention cannot be switched, with the same tokens as an unfused cache."""
     prompt = torch.arange(1, 61)[None]
     cache = CompressedCache(stubborn.config, TURBOQUANT | SMALL)
     expected = stubborn.generate(prompt, past_key_values=cache, max_new_tokens=6, do_sample=False)
@@ -128,7 +128,7 @@ def test_compress_works_without_the_switch(stubborn: LlamaForCausalLM) -> None:
 
 
 class HandMade(PreTrainedModel):
-    """A model that is none of Transformers' own and has attention of its own."""
+    """A model defined outside of Transformers, with its own attention."""
 
     config_class = LlamaConfig
 
@@ -150,7 +150,7 @@ def test_other_models() -> None:
 
 def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match='backend="triton" cannot be had: triton is not installed'):
+    with pytest.raises(ValueError, match='backend="triton" is unavailable: triton is not installed'):
         TurboQuantCache(llama(), backend="triton")
     TurboQuantCache(llama(), backend="auto")
 
@@ -158,14 +158,14 @@ def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match='backend="triton" cannot be had: there is no GPU'):
+    with pytest.raises(ValueError, match='backend="triton" is unavailable: there is no GPU'):
         TurboQuantCache(llama(), backend="triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     TurboQuantCache(llama(), backend="triton")
 
 
 def test_triton_for_tensors_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is a GPU, but the model is not on it."""
+    """Triton is refused for tensors on the CPU, even if there is a GPU."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cache = TurboQuantCache(llama(), backend="triton")
@@ -179,7 +179,7 @@ def test_triton_for_tensors_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_center_for_values() -> None:
-    """Values cannot be centred: refused when the cache is made, not at the first token."""
+    """Centring of values is refused when the cache is made, not at the first token."""
     config = {**TURBOQUANT, "values": {"method": "turboquant", "center": "on"}}
     with pytest.raises(ValueError, match="center='on' for values of turboquant: allowed 'off'"):
         CompressedCache(llama(), config)
@@ -212,7 +212,7 @@ def states(tokens: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("method", ["turboquant", "kivi"])
 def test_non_finite_prompt(method: str, side: str, bad: float) -> None:
-    """Refused by a first and by a later chunk; what was there stays as it was, and goes on."""
+    """A chunk with NaN is refused, the first or a later one; the cache stays as it was and can be used."""
     options = {
         "keys": {"method": method},
         "values": {"method": method, "group_size": 16} if method == "kivi" else method,
@@ -244,7 +244,7 @@ def test_non_finite_prompt(method: str, side: str, bad: float) -> None:
 
 @pytest.mark.parametrize("side", ["keys", "values"])
 def test_non_finite_step(side: str) -> None:
-    """A decode step waits in the tail; the flush that would pack it is refused until a crop has removed it."""
+    """A NaN in a step stays in the tail; the flush that would pack it is refused until a crop removes it."""
     cache = CompressedCache(llama(), {**TURBOQUANT, **SMALL})
     cache.update(states(60), states(60), 0)
     broken = states(1)
@@ -266,7 +266,7 @@ def test_non_finite_step(side: str) -> None:
 
 
 def test_non_finite_token_in_the_window_does_not_spoil_the_statistics() -> None:
-    """Means and outlier channels are taken from the first prompt: a NaN in its window must not reach packed tokens."""
+    """Means and outlier channels, measured on the first prompt, leave out a NaN in its recent window."""
     for options in ({"center": "on"}, {"center": "auto"}, {"bits": 3.5}):
         config = {"keys": {"method": "turboquant", **options}, "values": "turboquant", **SMALL}
         for bad in (torch.nan, torch.inf):
@@ -284,7 +284,7 @@ def test_non_finite_token_in_the_window_does_not_spoil_the_statistics() -> None:
 
 
 def test_generation_goes_on_after_a_refused_prompt(model: LlamaForCausalLM) -> None:
-    """Weights that overflow raise in the first forward pass; the cache then serves as if it were new."""
+    """Weights that overflow raise in the first forward pass; the cache can then be used as if it were new."""
     prompt = torch.arange(1, 61)[None]
     cache, new = (CompressedCache(model.config, TURBOQUANT | SMALL) for _ in range(2))
     weight = model.model.layers[0].self_attn.k_proj.weight
@@ -390,7 +390,7 @@ def test_no_memory_for_one_side_leaves_both_as_they_were(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("first", ["sliding_attention", "linear_attention"])
 def test_a_refused_step_says_why_beside_layers_that_cannot_step_back(first: str) -> None:
-    """A full sliding layer keeps no past, a linear one no length: neither may hide what was refused."""
+    """The error names the refused tokens even if other layers cannot step back: full sliding and linear ones."""
     sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     kinds = [first, "full_attention", "full_attention"]
     config = {"sliding_attention": Gemma3TextConfig, "linear_attention": Qwen3NextConfig}[first](

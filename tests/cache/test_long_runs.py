@@ -47,7 +47,7 @@ def prompt() -> dict[str, torch.Tensor]:
 
 @contextmanager
 def recorded(model: LlamaForCausalLM, cache: Cache) -> Iterator[list[tuple[Any, ...]]]:
-    """Of each step: positions, what the mask of the last query shows, and the lengths that the cache gives before."""
+    """Record of each step: positions, tokens visible to the last query, and the cache's lengths before it."""
     steps: list[tuple[Any, ...]] = []
 
     def record(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ def recorded(model: LlamaForCausalLM, cache: Cache) -> Iterator[list[tuple[Any, 
 
 
 def run(model: LlamaForCausalLM, cache: Cache, prompt: dict[str, Any], tokens: int, **how: Any) -> Any:
-    """The generated sequences, and every step."""
+    """Generate, and return the sequences and the record of every step."""
     with recorded(model, cache) as steps:
         output = model.generate(**prompt, past_key_values=cache, max_new_tokens=tokens, do_sample=False, **how)
     return output, steps
@@ -76,7 +76,7 @@ def mixed_cache(model: LlamaForCausalLM) -> CompressedCache:
 
 
 def held_tensors(root: Any) -> dict[int, torch.Tensor]:
-    """Every tensor that can be reached from an object's attributes, by the address of its memory."""
+    """All tensors reachable from an object's attributes, by the address of their memory."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     queue = [root]
@@ -97,7 +97,7 @@ def held_tensors(root: Any) -> dict[int, torch.Tensor]:
 
 
 def test_2000_tokens(model: LlamaForCausalLM, prompt: dict[str, torch.Tensor]) -> None:
-    """Each step has the positions, mask and lengths that it has over a dense cache."""
+    """Each of 2,000 steps has the same positions, mask and lengths as with a dense cache."""
     tokens, dense = 2000, DynamicCache()
     prompt = {name: x[1:] for name, x in prompt.items()}
     _, expected = run(model, dense, prompt, tokens)
@@ -121,7 +121,7 @@ def test_2000_tokens(model: LlamaForCausalLM, prompt: dict[str, torch.Tensor]) -
 
 
 def test_beams(model: LlamaForCausalLM, prompt: dict[str, torch.Tensor]) -> None:
-    """150 steps of 4 beams, whose rows change places at nearly every step."""
+    """Beam search over 150 steps, with rows that are reordered at nearly every step."""
     tokens, dense = 150, DynamicCache()
     _, expected = run(model, dense, prompt, tokens, num_beams=4)
     enable_fused_attention(model)
@@ -136,7 +136,7 @@ def test_beams(model: LlamaForCausalLM, prompt: dict[str, torch.Tensor]) -> None
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_prompt_lookup(model: LlamaForCausalLM, prompt: dict[str, torch.Tensor], fused: bool) -> None:
-    """Steps of up to 8 tokens, some of them taken back: each begins where the accepted tokens end."""
+    """Steps of up to 8 tokens, some of them rejected, each begin where the accepted tokens end."""
     tokens = 600
     one = {"input_ids": prompt["input_ids"][:1, :20].repeat(1, 2)}
     (enable_fused_attention if fused else disable_fused_attention)(model)
@@ -162,7 +162,7 @@ CASES = {name: method_config(name) for name in METHODS if name != "commvq"} | de
 
 @pytest.mark.parametrize("name", CASES)
 def test_memory_grows_as_estimated(name: str) -> None:
-    """Over 2,000 tokens, all bytes held are in the report; what is in use is what the shape and the config say."""
+    """Over 2,000 tokens all bytes held are in the report, and bytes in use equal those computed from the shape."""
     batch, heads, dim, layers, step = 1, 2, 32, CONTRACT_MODEL["num_hidden_layers"], 5
     config = load_config({**CASES[name], "sink_tokens": SINKS, "recent_tokens": 64})
     decoder = LlamaConfig(**CONTRACT_MODEL)
@@ -186,8 +186,8 @@ def test_memory_grows_as_estimated(name: str) -> None:
         assert report.rope_used_bytes == batch * tokens * rope_bytes(config, dim, layers)
         used = report.used_bytes - report.rope_used_bytes
         assert estimate <= used <= estimate + waiting * per_token
-        room = (plan.recent_tokens + cache.layers[0].flush_tokens + step) * per_token
-        assert report.allocated_bytes <= 1.125 * report.used_bytes + room
+        spare = (plan.recent_tokens + cache.layers[0].flush_tokens + step) * per_token
+        assert report.allocated_bytes <= 1.125 * report.used_bytes + spare
     assert report.packed_tokens > 1800
 
 
@@ -217,7 +217,7 @@ def live_bytes() -> int:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_50_generations_leave_nothing(model: LlamaForCausalLM, prompt: dict[str, torch.Tensor], fused: bool) -> None:
-    """Caches go at once, without the garbage collector's help, and no tensor stays behind."""
+    """Caches are freed at once, without the garbage collector, and no tensor remains."""
     prompt = {name: x.repeat(1, 2) for name, x in prompt.items()} | {"attention_mask": torch.ones(2, 80).long()}
     generations(model, prompt, 2, fused)
     before = live_bytes()
@@ -232,7 +232,7 @@ def test_50_generations_leave_nothing(model: LlamaForCausalLM, prompt: dict[str,
 
 
 def test_resets_hold_no_more(model: LlamaForCausalLM, prompt: dict[str, torch.Tensor]) -> None:
-    """One cache for 20 prompts takes what it took for the first."""
+    """A cache that is reset between 20 prompts holds as much memory as after the first."""
     cache = mixed_cache(model)
     sizes = set()
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Caches that were built from another config object than the model's own, and models of equal configs side by side."""
+"""Caches built from another config object than the model's own, and several models with equal configs."""
 
 import copy
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def ids() -> torch.Tensor:
 
 @torch.no_grad()
 def run(model: Any, cache: CompressedCache, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Logits of a prompt, where nothing is cached yet, and of single tokens; how often packed tokens were attended."""
+    """Logits of a first prompt and of single tokens, and the number of attention calls over packed tokens."""
     first = [] if cache.get_seq_length() else [PROMPT]
     parts = ids.split([*first, *[1] * (ids.shape[1] - sum(first))], 1)
     with record_paths() as taken:
@@ -52,13 +52,13 @@ OTHERS: dict[str, Callable[[LlamaForCausalLM, Path], PreTrainedConfig]] = {
 
 
 @pytest.mark.parametrize("call", [LlamaForCausalLM.__call__, LlamaForCausalLM.forward], ids=["call", "forward"])
-@pytest.mark.parametrize("room", [None, 100])
+@pytest.mark.parametrize("capacity", [None, 100])
 @pytest.mark.parametrize("other", OTHERS)
 def test_attention_is_fused(
-    model: LlamaForCausalLM, ids: torch.Tensor, tmp_path: Path, other: str, room: int | None, call: Any
+    model: LlamaForCausalLM, ids: torch.Tensor, tmp_path: Path, other: str, capacity: int | None, call: Any
 ) -> None:
-    """Also where a wrapper calls `forward`, past the model's own hooks; and not any more once it is off."""
-    config = {**method_config("turboquant"), "max_cache_len": room}
+    """Attention is fused while the switch is on, also if a wrapper calls `forward` and bypasses the model's hooks."""
+    config = {**method_config("turboquant"), "max_cache_len": capacity}
     foreign = CompressedCache(OTHERS[other](model, tmp_path), config)
     enable_fused_attention(model)
     expected = run(model, CompressedCache(model.config, config), ids)
@@ -71,7 +71,7 @@ def test_attention_is_fused(
 
 
 def test_copies_and_loaded_caches(model: LlamaForCausalLM, ids: torch.Tensor, tmp_path: Path) -> None:
-    """A copy goes on following the model; a file may be read with any config that is equal."""
+    """A copied cache follows the model's switch, and a file can be loaded with any equal config."""
     enable_fused_attention(model)
     foreign = CompressedCache(small_config(), method_config("turboquant"))
     run(model, foreign, ids)
@@ -96,12 +96,12 @@ def test_own_cache_within_compress(model: LlamaForCausalLM, ids: torch.Tensor) -
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("room", [None, 100])
-def test_from_a_model_that_is_fused_to_one_that_is_not(ids: torch.Tensor, room: int | None, attention: str) -> None:
-    """Equal configs and equal weights: the other decodes what it gets, with its own masks, and both go on alike."""
+@pytest.mark.parametrize("capacity", [None, 100])
+def test_from_a_model_that_is_fused_to_one_that_is_not(ids: torch.Tensor, capacity: int | None, attention: str) -> None:
+    """A cache moved between two equal models, of which one is fused, gives both the same results."""
     fused, plain = (small_model(attn_implementation=attention) for _ in range(2))
     enable_fused_attention(fused)
-    config = {**method_config("turboquant"), "max_cache_len": room}
+    config = {**method_config("turboquant"), "max_cache_len": capacity}
     expected, count = run(plain, CompressedCache(plain.config, config), ids)
     assert count == 0
     cache = CompressedCache(fused.config, config)
@@ -112,7 +112,7 @@ def test_from_a_model_that_is_fused_to_one_that_is_not(ids: torch.Tensor, room: 
 
 
 def test_models_that_share_a_config(ids: torch.Tensor) -> None:
-    """One switch for both, and each hands over its own positions."""
+    """Models that share a config share the switch, and each passes its own positions."""
     first = small_model()
     second = LlamaForCausalLM(first.config).eval()
     enable_fused_attention(first)
@@ -122,7 +122,7 @@ def test_models_that_share_a_config(ids: torch.Tensor) -> None:
 
 
 def test_a_copy_of_a_model_has_its_own_hooks(model: LlamaForCausalLM, ids: torch.Tensor) -> None:
-    """They follow the copy's config, and go when its attention is switched off."""
+    """Hooks of a copied model follow the copy's config, and are removed when its attention is switched off."""
     hooks = [len(module._forward_pre_hooks) for module in model.modules()]
     enable_fused_attention(model)
     twin = copy.deepcopy(model)

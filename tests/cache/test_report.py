@@ -1,4 +1,4 @@
-"""The memory report: every number checked by hand for one layer."""
+"""Memory report: every number checked by hand for one layer."""
 
 import math
 from typing import Any
@@ -27,7 +27,7 @@ def filled(cache: Any, tokens: int = TOKENS, dtype: torch.dtype = torch.float32)
 
 
 def test_turboquant_by_hand() -> None:
-    """60 tokens: 4 sinks, 32 packed, 24 in the tail; 4-bit codes are 8 words of 4 bytes and a scale of 2."""
+    """Bytes of 60 tokens by hand: 4 sinks, 32 packed, 24 in the tail; 8 words of 4 bytes and a scale of 2 bytes."""
     cache = filled(TurboQuantCache(CONFIG, bits=4, sink_tokens=4, recent_tokens=8, center=None))
     report = cache.memory_report()
     (layer,) = report.layers
@@ -71,7 +71,7 @@ def test_kivi_by_hand() -> None:
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_one_side_dense(dtype: torch.dtype, size: int) -> None:
-    """A side of method `none` is stored in the model's dtype; its bytes are as held, its bits 16."""
+    """A side of method `none` is stored in the model's dtype: bytes are as held, but bits count as 16."""
     config = {"keys": {"method": "turboquant", "bits": 2}, "values": "none", "sink_tokens": 0, "recent_tokens": 0}
     report = filled(CompressedCache(CONFIG, config), 64, dtype).memory_report()
     assert report.layers[0].method == "turboquant/none"
@@ -106,9 +106,9 @@ def test_layers_that_are_not_ours() -> None:
     assert report.fields()["dense"] == report.layers[0].total_bytes
 
 
-@pytest.mark.usefixtures("fixed_shapes")
-def test_rings_of_fixed_capacity_count_16_bits() -> None:
-    """So do the dense tokens of a layer whose steps have fixed shapes, and the room for them."""
+@pytest.mark.usefixtures("static_shapes")
+def test_tails_of_static_layers_count_16_bits() -> None:
+    """Dense tokens and unused capacity of a layer of fixed capacity count as 16 bits."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         cache = filled(TurboQuantCache(CONFIG, sink_tokens=4, recent_tokens=8, max_cache_len=120), 64, dtype)
@@ -128,12 +128,12 @@ COMPARED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("room", [None, 100])
+@pytest.mark.parametrize("capacity", [None, 100])
 @pytest.mark.parametrize("name", COMPARED)
-def test_like_is_compared_with_like(name: str, dtype: torch.dtype, room: int | None) -> None:
-    """Bits do not depend on the model's dtype, and the ratio is to a full cache in it: of a full cache, 1."""
+def test_like_is_compared_with_like(name: str, dtype: torch.dtype, capacity: int | None) -> None:
+    """Bits do not depend on the model's dtype; the ratio is to a full cache in that dtype, and 1 for that cache."""
     config = LlamaConfig(num_hidden_layers=2, hidden_size=256, num_attention_heads=4, num_key_value_heads=HEADS)
-    windows = {"sink_tokens": 4, "recent_tokens": 8, "max_cache_len": room}
+    windows = {"sink_tokens": 4, "recent_tokens": 8, "max_cache_len": capacity}
     of_dtype, of_float32 = (
         filled(CompressedCache(config, {**COMPARED[name], **windows}), dtype=own).memory_report()
         for own in (dtype, torch.float32)
@@ -142,12 +142,12 @@ def test_like_is_compared_with_like(name: str, dtype: torch.dtype, room: int | N
     assert of_dtype.full_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in dense.layers)
     assert of_dtype.ratio == of_dtype.full_bytes / of_dtype.total_bytes
     assert of_dtype.packed_bits_per_number == pytest.approx(of_float32.packed_bits_per_number, nan_ok=True)
-    if name == "all-none" and room is None:
+    if name == "all-none" and capacity is None:
         assert (of_dtype.ratio, of_dtype.bits_per_number) == (1, 16)
 
 
 def test_room_is_counted_and_bounded() -> None:
-    """Many flushes: at most an eighth of the packed part is spare, and it is in the totals."""
+    """After many flushes at most an eighth of the packed part is unused, and it is counted."""
     cache = TurboQuantCache(CONFIG, bits=4, sink_tokens=0, recent_tokens=0)
     x = torch.randn(1, HEADS, 16, DIM)
     for _ in range(200):
@@ -195,9 +195,9 @@ CASES = declared("CONTRACT") | {name: {"keys": side, "values": side} for name, s
 @pytest.mark.parametrize(("tokens", "kernels"), [(20, False), (80, False), (80, True)])
 @pytest.mark.parametrize("name", CASES)
 def test_constants_are_all_that_a_codec_holds(name: str, tokens: int, kernels: bool) -> None:
-    """Every tensor reachable from a side is a segment, a store's buffer or counted as a constant; none twice.
+    """Every tensor reachable from a side is a segment, a store's buffer or counted as a constant, none of them twice.
 
-    Before the first tokens are packed, 20 of them, as well as after. Tables that both sides share count in each.
+    This holds before and after the first tokens are packed. Tables that both sides share count in each.
     """
     model = LlamaConfig(**CONTRACT_MODEL)
     if kernels:

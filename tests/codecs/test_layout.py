@@ -32,7 +32,7 @@ def test_codes_take_their_bits(bits: int, size: int) -> None:
 
 
 def test_fields_per_group() -> None:
-    """A quantity shared by 32 tokens counts a 32nd per token."""
+    """A number shared by 32 tokens counts as 1/32 per token."""
     assert Field("scale", torch.float16, (64,), tokens=32).bytes_per_token == 4
     assert Field("scale", torch.float16).bytes_per_token == 2
     assert bytes_per_token((Field("a", torch.int32, (8,)), Field("b", torch.float16, (2,), 4))) == 33
@@ -56,7 +56,7 @@ def test_padding(width: int, words: int, padded: int) -> None:
 
 @pytest.mark.parametrize("width", [8, 16, 24, 64, 80, 96, 128])
 def test_code_order(width: int) -> None:
-    """Channel j * words + c sits at place j * padded + c: the same part of a word, the same word."""
+    """Channel j * words + c is at position j * padded + c: the same part of a word, and the same word."""
     order = code_order(width)
     words, padded = width // 8, padded_words(width)
     assert order.tolist() == [j * padded + c for j in range(8) for c in range(words)]
@@ -66,7 +66,7 @@ def test_code_order(width: int) -> None:
 
 @pytest.mark.parametrize("multiple", [1, 16, 32, 128])
 def test_growth(multiple: int) -> None:
-    """Capacity is never less than needed nor more than an eighth above, in multiples of the group if possible."""
+    """Capacity is at least as needed and at most an eighth more, in multiples of the group if possible."""
     for tokens in range(multiple, 5000, multiple):
         capacity = grown_capacity(tokens, multiple)
         assert tokens <= capacity <= tokens * (1 + SLACK)

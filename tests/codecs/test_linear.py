@@ -17,7 +17,7 @@ class Options(MethodOptions):
 
 
 class ThreeRows(LinearCodec):
-    """Code space has the two channels, which share a scale, and their diagonal, which has none."""
+    """Codec with three rows: the two channels, which share a scale, and their diagonal without a scale."""
 
     name = "three_rows"
 

@@ -70,7 +70,7 @@ def test_samples_agree(dim: int) -> None:
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @pytest.mark.parametrize("dim", [32, 128])
 def test_no_neighbour_is_better(bits: int, dim: int) -> None:
-    """Moved or scaled levels do worse, for both kinds of codebook; and the free one beats the uniform one."""
+    """Moved or scaled levels are worse for both codebooks, and the Lloyd-Max levels beat the uniform ones."""
     best = loss(lloyd_max_levels(dim, bits), dim)
     for factor in (0.97, 1.03):
         assert loss(lloyd_max_levels(dim, bits) * factor, dim) > best
@@ -83,7 +83,7 @@ def test_no_neighbour_is_better(bits: int, dim: int) -> None:
 
 @pytest.mark.parametrize(("bits", "mse"), [(1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)])
 def test_distortion(bits: int, mse: float) -> None:
-    """Times the dimension this is the distortion of a unit vector; Max's figures for a normal variable."""
+    """The distortion of a coordinate, times the dimension, is near Max's figures for a normal variable."""
     assert 2000 * loss(lloyd_max_levels(2000, bits), 2000) == pytest.approx(mse, rel=3e-3)
 
 
@@ -101,7 +101,7 @@ def test_shape(codebook: object) -> None:
 
 @pytest.mark.parametrize("bits", range(1, 7))
 def test_levels_counted_outwards(bits: int) -> None:
-    """Magnitudes ascend in both halves, and the codes of such levels stand for the same numbers."""
+    """Magnitudes ascend in both halves, and codes of reordered levels decode to the same numbers."""
     levels = lloyd_max_levels(64, bits).float()
     turned = outward(levels)
     negative, positive = turned.chunk(2)

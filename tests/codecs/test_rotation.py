@@ -1,4 +1,4 @@
-"""Rotations and sketches: orthogonal, seeded, and uniform where they say so."""
+"""Rotations and sketches: orthogonal, seeded, and uniform if they are `haar`."""
 
 import math
 
@@ -35,7 +35,7 @@ def test_seeds(kind: str, dim: int) -> None:
 def test_single_channels_become_like_any_vector(kind: str, dim: int) -> None:
     """A rotated single channel has the variance and fourth moment, 3d / (d + 2), of a random unit vector's times √d.
 
-    They take many values, too: one transform would leave two, ±1, and two transforms a grid as coarse as a codebook.
+    They also take many values: one transform would give only ±1, and two transforms a grid as coarse as a codebook.
     """
     entries = torch.stack([random_rotation(kind, dim, seed) for seed in range(20)]) * math.sqrt(dim)
     assert entries.square().mean().item() == pytest.approx(1, abs=1e-5)
@@ -46,7 +46,7 @@ def test_single_channels_become_like_any_vector(kind: str, dim: int) -> None:
 
 
 def test_seeds_of_codecs_are_unrelated() -> None:
-    """Seeds of layers and sides are unrelated; shifted ones would repeat another seed's layer or side."""
+    """Seeds of layers and sides are unrelated; consecutive ones would repeat the layers or sides of other seeds."""
     seeds = [0, 1, 2, 3, 7, 8, 16]
     parts = ["rotation 0", "rotation 1", "sketch 0"]
     found = [

@@ -1,4 +1,4 @@
-"""Configs: what loads, what per-layer rules mean, and what is refused with which words."""
+"""Configs: loading, rules for single layers, and errors."""
 
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def test_paper_presets_are_the_papers() -> None:
 @pytest.mark.parametrize("name", ["turboquant-paper-2.5bit", "turboquant-paper-3.5bit", "polarquant-paper-offline"])
 @torch.inference_mode()
 def test_paper_presets_keep_dense_what_fills_no_block(name: str) -> None:
-    """Up to 31 tokens of a prompt, and as many before each step where generated ones are packed."""
+    """Paper presets, without windows, keep up to 31 tokens of a prompt dense, as tokens are packed 32 at a time."""
     model = small_model()
     cache = CompressedCache(model.config, name)
     model(input_ids=torch.arange(95)[None] % 64, past_key_values=cache)
@@ -204,7 +204,7 @@ def test_turboquant_bits(bits: float) -> None:
     ],
 )
 def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """The message names the key, the value and what is allowed - and the file, where there is one."""
+    """Error messages name the key, the value, the allowed values and, if there is one, the file."""
     data = {**SIDES, **change}
     with pytest.raises(ValueError, match=message) as caught:
         load_config(data)

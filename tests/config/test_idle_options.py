@@ -1,4 +1,4 @@
-"""Options that would be ignored or taken for another type: refused with file and key; what is saved comes back."""
+"""Options without effect and values of wrong types are refused with file and key; saved configs load unchanged."""
 
 import re
 from pathlib import Path
@@ -37,7 +37,7 @@ IDLE = [
 
 @pytest.mark.parametrize(("side", "name", "need"), IDLE, ids=[f"{side['method']}-{name}" for side, name, _ in IDLE])
 def test_options_without_effect_are_refused(side: dict[str, Any], name: str, need: str, tmp_path: Path) -> None:
-    """At the top and in rules, given in a dictionary or a file; each has an effect in some other combination."""
+    """An option without effect is refused at the top and in rules; each has an effect in another combination."""
     value = "True" if side[name] is True else repr(side[name])
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({"keys": side, "values": "none"}))
@@ -51,7 +51,7 @@ def test_options_without_effect_are_refused(side: dict[str, Any], name: str, nee
 
 
 def test_a_rule_may_leave_an_inherited_option_without_effect() -> None:
-    """Whole bits for some layers of a cache with fractional ones, and an option that only the rule gives a meaning."""
+    """A rule may drop an inherited option's effect, as whole bits do among fractional ones, or give it one."""
     keys = {"method": "turboquant", "bits": 2.5, "outlier_fraction": 0.25}
     rules = [
         {"match": 0, "keys": {"method": "turboquant", "bits": 4}},
@@ -104,7 +104,7 @@ def test_rules_without_effect() -> None:
 
 
 def test_configs_come_back_as_they_were(tmp_path: Path) -> None:
-    """From YAML, a saved cache, `changed` and a cell's description, with every option given that can be."""
+    """Configs with every option set survive YAML, a saved cache, `changed` and a cell's description."""
     keys = {"method": "turboquant", "bits": 2.5, "outlier_fraction": 0.25, "center": "on", "codebook": "uniform"}
     values = {"method": "turboquant", "bits": 3, "estimator": "prod", "sketch": "gaussian"}
     rules = [{"match": 0, "keys": {"method": "turboquant", "bits": 4}}, {"match": "1-1", "sink_tokens": 2}]
@@ -128,7 +128,7 @@ def test_configs_come_back_as_they_were(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", [name for name in method_names() if name != "none"])
 def test_no_option_takes_another_type(method: str) -> None:
-    """A boolean for a number, a number for a boolean, and texts for both; `center` alone has a YAML reading of them."""
+    """Booleans, numbers and texts are not converted to each other, except YAML's booleans for `center`."""
     options = get_method(method).Options
     numbers = [name for name, field in options.model_fields.items() if _takes(field.annotation, int, float)]
     booleans = [name for name, field in options.model_fields.items() if _takes(field.annotation, bool)]
@@ -205,7 +205,7 @@ def test_defaults_fit_every_head_dimension_or_say_what_does(head_dim: int) -> No
     group = next((size for size in (32, 16) if head_dim % size == 0), None)
     expected = {"method": "kivi", "bits": 3, "group_size": group} if group else {"method": "turboquant", "bits": 3}
     assert QJLCache(config, values={"bits": 3}).compression.values.model_dump() == expected
-    fits = "turboquant takes such values" if group is None else f"head dimension {head_dim}: 16"
+    fits = "turboquant supports such values" if group is None else f"head dimension {head_dim}: 16"
     if head_dim % 32:
         with pytest.raises(ValueError, match=f"group_size=32 for kivi values: allowed .*{fits}"):
             KIVICache(config)

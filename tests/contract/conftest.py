@@ -1,4 +1,4 @@
-"""What the contract tests share: a tiny model, the configurations under test, and an independent oracle."""
+"""Fixtures of the contract tests: a tiny model, the configurations under test, and an independent oracle."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CONFIGS |= declared("CONTRACT")
 
 
 class Rotary:
-    """cos and sin of new tokens: those that the model uses while attention is fused, else those of their indices."""
+    """Source of cos and sin of new tokens: the model's own while attention is fused, else those of their indices."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.layout = rope_layout(model.config, model.config.head_dim)
@@ -58,7 +58,7 @@ class Rotary:
         self._used = output
 
     def factors(self, start: int, states: torch.Tensor) -> Rope:
-        """Each `[B, 1, T, rotary]`, as a cache layer holds keys, in the 16 bits that are kept of them."""
+        """cos and sin, each `[B, 1, T, rotary]` as a cache layer holds keys, rounded to 16 bits."""
         used = self._used
         if self._model.config._attn_implementation != ATTENTION_NAME:
             used = self._model.model.rotary_emb(states, torch.arange(start, start + states.shape[2])[None])
@@ -67,10 +67,10 @@ class Rotary:
 
 
 class OracleLayer(DynamicLayer):
-    """A dense layer in which tokens that leave the window are replaced by what the codec makes of them.
+    """Oracle: a dense layer in which tokens that leave the window are encoded and decoded by the codec.
 
-    It shares the codecs with the product and nothing else: all operations are those of Transformers' `DynamicLayer`,
-    another one of which holds the tokens' cos and sin.
+    It shares nothing but the codecs with the package: all operations are those of Transformers' `DynamicLayer`, and a
+    second one holds the tokens' cos and sin.
     """
 
     def __init__(self, index: int, plan: LayerPlan, config: CompressionConfig, rotary: Rotary) -> None:
@@ -103,14 +103,14 @@ class OracleLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         prompt = key_states.shape[2] > 16
         if not prompt and self.config.quantize_generated:
-            self._pack()
+            self._flush()
         self.rope.update(*self.rotary.factors(self.get_seq_length(), key_states))
         seen = super().update(key_states, value_states)
         if prompt:
-            self._pack()
+            self._flush()
         return seen
 
-    def _pack(self) -> None:
+    def _flush(self) -> None:
         length = self.get_seq_length()
         start = min(self.plan.sink_tokens, length) + self.packed
         block = math.lcm(32, self.group) if self.codecs else 32
@@ -156,7 +156,7 @@ class OracleLayer(DynamicLayer):
 
 @dataclass
 class Case:
-    """One configuration on one model, with fused attention on or off."""
+    """A configuration on a model, with fused attention on or off."""
 
     name: str
     model: LlamaForCausalLM

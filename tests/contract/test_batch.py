@@ -27,7 +27,7 @@ def rows(ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_same_as_on_dense_tensors(case: Any, rows: torch.Tensor, operation: str) -> None:
-    """Each operation on a cache with sinks, packed tokens and a tail, then decoding past the next flush."""
+    """Batch operations on sinks, packed tokens and tail, then decoding past the next flush, equal dense tensors."""
     cache, oracle = case.cache(), case.oracle()
     for one in (cache, oracle):
         case.feed(one, rows[:, :63], [60, 1, 2])
@@ -73,7 +73,7 @@ ALL_NONE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("config", ALL_NONE.values(), ids=ALL_NONE)
 def test_layers_that_are_all_none(tiny_model: Any, rows: torch.Tensor, config: dict[str, Any], operation: str) -> None:
-    """A cache of Transformers' own layers alone has rows too; what it refuses, it refuses by its own checks."""
+    """A cache of only Transformers' own layers supports batch operations, and its errors are Transformers'."""
     cache, dense = CompressedCache(tiny_model.config, config), DynamicCache(config=tiny_model.config)
     with torch.no_grad():
         for one in (cache, dense):
@@ -91,17 +91,17 @@ def test_layers_that_are_all_none(tiny_model: Any, rows: torch.Tensor, config: d
     assert [layer.keys.shape[0] for layer in cache.layers] == [batch] * len(dense.layers)
 
 
-@pytest.mark.parametrize("room", [None, 60])
-def test_beams_of_layers_that_are_all_none(tiny_model: Any, ids: torch.Tensor, room: int | None) -> None:
+@pytest.mark.parametrize("capacity", [None, 60])
+def test_beams_of_layers_that_are_all_none(tiny_model: Any, ids: torch.Tensor, capacity: int | None) -> None:
     expected = tiny_model.generate(ids[:, :20], num_beams=4, do_sample=False, max_new_tokens=12)
     for config in ALL_NONE.values():
-        cache = CompressedCache(tiny_model.config, {**config, "max_cache_len": room})
+        cache = CompressedCache(tiny_model.config, {**config, "max_cache_len": capacity})
         how = {"num_beams": 4, "do_sample": False, "max_new_tokens": 12, "disable_compile": True}
         assert torch.equal(tiny_model.generate(ids[:, :20], past_key_values=cache, **how), expected)
 
 
 def test_rows_are_counted_by_the_layer_that_has_some(tiny_model: Any, rows: torch.Tensor) -> None:
-    """A row that there is not is refused before the layers of Transformers' own, which come first, are changed."""
+    """A missing row is refused before Transformers' own layers, which come first, are changed."""
     config = {"keys": "kivi", "values": "kivi", "layers": [{"match": 0, "method": "none"}]}
     cache = CompressedCache(tiny_model.config, config)
     x = torch.randn(3, 2, 5, 32)

@@ -1,4 +1,4 @@
-"""Crop: exact in the tail, from the stored codes in the packed part, and free of traces beyond that."""
+"""Crop: exact in the tail, decoded from codes in the packed part; removed tokens leave no trace."""
 
 import copy
 from typing import Any
@@ -9,7 +9,7 @@ from support.closeness import assert_close_but_for_flips
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 LENGTH = 75
-"""Tokens before the crop: 4 sinks, 32 packed, 39 in the tail, of which 14 came in steps."""
+"""Tokens before the crop: 4 sinks, 32 packed, 39 in the tail, 14 of them from steps."""
 
 
 def grown(case: Any, cache: Any, ids: torch.Tensor, length: int = LENGTH) -> None:
@@ -17,7 +17,7 @@ def grown(case: Any, cache: Any, ids: torch.Tensor, length: int = LENGTH) -> Non
 
 
 def test_inside_the_tail_is_exact(case: Any, ids: torch.Tensor) -> None:
-    """Bit for bit as if the removed tokens had never been there."""
+    """A crop within the tail is exact, as if the removed tokens had never been stored."""
     one, other = case.cache(), case.cache()
     for cache in (one, other):
         grown(case, cache, ids, length=68)
@@ -35,10 +35,10 @@ def test_inside_the_tail_is_exact(case: Any, ids: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("removed", [39, 40, 52, 72, LENGTH, LENGTH + 40])
 def test_anywhere(case: Any, ids: torch.Tensor, removed: int) -> None:
-    """The whole tail, the edge of the packed part, inside it, a sink, everything, more than everything; then on.
+    """Crop to any length and continue: tail, edge and inside of the packed part, a sink, everything and beyond.
 
-    In torch, where chunks of prompts get the oracle's own attention: another's rounding flips a code now and then, and
-    these sizes pack what chunks computed.
+    In torch only, where prompt chunks use the oracle's own attention: the rounding of another one can flip codes, and
+    these sizes pack tokens that chunks computed.
     """
     cache, oracle = case.cache(backend="torch"), case.oracle()
     for one in (cache, oracle):
@@ -58,7 +58,7 @@ def test_anywhere(case: Any, ids: torch.Tensor, removed: int) -> None:
 
 
 def test_into_the_packed_part_keeps_codes(unfused: Any, ids: torch.Tensor) -> None:
-    """Whole groups stay as they are; a group that is cut is decoded into the tail."""
+    """Whole groups keep their codes; a group that is cut is decoded into the tail."""
     cache = unfused.cache()
     with torch.no_grad():
         grown(unfused, cache, ids)
@@ -71,7 +71,7 @@ def test_into_the_packed_part_keeps_codes(unfused: Any, ids: torch.Tensor) -> No
 
 
 def test_repeated_rejection(case: Any, ids: torch.Tensor) -> None:
-    """Speculative decoding: steps of 5 tokens of which 2 stay, across a flush."""
+    """Speculative decoding across a flush: steps of 5 tokens of which 2 are accepted."""
     cache, oracle = case.cache(), case.oracle()
     for one in (cache, oracle):
         case.feed(one, ids[:, :61])
@@ -114,7 +114,7 @@ def test_empty_cache(unfused: Any) -> None:
 
 @pytest.mark.parametrize("removed", [3, 17, 20, 30])
 def test_before_anything_is_packed(case: Any, ids: torch.Tensor, removed: int) -> None:
-    """A prompt shorter than the window, cropped into the tail, to the sinks, into them, and away."""
+    """Crop a prompt shorter than the window: into the tail, to the sinks, into them, and to nothing."""
     cache, oracle = case.cache(), case.oracle()
     sizes = [60, 1, 1]
     for one in (cache, oracle):

@@ -1,4 +1,4 @@
-"""Prefill, decoding and everything between: the logits of a compressed cache are those of the oracle."""
+"""Prefill, chunks, steps and padding: the logits of a compressed cache equal those of an independent oracle."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ TOLERANCE = {"atol": 1e-4, "rtol": 0}
 
 
 def check(case: Any, ids: torch.Tensor, sizes: list[int], mask: torch.Tensor | None = None, **changes: Any) -> Any:
-    """Runs the product and the oracle side by side; returns the product's cache.
+    """Compare a compressed cache with the oracle, and return the cache.
 
-    In C++ the attention of a chunk differs by rounding, which flips a code now and then: there torch packs chunks.
+    C++ attention of chunks differs by rounding, which can flip codes; chunks use torch instead.
     """
     chunks = any(size > MAX_DECODE_TOKENS for size in sizes[1:])
     cache, oracle = case.cache(backend="torch" if chunks else "auto", **changes), case.oracle(**changes)
@@ -41,7 +41,7 @@ def test_prefill_then_decode(case: Any, ids: torch.Tensor) -> None:
 
 
 def test_loss_is_visible(unfused: Any, ids: torch.Tensor) -> None:
-    """The control: compression changes the logits far more than the tolerance, so a wrong path would be seen."""
+    """Control: compression changes the logits by far more than the tolerance, so a wrong path would be noticed."""
     with torch.no_grad():
         sizes = [100, 8]
         lossy = unfused.feed(unfused.cache(), ids[:, :108], sizes)[:, 100:]
@@ -50,7 +50,7 @@ def test_loss_is_visible(unfused: Any, ids: torch.Tensor) -> None:
 
 
 def test_decode_from_the_first_token(case: Any, ids: torch.Tensor) -> None:
-    """No prompt to speak of: sinks, window and packed part all fill up step by step."""
+    """With a prompt of one token, sinks, window and packed part fill up step by step."""
     check(case, ids, [1] * 12 + [4] * 11)
 
 
@@ -65,7 +65,7 @@ def test_short_chunks_before_anything_is_packed(case: Any, ids: torch.Tensor) ->
 
 @pytest.mark.parametrize("step", [2, 7, 16])
 def test_steps_of_many_tokens(case: Any, ids: torch.Tensor, step: int) -> None:
-    """Speculative verification: a few tokens at once over a packed past."""
+    """Steps of several tokens over a packed past, as in speculative verification."""
     check(case, ids, [77] + [step] * max(2, 24 // step))
 
 
@@ -84,14 +84,14 @@ def test_steps_are_causal(case: Any, ids: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("sizes", [[70] + [1] * 12, [60, 5, 5, 40, 1]], ids=["decode", "chunks"])
 def test_left_padding(case: Any, ids: torch.Tensor, sizes: list[int]) -> None:
-    """Rows of different length, the shorter one padded on the left past the sinks."""
+    """Rows of different length, the shorter one left-padded by more than the sinks."""
     mask = torch.ones(2, sum(sizes), dtype=torch.long)
     mask[0, :13] = 0
     check(case, ids, sizes, mask)
 
 
 def test_padding_is_not_attended(case: Any, ids: torch.Tensor) -> None:
-    """The mask reaches the packed part: hiding packed tokens changes the logits, in that row only."""
+    """A mask over packed tokens changes the logits of its row only."""
     mask = torch.ones(2, 70, dtype=torch.long)
     hidden = mask.clone()
     hidden[0, 10:20] = 0
@@ -122,9 +122,9 @@ def test_no_sinks_and_no_window(case: Any, ids: torch.Tensor) -> None:
 
 
 def test_fused_path_is_taken(case: Any, ids: torch.Tensor) -> None:
-    """Fused attention serves decode steps over packed tokens, once per compressed layer.
+    """Fused attention runs at decode steps over packed tokens, once per compressed layer.
 
-    In C++ also prompts' chunks, or tiles do where the codec of values minds.
+    C++ attention runs prompt chunks too, and tiles run them if the value codec's `chunks_on_cpp` is False.
     """
     cache = case.cache()
     with record_paths() as taken:
@@ -144,7 +144,7 @@ def test_fused_path_is_taken(case: Any, ids: torch.Tensor) -> None:
 
 
 def test_fused_is_switched_in_mid_generation(unfused: Any, ids: torch.Tensor) -> None:
-    """A cache follows its model: steps before and after `enable_fused_attention` fit together."""
+    """A cache follows its model's switch: steps before and after `enable_fused_attention` agree."""
     with torch.no_grad():
         cache, oracle = unfused.cache(), unfused.oracle()
         for part in (ids[:, :60], ids[:, 60:63]):

@@ -1,4 +1,4 @@
-"""`model.generate` in all its ways: it runs, packs tokens, and fused and not fused agree."""
+"""All modes of `model.generate`: tokens are packed, and fused and unfused attention give the same text."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams-returned": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
 }
 NEW = 28
-"""Enough that generated tokens are packed too."""
+"""New tokens; enough that generated tokens are packed too."""
 
 
 def generate(case: Any, cache: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -37,7 +37,7 @@ def test_fused_equals_not_fused(unfused: Any, ids: torch.Tensor, way: str) -> No
 
 @pytest.mark.parametrize("way", ["prompt-lookup", "assisted"])
 def test_speculative(unfused: Any, assistant: Any, ids: torch.Tensor, way: str) -> None:
-    """Several tokens per step, most of them cropped away again."""
+    """Assisted generation has several tokens per step, most of which are cropped again."""
     prompt = ids[:1, :25].repeat(1, 2)
     how = {"prompt_lookup_num_tokens": 4} if way == "prompt-lookup" else {"assistant_model": assistant}
     outputs = []
@@ -50,7 +50,7 @@ def test_speculative(unfused: Any, assistant: Any, ids: torch.Tensor, way: str) 
 
 
 def test_speculative_without_compression_is_greedy(tiny_model: Any, assistant: Any, ids: torch.Tensor) -> None:
-    """With nothing but a wide window the assisted tokens are the greedy ones: crop and steps lose nothing."""
+    """With a window so wide that nothing is packed, assisted generation gives the greedy tokens."""
     prompt = ids[:1, :50]
     plain = tiny_model.generate(prompt, max_new_tokens=NEW, do_sample=False)
     config = {"keys": {"method": "turboquant"}, "values": {"method": "turboquant"}, "recent_tokens": 512}
@@ -61,7 +61,7 @@ def test_speculative_without_compression_is_greedy(tiny_model: Any, assistant: A
 
 
 def test_a_second_turn_continues_the_cache(case: Any, ids: torch.Tensor) -> None:
-    """The next prompt of a chat is a chunk on a packed past; generate feeds only what is new."""
+    """The next prompt of a chat is a chunk over a packed past; `generate` feeds only its new tokens."""
     cache, oracle = case.cache(), case.oracle()
     turns = []
     for one in (cache, oracle):
@@ -74,7 +74,7 @@ def test_a_second_turn_continues_the_cache(case: Any, ids: torch.Tensor) -> None
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 2, "max_new_tokens": 12}], ids=["greedy", "beams"])
 def test_left_padded_batch(case: Any, ids: torch.Tensor, how: dict[str, Any]) -> None:
-    """Beams change places within each row of the batch, and positions with them where a method keeps those."""
+    """Beam search reorders the rows of a left-padded batch, together with the positions that some methods keep."""
     mask = torch.ones(2, 70, dtype=torch.long)
     mask[1, :11] = 0
     prompt = ids[:, :70].masked_fill(mask == 0, 0)
@@ -88,7 +88,7 @@ def test_left_padded_batch(case: Any, ids: torch.Tensor, how: dict[str, Any]) ->
 
 
 def contrastive(model: Any, input_ids: torch.Tensor, generation_config: Any, **given: Any) -> torch.Tensor:
-    """Uses the cache as contrastive search does: each row tries several tokens, of which one stays."""
+    """Use the cache as contrastive search does: each row tries several tokens, of which one is kept."""
     cache, rows, tried = given["past_key_values"], len(input_ids), 3
     logits = model(input_ids=input_ids, past_key_values=cache).logits[:, -1]
     for _ in range(generation_config.max_new_tokens):
@@ -102,7 +102,7 @@ def contrastive(model: Any, input_ids: torch.Tensor, generation_config: Any, **g
 
 
 def test_custom_generate(case: Any, ids: torch.Tensor) -> None:
-    """A recipe of the caller's own, as contrastive search and others are since they left Transformers for the Hub."""
+    """A custom generation function works, as contrastive search is one now that it lives on the Hub."""
     cache = case.cache()
     how = {"custom_generate": contrastive, "max_new_tokens": 10, "do_sample": False}
     outputs = [generate(case, one, ids[:, :70], **how) for one in (cache, case.oracle())]

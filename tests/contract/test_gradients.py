@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, GptOssConfig, GptOssForCausalLM, L
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.attention.handle import PackedKV
 
-PROMPT, ROOM = 60, 100
+PROMPT, CAPACITY = 60, 100
 CONFIGS: dict[str, dict[str, Any]] = {name: method_config(name) for name in METHODS} | {
     "mixed": mixed_config(),
     "one-none": {**method_config("turboquant"), "layers": [{"match": 0, "method": "none"}]},
@@ -26,17 +26,17 @@ def tokens(count: int) -> torch.Tensor:
 
 
 def gradients(model: Any, step: Any, cache: Cache, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of the language model's loss over `ids`, by weight."""
+    """Gradients of the language model's loss over `ids`, by weight."""
     model.zero_grad()
     step(input_ids=ids, past_key_values=cache, labels=ids).loss.backward()
     return {name: weight.grad for name, weight in model.named_parameters()}
 
 
 def expected_gradients(model: Any, cache: CompressedCache, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Through a dense cache of what this step attends to beside its own tokens.
+    """Gradients through a dense cache that holds the decoded tokens of earlier steps.
 
-    A few tokens attend to the cache as they find it once those that leave the window are packed; a prompt's part to the
-    cache as it was.
+    A step of a few tokens attends to the cache after tokens that leave the window are packed, a prompt chunk to the
+    cache before that.
     """
     seen = copy.deepcopy(cache)
     length, few = int(seen.get_seq_length()), ids.shape[1] <= 16
@@ -54,16 +54,16 @@ def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-3)
 
 
-KINDS = {"growing": (None, False), "fixed": (ROOM, False), "frozen": (ROOM, True)}
+KINDS = {"growing": (None, False), "static": (CAPACITY, False), "frozen": (CAPACITY, True)}
 
 
 @pytest.fixture(params=KINDS)
-def room(request: pytest.FixtureRequest) -> int | None:
-    """`max_cache_len`: none, and one whose steps are as on CPUs and as elsewhere."""
-    room, frozen = KINDS[request.param]
+def capacity(request: pytest.FixtureRequest) -> int | None:
+    """`max_cache_len`: None, or a fixed capacity with the steps of CPUs or of other devices."""
+    capacity, frozen = KINDS[request.param]
     if frozen:
-        request.getfixturevalue("fixed_shapes")
-    return room
+        request.getfixturevalue("static_shapes")
+    return capacity
 
 
 @pytest.fixture(params=[False, True], ids=["decoded", "fused"])
@@ -75,15 +75,15 @@ def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_of_steps(model: Any, name: str, room: int | None) -> None:
-    """A token or two, a few, and another part of the prompt, each by itself, after a prompt without gradients."""
+def test_of_steps(model: Any, name: str, capacity: int | None) -> None:
+    """Steps of one, two and a few tokens, and a chunk, have gradients after a prompt without."""
     ids = tokens(PROMPT + 28)
-    cache = CompressedCache(model.config, {**CONFIGS[name], "max_cache_len": room})
-    # Those of fixed capacity cannot be used outside the inference mode in which they were made.
+    cache = CompressedCache(model.config, {**CONFIGS[name], "max_cache_len": capacity})
+    # Transformers' layers of fixed capacity cannot be used outside the inference mode they were made in.
     with torch.no_grad() if "none" in name else torch.inference_mode():
         model(input_ids=ids[:, :PROMPT], past_key_values=cache)
     assert (cache.packed_tokens > 0) == (name != "all-none")
-    # Transformers' own layers keep the graph of a step, which can be gone through once.
+    # Transformers' own layers keep the graph of a step, which allows one backward pass only.
     sizes = [28] if "none" in name else [2, 6, 20]
     for part in ids[:, PROMPT:].split(sizes, 1):
         expected = expected_gradients(model, cache, part)
@@ -91,10 +91,10 @@ def test_of_steps(model: Any, name: str, room: int | None) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[2, 5], [3, 1], [20, 20], [5, 40, 5]], ids=str)
-def test_from_the_first_token_on(model: Any, sizes: list[int], room: int | None) -> None:
-    """Every part under gradients: the first, those that fill the sinks, and those before anything is packed."""
+def test_from_the_first_token_on(model: Any, sizes: list[int], capacity: int | None) -> None:
+    """All parts of a prompt have gradients: the first, those that fill the sinks, and those before any packing."""
     ids = tokens(sum(sizes))
-    cache = CompressedCache(model.config, {**CONFIGS["turboquant"], "max_cache_len": room})
+    cache = CompressedCache(model.config, {**CONFIGS["turboquant"], "max_cache_len": capacity})
     for part in ids.split(sizes, 1):
         expected = expected_gradients(model, cache, part)
         check(gradients(model, model, cache, part), expected)
@@ -104,12 +104,12 @@ def test_from_the_first_token_on(model: Any, sizes: list[int], room: int | None)
 
 
 @pytest.mark.parametrize("part", ["k_proj", "v_proj"])
-def test_where_the_query_has_none(model: Any, part: str, room: int | None) -> None:
-    """One adapted weight of the first layer, whose queries are constants."""
+def test_where_the_query_has_none(model: Any, part: str, capacity: int | None) -> None:
+    """Keys or values have gradients if the queries have none, as with one trained weight of the first layer."""
     model.requires_grad_(False)
     weight = getattr(model.model.layers[0].self_attn, part).weight.requires_grad_(True)
     ids = tokens(PROMPT + 1)
-    cache = CompressedCache(model.config, {**CONFIGS["kivi"], "max_cache_len": room})
+    cache = CompressedCache(model.config, {**CONFIGS["kivi"], "max_cache_len": capacity})
     with torch.no_grad():
         model(input_ids=ids[:, :PROMPT], past_key_values=cache)
     expected = expected_gradients(model, cache, ids[:, PROMPT:])
@@ -119,10 +119,10 @@ def test_where_the_query_has_none(model: Any, part: str, room: int | None) -> No
     torch.testing.assert_close(found[name], expected[name], atol=2e-5, rtol=1e-3)
 
 
-def test_compiled_code_has_none(model: Any, room: int | None) -> None:
-    """A backward pass may compute again what depends on a counter that has gone on; Transformers' static cache does."""
+def test_compiled_code_has_none(model: Any, capacity: int | None) -> None:
+    """Compiled code refuses gradients: a backward pass may recompute from a counter that has moved on."""
     ids = tokens(PROMPT + 1)
-    cache = CompressedCache(model.config, {**CONFIGS["turboquant"], "max_cache_len": room})
+    cache = CompressedCache(model.config, {**CONFIGS["turboquant"], "max_cache_len": capacity})
     with torch.no_grad():
         model(input_ids=ids[:, :PROMPT], past_key_values=cache)
     torch._dynamo.reset()
@@ -138,7 +138,7 @@ def test_compiled_code_has_none(model: Any, room: int | None) -> None:
 
 
 def test_without_them_attention_stays_fused() -> None:
-    """A tensor that could have gradients does not need them under `no_grad`."""
+    """Attention stays fused under `no_grad`, even if tensors require gradients."""
     model = small_model(1)
     enable_fused_attention(model)
     layer = CompressedCache(model.config, CONFIGS["turboquant"]).layers[0]
@@ -151,8 +151,8 @@ def test_without_them_attention_stays_fused() -> None:
     assert layer.update(leaf, leaf)[0].requires_grad
 
 
-def test_learned_sinks_have_gradients() -> None:
-    """A gpt-oss whose queries are constants: its sinks alone are trained."""
+def test_s_aux_has_gradients() -> None:
+    """Learned sink logits have gradients, even if nothing else of a gpt-oss model is trained."""
     config = GptOssConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, num_local_experts=2, num_experts_per_tok=1,

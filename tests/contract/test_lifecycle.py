@@ -1,4 +1,4 @@
-"""Reset, copies, moves, immutability, and what a cache reports about itself."""
+"""Reset, copies, moves between devices, immutability of stored tokens, and reported sizes."""
 
 import copy
 from typing import Any
@@ -23,7 +23,7 @@ def stored(layer: Any) -> list[torch.Tensor]:
 
 
 def test_reset_then_reuse(case: Any, ids: torch.Tensor) -> None:
-    """A reset cache does what a new one does, bit for bit, with another batch size too."""
+    """A reset cache behaves like a new one, bit for bit, also with another batch size."""
     used = case.cache()
     case.feed(used, ids[:, 100:180], [75, 5])
     assert used.packed_tokens > 0
@@ -36,7 +36,7 @@ def test_reset_then_reuse(case: Any, ids: torch.Tensor) -> None:
 
 
 def test_deepcopy_is_independent(case: Any, ids: torch.Tensor) -> None:
-    """Decoding on a copy, across a flush, leaves the original as it was; both then agree."""
+    """Decoding with a copy, across a flush, leaves the original unchanged; both then agree."""
     original = case.cache()
     case.feed(original, ids[:, :70])
     keys = [layer.keys.clone() for layer in original.layers]
@@ -55,7 +55,7 @@ def test_deepcopy_is_independent(case: Any, ids: torch.Tensor) -> None:
 
 
 def test_deepcopy_before_the_first_token(case: Any, ids: torch.Tensor) -> None:
-    """Each copy sets its own statistics."""
+    """Copies of an empty cache set their own statistics."""
     original = case.cache()
     twin = copy.deepcopy(original)
     case.feed(twin, ids[:, 120:200])
@@ -65,7 +65,7 @@ def test_deepcopy_before_the_first_token(case: Any, ids: torch.Tensor) -> None:
 
 
 def test_copy_between_prefill_and_first_flush(case: Any, ids: torch.Tensor) -> None:
-    """Copied while nothing is packed: what one packs later, and its statistics, are not the other's."""
+    """Copies made before anything is packed share neither packed tokens nor statistics later."""
     original = case.cache()
     case.feed(original, ids[:, :20])
     twin = copy.deepcopy(original)
@@ -81,7 +81,7 @@ def test_copy_between_prefill_and_first_flush(case: Any, ids: torch.Tensor) -> N
 
 
 def test_copy_follows_the_model(unfused: Any, ids: torch.Tensor) -> None:
-    """Switching fused attention on and off reaches copies as well."""
+    """Switching fused attention on and off applies to copies as well."""
     with torch.no_grad():
         cache = unfused.cache()
         unfused.feed(cache, ids[:, :70])
@@ -93,7 +93,7 @@ def test_copy_follows_the_model(unfused: Any, ids: torch.Tensor) -> None:
 
 
 def test_stored_tokens_are_immutable(case: Any, ids: torch.Tensor) -> None:
-    """Bytes written once stay, whatever is appended."""
+    """Stored bytes never change, whatever is appended."""
     cache = case.cache()
     case.feed(cache, ids[:, :70])
     before = [(layer.packed_tokens, stored(layer)) for layer in compressed(cache)]
@@ -188,7 +188,7 @@ def test_gradients_on(case: Any, ids: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_none_everywhere_is_a_dynamic_cache(tiny_model: Any, unfused: Any, ids: torch.Tensor, fused: bool) -> None:
-    """Both sides `none`: bit for bit Transformers' own cache. Also as a rule for every layer of another method."""
+    """With `none` for both sides, set at the top or by a rule, the cache equals Transformers' own bit for bit."""
     plain = {"keys": "none", "values": "none"}
     ruled = unfused.config.model_dump() | {"layers": [{"match": "0-2", "method": "none"}]}
     with torch.no_grad():

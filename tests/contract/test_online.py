@@ -1,4 +1,4 @@
-"""Codebooks of one prompt (`codebook: online`): what rows of a batch share, and that it depends on none of them."""
+"""Codebooks of one prompt (`codebook: online`): shared by the rows of a batch, whose later tokens have no effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONFIG: dict[str, Any] = {
     "sink_tokens": 4, "recent_tokens": 8, "backend": "torch",
 }  # fmt: skip
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
-pytestmark = pytest.mark.parametrize("room", [None, 120])
+pytestmark = pytest.mark.parametrize("capacity", [None, 120])
 
 
 def tokens(rows: int, count: int, seed: int = 0) -> torch.Tensor:
@@ -29,11 +29,11 @@ def feed(model: Any, cache: CompressedCache, ids: torch.Tensor, step: int) -> to
 
 
 @pytest.mark.parametrize("prompt", [3, 70])
-def test_several_prompts_are_refused(prompt: int, room: int | None) -> None:
-    """At once, whenever they would be packed; the cache is as it was, and takes one of them."""
+def test_several_prompts_are_refused(prompt: int, capacity: int | None) -> None:
+    """A batch of several prompts is refused at its first tokens, packed or not; the cache then accepts one prompt."""
     model, ids = small_model(), tokens(2, prompt)
-    cache = CompressedCache(model.config, {**CONFIG, "max_cache_len": room})
-    for _ in range(6):  # no layer may take at the second time what it refused
+    cache = CompressedCache(model.config, {**CONFIG, "max_cache_len": capacity})
+    for _ in range(6):  # no layer may accept later what it refused at first
         with pytest.raises(ValueError, match="codebook='online' for keys of polarquant_recursive, with 2 prompts"):
             feed(model, cache, ids, prompt)
         assert int(cache.get_seq_length()) == 0
@@ -41,25 +41,25 @@ def test_several_prompts_are_refused(prompt: int, room: int | None) -> None:
         with pytest.raises(ValueError, match="with 2 prompts in a batch"):
             cache.update(*torch.randn(2, 2, 2, prompt, 32), 0)
     got = feed(model, cache, ids[:1], prompt)
-    alone = CompressedCache(model.config, {**CONFIG, "max_cache_len": room})
+    alone = CompressedCache(model.config, {**CONFIG, "max_cache_len": capacity})
     assert torch.equal(got, feed(model, alone, ids[:1], prompt))
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("prompt", [2, 20, 70])
 @pytest.mark.parametrize("early", [False, True], ids=["repeated", "in-a-batch"])
-def test_rows_of_one_prompt_are_as_alone(prompt: int, early: bool, fused: bool, room: int | None) -> None:
-    """However they go on, and in whatever order: none has a part in the codebooks of another."""
+def test_rows_of_one_prompt_are_as_alone(prompt: int, early: bool, fused: bool, capacity: int | None) -> None:
+    """Rows that share a prompt give the same results as alone, however they continue and in any order."""
     model, ids = small_model(), torch.cat([tokens(1, prompt).repeat(3, 1), tokens(3, 49, 1)], 1)
     if fused:
         enable_fused_attention(model)
     alone = []
     for row in ids:
-        cache = CompressedCache(model.config, {**CONFIG, "max_cache_len": room})
+        cache = CompressedCache(model.config, {**CONFIG, "max_cache_len": capacity})
         feed(model, cache, row[None, :prompt], prompt)
         alone.append(feed(model, cache, row[None, prompt:], 7))
     for order in ([0, 1, 2], [2, 0, 1]):
-        cache = CompressedCache(model.config, {**CONFIG, "max_cache_len": room})
+        cache = CompressedCache(model.config, {**CONFIG, "max_cache_len": capacity})
         feed(model, cache, ids[: 3 if early else 1, :prompt], prompt)
         if not early:
             cache.batch_repeat_interleave(3)
@@ -72,18 +72,18 @@ def test_rows_of_one_prompt_are_as_alone(prompt: int, early: bool, fused: bool, 
     "how", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=["beams", "many"]
 )
 @pytest.mark.parametrize("prompt", [5, 70])
-def test_generation(prompt: int, how: dict[str, Any], room: int | None) -> None:
+def test_generation(prompt: int, how: dict[str, Any], capacity: int | None) -> None:
     model = small_model()
-    cache = CompressedCache(model.config, {**CONFIG, "max_cache_len": room})
+    cache = CompressedCache(model.config, {**CONFIG, "max_cache_len": capacity})
     options = {"do_sample": False, "max_new_tokens": 45, "disable_compile": True, **how}
     output = model.generate(tokens(1, prompt), past_key_values=cache, **options)
     assert output.shape[1] == prompt + 45
     assert cache.packed_tokens > 0
 
 
-def test_a_second_batch_after_the_first_was_cropped(room: int | None) -> None:
+def test_a_second_batch_after_the_first_was_cropped(capacity: int | None) -> None:
     model, ids = small_model(), tokens(2, 70)
-    cache = CompressedCache(model.config, {**CONFIG, "max_cache_len": room})
+    cache = CompressedCache(model.config, {**CONFIG, "max_cache_len": capacity})
     feed(model, cache, ids[:1].repeat(2, 1), 70)
     cache.crop(-70)
     with pytest.raises(ValueError, match="with 2 prompts"):

@@ -1,7 +1,7 @@
-"""Random sequences of operations on a cache, against a model of it that keeps every token in a plain tensor.
+"""Random sequences of operations on a cache, compared with a model that keeps every token in a plain tensor.
 
-The model has one dense tensor per side. It knows from the documented rules which tokens are packed at any time, and
-replaces them by what the codec, asked directly, makes of them.
+The model has one dense tensor per side. It follows the documented rules of packing, and replaces packed tokens by those
+that the codec, called directly, decodes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ BOTH = ("keys", "values")
 
 
 def factors(rows: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of the tokens at these positions, `[B, T, rotary]`, in the 16 bits that a cache keeps of them."""
+    """cos and sin of tokens at these positions, `[B, T, rotary]`, rounded to 16 bits as in a cache."""
     embedding = rotary_embedding(CONFIG)(torch.zeros(1), torch.arange(start, stop)[None])
     cos, sin = (part.half().expand(rows, -1, -1) for part in ROPE.factors(embedding))
     return cos, sin
 
 
 class LayerModel:
-    """One layer: all tokens `[B, H, T, D]` of both sides as a cache must give them back, `packed` of them encoded."""
+    """Model of one layer: tokens `[B, H, T, D]` of both sides that a cache must return, `packed` of them decoded."""
 
     def __init__(self, index: int, plan: LayerPlan, seed: int) -> None:
         self.index, self.plan, self.seed = index, plan, seed
@@ -77,16 +77,16 @@ class LayerModel:
     def update(self, new: dict[str, torch.Tensor]) -> None:
         prompt = new["keys"].shape[2] > 16
         if not prompt:
-            self.pack()
+            self.flush()
         if self.tokens == 0 and len(self.x["keys"]) != len(new["keys"]):
             self.reset()
             self.x = new
         else:
             self.x = {side: torch.cat([self.x[side], new[side]], 2) for side in BOTH}
         if prompt:
-            self.pack()
+            self.flush()
 
-    def pack(self) -> None:
+    def flush(self) -> None:
         block = math.lcm(32, self.group)
         leaving = max(0, self.tokens - self.sinks - self.packed - self.plan.recent_tokens) // block * block
         if not self.codecs or not leaving:
@@ -134,7 +134,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "polarquant_recursive": method_config("polarquant_recursive"),
     # Only a cache of fixed capacity takes statistics of a first prompt too short to be packed: here none are needed.
-    "fixed": {
+    "static": {
         "keys": {"method": "polarquant_recursive", "radius_bits": 16, "center": "off"},
         "values": {"method": "polarquant_recursive", "radius_bits": 16},
         "sink_tokens": 4,
@@ -147,7 +147,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mixed-none": {**method_config("polarquant_rope"), "layers": [{"match": 1, "method": "none"}]},
 }
-CONFIGS["fixed shapes"] = {**CONFIGS["fixed"], "max_cache_len": 1024}  # such steps do not refuse tokens at once
+CONFIGS["static shapes"] = {**CONFIGS["static"], "max_cache_len": 1024}  # such steps do not refuse tokens at once
 
 
 class Run:
@@ -156,7 +156,7 @@ class Run:
     def __init__(self, config: dict[str, Any]) -> None:
         self.cache = CompressedCache(CONFIG, config)
         loaded = load_config(config)
-        self.room = loaded.max_cache_len
+        self.capacity = loaded.max_cache_len
         plans = loaded.plan(["full_attention"] * LAYERS)
         self.models = [LayerModel(index, plan, loaded.seed) for index, plan in enumerate(plans)]
         self.batch = 2
@@ -164,18 +164,18 @@ class Run:
         self.generator = torch.Generator().manual_seed(0)
 
     def update(self, tokens: int) -> None:
-        full = self.room is not None and self.models[0].tokens + tokens > self.room
+        full = self.capacity is not None and self.models[0].tokens + tokens > self.capacity
         for index, model in enumerate(self.models):
             keys, values = torch.randn(2, self.batch, HEADS, tokens, HEAD_DIM, generator=self.generator)
             if full:
                 self.refused += 1
-                with pytest.raises(ValueError, match=f"max_cache_len={self.room}"):
+                with pytest.raises(ValueError, match=f"max_cache_len={self.capacity}"):
                     self.cache.update(keys, values, index)
                 continue
             seen = dict(zip(BOTH, self.cache.update(keys, values, index), strict=True))
             model.update({"keys": keys, "values": values})
             if tokens <= 16:
-                assert self.room is None or seen["keys"].shape[2] == self.room
+                assert self.capacity is None or seen["keys"].shape[2] == self.capacity
                 assert all(
                     torch.allclose(x[:, :, : model.tokens], model.x[side], atol=1e-5) for side, x in seen.items()
                 )
@@ -226,7 +226,7 @@ class Run:
     def compare(self, trace: list[Any]) -> None:
         for layer, model in zip(self.cache.layers, self.models, strict=True):
             assert layer.get_seq_length() == model.tokens, trace
-            assert layer.get_mask_sizes(3) == (self.room or model.tokens + 3, 0), trace
+            assert layer.get_mask_sizes(3) == (self.capacity or model.tokens + 3, 0), trace
             if model.codecs:
                 assert layer.packed_tokens == model.packed, trace
             if model.tokens:
@@ -241,13 +241,13 @@ class Run:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_any_sequence_of_operations(name: str, request: pytest.FixtureRequest) -> None:
-    """After every operation the cache holds what the model holds, and packs when the model packs."""
-    if name == "fixed shapes":
-        request.getfixturevalue("fixed_shapes")
+    """After every operation the cache holds the same tokens as the model, and packs when the model does."""
+    if name == "static shapes":
+        request.getfixturevalue("static_shapes")
     packed, refused = [], []
 
     @settings(
-        max_examples=8 if "fixed" in name else 12,
+        max_examples=8 if "static" in name else 12,
         deadline=None,
         derandomize=True,
         database=None,
@@ -267,4 +267,4 @@ def test_any_sequence_of_operations(name: str, request: pytest.FixtureRequest) -
 
     run()
     assert sum(most > 0 for most in packed) > len(packed) / 3, "most sequences pack tokens"
-    assert all(refused) == (name == "fixed"), "all sequences end with more tokens than there is room for"
+    assert all(refused) == (name == "static"), "all sequences end with more tokens than there is room for"

@@ -1,4 +1,4 @@
-"""A cache that was saved and loaded goes on as the saved one would, bit for bit."""
+"""Saving and loading: a loaded cache continues as the saved one would, bit for bit."""
 
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ def reloaded(case: Any, cache: Any, folder: Path) -> Any:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Everything that two caches hold, and what they say of themselves."""
-    assert one.config == other.config
+    """Assert that two caches hold the same tensors and report the same sizes."""
+    assert one.compression == other.compression
     assert [type(layer) for layer in one.layers] == [type(layer) for layer in other.layers]
     for layer, twin in zip(one.layers, other.layers, strict=True):
         assert layer.get_seq_length() == twin.get_seq_length()
@@ -36,7 +36,7 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def test_goes_on_bit_for_bit(case: Any, ids: torch.Tensor, tmp_path: Path) -> None:
-    """Left padding; sinks, packed tokens and a tail with spare room; then steps past flushes, a chunk and a crop."""
+    """A loaded cache with left padding continues bit for bit through steps past flushes, a chunk and a crop."""
     mask = torch.ones(2, 141, dtype=torch.long)
     mask[0, :9] = 0
     cache = case.cache()
@@ -60,7 +60,7 @@ def test_goes_on_bit_for_bit(case: Any, ids: torch.Tensor, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("state", ["new", "reset", "short", "cropped to nothing", "cropped", "of another batch"])
 def test_states(unfused: Any, ids: torch.Tensor, tmp_path: Path, state: str) -> None:
-    """Before the first token, with nothing packed yet, and after what leaves odd sizes: all of it goes on alike."""
+    """Caches saved empty, before any packing, and with odd sizes after other operations all continue alike."""
     cache = unfused.cache()
     with torch.no_grad():
         if state != "new":

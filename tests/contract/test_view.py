@@ -1,4 +1,4 @@
-"""`PackedKV`: what `update()` returns while fused attention is on stands in for a tensor."""
+"""`PackedKV`, the handle that `update()` returns while fused attention is on, works in place of a tensor."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from kvcache_compress.attention.handle import PackedKV
 
 @pytest.fixture
 def views(unfused: Any, ids: torch.Tensor) -> tuple[PackedKV, PackedKV, torch.Tensor, torch.Tensor]:
-    """Keys and values of layer 1 as a decode step gets them, and the same step's dense tensors."""
+    """Keys and values of layer 1 as a decode step gets them, and the step's dense tensors."""
     enable_fused_attention(unfused.model)
     cache = unfused.cache()
     with torch.no_grad():
@@ -37,7 +37,7 @@ def test_reports_the_logical_tensor(views: Any) -> None:
 
 
 def test_decodes_for_foreign_code(views: Any) -> None:
-    """Functions, methods, indexing, and lists that mix it with tensors."""
+    """A handle decodes for torch functions, methods, indexing, and lists that mix it with tensors."""
     for view, dense in (views[::2], views[1::2]):
         assert torch.equal(view.dense(), dense)
         assert torch.equal(torch.softmax(view, dim=-1), dense.softmax(-1))
@@ -53,7 +53,7 @@ def test_decodes_for_foreign_code(views: Any) -> None:
 
 
 def test_operators(views: Any) -> None:
-    """Arithmetic with tensors and numbers, on either side."""
+    """Operators work with tensors and numbers on either side of a handle."""
     view, _, dense, _ = views
     query = torch.ones(2, 2, 3, 32)
     assert torch.equal(query @ view.mT, query @ dense.mT)

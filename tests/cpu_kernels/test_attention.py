@@ -54,10 +54,10 @@ def test_equals_reference_and_plain_attention(name: str, make_side: Callable[...
     heads = case.groups * keys.sinks.shape[1]
     query = torch.randn(2, heads, case.count, case.head_dim).to(case.dtype)
     mask = make_mask(case, 2, heads, keys.shape[2])
-    sinks = torch.randn(heads) if case.sinks else None
-    call = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "sinks": sinks}
+    s_aux = torch.randn(heads) if case.s_aux else None
+    call = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "s_aux": s_aux}
     out = launch.attend(query, keys, values, mask, **call)
-    expected = plain_attention(query, keys, values, mask, case, sinks)
+    expected = plain_attention(query, keys, values, mask, case, s_aux)
     bar = BARS.get(case.dtype, BARS[F32])
     assert out.shape == expected.shape
     assert out.dtype == case.dtype
@@ -118,7 +118,7 @@ def test_queries_of_any_strides(make_side: Callable[..., SideSegments]) -> None:
 
 
 def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> None:
-    """A view of an earlier step sees only its own tokens; with a fixed capacity some slots are empty."""
+    """A view of an earlier step sees only its own tokens; with a static capacity some slots are empty."""
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
     before = [replace(side, packed=40) for side in (keys, values)]
@@ -159,8 +159,8 @@ def test_what_does_not_fit_is_refused(make_side: Callable[..., SideSegments]) ->
     for shape, message in (((3, 6, 1, 64), "3 sequences"), ((2, 5, 1, 64), "5 query"), ((2, 6, 1, 72), "72 numbers")):
         with pytest.raises(RuntimeError, match=message):
             launch.attend(torch.randn(shape), keys, values, None, scaling=0.125)
-    with pytest.raises(RuntimeError, match="one learned sink per query head"):
-        launch.attend(torch.randn(2, 6, 1, 64), keys, values, None, scaling=0.125, sinks=torch.randn(2))
+    with pytest.raises(RuntimeError, match="s_aux must hold one logit per query head"):
+        launch.attend(torch.randn(2, 6, 1, 64), keys, values, None, scaling=0.125, s_aux=torch.randn(2))
     with pytest.raises(RuntimeError, match="floating point"):
         launch.attend(torch.ones(2, 6, 1, 64, dtype=torch.int64), keys, values, None, scaling=0.125)
     values = make_side(*kivi(4), "values", 64, 64)

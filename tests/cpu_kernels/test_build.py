@@ -152,7 +152,7 @@ def test_without_a_compiler(
     """Without a compiler, an explicit choice is refused; `auto` gives the reason and runs in torch."""
     monkeypatch.setenv("CXX", compiler)
     model = small_model()
-    with pytest.raises(ValueError, match=f'backend="cpp" cannot be had: .*{message}'):
+    with pytest.raises(ValueError, match=f'backend="cpp" is unavailable: .*{message}'):
         CompressedCache(model.config, {**method_config("turboquant"), "backend": "cpp"})
     cache = CompressedCache(model.config, method_config("turboquant"))
     x = torch.randn(1, 2, 20, 32)

@@ -1,4 +1,4 @@
-"""One run at a time: others wait, killed ones keep nobody waiting, and file systems may have no locks."""
+"""File locks: other runs wait, killed ones hold no lock, and file systems without locks get a warning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcache_compress.files.lock import only_one
 
 
 def test_one_at_a_time(tmp_path: Path) -> None:
-    """Many threads, some of which wait for a file that is removed meanwhile, and one of which fails."""
+    """Many threads run one at a time, though the lock file is removed while some wait, and one thread fails."""
     inside, most, done = 0, 0, []
 
     def work(number: int) -> None:
@@ -69,7 +69,7 @@ def test_a_killed_process_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.Lo
 def test_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two blocks at a time, each with a warning."""
+    """Without file locks two blocks run at the same time, each with a warning."""
 
     def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -1,4 +1,4 @@
-"""Text of users: whatever is wrong with a file is one short line that names it, and is found at once."""
+"""Users' text files: errors are one short line that names the file, and are found quickly."""
 
 import os
 import time
@@ -27,7 +27,7 @@ SIDES = "keys: {method: kivi, bits: 4}\nvalues: {method: kivi, bits: 2}\n"
 
 
 def bomb(levels: int = 12, width: int = 12) -> str:
-    """Billions of values of a few hundred bytes."""
+    """YAML of a few hundred bytes whose aliases expand to billions of values."""
     lines = ["a0: &a0 [x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * width)}]" for i in range(1, levels)]
     return "\n".join(lines) + f"\nkeys: *a{levels - 1}\nvalues: none\n"
@@ -53,9 +53,9 @@ YAML = {
     "a long key": (SIDES + "x" * 1000 + ": 3", "unknown key 'xxx"),
     "a long method": ("keys: " + "x" * 100_000 + "\nvalues: none", "unknown method 'xxx"),
     "many wrong": (SIDES + "layers: [" + "3, " * 4000 + "]", "and 3997 more"),
-    "twice": ("keys: kivi\nvalues: kivi\nkeys: none\n", "not YAML: line 3: key 'keys' is there twice"),
-    "twice, nested": ("keys: {method: kivi,\n  bits: 2, bits: 4}\nvalues: none", "key 'bits' is there twice"),
-    "twice, quoted": ("keys: none\n'keys': none\nvalues: none", "key 'keys' is there twice"),
+    "twice": ("keys: kivi\nvalues: kivi\nkeys: none\n", "not YAML: line 3: key 'keys' appears twice"),
+    "twice, nested": ("keys: {method: kivi,\n  bits: 2, bits: 4}\nvalues: none", "key 'bits' appears twice"),
+    "twice, quoted": ("keys: none\n'keys': none\nvalues: none", "key 'keys' appears twice"),
     "two texts": ("keys: none\n---\nvalues: none", "not YAML: line 2: but found another document"),
     "a tag": ("keys: !!python/name:os.system\nvalues: none", "not YAML: line 1: could not determine a constructor"),
     "a tag on no date": (SIDES + "seed: !!timestamp x", "not YAML: a tag on a value that it does not fit"),
@@ -68,7 +68,7 @@ YAML = {
 
 
 def refused(call: Callable[[], Any], name: str, message: str) -> None:
-    """One short line at once, which begins with the name."""
+    """Assert that a call quickly raises a one-line `ValueError` that begins with the file's name."""
     started = time.perf_counter()
     with pytest.raises(ValueError, match=r".") as caught:
         call()
@@ -92,7 +92,7 @@ def test_yaml(case: str, tmp_path: Path) -> None:
 
 
 def test_yaml_that_is_fine() -> None:
-    """Anchors, merges whose keys are given anew, and the same key in two places."""
+    """Valid YAML loads: anchors, merges with overridden keys, and the same key in two mappings."""
     text = "a: &a {x: 1, y: 2}\nb: &b {<<: *a, x: 3}\nc: {<<: *b, y: 4}\nd: [*a, *b]\n1: 2\n'1': 3\n"
     a, b = {"x": 1, "y": 2}, {"x": 3, "y": 2}
     assert parse_yaml(text, "x") == {"a": a, "b": b, "c": {"x": 3, "y": 4}, "d": [a, b], 1: 2, "1": 3}
@@ -130,7 +130,7 @@ FILES = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_files(name: str, read: Callable[[Path], Any], case: str, tmp_path: Path) -> None:
-    """Every reader of a user's text."""
+    """All readers of users' text refuse unreadable files."""
     make, message = FILES[case]
     path = tmp_path / name
     make(path)
@@ -141,7 +141,7 @@ def test_files(name: str, read: Callable[[Path], Any], case: str, tmp_path: Path
     text = str(caught.value)
     assert str(tmp_path) in text
     assert "\n" not in text
-    # Readers that also take folders, and files that a folder does not have, say that in their own words.
+    # Readers that also take folders have their own messages for folders and missing files.
     assert message in text or "no .txt file" in text or "none of the files" in text or "no text in .txt" in text
 
 
@@ -158,8 +158,8 @@ def test_names_that_are_no_files() -> None:
 JSON = {
     "brackets": ("[" * 100_000, "not JSON: nested too deeply"),
     "digits": ('{"a": ' + "9" * 5000 + "}", "not JSON: "),
-    "twice": ('{"a": 1, "a": 2}', "not JSON: key 'a' is there twice"),
-    "twice, nothing": ('{"": 1, "": 2}', "not JSON: key '' is there twice"),
+    "twice": ('{"a": 1, "a": 2}', "not JSON: key 'a' appears twice"),
+    "twice, nothing": ('{"": 1, "": 2}', "not JSON: key '' appears twice"),
     "cut": ('{"a": ', "not JSON: "),
 }
 

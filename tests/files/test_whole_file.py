@@ -1,4 +1,4 @@
-"""Writing over what is there: regular files are replaced at once, links followed, anything else left in its place."""
+"""Overwriting existing files: regular files are replaced atomically, links followed, devices kept."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write(request: pytest.FixtureRequest) -> Callable[[Path], Any]:
 
 
 def test_links_are_followed(write: Callable[[Path], Any], tmp_path: Path) -> None:
-    """To a file that is there, whose permissions stay, and to one that is not."""
+    """Links are followed to an existing file, whose permissions stay, and to a new one."""
     target, link, loose = tmp_path / "there" / "target", tmp_path / "link", tmp_path / "loose"
     target.parent.mkdir()
     target.write_text('{"runs": []}')
@@ -66,7 +66,7 @@ def test_pipes_stay(write: Callable[[Path], Any], tmp_path: Path) -> None:
 
 
 def test_devices_stay(write: Callable[[Path], Any], tmp_path: Path) -> None:
-    """A terminal, through a link: no test should come near to the devices that all processes share."""
+    """A terminal behind a link is written to, not replaced; real devices are shared, so the test makes its own."""
     master, slave = os.openpty()
     tty.setraw(slave)
     written = bytearray()
@@ -89,9 +89,9 @@ def test_devices_stay(write: Callable[[Path], Any], tmp_path: Path) -> None:
 
 
 def test_standard_output(tmp_path: Path) -> None:
-    """Which is a regular file here: what was printed before stays, and what is printed afterwards is not lost.
+    """Standard output redirected to a file is appended to: text printed before and after stays.
 
-    By a link of its own that is like `/dev/stdout`, which would be lost where the test fails.
+    The test uses its own link instead of `/dev/stdout`, which a failure would replace.
     """
     (tmp_path / "stdout").symlink_to("/proc/self/fd/1")
     (tmp_path / "link").symlink_to("stdout")
@@ -121,7 +121,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_old_result_file_behind_a_link_is_kept(tmp_path: Path) -> None:
-    """Beside itself, under another name; the link leads to the new one."""
+    """An old result file behind a link is kept beside the new one under another name."""
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "old.json").write_text("[]")
     (tmp_path / "link.json").symlink_to("results/old.json")
@@ -132,7 +132,7 @@ def test_an_old_result_file_behind_a_link_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on some network file systems: the file itself is on the disk."""
+    """A folder that cannot be flushed, as on some network file systems, is no error."""
     flush = os.fsync
 
     def only_files(handle: int) -> None:

@@ -57,7 +57,7 @@ def test_it_runs_in_torch_on_every_device(codecs: tuple[type[Codec], ...], devic
 @pytest.mark.parametrize("pair", CONTRACT)
 def test_other_backends_are_refused(pair: str, backend: str) -> None:
     config = {**CONTRACT[pair], "backend": backend}
-    with pytest.raises(ValueError, match=rf'backend="{backend}" cannot be had for method \'rounding\'; use'):
+    with pytest.raises(ValueError, match=rf'backend="{backend}" is unavailable for method \'rounding\'; use'):
         CompressedCache(MODEL, config)
 
 

@@ -50,7 +50,7 @@ def prompt() -> torch.Tensor:
 
 
 def test_compress(model: Any, prompt: torch.Tensor) -> None:
-    """The wrapper's `generate` reaches the compressed cache; all is put back."""
+    """The wrapper's `generate` uses the compressed cache, and the model is restored after the block."""
     base = model.get_base_model()
     expected = model.generate(input_ids=prompt, **GREEDY)
     virtual = VIRTUAL if model.active_peft_config.is_prompt_learning else 0
@@ -67,7 +67,7 @@ def test_compress(model: Any, prompt: torch.Tensor) -> None:
 
 
 def test_fused_attention(model: Any, prompt: torch.Tensor) -> None:
-    """The same logits on the wrapper's own paths, also with a cache of another config object."""
+    """Fused attention gives the same logits through the wrapper, also with a cache of another config object."""
     outputs = []
     for switch in (disable_fused_attention, enable_fused_attention):
         switch(model)
@@ -101,7 +101,7 @@ def test_forward_of_the_wrapper(prompt: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("switch", [enable_fused_attention, lambda model: compress(model, CONFIG).__enter__()])
 def test_prefix_tuning_is_refused(switch: Any) -> None:
-    """Its keys and values come in a dense cache, which PEFT puts in place of the one that is given."""
+    """Prefix tuning is refused, as PEFT replaces any cache by a dense one that holds the prefix."""
     model = adapted("PrefixTuningConfig", {"num_virtual_tokens": VIRTUAL})
     with pytest.raises(ValueError, match="its adapter is of type PREFIX_TUNING"):
         switch(model)
@@ -111,7 +111,7 @@ def test_prefix_tuning_is_refused(switch: Any) -> None:
 
 
 def test_an_enabled_model_that_gets_a_prefix(prompt: torch.Tensor) -> None:
-    """Generates with PEFT's cache, as without us, and can be switched off."""
+    """A model with fused attention that gets a prefix adapter generates with PEFT's cache, and can be switched off."""
     base = small_model()
     enable_fused_attention(base)
     torch.manual_seed(1)

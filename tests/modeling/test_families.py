@@ -1,4 +1,4 @@
-"""Model families, tiny and random, with every method; what `docs/support.md` says of them is what is found here."""
+"""Model families, tiny and random, with every method; `docs/support.md` holds the results."""
 
 import re
 import runpy
@@ -21,10 +21,10 @@ from kvcache_compress.modeling.rope import layer_has_rope, rope_layout, rotary_e
 
 NEEDS_ROPE = {"polarquant_rope", "commvq"}
 WITHOUT_ROPE = {"cohere2", "deepseek_v3", "opt", "gpt2"}
-"""Families whose full-attention layers have no RoPE, or, as deepseek's, none in what is cached as keys."""
+"""Families whose full-attention layers have no RoPE, or, like deepseek, none in the tensors cached as keys."""
 WITHOUT_FULL_ATTENTION = {"mistral, sliding": "sliding_attention"}
 SLIDING_ALONE_ROTATES = ["afmoe", "cohere2_moe", "exaone4", "exaone_moe", "flint"]
-"""More families whose full-attention layers have no RoPE, in `rope.py` by name."""
+"""More families whose full-attention layers have no RoPE, listed in `modeling/rope.py`."""
 THEN_SLIDING = {"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}
 FULL_FIRST: dict[str, dict[str, Any]] = {
     "gpt_oss": THEN_SLIDING,
@@ -32,13 +32,13 @@ FULL_FIRST: dict[str, dict[str, Any]] = {
     "falcon_h1": {"num_hidden_layers": 1},
     **{family: {**family_cases.EXPERTS, **THEN_SLIDING} for family in SLIDING_ALONE_ROTATES},
 }
-"""Attention sinks and recurrent states know positions too, which would show in the keys of later layers."""
+"""Configs with full attention first: sliding windows and recurrent states would bring positions into later keys."""
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_every_method(family: str, method: str) -> None:
-    """Left padding, single steps, several tokens, a chunk: fused and not fused agree, or the cache says why not."""
+    """Fused and unfused attention agree for left padding, steps and chunks, or the cache refuses with a reason."""
     found = outcome(family, method)
     kind = FAMILIES[family].kind or family
     if family in WITHOUT_FULL_ATTENTION:
@@ -49,7 +49,7 @@ def test_every_family_with_every_method(family: str, method: str) -> None:
         assert found.support == ("rules" if family == "smollm3" else "no")
         layer = 1 if family in ("smollm3", "cohere2") else 0
         assert found.reason == (
-            f"{method} for keys needs rotary position embeddings: layer {layer} of {kind} has none that is known"
+            f"{method} for keys needs rotary position embeddings, and none were found in layer {layer} of {kind}"
         )
     else:
         assert found.support == "yes"
@@ -67,14 +67,14 @@ def test_layers_without_rope_may_stay_dense(method: str) -> None:
 
 @pytest.mark.parametrize("method", sorted(NEEDS_ROPE))
 def test_layers_without_rope_may_have_another_method(method: str) -> None:
-    """In cohere2 these are all that are compressed."""
+    """Layers without RoPE may have another method by a rule; in cohere2 these are all compressed layers."""
     rule = {"match": "full_attention", "keys": {"method": "qjl"}}
     assert refusal("cohere2", method_config("cohere2", method)) is not None
     check("cohere2", method_config("cohere2", method, rule), 0.2)
 
 
 def test_a_recurrent_state_beside_attention_follows_the_batch(tmp_path: Path) -> None:
-    """Every operation on the batch changes it like the keys; it cannot be cropped or saved, and says so."""
+    """Batch operations change a recurrent state like the keys; cropping and saving it raise clear errors."""
     cache = CompressedCache(model("falcon_h1").config, method_config("falcon_h1", "turboquant"))
     logits(model("falcon_h1"), cache)
     layer = cache.layers[0]
@@ -105,7 +105,7 @@ def test_a_head_dimension_that_a_method_cannot_take(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3, 96"])
 def test_bfloat16(family: str, method: str) -> None:
-    """In 16 bits the two paths round in other places: they differ less from each other than from float32."""
+    """In bfloat16 the two paths, which round in different places, differ less from each other than from float32."""
     small = build(family).bfloat16()
     unfused, fused, _, cache = family_cases.both_ways(small, method_config(family, method))
     assert cache.packed_tokens > 0
@@ -115,16 +115,16 @@ def test_bfloat16(family: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma4", "gpt_oss", "qwen3_next", "deepseek_v3", "gpt_neox"])
-def test_fixed_capacity(family: str) -> None:
-    """Beside sliding and linear layers; with soft-cap, sinks, wider keys than values, partial RoPE."""
+def test_static_layers(family: str) -> None:
+    """Fixed capacity works beside sliding and linear layers, with soft-cap, sinks, wider keys and partial RoPE."""
     built = model(family)
     config = method_config(family, "turboquant")
-    fixed = config.model_copy(update={"max_cache_len": 110})
+    static = config.model_copy(update={"max_cache_len": 110})
     for expected, got in zip(
-        family_cases.both_ways(built, config)[:2], family_cases.both_ways(built, fixed)[:2], strict=True
+        family_cases.both_ways(built, config)[:2], family_cases.both_ways(built, static)[:2], strict=True
     ):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
-    assert family_cases.both_ways(built, fixed).cache.packed_tokens > 0
+    assert family_cases.both_ways(built, static).cache.packed_tokens > 0
 
 
 def spread(keys: torch.Tensor) -> float:
@@ -135,7 +135,7 @@ def spread(keys: torch.Tensor) -> float:
 @pytest.mark.parametrize("family", [*FAMILIES, *SLIDING_ALONE_ROTATES])
 @torch.no_grad()
 def test_rope_is_undone_as_the_model_does_it(family: str) -> None:
-    """Equal tokens have equal keys but for their positions: before RoPE, as `rope.py` knows it, no trace is left."""
+    """Keys of equal tokens differ by position only, and are equal once `modeling/rope.py` undoes RoPE."""
     if family in SLIDING_ALONE_ROTATES and family not in CONFIG_MAPPING:
         pytest.skip(f"this version of Transformers has no {family}")
     one = build(family, **FULL_FIRST.get(family, {}))
@@ -154,14 +154,14 @@ def test_rope_is_undone_as_the_model_does_it(family: str) -> None:
 
 
 def test_full_attention_whose_rope_parameters_are_none() -> None:
-    """Some configs say so by layer type, some for all layers."""
+    """Configs without RoPE parameters for full attention, by layer type or for all layers, are refused."""
     types = {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention": None}
     by_type = AutoConfig.for_model("gemma3_text", **{**family_cases.SIZES, **family_cases.SLIDING_FIRST})
     by_type.rope_parameters = types
     for_all = AutoConfig.for_model("llama", **family_cases.SIZES)
     for_all.rope_parameters = {"rope_type": "default", "rope_theta": None}
     for config in (by_type, for_all):
-        with pytest.raises(ValueError, match=f"layer . of {config.model_type} has none that is known"):
+        with pytest.raises(ValueError, match=f"none were found in layer . of {config.model_type}"):
             CompressedCache(config, method_config("llama", "polarquant_rope"))
 
 
@@ -170,7 +170,7 @@ def test_full_attention_whose_rope_parameters_are_none() -> None:
 )
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "gemma4"])
 def test_generate_with_padding(family: str, how: dict[str, Any]) -> None:
-    """Rows of what is compressed and what is not are reordered alike."""
+    """`generate` with left padding reorders the rows of compressed and other layers alike."""
     ids, mask = (part[:, :60] for part in family_cases.prompt())
     config = method_config(family, "turboquant")
 
@@ -193,7 +193,7 @@ def test_generate_with_padding(family: str, how: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_softcap_and_sinks_matter(family: str) -> None:
-    """The control for these two options: without them the models' logits over packed tokens are others."""
+    """Control: without soft-cap or sinks, the logits over packed tokens differ."""
     changed = build(family)
     enable_fused_attention(changed)
     config = method_config(family, "turboquant")
@@ -210,7 +210,7 @@ def test_softcap_and_sinks_matter(family: str) -> None:
 
 
 def test_composite_config() -> None:
-    """A multimodal model: only its decoder is switched, and put back."""
+    """Only the decoder of a multimodal model is switched, and restored."""
     text = {**model("gemma3").config.to_dict(), "model_type": "gemma3_text"}
     vision = {
         "hidden_size": 32,
@@ -239,12 +239,12 @@ def test_composite_config() -> None:
 
 
 def test_support_page_is_what_was_found_here() -> None:
-    """The table of `docs/support.md`, for the version of Transformers that the project pins."""
+    """`docs/support.md` is up to date for the version of Transformers that the project pins."""
     page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
     pinned = re.search(r"^transformers==(.*)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert pinned is not None
-    assert f"Transformers {pinned[1]}" in page, "run: python benchmarks/support.py"
+    assert f"Transformers {pinned[1]}" in page, "run: python benchmarks/support_table.py"
     if transformers.__version__ != pinned[1]:
         pytest.skip(f"the page is for Transformers {pinned[1]}")
-    script = runpy.run_path(str(ROOT / "benchmarks" / "support.py"))
-    assert script["render"]() == page, "run: python benchmarks/support.py"
+    script = runpy.run_path(str(ROOT / "benchmarks" / "support_table.py"))
+    assert script["render"]() == page, "run: python benchmarks/support_table.py"

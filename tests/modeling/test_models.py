@@ -1,4 +1,4 @@
-"""`load_model`: every source it knows, and what it says when none has the model."""
+"""`load_model`: all its sources, and its error if none has the model."""
 
 import importlib.util
 import sys
@@ -81,7 +81,7 @@ def test_smollm2_without_hub_or_carrier_says_what_to_install(monkeypatch: pytest
 
 @pytest.mark.parametrize("device", ["meta", "nowhere", "hpu"])
 def test_devices_that_hold_no_model(saved: Path, device: str) -> None:
-    with pytest.raises(ValueError, match=f"device='{device}' cannot be had: "):
+    with pytest.raises(ValueError, match=f"device='{device}' is unavailable: "):
         load_model(str(saved), device=device)
 
 
@@ -99,7 +99,7 @@ def test_gguf_is_read_once(saved: Path, tmp_path: Path, monkeypatch: pytest.Monk
     tmp_path.joinpath("assets", "kvcache-compress", "gguf").mkdir(parents=True)
 
     first, _ = load_model(str(gguf_file))
-    # The assets folder of this file does not exist, so that no copy could be kept: loading works all the same.
+    # No copy can be kept, as the assets folder does not exist; loading works all the same.
     assert reads == [gguf_file]
     assert first.name_or_path == "tiny.gguf"
 

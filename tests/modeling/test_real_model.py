@@ -61,7 +61,7 @@ def greedy(real: Any) -> Any:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_fused_equals_not_fused(real: Any, greedy: Any, way: str) -> None:
-    """Same tokens, logits within 1e-2 of logits of size 10 to 20 (float32 sums in another order, 30 layers deep)."""
+    """Tokens are the same, and logits of size 10 to 20 agree within 1e-2 (another order of float32 sums, 30 layers)."""
     fused = greedy if way == "greedy" else generate(real, "turboquant-4bit", fused=True, **WAYS[way])
     tokens, logits, cache = fused
     expected_tokens, expected, _ = generate(real, "turboquant-4bit", fused=False, **WAYS[way])
@@ -71,7 +71,7 @@ def test_fused_equals_not_fused(real: Any, greedy: Any, way: str) -> None:
 
 
 def test_memory_is_saved_and_text_makes_sense(real: Any) -> None:
-    """Measured bits of the packed part, and the fact that the prompt asks for, in the batch's text."""
+    """The packed part has the expected bits, and the generated text has the fact that the prompt asks for."""
     model, tokenizer, batch = real
     width = batch["input_ids"].shape[1]
     for preset, bits in PRESETS.items():
@@ -85,7 +85,7 @@ def test_memory_is_saved_and_text_makes_sense(real: Any) -> None:
 
 
 def test_padding_and_batch_do_not_matter_to_the_text(real: Any, greedy: Any) -> None:
-    """The longer prompt alone begins as it does beside a padded one: rows share statistics, and nothing else."""
+    """The longer prompt alone begins with the same text as in a padded batch, whose rows share only statistics."""
     model, _, batch = real
     longer = batch["attention_mask"].sum(1).argmax()
     tokens, _, _ = greedy
@@ -99,7 +99,7 @@ def test_padding_and_batch_do_not_matter_to_the_text(real: Any, greedy: Any) -> 
 
 
 def test_logits_stay_close_to_a_full_cache(real: Any) -> None:
-    """Held-out steps at 4 bits: the distribution of the next token barely moves, at 1 bit it does (the control)."""
+    """At 4 bits the next-token distribution of held-out steps barely changes; at 1 bit, the control, it does."""
     model, _, batch = real
     ids = batch["input_ids"][1:]
     prompt, rest = ids[:, :-16], ids[:, -16:]

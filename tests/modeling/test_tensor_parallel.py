@@ -41,7 +41,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def found(files: dict[str, str]) -> dict[str, Any]:
-    """What rank 0 of two processes found."""
+    """Results of rank 0 of two processes."""
     here = ROOT / "tests"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     names = ("model", "results", "codebooks", "encoder")
@@ -85,7 +85,7 @@ def codec(path: str, heads: int, side: str = "keys", head_dim: int = HEAD_DIM) -
     ("heads", "rank", "processes", "first"), [(4, 3, 4, 0), (2, 1, 2, 2), (2, 2, 4, 0), (2, 3, 4, 2), (1, 3, 4, 3)]
 )
 def test_share_of_a_rank(files: dict[str, str], heads: int, rank: int, processes: int, first: int) -> None:
-    """All heads where there are all, else the run of the rank within its tensor-parallel group."""
+    """A process with all heads loads all codebooks, else those of its rank within its tensor-parallel group."""
     everything = codec(files["codebooks"], KV_HEADS)
     with as_process(rank, processes):
         own = codec(files["codebooks"], heads)

@@ -30,7 +30,7 @@ def test_memory_of_the_default_shape() -> None:
 
 
 def test_memory_of_models_that_bench_knows() -> None:
-    """By name; no folder and no repository of the hub is called so."""
+    """`memory` and `bench` know the same models by name; no folder and no repository of the hub is called so."""
     output = runner.invoke(app, ["memory", "--model", "smollm2-135m"]).output
     assert "30 full-attention layers, 3 heads of 64" in " ".join(output.split())
     for name, (_, query_heads, kv_heads, head_dim) in MODELS.items():
@@ -64,7 +64,7 @@ def test_eval_passes_its_options_on() -> None:
 
 
 def test_estimates_by_hand() -> None:
-    """4 bits at D = 128: 64 bytes of codes and 2 of scale per vector; 80 tokens of 1,000 dense."""
+    """Estimates at 4 bits, D = 128 by hand: 64 bytes of codes and 2 of scale per vector; 80 of 1,000 tokens dense."""
     config = load_config("turboquant-4bit")
     assert packed_bits(config, 128) == pytest.approx(8 * 66 / 128)
     per_head = 80 * 2 * 128 * 2 + (1000 - 80) * 2 * 66
@@ -76,7 +76,7 @@ def test_estimates_by_hand() -> None:
 
 
 def test_estimates_of_commvq_by_hand() -> None:
-    """2 bits at D = 64, three heads in 30 layers: 11 rounds of 12 bits, 21 of 6, scalars, and a token's cos and sin."""
+    """CommVQ's bytes at 2 bits, D = 64, 30 layers of 3 heads: 11 rounds of 12 bits, 21 of 6, scalars, cos and sin."""
     config = load_config("commvq-2bit")
     per_head = 17 + 16 + 2 + 2
     assert rope_bytes(config, 64, layers=30) == 64 * 2

@@ -1,4 +1,4 @@
-"""Programs that know nothing of us, through `compress`: pipelines, streaming, lm-eval."""
+"""Clients that only call `generate`, inside `compress`: pipelines, streaming, lm-eval."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ WORDS = [f"w{index}" for index in range(VOCAB - 6)]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A word is a token; padding on the left."""
+    """Tokenizer with one token per word, which pads on the left."""
     torch.set_num_threads(1)
     names = ["<pad>", "<unk>", "<end>", "<system>", "<user>", "<assistant>", *WORDS]
     words = Tokenizer(WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
@@ -51,7 +51,7 @@ def text(tokens: int, seed: int = 0) -> str:
 
 
 def expected(model: LlamaForCausalLM, tokenizer: Any, texts: list[str], config: Any = CONFIG, **how: Any) -> list[str]:
-    """What our own cache gives for these prompts, in one batch."""
+    """Text generated for these prompts in one batch, with a compressed cache passed to `generate`."""
     batch = tokenizer(texts, return_tensors="pt", padding=True)
     enable_fused_attention(model)
     cache = CompressedCache(model.config, config)
@@ -64,7 +64,7 @@ def expected(model: LlamaForCausalLM, tokenizer: Any, texts: list[str], config: 
 
 @pytest.mark.parametrize("config", [CONFIG, mixed_config()], ids=["turboquant", "mixed"])
 def test_pipeline(model: LlamaForCausalLM, tokenizer: Any, config: Any) -> None:
-    """One prompt, then three of different lengths in batches of two."""
+    """A pipeline with one prompt, and with three of different lengths in batches of two, gives the expected text."""
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
     texts = [text(60), text(75, 1), text(41, 2)]
     with compress(model, config) as handle:
@@ -93,7 +93,7 @@ def test_pipeline_chat(model: LlamaForCausalLM, tokenizer: Any) -> None:
 
 
 def test_pipeline_with_a_cache_of_its_own(model: LlamaForCausalLM, tokenizer: Any) -> None:
-    """A cache that the caller brings is used, ours or not."""
+    """A pipeline uses the cache that its caller passes, compressed or not."""
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
     with compress(model, CONFIG) as handle:
         own = CompressedCache(model.config, method_config("kivi"))
@@ -106,7 +106,7 @@ def test_pipeline_with_a_cache_of_its_own(model: LlamaForCausalLM, tokenizer: An
 
 
 def test_streaming(model: LlamaForCausalLM, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """To the screen, and from a thread: word by word what comes out in one piece."""
+    """Streaming, to the screen or from a thread, gives the same text word by word."""
     prompt = text(60)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     whole = expected(model, tokenizer, [prompt])[0]
@@ -126,7 +126,7 @@ def test_streaming(model: LlamaForCausalLM, tokenizer: Any, capsys: pytest.Captu
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Any:
-    """`lm_eval`'s manager of two tasks of our own: one is generated, the other scored."""
+    """`lm_eval`'s manager with two local tasks: one generates answers, the other scores given ones."""
     manager = pytest.importorskip("lm_eval.tasks", reason="lm_eval is not installed (extra `clients`)")
     rows = [{"text": text(60 + 9 * n, n), "answer": WORDS[n], "choices": WORDS[:3], "label": 1} for n in range(2)]
     (tmp_path / "rows.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -156,7 +156,7 @@ def tasks(tmp_path: Path) -> Any:
 
 
 def test_lm_eval(model: LlamaForCausalLM, tokenizer: Any, tasks: Any) -> None:
-    """Generated answers come from the compressed cache. Scores of given answers need no cache, and do not change."""
+    """Generated answers come from the compressed cache; scores of given answers need no cache and do not change."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 

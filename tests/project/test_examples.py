@@ -1,4 +1,4 @@
-"""The examples run as they are."""
+"""Examples: each runs as it is in the repository."""
 
 import os
 import runpy

@@ -1,7 +1,8 @@
-"""What is installed: one top-level package, with the repository's other folders inside it."""
+"""Packaging: the wheel installs one top-level package, with the repository's other folders inside it."""
 
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from support.paths import ROOT
 
 @pytest.mark.slow
 def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
-    """Another top-level `triton_kernels` or `eval` would shadow other projects' packages."""
+    """The wheel has one top-level name: a `triton_kernels` or `eval` would shadow other projects' packages."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--wheel-dir", str(tmp_path), str(ROOT)], check=True, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
@@ -31,9 +32,19 @@ def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
     assert all(f"kvcache_compress/{name}" in names for name in expected)
 
 
+def test_every_folder_with_modules_is_a_package_of_the_wheel() -> None:
+    """A new room that is missing from the list of packages would work in a checkout, and nowhere else."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    mapped = [name for name in setuptools["package-dir"].values() if name != "configs"]
+    folders = {path.parent.relative_to(ROOT) for top in mapped for path in (ROOT / top).rglob("*.py")}
+    names = {".".join(folder.parts).removeprefix("kvcache_compress.") for folder in folders} - {"kvcache_compress"}
+    expected = {"kvcache_compress", "kvcache_compress.configs", *(f"kvcache_compress.{name}" for name in names)}
+    assert sorted(setuptools["packages"]) == sorted(expected)
+
+
 @pytest.mark.parametrize("folder", ["triton_kernels", "cpu_kernels"])
 def test_the_folder_refuses_another_name(folder: str) -> None:
-    """Imported from the repository's root under its own name, the folder says why it cannot be."""
+    """A mapped folder imported under its own name from the repository's root raises a clear `ImportError`."""
     done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
     assert f"installed as kvcache_compress.{folder}" in done.stderr

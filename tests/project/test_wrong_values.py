@@ -1,4 +1,4 @@
-"""Command lines with wrong values: each ends with a message, none with a traceback, whatever was given."""
+"""Command lines with wrong values: each ends with a message and none with a traceback."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("offline")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that are no texts, a text, and a model."""
+    """Folder with unreadable files, a text and a model."""
     folder = tmp_path_factory.mktemp("wrong")
     (folder / "folder").mkdir()
     (folder / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(*arguments: str) -> str:
-    """What a command says that fails, without a traceback and without end."""
+    """Run a command that must fail, and return its message, which has no traceback and is not overlong."""
     runner = CliRunner(env={"COLUMNS": "200"})
     ran = runner.invoke(app, [*arguments])
     assert ran.exit_code in (1, 2), ran.output
@@ -97,7 +97,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_evaluations(kind: str, folder: Path) -> None:
-    """Every option of every one, with values that are none."""
+    """Every option of every evaluation refuses wrong values."""
     text = str(folder / "text.txt")
     needed = {"ruler": ["--data", text], "distortion": ["--text", text], "neighbors": ["--text", text]}.get(kind, [])
     if kind in ("distortion", "neighbors"):
@@ -121,7 +121,7 @@ def test_evaluations(kind: str, folder: Path) -> None:
 @pytest.mark.parametrize("device", DEVICES[:-1])
 def test_devices_of_models(device: str, folder: Path) -> None:
     said = refused("eval", "perplexity", "--model", str(folder / "model"), "--device", device)
-    assert f"device={device!r} cannot be had: " in said
+    assert f"device={device!r} is unavailable: " in said
 
 
 CONFIGS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Files that were damaged or edited, by the hundred: refused with a clear error, or as good as one of their kind."""
+"""Damaged or edited files by the hundred: refused with a clear error, or loaded as a cache that works."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvcache_compress import CommVQCache, CompressedCache
 
 
 def damaged(whole: bytes, count: int, seed: int) -> Iterator[bytes]:
-    """Copies with one bit flipped: in the length of the header, the header, or the data; and copies cut short."""
+    """Yield copies cut short, or with one bit flipped in the header's length, the header or the data."""
     generator = random.Random(seed)
     (length,) = struct.unpack("<Q", whole[:8])
     for start, stop, share in ((0, 8, 8), (8, 8 + length, count // 2), (8 + length, len(whole), count // 2)):
@@ -35,7 +35,7 @@ def damaged(whole: bytes, count: int, seed: int) -> Iterator[bytes]:
 
 
 def test_damaged_caches(tmp_path: Path) -> None:
-    """Every single bit counts: none of these files is taken."""
+    """A cache file with any bit flipped is refused."""
     filled().save(tmp_path / "cache")
     for content in damaged((tmp_path / "cache").read_bytes(), 120, seed=0):
         (tmp_path / "damaged").write_bytes(content)
@@ -44,7 +44,7 @@ def test_damaged_caches(tmp_path: Path) -> None:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of everything in nested JSON."""
+    """Paths of all values in nested JSON."""
     for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield (*path, key)
         yield from places(item, (*path, key))
@@ -54,7 +54,7 @@ EDITS: tuple[Any, ...] = (-1, 0, 3, 2**33, 2**70, 1.5, "x", None, [], {}, True, 
 
 
 def test_edited_caches(tmp_path: Path) -> None:
-    """Every value of the header replaced, with an honest checksum: refused, or the cache works as one of its kind."""
+    """A header with any value replaced, and a correct checksum, is refused, or the cache works."""
     filled().save(tmp_path / "cache")
     with safe_open(tmp_path / "cache", framework="pt") as file:
         header = json.loads(file.metadata()["header"])
@@ -83,7 +83,7 @@ def test_edited_caches(tmp_path: Path) -> None:
 
 
 def edited(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Tensors of the same shape with all numbers, those of the last row, or the last of all replaced."""
+    """Yield tensors of the same shape with all numbers, those of the last row, or the last one replaced."""
     if x.is_floating_point():
         most = torch.finfo(x.dtype).max
         numbers: tuple[float, ...] = (torch.nan, torch.inf, -torch.inf, 0, most, -most)
@@ -98,7 +98,7 @@ def edited(x: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_edited_tensors(method: str, tmp_path: Path) -> None:
-    """Of every kind that a method stores, with an honest checksum: refused, or keys and values are numbers still."""
+    """Tensors with extreme numbers, and a correct checksum, are refused, or keys and values stay finite."""
     model = small_config(1)
     cache = CompressedCache(model, method_config(method, 1))
     cache.update(*states(60), 0)
@@ -131,7 +131,7 @@ TENSORS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 
 @pytest.mark.parametrize("form", ["residual", "encoder"])
 def test_damaged_codebooks(tmp_path: Path, form: str) -> None:
-    """Bits, metadata and tensors of CommVQ's file: refused with its name, or codebooks as good as others."""
+    """Damaged bits, metadata and tensors of CommVQ's file are refused with its name, or the codebooks work."""
     model = LlamaConfig(**CONTRACT_MODEL) if form == "encoder" else small_config()
     source = Path(codebook_file(32, encoder_bits=96) if form == "encoder" else codebooks())
     path, found = tmp_path / "x.safetensors", []

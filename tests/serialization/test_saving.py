@@ -1,4 +1,4 @@
-"""Files of caches: what is refused and why, that writing is atomic, and that layers of every kind come back."""
+"""Cache files: refused files and their errors, atomic writing, and layers of every kind."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _attribute(layer: int, name: str, value: Any) -> Change:
 
 
 def _resized(layer: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Of keys and values of a layer that is Transformers' own."""
+    """Change the shape of keys and values of a layer that is Transformers' own."""
     return lambda h, t, m: t.update(
         {name: change(t[name]).contiguous() for name in (f"layers.{layer}.keys", f"layers.{layer}.values")}
     )
@@ -72,8 +72,8 @@ def _part_of_a_group(header: Any, tensors: Any, metadata: Any) -> None:
 
 KEYS = "layers.0.keys"
 CHANGES: dict[str, tuple[Change, str]] = {
-    "format": (lambda h, t, m: m.update(format="pt"), "no cache that kvcache-compress saved"),
-    "no metadata": (lambda h, t, m: m.clear(), "no cache that kvcache-compress saved"),
+    "format": (lambda h, t, m: m.update(format="pt"), "not a cache file of kvcache-compress"),
+    "no metadata": (lambda h, t, m: m.clear(), "not a cache file of kvcache-compress"),
     "newer": (lambda h, t, m: m.update(version="2"), "format version '2': this release reads up to 1"),
     "version": (lambda h, t, m: m.update(version="-1"), "format version '-1'"),
     "unknown key": (lambda h, t, m: h.update(more=1), "damaged: more: Extra inputs"),
@@ -104,13 +104,13 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "no tensor": (lambda h, t, m: t.pop(f"{KEYS}.tail"), "layer 0: damaged: no tensor 'keys.tail'"),
     "no statistics": (lambda h, t, m: t.pop(f"{KEYS}.statistics.mean"), "no tensor 'keys.statistics.mean'"),
     "superfluous": (lambda h, t, m: t.update({f"{KEYS}.x": torch.ones(1)}), r"a superfluous tensor 'keys\.x'"),
-    "foreign tensor": (lambda h, t, m: t.update(x=torch.ones(1)), "damaged: a tensor 'x', which no cache has"),
+    "foreign tensor": (lambda h, t, m: t.update(x=torch.ones(1)), "damaged: an unknown tensor 'x'"),
     "NaN": (lambda h, t, m: t[f"{KEYS}.statistics.mean"].view(-1)[3:4].fill_(torch.nan), "statistics.mean holds NaN"),
     "codes": (
         lambda h, t, m: t[f"{KEYS}.packed.codes0"].bitwise_not_(),
-        "layer 0: its keys decode to something else than when it was saved",
+        "layer 0: its keys do not decode as they did when it was saved",
     ),
-    "seed": (lambda h, t, m: h["config"].update(seed=1), "layer 0: its keys decode to something else"),
+    "seed": (lambda h, t, m: h["config"].update(seed=1), "layer 0: its keys do not decode as"),
     "rope": (lambda h, t, m: t.pop("rope"), "damaged: no tensor 'rope'"),
     "short rope": (
         lambda h, t, m: (h.update(rope=[2, 50]), t.update(rope=t["rope"][:, :50].clone())),
@@ -145,7 +145,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda h, t, m: t[f"{KEYS}.check"].fill_(torch.inf),
         r"damaged: layers\.0\.keys\.check holds NaN",
     ),
-    "huge sample": (lambda h, t, m: t[f"{KEYS}.check"].fill_(1e30), "layer 0: its keys decode to something else"),
+    "huge sample": (lambda h, t, m: t[f"{KEYS}.check"].fill_(1e30), "layer 0: its keys do not decode as"),
     "NaN scales": (lambda h, t, m: t[f"{KEYS}.packed.scale"][1].fill_(torch.nan), r"keys\.packed\.scale holds NaN"),
     "infinite zeros": (
         lambda h, t, m: t["layers.3.values.packed.zero"].view(-1)[-1:].fill_(-torch.inf),
@@ -209,16 +209,19 @@ def test_not_readable(path: Path, tmp_path: Path) -> None:
         CompressedCache.load(tmp_path / "nowhere", config())
     with pytest.raises(FileNotFoundError, match="no such file"):
         CompressedCache.load(tmp_path, config())
-    refuses(Path(codebooks(4)), "no cache that kvcache-compress saved")
+    refuses(Path(codebooks(4)), "not a cache file of kvcache-compress")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"name_or_path": "org/other"}, "made by another model, 'org/small', not 'org/other'.*say any_model=True"),
-        ({"num_key_value_heads": 4}, "'org/small': kv_heads 2 there, 4 here"),
-        ({"head_dim": 64, "hidden_size": 32}, "hidden_size 64 there, 32 here; head_dim 32 there, 64 here"),
-        ({"rope_theta": 5e5}, "rope .*10000.* there, .*500000.* here"),
+        ({"num_key_value_heads": 4}, "'org/small': kv_heads 2 in the file, 4 in the model"),
+        (
+            {"head_dim": 64, "hidden_size": 32},
+            "hidden_size 64 in the file, 32 in the model; head_dim 32 in",
+        ),
+        ({"rope_theta": 5e5}, "rope .*10000.* in the file, .*500000.* in the model"),
         ({"num_hidden_layers": 3}, r"layer_types \["),
     ],
 )
@@ -236,7 +239,7 @@ def test_another_model(tmp_path: Path, changes: dict[str, Any], message: str) ->
 
 def test_devices(path: Path, tmp_path: Path) -> None:
     for device in ("nowhere", "meta", torch.device("meta"), "hpu", "xla", "cuda:99", "", 1.5, [], 10**30):
-        refuses(path, f"device={re.escape(quoted(device))} cannot be had: .", device=device)
+        refuses(path, f"device={re.escape(quoted(device))} is unavailable: .", device=device)
     assert CompressedCache.load(path, config(), device="cpu").layers[0].keys.device.type == "cpu"
     cache = TurboQuantCache(config(), sink_tokens=4, recent_tokens=8)
     cache.update(*(x.to("meta") for x in states(3)), 0)
@@ -271,7 +274,7 @@ def test_an_offloaded_cache(path: Path, tmp_path: Path) -> None:
 
 
 def test_codebooks_that_moved(tmp_path: Path) -> None:
-    """They stay in their own file, which may lie elsewhere now; other codebooks are noticed."""
+    """A saved cache loads after its codebook file has moved; other codebooks are noticed."""
     here, there, others = (FOLDER / f"saving-{name}.safetensors" for name in ("here", "there", "others"))
     here.write_bytes(Path(codebooks(3)).read_bytes())
     own = {"method": "commvq", "codebooks": str(here)}
@@ -289,11 +292,11 @@ def test_codebooks_that_moved(tmp_path: Path) -> None:
     assert all(torch.equal(a.keys, b.keys) for a, b in zip(loaded.layers, cache.layers, strict=True))
     tensors = {name: -books for name, books in random_codebooks(small_config(3), 1, (3, 16), (5, 16)).items()}
     write_codebooks(describe_model(small_config(3), others), tensors)
-    refuses(tmp_path / "x", "layer 0: its keys decode to something else", small_config(3), codebooks=others)
+    refuses(tmp_path / "x", "layer 0: its keys do not decode as", small_config(3), codebooks=others)
 
 
 def test_codebooks_that_cannot_be_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file's header may name any path as codebooks: devices and the like are refused with that path."""
+    """A cache file may name any path as codebooks; devices and the like are refused with that path."""
     opened = tensor_file.safe_open
 
     def no_device(file: Any, **options: Any) -> Any:
@@ -309,7 +312,7 @@ def test_codebooks_that_cannot_be_read(path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_one_prefix_serves_many(path: Path) -> None:
-    """Loaded twice: what one does leaves the other and the file alone; the file may be replaced meanwhile."""
+    """Caches loaded from one file do not affect each other or the file, which may be replaced meanwhile."""
     before = path.read_bytes()
     one, other = (CompressedCache.load(path, config()) for _ in range(2))
     filled(40).save(path)
@@ -377,7 +380,7 @@ while True:
 
 
 def test_a_killed_process(tmp_path: Path) -> None:
-    """Killed while it writes over an old file: that file is the old one or a new one, and whole."""
+    """A process killed while it overwrites a file leaves the old file or the new one, complete."""
     path = tmp_path / "cache.safetensors"
     cache = TurboQuantCache(small_config(3), sink_tokens=0, recent_tokens=0)
     cache.update(*states(64), 0)

@@ -26,7 +26,7 @@ def _attribute(layer: int, name: str, value: Any) -> Change:
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "qwen3_next", "gemma2"])
 def test_other_layers(family: str, tmp_path: Path) -> None:
-    """Sliding, linear, hybrid and shared layers, past the window, go on as they would have; so do empty ones."""
+    """Sliding, linear, hybrid and shared layers continue as they would have, past their window and when empty."""
     model = family_cases.model(family)
     config = family_cases.method_config(family, "turboquant")
     empty = CompressedCache(model.config, config)
@@ -46,8 +46,8 @@ def test_other_layers(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_fixed_capacity(family: str, tmp_path: Path) -> None:
-    """With `max_cache_len` too, beside static layers that slide."""
+def test_static_layers(family: str, tmp_path: Path) -> None:
+    """A cache with `max_cache_len`, beside static layers that slide, continues as it would have."""
     model = family_cases.model(family)
     config = family_cases.method_config(family, "commvq" if family == "llama" else "turboquant")
     cache = CompressedCache(model.config, config.model_copy(update={"max_cache_len": 100}))
@@ -86,7 +86,7 @@ def test_other_layers_changed_by_hand(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_state(tmp_path: Path) -> None:
-    """States of linear attention have the batch of the layers with attention."""
+    """A state of linear attention whose batch size differs from the other layers is refused."""
     model = family_cases.model("qwen3_next")
     cache = CompressedCache(model.config, family_cases.method_config("qwen3_next", "turboquant"))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Saved caches that contradict themselves or their model: one batch, one length, the model's heads and dimensions."""
+"""Saved caches that contradict themselves or their model in batch, length, heads or head dimension."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.processes import as_process
 from support.saved_files import Change, changed, config, filled, states
 from support.small_model import small_config
 
-from kvcache_compress import CompressedCache, TurboQuantCache
+from kvcache_compress import CompressedCache, KIVICache, TurboQuantCache
 from kvcache_compress.cache.layer import CompressedLayer
 
 
@@ -32,7 +32,7 @@ def _state(name: str, value: int) -> Change:
 
 
 def test_no_room_is_made_for_what_is_not_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A header's sizes are compared with the tensors before a layer is built for them."""
+    """A header's sizes are compared with the tensors before memory is allocated for a layer."""
     large = [changed(path, _state("batch", 2**30)).rename(path.with_name("large"))]
     large.append(changed(path, _state("heads", 2**15)).rename(path.with_name("wide")))
     monkeypatch.setattr(CompressedLayer, "lazy_initialization", lambda *_: pytest.fail("room was made"))
@@ -48,7 +48,7 @@ def test_no_room_is_made_for_what_is_not_there(path: Path, monkeypatch: pytest.M
     ],
 )
 def test_sizes_of_another_model(tmp_path: Path, fact: str, changes: dict[str, int], message: str) -> None:
-    """A cache that is whole and agrees with itself, but not with the model that its header names."""
+    """A consistent file whose tensors do not fit the model that its header names is refused."""
     other = small_config(**changes)
     cache = TurboQuantCache(other, sink_tokens=4, recent_tokens=8)
     x = torch.randn(2, other.num_key_value_heads, 60, other.head_dim)
@@ -61,7 +61,7 @@ def test_sizes_of_another_model(tmp_path: Path, fact: str, changes: dict[str, in
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
-    """No file is written that `load` would refuse."""
+    """A cache that `load` would refuse is not saved."""
     keys, values = states(60)
     for given, message in (
         ([(keys, values), (keys[:, :, 1:], values[:, :, 1:])], "a length of 60 in layer 0, of 59 in layer 1"),
@@ -95,3 +95,18 @@ def test_shares_of_tensor_parallelism(path: Path, tmp_path: Path) -> None:
         with as_process(rank, processes):
             refuses(tmp_path / "share", f".*{message}")
     assert CompressedCache.load(tmp_path / "whole", config()).layers[0].keys.shape == (2, 2, 60, 32)
+
+
+def test_load_returns_the_class_that_it_is_called_on(tmp_path: Path) -> None:
+    """A class of one method takes files of its method alone; its constructor's own arguments play no part."""
+    saved = KIVICache(config(), bits=4)
+    for index in range(4):
+        saved.update(*states(200, index), index)
+    assert saved.packed_tokens > 0
+    saved.save(tmp_path / "kivi")
+    for chosen in (KIVICache, CompressedCache):
+        loaded = chosen.load(tmp_path / "kivi", config())
+        assert type(loaded) is chosen
+        assert loaded.packed_tokens == saved.packed_tokens
+    with pytest.raises(ValueError, match=r"keys of kivi and values of kivi: use CompressedCache\.load"):
+        TurboQuantCache.load(tmp_path / "kivi", config())

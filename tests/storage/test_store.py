@@ -1,4 +1,4 @@
-"""Growing buffers: little slack, few copies, nothing rewritten."""
+"""Growing buffers: little unused capacity, few copies, nothing rewritten."""
 
 import pytest
 import torch
@@ -16,14 +16,14 @@ def new_store() -> PackedStore:
 
 
 def block(start: int, tokens: int = 32) -> tuple[torch.Tensor, ...]:
-    """Fields of tokens `[start, start + tokens)`, each of which holds its own number."""
+    """Fields of tokens `[start, start + tokens)`, filled with the tokens' numbers."""
     codes = torch.arange(start, start + tokens).view(1, 1, -1, 1).expand(2, 3, -1, 4).int()
     scale = torch.arange(start // 32, (start + tokens) // 32).view(1, 1, -1, 1).expand(2, 3, -1, 8).half()
     return codes, scale
 
 
 def test_long_run() -> None:
-    """20,000 tokens, 32 at a time: slack at most an eighth at every step, and each token copied about eight times."""
+    """Over 20,000 tokens, 32 at a time, at most an eighth is unused, and a token is copied about eight times."""
     store = new_store()
     moves = copied = 0
     for start in range(0, 20_000, 32):
@@ -121,7 +121,7 @@ def test_tail_writes_in_place(tail: TailBuffer) -> None:
 
 
 def test_tail_grows_by_little(tail: TailBuffer) -> None:
-    """Where generated tokens stay dense the tail grows on: slack at most an eighth beyond its first room."""
+    """A tail that is never packed grows by an eighth at a time beyond its first buffer."""
     moves = 0
     for step in range(3000):
         pointer = tail.buffer.data_ptr()
@@ -163,7 +163,7 @@ def test_tail_replace_gives_room_back(tail: TailBuffer) -> None:
 
 
 def test_a_wide_window_takes_room_as_it_fills() -> None:
-    """From a few hundred tokens on by an eighth, never beyond what it holds at most; what is replaced likewise."""
+    """A wide window's buffer grows by an eighth at a time, up to the window, also after tokens are replaced."""
     tail, moves, copied = TailBuffer(torch.zeros(1, 1, 0, 2), 5000), 0, 0
     for step in range(5000):
         pointer, before = tail.buffer.data_ptr(), tail.tokens
@@ -175,21 +175,21 @@ def test_a_wide_window_takes_room_as_it_fills() -> None:
     assert moves < 40
     assert copied < 10 * 5000
     tail.replace(tail.view()[:, :, 32:])
-    room = tail.buffer.data_ptr()
+    address = tail.buffer.data_ptr()
     for step in range(32):
         tail.append(numbers(step, 1))
-    assert tail.buffer.data_ptr() == room, "a full window has the room that it needs until its next flush"
+    assert tail.buffer.data_ptr() == address, "a full window has the room that it needs until its next flush"
 
 
-@pytest.mark.parametrize(("room", "frozen"), [(None, False), (60, False), (60, True)])
-def test_windows_wider_than_the_text(room: int | None, frozen: bool, request: pytest.FixtureRequest) -> None:
-    """A recent window and sinks of 100,000 tokens take no more than the tokens that are there, or can be."""
+@pytest.mark.parametrize(("capacity", "frozen"), [(None, False), (60, False), (60, True)])
+def test_windows_wider_than_the_text(capacity: int | None, frozen: bool, request: pytest.FixtureRequest) -> None:
+    """Windows of 100,000 tokens take no more memory than the tokens held, or than a fixed capacity."""
     if frozen:
-        request.getfixturevalue("fixed_shapes")
+        request.getfixturevalue("static_shapes")
     config = LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2)
     x = torch.randn(1, 2, 20, 32)
     for windows in ({"recent_tokens": 100_000}, {"sink_tokens": 100_000}):
-        cache = TurboQuantCache(config, max_cache_len=room, **windows)
+        cache = TurboQuantCache(config, max_cache_len=capacity, **windows)
         for part in x.split([18, 1, 1], 2):
             cache.update(part, part, 0)
         assert cache.memory_report().allocated_bytes < 300_000

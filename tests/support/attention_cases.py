@@ -32,7 +32,7 @@ NONE: tuple[str, dict[str, Any]] = ("none", {})
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call; `split` is (tokens per split, splits), `block` the tokens of a tile."""
+    """An attention call; `split` is (tokens per split, splits), `block` the tokens of a tile."""
 
     keys: tuple[str, dict[str, Any]] = tq(4)
     values: tuple[str, dict[str, Any]] = tq(4)
@@ -45,9 +45,9 @@ class Case:
     hidden: int = 20
     rows_differ: bool = False
     softcap: float | None = None
-    sinks: bool = False
+    s_aux: bool = False
     packed: int = 64
-    dense_sinks: int = 3
+    sinks: int = 3
     block: int = 32
     split: tuple[int, int] = (32, 2)
 
@@ -97,7 +97,7 @@ CASES |= {
     for name, pair in declared("KERNEL_PAIRS").items()
     for head_dim, groups in ((80, 1), (96, 7), (128, 4))
 }
-# On a GPU these go through every part of `lookup.py`, for keys and for values.
+# On a GPU these run all parts of `triton_kernels/common/lookup.py`, for keys and for values.
 CASES |= {
     f"{name}-{head_dim}-float16": Case(*PAIRS[name], head_dim=head_dim, groups=4, dtype=F16)
     for name, head_dim in (
@@ -140,11 +140,11 @@ CASES |= {
     "additive-per-head": Case(count=3, mask="per head"),
     "softcap": Case(softcap=5.0),
     "softcap-padding-bfloat16": Case(kivi(4), tq(3), count=3, mask="bool", softcap=20.0, dtype=BF16),
-    "learned-sinks": Case(sinks=True),
-    "learned-sinks-padding": Case(tq(2.5), tq(2.5), groups=4, count=3, mask="bool", sinks=True, dtype=F16),
+    "s-aux": Case(s_aux=True),
+    "s-aux-padding": Case(tq(2.5), tq(2.5), groups=4, count=3, mask="bool", s_aux=True, dtype=F16),
     "nothing-packed": Case(packed=0, split=(16, 0)),
     "one-packed": Case(packed=1, split=(16, 1)),
-    "no-dense-sinks": Case(dense_sinks=0),
+    "no-sinks": Case(sinks=0),
     "split-of-one-token": Case(packed=33, split=(32, 2)),
     "empty-splits": Case(packed=33, split=(32, 4), mask="bool"),
     "many-splits": Case(tq(2), kivi(4), packed=96, block=16, split=(16, 6), count=3),
@@ -156,14 +156,14 @@ CASES |= {
 
 
 def segments(case: Case, make_side: Callable[..., SideSegments]) -> tuple[SideSegments, SideSegments]:
-    common = {"sinks": case.dense_sinks, "dtype": case.dtype}
+    common = {"sinks": case.sinks, "dtype": case.dtype}
     keys = make_side(*case.keys, "keys", case.head_dim, case.packed, **common)
     values = make_side(*case.values, "values", case.value_dim or case.head_dim, case.packed, **common)
     return keys, values
 
 
 def make_mask(case: Case, batch: int, heads: int, tokens: int) -> torch.Tensor | None:
-    """Left padding of the second sequence into its packed tokens, and for several queries the causal triangle."""
+    """Mask with left padding of the second sequence into its packed tokens, and causal for several queries."""
     if case.mask is None:
         return None
     allowed = torch.ones(batch, 1, case.count, tokens, dtype=torch.bool).tril(tokens - case.count)
@@ -180,7 +180,7 @@ def make_mask(case: Case, batch: int, heads: int, tokens: int) -> torch.Tensor |
 
 
 def plain_attention(
-    query: torch.Tensor, keys: SideSegments, values: SideSegments, mask: torch.Tensor | None, case: Case, sinks: Any
+    query: torch.Tensor, keys: SideSegments, values: SideSegments, mask: torch.Tensor | None, case: Case, s_aux: Any
 ) -> torch.Tensor:
     """Softmax attention over decoded tokens in float64, `[B, n, Hq, Dv]`; written without the package's arithmetic."""
     groups = query.shape[1] // keys.sinks.shape[1]
@@ -207,8 +207,8 @@ def plain_attention(
         logits = logits.masked_fill(~mask, -torch.inf)
     else:
         logits = logits + mask.double()
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
+    if s_aux is not None:
+        logits = torch.cat([logits, s_aux.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
     weights = logits.softmax(-1)[..., :tokens]
     return torch.einsum("bhnt,bhtd->bnhd", weights, v.repeat_interleave(groups, 1))
 

@@ -1,4 +1,4 @@
-"""Comparing logits that two ways of computing attention give, after which tokens are packed."""
+"""Comparison of logits of two attention implementations, whose results decide the codes of later tokens."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 
 ROUNDING = 1e-4
 FLIP = 5e-3
-"""What the other code does to a logit of the models here: up to 4e-3 was seen, by a sign of QJL. Packing all tokens
-does more than 1e-2 to most."""
+"""Largest change of a logit by one flipped code: a sign of QJL changes it by up to 4e-3 in these models, while packing
+all tokens changes most logits by more than 1e-2."""
 FLIPPED = 0.01
 """Share of the logits that may differ by more than rounding."""
 
 
 def assert_close_but_for_flips(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal up to rounding, but that a number on the edge between two levels may have got the other code.
+    """Assert that logits are equal up to rounding and a few flipped codes of numbers between two levels.
 
-    Hidden states differ by 1e-7 between the two ways; which numbers that moves over an edge depends on the processor.
+    Hidden states of the two implementations differ by 1e-7; the numbers whose codes that flips depend on the processor.
     """
     difference = (got - expected).abs()
     assert difference.max() <= FLIP

@@ -1,4 +1,4 @@
-"""Codebook files for tests: random codebooks of any shape, and an encoder that is none the worse for being random."""
+"""Codebook files for tests: random codebooks of any shape, and an encoder whose random weights lose nothing."""
 
 from __future__ import annotations
 

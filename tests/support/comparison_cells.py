@@ -1,4 +1,4 @@
-"""A small comparison with figures to compute by hand: five caches, two benchmarks, one failure, one gap."""
+"""Small comparison with figures that can be computed by hand: five caches, two benchmarks, a failure and a gap."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     HOSTILE: {},
 }
 MAIN = {"perplexity": ("kl", False), "needle": ("recall", True)}
-# Bits packed, bits of the whole cache, KL, recall: None for a cell that is not there, text for one that failed.
+# Packed bits, bits of the whole cache, KL, recall; None for a missing cell, text for one that failed.
 FIGURES: dict[str, tuple[float, float, Any, Any]] = {
     "full": (16.0, 16.0, 0.0, 0.75),
     "hqq-4": (4.5, 4.5, 0.0112, "out of memory: tried <b>8 GiB</b>"),

@@ -1,4 +1,4 @@
-"""Vectors and codecs for the tests of the encode kernels and of the C++ encoders, and what equal fields are."""
+"""Vectors and codecs for tests of encoders in Triton and C++, and assertions that fields are equal."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def assert_equal_fields(ours: Fields, theirs: Fields) -> None:
 
 
 def assert_equal_but_for_ties(codec: Codec, ours: Fields, theirs: Fields) -> None:
-    """Of tokens that were rotated by sums in another order: at most a number in a thousand took another code.
+    """Assert equal fields except for ties: rotations that sum in another order may change one code in a thousand.
 
-    Such a number lies on a boundary, so that what is decoded is about a step away, and no token is much worse for it.
+    Such a number lies on a boundary between two levels, so that neither code is worse by more than rounding.
     """
     different = total = 0
     for mine, yours in zip(ours, theirs, strict=True):
@@ -46,7 +46,7 @@ def assert_equal_but_for_ties(codec: Codec, ours: Fields, theirs: Fields) -> Non
 
 
 def unit_vectors(width: int, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Directions `[2, 1, 9, width]` and norms; among them ties between levels and a zero vector."""
+    """Unit vectors `[2, 1, 9, width]` and norms, with ties between levels and a zero vector among them."""
     x = torch.randn(2, 1, 9, width, generator=torch.Generator(torch.get_default_device()).manual_seed(width))
     norm = x.norm(dim=-1)
     z = x / norm[..., None]

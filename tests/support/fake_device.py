@@ -1,4 +1,4 @@
-"""Devices that are not there: tensors that say they are on one, compute on the CPU, and refuse to be mixed."""
+"""Fake devices: tensors that report to be on one, compute on the CPU, and cannot be mixed between devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COPIES = {torch.Tensor.copy_, torch.Tensor.__setitem__}
 
 
 class OnDevice(torch.Tensor):
-    """A CPU tensor that says it is on `place`."""
+    """CPU tensor that reports to be on `place`."""
 
     place: torch.device
 
@@ -25,7 +25,7 @@ class OnDevice(torch.Tensor):
 
 
 class _Factories(TorchFunctionMode):
-    """Lets `torch.empty(..., device=...)` make tensors on devices that are not there."""
+    """Mode in which `torch.empty(..., device=...)` makes tensors on fake devices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
@@ -36,7 +36,7 @@ def _place(x: torch.Tensor) -> torch.device:
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with all that is in its lists, tuples and dictionaries changed."""
+    """Apply a change to `value`, or to all items of its lists, tuples and dictionaries."""
     if type(value) in (list, tuple) or type(value).__module__ == "torch.return_types":
         return type(value)(_each(item, change) for item in value)
     if type(value) is dict:
@@ -64,7 +64,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         args = (args[0], torch.device(args[1]), *args[2:])
     args, kwargs = _each(args, plain), _each(kwargs, plain)
     with torch._C.DisableTorchFunctionSubclass():
-        # As in PyTorch, a single number on the CPU goes with tensors anywhere.
+        # As in PyTorch, a single number on the CPU can be mixed with tensors on any device.
         places = {_place(x) for x in tensors if x.dim() or isinstance(x, OnDevice)}
         if len(places) > 1 and func not in _COPIES:
             raise RuntimeError(f"{getattr(func, '__name__', func)}: tensors on {sorted(map(str, places))}")
@@ -88,6 +88,6 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @contextmanager
 def fake_devices() -> Iterator[tuple[torch.device, torch.device]]:
-    """Two devices for tensors within the block."""
+    """Provide two fake devices within the block."""
     with _Factories(), torch.no_grad():
         yield torch.device(KIND, 0), torch.device(KIND, 1)

@@ -1,7 +1,7 @@
-"""Families of models, tiny and random, and the check that each passes with every method.
+"""Model families, tiny and random, and the check that each passes with every method.
 
-`outcome` runs a pair once per process, however many tests and pages ask: `tests/test_families.py` tests the outcomes,
-`benchmarks/support.py` writes them to `docs/support.md`.
+`outcome` runs each pair once per process. `tests/modeling/test_families.py` tests the outcomes, and
+`benchmarks/support_table.py` writes them to `docs/support.md`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support.commvq_files import FOLDER, codebook_file, random_codebooks
 
 VOCAB, SINKS, RECENT = 64, 4, 8
 STEPS = [60, 1, 5, 20, 1]
-"""A prompt, of which 32 tokens are packed, a single step, several tokens, a chunk, which packs more, and a step."""
+"""Sizes of a prompt, of which 32 tokens are packed, a step, several tokens, a chunk, which packs more, and a step."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
@@ -44,12 +44,12 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model.
+    """A family of models.
 
-    about: what sets it apart, for the support table.
-    options: of its config, over `SIZES`.
-    kind: its `model_type`, where the family's name is another.
-    rule: for its layers without RoPE, which lets methods work that need it.
+    about: its features, for the support table.
+    options: options of its config, over `SIZES`.
+    kind: its `model_type`, if that is not the family's name.
+    rule: config rule for its layers without RoPE, with which methods work that need RoPE.
     """
 
     about: str
@@ -63,19 +63,21 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         "7 query heads per key/value head", {"hidden_size": 224, "num_attention_heads": 7, "num_key_value_heads": 1}
     ),
-    "qwen3": Family("normalized keys"),
-    "mistral": Family("without sliding window", {"sliding_window": None}),
-    "mistral, sliding": Family("every layer slides", {"sliding_window": 16}, kind="mistral"),
+    "qwen3": Family("normalized queries and keys"),
+    "mistral": Family("no sliding window", {"sliding_window": None}),
+    "mistral, sliding": Family("sliding attention in every layer", {"sliding_window": 16}, kind="mistral"),
     "mixtral": Family("mixture of experts", {"num_local_experts": 4}),
     "gemma2": Family(
-        "soft-capped scores, every other layer slides; eager attention below ours",
+        "soft-capped scores; sliding attention in every other layer; the model's own attention is eager",
         {**SLIDING_FIRST, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32},
     ),
     "gemma3": Family(
-        "sliding and full layers with other RoPEs", {**SLIDING_FIRST, "query_pre_attn_scalar": 32}, kind="gemma3_text"
+        "different RoPE in sliding and full layers",
+        {**SLIDING_FIRST, "query_pre_attn_scalar": 32},
+        kind="gemma3_text",
     ),
     "gemma4": Family(
-        "full layers have other heads than sliding ones; later layers share keys and values",
+        "full and sliding layers with different heads; later layers share keys and values",
         {
             "sliding_window": 16,
             "num_hidden_layers": 4,
@@ -89,21 +91,21 @@ FAMILIES: dict[str, Family] = {
         },
         kind="gemma4_text",
     ),
-    "phi3": Family("half of each head rotates", {"partial_rotary_factor": 0.5}),
+    "phi3": Family("RoPE on half of each head", {"partial_rotary_factor": 0.5}),
     "phi3, 96": Family(
         "head dimension 96", {"head_dim": 96, "hidden_size": 192, "num_attention_heads": 2}, kind="phi3"
     ),
     "gpt_oss": Family(
-        "learned attention sinks, every other layer slides, YaRN; eager attention below ours",
+        "learned attention sinks; sliding attention in every other layer; YaRN; the model's own attention is eager",
         {**SLIDING_FIRST, "num_local_experts": 4},
     ),
-    "granite": Family("a scale of its own for scores", {"attention_multiplier": 0.3}),
-    "olmo2": Family("normalized over all heads"),
-    "cohere2": Family("sliding layers with RoPE, full layers without", {**SLIDING_FIRST, "logit_scale": 1.0}),
-    "glm4": Family("half of each head rotates, neighbours in pairs"),
+    "granite": Family("own scaling factor of scores", {"attention_multiplier": 0.3}),
+    "olmo2": Family("queries and keys normalized over all heads"),
+    "cohere2": Family("RoPE in sliding layers, none in full layers", {**SLIDING_FIRST, "logit_scale": 1.0}),
+    "glm4": Family("RoPE on half of each head, in pairs of neighbours"),
     "qwen3_moe": Family("mixture of experts", EXPERTS),
     "qwen3_next": Family(
-        "linear attention in most layers; partly rotary",
+        "linear attention in most layers; partial RoPE",
         {
             **EXPERTS,
             "layer_types": ["linear_attention", "full_attention"],
@@ -136,9 +138,9 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "smollm3": Family(
-        "every fourth layer without RoPE", {"no_rope_layers": [1, 0]}, rule={"match": 1, "method": "turboquant"}
+        "no RoPE in every fourth layer", {"no_rope_layers": [1, 0]}, rule={"match": 1, "method": "turboquant"}
     ),
-    "gpt_neox": Family("a quarter of each head rotates", {"num_key_value_heads": 4}),
+    "gpt_neox": Family("RoPE on a quarter of each head", {"num_key_value_heads": 4}),
     "opt": Family("learned positions", {"ffn_dim": 64, "word_embed_proj_dim": 128, "init_std": 0.1}),
     "gpt2": Family("learned positions"),
 }
@@ -153,7 +155,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "qjl": {"keys": {"method": "qjl", "sketch_ratio": 4}, "values": TURBOQUANT},
     "commvq": {"keys": "commvq", "values": "commvq"},
 }
-"""Methods for keys alone have TurboQuant's values."""
+"""Configs by method; methods for keys only are combined with TurboQuant for values."""
 LARGEST_LOSS = {
     "turboquant": 0.15,
     "kivi": 0.1,
@@ -162,17 +164,17 @@ LARGEST_LOSS = {
     "qjl": 0.45,
     "commvq": 0.75,
 }
-"""Change of these models' logits by compression, relative to their norm; CommVQ's random codebooks fit nothing."""
+"""Largest relative change of these models' logits by compression; CommVQ's is large, as its codebooks are random."""
 
 
 @cache
 def model(family: str) -> PreTrainedModel:
-    """The family's model, made once, in float32, with its own attention on."""
+    """Model of a family in float32, made once, with its own attention."""
     return build(family)
 
 
 def build(family: str, **changes: Any) -> PreTrainedModel:
-    """A new model of the family, or of another `model_type`, with changes to its config."""
+    """Build a model of the family, or of another `model_type`, with changes to its config."""
     case = FAMILIES.get(family, Family(""))
     config = AutoConfig.for_model(case.kind or family, **{**SIZES, **case.options, **changes})
     torch.manual_seed(0)
@@ -185,7 +187,7 @@ def build(family: str, **changes: Any) -> PreTrainedModel:
 
 @cache
 def codebooks(family: str) -> str:
-    """A CommVQ file with random codebooks for the family's model; one of another model where it can have none."""
+    """CommVQ file with random codebooks for the family's model, or for another model if it cannot have any."""
     path = FOLDER / f"{family}.safetensors"
     try:
         header = describe_model(model(family).config, path)
@@ -197,7 +199,7 @@ def codebooks(family: str) -> str:
 
 
 def method_config(family: str, method: str, rule: dict[str, Any] | None = None) -> CompressionConfig:
-    """The cache's config for a method on a family, with a rule for some layers."""
+    """Cache config of a method on a family, with an optional rule for some layers."""
     layers = [] if rule is None else [rule]
     config = load_config({**METHODS[method], "sink_tokens": SINKS, "recent_tokens": RECENT, "layers": layers})
     return config.with_codebooks(codebooks(family)) if method == "commvq" else config
@@ -235,7 +237,7 @@ class Both(NamedTuple):
 
 
 def assert_alike(both: Both) -> None:
-    """To float32's rounding; after a tie, where that gave a number of a later layer's another code, to the code's."""
+    """Assert equal logits up to float32 rounding, or up to 2e-3 if rounding changed a few codes of later layers."""
     words = [
         (ours != theirs).flatten()
         for one, other in zip(both.cache.layers, both.unfused_cache.layers, strict=True)
@@ -255,9 +257,10 @@ def assert_alike(both: Both) -> None:
 
 
 def both_ways(model: PreTrainedModel, config: CompressionConfig, backend: str = "torch") -> Both:
-    """Logits with fused attention off and on, and the caches. Positions are handed over in both.
+    """Logits with fused attention off and on, and the caches; both get the model's positions.
 
-    In torch chunks of prompts get the same attention in both; in C++ another's rounding flips a code now and then.
+    With the torch backend prompt chunks have the same attention in both; C++ attention rounds differently, which can
+    flip codes.
     """
     found, caches = [], []
     config = config.model_copy(update={"backend": backend})
@@ -276,10 +279,10 @@ def exact(family: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a method does on a family: works, works with the family's rule for some layers, or is refused.
+    """Result of a method on a family: it works, works with the family's rule for some layers, or is refused.
 
-    reason: of the refusal, without rules.
-    fused: whether attention read the packed tokens as they are, in the run that worked.
+    reason: message of the refusal without the rule.
+    fused: True if attention read packed tokens without decoding them, in the run that worked.
     """
 
     support: Literal["yes", "rules", "no"]
@@ -289,10 +292,10 @@ class Outcome:
 
 @cache
 def outcome(family: str, method: str) -> Outcome:
-    """Runs a method on a family.
+    """Run a method on a family.
 
     Raises:
-        AssertionError: it was accepted, and then went wrong.
+        AssertionError: The method was accepted, but its results are wrong.
     """
     config = method_config(family, method)
     reason = refusal(family, config)
@@ -305,7 +308,7 @@ def outcome(family: str, method: str) -> Outcome:
 
 
 def refusal(family: str, config: CompressionConfig) -> str | None:
-    """Why a cache for this family refuses a config; None where it does not."""
+    """Message with which a cache for this family refuses a config; None if it accepts it."""
     try:
         CompressedCache(model(family).config, config)
     except ValueError as error:
@@ -314,9 +317,10 @@ def refusal(family: str, config: CompressionConfig) -> str | None:
 
 
 def check(family: str, config: CompressionConfig, largest_loss: float) -> bool:
-    """Fused and not fused agree over packed tokens, full attention is compressed and nothing else, and it shows.
+    """Assert that fused and unfused logits agree, that only full attention is compressed, and that it changes logits.
 
-    Returns whether fused attention was used.
+    Returns:
+        True if fused attention was used.
     """
     with record_paths() as taken:
         both = both_ways(model(family), config)

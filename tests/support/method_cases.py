@@ -1,4 +1,4 @@
-"""What each method's own test file declares for the tests that every method must pass.
+"""Cases that each method's own test file declares for the tests that every method must pass.
 
 A file `tests/methods/**/test_<method>.py` may define
 
@@ -37,7 +37,7 @@ def _modules() -> tuple[ModuleType, ...]:
 
 
 def declared(name: str) -> dict[str, Any]:
-    """The dictionaries of this name of all methods, merged."""
+    """Merge the dictionaries of this name of all methods."""
     merged: dict[str, Any] = {}
     for module in _modules():
         part = getattr(module, name, {})
@@ -47,12 +47,12 @@ def declared(name: str) -> dict[str, Any]:
 
 
 def declared_list(name: str) -> list[Any]:
-    """The lists of this name of all methods, joined."""
+    """Join the lists of this name of all methods."""
     return [item for module in _modules() for item in getattr(module, name, [])]
 
 
 def half_layout(head_dim: int) -> RopeLayout:
-    """Pairs (i, i + head_dim / 2), as in Llama."""
+    """Rotary layout with pairs (i, i + head_dim / 2), as in Llama."""
     half = head_dim // 2
     return RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))
 
@@ -64,6 +64,6 @@ def random_track(layout: RopeLayout, batch: int, tokens: int) -> RopeTrack:
     track = RopeTrack(LlamaConfig(), layout)
     positions = torch.arange(tokens).float() + 7.0 * torch.arange(batch)[:, None]
     angles = positions[..., None] * 10_000 ** -(torch.arange(layout.rotary) / layout.rotary)
-    track.given = (angles.cos(), angles.sin())
+    track.inputs = (angles.cos(), angles.sin())
     track.extend(0, torch.empty(batch, 1, tokens, 1))
     return track

@@ -1,4 +1,4 @@
-"""Check that repeated launches equal Triton's own; test_plan.py runs this in a process that compiles kernels."""
+"""Check that repeated launches equal Triton's own; `test_plan.py` runs this in a process that compiles kernels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def address(x: Any) -> Any:
 
 
 def check_equal(ours: list[Launched], theirs: list[Launched], repeated: bool) -> None:
-    """Same code, grids, numbers and tensors; those that the call makes itself are the same ones in all its kernels."""
+    """Check that code, grids and arguments are equal; a call's own tensors must be the same in all its kernels."""
     own: dict[int, int] = {}
     assert len(ours) == len(theirs) == len(KERNELS)
     for kernel, one, other in zip(KERNELS, ours, theirs, strict=True):
@@ -79,11 +79,11 @@ class Layer:
             for side in (self.keys, self.values)
         )
 
-    def step(self, count: int = 1, mask: torch.Tensor | None = None, sinks: torch.Tensor | None = None) -> bool:
+    def step(self, count: int = 1, mask: torch.Tensor | None = None, s_aux: torch.Tensor | None = None) -> bool:
         """Check a step's launches against Triton's own; True if they repeated an earlier step's."""
         query = torch.zeros(1, 6, count, DIM, dtype=torch.bfloat16)
         call: Callable[[], torch.Tensor] = lambda: launch.attend(  # noqa: E731
-            query, self.keys, self.values, mask, scaling=0.125, sinks=sinks
+            query, self.keys, self.values, mask, scaling=0.125, s_aux=s_aux
         )
         plans = self.keys.codec.kernel_side.plans
         with mock.patch.object(triton.JITFunction, "run", autospec=True, side_effect=triton.JITFunction.run) as looked:
@@ -142,18 +142,18 @@ def traced(call: Callable[[], Any]) -> tuple[list[str], list[str]]:
 def check_launches_of_a_step() -> None:
     """A step of a layer makes four launches and runs no operator of PyTorch."""
     _, decode = decoding(None)
-    decode()  # which sets what stays
+    decode()  # compiles the plan that later steps repeat
     for _ in range(3):
         assert traced(decode) == (["append_kernel", *(kernel.__name__ for kernel in KERNELS)], [])
 
 
-def check_launches_of_fixed_capacity() -> None:
-    """A step of fixed capacity makes four launches too, plus encoding and storing without a kernel encoder."""
+def check_launches_of_static_layers() -> None:
+    """A step of static capacity makes four launches too, plus encoding and storing without a kernel encoder."""
     four = ["write_slots_kernel", "map_step_kernel", "attend_kernel", "merge_kernel"]
     for preset in ENCODED:
         layer, decode = decoding(1024, preset)
         decode()
-        for _ in range(layer.flush_tokens):  # of which one encodes
+        for _ in range(layer.flush_tokens):  # one of these steps encodes
             assert traced(decode) == (four, []), preset
 
     layer, decode = decoding(1024, APART)
@@ -168,7 +168,7 @@ def check_launches_of_fixed_capacity() -> None:
     assert keys is None
     assert values is not None
     kernels, operators = traced(encode)
-    kernels.remove("encode_kernel")  # that of the values, which are encoded as they are written
+    kernels.remove("encode_kernel")  # of the values, which steps encode while writing
     operators = [name for name in operators if "zeros" not in name]
     for _ in range(3):
         launched, ran = traced(decode)
@@ -249,27 +249,27 @@ def main() -> None:
         side.store.buffers = [torch.zeros_like(x).repeat(1, 1, 2, *[1] * (x.ndim - 3)) for x in side.store.buffers]
     assert layer.step()
     layer.keys, layer.values = (replace(side, packed=576) for side in (layer.keys, layer.values))
-    assert layer.step()  # as many splits, of more tokens
+    assert layer.step()  # the same number of splits, with more tokens
     layer.keys, layer.values = (replace(side, packed=480) for side in (layer.keys, layer.values))
-    assert not layer.step()  # whole tiles no more, other splits
+    assert not layer.step()  # no longer whole tiles, and other splits
     assert layer.step()
 
     mask = torch.ones(1, 1, 2, 1024, dtype=torch.bool)
-    sinks = torch.zeros(6)
-    assert not layer.step(2, mask[..., : tokens(layer)], sinks)
+    s_aux = torch.zeros(6)
+    assert not layer.step(2, mask[..., : tokens(layer)], s_aux)
     layer.grow(12, 40)
-    assert layer.step(2, mask[..., : tokens(layer)], sinks)
-    assert not layer.step(2, mask[..., 1 : tokens(layer) + 1], sinks)  # does not begin at a multiple of 16 bytes:
-    assert not layer.step(2, mask[..., 3 : tokens(layer) + 3], sinks)  # left to Triton each time
-    assert not layer.step(2, mask[..., : tokens(layer)].bfloat16(), sinks)
-    assert not layer.step(2, None, sinks)
-    assert layer.step(2, mask[..., : tokens(layer)], sinks)
+    assert layer.step(2, mask[..., : tokens(layer)], s_aux)
+    assert not layer.step(2, mask[..., 1 : tokens(layer) + 1], s_aux)  # does not begin at a multiple of 16 bytes,
+    assert not layer.step(2, mask[..., 3 : tokens(layer) + 3], s_aux)  # so Triton launches it each time
+    assert not layer.step(2, mask[..., : tokens(layer)].bfloat16(), s_aux)
+    assert not layer.step(2, None, s_aux)
+    assert layer.step(2, mask[..., : tokens(layer)], s_aux)
     assert layer.step(1)
     other = Layer(512)
     assert not other.step()
     check_launches_of_a_step()
-    check_launches_of_fixed_capacity()
-    # Kernels that are not run leave memory as it was made, and what is not finite is refused.
+    check_launches_of_static_layers()
+    # Kernels do not run here, so their outputs stay as allocated; zeros pass the check for NaN.
     with mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros):
         for chosen in (*ENCODED, APART):
             for capacity in (None, 1024):

@@ -1,4 +1,4 @@
-"""An interpreter for the few PTX instructions of the kernels' fast path, to run their text without a GPU.
+"""Interpreter for the few PTX instructions of the kernels' fast path, to run them without a GPU.
 
 Semantics as in NVIDIA's PTX ISA (sections on `prmt`, `lop3`, `shl`, `shr`, `shfl` and half precision arithmetic). A
 register is a uint32 array, one entry per thread.
@@ -23,7 +23,8 @@ OPERAND = r"\{[^}]*\}|[^,\s]+"
 def held(tile: torch.Tensor, keys: bool) -> list[Register]:
     """Registers in which a thread holds elements A and B of each pair of an integer tile `[tokens, words]`.
 
-    Those of words of 32 bits; elements of 16 bits share one. Keys have their pairs in a token, values in a word.
+    32-bit words have a register each, and two 16-bit words share one. Pairs are two words of a token for keys, and two
+    tokens of a word for values.
     """
     a, b = (tile if keys else tile.T).reshape(-1, 2).to(torch.int64).numpy().T
     if tile.dtype == torch.int16:
@@ -37,13 +38,13 @@ def constants(words: list[int], size: int) -> list[Register]:
 
 
 _lane_registers: list[Register] = []
-"""Registers that differ from lane to lane of a warp, where Triton believes one number: the place in this list."""
+"""Registers that differ by lane of a warp where Triton assumes a single number, which is an index into this list."""
 
 
 def create_inline_asm(
     _builder: Any, text: str, _constraints: str, handles: list[Any], types: list[Any], _pure: bool, pack: int
 ) -> Any:
-    """What Triton's interpreter lacks: assembly of elements of 32 bits, or of pairs of neighbours of 16 or 32 bits."""
+    """Add inline assembly to Triton's interpreter, for 32-bit elements and for pairs of 16-bit or 32-bit neighbours."""
     registers: list[Register] = []
     for handle in handles:
         words = np.ascontiguousarray(handle.data).reshape(-1).view(np.uint32)
@@ -117,7 +118,7 @@ def _packed(halves: npt.NDArray[np.float64]) -> Register:
 
 
 def _shfl(table: Register, lane: Register, control: Register, _members: Register) -> Register:
-    """`table` says which lane register each thread has; threads are numbered as lanes, again and again."""
+    """Interpret `shfl`: `table` holds each thread's index of a lane register; 32 consecutive threads are a warp."""
     own = np.arange(len(table), dtype=np.uint32) % np.uint32(32)
     segment = control >> np.uint32(8)
     assert np.all(control & np.uint32(31) == 31), "nothing clamped"

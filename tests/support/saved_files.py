@@ -1,4 +1,4 @@
-"""Files of saved caches for tests, copies of them with something changed, and what becomes of bad inputs."""
+"""Saved caches for tests, changed copies of their files, and outcomes of bad inputs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvcache_compress.serialization import cache_file as saving
 from support.small_model import RECENT, SINKS, method_config, small_config
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor], dict[str, str]], Any]
-"""Changes the header, the tensors and the other metadata of a file in place."""
+"""Function that changes the header, the tensors and the other metadata of a file in place."""
 
 
 def config() -> LlamaConfig:
-    """The model of these caches: four layers."""
+    """Config of a model with four layers."""
     return small_config(4, name_or_path="org/small")
 
 
 def some_config() -> dict[str, Any]:
-    """Statistics of several kinds, groups of tokens, cos and sin, and a layer that is Transformers' own."""
+    """Cache config with several kinds of statistics, groups of tokens, cos and sin, and one uncompressed layer."""
     rules = [
         {"match": 1, "keys": method_config("commvq", 4)["keys"], "sink_tokens": 2},
         {"match": 2, "method": "none"},
@@ -37,7 +37,7 @@ def some_config() -> dict[str, Any]:
 
 
 def states(tokens: int, seed: int = 0, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[B, 2, T, 32]`."""
+    """Random keys and values `[B, 2, T, 32]`."""
     keys, values = torch.randn(2, batch, 2, tokens, 32, generator=torch.Generator().manual_seed(seed))
     return keys, values
 
@@ -51,7 +51,7 @@ def filled(tokens: int = 60) -> CompressedCache:
 
 
 def changed(path: Path, change: Change, honest: bool = True) -> Path:
-    """A copy of a saved cache with changes, its checksum made anew where `honest`."""
+    """Copy a saved cache with changes, and with a new checksum if `honest`."""
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
@@ -70,7 +70,7 @@ ACCEPTED = "accepted"
 
 
 def outcome(call: Callable[[], Any]) -> str:
-    """The text of a clear error, or `ACCEPTED`; anything else fails the test."""
+    """Message of a clear error that a call raises, or `ACCEPTED`; any other exception fails the test."""
     try:
         call()
     except CLEAR as error:

@@ -28,7 +28,7 @@ SideMaker: TypeAlias = Callable[..., SideSegments]
 
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
-    """Fills what `torch.empty` and its kin return with NaN or the largest integer, so that stale reads show."""
+    """Fill results of `torch.empty` and the like with NaN or the largest integer, to reveal stale reads."""
     torch.use_deterministic_algorithms(True, warn_only=DEVICE.type != "cpu")
     with DEVICE:
         assert torch.empty(1).isnan().all()

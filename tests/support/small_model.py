@@ -1,4 +1,4 @@
-"""A Llama so small that thousands of tokens take seconds, and one configuration per method for it."""
+"""Llama model so small that thousands of tokens take seconds, and one configuration per method for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SINKS, RECENT = 4, 8
 
 
 def small_config(layers: int = 2, **changes: Any) -> LlamaConfig:
-    """4 query and 2 key/value heads of 32; weights so large that attention matters."""
+    """Config with 4 query and 2 key/value heads of 32, and weights so large that attention matters."""
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -49,7 +49,7 @@ def codebooks(layers: int = 2) -> str:
 
 
 def method_config(name: str, layers: int = 2) -> dict[str, Any]:
-    """A configuration whose keys, and as far as it can values, are compressed by this method."""
+    """Cache config whose keys and, if the method supports them, values are compressed by this method."""
     sides: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "turboquant": ({"bits": 4}, {"bits": 3}),
         "kivi": ({"bits": 4}, {"bits": 4}),
@@ -66,6 +66,6 @@ METHODS = ("turboquant", "kivi", "qjl", "polarquant_recursive", "polarquant_rope
 
 
 def mixed_config() -> dict[str, Any]:
-    """Two layers with CommVQ's keys, so that they share cos and sin, and with values of different methods."""
+    """Cache config of two layers with CommVQ for keys, which share cos and sin, and different methods for values."""
     rule = {"match": 1, "values": method_config("turboquant")["values"]}
     return {**method_config("commvq"), "values": method_config("kivi")["values"], "layers": [rule]}

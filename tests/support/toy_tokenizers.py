@@ -1,4 +1,4 @@
-"""Tokenizers of a few lines, and a cache run whose logits are given."""
+"""Tokenizers of a few lines, and a stand-in for a cache run with fixed results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ START = 1
 
 
 class Characters:
-    """A token per character, `START` at the start, and a chat template."""
+    """Tokenizer with one token per character, `START` at the start, and a chat template."""
 
     eos_token_id = None
     pad_token_id = 0
@@ -32,7 +32,7 @@ class Characters:
 
 
 class Words(Characters):
-    """A token per word, with the white space before it."""
+    """Tokenizer with one token per word, including the white space before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Words(Characters):
 
 
 class GivenRun:
-    """Stands in for a `CacheRun`: says what it is told to, and takes note of what it is asked."""
+    """Stand-in for a `CacheRun` that returns fixed results and records its inputs."""
 
     def __init__(self, *, logits: torch.Tensor | None = None, text: str = "") -> None:
         self.logits, self.text = logits, text

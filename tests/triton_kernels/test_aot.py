@@ -19,7 +19,7 @@ VARIANTS = ["turboquant-4bit", "prod-2.5bit", "kivi-4bit, D=256", "encode values
 # One of each other method, with its encoders; for one target only, as they take long to compile.
 METHODS = ["polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit"]
 
-# The other kernels in steps of growing and fixed caches, encoders included.
+# The other kernels in steps of growing and static caches, encoders included.
 ENCODED = [
     f"{kernel} {preset}"
     for kernel in ("flush", "write slots")

@@ -273,13 +273,13 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=("splits",))
 def merge_kernel(
-    p_acc, p_dense, p_stats, p_map, p_sinks, p_out, splits, s_map, H, G, N,
+    p_acc, p_dense, p_stats, p_map, p_s_aux, p_out, splits, s_map, H, G, N,
     W: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, S_PAD: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_MAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_MAP: tl.constexpr, HAS_S_AUX: tl.constexpr,
 ):  # fmt: skip
     """Merge one query row: weigh the splits, map the packed sum out of code space, add the dense part, normalise.
 
-    The equation is in the module's docstring; `p_sinks` are learned logits that join the denominator.
+    The equation is in the module's docstring; `p_s_aux` are learned logits that join the denominator.
     """
     i_r, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = G * N
@@ -290,14 +290,14 @@ def merge_kernel(
     b_m = tl.load(p_stats + o_s * rows * 2, mask=m_s, other=float("-inf"))
     b_l = tl.load(p_stats + o_s * rows * 2 + 1, mask=m_s, other=0.0)
     b_top = tl.max(b_m, 0)
-    if HAS_SINKS:
-        b_sink = tl.load(p_sinks + i_h * G + i_r // N).to(tl.float32) * LOG2E
-        b_top = tl.maximum(b_top, b_sink)
+    if HAS_S_AUX:
+        b_s_aux = tl.load(p_s_aux + i_h * G + i_r // N).to(tl.float32) * LOG2E
+        b_top = tl.maximum(b_top, b_s_aux)
     b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
     b_weight = tl.exp2(b_m - b_top)
     b_total = tl.sum(b_weight * b_l, 0)
-    if HAS_SINKS:
-        b_total += tl.exp2(b_sink - b_top)
+    if HAS_S_AUX:
+        b_total += tl.exp2(b_s_aux - b_top)
     b_dense_weight = tl.sum(tl.where(o_s == splits, b_weight, 0.0), 0)
     b_out = tl.load(p_dense + (i_bh * rows + i_r) * DV + o_v, mask=m_v, other=0.0) * b_dense_weight
     p_acc += (i_bh * splits * rows + i_r) * W

@@ -49,7 +49,7 @@ def attend(
     *,
     scaling: float,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with the kernels; same arguments and result as the twin, `reference.attend`.
 
@@ -69,7 +69,7 @@ def attend(
     out = query.new_empty(
         batch, count, heads, values.sinks.shape[3], dtype=torch.float32 if INTERPRETING else query.dtype
     )
-    changing = inputs | ({"p_out": out} if sinks is None else {"p_out": out, "p_sinks": sinks})
+    changing = inputs | ({"p_out": out} if s_aux is None else {"p_out": out, "p_s_aux": s_aux})
     if slot_mask is not None:
         changing |= slot_mask.inputs
     pointers, aligned, narrow = addresses(changing)
@@ -77,7 +77,7 @@ def attend(
     key = (
         call, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
         inputs["p_mask"].device, inputs["s_mask_t"], scaling, softcap,
-        None if sinks is None else (sinks.dtype, sinks.device), repeatable,
+        None if s_aux is None else (s_aux.dtype, s_aux.device), repeatable,
         None if slot_mask is None else slot_mask.key,
     )  # fmt: skip
     plan = k_side.plans.get(key)
@@ -86,7 +86,7 @@ def attend(
         grid, arguments = attend_arguments(
             query, keys, values, inputs, mask_kind, mapping, sizes, scaling=scaling, softcap=softcap
         )
-        merge_grid, merging = merge_arguments(query, keys, values, sinks, arguments, sizes.splits, out)
+        merge_grid, merging = merge_arguments(query, keys, values, s_aux, arguments, sizes.splits, out)
         calls = (
             (map_query_kernel, map_grid, mapping) if slot_mask is None else slot_mask.call(map_grid, mapping, inputs),
             (attend_kernel, grid, arguments),
@@ -168,7 +168,7 @@ def merge_arguments(
     query: torch.Tensor,
     keys: SideSegments,
     values: SideSegments,
-    sinks: torch.Tensor | None,
+    s_aux: torch.Tensor | None,
     attended: dict[str, Any],
     splits: int,
     out: torch.Tensor,
@@ -181,11 +181,11 @@ def merge_arguments(
     arguments = dict(  # noqa: C408 - named as the kernel's parameters are
         p_acc=attended["p_acc"], p_dense=attended["p_dense"], p_stats=attended["p_stats"],
         p_map=attended["p_acc"] if output_map is None else output_map,
-        p_sinks=attended["p_acc"] if sinks is None else sinks, p_out=out,
+        p_s_aux=attended["p_acc"] if s_aux is None else s_aux, p_out=out,
         splits=splits, s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
         W=attended["V"].width, DV=dv, DV_PAD=next_power_of_2(dv),
         S_PAD=max(16, next_power_of_2(splits + 1)), CHUNK=16,
-        HAS_MAP=output_map is not None, HAS_SINKS=sinks is not None, enable_fp_fusion=True,
+        HAS_MAP=output_map is not None, HAS_S_AUX=s_aux is not None, enable_fp_fusion=True,
     )  # fmt: skip
     return (query_heads // heads * count, batch * heads), arguments
 

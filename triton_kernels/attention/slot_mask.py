@@ -1,6 +1,6 @@
-"""Mask over slots for layers of fixed capacity, filled by the launch that maps the queries.
+"""Mask over slots for static layers, filled by the launch that maps the queries.
 
-The twin of `Slots.mask`; the package's `slots.py` says which token lies in which slot.
+The twin of `Slots.mask`; `storage/slots.py` says which token lies in which slot.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class MaskForm(NamedTuple):
     heads: int
     count: int
     sinks: int
-    capacity: int
-    ring: int
+    packed_capacity: int
+    tail_capacity: int
     kind: int
 
 
@@ -39,20 +39,20 @@ def _slot_mask(
     p_mask, p_length, p_packed, p_out, s_b, s_h, s_n, s_t, tokens, i_s, i_n, i_h, i_b, FORM: tl.constexpr
 ):  # fmt: skip
     SINKS: tl.constexpr = FORM.sinks
-    RING: tl.constexpr = FORM.ring
+    TAIL: tl.constexpr = FORM.tail_capacity
     KIND: tl.constexpr = FORM.kind
-    RING_START: tl.constexpr = SINKS + FORM.capacity
+    TAIL_START: tl.constexpr = SINKS + FORM.packed_capacity
     length, packed = tl.load(p_length), tl.load(p_packed)
-    SLOTS: tl.constexpr = RING_START + RING
+    SLOTS: tl.constexpr = TAIL_START + TAIL
     o_s = i_s * BLOCK + tl.arange(0, BLOCK)
     m_s = o_s < SLOTS
     newest = length - SINKS - 1
-    # Positions after the sinks; `SINKS + 1` extra rings keep the dividend positive.
-    o_ring = newest - (newest - (o_s - RING_START) + (SINKS + 1) * RING) % RING
-    m_ring = o_s >= RING_START
-    o_t = tl.where(m_ring, o_ring + SINKS, o_s)
+    # Positions after the sinks; `SINKS + 1` extra turns of the tail keep the dividend positive.
+    o_tail = newest - (newest - (o_s - TAIL_START) + (SINKS + 1) * TAIL) % TAIL
+    m_tail = o_s >= TAIL_START
+    o_t = tl.where(m_tail, o_tail + SINKS, o_s)
     BY_POSITION: tl.constexpr = KIND != BOOL and KIND != FLOAT
-    holds = tl.where(o_s < SINKS, o_s < length, tl.where(m_ring, o_ring >= packed, o_s - SINKS < packed))
+    holds = tl.where(o_s < SINKS, o_s < length, tl.where(m_tail, o_tail >= packed, o_s - SINKS < packed))
     if BY_POSITION:
         holds = holds & (o_t <= length - FORM.count + i_n)
     p_out += ((i_b.to(tl.int64) * FORM.heads + i_h) * FORM.count + i_n) * SLOTS
@@ -87,7 +87,7 @@ def map_step_kernel(
         )  # fmt: skip
     else:
         i -= MAPS
-        BLOCKS: tl.constexpr = (FORM.sinks + FORM.capacity + FORM.ring + BLOCK - 1) // BLOCK
+        BLOCKS: tl.constexpr = (FORM.sinks + FORM.packed_capacity + FORM.tail_capacity + BLOCK - 1) // BLOCK
         i_bh = i // (BLOCKS * FORM.count)
         _slot_mask(
             p_token_mask, p_length, p_packed, p_mask, s_token_b, s_token_h, s_token_n, s_token_t, tokens,
@@ -113,7 +113,7 @@ class SlotMask:
             else:
                 heads, dtype = mask.shape[1], mask.dtype
                 (s_b, s_h, s_n, s_t), self.kind = mask.stride(), (BOOL if dtype == torch.bool else FLOAT).value
-        number = slots.sinks + slots.capacity + slots.ring
+        number = slots.sinks + slots.packed_capacity + slots.tail_capacity
         self.tensor = query.new_empty(batch, heads, query.shape[2], number, dtype=dtype)
         """The mask to be filled, `[B or 1, Hq or 1, n, slots]`."""
         self.inputs = dict(  # noqa: C408 - named as the kernel's parameters are
@@ -121,7 +121,8 @@ class SlotMask:
             s_token_b=s_b, s_token_h=s_h, s_token_n=s_n, s_token_t=s_t, tokens=tokens,
         )  # fmt: skip
         self.key = (
-            self.kind, token_mask.dtype, token_mask.device, self.tensor.shape, slots.sinks, slots.capacity, slots.ring
+            self.kind, token_mask.dtype, token_mask.device, self.tensor.shape,
+            slots.sinks, slots.packed_capacity, slots.tail_capacity,
         )  # fmt: skip
 
     def call(self, grid: tuple[int, int, int], mapping: dict[str, Any], inputs: dict[str, Any]) -> KernelCall:
@@ -133,7 +134,7 @@ class SlotMask:
         batch, heads, count, number = self.tensor.shape
         blocks = -(-number // BLOCK.value)
         maps = chunks * row_blocks * pairs
-        form = MaskForm(heads, count, self.slots.sinks, self.slots.capacity, self.slots.ring, self.kind)
+        form = MaskForm(heads, count, self.slots.sinks, self.slots.packed_capacity, self.slots.tail_capacity, self.kind)
         arguments = mapping | self.inputs | {name: inputs[name] for name in ("p_packed", "p_mask")}
         arguments |= {"MAPS": maps, "ROW_BLOCKS": row_blocks, "FORM": form}
         return map_step_kernel, (maps + blocks * count * heads * batch, 1, 1), arguments

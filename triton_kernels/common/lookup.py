@@ -7,7 +7,7 @@ magnitudes and take their sign from the top bit: they count from zero outwards (
 four bits ascend and need no table: a code in the mantissa of 1024 is a number.
 
 `levels` returns one tile per field j of a token's words (see `codes.py`).
-`tests/triton_kernels/test_lookup.py` runs the assembly without a GPU.
+`tests/triton_kernels/common/test_lookup.py` runs the assembly without a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recursive PolarQuant's device functions (Han et al., Algorithm 1; see `polar_tree.py`).
+"""Recursive PolarQuant's device functions (Han et al., Algorithm 1; see `methods/polarquant/tree.py`).
 
     a tile of tokens, from the roots down:  r_(ℓ-1) = [r_ℓ cos θ_ℓ | r_ℓ sin θ_ℓ],  ℓ = L, ..., 1
     score:       s[t] = ⟨q_low, r_1 cos θ_1⟩ + ⟨q_high, r_1 sin θ_1⟩
@@ -35,7 +35,7 @@ class Tree(NamedTuple):
     """
 
     odd: int
-    pad: int
+    padded: int
     roots: int
     radii: int
     coded: bool
@@ -55,7 +55,7 @@ class Tree(NamedTuple):
 def level_codes(fields, o_row, o_t, m_t, META: tl.constexpr, AT: tl.constexpr):
     """Load the codes of level `AT`, counted from 0: int32 `[T, COUNT // ODD * PAD]`."""
     ODD: tl.constexpr = META.odd
-    PAD: tl.constexpr = META.pad
+    PAD: tl.constexpr = META.padded
     BITS: tl.constexpr = META.bits[AT]
     FIELD: tl.constexpr = META.field[AT]
     WORDS: tl.constexpr = META.words[AT]
@@ -112,7 +112,7 @@ def stored_radii(fields, tables, i_h, o_i, m_i, META: tl.constexpr):
 def tree_tile(fields, tables, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr):
     """Decode a tile from the roots down: low and high half `[T, W]` in code space, and radii left out of the tree."""
     ODD: tl.constexpr = META.odd
-    PAD: tl.constexpr = META.pad
+    PAD: tl.constexpr = META.padded
     ROOTS: tl.constexpr = META.roots
     DEPTH: tl.constexpr = len(META.bits)
     SINGLE: tl.constexpr = ROOTS == 1

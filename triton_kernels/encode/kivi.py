@@ -19,7 +19,7 @@ MAX_NUMBERS = 8192
 """Most numbers of a group of keys, over all channels: a program holds them all, and more would spill registers."""
 
 
-class Groups(NamedTuple):
+class ScaleGroups(NamedTuple):
     """Bits, words, padded words and planes of a token's codes; tokens and channels that share a scale and a zero."""
 
     bits: int
@@ -81,7 +81,7 @@ def kivi_encoder(codec: KIVICodec) -> KernelEncoder | None:
     if group != next_power_of_2(group) or not fits:
         return None
     tokens, channels = (group, 1) if keys else (1, group)
-    meta = Groups(bits, words, padded_words(width), len(PLANES[bits]), tokens, channels)
+    meta = ScaleGroups(bits, words, padded_words(width), len(PLANES[bits]), tokens, channels)
     return KernelEncoder(encode_groups, meta, (), tokens)
 
 

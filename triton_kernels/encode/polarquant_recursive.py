@@ -1,6 +1,6 @@
 """Recursive PolarQuant's encoder: rotation, codes of all levels and radii in one launch (Han et al., Algorithm 1).
 
-The codes are those of `polar_tree.encode`.
+The codes are those of `encode` in `methods/polarquant/tree.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EncodedTree(NamedTuple):
     """
 
     odd: int
-    pad: int
+    padded: int
     roots: int
     lower: int
     scalar: int
@@ -61,7 +61,7 @@ def store_plane(
 ):
     """Pack bits `[SHIFT, SHIFT + PLANE)` of the codes of level `AT`, int32 `[T, 8 * words]`, into their plane."""
     ODD: tl.constexpr = META.odd
-    PAD: tl.constexpr = META.pad
+    PAD: tl.constexpr = META.padded
     SIZE: tl.constexpr = META.words[AT] // ODD * PAD
     b_parts = (tl.reshape(b_codes, [b_codes.shape[0], 8, SIZE]) >> SHIFT) & (2**PLANE - 1)
     b_words = tl.sum(b_parts << (PLANE * tl.arange(0, 8))[None, :, None], 1)
@@ -89,7 +89,7 @@ def word_part(
 ):
     """Bits that the codes of level `AT`, int32 `[T, W]`, contribute to its shared word `WORD`: int32 `[T]`."""
     ODD: tl.constexpr = META.odd
-    PAD: tl.constexpr = META.pad
+    PAD: tl.constexpr = META.padded
     WORDS: tl.constexpr = META.words[AT]
     o_c = tl.arange(0, b_codes.shape[1])
     o_i = META.base[AT] + o_c // PAD * ODD + o_c % PAD
@@ -113,7 +113,7 @@ def store_shared(b_levels, fields, o_n, m_n, META: tl.constexpr, PLACE: tl.const
 
 @triton.jit
 def circle_codes(b_x, b_y, p_bounds, BITS: tl.constexpr, LOWER: tl.constexpr):
-    """Nearest codes on the circle: the number of boundaries below each angle (see `polar_tree.circle_codes`)."""
+    """Nearest codes on the circle: the number of boundaries below each angle (in torch `tree.circle_codes`)."""
     b_near, b_far = tl.zeros(b_x.shape, tl.int32), tl.full(b_x.shape, LOWER, tl.int32)
     for i in tl.static_range(2**BITS):
         b_turned = (b_y * tl.load(p_bounds + 2 * i) > b_x * tl.load(p_bounds + 2 * i + 1)).to(tl.int32)
@@ -139,7 +139,7 @@ def deeper_codes(b_energy, p_bounds, BITS: tl.constexpr, START: tl.constexpr):
 def store_radii(b_energy, b_cross, p_radii, p_range, o_row, m_t, i_h, META: tl.constexpr):
     """Store the radii of the roots, from squared radii and inner products with code points; 8-bit ones by logarithm."""
     ODD: tl.constexpr = META.odd
-    PAD: tl.constexpr = META.pad
+    PAD: tl.constexpr = META.padded
     ROOTS: tl.constexpr = META.roots
     SCALAR: tl.constexpr = META.scalar
     if SCALAR == UNBIASED:
@@ -173,7 +173,7 @@ def encode_tree(
     """
     DEPTH: tl.constexpr = len(META.bits)
     ODD: tl.constexpr = META.odd
-    PAD: tl.constexpr = META.pad
+    PAD: tl.constexpr = META.padded
     o_c = tl.arange(0, D // 2 // ODD * PAD)
     o_y, m_y = o_c // PAD * ODD + o_c % PAD, o_c % PAD < ODD
     p_mean = tables[4] + i_h * D

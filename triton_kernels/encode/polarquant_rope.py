@@ -49,7 +49,7 @@ class Pairs(NamedTuple):
 
 @triton.jit
 def angle_codes(b_x, b_y, p_bounds, BITS: tl.constexpr):
-    """Codes of the angles of points, as `polar_pairs.angle_codes`."""
+    """Codes of the angles of points, as `pairs.angle_codes` of the torch twin."""
     m_1, m_2, m_3 = (b_y > 0) & (b_x <= 0), (b_y <= 0) & (b_x < 0), (b_y < 0) & (b_x >= 0)
     b_codes = (m_1.to(tl.int32) + 2 * m_2.to(tl.int32) + 3 * m_3.to(tl.int32)) * 2 ** (BITS - 2)
     b_u = tl.where(m_1 | m_3, tl.abs(b_y), tl.abs(b_x))

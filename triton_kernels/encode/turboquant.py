@@ -1,6 +1,6 @@
 """TurboQuant's encoders: rotation, norm, nearest levels and stored scalar of a run of tokens in one launch.
 
-`encode_tokens` follows the contract of `KernelEncoder`, so steps of fixed capacity encode with it too (`slots.py`).
+`encode_tokens` follows the contract of `KernelEncoder`, so steps of static layers use it too (`write_slots.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One step of a layer of fixed capacity: encode the tokens that leave the recent window and write the new ones.
+"""One step of a static layer: encode the tokens that leave the recent window and write the new ones.
 
 One kernel does both. Without a kernel encoder for a side's method, the layer encodes a few tokens of that side in every
 step, and a second kernel stores them. The number of tokens is read from memory, so a recorded CUDA graph can be
@@ -21,8 +21,8 @@ from kvcache_compress.triton_kernels.encode.launch import exact_precision
 ROWS = tl.constexpr(16)
 """Tokens leaving the recent window that are copied at a time."""
 _STRIDES = tuple(f"s_{name}_{axis}" for name in ("k", "v") for axis in "bht")
-SINKS, RING, LEAVING, GROUPS, FIELDS = (tl.constexpr(place) for place in range(5))
-"""Indices into a side's memory: sinks, ring, outputs for leaving tokens and for their group numbers, fields."""
+SINKS, TAIL, LEAVING, GROUPS, FIELDS = (tl.constexpr(place) for place in range(5))
+"""Indices into a side's memory: sinks, tail, outputs for leaving tokens and for their group numbers, fields."""
 
 
 class SlotSide(NamedTuple):
@@ -35,7 +35,7 @@ class SlotSide(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Constants of a step: heads, new tokens, the same padded, slots of sinks, slots of the ring.
+    """Constants of a step: heads, new tokens, the same padded, slots of sinks, slots of the tail.
 
     recent: tokens of the recent window; flush: tokens encoded at a time; longest: length of the longest vector allowed.
     """
@@ -44,7 +44,7 @@ class Step(NamedTuple):
     count: int
     padded: int
     sinks: int
-    ring: int
+    tail: int
     recent: int
     flush: int
     longest: float
@@ -52,10 +52,10 @@ class Step(NamedTuple):
 
 @triton.jit
 def _encode_side(
-    memory, tables, i_bh, i_h, packed, flushed, rows, capacity,
+    memory, tables, i_bh, i_h, packed, flushed, rows, packed_capacity,
     SIDE: tl.constexpr, STEP: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Encode the tokens that are packed from this step on, if any: ring slots to rows of the store.
+    """Encode the tokens that are packed from this step on, if any: tail slots to rows of the store.
 
     They are `STEP.flush` or none, as no step has more tokens than that.
     """
@@ -64,17 +64,17 @@ def _encode_side(
     if flushed > packed:
         for start in range(0, STEP.flush, BLOCK):
             o_token = packed + start + tl.arange(0, BLOCK)
-            o_x = (i_bh * (STEP.ring + 1) + o_token % STEP.ring) * SIDE.dim
-            m_t = (o_token < flushed) & (o_token < capacity)
+            o_x = (i_bh * (STEP.tail + 1) + o_token % STEP.tail) * SIDE.dim
+            m_t = (o_token < flushed) & (o_token < packed_capacity)
             o_row = i_bh * rows + o_token
-            ENCODE(memory[RING], o_x, m_t, memory[FIELDS:], o_row, tables, i_h, SIDE.dim, META, PRECISION)
+            ENCODE(memory[TAIL], o_x, m_t, memory[FIELDS:], o_row, tables, i_h, SIDE.dim, META, PRECISION)
         # From here on their slots may be overwritten.
         tl.debug_barrier()
 
 
 @triton.jit
 def _write_side(
-    p_x, memory, p_fault, s_b, s_h, s_t, i_b, i_h, length, room, SIDE: tl.constexpr, STEP: tl.constexpr
+    p_x, memory, p_fault, s_b, s_h, s_t, i_b, i_h, length, capacity, SIDE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     i_bh = i_b * STEP.heads + i_h
     o_n, o_d = tl.arange(0, STEP.padded)[:, None], tl.arange(0, SIDE.padded)[None, :]
@@ -83,17 +83,17 @@ def _write_side(
     o_token = length - STEP.sinks + o_n
     p_sinks = memory[SINKS] + (i_bh * STEP.sinks + length + o_n) * SIDE.dim
     tl.store(p_sinks + o_d, b_x, mask=m_x & (o_token < 0))
-    p_ring = memory[RING] + i_bh * (STEP.ring + 1) * SIDE.dim
-    o_slot = (o_token + STEP.sinks * STEP.ring) % STEP.ring
-    tl.store(p_ring + o_slot * SIDE.dim + o_d, b_x, mask=m_x & (o_token >= 0))
+    p_tail = memory[TAIL] + i_bh * (STEP.tail + 1) * SIDE.dim
+    o_slot = (o_token + STEP.sinks * STEP.tail) % STEP.tail
+    tl.store(p_tail + o_slot * SIDE.dim + o_d, b_x, mask=m_x & (o_token >= 0))
     b_length = tl.sqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1))
     fault = 1 - tl.min((b_length <= STEP.longest).to(tl.int32), 0)
-    fault = tl.where(length + STEP.count > room, 2, fault)
+    fault = tl.where(length + STEP.count > capacity, 2, fault)
     tl.store(p_fault, tl.maximum(tl.load(p_fault), fault.to(tl.int64)))
 
 
 @triton.jit
-def _copy_leaving(memory, i_bh, length, packed, capacity, SIDE: tl.constexpr, STEP: tl.constexpr):
+def _copy_leaving(memory, i_bh, length, packed, packed_capacity, SIDE: tl.constexpr, STEP: tl.constexpr):
     """Copy the tokens of the groups that a step may complete, and the groups' numbers, for the layer to encode."""
     # A token may leave the window in the step that brought it.
     tl.debug_barrier()
@@ -108,47 +108,52 @@ def _copy_leaving(memory, i_bh, length, packed, capacity, SIDE: tl.constexpr, ST
     for start in tl.static_range(0, COUNT * GROUP, ROWS):
         o_r = start + tl.arange(0, ROWS)[:, None]
         m_r = (o_r < COUNT * GROUP) & (o_d < SIDE.dim)
-        o_slot = ((newest - o_r // GROUP) * GROUP + o_r % GROUP + BEFORE * GROUP * STEP.ring) % STEP.ring
-        b_r = tl.load(memory[RING] + (i_bh * (STEP.ring + 1) + o_slot) * SIDE.dim + o_d, mask=m_r)
+        o_slot = ((newest - o_r // GROUP) * GROUP + o_r % GROUP + BEFORE * GROUP * STEP.tail) % STEP.tail
+        b_r = tl.load(memory[TAIL] + (i_bh * (STEP.tail + 1) + o_slot) * SIDE.dim + o_d, mask=m_r)
         tl.store(memory[LEAVING] + (i_bh * COUNT * GROUP + o_r) * SIDE.dim + o_d, b_r, mask=m_r)
     if i_bh == 0:
         for i in tl.static_range(COUNT):
             first = (newest - i) * GROUP
-            new = (first >= packed) & (first + GROUP > stop - STEP.count) & (first >= 0) & (first + GROUP <= capacity)
-            tl.store(memory[GROUPS] + i, tl.where(new, newest - i, capacity // GROUP))
+            new = (
+                (first >= packed)
+                & (first + GROUP > stop - STEP.count)
+                & (first >= 0)
+                & (first + GROUP <= packed_capacity)
+            )
+            tl.store(memory[GROUPS] + i, tl.where(new, newest - i, packed_capacity // GROUP))
 
 
 @triton.jit
 def _step_side(
-    p_x, memory, tables, p_fault, s_b, s_h, s_t, i_b, i_h, length, packed, flushed, room, capacity, rows,
+    p_x, memory, tables, p_fault, s_b, s_h, s_t, i_b, i_h, length, packed, flushed, capacity, packed_capacity, rows,
     SIDE: tl.constexpr, STEP: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_bh = i_b * STEP.heads + i_h
     if ENCODE is not None:
         _encode_side(
-            memory, tables, i_bh, i_h, packed, flushed, rows, capacity, SIDE, STEP, ENCODE, PRECISION
+            memory, tables, i_bh, i_h, packed, flushed, rows, packed_capacity, SIDE, STEP, ENCODE, PRECISION
         )  # fmt: skip
-    _write_side(p_x, memory, p_fault, s_b, s_h, s_t, i_b, i_h, length, room, SIDE, STEP)
+    _write_side(p_x, memory, p_fault, s_b, s_h, s_t, i_b, i_h, length, capacity, SIDE, STEP)
     if ENCODE is None:
-        _copy_leaving(memory, i_bh, length, flushed, capacity, SIDE, STEP)
+        _copy_leaving(memory, i_bh, length, flushed, packed_capacity, SIDE, STEP)
 
 
 @triton.jit(
-    do_not_specialize=(*_STRIDES, "room", "capacity", "k_rows", "v_rows"),
+    do_not_specialize=(*_STRIDES, "capacity", "packed_capacity", "k_rows", "v_rows"),
     do_not_specialize_on_alignment=("p_k", "p_v", "p_total"),
 )
 def write_slots_kernel(
     p_k, p_v, keys, values, k_tables, v_tables, p_counts, p_total, s_k_b, s_k_h, s_k_t, s_v_b, s_v_h, s_v_t,
-    room, capacity, k_rows, v_rows,
+    capacity, packed_capacity, k_rows, v_rows,
     K: tl.constexpr, V: tl.constexpr, K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Write a step's tokens of one head to sinks or ring: keys in programs `(·, 0)`, values in programs `(·, 1)`.
+    """Write a step's tokens of one head to sinks or tail: keys in programs `(·, 0)`, values in programs `(·, 1)`.
 
     `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`. A side with an encoder first encodes what is
     packed from this step on, into fields of `k_rows` or `v_rows` tokens per head. A side without one, after writing,
     copies the tokens that leave the recent window to `LEAVING` and the numbers of their groups to `GROUPS`. Last, the
-    counters rise, with `COUNTED` also `p_total`. `room` is the number of tokens that the layer may hold.
+    counters rise, with `COUNTED` also `p_total`. `capacity` is the number of tokens that the layer may hold.
     """
     i_p, programs = tl.program_id(0) * 2 + tl.program_id(1), tl.num_programs(0) * 2
     length, packed = tl.load(p_counts + i_p), tl.load(p_counts + programs + i_p)
@@ -158,13 +163,13 @@ def write_slots_kernel(
     i_b, i_h = (tl.program_id(0) // STEP.heads).to(tl.int64), (tl.program_id(0) % STEP.heads).to(tl.int64)
     if tl.program_id(1) == 0:
         _step_side(
-            p_k, keys, k_tables, p_fault, s_k_b, s_k_h, s_k_t, i_b, i_h, length, packed, flushed, room, capacity,
-            k_rows, K, STEP, K_ENCODE, PRECISION,
+            p_k, keys, k_tables, p_fault, s_k_b, s_k_h, s_k_t, i_b, i_h, length, packed, flushed, capacity,
+            packed_capacity, k_rows, K, STEP, K_ENCODE, PRECISION,
         )  # fmt: skip
     else:
         _step_side(
-            p_v, values, v_tables, p_fault, s_v_b, s_v_h, s_v_t, i_b, i_h, length, packed, flushed, room, capacity,
-            v_rows, V, STEP, V_ENCODE, PRECISION,
+            p_v, values, v_tables, p_fault, s_v_b, s_v_h, s_v_t, i_b, i_h, length, packed, flushed, capacity,
+            packed_capacity, v_rows, V, STEP, V_ENCODE, PRECISION,
         )  # fmt: skip
     # Wait until every warp has read the counters.
     tl.debug_barrier()
@@ -174,7 +179,7 @@ def write_slots_kernel(
         tl.store(p_total, length + STEP.count)
 
 
-class Groups(NamedTuple):
+class EncodedGroups(NamedTuple):
     """Constants of a side's encoded groups: their count, and the numbers of a group in each field."""
 
     count: int
@@ -213,7 +218,7 @@ def store_groups_kernel(
 def write_slots(
     fresh: Sequence[torch.Tensor],
     sinks: Sequence[torch.Tensor],
-    rings: Sequence[torch.Tensor],
+    tails: Sequence[torch.Tensor],
     groups: Sequence[int],
     encoders: Sequence[KernelEncoder | None],
     fields: Sequence[tuple[torch.Tensor, ...]],
@@ -222,21 +227,21 @@ def write_slots(
     *,
     recent: int,
     flush: int,
-    room: int,
     capacity: int,
+    packed_capacity: int,
     longest: float,
 ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    """Write a step's keys and values `[B, H, n, D]` to `sinks` `[B, H, S, D]` and `rings` `[B, H, R + 1, D]`.
+    """Write a step's keys and values `[B, H, n, D]` to `sinks` `[B, H, S, D]` and `tails` `[B, H, R + 1, D]`.
 
     Args:
         groups: tokens that each side encodes together.
         encoders: kernel encoders of the sides that have one; they encode `flush` tokens at a time.
         fields: all stored fields of each side.
         counts: int64 `[3, 2 B H]`: tokens, packed tokens (equal within a row), and faults: 1 if a vector is not finite
-            or longer than `longest`, 2 if there are more tokens than `room`.
+            or longer than `longest`, 2 if there are more tokens than `capacity`.
         total: int64 `[]`, also receives the number of tokens.
-        room: tokens that the layer may hold.
-        capacity: packed tokens that the layer may hold.
+        capacity: tokens that the layer may hold.
+        packed_capacity: packed tokens that the layer may hold.
 
     Returns:
         For each side without an encoder, the tokens to encode `[B, H, groups * group, D]` and the int64 numbers of
@@ -245,7 +250,7 @@ def write_slots(
     keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in fresh)
     batch, heads, count, _ = keys.shape
     leaving: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-    for x, group, encoder in zip(rings, groups, encoders, strict=True):
+    for x, group, encoder in zip(tails, groups, encoders, strict=True):
         number = (count - 1) // group + 1
         if encoder is None:
             leaving.append((x.new_empty(batch, heads, number * group, x.shape[3]), counts.new_empty(number)))
@@ -253,9 +258,9 @@ def write_slots(
             leaving.append(None)
     # A side without an encoder reads no tables, and one with an encoder copies nothing: both get placeholders.
     (k_memory, k_tables, k_encode, k_side), (v_memory, v_tables, v_encode, v_side) = (
-        _side_operands(ring.shape[3], group, encoder, (sink, ring, *(copied or (ring, counts)), *stored), counts)
-        for sink, ring, group, encoder, copied, stored in zip(
-            sinks, rings, groups, encoders, leaving, fields, strict=True
+        _side_operands(tail.shape[3], group, encoder, (sink, tail, *(copied or (tail, counts)), *stored), counts)
+        for sink, tail, group, encoder, copied, stored in zip(
+            sinks, tails, groups, encoders, leaving, fields, strict=True
         )
     )
     s_k_b, s_k_h, s_k_t, _ = keys.stride()
@@ -263,11 +268,11 @@ def write_slots(
     inputs = dict(  # noqa: C408 - named as the kernel's parameters are
         p_k=keys, p_v=values, keys=k_memory, values=v_memory, k_tables=k_tables, v_tables=v_tables,
         p_counts=counts, p_total=counts if total is None else total,
-        s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t, room=room, capacity=capacity,
-        k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
+        s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t, capacity=capacity,
+        packed_capacity=packed_capacity, k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
     )  # fmt: skip
     step = Step(
-        heads, count, next_power_of_2(count), sinks[0].shape[2], rings[0].shape[2] - 1, recent, flush, longest
+        heads, count, next_power_of_2(count), sinks[0].shape[2], tails[0].shape[2] - 1, recent, flush, longest
     )  # fmt: skip
     constants = dict(
         K=k_side, V=v_side, K_ENCODE=k_encode, V_ENCODE=v_encode, STEP=step, PRECISION=exact_precision(),
@@ -308,7 +313,7 @@ def store_groups(
     # A single side is passed twice; no program handles the second.
     inputs = dict(keys=memory[0], values=memory[-1], k_rows=capacities[0], v_rows=capacities[-1])  # noqa: C408
     constants = dict(
-        K=Groups(numbers[0], sizes[0]), V=Groups(numbers[-1], sizes[-1]),
+        K=EncodedGroups(numbers[0], sizes[0]), V=EncodedGroups(numbers[-1], sizes[-1]),
         BLOCK=min(1024, next_power_of_2(max(*sizes[0], *sizes[-1]))), num_warps=4, **launch_options(),
     )  # fmt: skip
     repeated(store_groups_kernel, (batch * heads, max(numbers), len(memory)), inputs, constants, buffers[0][0].device)

@@ -31,8 +31,8 @@ ChatTemplate = Literal["auto", "on", "off"]
 class LongBench(Benchmark):
     """LongBench, LongBench-E and LongBench v2: long documents with questions, summaries, examples and code.
 
-    By Bai et al., 2023 and 2024. `limit` counts rows of each task. For `tasks` see `longbench_data.resolve_tasks`, for
-    `data` `longbench_data.load_rows`; rows that are ready formatted need no `prompts`. `chat_template="auto"` takes the
+    By Bai et al., 2023 and 2024. `limit` counts rows of each task. For `tasks` see `data.resolve_tasks`, for
+    `data` `data.load_rows`; rows that are ready formatted need no `prompts`. `chat_template="auto"` takes the
     tokenizer's template if it has one, but never for few-shot and code, as in the benchmark.
     """
 
@@ -79,9 +79,9 @@ class LongBench(Benchmark):
         self, row: Row, templates: dict[Task, Template], tokenizer: PreTrainedTokenizerBase, positions: int | None
     ) -> Sample:
         new = self.max_new_tokens or row.max_new_tokens or row.task.max_new_tokens
-        room = None if positions is None else positions - new
-        limit = self.max_prompt_tokens or room
-        if room is not None and limit is not None and not 1 <= limit <= room:
+        available = None if positions is None else positions - new
+        limit = self.max_prompt_tokens or available
+        if available is not None and limit is not None and not 1 <= limit <= available:
             raise ValueError(
                 f"max_prompt_tokens={limit} and {new} new tokens: allowed are {positions} in all, the model's positions"
             )
@@ -127,7 +127,7 @@ class LongBench(Benchmark):
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
         """Scores in per cent.
 
-        v1: `average` over tasks, the groups, `group_average` (see `longbench_scores.aggregate`), and `GROUP.TASK`. E:
+        v1: `average` over tasks, the groups, `group_average` (see `scores.aggregate`), and `GROUP.TASK`. E:
         also `average.BAND` over tasks, and `GROUP.TASK.BAND`. v2: `average` over questions, and over those of each
         difficulty and length.
         """

@@ -30,7 +30,7 @@ class Task:
     Attributes:
         name: the benchmark's.
         group: one of the six of its tables; `multiple_choice` for v2.
-        metric: a key of `longbench_scores.METRICS`.
+        metric: a key of `scores.METRICS`.
         max_new_tokens: tokens generated.
         language: `en` or `zh`.
         chat: an instruction for the model's chat template; the other tasks are continued as plain text.

@@ -62,7 +62,7 @@ def read_templates(path: Path | None, tasks: Sequence[Task]) -> dict[Task, Templ
 
     Args:
         path: YAML or JSON with a template by the name of each task, as the benchmark's `dataset2prompt.json`, or for v2
-            a text file with its one template; `longbench_prompts.yaml` when None.
+            a text file with its one template; the package's `prompts.yaml` when None.
         tasks: which to read.
 
     Raises:
@@ -122,10 +122,10 @@ def encode_prompt(
     head, tail = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts)
     body = [*head, *tail]
     length = len(body)
-    if limit is not None and length > (room := limit - len(opening) - len(closing)):
-        if room < 2:
-            raise ValueError(f"max_prompt_tokens={limit}: allowed at least {limit - room + 2} with this tokenizer")
-        half = room // 2
+    if limit is not None and length > (available := limit - len(opening) - len(closing)):
+        if available < 2:
+            raise ValueError(f"max_prompt_tokens={limit}: allowed at least {limit - available + 2} with this tokenizer")
+        half = available // 2
         body = [*body[:half], *body[-half:]]
         tail = tail[-half:]
     asked = len(tail)

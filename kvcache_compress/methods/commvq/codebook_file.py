@@ -254,16 +254,14 @@ def check_model(
     in_file, in_model = (header.head_dim, header.kv_heads, header.layers), (head_dim, kv_heads, layers)
     if in_file != in_model:
         words = "{} layers with {} key/value heads of {}"
-        raise refusal(
-            header.path, f"{start}: {words.format(*in_file[::-1])} there, {words.format(*in_model[::-1])} here"
-        )
+        raise refusal(header.path, f"{start}: {words.format(*in_file[::-1])}, not {words.format(*in_model[::-1])}")
     layout = rope_layout(config, head_dim) if side == "keys" else None
     if layout is not None and (record := rope_record(config, layout)) != header.rope:
         differing = [key for key in record if record[key] != header.rope.get(key)]
-        words = "; ".join(f"{key} {header.rope.get(key)} there, {record[key]} here" for key in differing)
+        words = "; ".join(f"{key} {header.rope.get(key)} in the file, {record[key]} in the model" for key in differing)
         raise refusal(header.path, f"{start}: other rotary position embeddings: {words}")
     if not any_model and header.model_type != config.model_type:
-        raise refusal(header.path, f"{start}: a model of type {header.model_type!r} there, {config.model_type!r} here")
+        raise refusal(header.path, f"{start}: a model of type {header.model_type!r}, not {config.model_type!r}")
     if not any_model and not same_model(header.model, config._name_or_path):
         raise refusal(header.path, f"{start}. If both are the same model, set any_model: true")
     _names(header, side, layer)

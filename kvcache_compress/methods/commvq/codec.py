@@ -2,9 +2,9 @@
 
 RoPE is undone on a key, which is split into complex pairs z and normalized per head and token. Each residual round adds
 `c[a] + i c[b]` to the g pairs of a group and stores the two 6-bit indices; RoPE multiplies both sides by `e^(imθ)`, so
-the decoded key is rotated by its token's factors. Values use real codebooks in the same way (ours), or the paper's
-encoder: bits of a token over all heads, whose weighted sum is multiplied by the codebook once. The codebooks come from
-a file that calibration writes (`commvq_file.py`).
+the decoded key is rotated by its token's factors. Values use real codebooks in the same way, unlike in the paper, or
+the paper's encoder: bits of a token over all heads, whose weighted sum is multiplied by the codebook once. The
+codebooks come from a file that calibration writes (`codebook_file.py`).
 """
 
 from __future__ import annotations

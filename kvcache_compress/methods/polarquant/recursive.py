@@ -114,7 +114,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
 
     def __init__(self, options: PolarQuantRecursiveOptions, context: CodecContext) -> None:
         super().__init__(options, context)
-        self.of_one_prompt = options.codebook == "online"
+        self.per_prompt = options.codebook == "online"
         bits = options.level_bits(context.head_dim)
         self.tree = polar_tree.polar_tree(context.head_dim, bits)
         default: Scalar = "unbiased" if context.side == "values" else "match"

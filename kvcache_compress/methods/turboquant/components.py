@@ -1,4 +1,4 @@
-"""Scalar-quantized components, whose sum is a TurboQuant vector (see `methods/turboquant.py`)."""
+"""Scalar-quantized components, whose sum is a TurboQuant vector (see `codec.py`)."""
 
 from __future__ import annotations
 

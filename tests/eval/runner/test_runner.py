@@ -278,7 +278,7 @@ def test_two_runs_on_one_folder(model: LlamaForCausalLM, tmp_path: Path, caplog:
     def start_another(done: int, total: int, label: str) -> None:
         if done == 3:
             second.append(pool.submit(run, model, tmp_path, Toy()))
-            while not second[0].done() and "another run is at work there" not in caplog.text:
+            while not second[0].done() and "another run is using this folder" not in caplog.text:
                 time.sleep(0.01)
 
     with ThreadPoolExecutor(1) as pool:

@@ -450,7 +450,7 @@ def test_command_refuses_in_a_sentence(tmp_path: Path) -> None:
         ((*text, *output, "--method", "kivi"), "method='kivi'"),
         ((*text, *output, "--tokens", "3"), "tokens=3"),
         ((*text, *output, "--device", "foo"), "device='foo'"),
-        ((*text, *output, "--device", "meta"), "device='meta' cannot be had: it holds no data"),
+        ((*text, *output, "--device", "meta"), "device='meta' is unavailable: it holds no data"),
         (("--text", str(tmp_path / "no.txt"), *output), "no such file"),
         ((*text, "--output", str(file / "x.safetensors")), "is not one"),
         ((*text, "--output", str(tmp_path)), "allowed are files that end in .safetensors"),

@@ -236,7 +236,7 @@ def test_positions_handed_over_as_positional_arguments() -> None:
     hook = next(iter(attention._forward_pre_hooks.values()))
     hidden, embeddings = torch.zeros(1, 3, 192), (torch.rand(1, 9, 32), torch.rand(1, 9, 32))
     hook(attention, (hidden, embeddings), {"past_key_values": cache})
-    assert all(torch.equal(a, b[:, 6:]) for a, b in zip(cache.layers[1].track.given, embeddings, strict=True))
+    assert all(torch.equal(a, b[:, 6:]) for a, b in zip(cache.layers[1].track.inputs, embeddings, strict=True))
 
 
 def test_rows_without_their_positions_warn_once(caplog: pytest.LogCaptureFixture) -> None:

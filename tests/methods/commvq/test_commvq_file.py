@@ -53,9 +53,9 @@ DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "name": (lambda t, m: t.update(other=torch.zeros(1, dtype=torch.float16)), "an unexpected tensor 'other'"),
     "dtype": (lambda t, m: t.update({n: t[n].float() for n in list(t)}), "not F16"),
     "heads": (lambda t, m: m.update(kv_heads="4"), "damaged: codebooks of keys"),
-    "layers": (lambda t, m: m.update(layers="30"), "30 layers with 2 key/value heads of 32 there, 3 layers"),
-    "RoPE": (lambda t, m: m.update(rope=m["rope"].replace("10000.0", "5000.0")), "other rotary .*5000.0.* there"),
-    "model type": (lambda t, m: m.update(model_type="mistral"), "of type 'mistral' there, 'llama' here"),
+    "layers": (lambda t, m: m.update(layers="30"), "30 layers with 2 key/value heads of 32, not 3 layers"),
+    "RoPE": (lambda t, m: m.update(rope=m["rope"].replace("10000.0", "5000.0")), "other rotary .*5000.0.* in the file"),
+    "model type": (lambda t, m: m.update(model_type="mistral"), "of type 'mistral', not 'llama'"),
     "model": (lambda t, m: m.update(model="org/other"), "made for 'org/other', not for 'org/tiny'.*any_model: true"),
 }
 

@@ -39,13 +39,13 @@ def test_kernel_equals_reference_and_plain_attention(
     heads = case.groups * keys.sinks.shape[1]
     query = torch.randn(2, heads, case.count, case.head_dim).to(case.dtype)
     mask = make_mask(case, 2, heads, keys.shape[2])
-    sinks = torch.randn(heads) if case.sinks else None
+    s_aux = torch.randn(heads) if case.s_aux else None
     if case.block:
         monkeypatch.setattr(launch, "tile_shape", lambda *_: launch.Tile(case.block, 4, 2))
         monkeypatch.setattr(launch, "split_sizes", lambda *_: case.split)
-    call = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "sinks": sinks}
+    call = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "s_aux": s_aux}
     out = launch.attend(query, keys, values, mask, **call)
-    expected = plain_attention(query, keys, values, mask, case, sinks)
+    expected = plain_attention(query, keys, values, mask, case, s_aux)
     assert out.shape == expected.shape
     assert out.dtype == case.dtype
     assert out.isfinite().all()
@@ -115,9 +115,9 @@ def test_in_a_cuda_graph(make_side: Callable[..., SideSegments]) -> None:
     """A captured graph is right when replayed with another query and more tokens."""
     case = Case(tq(4), tq(4), dtype=F16)
     keys, values = segments(case, make_side)
-    sinks, ring = keys.sinks.shape[2], keys.tail_tokens
-    length, count = torch.tensor(sinks + 40 + ring), torch.tensor(40)
-    slots = Slots(sinks, keys.packed, ring, sinks + keys.packed + ring, length, count)
+    sinks, tail = keys.sinks.shape[2], keys.tail_tokens
+    length, count = torch.tensor(sinks + 40 + tail), torch.tensor(40)
+    slots = Slots(sinks, keys.packed, tail, sinks + keys.packed + tail, length, count)
     full = [replace(side, slots=slots) for side in (keys, values)]
     query = torch.randn(2, 6, 1, 64).to(case.dtype)
     for _ in range(2):
@@ -127,7 +127,7 @@ def test_in_a_cuda_graph(make_side: Callable[..., SideSegments]) -> None:
         out = launch.attend(query, *full, None, scaling=0.125)
     query.copy_(torch.randn(2, 6, 1, 64))
     count.fill_(56)
-    length.fill_(sinks + 56 + ring)
+    length.fill_(sinks + 56 + tail)
     graph.replay()
     parts = [replace(side, packed=56) for side in (keys, values)]
     assert error(out, plain_attention(query, *parts, None, case, None)) <= BARS[F16]

@@ -36,12 +36,12 @@ _KIVI = {"keys": {"method": "kivi", "bits": 4}, "values": {"method": "turboquant
 
 
 @pytest.mark.parametrize(
-    ("sides", "room"),
+    ("sides", "capacity"),
     [(_TURBOQUANT, None), (_KIVI, None), (_KIVI, 76)],
-    ids=["turboquant", "kivi-turboquant", "fixed"],
+    ids=["turboquant", "kivi-turboquant", "static"],
 )
-def test_generation_equals_the_torch_backend(sides: dict[str, Any], room: int | None) -> None:
-    """Growing and fixed caches: with a fixed capacity, kernels read the number of tokens from memory."""
+def test_generation_equals_the_torch_backend(sides: dict[str, Any], capacity: int | None) -> None:
+    """Growing and static caches: with a static capacity, kernels read the number of tokens from memory."""
     model = tiny_llama()
     enable_fused_attention(model)
     ids = torch.randint(1, 96, (2, 60), generator=torch.Generator(torch.get_default_device()).manual_seed(3))
@@ -49,7 +49,7 @@ def test_generation_equals_the_torch_backend(sides: dict[str, Any], room: int | 
     ids[1, :11], padding[1, :11] = 0, 0
     runs = {}
     for backend in ("torch", "triton"):
-        config = {**sides, "sink_tokens": 4, "recent_tokens": 8, "backend": backend, "max_cache_len": room}
+        config = {**sides, "sink_tokens": 4, "recent_tokens": 8, "backend": backend, "max_cache_len": capacity}
         cache = CompressedCache(model.config, config)
         with record_paths() as taken:
             runs[backend] = model.generate(

@@ -120,10 +120,10 @@ def test_late_findings_raise_once() -> None:
         def query(self) -> bool:
             return True
 
-    def found(sides: Any, good: torch.Tensor) -> None:
+    def add(sides: Any, good: torch.Tensor) -> None:
         checks._under_way.append((sides, good.clone(), Arrived()))  # type: ignore[arg-type]
 
-    checks._found = found  # type: ignore[method-assign]
+    checks._add_result = add  # type: ignore[method-assign]
     checks.flags(torch.device("cpu"))[keys][0] = 0
     for _ in range(2):
         checks.add_flags()

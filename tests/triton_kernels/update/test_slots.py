@@ -1,4 +1,4 @@
-"""Steps of a layer of fixed capacity: Triton's kernels against PyTorch's operators."""
+"""Steps of a static layer: Triton's kernels against PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.static import FULL, NOT_FINITE, StaticStorage
 
-HEADS, GROUPS, DIM, ROOM = 2, 3, 32, 140
+HEADS, GROUPS, DIM, CAPACITY = 2, 3, 32, 140
 KIVI = {"method": "kivi", "bits": 2}
 TURBOQUANT = {"method": "turboquant", "bits": 3}
 PAIRS = {"method": "polarquant_rope", "group_size": 32}
@@ -27,9 +27,15 @@ APART = {"method": "turboquant", "bits": 3, "estimator": "prod"}
 """Methods without a kernel encoder, which the layer encodes."""
 
 
-def fixed_layer(backend: str, keys: dict[str, Any], sinks: int, recent: int) -> CompressedLayer:
-    """Layer of fixed capacity filled with a prompt of 50 tokens, the same in every call."""
-    config = {"keys": keys, "values": TURBOQUANT, "sink_tokens": sinks, "recent_tokens": recent, "max_cache_len": ROOM}
+def static_layer(backend: str, keys: dict[str, Any], sinks: int, recent: int) -> CompressedLayer:
+    """Layer of static capacity filled with a prompt of 50 tokens, the same in every call."""
+    config = {
+        "keys": keys,
+        "values": TURBOQUANT,
+        "sink_tokens": sinks,
+        "recent_tokens": recent,
+        "max_cache_len": CAPACITY,
+    }
     layer = CompressedCache(small_model(1).config, {**config, "backend": "torch"}).layers[0]
     prompt = torch.randn(2, HEADS, 50, DIM, generator=torch.Generator(torch.get_default_device()).manual_seed(0))
     layer.update(prompt, 2 * prompt)
@@ -43,7 +49,7 @@ def masks(count: int, tokens: int) -> list[torch.Tensor | None]:
     """Masks of every kind that attention takes: none (causal), padding, and four-dimensional boolean and additive."""
     padding = torch.ones(2, tokens, dtype=torch.long)
     padding[1, :7] = 0
-    causal = torch.zeros(2, 1, count, ROOM, dtype=torch.bool)
+    causal = torch.zeros(2, 1, count, CAPACITY, dtype=torch.bool)
     causal[..., :tokens] = torch.ones(count, tokens, dtype=torch.bool).tril(tokens - count) & padding[:, None, None] > 0
     return [None, padding, causal, torch.where(causal, 0.5, -1e30)]
 
@@ -55,7 +61,7 @@ def masks(count: int, tokens: int) -> list[torch.Tensor | None]:
 )
 def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent: int) -> None:
     """Compare dense tokens, codes, counters and attention under every mask, across a flush and the end of the sinks."""
-    layers = [fixed_layer(backend, keys, sinks, recent) for backend in ("torch", "triton")]
+    layers = [static_layer(backend, keys, sinks, recent) for backend in ("torch", "triton")]
     generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     tokens = 50
     for step, count in enumerate([1, 5, 1, 16, 1, 16, 1, 1]):
@@ -64,7 +70,7 @@ def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent
         mask = masks(count, tokens)[step % 4]
         outputs = []
         for layer in layers:
-            layer._store(fresh, 2 * fresh, counting=True)
+            layer._append(fresh, 2 * fresh, counting=True)
             outputs.append(layer.step().attend(query, mask, 0.2, None, None))
             assert (layer.storage.buffers.counts[0, 0], layer.cumulative_length) == (tokens, tokens)
         torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=1e-4)
@@ -73,7 +79,7 @@ def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent
         assert torch.equal(by_kernels.counts[:, 0], by_operators.counts[:, 0])
         for side in ("keys", "values"):
             assert torch.equal(by_kernels.sinks[side], by_operators.sinks[side])
-            assert torch.equal(by_kernels.ring[side][:, :, :-1], by_operators.ring[side][:, :, :-1])
+            assert torch.equal(by_kernels.tail[side][:, :, :-1], by_operators.tail[side][:, :, :-1])
     packed = [layer.packed_tokens for layer in layers]
     assert packed[0] == packed[1] > 0
     for side in ("keys", "values"):
@@ -83,12 +89,12 @@ def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent
 
 
 def test_masks_of_one_row_serve_all_queries() -> None:
-    layers = [fixed_layer(backend, TURBOQUANT, 4, 8) for backend in ("torch", "triton")]
+    layers = [static_layer(backend, TURBOQUANT, 4, 8) for backend in ("torch", "triton")]
     fresh, query = (torch.randn(2, heads, 3, DIM) for heads in (HEADS, HEADS * GROUPS))
-    mask = torch.rand(2, 1, 1, ROOM) > 0.5
+    mask = torch.rand(2, 1, 1, CAPACITY) > 0.5
     outputs = []
     for layer in layers:
-        layer._store(fresh, 2 * fresh, counting=True)
+        layer._append(fresh, 2 * fresh, counting=True)
         outputs.append(layer.step().attend(query, mask, 0.2, None, None))
         with pytest.raises(RuntimeError):
             layer.step().attend(query, mask.expand(-1, -1, 9, -1), 0.2, None, None)
@@ -96,16 +102,16 @@ def test_masks_of_one_row_serve_all_queries() -> None:
 
 
 def test_faults_are_noted() -> None:
-    layer = fixed_layer("triton", TURBOQUANT, 4, 8)
+    layer = static_layer("triton", TURBOQUANT, 4, 8)
     fresh = torch.randn(2, HEADS, 2, DIM)
-    layer.store(fresh, fresh)
+    layer.append(fresh, fresh)
     assert not layer.storage.buffers.fault.any()
     bad = fresh.clone()
     bad[1, 0, 1, 3] = torch.nan
-    layer.store(fresh, bad)
+    layer.append(fresh, bad)
     assert layer.storage.buffers.fault.amax() == NOT_FINITE
     for _ in range(6):
-        layer.store(*(torch.randn(2, HEADS, 16, DIM),) * 2)
+        layer.append(*(torch.randn(2, HEADS, 16, DIM),) * 2)
     assert layer.storage.buffers.fault.amax() == FULL
     with pytest.raises(ValueError, match="max_cache_len=140"):
         layer.crop(-1)
@@ -113,26 +119,26 @@ def test_faults_are_noted() -> None:
 
 def test_too_many_are_noted_and_not_read() -> None:
     """Tokens beyond the capacity set a fault and are not read, also when decoded; operations other than steps raise."""
-    layer = fixed_layer("triton", TURBOQUANT, 4, 8)
+    layer = static_layer("triton", TURBOQUANT, 4, 8)
     for _ in range(8):
-        layer.store(*(torch.randn(2, HEADS, 16, DIM),) * 2)
-        assert layer.step().dense("keys").shape == (2, HEADS, ROOM, DIM)
+        layer.append(*(torch.randn(2, HEADS, 16, DIM),) * 2)
+        assert layer.step().dense("keys").shape == (2, HEADS, CAPACITY, DIM)
     assert layer.storage.buffers.fault.amax() == FULL
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("copied", [lambda layer: pickle.loads(pickle.dumps(layer)), copy.deepcopy])
 def test_copies_count_on(backend: str, copied: Callable[[CompressedLayer], CompressedLayer]) -> None:
-    layer = fixed_layer(backend, TURBOQUANT, 4, 8)
+    layer = static_layer(backend, TURBOQUANT, 4, 8)
     tokens = torch.randn(2, HEADS, 3, DIM)
-    layer.store(tokens, tokens)
+    layer.append(tokens, tokens)
     other = copied(layer)
     for each in (layer, other):
-        each.store(tokens, tokens)
+        each.append(tokens, tokens)
         assert each.storage.buffers.counts[0, 0] == 56
         assert each.storage.buffers.length == 56
     layer.crop(-1)
     other.crop(-1)
     assert layer.get_seq_length() == other.get_seq_length() == 55
     for side in ("keys", "values"):
-        assert torch.equal(layer.sides[side].everything().dense(), other.sides[side].everything().dense())
+        assert torch.equal(layer.sides[side].all_segments().dense(), other.sides[side].all_segments().dense())

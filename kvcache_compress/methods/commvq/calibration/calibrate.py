@@ -1,4 +1,4 @@
-"""Calibrate CommVQ: train codebooks for a model on a text, and write them to a file (`commvq_file.py`)."""
+"""Calibrate CommVQ: train codebooks for a model on a text, and write them to a file (`codebook_file.py`)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class CommVQSettings:
 
     bits: code bits per number, 1 or 2, which set the rounds unless `key_rounds` and `value_rounds` do.
     tokens: calibration tokens, in windows of `context`; about one window in `HELD_OUT` is not trained on.
-    values: `residual` codebooks (ours), or the paper's `encoder`.
+    values: `residual` codebooks, which are not in the paper, or its `encoder`.
     key_rounds, value_rounds: residual rounds of each side.
     weigh_pairs: weigh errors of pairs of keys by the lengths of the queries; the paper does not.
     seed: seed of samples and starting points.

@@ -1,4 +1,4 @@
-"""How a layer of fixed capacity begins: with room made early, short prompts, or nothing at all."""
+"""First use of a layer of fixed capacity: early allocation, short prompts, and updates without tokens."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from support.small_model import METHODS, VOCAB, method_config, small_model
 
 from kvcache_compress import CompressedCache
 
-PROMPT, STEPS, ROOM = 8, 60, 100
+PROMPT, STEPS, CAPACITY = 8, 60, 100
 STARTS: dict[str, dict[str, Any]] = {name: method_config(name, 1) for name in METHODS}
 STARTS["centred"] = {
     "keys": {"method": "turboquant", "center": "on"}, "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8,
 }  # fmt: skip
-"""Each of which measures something of the first prompt, but KIVI and CommVQ."""
+"""Methods under test; all but KIVI and CommVQ measure statistics on the first prompt."""
 
 
 @torch.no_grad()
 def logits(config: dict[str, Any], early: bool) -> torch.Tensor:
-    """Of steps after a prompt that counts as a step by its length."""
+    """Logits of steps after a prompt so short that its length is that of a step."""
     model = small_model(1)
-    cache = CompressedCache(model.config, {**config, "max_cache_len": ROOM})
+    cache = CompressedCache(model.config, {**config, "max_cache_len": CAPACITY})
     if early:
         cache.early_initialization(1, 2, 32, torch.float32, "cpu")
     ids = torch.randint(1, VOCAB, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(1))
@@ -32,7 +32,7 @@ def logits(config: dict[str, Any], early: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", STARTS)
-@pytest.mark.usefixtures("fixed_shapes")
+@pytest.mark.usefixtures("static_shapes")
 def test_statistics_come_from_the_first_prompt_however_short(name: str) -> None:
     torch.testing.assert_close(logits(STARTS[name], early=True), logits(STARTS[name], early=False))
 
@@ -41,9 +41,9 @@ def test_statistics_come_from_the_first_prompt_however_short(name: str) -> None:
 @pytest.mark.parametrize("prompt", [1, 5, 16, 17])
 @pytest.mark.parametrize("name", sorted(STARTS.keys() - {"commvq"}))
 def test_a_first_prompt_of_which_nothing_is_packed(name: str, prompt: int, recent: int) -> None:
-    """All of it may be sinks, and sets the statistics all the same: later tokens decode to something like them."""
+    """A first prompt that stays dense as a whole still sets the statistics: later tokens decode close to themselves."""
     model = small_model(1)
-    windows = {"sink_tokens": 16, "recent_tokens": recent, "max_cache_len": ROOM}
+    windows = {"sink_tokens": 16, "recent_tokens": recent, "max_cache_len": CAPACITY}
     layer = CompressedCache(model.config, {**STARTS[name], **windows}).layers[0]
     keys, values = (torch.randn(1, 2, 90, 32, generator=torch.Generator().manual_seed(i)) for i in range(2))
     for k, v in zip(
@@ -57,12 +57,12 @@ def test_a_first_prompt_of_which_nothing_is_packed(name: str, prompt: int, recen
 
 @pytest.mark.parametrize("name", ["centred", "polarquant_recursive"])
 def test_nothing_is_no_prompt(name: str) -> None:
-    """An update of no tokens sets no statistics."""
+    """An update without tokens sets no statistics."""
     model = small_model(1)
     keys, values = (torch.randn(1, 2, 90, 32, generator=torch.Generator().manual_seed(i)) for i in range(2))
     stored = []
     for first in (0, 90):
-        layer = CompressedCache(model.config, {**STARTS[name], "max_cache_len": ROOM}).layers[0]
+        layer = CompressedCache(model.config, {**STARTS[name], "max_cache_len": CAPACITY}).layers[0]
         for at in (first, 90):
             if layer.get_seq_length() < at or at == 0:
                 layer.update(keys[:, :, :at], values[:, :, :at])

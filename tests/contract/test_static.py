@@ -1,4 +1,4 @@
-"""The fixed-capacity variant: as the growing one after every operation, with steps whose shapes never change."""
+"""Fixed capacity: equal to the growing cache after every operation, with steps whose shapes never change."""
 
 import copy
 import gc
@@ -22,22 +22,22 @@ from kvcache_compress.storage import static as static_storage
 from kvcache_compress.storage.static import StaticStorage
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
-ROOM = 230
+CAPACITY = 230
 SIZES = [60, 1, 5, 20, 1, 16, 16, 1, 1]
-"""A prompt, steps, a chunk, and steps of as many tokens as a step may have, which cross a flush."""
+"""Sizes of a prompt, steps, a chunk, and the largest steps, which cross a flush."""
 SOME = [(name, fused) for name in ("turboquant-4", "kivi-4", "commvq", "mixed") for fused in (False, True)]
-"""Configurations without and with groups, with positions, and with layers of Transformers' own."""
+"""Configurations without and with groups of tokens, with positions, and with layers of Transformers' own."""
 croppable_cases = pytest.mark.parametrize("case", SOME[:-2], indirect=True, ids=lambda p: f"{p[0]}-{p[1]}")
 some_cases = pytest.mark.parametrize("case", SOME, indirect=True, ids=lambda p: f"{p[0]}-{p[1]}")
 both_kinds_of_steps = pytest.mark.usefixtures("both_kinds")
 some_unfused = pytest.mark.parametrize("unfused", ["turboquant-4", "commvq"], indirect=True)
 
 
-@pytest.fixture(params=[False, True], ids=["as_growing", "fixed_shapes"])
+@pytest.fixture(params=[False, True], ids=["as_growing", "static_shapes"])
 def both_kinds(request: pytest.FixtureRequest) -> None:
-    """Steps as on CPUs, and those of other devices."""
+    """Run with the steps of CPUs, and with those of other devices."""
     if request.param:
-        request.getfixturevalue("fixed_shapes")
+        request.getfixturevalue("static_shapes")
 
 
 def layer_of(model: Any, config: dict[str, Any]) -> Any:
@@ -45,8 +45,8 @@ def layer_of(model: Any, config: dict[str, Any]) -> Any:
 
 
 def pair(case: Any, **changes: Any) -> tuple[Any, Any]:
-    """A growing and a fixed cache of the same configuration."""
-    return case.cache(**changes), case.cache(max_cache_len=ROOM, **changes)
+    """A growing cache and one of fixed capacity with the same configuration."""
+    return case.cache(**changes), case.cache(max_cache_len=CAPACITY, **changes)
 
 
 @both_kinds_of_steps
@@ -54,13 +54,13 @@ def test_equals_the_growing_cache(case: Any, ids: torch.Tensor) -> None:
     padding, total = 11, sum(SIZES)
     mask = torch.ones_like(ids)
     mask[1, :padding] = 0
-    growing, fixed = pair(case, backend="torch")  # In C++ a chunk's attention differs by rounding, which flips codes.
-    results = [case.feed(one, ids[:, :total], SIZES, mask)[:, padding:] for one in (growing, fixed)]
+    growing, static = pair(case, backend="torch")  # C++ attention of chunks differs by rounding, which can flip codes.
+    results = [case.feed(one, ids[:, :total], SIZES, mask)[:, padding:] for one in (growing, static)]
     assert_close_but_for_flips(*results)
-    assert fixed.packed_tokens == growing.packed_tokens > 64
-    assert int(fixed.get_seq_length()) == growing.get_seq_length() == total
-    assert fixed.get_max_length() == ROOM
-    assert fixed.is_compileable
+    assert static.packed_tokens == growing.packed_tokens > 64
+    assert int(static.get_seq_length()) == growing.get_seq_length() == total
+    assert static.get_max_length() == CAPACITY
+    assert static.is_compileable
 
 
 @both_kinds_of_steps
@@ -68,8 +68,8 @@ def test_equals_the_growing_cache(case: Any, ids: torch.Tensor) -> None:
 def test_operations_between_steps(case: Any, ids: torch.Tensor) -> None:
     """Steps after batch operations, copies and crops go on as in the growing cache."""
     results = []
-    growing, fixed = pair(case)
-    for cache in (growing, fixed):
+    growing, static = pair(case)
+    for cache in (growing, static):
         logits = [case.feed(cache, ids[:, :70], [60, 10])]
         cache.reorder_cache(torch.tensor([1, 1]))
         logits.append(case.feed(cache, ids[:, 70:90], [1, 1, 16, 2]))
@@ -83,14 +83,14 @@ def test_operations_between_steps(case: Any, ids: torch.Tensor) -> None:
         logits += [case.feed(one, ids[:, 95:140], [1, 16, 16, 9, 3]) for one in (twin, cache)]
         assert torch.equal(logits[-1], logits[-2])
         results.append(torch.cat([x.flatten() for x in logits]))
-    assert fixed.packed_tokens == growing.packed_tokens > 0
+    assert static.packed_tokens == growing.packed_tokens > 0
     torch.testing.assert_close(*results, **TOLERANCE)
 
 
 @both_kinds_of_steps
 @some_cases
 def test_reset_starts_anew(case: Any, ids: torch.Tensor) -> None:
-    cache, new = case.cache(max_cache_len=ROOM), case.cache(max_cache_len=ROOM)
+    cache, new = case.cache(max_cache_len=CAPACITY), case.cache(max_cache_len=CAPACITY)
     case.feed(cache, ids[:, 100:180], [75, 5])
     cache.reset()
     assert int(cache.get_seq_length()) == cache.packed_tokens == 0
@@ -104,19 +104,19 @@ def test_reset_starts_anew(case: Any, ids: torch.Tensor) -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_inference_mode_and_not(case: Any, ids: torch.Tensor, first: bool) -> None:
     results = []
-    growing, fixed = pair(case)
-    for cache in (growing, fixed):
+    growing, static = pair(case)
+    for cache in (growing, static):
         with torch.inference_mode(first), torch.no_grad():
             case.feed(cache, ids[:, :70], [60, 10])
         with torch.inference_mode(not first), torch.no_grad():
             cache.reorder_cache(torch.tensor([1, 0]))
             results.append(case.feed(cache, ids[:, 70:101], [1, 14, 16]).clone())
-    assert fixed.packed_tokens > 0
+    assert static.packed_tokens > 0
     torch.testing.assert_close(*results, **TOLERANCE)
 
 
 class _Watch(TorchDispatchMode):
-    """Notes every operator and the shapes of its results; refuses to read a value back to the host."""
+    """Mode that records every operator with the shapes of its results, and refuses to read a value on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,9 +130,9 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def test_steps_have_fixed_shapes_and_never_wait(unfused: Any, ids: torch.Tensor, fixed_shapes: None) -> None:
-    """The same operators with the same shapes at every step, across flushes, with no value read and nothing moved."""
-    cache = unfused.cache(max_cache_len=ROOM, backend="torch")
+def test_steps_have_static_shapes_and_never_wait(unfused: Any, ids: torch.Tensor, static_shapes: None) -> None:
+    """Every step runs the same operators with the same shapes, across flushes, without reading or moving data."""
+    cache = unfused.cache(max_cache_len=CAPACITY, backend="torch")
     with torch.no_grad():
         unfused.feed(cache, ids[:, :62], [60, 2])
     states = torch.randn(2, 2, 36, 32, generator=torch.Generator().manual_seed(0))
@@ -142,7 +142,7 @@ def test_steps_have_fixed_shapes_and_never_wait(unfused: Any, ids: torch.Tensor,
         before, traces = layer.packed_tokens, []
         for at in range(36):
             with _Watch() as watch:
-                layer.store(*(states[:, :, at : at + 1],) * 2)
+                layer.append(*(states[:, :, at : at + 1],) * 2)
                 layer.step().attend(query, None, 0.2, None, None)
             traces.append(watch.seen)
         assert all(trace == traces[0] for trace in traces)
@@ -152,8 +152,8 @@ def test_steps_have_fixed_shapes_and_never_wait(unfused: Any, ids: torch.Tensor,
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_steps_on_cpus_encode_a_block_at_a_time(unfused: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once in 32 steps, in the room that is there, to the codes of the growing layer; each token is checked once."""
-    growing, fixed = pair(unfused, backend=backend)
+    """On CPUs, tokens are encoded once in 32 steps, to the same codes as in the growing layer, and checked once."""
+    growing, static = pair(unfused, backend=backend)
     prompt, *steps = torch.randn(2, 2, 124, 32, generator=torch.Generator().manual_seed(0)).split([60, *[1] * 64], 2)
     checked: list[int] = []
     encoded: list[int] = []
@@ -167,22 +167,22 @@ def test_steps_on_cpus_encode_a_block_at_a_time(unfused: Any, backend: str, monk
         encoded.append(x.shape[2])
         return original(x, *rest)
 
-    for twin, layer in zip(growing.layers, fixed.layers, strict=True):
+    for twin, layer in zip(growing.layers, static.layers, strict=True):
         if not hasattr(layer, "sides"):
             continue
-        twin.store(prompt, prompt)
-        layer.store(prompt, prompt)
+        twin.append(prompt, prompt)
+        layer.append(prompt, prompt)
         sides = layer.sides.values()
         buffers = [buffer.data_ptr() for state in sides for buffer in state.store.buffers]
         before = layer.packed_tokens
         for token in steps:
-            twin.store(token, token)
+            twin.append(token, token)
         with monkeypatch.context() as patch:
             patch.setattr(checks, "longest", check)
             for state in sides:
                 patch.setattr(state.codec, "encode", partial(encode, state.codec.encode))
             for token in steps:
-                layer.store(token, token)
+                layer.append(token, token)
         assert layer.packed_tokens == twin.packed_tokens == before + 64
         assert encoded == [layer.flush_tokens] * (2 * 64 // layer.flush_tokens)
         assert checked == [1] * 2 * 64
@@ -196,7 +196,7 @@ def test_steps_on_cpus_encode_a_block_at_a_time(unfused: Any, backend: str, monk
 
 @some_cases
 def test_what_is_not_finite_or_too_much_is_refused(case: Any, ids: torch.Tensor) -> None:
-    """By a step or a prompt, in all layers at once, which stay as they were."""
+    """Tokens that are not finite, or too many, are refused by steps and prompts, and no layer changes."""
     cache = case.cache(max_cache_len=80)
     case.feed(cache, ids[:, :70], [60, 10])
     layer = next(layer for layer in cache.layers if hasattr(layer, "sides"))
@@ -214,7 +214,7 @@ def test_what_is_not_finite_or_too_much_is_refused(case: Any, ids: torch.Tensor)
     new = case.cache(max_cache_len=80).layers[1]
     with pytest.raises(ValueError, match="NaN"):
         new.update(*(torch.full((2, 2, 40, 32), torch.inf),) * 2)
-    # Where a step cannot wait, the next operation that can says so.
+    # If a step cannot wait for the check, the next operation that can raises.
     layer.storage = StaticStorage(layer.storage)
     layer.update(bad[:, :, -1:], bad[:, :, -1:])
     with pytest.raises(ValueError, match="NaN"):
@@ -240,27 +240,27 @@ def test_a_refused_step_leaves_all_layers_alike(case: Any, ids: torch.Tensor) ->
 
 @both_kinds_of_steps
 def test_dtypes_that_change(tiny_model: Any) -> None:
-    """As the growing layer: what is there is widened, and narrower numbers are taken in."""
+    """Wider dtypes widen the buffers and narrower ones are converted, as in the growing layer."""
     side = {"method": "turboquant"}
     config = {"keys": side, "values": side, "sink_tokens": 4, "recent_tokens": 8}
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(2, 2, 80, 32, generator=generator)
     dtypes = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.float32]
-    layers = [layer_of(tiny_model, {**config, "max_cache_len": room}) for room in (None, 100)]
+    layers = [layer_of(tiny_model, {**config, "max_cache_len": capacity}) for capacity in (None, 100)]
     for layer in layers:
         for part, dtype in zip(states.split([50, 1, 1, 20, 8], 2), dtypes, strict=True):
             layer.update(part.to(dtype), part.to(torch.bfloat16 if dtype == torch.float16 else dtype))
         layer.update(states[:, :, :0], states[:, :, :0])
-    growing, fixed = layers
-    assert fixed.packed_tokens == growing.packed_tokens > 0
-    assert fixed.keys.dtype == growing.keys.dtype == torch.float64
-    torch.testing.assert_close(fixed.keys, growing.keys, **TOLERANCE)
-    torch.testing.assert_close(fixed.values, growing.values, **TOLERANCE)
+    growing, static = layers
+    assert static.packed_tokens == growing.packed_tokens > 0
+    assert static.keys.dtype == growing.keys.dtype == torch.float64
+    torch.testing.assert_close(static.keys, growing.keys, **TOLERANCE)
+    torch.testing.assert_close(static.values, growing.values, **TOLERANCE)
 
 
 @both_kinds_of_steps
 def test_padding_mask_of_flash_attention(tiny_model: Any) -> None:
-    """A padding mask `[B, tokens so far]` is as good as the causal one in four dimensions."""
+    """A padding mask `[B, tokens so far]` gives the same result as the four-dimensional causal mask."""
     side = {"method": "turboquant"}
     config = {"keys": side, "values": side, "sink_tokens": 4, "recent_tokens": 8, "max_cache_len": 100}
     layer = layer_of(tiny_model, config)
@@ -293,12 +293,12 @@ def test_resets_and_reports_leave_nothing_behind(tiny_model: Any, ids: torch.Ten
 @both_kinds_of_steps
 @some_unfused
 def test_generate(unfused: Any, ids: torch.Tensor) -> None:
-    """Greedy and with beams, as the growing cache."""
+    """`generate`, greedy and with beams, gives the same tokens as with the growing cache."""
     for how in ({}, {"num_beams": 2}):
         outputs = []
         for fused in (False, True):
             (enable_fused_attention if fused else disable_fused_attention)(unfused.model)
-            for changes in ({}, {"max_cache_len": ROOM}):
+            for changes in ({}, {"max_cache_len": CAPACITY}):
                 cache = unfused.cache(**changes)
                 options = {"past_key_values": cache, "max_new_tokens": 24, "do_sample": False, **how}
                 outputs.append(unfused.model.generate(ids[:, :50], **options))
@@ -328,8 +328,8 @@ def test_options(tiny_model: Any) -> None:
 
 
 @pytest.fixture
-def static_layer(fixed_shapes: None) -> CompressedLayer:
-    """One whose steps have fixed shapes, with 50 tokens in bfloat16 and room for 80."""
+def static_layer(static_shapes: None) -> CompressedLayer:
+    """A layer with steps of fixed shapes, with 50 tokens in bfloat16 and a capacity of 80."""
     config = {"keys": "turboquant", "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8, "max_cache_len": 80}
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     layer = CompressedCache(LlamaConfig(num_hidden_layers=1, **sizes), {**config, "backend": "torch"}).layers[0]
@@ -340,7 +340,7 @@ def static_layer(fixed_shapes: None) -> CompressedLayer:
 
 
 def test_rows_that_are_gone_take_no_memory(static_layer: CompressedLayer) -> None:
-    """Packed tokens that another batch replaced are freed."""
+    """Packed tokens of rows that a batch operation removed are freed."""
     old = [weakref.ref(buffer) for side in static_layer.sides.values() for buffer in side.store.buffers]
     static_layer.batch_repeat_interleave(2)
     gc.collect()
@@ -364,7 +364,7 @@ def test_an_edit_without_memory_leaves_all_as_it_was(
 
 @pytest.mark.parametrize("static", [True, False])
 def test_refused_tokens_change_no_dtype(static: bool, request: pytest.FixtureRequest) -> None:
-    """Too many, or not finite: neither widens what is there, nor decides the dtype of an empty layer."""
+    """Refused tokens neither widen the buffers nor set the dtype of an empty layer."""
     if static:
         layer = request.getfixturevalue("static_layer")
     else:

@@ -1,4 +1,4 @@
-"""Chunks of prompts in a layer of fixed capacity: over tokens that are there, tile by tile, under masks over more."""
+"""Prompt chunks with a fixed capacity: tile by tile over written tokens only, with masks trimmed to match."""
 
 import copy
 from typing import Any
@@ -15,9 +15,9 @@ from kvcache_compress.attention.handle import PackedKV
 from kvcache_compress.attention.path import PathTaken, record_paths
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 
-TILE, ROOM = 32, 235
+TILE, CAPACITY = 32, 235
 SIZES = [100, 20, 1, 40, 16, 33]
-"""A prompt, chunks and steps."""
+"""Sizes of a prompt, chunks and steps."""
 TURBOQUANT: dict[str, Any] = {"keys": "turboquant", "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8}
 fused_cases = pytest.mark.parametrize(
     "case",
@@ -34,7 +34,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tiny_model: Any) -> Any:
-    """One of its own for each test, with fused attention."""
+    """A new model for each test, with fused attention on."""
     own = type(tiny_model)(copy.deepcopy(tiny_model.config)).eval()
     own.load_state_dict(tiny_model.state_dict())
     enable_fused_attention(own)
@@ -49,12 +49,12 @@ def chunks(taken: list[PathTaken], prompt: int | None = None) -> list[str]:
 @fused_cases
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_equals_the_growing_cache(case: Any, ids: torch.Tensor, backend: str) -> None:
-    """By tiles and in C++, with left padding and without."""
+    """Chunks equal the growing cache's, by tiles and in C++, with left padding and without."""
     total = sum(SIZES)
     for padding in (0, 11):
         mask = torch.ones_like(ids)
         mask[1, :padding] = 0
-        caches = [case.cache(max_cache_len=room, backend=backend) for room in (None, ROOM)]
+        caches = [case.cache(max_cache_len=capacity, backend=backend) for capacity in (None, CAPACITY)]
         seen = mask if padding else None
         with record_paths() as taken:
             results = [case.feed(one, ids[:, :total], SIZES, seen)[:, padding:] for one in caches]
@@ -66,15 +66,15 @@ def test_equals_the_growing_cache(case: Any, ids: torch.Tensor, backend: str) ->
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masks_of_each_kind(model: Any, ids: torch.Tensor, kind: str, dtype: torch.dtype) -> None:
-    """Boolean ones and additive ones; the same arithmetic in the same order."""
+    """Boolean and additive masks give equal results, by the same arithmetic in the same order."""
     disable_fused_attention(model)
     model.to(dtype).set_attn_implementation(kind)
     enable_fused_attention(model)
     mask = torch.ones_like(ids)
     mask[1, :11] = 0
     results = []
-    for room in (None, ROOM):
-        cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room, "backend": "torch"})
+    for capacity in (None, CAPACITY):
+        cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
         parts = []
         for start, stop in ((0, 150), (150, 180), (180, 230)):
             with torch.no_grad(), record_paths() as taken:
@@ -87,7 +87,7 @@ def test_masks_of_each_kind(model: Any, ids: torch.Tensor, kind: str, dtype: tor
 
 
 class _Largest(TorchDispatchMode):
-    """The most bytes of a tensor that any operator made; those that were there and views of them do not count."""
+    """Mode that records the bytes of the largest new tensor of any operator; views do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,18 +105,18 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 
-@pytest.mark.parametrize(("room", "fused"), [(2048, True), (2048, False), (None, True)])
-def test_a_chunk_takes_memory_for_a_tile(model: Any, room: int | None, fused: bool) -> None:
-    """No operator of a chunk's step makes as much as a quarter of a decoded layer; decoding it makes all of that."""
+@pytest.mark.parametrize(("capacity", "fused"), [(2048, True), (2048, False), (None, True)])
+def test_a_chunk_takes_memory_for_a_tile(model: Any, capacity: int | None, fused: bool) -> None:
+    """No operator of a tiled chunk allocates a quarter of a decoded layer; the control, decoding, allocates all."""
     batch, heads, count = 2, 2, 24
     if not fused:
         disable_fused_attention(model)
-    cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room, "backend": "torch"})
+    cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
     states = torch.randn(batch, heads, 1500 + count, 32)
     cache.update(*(states[:, :, :1500],) * 2, 1)
     assert cache.packed_tokens > 1400
     query = torch.randn(batch, 6, count, 32)
-    mask = torch.zeros(batch, 1, count, room or 1500 + count, dtype=torch.bool)
+    mask = torch.zeros(batch, 1, count, capacity or 1500 + count, dtype=torch.bool)
     mask[..., : 1500 + count] = torch.ones(count, 1500 + count, dtype=torch.bool).tril(1500)
     with torch.no_grad(), _Largest() as largest:
         keys, values = cache.update(*(states[:, :, 1500:],) * 2, 1)
@@ -127,7 +127,7 @@ def test_a_chunk_takes_memory_for_a_tile(model: Any, room: int | None, fused: bo
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_foreign_code_and_attention_with_nothing_packed(model: Any, packed: bool) -> None:
-    """Other code gets all the room that masks have; the model's own attention what is there, and the mask over it."""
+    """Foreign code gets keys as long as the mask; the model's own attention gets written tokens and a trimmed mask."""
     layer = CompressedCache(model.config, {**TURBOQUANT, "recent_tokens": 8 if packed else 64, "max_cache_len": 100})
     layer = layer.layers[1]
     states = torch.randn(2, 2, 70, 32, generator=torch.Generator().manual_seed(0))
@@ -140,7 +140,7 @@ def test_foreign_code_and_attention_with_nothing_packed(model: Any, packed: bool
     assert keys[:, :, 70:].eq(0).all()
     whole = torch.zeros(2, 1, 20, 100, dtype=torch.bool)
     whole[..., :70] = torch.ones(20, 70, dtype=torch.bool).tril(50)
-    there = keys.step.without_room(whole)
+    there = keys.step.without_spare_capacity(whole)
     assert [x.shape[2] for x in there[:2]] == [70, 70]
     assert torch.equal(torch.cat([there[0], keys[:, :, 70:]], 2), keys.dense())
     query = torch.randn(2, 6, 20, 32, generator=torch.Generator().manual_seed(1))
@@ -154,7 +154,7 @@ def test_foreign_code_and_attention_with_nothing_packed(model: Any, packed: bool
 
 @pytest.mark.parametrize("width", [None, 100, 120])
 def test_padding_masks_of_flash_attention(model: Any, width: int | None) -> None:
-    """`[B, T]` of the tokens so far, or of all the room, as `generate` makes it; None is causal."""
+    """Padding masks `[B, T]` work for the tokens so far and for the whole capacity, as `generate` makes them."""
     layer = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": 120, "backend": "torch"}).layers[1]
     states = torch.randn(2, 2, 100, 32, generator=torch.Generator().manual_seed(0))
     layer.update(states[:, :, :80], states[:, :, :80])
@@ -170,8 +170,8 @@ def test_padding_masks_of_flash_attention(model: Any, width: int | None) -> None
     torch.testing.assert_close(got, expected)
 
 
-def _generated(model: Any, room: int | None, ids: torch.Tensor, **how: Any) -> torch.Tensor:
-    cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room, "backend": "torch"})
+def _generated(model: Any, capacity: int | None, ids: torch.Tensor, **how: Any) -> torch.Tensor:
+    cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
     options = {"past_key_values": cache, "max_new_tokens": 24, "do_sample": False, **how}
     output: torch.Tensor = model.generate(ids, **options)
     assert cache.packed_tokens > TILE
@@ -180,21 +180,21 @@ def _generated(model: Any, room: int | None, ids: torch.Tensor, **how: Any) -> t
 
 @pytest.mark.parametrize("way", ["in chunks", "assisted", "next turn"])
 def test_generate(model: Any, assistant: Any, ids: torch.Tensor, way: str) -> None:
-    """As the growing cache, where a step of speculative decoding has more tokens than others, and chunks anyway."""
+    """`generate` with chunked prefill and speculative decoding gives the same tokens as with the growing cache."""
     assistant.generation_config.num_assistant_tokens = 20
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0
     mask = torch.ones_like(ids[:, :200])
     mask[1, :11] = 0
     results = []
-    for room in (None, ROOM):
+    for capacity in (None, CAPACITY):
         with record_paths() as taken:
             if way == "in chunks":
-                found = _generated(model, room, ids[:, :200], attention_mask=mask, prefill_chunk_size=50)
+                found = _generated(model, capacity, ids[:, :200], attention_mask=mask, prefill_chunk_size=50)
             elif way == "assisted":
-                found = _generated(model, room, ids[:1, :90], assistant_model=assistant)
+                found = _generated(model, capacity, ids[:1, :90], assistant_model=assistant)
             else:
-                cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room, "backend": "torch"})
+                cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
                 first = model.generate(ids[:, :90], past_key_values=cache, max_new_tokens=20, do_sample=False)
                 again = torch.cat([first, ids[:, 90:130]], 1)
                 found = model.generate(again, past_key_values=cache, max_new_tokens=20, do_sample=False)
@@ -208,12 +208,12 @@ def test_generate(model: Any, assistant: Any, ids: torch.Tensor, way: str) -> No
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_first_prompt_of_a_few_tokens(model: Any, ids: torch.Tensor, fused: bool) -> None:
-    """Before there is a layer whose steps could be counted."""
+    """A first prompt as short as a step is stored as a prompt, as the layer has no buffers yet."""
     if not fused:
         disable_fused_attention(model)
     results = []
-    for room in (None, ROOM):
-        cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": room})
+    for capacity in (None, CAPACITY):
+        cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity})
         with torch.no_grad():
             parts = [model(part, past_key_values=cache).logits for part in ids[:, :76].split([5, 1, 16, 54], 1)]
         assert int(cache.get_seq_length()) == 76

@@ -1,4 +1,4 @@
-"""Check the kernels for steps of caches of fixed capacity on the device, also replayed from a CUDA graph.
+"""Check the kernels for steps of static caches on the device, also replayed from a CUDA graph.
 
 Two caches get the same prompt and the same steps, one with the kernels and one with PyTorch's operators.
 """
@@ -22,7 +22,7 @@ from kvcache_compress.cache.compressed_cache import CompressedCache
 from kvcache_compress.codecs.backend import interpreting
 
 FIXED = ("turboquant-4bit", "kivi-2bit", "polarquant-rope-4bit", "commvq-1bit")
-"""Presets whose steps of fixed capacity are checked: more take long to compile. The last has no kernel encoder."""
+"""Presets whose steps of static layers are checked: more take long to compile. The last has no kernel encoder."""
 GRAPHS = FIXED[:3]
 """Presets replayed from a CUDA graph; CommVQ may copy from the host in a step, unless a model hands over positions."""
 BATCH = 2
@@ -105,11 +105,11 @@ def check_steps(
         ours, expected = run(), step(operators, query.float())
         error = relative_error(ours, expected)
         if problem := attention_problem(error, allowed_error(expected, dtype)):
-            return error, f"fixed capacity, step {number}{' (recorded)' if recorded else ''}: {problem}"
+            return error, f"static cache, step {number}{' (recorded)' if recorded else ''}: {problem}"
         worst = max(worst, error)
     if not packed < kernels.packed_tokens == operators.packed_tokens:
         counts = f"{kernels.packed_tokens} tokens are packed, by operators {operators.packed_tokens}, before {packed}"
-        return worst, f"fixed capacity: {counts}"
+        return worst, f"static cache: {counts}"
     return worst, None
 
 

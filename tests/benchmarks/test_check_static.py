@@ -1,4 +1,4 @@
-"""The check of fixed capacity detects wrong steps and reports their number."""
+"""The check of static capacity detects wrong steps and reports their number."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_kit import check, check_fixed
-from gpu_kit.check_fixed import FIXED, check_steps, graph_check
+from gpu_kit import check, check_static
+from gpu_kit.check_static import FIXED, check_steps, graph_check
 
 from kvcache_compress.bench.layers import Shape
 from kvcache_compress.codecs.backend import load_part
@@ -34,9 +34,9 @@ def test_steps_are_right(preset: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("codes", "fixed capacity, step 5: attention differs by"),
-        ("ring", "fixed capacity, step 3: attention differs by"),
-        ("counts", "fixed capacity, step 5: attention differs by"),
+        ("codes", "static cache, step 5: attention differs by"),
+        ("tail", "static cache, step 3: attention differs by"),
+        ("counts", "static cache, step 5: attention differs by"),
         ("nothing", "None"),
     ],
 )
@@ -48,7 +48,7 @@ def test_wrong_kernels_fail_the_check_of_the_preset(monkeypatch: pytest.MonkeyPa
     def write_wrongly(
         fresh: Any,
         sinks: Any,
-        rings: Any,
+        tails: Any,
         groups: Any,
         encoders: Any,
         fields: Any,
@@ -57,12 +57,12 @@ def test_wrong_kernels_fail_the_check_of_the_preset(monkeypatch: pytest.MonkeyPa
         **rest: Any,
     ) -> Any:
         packed = int(counts[1, 0])
-        left = write(fresh, sinks, rings, groups, encoders, fields, counts, total, **rest)
+        left = write(fresh, sinks, tails, groups, encoders, fields, counts, total, **rest)
         calls.append(packed)
         if wrong == "codes" and int(counts[1, 0]) > packed:
             fields[1][0][:, :, packed:] ^= 0x5555
-        if wrong == "ring" and len(calls) == 3:
-            rings[1][:, :, :-1] += 0.1
+        if wrong == "tail" and len(calls) == 3:
+            tails[1][:, :, :-1] += 0.1
         if wrong == "counts":
             counts[1] = packed
         return left
@@ -78,19 +78,19 @@ def test_wrong_storing_of_groups_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     kernels = load_part("triton_kernels.update.write_slots")
     store = kernels.store_groups
 
-    def store_wrongly(encoded: Any, buffers: Any, targets: Any, rooms: Any) -> None:
-        store(encoded, buffers, [groups - 1 for groups in targets], rooms)
+    def store_wrongly(encoded: Any, buffers: Any, targets: Any, capacities: Any) -> None:
+        store(encoded, buffers, [groups - 1 for groups in targets], capacities)
 
     assert FIXED[-1] == "commvq-1bit"
     monkeypatch.setattr(kernels, "store_groups", store_wrongly)
     _, problem = check_steps("commvq-1bit", TINY, CPU, BF16)
-    assert str(problem).startswith("fixed capacity, step 5: attention differs by")
+    assert str(problem).startswith("static cache, step 5: attention differs by")
 
 
 def test_steps_that_pack_nothing_are_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_fixed, "BEYOND_WINDOWS", 4)
+    monkeypatch.setattr(check_static, "BEYOND_WINDOWS", 4)
     _, problem = check_steps("turboquant-4bit", TINY, CPU, BF16)
-    assert problem == "fixed capacity: 0 tokens are packed, by operators 0, before 0"
+    assert problem == "static cache: 0 tokens are packed, by operators 0, before 0"
 
 
 def test_steps_are_those_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,13 +101,13 @@ def test_steps_are_those_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         out = step()
         return lambda: out
 
-    monkeypatch.setattr(check_fixed, "_record", stale)
+    monkeypatch.setattr(check_static, "_record", stale)
     _, problem = check_steps("turboquant-4bit", TINY, CPU, BF16, recorded=True)
-    assert str(problem).startswith("fixed capacity, step 6 (recorded): attention differs by")
+    assert str(problem).startswith("static cache, step 6 (recorded): attention differs by")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or check_fixed.interpreting(), reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("preset", check_fixed.GRAPHS)
+@pytest.mark.skipif(not torch.cuda.is_available() or check_static.interpreting(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("preset", check_static.GRAPHS)
 def test_steps_from_a_cuda_graph(preset: str) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     assert graph_check(preset, "small", Shape(8, 2, 128), device).error is None
