@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
 from support.fake_hub import FakeHub
 from support.toy_tokenizers import START, Characters, GivenRun, Words
 from tokenizers import Tokenizer
@@ -66,12 +65,15 @@ def test_rows_of_the_hub(hub: FakeHub) -> None:
         load_hub_rows("own/er", "main", "test", ["a"])
 
 
-def test_hub_out_of_reach(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_out_of_reach(hub: FakeHub) -> None:
     hub.error, hub.dataset = RuntimeError("name or service not known"), [{"a": 1}]
     with pytest.raises(OSError, match=r"own/er: unavailable .*not known.*give a local \.jsonl file"):
         load_hub_rows("own/er", None, "test", [])
-    # Offline on purpose: the local cache is still read.
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_local_cache_of_the_hub(hub: FakeHub, offline: None) -> None:
+    """Offline on purpose, nothing is asked of the hub, and the copy in its local cache is read."""
+    hub.error, hub.dataset = RuntimeError("name or service not known"), [{"a": 1}]
     assert load_hub_rows("own/er", None, "test", ["a"]) == [{"a": 1}]
 
 
