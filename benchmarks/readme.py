@@ -32,10 +32,10 @@ def headline(table: Table) -> str:
     cells = _cells(table, LEADING)
     dense, bare, peer = cells["turboquant-4bit"], cells["turboquant-4bit@sinks=0,recent=0"], cells["hqq-4"]
     return (
-        f"**{16 / dense.packed_bits:.1f}x less memory per packed token at a KL divergence of {dense.score:.4f} nats "
-        f"per token**, with the first 16 and last 64 tokens dense. Without these windows it is {bare.score:.4f} at "
-        f"{bare.packed_bits:g} bits per number; Transformers' own 4-bit `QuantizedCache` (hqq) has {peer.score:.4f} at "
-        f"{peer.packed_bits:g} bits ({table.model}, {_text(dense)})."
+        f"**{16 / dense.packed_bits:.1f}x less memory per compressed token at a KL divergence of {dense.score:.4f} "
+        "nats per token**; the first 16 and last 64 tokens stay uncompressed. With all tokens compressed the "
+        f"divergence is {bare.score:.4f}, at {bare.packed_bits:g} bits per number; Transformers' own 4-bit "
+        f"`QuantizedCache` (hqq) has {peer.score:.4f} at {peer.packed_bits:g} bits ({table.model}, {_text(dense)})."
     )
 
 

@@ -173,7 +173,7 @@ class CompressionConfig(StrictOptions):
     quantize_generated: if False, decode steps pack no tokens; the next prompt packs those generated before it.
     backend: `auto` (Triton on GPUs, C++ on CPUs, else torch), `triton`, `cpp` or `torch`.
     seed: seed of every random rotation and sketch.
-    max_cache_len: fixed capacity in tokens, allocated at once, so that shapes do not change (CUDA graphs).
+    max_cache_len: static capacity in tokens, allocated at once, so that shapes do not change (CUDA graphs).
     offloading: keep layers on the CPU while others run, as `transformers.DynamicCache(offloading=True)` does.
     layers: rules that override the above for some layers.
     """
@@ -192,9 +192,11 @@ class CompressionConfig(StrictOptions):
     @model_validator(mode="after")
     def _check_static(self) -> CompressionConfig:
         if self.max_cache_len is not None and not self.quantize_generated:
-            raise ValueError("quantize_generated=False with max_cache_len: allowed True, for dense tokens have no end")
+            raise ValueError(
+                "quantize_generated=False: allowed True with max_cache_len, whose dense buffers cannot grow"
+            )
         if self.max_cache_len is not None and self.offloading:
-            raise ValueError("offloading=True with max_cache_len: allowed False, for fixed buffers stay where they are")
+            raise ValueError("offloading=True: allowed False with max_cache_len, whose buffers cannot be moved")
         return self
 
     @model_validator(mode="after")

@@ -28,7 +28,7 @@ def _quick_interpreter() -> None:
 
 @pytest.fixture
 def static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make layers of fixed capacity run steps of fixed shapes on the CPU, as they do on other devices."""
+    """Make static layers run steps of static shapes on the CPU, as they do on other devices."""
     from kvcache_compress.cache import layer
 
     monkeypatch.setattr(layer, "has_static_steps", lambda backend, device: True)

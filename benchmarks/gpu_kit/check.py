@@ -23,7 +23,7 @@ from kvcache_compress.storage.checks import LONGEST
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.side import encoded
 
-from .check_static import FIXED, check_steps
+from .check_static import STATIC, check_steps
 
 CODES_BAR = 1e-3
 """Share of stored words that may differ: if sums round differently, numbers between two levels get the other code."""
@@ -93,7 +93,7 @@ def check_kernels(
         problem = "appended keys and values are wrong"
     if problem is None and backend == "triton" and not all(_flushes(side, device, dtype) for side in (keys, values)):
         problem = "tokens that leave a tail are encoded, checked or moved wrongly"
-    if problem is None and backend == "triton" and cache in FIXED:
+    if problem is None and backend == "triton" and cache in STATIC:
         _, problem = check_steps(cache, shape, device, dtype)
     return KernelCheck(cache, name, tokens, error if math.isfinite(error) else None, different, problem)
 
@@ -116,14 +116,14 @@ def _attention_error(
         expected = load_part("attention.reference").attend(query.float(), k_moved, v_moved, None, scaling=scaling)
         calls.append((query, Step(k_moved, v_moved, backend), expected))
     errors = []
-    for _ in _each_merge(keys, values, backend):
+    for _ in _each_merge(keys, backend):
         for query, view, expected in calls:
             ours = view.attend(query, None, scaling, None, None)
             errors.append((relative_error(ours, expected), allowed_error(expected, dtype)))
     return max(errors, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
 
 
-def _each_merge(keys: SideSegments, values: SideSegments, backend: Backend) -> Iterator[None]:
+def _each_merge(keys: SideSegments, backend: Backend) -> Iterator[None]:
     """Iterate over numbers of splits: first the launcher's choice, then one set for each of `MERGED`."""
     yield
     if backend != "triton":

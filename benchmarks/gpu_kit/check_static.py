@@ -21,9 +21,9 @@ from kvcache_compress.bench.layers import Shape, named_config, random_codebooks
 from kvcache_compress.cache.compressed_cache import CompressedCache
 from kvcache_compress.codecs.backend import interpreting
 
-FIXED = ("turboquant-4bit", "kivi-2bit", "polarquant-rope-4bit", "commvq-1bit")
+STATIC = ("turboquant-4bit", "kivi-2bit", "polarquant-rope-4bit", "commvq-1bit")
 """Presets whose steps of static layers are checked: more take long to compile. The last has no kernel encoder."""
-GRAPHS = FIXED[:3]
+GRAPHS = STATIC[:3]
 """Presets replayed from a CUDA graph; CommVQ may copy from the host in a step, unless a model hands over positions."""
 BATCH = 2
 BEYOND_WINDOWS = 60

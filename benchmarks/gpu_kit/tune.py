@@ -1,6 +1,6 @@
 """Tune the attention kernel's tile on a device: find tiles that are right and faster than the rule's.
 
-Each tile is compared with plain attention, and timed (`timing.py`) in turns with the rule's tile. `triton.autotune`
+Each tile is compared with plain attention, and timed in turns with the rule's tile. `triton.autotune`
 does not fit: it neither checks results nor sees spills, keeps its choice for one process or by a hash, and a tile
 changes more than its kernel: the number of splits, hence the memory between kernels, and the merge.
 """

@@ -80,10 +80,8 @@ struct Partial {
   float* sums = nullptr;
 };
 
-// Rows that share the loads of a tile, as many as registers allow: the sums of a row take four.
-constexpr int64_t BLOCK_ROWS = 3;
-
-// Calls `call` for blocks of up to BLOCK_ROWS rows, with their number as a template argument; avoids a single last row.
+// Calls `call` for blocks of up to three rows, with their number as a template argument; avoids a single last row. Rows
+// of a block share the loads of a tile; registers allow three, as the sums of a row take four.
 template <class Call>
 inline void each_block(int64_t rows, Call call) {
   for (int64_t r = 0; r < rows;) {

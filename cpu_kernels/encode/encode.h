@@ -146,11 +146,6 @@ class Nearest<0> {
   Ints operator()(Floats) const { return Ints{}; }
 };
 
-inline Ints floor(Floats x) {
-  const Ints truncated = __builtin_convertvector(x, Ints);
-  return truncated + (__builtin_convertvector(truncated, Floats) > x);
-}
-
 inline Floats clamp(Floats x, float most) {
   x = x > 0.0f ? x : Floats{};
   return x < most ? x : Floats{} + most;

@@ -70,8 +70,8 @@ class Comparison(StrictOptions):
         caches: names as on the command line of any benchmark, or caches with a config.
         benchmarks: name to `kind` and that kind's options.
         output: folder of cells and report.
-        dtype: of the models.
-        device: of the models; each process's own by default.
+        dtype: the models' dtype.
+        device: the models' device; each process's own by default.
         seed: set before each sample.
         fused: attend over the codes instead of decoding them.
     """

@@ -29,7 +29,7 @@ _NUMBERS = itertools.count(2)
 
 
 def register(layer: CompressedLayer, instead_of: int | None = None) -> int:
-    """Return a new number for this layer, and make its number `instead_of` invalid."""
+    """Return a new number by which compiled code finds this layer; its number `instead_of` becomes invalid."""
     if instead_of is not None:
         _LAYERS.pop(instead_of, None)
     number = next(_NUMBERS)
@@ -62,10 +62,10 @@ class TracedStep:
     """Stand-in for a `Step` while a model is traced.
 
     Args:
-        number: of the layer.
+        number: the layer's number (`register`).
         appended: the result of the operator `append`, which orders the others after it.
-        keys, values: the new ones, `[B, H, n, D]`.
-        tokens: of the layer, the new ones included.
+        keys, values: the step's own, `[B, H, n, D]`.
+        tokens: number of tokens in the layer, the step's own included.
     """
 
     number: int

@@ -24,8 +24,8 @@ class Step:
 
     Args:
         keys, values: segments of both sides.
-        backend: of the layer.
-        capacity: of a static layer, whose masks have that many tokens; else None.
+        backend: the layer's backend.
+        capacity: `max_cache_len` of a static layer, whose masks have that many tokens; else None.
     """
 
     keys: SideSegments

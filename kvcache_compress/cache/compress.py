@@ -7,9 +7,10 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Compression:
     """Handle of a `compress` block, with the cache of the latest `generate` call in it."""
 
-    config: CompressionConfig
+    compression: CompressionConfig
     cache: CompressedCache | None = None
     fused: bool | None = None
 
@@ -59,7 +60,7 @@ _ENTERING = threading.Lock()
 @contextmanager
 def compress(
     model: torch.nn.Module,
-    config: CompressionConfig | str | dict[str, Any],
+    compression: CompressionConfig | str | Path | Mapping[str, Any],
     *,
     fused: bool | None = None,
 ) -> Iterator[Compression]:
@@ -72,7 +73,7 @@ def compress(
 
     Args:
         model: a decoder-only model, or a PEFT model around one.
-        config: a preset's name, a path, a dictionary or a config, as for `load_config`.
+        compression: a preset's name, a path, a dictionary or a config, as for `load_config`.
         fused: fused attention on, off, or (None) on if the model's attention can be switched.
 
     Raises:
@@ -80,8 +81,8 @@ def compress(
             always uses a cache of its own (PEFT's prefix tuning).
     """
     inner = compressible(model)
-    block = Compression(load_config(config), fused=fused)
-    CompressedCache(inner.config, block.config)
+    block = Compression(load_config(compression), fused=fused)
+    CompressedCache(inner.config, block.compression)
     _enter(inner, block)
     try:
         yield block
@@ -154,7 +155,7 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
             if own or next((one for one in asked if one is not None), True) is False:
                 return generate(*args, **kwargs)
             block = opened[-1]
-            block.cache = CompressedCache(model.config, block.config)
+            block.cache = CompressedCache(model.config, block.compression)
             kwargs["past_key_values"] = block.cache
             kwargs.pop("cache_implementation", None)
             if any(one.cache_implementation for one in settings):  # `generate` refuses both at once.

@@ -79,7 +79,7 @@ class CompressedLayer(RowOperations):
 
     @property
     def is_compileable(self) -> bool:
-        """True with a fixed capacity: shapes then stay the same, and `generate` compiles the model's forward."""
+        """True with a static capacity: shapes then stay the same, and `generate` compiles the model's forward."""
         return self.max_cache_len is not None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -184,7 +184,7 @@ class CompressedLayer(RowOperations):
         this step's keys and values but none of an earlier step; else `PackedKV`.
 
         Raises:
-            ValueError: The batch size changes, the tokens exceed the fixed capacity, or tokens to be packed are not
+            ValueError: The batch size changes, the tokens exceed the static capacity, or tokens to be packed are not
                 finite. The cache is unchanged (on a GPU, where waiting for the check would stall, a later update
                 raises).
         """
@@ -196,7 +196,7 @@ class CompressedLayer(RowOperations):
         if first:
             return key_states, value_states
         step = Step(keys, values, self.backend, capacity)
-        # Every layer runs this at every step, where a call of `wanted` would cost more than the check itself.
+        # Every layer runs this at every step, where a call of `gradients_wanted` would cost more than the check itself.
         if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
             count = key_states.shape[2]
             start: Any = keys.shape[2] - count
@@ -232,7 +232,7 @@ class CompressedLayer(RowOperations):
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[SideSegments, SideSegments]:
         """Store keys and values `[B, H, T, D]` for compiled code, and return the segments that this step attends to.
 
-        With a fixed capacity the counter is left to the compiled code, which adds to it itself, unless it is new.
+        With a static capacity the counter is left to the compiled code, which adds to it itself, unless it is new.
         """
         counting = self.max_cache_len is not None and not self._keeps_counter(key_states)
         return self._append(key_states, value_states, counting)
@@ -272,7 +272,7 @@ class CompressedLayer(RowOperations):
         return keys.detach() if keys.requires_grad else keys, values.detach() if values.requires_grad else values
 
     def _check_arrival(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Check tokens against a fixed capacity and for NaN, except in steps that may not wait for the result."""
+        """Check tokens against a static capacity and for NaN, except in steps that may not wait for the result."""
         storage, count = self.storage, keys.shape[2]
         if self.max_cache_len is None or (isinstance(storage, StaticStorage) and storage.is_step(count)):
             return
@@ -314,7 +314,7 @@ class CompressedLayer(RowOperations):
         return self.max_cache_len or self._length() + query_length, 0
 
     def get_seq_length(self) -> Any:
-        """Number of cached tokens; with a fixed capacity a tensor, as in Transformers' static layers."""
+        """Number of cached tokens; with a static capacity a tensor, as in Transformers' static layers."""
         if self.max_cache_len is not None:
             return self.cumulative_length if self.is_initialized else 0
         return self._length()
@@ -323,7 +323,7 @@ class CompressedLayer(RowOperations):
         return 0 if self.storage is None else self.storage.tokens
 
     def get_max_length(self) -> int:
-        """The fixed capacity; -1 for a layer that grows without a limit."""
+        """The static capacity; -1 for a layer that grows without a limit."""
         return self.max_cache_len or -1
 
     get_max_cache_shape = get_max_length

@@ -84,8 +84,10 @@ def _cpp_problem() -> str | None:
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Context for codecs and attention that makes the device of `x` current, where Triton launches, and turns autocast
-    off, which would do float32 arithmetic in 16 bits."""
+    """Context in which codecs and attention run: the device of `x` is current, and autocast is off.
+
+    Triton launches on the current device, and autocast would do float32 arithmetic in 16 bits.
+    """
     kind = x.device.type
     narrows = _has_autocast(kind) and torch.is_autocast_enabled(kind)
     elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
@@ -112,8 +114,11 @@ def load_part(name: str) -> Any:
 
 
 def quantizer(backend: Backend, twin: Callable[..., _Encoded], triton: str | None, cpp: str) -> Callable[..., _Encoded]:
-    """Return the backend's implementation of the torch function `twin`: `quantize` of the module `triton` in
-    `triton_kernels/encode`, the function `cpp` of `cpu_kernels/encode/launch.py`, or `twin` itself."""
+    """Return the backend's implementation of the torch function `twin`.
+
+    That is `quantize` of the module `triton` in `triton_kernels/encode`, the function `cpp` of
+    `cpu_kernels/encode/launch.py`, or `twin` itself.
+    """
     found: Callable[..., _Encoded] = twin
     if backend == "triton" and triton is not None:
         found = load_part(f"triton_kernels.encode.{triton}").quantize

@@ -50,7 +50,7 @@ class MethodOptions(StrictOptions):
 
 @dataclass(frozen=True)
 class CodecContext:
-    """Facts of the place a codec is used in: `heads` heads of `head_dim` numbers of `side` in decoder layer `layer`."""
+    """Layer, side and sizes that a codec is made for."""
 
     side: Side
     head_dim: int
@@ -152,7 +152,7 @@ class Codec(ABC):
 
     @cached_property
     def kernel_side(self) -> KernelSide | None:
-        """Device functions and operands of this side for Triton's attention, for all options of a class or none."""
+        """Device functions and operands for attention in Triton. A class that has them supports all its options."""
         return None
 
     @cached_property
@@ -162,7 +162,7 @@ class Codec(ABC):
 
     @cached_property
     def cpu_side(self) -> CPUSide | None:
-        """Operands of this side for attention in C++, for all options of a class or none."""
+        """Operands for attention in C++. A class that has them supports all its options."""
         return None
 
     def on(self, backend: Backend) -> Self:

@@ -42,7 +42,7 @@ class QJLOptions(MethodOptions):
     outlier_channels: channels per head, those with the largest norm in the first prefill, that get their own sketch.
     outlier_sketch_dim: rows of that sketch, a multiple of 8; by default the head dimension.
     scalar: number stored per token: `norm`, the paper's, or `match`, which keeps the key's length.
-    center: subtract the mean key of the first prefill; `auto` only if it is large and the sinks are not part of it.
+    center: subtract the mean key of the first prefill; `auto`: where it is large, and sink tokens stay dense.
     """
 
     sketch_ratio: float = 2

@@ -22,7 +22,7 @@ def is_full_attention(layer: Any) -> bool:
 def decoder_layers(
     model_config: PreTrainedConfig, max_cache_len: int | None = None
 ) -> tuple[PreTrainedConfig, list[Any]]:
-    """Decoder's config and Transformers' cache layers for it, growing or, with `max_cache_len`, of fixed capacity.
+    """Decoder's config and Transformers' cache layers for it, growing or, with `max_cache_len`, of static capacity.
 
     Raises:
         ValueError: The model is an encoder-decoder or has no full attention.

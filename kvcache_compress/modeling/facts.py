@@ -20,7 +20,7 @@ def rope_record(config: PreTrainedConfig, layout: RopeLayout) -> dict[str, Any]:
     return plain
 
 
-def model_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
+def head_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     """(head dimension, key/value heads, layers) of a decoder's config."""
     return head_dim_of(config), kv_heads_of(config), config.num_hidden_layers
 

@@ -32,7 +32,7 @@ from kvcache_compress._version import __version__
 from kvcache_compress.config import CompressionConfig, load_config
 from kvcache_compress.files.tensors import open_tensors, write_tensors
 from kvcache_compress.files.text import is_file, is_folder
-from kvcache_compress.modeling.facts import model_shape, rope_record, same_model
+from kvcache_compress.modeling.facts import head_shape, rope_record, same_model
 from kvcache_compress.modeling.foreign_layer import read_attributes, set_attributes
 from kvcache_compress.validation.arguments import usable_device
 from kvcache_compress.validation.messages import on_one_line, quoted
@@ -174,7 +174,7 @@ def _digest(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 def _facts(cache: CompressedCache) -> ModelFacts:
     config = cache.decoder_config
-    head_dim, kv_heads, _ = model_shape(config)
+    head_dim, kv_heads, _ = head_shape(config)
     parameters = getattr(config, "rope_parameters", None) or {}
     rope = {"parameters": json.loads(json.dumps(parameters, default=str))}
     if cache.rope_track is not None:

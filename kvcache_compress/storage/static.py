@@ -1,9 +1,9 @@
 """Storage of a static layer, whose decode steps have static shapes and never wait for the device: for CUDA graphs.
 
 Tokens are `sinks | packed | tail` as in a growing layer, with the same codes at the same steps. But the token counts
-are tensors, the tail is circular, and each step encodes as many tokens that have left the recent window as it writes to
-the tail, so that no step costs more than another. They count as packed `Windows.flush` at a time, when a growing layer
-would encode them.
+are tensors and the tail is circular. Without a kernel encoder each step encodes as many tokens as it adds, so that no
+step costs more than another; they count as packed `Windows.flush` at a time, when a growing layer would encode them. A
+kernel encoder encodes a whole block in the step from which on it counts as packed.
 
 On CPUs, which have no graphs and nothing to wait for, a static layer has a `DynamicStorage` with a capacity.
 """

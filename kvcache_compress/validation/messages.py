@@ -43,8 +43,9 @@ def quoted(value: Any) -> str:
 
 
 def shortened(text: str, most: int = _LONGEST_MESSAGE) -> str:
-    """Shorten a message to `most` characters by leaving out its middle, so that the complaint at its start and the
-    remedy at its end stay.
+    """Shorten a message to `most` characters by leaving out its middle.
+
+    The complaint at its start and the remedy at its end stay.
     """
     end = most // 5
     return text if len(text) <= most else f"{text[: most - end - 5]} ... {text[-end:]}"

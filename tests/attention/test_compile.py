@@ -58,7 +58,7 @@ def test_steps_before_anything_is_packed(method: str) -> None:
 def decode(step: Any, model: PreTrainedModel, cache: CompressedCache, ids: torch.Tensor) -> torch.Tensor:
     """Logits of a left-padded prompt of 60 tokens, not compiled, and of single tokens through `step`.
 
-    With a fixed capacity the padding mask is as long as that from the start.
+    With a static capacity the padding mask is as long as that from the start.
     """
     capacity = cache.compression.max_cache_len
     mask = torch.ones(2, capacity or ids.shape[1], dtype=torch.long)
@@ -123,7 +123,7 @@ def test_another_config_object() -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler's C++ backend needs g++")
 def test_generate_compiles_by_itself() -> None:
-    """With a fixed capacity `generate` compiles the decoding, as it does for Transformers' static cache."""
+    """With a static capacity `generate` compiles the decoding, as it does for Transformers' static cache."""
     model = small_model(1)
     enable_fused_attention(model)
     options = CompileConfig(mode="default", fullgraph=True)

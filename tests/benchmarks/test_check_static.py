@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_kit import check, check_static
-from gpu_kit.check_static import FIXED, check_steps, graph_check
+from gpu_kit.check_static import STATIC, check_steps, graph_check
 
 from kvcache_compress.bench.layers import Shape
 from kvcache_compress.codecs.backend import load_part
@@ -24,7 +24,7 @@ def _same_numbers() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("preset", FIXED)
+@pytest.mark.parametrize("preset", STATIC)
 def test_steps_are_right(preset: str) -> None:
     error, problem = check_steps(preset, TINY, CPU, BF16)
     assert problem is None
@@ -81,7 +81,7 @@ def test_wrong_storing_of_groups_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     def store_wrongly(encoded: Any, buffers: Any, targets: Any, capacities: Any) -> None:
         store(encoded, buffers, [groups - 1 for groups in targets], capacities)
 
-    assert FIXED[-1] == "commvq-1bit"
+    assert STATIC[-1] == "commvq-1bit"
     monkeypatch.setattr(kernels, "store_groups", store_wrongly)
     _, problem = check_steps("commvq-1bit", TINY, CPU, BF16)
     assert str(problem).startswith("static cache, step 5: attention differs by")

@@ -226,7 +226,7 @@ def test_offloading_is_an_option() -> None:
     model_config = small_config()
     assert TurboQuantCache(model_config, offloading=True).compression.offloading
     assert not TurboQuantCache(model_config).compression.offloading
-    with pytest.raises(ValueError, match="offloading=True with max_cache_len: allowed False"):
+    with pytest.raises(ValueError, match="offloading=True: allowed False with max_cache_len"):
         TurboQuantCache(model_config, offloading=True, max_cache_len=100)
 
 

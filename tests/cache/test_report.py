@@ -108,7 +108,7 @@ def test_layers_that_are_not_ours() -> None:
 
 @pytest.mark.usefixtures("static_shapes")
 def test_tails_of_static_layers_count_16_bits() -> None:
-    """Dense tokens and unused capacity of a layer of fixed capacity count as 16 bits."""
+    """Dense tokens and unused capacity of a static layer count as 16 bits."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         cache = filled(TurboQuantCache(CONFIG, sink_tokens=4, recent_tokens=8, max_cache_len=120), 64, dtype)

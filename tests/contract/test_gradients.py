@@ -59,7 +59,7 @@ KINDS = {"growing": (None, False), "static": (CAPACITY, False), "frozen": (CAPAC
 
 @pytest.fixture(params=KINDS)
 def capacity(request: pytest.FixtureRequest) -> int | None:
-    """`max_cache_len`: None, or a fixed capacity with the steps of CPUs or of other devices."""
+    """`max_cache_len`: None, or a static capacity with the steps of CPUs or of other devices."""
     capacity, frozen = KINDS[request.param]
     if frozen:
         request.getfixturevalue("static_shapes")
@@ -79,7 +79,7 @@ def test_of_steps(model: Any, name: str, capacity: int | None) -> None:
     """Steps of one, two and a few tokens, and a chunk, have gradients after a prompt without."""
     ids = tokens(PROMPT + 28)
     cache = CompressedCache(model.config, {**CONFIGS[name], "max_cache_len": capacity})
-    # Transformers' layers of fixed capacity cannot be used outside the inference mode they were made in.
+    # Transformers' static layers cannot be used outside the inference mode they were made in.
     with torch.no_grad() if "none" in name else torch.inference_mode():
         model(input_ids=ids[:, :PROMPT], past_key_values=cache)
     assert (cache.packed_tokens > 0) == (name != "all-none")

@@ -133,7 +133,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         ],
     },
     "polarquant_recursive": method_config("polarquant_recursive"),
-    # Only a cache of fixed capacity takes statistics of a first prompt too short to be packed: here none are needed.
+    # Only a static cache takes statistics of a first prompt too short to be packed: here none are needed.
     "static": {
         "keys": {"method": "polarquant_recursive", "radius_bits": 16, "center": "off"},
         "values": {"method": "polarquant_recursive", "radius_bits": 16},

@@ -1,4 +1,4 @@
-"""Fixed capacity: equal to the growing cache after every operation, with steps whose shapes never change."""
+"""Static capacity: equal to the growing cache after every operation, with steps whose shapes never change."""
 
 import copy
 import gc
@@ -45,7 +45,7 @@ def layer_of(model: Any, config: dict[str, Any]) -> Any:
 
 
 def pair(case: Any, **changes: Any) -> tuple[Any, Any]:
-    """A growing cache and one of fixed capacity with the same configuration."""
+    """A growing cache and one of static capacity with the same configuration."""
     return case.cache(**changes), case.cache(max_cache_len=CAPACITY, **changes)
 
 
@@ -319,7 +319,7 @@ def test_none_everywhere_is_a_static_cache(tiny_model: Any, ids: torch.Tensor) -
 
 
 def test_options(tiny_model: Any) -> None:
-    with pytest.raises(ValueError, match="quantize_generated=False with max_cache_len"):
+    with pytest.raises(ValueError, match="quantize_generated=False: allowed True with max_cache_len"):
         CompressedCache(
             tiny_model.config, {"keys": "kivi", "values": "kivi", "max_cache_len": 64, "quantize_generated": False}
         )
@@ -329,7 +329,7 @@ def test_options(tiny_model: Any) -> None:
 
 @pytest.fixture
 def static_layer(static_shapes: None) -> CompressedLayer:
-    """A layer with steps of fixed shapes, with 50 tokens in bfloat16 and a capacity of 80."""
+    """A layer with steps of static shapes, with 50 tokens in bfloat16 and a capacity of 80."""
     config = {"keys": "turboquant", "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8, "max_cache_len": 80}
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     layer = CompressedCache(LlamaConfig(num_hidden_layers=1, **sizes), {**config, "backend": "torch"}).layers[0]

@@ -1,4 +1,4 @@
-"""Prompt chunks with a fixed capacity: tile by tile over written tokens only, with masks trimmed to match."""
+"""Prompt chunks with a static capacity: tile by tile over written tokens only, with masks trimmed to match."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""First use of a layer of fixed capacity: early allocation, short prompts, and updates without tokens."""
+"""First use of a static layer: early allocation, short prompts, and updates without tokens."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_bfloat16(family: str, method: str) -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma4", "gpt_oss", "qwen3_next", "deepseek_v3", "gpt_neox"])
 def test_static_layers(family: str) -> None:
-    """Fixed capacity works beside sliding and linear layers, with soft-cap, sinks, wider keys and partial RoPE."""
+    """Static capacity works beside sliding and linear layers, with soft-cap, sinks, wider keys and partial RoPE."""
     built = model(family)
     config = method_config(family, "turboquant")
     static = config.model_copy(update={"max_cache_len": 110})

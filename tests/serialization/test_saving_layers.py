@@ -1,4 +1,4 @@
-"""Saved caches with layers that are Transformers' own, or of fixed capacity."""
+"""Saved caches with layers that are Transformers' own, or of static capacity."""
 
 from __future__ import annotations
 

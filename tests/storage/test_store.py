@@ -183,7 +183,7 @@ def test_a_wide_window_takes_room_as_it_fills() -> None:
 
 @pytest.mark.parametrize(("capacity", "frozen"), [(None, False), (60, False), (60, True)])
 def test_windows_wider_than_the_text(capacity: int | None, frozen: bool, request: pytest.FixtureRequest) -> None:
-    """Windows of 100,000 tokens take no more memory than the tokens held, or than a fixed capacity."""
+    """Windows of 100,000 tokens take no more memory than the tokens held, or than a static capacity."""
     if frozen:
         request.getfixturevalue("static_shapes")
     config = LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2)

@@ -96,7 +96,7 @@ FAMILIES: dict[str, Family] = {
         "head dimension 96", {"head_dim": 96, "hidden_size": 192, "num_attention_heads": 2}, kind="phi3"
     ),
     "gpt_oss": Family(
-        "learned attention sinks; sliding attention in every other layer; YaRN; the model's own attention is eager",
+        "learned logits (`s_aux`); sliding attention in every other layer; YaRN; the model's own attention is eager",
         {**SLIDING_FIRST, "num_local_experts": 4},
     ),
     "granite": Family("own scaling factor of scores", {"attention_multiplier": 0.3}),

@@ -37,7 +37,7 @@ def kept(store: dict[Any, Kept], key: Any, value: Kept, most: int = MAX_KEPT) ->
 def addresses(values: dict[str, Any]) -> tuple[dict[str, Any], bool, bool]:
     """Addresses of all tensors among `values`, also in tuples; whether all are aligned; whether all numbers are narrow.
 
-    Alignment to 16 bytes and numbers of 32 bits are what Triton compiles other kernels for in any case.
+    Triton compiles separate kernels for pointers that are not aligned to 16 bytes and for 64-bit integers.
     """
     pointers = {}
     bits, narrow = 0, True

@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig
 from kvcache_compress.codecs.base import Side
 from kvcache_compress.files.tensors import open_tensors, write_tensors
 from kvcache_compress.files.text import is_file
-from kvcache_compress.modeling.facts import model_shape, rope_record, same_model
+from kvcache_compress.modeling.facts import head_shape, rope_record, same_model
 from kvcache_compress.modeling.rope import rope_layout
 from kvcache_compress.validation.messages import on_one_line, quoted
 
@@ -133,7 +133,7 @@ def describe_model(
     Raises:
         ValueError: the model has no RoPE of a known kind.
     """
-    head_dim, kv_heads, layers = model_shape(config)
+    head_dim, kv_heads, layers = head_shape(config)
     layout = rope_layout(config, head_dim)
     if layout is None:
         raise ValueError(f"{config.model_type} has no rotary position embeddings of a known kind: commvq needs them")
@@ -250,7 +250,7 @@ def check_model(
     """
     name = config._name_or_path or f"this {config.model_type}"
     start = f"made for {header.model or header.model_type!r}, not for {name!r}"
-    head_dim, kv_heads, layers = model_shape(config)
+    head_dim, kv_heads, layers = head_shape(config)
     in_file, in_model = (header.head_dim, header.kv_heads, header.layers), (head_dim, kv_heads, layers)
     if in_file != in_model:
         words = "{} layers with {} key/value heads of {}"

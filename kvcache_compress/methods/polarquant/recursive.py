@@ -49,7 +49,7 @@ class PolarQuantRecursiveOptions(MethodOptions):
     codebook: `offline`, optimal for the exact densities; `online`, k-means++ on the angles of the first update. With
         `online`, all rows of a batch must share one prompt (beams, several returned sequences).
     scalar: scale of the radii; `match` (default for keys) keeps the norm, `unbiased` (for values) inner products.
-    center: subtract the mean key of the first prefill; `auto` only if it is large and the sinks are not part of it.
+    center: subtract the mean key of the first prefill; `auto`: where it is large, and sink tokens stay dense.
     """
 
     levels: int | None = None

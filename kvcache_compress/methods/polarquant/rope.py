@@ -41,7 +41,7 @@ class PolarQuantRopeOptions(MethodOptions):
     score_function: `direct` decodes; `table` is the paper's lookup of q_x cos + q_y sin by angle. Results are the same.
     pairing: `auto`, as the model pairs; `half`, (i, i + d/2); `interleaved`, (2i, 2i + 1).
     scalar: `match` also stores ‖k‖ / ‖k̂‖ per token; `none` does not.
-    center: subtract the mean key of the first prefill; `auto` only if it is large and the sinks are not part of it.
+    center: subtract the mean key of the first prefill; `auto`: where it is large, and sink tokens stay dense.
     """
 
     angle_bits: int = 4

@@ -39,7 +39,7 @@ class TurboQuantOptions(MethodOptions):
     bits: 1 to 6 in steps of 0.5; a fractional value codes `outlier_fraction` of the channels with one bit more.
     estimator: `mse` (Algorithm 1), or `prod` (Algorithm 2), which spends one of the bits on a sketch of the residual.
     scalar: number stored per token (`norm` is the paper's); by default `match` for keys, `unbiased` for values.
-    center: subtract the mean key of the first prefill; `auto` only if it is large and the sinks are not part of it.
+    center: subtract the mean key of the first prefill; `auto`: where it is large, and sink tokens stay dense.
     """
 
     bits: float = 4

@@ -26,7 +26,7 @@ from kvcache_compress.methods.commvq.codebook_file import (
     rounds_for,
     write_codebooks,
 )
-from kvcache_compress.modeling.facts import model_shape
+from kvcache_compress.modeling.facts import head_shape
 
 from .collect import calibrated_layers, collect, layer_file, read_layer
 from .em import ComplexForm, RealForm, Schedule, residual_losses, train_residual
@@ -139,7 +139,7 @@ def calibrate_commvq(
     check_output(output)
     config = model.config.get_text_config(decoder=True)
     layers = calibrated_layers(config)
-    head_dim, heads, _ = model_shape(config)
+    head_dim, heads, _ = head_shape(config)
     windows, digest = read_windows(text, tokenizer, settings.tokens, settings.context)
     training, held_out = split_windows(windows)
     data: dict[str, Any] = {"windows": len(training), "held_out_windows": len(held_out)}

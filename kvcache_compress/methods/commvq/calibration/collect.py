@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.modeling.decoder import head_dim_of, is_full_attention
-from kvcache_compress.modeling.facts import model_shape
+from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.modeling.rope import RopeLayout, layer_has_rope, rope_layout, rotary_embedding
 
 from .queries import observed_queries, pair_weights
@@ -80,7 +80,7 @@ def collect(
                 files[layer, "keys"].write(_bytes(unrotated, f"keys of layer {layer}"))
                 files[layer, "values"].write(_bytes(states.values, f"values of layer {layer}"))
             on_window()
-    ones = torch.ones(model_shape(config)[1], layout.pairs)
+    ones = torch.ones(head_shape(config)[1], layout.pairs)
     return {layer: pair_weights(sums.get(layer, ones)).cpu() for layer in layers}
 
 

@@ -48,7 +48,7 @@ def train_encoder(
     """Train the encoder on normalized tokens `[n, H * D]`, float32.
 
     Returns:
-        `weight1`, `bias1`, `weight2`, `bias2` and `codebook` (see `commvq_file`), and the mean squared error.
+        `weight1`, `bias1`, `weight2`, `bias2` and `codebook` (see `codebook_file`), and the mean squared error.
     """
     width = tokens.shape[1]
     hidden = schedule.hidden * width
