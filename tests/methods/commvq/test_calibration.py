@@ -468,7 +468,9 @@ def test_command_waits_for_another(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with ThreadPoolExecutor(1) as pool:
         with only_one(tmp_path / ".x.safetensors.lock"):
             running = pool.submit(run_command, *options)
-            while not running.done() and "another run is at work there" not in caplog.text:
+            until = time.monotonic() + 60
+            while not running.done() and "another run is using this folder" not in caplog.text:
+                assert time.monotonic() < until, "no warning of another run"
                 time.sleep(0.01)
             assert not running.done()
         assert "too little text" in running.result().output
