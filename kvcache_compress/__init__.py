@@ -4,7 +4,7 @@ from . import methods as methods  # importing it registers them
 from ._version import __version__ as __version__
 from .attention.interface import disable_fused_attention, enable_fused_attention
 from .attention.position_hooks import register_position_hooks
-from .cache.by_method import CommVQCache, KIVICache, PolarQuantCache, QJLCache, TurboQuantCache
+from .cache.by_method import CommVQCache, KIVICache, PolarQuantCache, QJLCache, SpectralCache, TurboQuantCache
 from .cache.compress import compress
 from .cache.compressed_cache import CompressedCache
 from .config import CompressionConfig, load_config, preset_names
@@ -17,6 +17,7 @@ __all__ = [
     "KIVICache",
     "PolarQuantCache",
     "QJLCache",
+    "SpectralCache",
     "TurboQuantCache",
     "compress",
     "disable_fused_attention",

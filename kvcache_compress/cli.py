@@ -100,29 +100,48 @@ def memory(
 def calibrate(
     text: Annotated[list[str], typer.Option(help="Text files, or a dataset's id on the hub; repeatable.")],
     output: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
-    method: Annotated[str, typer.Option(help="Method to calibrate: commvq.")] = "commvq",
+    method: Annotated[str, typer.Option(help="Method to calibrate: commvq or spectral.")] = "commvq",
     model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a path.")] = "smollm2-135m",
-    bits: Annotated[int, typer.Option(help="Code bits per number: 1 or 2.")] = 2,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of text; by default 55296, with --quick 18432.")] = None,
-    values: Annotated[str, typer.Option(help="Value codes: residual, or the paper's encoder.")] = "residual",
-    key_rounds: Annotated[int | None, typer.Option(help="Residual rounds of keys; from --bits by default.")] = None,
-    value_rounds: Annotated[int | None, typer.Option(help="Residual rounds of values; from --bits by default.")] = None,
-    weigh_pairs: Annotated[bool, typer.Option(help="Weigh keys' errors by the queries; the paper does not.")] = True,
-    quick: Annotated[bool, typer.Option("--quick", help="Less text and fewer steps.")] = False,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of text; by default 55296 (--quick 18432), spectral 20480.")
+    ] = None,
+    bits: Annotated[int | None, typer.Option(help="commvq: code bits per number, 1 or 2 (default).")] = None,
+    values: Annotated[
+        str | None, typer.Option(help="commvq: value codes, residual (default) or the paper's encoder.")
+    ] = None,
+    key_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of keys.")] = None,
+    value_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of values.")] = None,
+    weigh_pairs: Annotated[
+        bool | None, typer.Option(help="commvq: weigh keys' errors by the queries (default); the paper does not.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="commvq: less text and fewer steps.")] = False,
+    group: Annotated[int | None, typer.Option(help="spectral: tokens per group: 32, 64 (default) or 128.")] = None,
     device: Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")] = None,
 ) -> None:
-    """Train CommVQ's codebooks for a model; continues an interrupted run with the same options."""
-    from kvcache_compress.methods.commvq.calibration import CommVQSettings
-    from kvcache_compress.methods.commvq.calibration.command import run_calibration
-
+    """Learn a method's file from a model and text: CommVQ's codebooks (resumable), or spectral's statistics."""
+    common = {"tokens": tokens}
+    commvq = {"bits": bits, "values": values, "key_rounds": key_rounds, "value_rounds": value_rounds}
+    commvq |= {"weigh_pairs": weigh_pairs}
+    own: dict[str, dict[str, Any]] = {"commvq": commvq, "spectral": {"group": group}}
     try:
-        if method != "commvq":
-            raise ValueError(f"method={method!r}: allowed 'commvq', the method that needs calibration")
-        sizes = {"tokens": tokens, "key_rounds": key_rounds, "value_rounds": value_rounds}
-        chosen: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
-        chosen |= {"bits": bits, "values": values, "weigh_pairs": weigh_pairs}
-        settings = CommVQSettings.quick(**chosen) if quick else CommVQSettings(**chosen)
-        run_calibration(console, model, text, output, settings, device)
+        if method not in own:
+            raise ValueError(f"method={method!r}: allowed {', '.join(own)}, the methods that need calibration")
+        others = [
+            name for other, options in own.items() if other != method for name in options if options[name] is not None
+        ]
+        if others or (quick and method != "commvq"):
+            raise ValueError(f"--{(*others, 'quick')[0].replace('_', '-')}: not an option of method {method!r}")
+        chosen = {name: value for name, value in (common | own[method]).items() if value is not None}
+        if method == "commvq":
+            from kvcache_compress.methods.commvq.calibration import CommVQSettings
+            from kvcache_compress.methods.commvq.calibration.command import run_calibration
+
+            settings = CommVQSettings.quick(**chosen) if quick else CommVQSettings(**chosen)
+            run_calibration(console, model, text, output, settings, device)
+        else:
+            from kvcache_compress.methods.spectral import calibration
+
+            calibration.run_calibration(console, model, text, output, calibration.SpectralSettings(**chosen), device)
     except (ValueError, ImportError, OSError) as error:
         _fail(error)
 

@@ -256,13 +256,15 @@ class CompressionConfig(StrictOptions):
             recent_tokens=self.recent_tokens if rule.recent_tokens is None else rule.recent_tokens,
         )
 
-    def with_codebooks(self, path: str | Path) -> CompressionConfig:
-        """Copy the config, with this file for methods that need codebooks and have no file set."""
+    def with_files(self, **files: str | Path | None) -> CompressionConfig:
+        """Copy the config, with files such as `codebooks` or `statistics` for methods that need one and name none."""
 
         def filled(side: SideConfig | None) -> SideConfig | None:
-            if side is None or "codebooks" not in side.codec().Options.model_fields:
+            if side is None:
                 return side
-            return SideConfig(**{"codebooks": str(path), **side.model_dump()})
+            known = side.codec().Options.model_fields
+            needed = {name: str(path) for name, path in files.items() if path is not None and name in known}
+            return SideConfig(**{**needed, **side.model_dump()}) if needed else side
 
         rules = [
             rule.model_copy(update={"keys": filled(rule.keys), "values": filled(rule.values)}) for rule in self.layers

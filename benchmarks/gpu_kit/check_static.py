@@ -76,7 +76,7 @@ def check_steps(
     before = config.sink_tokens + config.recent_tokens + BEYOND_WINDOWS
     if config.keys.method == "commvq":
         bits = config.keys.options().bits  # type: ignore[attr-defined]
-        config = config.with_codebooks(random_codebooks(shape.head_dim, shape.kv_heads, bits, encoder=False))
+        config = config.with_files(codebooks=random_codebooks(shape.head_dim, shape.kv_heads, bits, encoder=False))
     kernels, operators = (
         CompressedCache(_model(shape), config.model_copy(update={"backend": backend, "max_cache_len": before + steps}))
         for backend in ("triton", "torch")

@@ -57,12 +57,17 @@ def full_cache() -> CacheSpec:
     return CacheSpec("full", lambda model: DynamicCache(config=model.config), _measure_full, True, description)
 
 
+FILES = {"codebooks", "statistics"}
+"""Options that name a file of calibration."""
+
+
 def preset_cache(
     preset: str | dict[str, Any],
     *,
     sink_tokens: int | None = None,
     recent_tokens: int | None = None,
     codebooks: Path | None = None,
+    statistics: Path | None = None,
     name: str | None = None,
 ) -> CacheSpec:
     """Spec of a `CompressedCache`.
@@ -71,12 +76,12 @@ def preset_cache(
         preset: anything that `load_config` takes.
         sink_tokens: first tokens kept dense, instead of the preset's.
         recent_tokens: last tokens kept dense, instead of the preset's.
-        codebooks: file for a method that has learned codebooks.
+        codebooks, statistics: files for methods that were calibrated, CommVQ and spectral.
         name: name in tables; `preset`, which then is a string, when None.
     """
     windows = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
     config = load_config(preset).changed(**{key: n for key, n in windows.items() if n is not None})
-    config = config if codebooks is None else config.with_codebooks(codebooks)
+    config = config.with_files(codebooks=codebooks, statistics=statistics)
 
     def make(model: PreTrainedModel) -> Cache:
         return CompressedCache(model.config, config)
@@ -86,13 +91,13 @@ def preset_cache(
 
 
 def _without_paths(config: Any) -> Any:
-    """The config with codebook files replaced by their names and digests."""
+    """The config with files of calibration replaced by their names and digests."""
     if isinstance(config, dict):
         named = {key: _without_paths(value) for key, value in config.items() if value is not None}
-        if "codebooks" in named:
-            path = Path(named["codebooks"])
+        for name in FILES & named.keys():
+            path = Path(named[name])
             digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else None
-            named["codebooks"] = {"file": path.name, "sha256": digest}
+            named[name] = {"file": path.name, "sha256": digest}
         return named
     return [_without_paths(item) for item in config] if isinstance(config, list) else config
 

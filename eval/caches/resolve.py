@@ -12,7 +12,7 @@ from .peers import PEERS
 
 
 def resolve_cache(
-    name: str, *, sink_tokens: int | None = None, recent_tokens: int | None = None, codebooks: Path | None = None
+    name: str, *, sink_tokens: int | None = None, recent_tokens: int | None = None, **files: Path | None
 ) -> CacheSpec:
     """Resolve a cache's name to a spec.
 
@@ -22,7 +22,7 @@ def resolve_cache(
             `turboquant-4bit@sinks=0,recent=0`, `hqq-4@residual=64`.
         sink_tokens: for presets named without `sinks`.
         recent_tokens: for presets named without `recent`.
-        codebooks: for presets with learned codebooks.
+        files: `codebooks` and `statistics`, for presets that were calibrated.
 
     Raises:
         ValueError: no such cache, or options that it does not have.
@@ -48,6 +48,6 @@ def resolve_cache(
     sinks, recent = options.get("sinks", sink_tokens), options.get("recent", recent_tokens)
     try:
         label = without_folders(name)
-        return preset_cache(base, sink_tokens=sinks, recent_tokens=recent, codebooks=codebooks, name=label)
+        return preset_cache(base, sink_tokens=sinks, recent_tokens=recent, name=label, **files)
     except ValueError as error:
         raise ValueError(f"cache={name!r}: allowed full, {', '.join(PEERS)}, or a preset: {error}") from error

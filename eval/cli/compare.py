@@ -44,10 +44,11 @@ from kvcache_compress.validation.options import AnyPath, AnyTuple, Seed, StrictO
 
 
 class ModelEntry(StrictOptions):
-    """A model, with CommVQ's codebooks for it."""
+    """A model, with files of its calibration: CommVQ's codebooks, and spectral's statistics."""
 
     model: str
     codebooks: AnyPath | None = None
+    statistics: AnyPath | None = None
 
 
 class CacheEntry(StrictOptions):
@@ -56,6 +57,7 @@ class CacheEntry(StrictOptions):
     name: str
     config: str | dict[str, Any]
     codebooks: AnyPath | None = None
+    statistics: AnyPath | None = None
 
 
 def _kind(entry: Any) -> str:
@@ -66,7 +68,7 @@ class Comparison(StrictOptions):
     """The content of a comparison's YAML file; see the module's docstring.
 
     Attributes:
-        models: names, or models with their codebooks.
+        models: names, or models with files of their calibration.
         caches: names as on the command line of any benchmark, or caches with a config.
         benchmarks: name to `kind` and that kind's options.
         output: folder of cells and report.
@@ -111,7 +113,7 @@ class Comparison(StrictOptions):
         Raises:
             ValueError: a name that is no cache, or two caches of one name.
         """
-        specs = [full_cache(), *(_spec(entry, model.codebooks) for entry in self.caches if entry != "full")]
+        specs = [full_cache(), *(_spec(entry, model) for entry in self.caches if entry != "full")]
         check_distinct("caches", [spec.name for spec in specs])
         return specs
 
@@ -176,12 +178,14 @@ def compare(
     return cells, problems
 
 
-def _spec(entry: str | CacheEntry, codebooks: Path | None) -> CacheSpec:
+def _spec(entry: str | CacheEntry, model: ModelEntry) -> CacheSpec:
     name = entry if isinstance(entry, str) else entry.name
+    files = {"codebooks": model.codebooks, "statistics": model.statistics}
     try:
         if isinstance(entry, str):
-            return resolve_cache(entry, codebooks=codebooks)
-        return preset_cache(entry.config, codebooks=entry.codebooks or codebooks, name=name)
+            return resolve_cache(entry, **files)
+        files |= {name: path for name in files if (path := getattr(entry, name)) is not None}
+        return preset_cache(entry.config, name=name, **files)
     except ImportError as error:
         return CacheSpec(name, _missing(error), lambda cache: NotImplemented, description={"missing": str(error)})
 

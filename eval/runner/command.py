@@ -39,6 +39,10 @@ CodebooksOption = Annotated[
     Path | None,
     typer.Option(help="Codebooks of `kvcache-compress calibrate`, for CommVQ.", exists=True, dir_okay=False),
 ]
+StatisticsOption = Annotated[
+    Path | None,
+    typer.Option(help="Statistics of `kvcache-compress calibrate`, for spectral.", exists=True, dir_okay=False),
+]
 OutputOption = Annotated[
     Path | None, typer.Option(help="Folder for a JSON file per cache; a later run continues there.", file_okay=False)
 ]
@@ -91,6 +95,7 @@ def measure(
     cache: CacheOption = DEFAULT_CACHES,
     model: ModelOption = DEFAULT_MODEL,
     codebooks: CodebooksOption = None,
+    statistics: StatisticsOption = None,
     output: OutputOption = None,
     seed: SeedOption = 0,
     dtype: DtypeOption = "float32",
@@ -103,7 +108,7 @@ def measure(
         benchmark: what to run.
         cache: anything that `resolve_cache` takes.
         model: anything that `load_model` takes.
-        codebooks: file for caches with learned codebooks.
+        codebooks, statistics: files for caches that were calibrated, CommVQ and spectral.
         output: folder for the cells; None keeps none.
         seed: set before each sample.
         dtype: of the model.
@@ -115,7 +120,8 @@ def measure(
         typer.Exit: a cell failed.
     """
     names = [name for name in dict.fromkeys(cache) if name != "full"]  # the full cache is always measured
-    specs = [full_cache(), *(resolve_cache(name, codebooks=codebooks) for name in names)]
+    files = {"codebooks": codebooks, "statistics": statistics}
+    specs = [full_cache(), *(resolve_cache(name, **files) for name in names)]
     loaded, tokenizer = load(model, dtype, device, fused=fused)
     runner = Runner(loaded, tokenizer, output, seed=seed, on_progress=ProgressLine())
     cells = runner.run(benchmark.kind, benchmark, specs)

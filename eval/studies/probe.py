@@ -31,6 +31,7 @@ from kvcache_compress.eval.runner.command import (
     DeviceOption,
     DtypeOption,
     ModelOption,
+    StatisticsOption,
     load,
 )
 from kvcache_compress.eval.runner.progress import ProgressLine
@@ -108,6 +109,7 @@ def main(
     recent_tokens: Annotated[int | None, typer.Option(min=0, help="Recent tokens, instead of the preset's.")] = None,
     worst: Annotated[int, typer.Option(help="Sides of layers that the rules leave uncompressed.")] = 4,
     codebooks: CodebooksOption = None,
+    statistics: StatisticsOption = None,
     output: Annotated[Path | None, typer.Option(help="Folder for probe.json and probe.png.", file_okay=False)] = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = None,
@@ -118,7 +120,7 @@ def main(
         require_matplotlib()  # a missing matplotlib shows before the work, not after it
     windows_of_cache = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
     config = load_config(cache).changed(**{name: n for name, n in windows_of_cache.items() if n is not None})
-    config = config if codebooks is None else config.with_codebooks(codebooks)
+    config = config.with_files(codebooks=codebooks, statistics=statistics)
     sizes = {"prefix": prefix, "scored": scored, "windows": windows, "step": step}
     benchmark = Perplexity(texts=(text,), **sizes)
     loaded, tokenizer = load(model, dtype, device)

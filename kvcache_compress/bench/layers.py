@@ -78,7 +78,7 @@ def single_layer(preset: str, shape: Shape) -> tuple[LlamaConfig, CompressionCon
     config = load_config({"keys": plan.keys, "values": plan.values, **windows})
     if plan.keys.method == "commvq":
         options = plan.keys.options()
-        config = config.with_codebooks(_codebooks_for(options, shape.head_dim, shape.kv_heads))
+        config = config.with_files(codebooks=_codebooks_for(options, shape.head_dim, shape.kv_heads))
     return decoder, config
 
 

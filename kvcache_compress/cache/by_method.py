@@ -1,7 +1,8 @@
-"""Caches of one method each: `TurboQuantCache`, `PolarQuantCache`, `QJLCache`, `CommVQCache`, `KIVICache`."""
+"""Caches of one method each, such as `TurboQuantCache`, over `CompressedCache`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any, Literal, get_args
@@ -10,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from kvcache_compress.config import CompressionConfig, SideConfig
 from kvcache_compress.methods.qjl import QJLOptions
+from kvcache_compress.methods.spectral.codec import SpectralOptions
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of
 from kvcache_compress.validation.messages import quoted
 
@@ -219,6 +221,49 @@ class CommVQCache(CompressedCache):
         options["codebooks"] = None if codebooks is None else str(codebooks)
         compression = config_from_options(
             "commvq", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens
+        )
+        super().__init__(config, compression)
+
+
+class SpectralCache(CompressedCache):
+    """Cache with spectral keys, and values by TurboQuant: `SpectralCache(model.config, statistics=path, bits=2)`.
+
+    For batches with left padding call `enable_fused_attention(model)` or `register_position_hooks(model)` once, so that
+    keys are encoded at their actual positions.
+
+    Args:
+        config: the model's config.
+        statistics: file that `kvcache-compress calibrate --method spectral` wrote for this model.
+        bits: code bits per number of the keys, 0.5 to 6 (see `SpectralOptions`), and of the values, to the next half.
+        values: method and options of the values; options without a method change those of TurboQuant.
+        sink_tokens: first tokens kept in full precision.
+        recent_tokens: last tokens kept in full precision.
+        options: further options of `SpectralOptions`, or of `CompressionConfig` (`layers`, `backend`, ...).
+
+    Raises:
+        ValueError: The statistics are missing, damaged or of another model, or an option is unknown or out of range.
+    """
+
+    methods = frozenset({"spectral"})
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        statistics: str | PathLike[str] | None = None,
+        bits: float = 2,
+        values: Mapping[str, Any] | str | None = None,
+        sink_tokens: int = 16,
+        recent_tokens: int = 64,
+        **options: Any,
+    ) -> None:
+        value_side = {"method": values} if isinstance(values, str) else dict(values or {})
+        if "method" not in value_side:
+            value_side = {"method": "turboquant", "bits": max(1.0, math.ceil(2 * bits) / 2)} | value_side
+        keys = {name: options.pop(name) for name in SpectralOptions.model_fields if name in options}
+        keys |= {"bits": bits, "statistics": None if statistics is None else str(statistics)}
+        sides = {"keys": keys, "values": value_side}
+        compression = config_from_options(
+            "spectral", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens
         )
         super().__init__(config, compression)
 

@@ -97,6 +97,7 @@ class CompressedCache(Cache, ModelListener):
         config: PreTrainedConfig,
         *,
         codebooks: str | Path | None = None,
+        statistics: str | Path | None = None,
         device: torch.device | str | None = None,
         any_model: bool = False,
     ) -> Self:
@@ -105,7 +106,7 @@ class CompressedCache(Cache, ModelListener):
         Args:
             path: the file.
             config: config of the model that filled the cache; its name and shape are compared with the saved ones.
-            codebooks: CommVQ's codebook file, if it has moved since the cache was saved.
+            codebooks, statistics: CommVQ's and spectral's files, if they have moved since the cache was saved.
             device: device of the loaded cache, by default the CPU.
             any_model: accept a model of another name.
 
@@ -114,7 +115,8 @@ class CompressedCache(Cache, ModelListener):
             ValueError: The file is damaged, of a newer release or another format, of another model, or its methods are
                 not those of this class.
         """
-        return load_cache(path, partial(cls._of_file, config), codebooks, device, any_model)
+        files = {"codebooks": codebooks, "statistics": statistics}
+        return load_cache(path, partial(cls._of_file, config), files, device, any_model)
 
     @classmethod
     def _of_file(cls, config: PreTrainedConfig, compression: CompressionConfig) -> Self:

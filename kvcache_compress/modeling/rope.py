@@ -78,6 +78,10 @@ class RopeLayout:
         scale = cos.float().square() + sin.float().square()
         return self._turn(x, (cos.float() / scale, sin.float() / scale), -1.0)
 
+    def rotate_query(self, query: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """Transpose of `rotate`: `rotate(x) · query = x · rotate_query(query)`, both `[B, H, T, head_dim]`."""
+        return self._turn(query, rope, -1.0)
+
     def _turn(self, x: torch.Tensor, rope: Rope, sign: float) -> torch.Tensor:
         real, imaginary = self.split(x.float())
         cos, sin = (factor.float().unsqueeze(1) for factor in rope)

@@ -130,11 +130,14 @@ def save_cache(cache: CompressedCache, path: str | Path) -> None:
 def load_cache(
     path: str | Path,
     new_cache: Callable[[CompressionConfig], C],
-    codebooks: str | Path | None = None,
+    files: Mapping[str, str | Path | None],
     device: torch.device | str | None = None,
     any_model: bool = False,
 ) -> C:
-    """Read a cache from `path`; see `CompressedCache.load`. `new_cache` makes an empty cache of a config."""
+    """Read a cache from `path`; see `CompressedCache.load`. `new_cache` makes an empty cache of a config.
+
+    files: files that methods need, by option, if they have moved since the cache was saved.
+    """
     path = Path(path).expanduser()
     if not is_file(path):
         raise FileNotFoundError(f"cache file {quoted(str(path))}: there is no such file")
@@ -147,7 +150,7 @@ def load_cache(
             raise ValueError("damaged: its contents do not agree with its checksum")
         if broken := not_finite(tensors):
             raise ValueError(f"damaged: {broken} holds NaN or infinity")
-        cache = new_cache(_config(header, codebooks))
+        cache = new_cache(_config(header, files))
         _check_model(header, cache, any_model)
         check_share(header.share)
         _restore(cache, header, tensors, usable_device(device))
@@ -221,16 +224,18 @@ def _read_header(metadata: Mapping[str, str]) -> Header:
         raise ValueError(f"damaged: {place}: {issue['msg']}") from None
 
 
-def _config(header: Header, codebooks: str | Path | None) -> CompressionConfig:
-    if codebooks is None:
+def _config(header: Header, files: Mapping[str, str | Path | None]) -> CompressionConfig:
+    moved = {name: path for name, path in files.items() if path is not None}
+    if not moved:
         return load_config(header.config)
     plain = json.loads(json.dumps(header.config))
     rules = plain.get("layers")
     for owner in (plain, *(rules if isinstance(rules, list) else ())):
         for side in ("keys", "values"):
             if isinstance(owner, dict) and isinstance(owner.get(side), dict):
-                owner[side].pop("codebooks", None)
-    return load_config(plain).with_codebooks(codebooks)
+                for name in moved:
+                    owner[side].pop(name, None)
+    return load_config(plain).with_files(**moved)
 
 
 def _restore(cache: CompressedCache, header: Header, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:

@@ -69,7 +69,7 @@ def test_16_bit_models(name: str, dtype: torch.dtype, ids: torch.Tensor) -> None
     model = small_model().to(dtype)
     (plain, fused), caches = both_ways(model, name, ids)
     assert {layer.keys.dtype for cache in caches for layer in cache.layers} == {dtype}
-    assert rms_error(fused, plain) < (0.03 if name == "commvq" else 2 * ROUNDING[dtype])
+    assert rms_error(fused, plain) < SEARCHED.get(name, 2 * ROUNDING[dtype])
     exact = small_model()
     lost = rms_error(feed(exact, CompressedCache(exact.config, method_config(name)), ids), plain)
     assert lost < LOST.get(name, 0.03)
@@ -79,6 +79,8 @@ def test_16_bit_models(name: str, dtype: torch.dtype, ids: torch.Tensor) -> None
     assert handle.last_cache.packed_tokens >= 32
 
 
+SEARCHED = {"commvq": 0.03, "spectral": 0.01}
+"""Methods that search for codes: another rounding of a layer's input may find others that are as good."""
 ORDERS = {
     "always": [bf16] * 6,
     "at-first": [bf16] * 3 + [nullcontext] * 3,

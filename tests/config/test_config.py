@@ -281,7 +281,7 @@ def test_codebooks_go_to_the_sides_that_take_them() -> None:
             "values": {"method": "turboquant"},
             "layers": [{"match": 0, "values": {"method": "commvq", "codebooks": "own.safetensors"}}],
         }
-    ).with_codebooks("file.safetensors")
+    ).with_files(codebooks="file.safetensors")
     assert config.keys.options().codebooks == "file.safetensors"
     assert config.values.options() == load_config("turboquant-4bit").values.options()
     assert config.layers[0].values.options().codebooks == "own.safetensors"

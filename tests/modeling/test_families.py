@@ -21,6 +21,9 @@ from kvcache_compress.modeling.rope import layer_has_rope, rope_layout, rotary_e
 
 NEEDS_ROPE = {"polarquant_rope", "commvq"}
 WITHOUT_ROPE = {"cohere2", "deepseek_v3", "opt", "gpt2"}
+LAYERS_WITHOUT_ROPE = {method: {"smollm3", *WITHOUT_ROPE} for method in NEEDS_ROPE} | {
+    "spectral": {"smollm3", "cohere2"}  # whose statistics are those of models with RoPE, or without
+}
 """Families whose full-attention layers have no RoPE, or, like deepseek, none in the tensors cached as keys."""
 WITHOUT_FULL_ATTENTION = {"mistral, sliding": "sliding_attention"}
 SLIDING_ALONE_ROTATES = ["afmoe", "cohere2_moe", "exaone4", "exaone_moe", "flint"]
@@ -45,7 +48,10 @@ def test_every_family_with_every_method(family: str, method: str) -> None:
         there = WITHOUT_FULL_ATTENTION[family]
         assert found.support == "no"
         assert found.reason == f"{kind} has no full-attention layer to compress (it has {there})"
-    elif method in NEEDS_ROPE and family in {"smollm3", *WITHOUT_ROPE}:
+    elif method == "spectral" and family == "deepseek_v3":
+        assert found.support == "no"
+        assert "rotary position embeddings of an unknown kind" in str(found.reason)
+    elif family in LAYERS_WITHOUT_ROPE.get(method, set()):
         assert found.support == ("rules" if family == "smollm3" else "no")
         layer = 1 if family in ("smollm3", "cohere2") else 0
         assert found.reason == (

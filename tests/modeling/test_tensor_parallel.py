@@ -12,6 +12,7 @@ from support.commvq_files import random_codebooks, random_encoder
 from support.paths import ROOT
 from support.processes import as_process
 from support.small_model import HEAD_DIM, small_config, small_model
+from support.spectral_files import statistics_of
 from transformers import LlamaConfig
 
 from kvcache_compress.codecs.base import CodecContext
@@ -32,6 +33,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("tensor-parallel")
     small_model(num_key_value_heads=KV_HEADS).save_pretrained(folder / "model")
     paths = {name: str(folder / name) for name in ("model", "results", "codebooks", "encoder")}
+    paths["statistics"] = statistics_of(config(), "tensor-parallel")
     books = random_codebooks(config(), 1, (3, 16), (5, 16))
     write_codebooks(describe_model(config(), paths["codebooks"]), books)
     keys = {name: tensor for name, tensor in books.items() if name.startswith("keys")}
@@ -44,7 +46,7 @@ def found(files: dict[str, str]) -> dict[str, Any]:
     """Results of rank 0 of two processes."""
     here = ROOT / "tests"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    names = ("model", "results", "codebooks", "encoder")
+    names = ("model", "results", "codebooks", "encoder", "statistics")
     command = [*launch, str(here / "support" / "tensor_parallel_worker.py"), *(files[name] for name in names)]
     paths = os.pathsep.join(path for path in (str(here), os.environ.get("PYTHONPATH")) if path)
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -57,7 +59,7 @@ def test_same_as_one_process(files: dict[str, str], found: dict[str, Any]) -> No
     """Tokens are equal, logits to rounding; each process holds half of the heads."""
     torch.set_num_threads(1)
     model = small_model(num_key_value_heads=KV_HEADS)
-    for name, fused, cache in tensor_parallel_worker.cases(files["codebooks"]):
+    for name, fused, cache in tensor_parallel_worker.cases(files["codebooks"], files["statistics"]):
         sequences, logits, (packed, heads) = tensor_parallel_worker.generate(model, fused, cache)
         got = found[f"{name}-{fused}"]
         assert got[2] == [packed, heads // 2]

@@ -20,6 +20,7 @@ from kvcache_compress.attention.path import record_paths
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.methods.commvq.codebook_file import describe_model, write_codebooks
 from support.commvq_files import FOLDER, codebook_file, random_codebooks
+from support.spectral_files import statistics_of
 
 VOCAB, SINKS, RECENT = 64, 4, 8
 STEPS = [60, 1, 5, 20, 1]
@@ -141,8 +142,10 @@ FAMILIES: dict[str, Family] = {
         "no RoPE in every fourth layer", {"no_rope_layers": [1, 0]}, rule={"match": 1, "method": "turboquant"}
     ),
     "gpt_neox": Family("RoPE on a quarter of each head", {"num_key_value_heads": 4}),
-    "opt": Family("learned positions", {"ffn_dim": 64, "word_embed_proj_dim": 128, "init_std": 0.1}),
-    "gpt2": Family("learned positions"),
+    "opt": Family(
+        "learned positions", {"ffn_dim": 64, "word_embed_proj_dim": 128, "init_std": 0.1, "num_key_value_heads": 4}
+    ),
+    "gpt2": Family("learned positions", {"num_key_value_heads": 4}),
 }
 
 TURBOQUANT = {"method": "turboquant", "bits": 4}
@@ -151,6 +154,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "turboquant": {"keys": TURBOQUANT, "values": TURBOQUANT},
     "kivi": {"keys": KIVI, "values": KIVI},
     "polarquant_recursive": {"keys": "polarquant_recursive", "values": "polarquant_recursive"},
+    "spectral": {"keys": {"method": "spectral", "bits": 3}, "values": TURBOQUANT},
     "polarquant_rope": {"keys": {"method": "polarquant_rope", "group_size": 32}, "values": TURBOQUANT},
     "qjl": {"keys": {"method": "qjl", "sketch_ratio": 4}, "values": TURBOQUANT},
     "commvq": {"keys": "commvq", "values": "commvq"},
@@ -163,8 +167,9 @@ LARGEST_LOSS = {
     "polarquant_rope": 0.2,
     "qjl": 0.45,
     "commvq": 0.75,
+    "spectral": 0.5,
 }
-"""Largest relative change of these models' logits by compression; CommVQ's is large, as its codebooks are random."""
+"""Largest relative change of logits; large for CommVQ and spectral, whose codebooks and statistics are random here."""
 
 
 @cache
@@ -193,16 +198,25 @@ def codebooks(family: str) -> str:
         header = describe_model(model(family).config, path)
     except ValueError:
         return codebook_file(32)
-    shape = {"head_dim": header.head_dim, "num_key_value_heads": header.kv_heads, "num_hidden_layers": header.layers}
+    facts = header.facts
+    shape = {"head_dim": facts.head_dim, "num_key_value_heads": facts.kv_heads, "num_hidden_layers": facts.layers}
     write_codebooks(header, random_codebooks(SimpleNamespace(**shape), 1, (6, 64), (12, 64)))
     return str(path)
+
+
+@cache
+def statistics(family: str) -> str:
+    """Spectral's file with random statistics for the family's model."""
+    return statistics_of(model(family).config, family)
 
 
 def method_config(family: str, method: str, rule: dict[str, Any] | None = None) -> CompressionConfig:
     """Cache config of a method on a family, with an optional rule for some layers."""
     layers = [] if rule is None else [rule]
     config = load_config({**METHODS[method], "sink_tokens": SINKS, "recent_tokens": RECENT, "layers": layers})
-    return config.with_codebooks(codebooks(family)) if method == "commvq" else config
+    if method == "spectral":
+        return config.with_files(statistics=statistics(family))
+    return config.with_files(codebooks=codebooks(family)) if method == "commvq" else config
 
 
 def prompt() -> tuple[torch.Tensor, torch.Tensor]:

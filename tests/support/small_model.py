@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcache_compress.methods.commvq.codebook_file import describe_model, write_codebooks
 from support.commvq_files import FOLDER, random_codebooks
+from support.spectral_files import statistics_of
 
 VOCAB, HEADS, HEAD_DIM = 64, 2, 32
 SINKS, RECENT = 4, 8
@@ -48,6 +49,12 @@ def codebooks(layers: int = 2) -> str:
     return str(path)
 
 
+@cache
+def statistics(layers: int = 2) -> str:
+    """Spectral's file for `small_config(layers)`, made at its first use."""
+    return statistics_of(small_config(layers), f"small-{layers}")
+
+
 def method_config(name: str, layers: int = 2) -> dict[str, Any]:
     """Cache config whose keys and, if the method supports them, values are compressed by this method."""
     sides: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -57,12 +64,13 @@ def method_config(name: str, layers: int = 2) -> dict[str, Any]:
         "polarquant_recursive": ({"bits": [4, 3, 2]}, {"bits": [4, 3, 2]}),
         "polarquant_rope": ({"group_size": 32}, {"method": "turboquant", "bits": 4}),
         "commvq": ({"codebooks": codebooks(layers)}, {"codebooks": codebooks(layers)}),
+        "spectral": ({"bits": 3, "statistics": statistics(layers)}, {"method": "turboquant", "bits": 4}),
     }
     keys, values = ({"method": name, **options} for options in sides[name])
     return {"keys": keys, "values": values, "sink_tokens": SINKS, "recent_tokens": RECENT}
 
 
-METHODS = ("turboquant", "kivi", "qjl", "polarquant_recursive", "polarquant_rope", "commvq")
+METHODS = ("turboquant", "kivi", "qjl", "polarquant_recursive", "polarquant_rope", "commvq", "spectral")
 
 
 def mixed_config() -> dict[str, Any]:

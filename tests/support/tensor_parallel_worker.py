@@ -1,6 +1,7 @@
 """One process of a tensor-parallel model, started by `torchrun`; see `test_tensor_parallel.py`.
 
-Arguments: the model's folder, a file for the results of rank 0, a CommVQ file for 4 heads, one with an encoder.
+Arguments: the model's folder, a file for the results of rank 0, a CommVQ file for 4 heads, one with an encoder, and a
+file of spectral statistics.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from kvcache_compress import CommVQCache, CompressedCache, disable_fused_attenti
 from support.small_model import METHODS, VOCAB, method_config
 
 
-def cases(codebooks: str) -> Iterator[tuple[str, bool, dict[str, Any]]]:
+def cases(codebooks: str, statistics: str) -> Iterator[tuple[str, bool, dict[str, Any]]]:
     """Name, fused or not, and the cache's configuration."""
+    files = {"codebooks": codebooks, "statistics": statistics}
     for name in METHODS:
         config = method_config(name)
         for side in ("keys", "values"):
-            if config[side]["method"] == "commvq":
-                config[side] = config[side] | {"codebooks": codebooks}
+            config[side] |= {option: path for option, path in files.items() if option in config[side]}
         yield name, True, config
         if name in ("turboquant", "commvq"):
             yield name, False, config
@@ -40,18 +41,18 @@ def generate(model: PreTrainedModel, fused: bool, config: Any) -> tuple[torch.Te
     return output.sequences, torch.stack(output.logits), [cache.packed_tokens, cache.layers[1].keys.shape[1]]
 
 
-def main(folder: str, results: str, codebooks: str, encoder: str) -> None:
+def main(folder: str, results: str, codebooks: str, encoder: str, statistics: str) -> None:
     torch.set_num_threads(1)
     sharded = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
     found: dict[str, Any] = {
-        f"{name}-{fused}": generate(sharded, fused, config) for name, fused, config in cases(codebooks)
+        f"{name}-{fused}": generate(sharded, fused, config) for name, fused, config in cases(codebooks, statistics)
     }
     try:
         generate(sharded, True, CommVQCache(sharded.config, encoder).compression)
     except ValueError as error:
         found["encoder"] = str(error)
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()
-    config = next(config for name, _, config in cases(codebooks) if name == "commvq")
+    config = next(config for name, _, config in cases(codebooks, statistics) if name == "commvq")
     found["data-parallel"] = generate(whole, True, config)
     if torch.distributed.get_rank() == 0:
         torch.save(found, results)

@@ -1,9 +1,7 @@
 """CommVQ's codebook file: one safetensors file per model, written by calibration, read and checked by the codec.
 
-Metadata (all strings): `format`, `version`, `model` (hub id or path), `model_type`, `head_dim`, `kv_heads`, `layers`,
-`sha256` of the tensors (not in the first files), and as JSON `rope` (`rope_record`), `options`, `data` and `losses` of
-the calibration (the first files have no losses `held_out`). Tensors, float16, for H key/value heads, G groups of g
-pairs (G * g = head_dim / 2), R rounds of N centres:
+Metadata beside those of every model file: `options`, `data` and `losses` of the calibration. Tensors, float16, for H
+key/value heads, G groups of g pairs (G * g = head_dim / 2), R rounds of N centres:
 
     keys.{layer}.codebooks    [H, G, R, N, g, 2]          real and imaginary parts
     keys.{layer}.weights      [H, head_dim / 2]           optional: scales of the pairs before coding
@@ -15,9 +13,7 @@ pairs (G * g = head_dim / 2), R rounds of N centres:
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -27,10 +23,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvcache_compress.codecs.base import Side
-from kvcache_compress.files.tensors import open_tensors, write_tensors
-from kvcache_compress.files.text import is_file
-from kvcache_compress.modeling.facts import head_shape, rope_record, same_model
-from kvcache_compress.modeling.rope import rope_layout
+from kvcache_compress.files.tensors import open_tensors
+from kvcache_compress.modeling.model_file import ModelFacts, ModelFile, open_model_file, write_model_file
 from kvcache_compress.validation.messages import on_one_line, quoted
 
 FORMAT, VERSION = "kvcache_compress.commvq", "1"
@@ -65,22 +59,19 @@ class CodebookHeader:
     """Metadata of a codebook file, and the shapes of its tensors."""
 
     path: str
-    model: str
-    model_type: str
-    head_dim: int
-    kv_heads: int
-    layers: int
-    rope: dict[str, Any]
+    facts: ModelFacts
     options: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     losses: Any = None
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def metadata(self) -> dict[str, str]:
-        numbers = {name: str(getattr(self, name)) for name in ("head_dim", "kv_heads", "layers")}
-        described = {name: json.dumps(getattr(self, name)) for name in ("rope", "options", "data", "losses")}
-        names = {"format": FORMAT, "version": VERSION, "model": self.model, "model_type": self.model_type}
-        return names | numbers | described
+    @property
+    def head_dim(self) -> int:
+        return self.facts.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        return self.facts.kv_heads
 
     @property
     def encoder_bits(self) -> int:
@@ -131,80 +122,49 @@ def describe_model(
     """Header of a codebook file for this model.
 
     Raises:
-        ValueError: the model has no RoPE of a known kind.
+        ValueError: The model has no RoPE of a known kind.
     """
-    head_dim, kv_heads, layers = head_shape(config)
-    layout = rope_layout(config, head_dim)
-    if layout is None:
+    facts = ModelFacts.of(config)
+    if not facts.rope:
         raise ValueError(f"{config.model_type} has no rotary position embeddings of a known kind: commvq needs them")
-    return CodebookHeader(
-        path=str(path), model=config._name_or_path, model_type=config.model_type, head_dim=head_dim, kv_heads=kv_heads,
-        layers=layers, rope=rope_record(config, layout), options=options or {}, data=data or {}, losses=losses,
-    )  # fmt: skip
+    return CodebookHeader(str(path), facts, options or {}, data or {}, losses)
 
 
 def write_codebooks(header: CodebookHeader, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write the tensors, as float16, to `header.path`; an existing file is replaced only once all is written."""
     halves = {name: tensor.detach().to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
-    write_tensors(header.path, halves, header.metadata() | {"sha256": _digest(halves.keys(), halves.__getitem__)})
+    described = {"options": header.options, "data": header.data, "losses": header.losses}
+    write_model_file(header.path, FORMAT, VERSION, header.facts, halves, **described)
 
 
-def _digest(names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> str:
-    """SHA-256 of the names and bytes of all tensors, in order of their names."""
-    digest = hashlib.sha256()
-    for name in sorted(names):
-        digest.update(name.encode())
-        digest.update(tensor(name).reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+@lru_cache(maxsize=8)
+def _parsed(file: ModelFile) -> CodebookHeader:
+    described = {name: file.described(name) for name in ("options", "data", "losses")}
+    if wrong := [name for name in ("options", "data") if not isinstance(described[name], dict)]:
+        raise file.refusal(f"its metadata is damaged ({wrong[0]} is no mapping)")
+    header = CodebookHeader(file.path, file.facts, shapes=file.shapes, **described)
+    if problem := _shape_problem(header) or (
+        f"dtypes {sorted(file.dtypes)}, not F16" if file.dtypes - {"F16"} else None
+    ):
+        raise file.refusal(f"damaged: {problem}")
+    return header
 
 
 def read_header(path: str) -> CodebookHeader:
     """Read and check the header of a codebook file, once as long as the file does not change.
 
     Raises:
-        ValueError: no such file, not a safetensors file, cut short, of another format or version, or with tensors that
+        ValueError: The file is missing, no safetensors file, cut short, of another format or version, or its tensors
             are missing or do not fit together.
     """
-    file = Path(path).expanduser()
-    if not is_file(file):
-        raise refusal(path, f"there is no such file. {how_to_calibrate()}")
-    stat = file.stat()
-    return _read_header(str(file), stat.st_mtime_ns, stat.st_size)
+    what = f"codebooks={quoted(path)} for commvq"
+    return _parsed(open_model_file(path, what, FORMAT, VERSION, "codebook file", how_to_calibrate()))
 
 
 def how_to_calibrate() -> str:
     return (
         "Make one with `kvcache-compress calibrate --method commvq --model MODEL --text FILE --output FILE.safetensors`"
     )
-
-
-@lru_cache(maxsize=8)
-def _read_header(path: str, changed: int, size: int) -> CodebookHeader:
-    with open_tensors(path, f"codebooks={quoted(path)} for commvq") as file:
-        metadata = file.metadata() or {}
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-        dtypes = {part.get_dtype() for part in slices.values()}
-        changed_since = "sha256" in metadata and _digest(shapes, file.get_tensor) != metadata["sha256"]
-    if metadata.get("format") != FORMAT:
-        raise refusal(path, f"not a codebook file of kvcache-compress. {how_to_calibrate()}")
-    if metadata.get("version") != VERSION:
-        raise refusal(path, f"format version {metadata.get('version')!r}, this release reads {VERSION!r}")
-    try:
-        described = {name: json.loads(metadata[name]) for name in ("rope", "options", "data", "losses")}
-        if wrong := [name for name in ("rope", "options", "data") if not isinstance(described[name], dict)]:
-            raise ValueError(f"{wrong[0]} is no mapping")
-        numbers: dict[str, Any] = {name: int(metadata[name]) for name in ("head_dim", "kv_heads", "layers")}
-        header = CodebookHeader(
-            path=path, model=metadata["model"], model_type=metadata["model_type"], shapes=shapes, **numbers, **described
-        )
-    except (KeyError, ValueError, RecursionError) as error:
-        raise refusal(path, f"its metadata is damaged ({error})") from None
-    if problem := _shape_problem(header) or (f"dtypes {sorted(dtypes)}, not F16" if dtypes - {"F16"} else None):
-        raise refusal(path, f"damaged: {problem}")
-    if changed_since:
-        raise refusal(path, "damaged: its numbers have changed since it was written")
-    return header
 
 
 def _shape_problem(header: CodebookHeader) -> str | None:
@@ -216,7 +176,7 @@ def _shape_problem(header: CodebookHeader) -> str | None:
     for name, shape in header.shapes.items():
         side, layer, kind = [*name.split("."), "", ""][:3]
         known = (f"{side}.{layer}.codebooks", f"keys.{layer}.weights", *(f"values.{layer}.{part}" for part in ENCODER))
-        numbered = layer.isdecimal() and len(layer) < 6 and int(layer) < header.layers
+        numbered = layer.isdecimal() and len(layer) < 6 and int(layer) < header.facts.layers
         if name not in known or not numbered:
             return f"an unexpected tensor {name!r}"
         if shape != kinds.setdefault((side, kind), shape):
@@ -243,27 +203,9 @@ def _shape_problem(header: CodebookHeader) -> str | None:
 def check_model(
     header: CodebookHeader, side: Side, config: PreTrainedConfig, layer: int, any_model: bool = False
 ) -> None:
-    """Raise `ValueError` if the file was made for another model, or lacks this layer.
-
-    Dimensions and RoPE must agree in any case. Model ids agree if they are equal or, as for folders, if the last two
-    parts of the path are; an unnamed model agrees with all. `any_model` ignores the ids.
-    """
-    name = config._name_or_path or f"this {config.model_type}"
-    start = f"made for {header.model or header.model_type!r}, not for {name!r}"
-    head_dim, kv_heads, layers = head_shape(config)
-    in_file, in_model = (header.head_dim, header.kv_heads, header.layers), (head_dim, kv_heads, layers)
-    if in_file != in_model:
-        words = "{} layers with {} key/value heads of {}"
-        raise refusal(header.path, f"{start}: {words.format(*in_file[::-1])}, not {words.format(*in_model[::-1])}")
-    layout = rope_layout(config, head_dim) if side == "keys" else None
-    if layout is not None and (record := rope_record(config, layout)) != header.rope:
-        differing = [key for key in record if record[key] != header.rope.get(key)]
-        words = "; ".join(f"{key} {header.rope.get(key)} in the file, {record[key]} in the model" for key in differing)
-        raise refusal(header.path, f"{start}: other rotary position embeddings: {words}")
-    if not any_model and header.model_type != config.model_type:
-        raise refusal(header.path, f"{start}: a model of type {header.model_type!r}, not {config.model_type!r}")
-    if not any_model and not same_model(header.model, config._name_or_path):
-        raise refusal(header.path, f"{start}. If both are the same model, set any_model: true")
+    """Raise `ValueError` if the file was made for another model, or lacks this layer."""
+    if problem := header.facts.mismatch(config, rope=side == "keys", any_model=any_model):
+        raise refusal(header.path, problem)
     _names(header, side, layer)
 
 

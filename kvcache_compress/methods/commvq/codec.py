@@ -32,9 +32,9 @@ from .codebook_file import (
     how_to_calibrate,
     load_layer,
     read_header,
+    refusal,
     rounds_for,
 )
-from .local_heads import own_heads
 from .residual import ResidualBooks
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class CommVQCodec(Codec):
     def __init__(self, options: CommVQOptions, context: CodecContext) -> None:
         super().__init__(options, context)
         header = _header(options)
-        heads = own_heads(header, context)
+        heads = _local_heads(header, context)
         if context.side == "keys" and context.rope is None:
             raise ValueError("commvq for keys needs the model's rotary position embeddings")
         self.scalar: Scalar = options.scalar or ("match" if context.side == "keys" else "unbiased")
@@ -221,6 +221,21 @@ class CommVQCodec(Codec):
         basis = None if in_order else torch.eye(len(order), device=self.codebooks.device)[[*order]][None]
         tables = (self.codebooks,) if self.weights is None else (self.codebooks, self.weights)
         return CPUSide("complex", tables=tables, basis=basis)
+
+
+def _local_heads(header: CodebookHeader, context: CodecContext) -> slice:
+    """Heads of the file that this layer holds; see `ModelFacts.local_heads`."""
+    try:
+        heads = header.facts.local_heads(context.heads, context.head_dim)
+    except ValueError as error:
+        raise refusal(header.path, str(error)) from None
+    if context.heads < header.kv_heads and context.side == "values" and header.encoder_bits:
+        raise refusal(
+            header.path,
+            f"its encoder of values takes all {header.kv_heads} heads of a token together, and tensor parallelism "
+            f"leaves {context.heads} here: calibrate values without an encoder",
+        )
+    return heads
 
 
 def _header(options: CommVQOptions) -> CodebookHeader:

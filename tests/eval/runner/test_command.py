@@ -29,7 +29,18 @@ def help_lines(name: str) -> dict[str, str]:
 def test_every_field_and_every_argument_of_measure_is_an_option(benchmark: type[Benchmark]) -> None:
     lines = help_lines(benchmark.kind)
     repeatable = {"texts": "text", "tasks": "task", "lengths": "length", "depths": "depth"}
-    names = [*benchmark.model_fields, "cache", "model", "codebooks", "output", "seed", "dtype", "device", "fused"]
+    names = [
+        *benchmark.model_fields,
+        "cache",
+        "model",
+        "codebooks",
+        "statistics",
+        "output",
+        "seed",
+        "dtype",
+        "device",
+        "fused",
+    ]
     assert lines.keys() == {f"--{repeatable.get(name, name).replace('_', '-')}" for name in names} | {"--help"}
     for name, field in benchmark.model_fields.items():
         description = "Random seed." if name == "seed" else field.description

@@ -26,14 +26,15 @@ from kvcache_compress.cli import app
 from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.files.lock import only_one
 from kvcache_compress.methods.commvq import additive
-from kvcache_compress.methods.commvq.calibration import CommVQSettings, calibrate_commvq, command
+from kvcache_compress.methods.commvq.calibration import CommVQSettings, calibrate_commvq
 from kvcache_compress.methods.commvq.calibration import calibrate as commvq
 from kvcache_compress.methods.commvq.calibration.calibrate import Report, split_windows
 from kvcache_compress.methods.commvq.calibration.collect import collect, read_layer
 from kvcache_compress.methods.commvq.calibration.em import Schedule
 from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule, encoder_bits
-from kvcache_compress.methods.commvq.calibration.text import read_windows
 from kvcache_compress.methods.commvq.codebook_file import read_header
+from kvcache_compress.modeling.calibration import command
+from kvcache_compress.modeling.calibration.text import read_windows
 
 LAYERS, HEADS, HEAD_DIM, CONTEXT = 3, 2, 16, 64
 SHORT = Schedule(soft_steps=2, soft_vectors=128, hard_steps=2, hard_vectors=512, full_steps=1)
@@ -126,7 +127,7 @@ def test_a_file_that_the_cache_takes(model: LlamaForCausalLM, text: list[str], t
     output = tmp_path / "books.safetensors"
     calibrate(model, text, output, values=values, encoder=EncoderSchedule(steps=20, batch=64), centres=16)
     header = read_header(str(output))
-    assert (header.layers, header.kv_heads, header.head_dim) == (LAYERS, HEADS, HEAD_DIM)
+    assert (header.facts.layers, header.kv_heads, header.head_dim) == (LAYERS, HEADS, HEAD_DIM)
     assert header.options["bits"] == 2
     assert (header.data["windows"], header.data["held_out_windows"]) == (8, 1)
     assert set(header.losses) == {str(layer) for layer in range(LAYERS)}
@@ -374,8 +375,8 @@ def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
     """Large files are read in blocks from beginning to end, even if cut inside multi-byte characters."""
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(0x20AC + i // 1000) for i in range(40_000)), encoding="utf-8")
-    monkeypatch.setattr("kvcache_compress.methods.commvq.calibration.text._WHOLE_BYTES", 1000)
-    monkeypatch.setattr("kvcache_compress.methods.commvq.calibration.text._BLOCK_BYTES", 500)
+    monkeypatch.setattr("kvcache_compress.modeling.calibration.text._WHOLE_BYTES", 1000)
+    monkeypatch.setattr("kvcache_compress.modeling.calibration.text._BLOCK_BYTES", 500)
     seen: list[str] = []
 
     class Recorded(Characters):

@@ -22,7 +22,7 @@ from kvcache_compress.methods.commvq.calibration.em import (
     train_residual,
 )
 from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule, encoder_bits, train_encoder
-from kvcache_compress.methods.commvq.calibration.text import read_windows
+from kvcache_compress.modeling.calibration.text import read_windows
 from kvcache_compress.modeling.loading import load_model
 
 HEADS, VECTORS, CENTRES, PAIRS = 2, 300, 8, 6

@@ -354,7 +354,7 @@ def test_memory_report_counts_codebooks_and_encoder() -> None:
 def test_the_papers_preset() -> None:
     """The paper's preset: encoder for values, plain norms, and no dense tokens but those of an incomplete block."""
     model, path = small_model(), codebook_file(32, key_shape=(5, 64), encoder_bits=128)
-    compressed = CompressedCache(model.config, load_config("commvq-paper").with_codebooks(path))
+    compressed = CompressedCache(model.config, load_config("commvq-paper").with_files(codebooks=path))
     with torch.no_grad():
         model(torch.randint(1, 128, (1, 96)), past_key_values=compressed)
     report = compressed.memory_report()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -17,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.codecs.rotation import hashed_seed
-from kvcache_compress.files.atomic import is_replaceable
 from kvcache_compress.methods.commvq.codebook_file import (
     ALLOWED_CENTRES,
     CENTRES,
@@ -26,13 +24,14 @@ from kvcache_compress.methods.commvq.codebook_file import (
     rounds_for,
     write_codebooks,
 )
+from kvcache_compress.modeling.calibration.command import Report, check_output
+from kvcache_compress.modeling.calibration.text import read_windows
 from kvcache_compress.modeling.facts import head_shape
 
 from .collect import calibrated_layers, collect, layer_file, read_layer
 from .em import ComplexForm, RealForm, Schedule, residual_losses, train_residual
 from .encoder import EncoderSchedule, encoder_loss, train_encoder
 from .parts import Parts
-from .text import read_windows
 
 _TRAINING = 4
 """Version of the training, increased when it changes, so that parts of different versions are never mixed."""
@@ -43,9 +42,6 @@ QUICK_ENCODER = EncoderSchedule(steps=400)
 
 MOST_ROUNDS = 256
 """Most residual rounds: with as many, heads of 128 numbers take more bits than uncompressed ones."""
-
-Report = Callable[[str, int, int], None]
-"""Callback for progress: name of the work, steps done, steps in all."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +142,7 @@ def calibrate_commvq(
     data |= {"context": settings.context, "sha256": digest}
     data["dtype"] = str(model.dtype).removeprefix("torch.")
     header = describe_model(config, output, options=asdict(settings), data=data)
-    parts = Parts(output, header.metadata() | {"training": _TRAINING, "layers": layers})
+    parts = Parts(output, asdict(header) | {"path": None, "training": _TRAINING, "layers": layers})
     if parts.others:
         notice(f"keeping parts of other settings or texts: {', '.join(map(str, parts.others))}")
     missing = [layer for layer in layers if parts.load(layer) is None]
@@ -202,19 +198,6 @@ def split_windows(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     step = len(windows) // max(1, len(windows) // HELD_OUT)
     held_out = torch.arange(len(windows)) % step == step - 1
     return windows[~held_out], windows[held_out]
-
-
-def check_output(output: Path) -> None:
-    """Raise `ValueError` if a codebook file cannot be written here."""
-    if output.suffix != ".safetensors":
-        raise ValueError(f"output={str(output)!r}: allowed are files that end in .safetensors")
-    if output.is_dir():
-        raise ValueError(f"output={str(output)!r}: allowed is a file, this is a folder")
-    if not is_replaceable(output):
-        raise ValueError(f"output={str(output)!r}: allowed is a file that can be replaced, this is a device or a pipe")
-    folder = next(folder for folder in output.absolute().parents if folder.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"output={str(output)!r}: allowed in writable folders; {str(folder)!r} is not one")
 
 
 def train_side(

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvcache_compress.modeling.calibration.observed_attention import observed_attention
 from kvcache_compress.modeling.rope import RopeLayout
 
 
@@ -22,30 +22,17 @@ from kvcache_compress.modeling.rope import RopeLayout
 def observed_queries(model: PreTrainedModel, layout: RopeLayout) -> Iterator[dict[int, torch.Tensor]]:
     """Sum |q_j|² of every layer's queries over tokens and grouped heads while open: float64 `[H, pairs]` by layer.
 
-    The sums stay empty for models whose attention function Transformers does not look up by name.
+    The sums stay empty for models that cannot be observed.
     """
-    name = str(model.config.get_text_config(decoder=True)._attn_implementation)
     sums: dict[int, torch.Tensor] = {}
-    if name not in ALL_ATTENTION_FUNCTIONS:
-        yield sums
-        return
-    attend = ALL_ATTENTION_FUNCTIONS[name]
 
-    def observe(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def add(layer: int, query: torch.Tensor, key: torch.Tensor, _: Any) -> None:
         real, imaginary = layout.split(query.float())
         squares = (real.square() + imaginary.square()).double().sum((0, 2)).unflatten(0, (key.shape[1], -1)).sum(1)
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
         sums[layer] = sums[layer] + squares if layer in sums else squares
-        return attend(module, query, key, *args, **options)
 
-    before = ALL_ATTENTION_FUNCTIONS._local_mapping.get(name)
-    ALL_ATTENTION_FUNCTIONS[name] = observe
-    try:
+    with observed_attention(model, add):
         yield sums
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[name]
-        if before is not None:
-            ALL_ATTENTION_FUNCTIONS[name] = before
 
 
 def pair_weights(sums: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,215 @@
+"""Calibrate `spectral`: moments of a model's keys and queries on a text, in two passes of streaming sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicCache
+
+from kvcache_compress.modeling.calibration.command import Report, calibration, check_output
+from kvcache_compress.modeling.calibration.observed_attention import observed_attention
+from kvcache_compress.modeling.calibration.text import read_windows
+from kvcache_compress.modeling.decoder import is_full_attention
+from kvcache_compress.modeling.facts import head_shape
+from kvcache_compress.modeling.model_file import ModelFacts
+from kvcache_compress.modeling.rope import Rope, RopeLayout, layer_has_rope, rope_layout, rotary_embedding
+
+from .codec import GROUP
+from .moments import RECENT, SAMPLED, SINKS, KeyMoments, attention_weights
+from .statistics_file import write_statistics
+from .transform import spectral_basis
+
+
+@dataclass(frozen=True)
+class SpectralSettings:
+    """Settings of a calibration.
+
+    tokens: calibration tokens, in windows of `context`.
+    group: tokens with one anchor; packed tokens leave the recent window in groups of so many.
+    """
+
+    tokens: int = 20_480
+    context: int = 2048
+    group: int = GROUP
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.group not in (32, 64, 128):
+            raise ValueError(f"group={self.group} for spectral: allowed 32, 64, 128")
+        if self.context < SINKS + RECENT + 2 * self.group:
+            least = SINKS + RECENT + 2 * self.group
+            raise ValueError(f"context={self.context} for spectral: allowed at least {least}")
+        if self.tokens < 2 * self.context:
+            raise ValueError(f"tokens={self.tokens} for spectral: allowed at least two windows of {self.context}")
+
+
+def calibrated_layers(config: PreTrainedConfig) -> list[int]:
+    """Decoder layers with full attention, and with RoPE where the model has it.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    has_rope = rope_layout(config, head_shape(config)[0]) is not None
+    kinds = DynamicCache(config=config).layers
+    layers = [i for i, kind in enumerate(kinds) if is_full_attention(kind)]
+    if has_rope:
+        layers = [i for i in layers if layer_has_rope(config, i)]
+    if not layers:
+        raise ValueError(f"{config.model_type} has no full-attention layer")
+    return layers
+
+
+@torch.inference_mode()
+def calibrate_spectral(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Sequence[str],
+    output: str | Path,
+    settings: SpectralSettings | None = None,
+    *,
+    report: Report = lambda doing, done, total: None,
+) -> dict[int, float]:
+    """Measure moments on a text and write the file of statistics.
+
+    Args:
+        model: the model; sums are made on its device.
+        tokenizer: its tokenizer.
+        text: text files, or a dataset on the hub (see `read_windows`).
+        output: the file to write; an existing one is replaced at the end.
+        settings: amount of text and size of groups.
+        report: called as work proceeds.
+
+    Returns:
+        By layer the coding gain of the transform in bits per number: half the mean log2 of the ratio of the channels'
+        mean variance to their geometric mean.
+
+    Raises:
+        ValueError: the model's attention cannot be observed, or it has no full-attention layer; the text cannot be read
+            or is too short; or the output cannot be a file.
+    """
+    settings, output = settings or SpectralSettings(), Path(output)
+    check_output(output)
+    config = model.config.get_text_config(decoder=True)
+    windows, digest = read_windows(text, tokenizer, settings.tokens, settings.context)
+    run = _Run(model, config, settings, calibrated_layers(config), report)
+    means = run.means(windows)
+    moments = run.moments(windows, means)
+    tensors = {} if run.turns is None else {"turns": torch.stack(run.turns)[:, 0]}
+    gains = {}
+    for layer, sums in moments.items():
+        weight = sums.weight.clamp_min(1e-30)[:, None, None]
+        basis, deviation = spectral_basis(sums.keys / weight, sums.plain / sums.tokens, sums.queries / weight)
+        variance = deviation.square()
+        gains[layer] = float(0.5 * (variance.mean(-1).log2() - variance.log2().mean(-1)).mean())
+        tensors |= {
+            f"keys.{layer}.{name}": x
+            for name, x in zip(("basis", "deviation", "mean"), (basis, deviation, means[layer]), strict=True)
+        }
+    data = {"text": list(text), "tokens": windows.numel(), "context": settings.context, "sha256": digest}
+    write_statistics(str(output), ModelFacts.of(config), tensors, settings.group, data)
+    return gains
+
+
+class _Run:
+    """Passes over the windows, with one window's keys and queries of one layer in memory at a time."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: PreTrainedConfig, settings: SpectralSettings, layers: Sequence[int],
+        report: Report,
+    ) -> None:  # fmt: skip
+        self.model, self.config, self.settings, self.report = model, config, settings, report
+        self.layers = set(layers)
+        self.head_dim, self.heads, _ = head_shape(config)
+        self.layout = rope_layout(config, self.head_dim)
+        self.rope: Rope | None = None
+        self.turns: Rope | None = None
+        if self.layout is not None:
+            self.rope = self._factors(self.layout, settings.context)
+            cos, sin = self._factors(self.layout, settings.group)
+            length = (cos.square() + sin.square()).sqrt()
+            self.turns = (cos / length, sin / length)
+
+    def _factors(self, layout: RopeLayout, tokens: int) -> Rope:
+        embed = rotary_embedding(self.config)
+        assert embed is not None
+        cos, sin = layout.factors(embed(torch.zeros(1), torch.arange(tokens)[None]))
+        return cos.float().to(self.model.device), sin.float().to(self.model.device)
+
+    def _pass(self, doing: str, windows: torch.Tensor, observer: Callable[..., None]) -> None:
+        with observed_attention(self.model, observer) as observable:
+            if not observable:
+                raise ValueError(f"the attention of {self.config.model_type} cannot be observed")
+            for index, window in enumerate(windows):
+                self.report(doing, index, len(windows))
+                self.model.get_decoder()(input_ids=window[None].to(self.model.device), use_cache=False)
+        self.report(doing, len(windows), len(windows))
+
+    def means(self, windows: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Mean keys before RoPE `[H, D]` by layer, without the sinks."""
+        sums: dict[int, torch.Tensor] = {}
+
+        def add(layer: int, query: torch.Tensor, key: torch.Tensor, options: Any) -> None:
+            if layer in self.layers:
+                found = self._before_rope(key)[0, :, SINKS:].double().mean(1) / len(windows)
+                sums[layer] = sums[layer] + found if layer in sums else found
+
+        self._pass("means", windows, add)
+        return {layer: x.float() for layer, x in sums.items()}
+
+    def _before_rope(self, key: torch.Tensor) -> torch.Tensor:
+        return key.float() if self.layout is None or self.rope is None else self.layout.unrotate(key, self.rope)
+
+    def moments(self, windows: torch.Tensor, means: dict[int, torch.Tensor]) -> dict[int, KeyMoments]:
+        found = {layer: KeyMoments.zeros(self.heads, self.head_dim) for layer in sorted(means)}
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        size = self.settings.group
+        groups = (self.settings.context - SINKS) // size
+        stop = SINKS + groups * size
+        anchors = None
+        if self.layout is not None and self.rope is not None:
+            cos, sin = (x[:, SINKS:stop:size] for x in self.rope)
+            anchors = self.layout, (cos, sin)
+
+        def add(layer: int, query: torch.Tensor, key: torch.Tensor, options: Any) -> None:
+            if layer not in found:
+                return
+            at = torch.randint(SINKS + RECENT, key.shape[2], (SAMPLED,), generator=generator).to(key.device)
+            per_head = query.shape[1] // key.shape[1]
+            sampled = query[0, :, at].unflatten(0, (-1, per_head)).flatten(1, 2).float()
+            aux = options.get("s_aux")
+            if aux is not None:
+                aux = aux.view(-1, per_head).repeat_interleave(SAMPLED, 1)
+            scaling = options.get("scaling") or self.head_dim**-0.5
+            weights = attention_weights(sampled, key[0], at.repeat(per_head), scaling, aux)
+            x = self._before_rope(key)[0, :, SINKS:stop] - means[layer][:, None]
+            x = x.unflatten(1, (groups, size))
+            if self.layout is not None and self.turns is not None:
+                x = self.layout.rotate(x.transpose(0, 1), self.turns).transpose(0, 1)
+            found[layer].add(sampled, x, weights[..., SINKS:stop], anchors)
+
+        self._pass("moments", windows, add)
+        return found
+
+
+def run_calibration(
+    console: Console, model: str, text: Sequence[str], output: Path, settings: SpectralSettings, device: str | None
+) -> None:
+    """Calibrate `spectral` and print progress, the gain of the transform, time and memory.
+
+    Raises:
+        ValueError: as `calibration` and `calibrate_spectral`.
+        OSError: a file cannot be written.
+    """
+    with calibration(console, model, text, output, device) as (loaded, tokenizer, report):
+        gains = calibrate_spectral(loaded, tokenizer, text, output, settings, report=report)
+        least, mean, most = min(gains.values()), fmean(gains.values()), max(gains.values())
+        console.print(
+            f"gain of the transform in bits per number, over layers: {least:.2f} to {most:.2f}, mean {mean:.2f}"
+        )

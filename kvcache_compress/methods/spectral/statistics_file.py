@@ -1,0 +1,76 @@
+"""The file of a model's spectral statistics: one safetensors file, written by calibration.
+
+Tensors, float32, for H key/value heads of dimension D and groups of n tokens:
+
+    turns                     [2, n, rotary]  cos and sin of each place in a group, for models with RoPE
+    keys.{layer}.basis        [H, D, D]       encoding basis, see `transform.spectral_basis`
+    keys.{layer}.deviation    [H, D]          standard deviations along it, descending
+    keys.{layer}.mean         [H, D]          mean key before RoPE
+
+Metadata beside those of every model file: `group` (n), and `data` with the texts and their size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from kvcache_compress.modeling.model_file import ModelFacts, ModelFile, open_model_file, write_model_file
+from kvcache_compress.validation.messages import quoted
+
+FORMAT, VERSION = "kvcache_compress.spectral", "1"
+ADVICE = (
+    "Make one with `kvcache-compress calibrate --method spectral --model MODEL --text FILE --output FILE.safetensors`"
+)
+PARTS = ("basis", "deviation", "mean")
+
+
+def write_statistics(path: str, facts: ModelFacts, tensors: Mapping[str, torch.Tensor], group: int, data: Any) -> None:
+    """Write the tensors, as float32."""
+    plain = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
+    write_model_file(path, FORMAT, VERSION, facts, plain, group=group, data=data)
+
+
+def read_statistics(path: str) -> ModelFile:
+    """Read and check the header.
+
+    Raises:
+        ValueError: the file is missing, damaged, or no file of spectral statistics.
+    """
+    file = open_model_file(path, f"statistics={quoted(path)} for spectral", FORMAT, VERSION, "statistics file", ADVICE)
+    heads, dim = file.facts.kv_heads, file.facts.head_dim
+    expected = {"basis": (heads, dim, dim), "deviation": (heads, dim), "mean": (heads, dim)}
+    size = file.described("group")
+    if not isinstance(size, int) or isinstance(size, bool) or not 8 <= size <= 1024:
+        raise file.refusal(f"damaged: group {size!r}")
+    rotary = file.facts.rope.get("rotary") if file.facts.rope else None
+    if file.shapes.get("turns") != (None if rotary is None else (2, size, rotary)):
+        raise file.refusal("damaged: its turns do not fit the model")
+    for name, shape in file.shapes.items():
+        side, layer, part = [*name.split("."), "", ""][:3]
+        numbered = layer.isdecimal() and len(layer) < 6 and int(layer) < file.facts.layers
+        if name != "turns" and (side != "keys" or not numbered or expected.get(part) != shape):
+            raise file.refusal(f"damaged: an unexpected tensor {name!r} of shape {list(shape)}")
+    return file
+
+
+def group_size(file: ModelFile) -> int:
+    return int(file.described("group"))
+
+
+def check_model(file: ModelFile, config: PreTrainedConfig, layer: int, any_model: bool) -> None:
+    """Raise `ValueError` if the file was made for another model, or lacks this layer."""
+    if problem := file.facts.mismatch(config, rope=True, any_model=any_model):
+        raise file.refusal(problem)
+    if missing := [part for part in PARTS if f"keys.{layer}.{part}" not in file.shapes]:
+        raise file.refusal(f"it holds no keys of layer {layer} ({missing[0]})")
+
+
+def load_layer(file: ModelFile, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Tensors of a layer by their last names, and `turns` of models with RoPE."""
+    prefix = f"keys.{layer}."
+    names = [f"{prefix}{part}" for part in PARTS] + (["turns"] if "turns" in file.shapes else [])
+    return {name.removeprefix(prefix): tensor for name, tensor in file.load(names, device).items()}

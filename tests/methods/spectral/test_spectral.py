@@ -1,0 +1,282 @@
+"""Spectral keys: exact anchoring, invariance, bits where they count, statistics from a model, and the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.method_cases import half_layout
+from support.saved_model import saved_model
+from support.small_model import small_config, small_model
+from support.spectral_files import random_statistics, statistics_file
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from kvcache_compress import CompressedCache, SpectralCache, enable_fused_attention
+from kvcache_compress.cli import app
+from kvcache_compress.codecs.base import Codec, CodecContext
+from kvcache_compress.methods.spectral.calibration import SpectralSettings, calibrate_spectral
+from kvcache_compress.methods.spectral.codec import SpectralOptions
+from kvcache_compress.methods.spectral.moments import RECENT, SINKS, attention_weights
+from kvcache_compress.methods.spectral.statistics_file import write_statistics
+from kvcache_compress.methods.spectral.transform import CLASS, DISTORTION, allocate_bits, spectral_basis
+from kvcache_compress.modeling.model_file import ModelFacts
+from kvcache_compress.modeling.rope import Rope
+from kvcache_compress.registry import get_method
+
+_SIDE = {"method": "spectral", "bits": 3, "statistics": statistics_file(32)}
+CONTRACT = {
+    "spectral": {"keys": _SIDE, "values": {"method": "turboquant", "bits": 3}},
+    "spectral-kivi": {"keys": {**_SIDE, "bits": 2.25}, "values": {"method": "kivi", "bits": 4}},
+}
+GROUP, DIM, HEADS = 32, 32, 2
+
+
+def codec(bits: float = 3.0, statistics: str | None = None) -> Codec:
+    context = CodecContext(
+        side="keys", head_dim=DIM, heads=HEADS, layer=0, seed=0, sink_tokens=4, dtype=torch.float32,
+        device=torch.device("cpu"), rope=half_layout(DIM),
+    )  # fmt: skip
+    options = SpectralOptions(bits=bits, statistics=statistics or statistics_file(DIM))
+    return get_method("spectral")(options, context)
+
+
+def factors(start: int, tokens: int, scale: float = 1.0, batch: int = 2) -> Rope:
+    """cos and sin of consecutive positions from `start` on, as the contract's model has them."""
+    layout = half_layout(DIM)
+    angles = (start + torch.arange(tokens))[:, None] * 10_000 ** -(torch.arange(layout.rotary) / layout.rotary)
+    return (scale * angles.cos()).expand(batch, -1, -1), (scale * angles.sin()).expand(batch, -1, -1)
+
+
+def keys(tokens: int = 4 * GROUP, seed: int = 0) -> torch.Tensor:
+    """Keys before RoPE with the statistics of the file, `[2, H, T, D]`."""
+    tensors = random_statistics(small_config(head_dim=DIM))
+    y = torch.randn(2, HEADS, tokens, DIM, generator=torch.Generator().manual_seed(seed))
+    x = y * tensors["keys.0.deviation"][:, None] @ torch.linalg.inv(tensors["keys.0.basis"])
+    return x + tensors["keys.0.mean"][:, None]
+
+
+def test_codes_do_not_depend_on_where_a_group_stands() -> None:
+    """Keys that stand 5,000 tokens later, or are scaled by YaRN's factor, have the same codes."""
+    spectral, layout, z = codec(), half_layout(DIM), keys()
+    (near, near_scale), (far, far_scale) = (
+        spectral.encode(layout.rotate(z, rope), rope) for rope in (factors(20, 128), factors(5020, 128, scale=1.3))
+    )
+    assert (near == far).float().mean() > 0.99
+    assert (near_scale.float() - far_scale.float()).abs().max() < 0.05
+
+
+def test_scores_are_those_of_decoded_keys() -> None:
+    """Queries turned to each group's anchor score the codes as if the keys had been decoded."""
+    spectral, layout, rope = codec(), half_layout(DIM), factors(20, 128)
+    fields = spectral.encode(layout.rotate(keys(), rope), rope)
+    query = torch.randn(2, HEADS, 5, DIM, generator=torch.Generator().manual_seed(1))
+    expected = query @ spectral.decode(fields, rope).mT
+    assert (spectral.score(spectral.map_query(query), fields, rope) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_errors_are_those_that_the_bits_were_given_for(bits: int) -> None:
+    """In spectral channels the error is the sum of the quantizers', and a little more for unbiased scalars."""
+    spectral: Any = codec(bits)
+    tensors, layout, (cos, sin) = random_statistics(small_config(head_dim=DIM)), half_layout(DIM), factors(0, 512)
+    anchors = tuple(factor[:, ::GROUP].repeat_interleave(GROUP, 1) for factor in (cos, sin))
+    x = keys(512) - tensors["keys.0.mean"][:, None] + spectral.means.repeat(1, 512 // GROUP, 1)
+    k = layout.rotate(x, anchors)
+    error = k - spectral.decode(spectral.encode(k, (cos, sin)), (cos, sin))
+    measured = (layout.unrotate(error, anchors) @ tensors["keys.0.basis"]).square().mean((0, 2))
+    expected = tensors["keys.0.deviation"].square() * torch.tensor(DISTORTION)[spectral.bits]
+    ratio = measured.sum(-1) / expected.sum(-1)
+    assert ((ratio > 0.55) & (ratio < 1.3)).all(), ratio
+
+
+def test_outlying_tokens_do_not_saturate() -> None:
+    """A token 30 times as long as the others comes back as exactly, relative to its length."""
+    spectral, rope = codec(), factors(0, GROUP, batch=1)
+    mean = spectral.means  # type: ignore[attr-defined]
+    x = keys(GROUP)[:1] - mean
+    k = half_layout(DIM).rotate(30 * x + mean, factors(0, GROUP, batch=1))
+    error = (spectral.decode(spectral.encode(k, rope), rope) - k).norm() / k.norm()
+    plain = half_layout(DIM).rotate(x + mean, rope)
+    usual = (spectral.decode(spectral.encode(plain, rope), rope) - plain).norm() / plain.norm()
+    assert error < 1.5 * usual
+
+
+def test_bits_go_where_they_remove_most() -> None:
+    """The greedy choice is the best of all, by trying them all on three classes; every head has the same total."""
+    deviation = torch.tensor([[4.0, 1.0, 0.3], [1.0, 1.0, 1.0]]).repeat_interleave(CLASS, -1)
+    found = allocate_bits(deviation, 6)
+    assert found.sum(-1).tolist() == [6, 6]
+    variance = deviation[0, ::CLASS].square().tolist()
+    choices = [(a, b, 6 - a - b) for a in range(7) for b in range(7 - a)]
+    loss = {bits: sum(v * DISTORTION[b] for v, b in zip(variance, bits, strict=True)) for bits in choices}
+    assert tuple(found[0].tolist()) == min(loss, key=loss.__getitem__)
+
+
+def test_distortions_are_those_of_the_codebooks() -> None:
+    """The table by which bits are given out is what the Gaussian codebooks lose."""
+    spectral = codec()
+    z = torch.randn(400_000, generator=torch.Generator().manual_seed(0))
+    for bits in range(1, 6):
+        levels = spectral._levels[bits, : 2**bits]  # type: ignore[attr-defined]
+        error = (z - levels[torch.bucketize(z, (levels[1:] + levels[:-1]) / 2)]).square().mean().item()
+        assert abs(error / DISTORTION[bits] - 1) < 0.03
+
+
+def moments(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    roots = torch.randn(3, HEADS, DIM, DIM, dtype=torch.float64, generator=generator)
+    keys, plain, queries = roots @ roots.mT
+    return keys, plain, queries
+
+
+def test_basis_makes_channels_uncorrelated_and_errors_cost_alike() -> None:
+    """Along the basis the mixed moment of keys is diagonal, and the cost of errors is their square."""
+    keys, plain, queries = moments()
+    basis, deviation = spectral_basis(keys, plain, queries)
+    mixed = 0.9 * keys + 0.1 * plain
+    covariance = basis.mT @ mixed @ basis
+    assert (covariance - torch.diag_embed(deviation.square())).abs().max() < 1e-6 * covariance.abs().max()
+    assert (deviation.diff() <= 0).all()
+    inverse = torch.linalg.inv(basis)
+    cost = inverse @ queries @ inverse.mT
+    assert (cost - torch.eye(DIM, dtype=cost.dtype)).abs().max() < 1e-6
+
+
+def test_a_model_that_computes_the_same_has_the_same_codes() -> None:
+    """Keys times S and queries times 1 / S leave attention as it is, and the channels of keys too."""
+    keys, plain, queries = moments()
+    scale = torch.ones(DIM, dtype=torch.float64)
+    scale[[1, 5, 17, 21]] = 16.0
+    scaled = scale[:, None] * scale
+    basis, deviation = spectral_basis(keys, plain, queries)
+    other, other_deviation = spectral_basis(keys * scaled, plain * scaled, queries / scaled)
+    x = torch.randn(100, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    y, z = x @ basis, (x * scale) @ other
+    assert (deviation / other_deviation - 1).abs().max() < 1e-6
+    assert (y.abs() - z.abs()).abs().max() < 1e-6 * y.abs().max(), "channels agree up to their sign"
+
+
+def test_weights_leave_the_dense_tokens_out() -> None:
+    """Sinks and the recent window get no weight; the rest gets p (1 - p), also beside learned logits."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(1, 3, DIM, generator=generator), torch.randn(1, 200, DIM, generator=generator)
+    at = torch.tensor([100, 150, 199])
+    weights = attention_weights(query, key, at, DIM**-0.5)
+    p = (query[0, 2] @ key[0].mT * DIM**-0.5).softmax(-1)
+    coded = slice(SINKS, 200 - RECENT)
+    assert (weights[0, 2, coded] - (p - p * p)[coded]).abs().max() < 1e-6
+    assert not weights[..., :SINKS].any()
+    assert not weights[0, 2, 200 - RECENT :].any()
+    aux = attention_weights(query, key, at, DIM**-0.5, torch.full((1, 3), 5.0))
+    assert aux.sum() < weights.sum()
+
+
+class Characters:
+    """A tokenizer that gives every character a token below 64."""
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) % 64 for character in text]}
+
+
+def with_outlier_channels(model: Any) -> Any:
+    """The model with three RoPE pairs of keys times 16, and those of queries times 1 / 16: the same function."""
+    scale = torch.ones(DIM)
+    scale[[1, 5, 9, 17, 21, 25]] = 16.0
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.mul_(scale.repeat(HEADS)[:, None])
+            layer.self_attn.q_proj.weight.div_(scale.repeat(2 * HEADS)[:, None])
+    return model
+
+
+@torch.no_grad()
+def loss(model: Any, ids: torch.Tensor, keys: dict[str, Any]) -> float:
+    """Mean squared error of logits over a cache whose keys are compressed."""
+    found = []
+    for side in (keys, {"method": "none"}):
+        values = {"method": "none"}
+        cache = CompressedCache(model.config, {"keys": side, "values": values, "sink_tokens": 4, "recent_tokens": 8})
+        model(ids[:, :400], past_key_values=cache)
+        found.append(model(ids[:, 400:], past_key_values=cache).logits)
+        assert side["method"] == "none" or cache.packed_tokens > 300
+    return (found[0] - found[1]).square().mean().item()
+
+
+def test_outlier_channels_change_nothing(tmp_path: Path) -> None:
+    """Calibrated on a model and on its twin with outlier channels, spectral loses the same; TurboQuant collapses."""
+    generator = torch.Generator().manual_seed(0)
+    (tmp_path / "text").write_text(
+        "".join(chr(32 + int(i)) for i in torch.randint(0, 64, (4000,), generator=generator))
+    )
+    ids = torch.randint(0, 64, (1, 480), generator=torch.Generator().manual_seed(7))
+    losses: dict[str, list[float]] = {"spectral": [], "turboquant": []}
+    for index, model in enumerate((small_model(), with_outlier_channels(small_model()))):
+        output = tmp_path / f"{index}.safetensors"
+        settings = SpectralSettings(tokens=2048, context=512, group=GROUP)
+        gains = calibrate_spectral(model, Characters(), [str(tmp_path / "text")], output, settings)  # type: ignore[arg-type]
+        assert gains.keys() == {0, 1}
+        enable_fused_attention(model)
+        losses["spectral"].append(loss(model, ids, {"method": "spectral", "statistics": str(output)}))
+        losses["turboquant"].append(loss(model, ids, {"method": "turboquant", "bits": 2}))
+    assert abs(losses["spectral"][1] / losses["spectral"][0] - 1) < 0.1, losses
+    assert losses["turboquant"][1] > 3 * losses["turboquant"][0], losses
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("keys.1.mean"), r"it holds no keys of layer 1 \(mean\)"),
+        (lambda tensors: tensors.update({"keys.0.basis": torch.zeros(1, 3, 3)}), "damaged: an unexpected tensor"),
+        (lambda tensors: tensors.pop("turns"), "damaged: its turns do not fit"),
+        (lambda tensors: tensors["keys.0.deviation"].fill_(torch.nan), "holds NaN or infinity"),
+    ],
+)
+def test_files_that_do_not_fit(change: Any, message: str, tmp_path: Path) -> None:
+    """Files that lack a layer, or hold what does not fit the model, are refused by name."""
+    config = small_config()
+    tensors = {name: x.clone() for name, x in random_statistics(config).items()}
+    change(tensors)
+    path = tmp_path / "x.safetensors"
+    write_statistics(str(path), ModelFacts.of(config), tensors, 32, {})
+    x = torch.randn(1, 2, 80, 32)
+    with pytest.raises(ValueError, match=f"statistics='{path}' for spectral: .*{message}"):
+        CompressedCache(config, {"keys": {**_SIDE, "statistics": str(path)}, "values": {"method": "none"}}).update(
+            x, x, 0
+        )
+
+
+def test_other_models_and_missing_files() -> None:
+    """A file of another model, and none, are refused at construction; so are values, and bits that split a byte."""
+    sides = {"values": {"method": "none"}}
+    with pytest.raises(ValueError, match=r"statistics=None for spectral: .* `kvcache-compress calibrate"):
+        CompressedCache(small_config(), {"keys": {"method": "spectral"}, **sides})
+    with pytest.raises(ValueError, match=r"made for 'llama', not for .* 3 layers with 2 key/value heads of 32"):
+        CompressedCache(small_config(), {"keys": _SIDE, **sides})
+    with pytest.raises(ValueError, match=r"bits=2\.1 for spectral: allowed multiples of 0\.25"):
+        CompressedCache(small_config(), {"keys": {**_SIDE, "bits": 2.1}, **sides})
+    with pytest.raises(ValueError, match="spectral for values"):
+        CompressedCache(small_config(), {"keys": {"method": "none"}, "values": _SIDE})
+
+
+def test_command(tmp_path: Path) -> None:
+    """`calibrate --method spectral` writes a file that a cache of the same model takes."""
+    (tmp_path / "text").write_text("some words of a text, " * 200)
+    output = tmp_path / "statistics.safetensors"
+    arguments = ["calibrate", "--method", "spectral", "--model", saved_model(), "--text", str(tmp_path / "text")]
+    arguments += ["--output", str(output), "--tokens", "4096"]
+    refused = CliRunner().invoke(app, [*arguments, "--bits", "2"])
+    assert (refused.exit_code, type(refused.exception)) == (1, SystemExit)
+    assert "--bits: not an option of method 'spectral'" in refused.output
+    done = CliRunner().invoke(app, [*arguments, "--group", "32"])
+    assert done.exit_code == 0, done.output
+    assert "gain of the transform" in done.output
+    config = AutoConfig.from_pretrained(saved_model())
+    cache = SpectralCache(config, statistics=output, bits=2.5, sink_tokens=0, recent_tokens=0)
+    assert cache.compression.values.options().bits == 2.5  # type: ignore[attr-defined]
+    heads, dim = config.num_key_value_heads, config.head_dim
+    x = torch.randn(1, heads, 70, dim)
+    cache.update(x, x, 0)
+    assert cache.packed_tokens == 64

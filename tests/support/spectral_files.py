@@ -1,0 +1,51 @@
+"""Files of spectral statistics for tests: random bases for the small models, with variances that fall."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, PreTrainedConfig
+
+from kvcache_compress.methods.spectral.statistics_file import write_statistics
+from kvcache_compress.modeling.facts import head_shape
+from kvcache_compress.modeling.model_file import ModelFacts
+from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
+from support.commvq_files import CONTRACT_MODEL
+
+FOLDER = Path(tempfile.mkdtemp(prefix="spectral-"))
+
+
+def random_statistics(config: PreTrainedConfig, group: int = 32) -> dict[str, torch.Tensor]:
+    """Tensors of all layers: bases near rotations, deviations from 1 down to 0.1, small means."""
+    dim, heads, layers = head_shape(config)
+    generator = torch.Generator().manual_seed(dim)
+    tensors: dict[str, torch.Tensor] = {}
+    layout, embed = rope_layout(config, dim), rotary_embedding(config)
+    if layout is not None and embed is not None:
+        turns = torch.stack(layout.factors(embed(torch.zeros(1), torch.arange(group)[None])))[:, 0]
+        tensors["turns"] = turns / turns.square().sum(0).sqrt()
+    for layer in range(layers):
+        basis = torch.linalg.qr(torch.randn(heads, dim, dim, generator=generator)).Q
+        tensors[f"keys.{layer}.basis"] = basis + 0.02 * torch.randn(heads, dim, dim, generator=generator)
+        tensors[f"keys.{layer}.deviation"] = torch.logspace(0, -1, dim).expand(heads, -1)
+        tensors[f"keys.{layer}.mean"] = 0.2 * torch.randn(heads, dim, generator=generator)
+    return tensors
+
+
+@cache
+def statistics_file(head_dim: int, group: int = 32) -> str:
+    """A file for the model of the contract (head dimension 32), or one like it."""
+    sizes = {**CONTRACT_MODEL, "hidden_size": 6 * head_dim} if head_dim != 32 else CONTRACT_MODEL
+    config = LlamaConfig(**sizes)
+    return statistics_of(config, f"{head_dim}-{group}", group)
+
+
+def statistics_of(config: PreTrainedConfig, name: str, group: int = 32) -> str:
+    """A new file of random statistics for this model."""
+    path = FOLDER / f"{name}.safetensors"
+    with torch.device("cpu"):
+        write_statistics(str(path), ModelFacts.of(config), random_statistics(config, group), group, {})
+    return str(path)
