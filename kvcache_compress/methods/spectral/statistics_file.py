@@ -70,7 +70,16 @@ def check_model(file: ModelFile, config: PreTrainedConfig, layer: int, any_model
 
 
 def load_layer(file: ModelFile, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors of a layer by their last names, and `turns` of models with RoPE."""
+    """Tensors of a layer by their last names, and `turns` of models with RoPE.
+
+    Raises:
+        ValueError: Numbers are not finite, deviations are not positive, or a basis has no inverse.
+    """
     prefix = f"keys.{layer}."
     names = [f"{prefix}{part}" for part in PARTS] + (["turns"] if "turns" in file.shapes else [])
-    return {name.removeprefix(prefix): tensor for name, tensor in file.load(names, device).items()}
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in file.load(names, device).items()}
+    if not (tensors["deviation"] > 0).all():
+        raise file.refusal(f"damaged: {prefix}deviation holds numbers of zero or less")
+    if torch.linalg.inv_ex(tensors["basis"].double()).info.any():
+        raise file.refusal(f"damaged: {prefix}basis has no inverse")
+    return tensors

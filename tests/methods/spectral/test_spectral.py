@@ -232,6 +232,8 @@ def test_outlier_channels_change_nothing(tmp_path: Path) -> None:
         (lambda tensors: tensors.update({"keys.0.basis": torch.zeros(1, 3, 3)}), "damaged: an unexpected tensor"),
         (lambda tensors: tensors.pop("turns"), "damaged: its turns do not fit"),
         (lambda tensors: tensors["keys.0.deviation"].fill_(torch.nan), "holds NaN or infinity"),
+        (lambda tensors: tensors["keys.0.deviation"].fill_(0.0), "keys.0.deviation holds numbers of zero or less"),
+        (lambda tensors: tensors["keys.0.basis"].fill_(0.0), "keys.0.basis has no inverse"),
     ],
 )
 def test_files_that_do_not_fit(change: Any, message: str, tmp_path: Path) -> None:
