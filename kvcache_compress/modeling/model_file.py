@@ -45,7 +45,7 @@ class ModelFacts:
 
     @classmethod
     def read(cls, metadata: Mapping[str, str]) -> ModelFacts:
-        """Raises `KeyError` or `ValueError` for metadata that lack a fact."""
+        """Parse metadata; raises `KeyError` or `ValueError` if a fact is missing or damaged."""
         numbers: dict[str, Any] = {name: int(metadata[name]) for name in ("head_dim", "kv_heads", "layers")}
         rope = json.loads(metadata["rope"])
         if not isinstance(rope, dict):
@@ -82,18 +82,17 @@ class ModelFacts:
         Dimensions and, if `rope`, RoPE must agree in any case. Model ids agree if they are equal or, as for folders, if
         the last two parts of the path are; an unnamed model agrees with all. `any_model` ignores the ids.
         """
-        here = ModelFacts.of(config)
+        here = head_shape(config)
         name = config._name_or_path or f"this {config.model_type}"
         start = f"made for {self.model or self.model_type!r}, not for {name!r}"
-        in_file, in_model = ((x.layers, x.kv_heads, x.head_dim) for x in (self, here))
-        if in_file != in_model:
+        in_file = (self.head_dim, self.kv_heads, self.layers)
+        if in_file != here:
             words = "{} layers with {} key/value heads of {}"
-            return f"{start}: {words.format(*in_file)}, not {words.format(*in_model)}"
-        if rope and here.rope != self.rope:
-            keys = here.rope.keys() | self.rope.keys()
-            differing = sorted(key for key in keys if here.rope.get(key) != self.rope.get(key))
+            return f"{start}: {words.format(*in_file[::-1])}, not {words.format(*here[::-1])}"
+        if rope and (record := ModelFacts.of(config).rope) != self.rope:
+            differing = sorted(key for key in record | self.rope if record.get(key) != self.rope.get(key))
             words = "; ".join(
-                f"{key} {self.rope.get(key)} in the file, {here.rope.get(key)} in the model" for key in differing
+                f"{key} {self.rope.get(key)} in the file, {record.get(key)} in the model" for key in differing
             )
             return f"{start}: other rotary position embeddings: {words}"
         if not any_model and self.model_type != config.model_type:

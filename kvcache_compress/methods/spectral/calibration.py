@@ -23,7 +23,7 @@ from kvcache_compress.modeling.rope import Rope, RopeLayout, layer_has_rope, rop
 
 from .codec import GROUP
 from .moments import RECENT, SAMPLED, SINKS, KeyMoments, attention_weights
-from .statistics_file import write_statistics
+from .statistics_file import GROUPS, PARTS, write_statistics
 from .transform import spectral_basis
 
 
@@ -41,8 +41,8 @@ class SpectralSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.group not in (32, 64, 128):
-            raise ValueError(f"group={self.group} for spectral: allowed 32, 64, 128")
+        if self.group not in GROUPS:
+            raise ValueError(f"group={self.group} for spectral: allowed {', '.join(map(str, GROUPS))}")
         if self.context < SINKS + RECENT + 2 * self.group:
             least = SINKS + RECENT + 2 * self.group
             raise ValueError(f"context={self.context} for spectral: allowed at least {least}")
@@ -92,7 +92,7 @@ def calibrate_spectral(
 
     Raises:
         ValueError: the model's attention cannot be observed, or it has no full-attention layer; the text cannot be read
-            or is too short; or the output cannot be a file.
+            or is too short; keys or queries are not finite; or the output cannot be a file.
     """
     settings, output = settings or SpectralSettings(), Path(output)
     check_output(output)
@@ -104,14 +104,13 @@ def calibrate_spectral(
     tensors = {} if run.turns is None else {"turns": torch.stack(run.turns)[:, 0]}
     gains = {}
     for layer, sums in moments.items():
+        if not (sums.keys.isfinite().all() and sums.queries.isfinite().all()):
+            raise ValueError(f"keys or queries of layer {layer} are not finite")
         weight = sums.weight.clamp_min(1e-30)[:, None, None]
         basis, deviation = spectral_basis(sums.keys / weight, sums.plain / sums.tokens, sums.queries / weight)
         variance = deviation.square()
         gains[layer] = float(0.5 * (variance.mean(-1).log2() - variance.log2().mean(-1)).mean())
-        tensors |= {
-            f"keys.{layer}.{name}": x
-            for name, x in zip(("basis", "deviation", "mean"), (basis, deviation, means[layer]), strict=True)
-        }
+        tensors |= {f"keys.{layer}.{name}": x for name, x in zip(PARTS, (basis, deviation, means[layer]), strict=True)}
     data = {"text": list(text), "tokens": windows.numel(), "context": settings.context, "sha256": digest}
     write_statistics(str(output), ModelFacts.of(config), tensors, settings.group, data)
     return gains
@@ -145,7 +144,10 @@ class _Run:
     def _pass(self, doing: str, windows: torch.Tensor, observer: Callable[..., None]) -> None:
         with observed_attention(self.model, observer) as observable:
             if not observable:
-                raise ValueError(f"the attention of {self.config.model_type} cannot be observed")
+                raise ValueError(
+                    f"the attention of {self.config.model_type} cannot be observed: allowed are implementations that "
+                    "Transformers looks up by name, such as sdpa"
+                )
             for index, window in enumerate(windows):
                 self.report(doing, index, len(windows))
                 self.model.get_decoder()(input_ids=window[None].to(self.model.device), use_cache=False)

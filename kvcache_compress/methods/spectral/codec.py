@@ -71,7 +71,7 @@ class SpectralCodec(Codec):
         except ValueError as error:
             raise file.refusal(str(error)) from None
         tensors = load_layer(file, context.layer, context.device)
-        basis, deviation, mean = (tensors[part][heads] for part in PARTS)
+        basis, deviation, mean, inverse = (tensors[part][heads] for part in (*PARTS, "inverse"))
         by_class = allocate_bits(deviation, code_bytes(options.bits, context.head_dim))
         self.bits = by_class.repeat_interleave(CLASS, -1)
         """int64 `[H, D]`, bits of each channel."""
@@ -79,7 +79,7 @@ class SpectralCodec(Codec):
         coded = (self.bits > 0)[:, None]
         self.encoding = torch.where(coded, basis, 0.0)
         """float32 `[H, D, D]`, x to its channels; zero to those without bits."""
-        self.decoding = torch.linalg.inv(basis.double()).float()
+        self.decoding = inverse
         """float32 `[H, D, D]`, its inverse but for those."""
         self.means = mean[:, None].expand(-1, self.group, -1)
         """float32 `[H, group, D]`, the mean turned to each place in a group."""
@@ -142,14 +142,16 @@ class SpectralCodec(Codec):
         x = (x.unflatten(2, (-1, self.group)) - self.means[:, None]).flatten(2, 3)
         y = x @ self.encoding
         z = y / self.deviation[:, None]
-        spread = (z.square().sum(-1) / self._coded_channels()[:, None]).sqrt().clamp_min(1e-12)
+        coded = (self.bits > 0).sum(-1).clamp_min(1)
+        spread = (z.square().sum(-1) / coded[:, None]).sqrt().clamp_min(1e-12)
+        bounds, energy = self._bounds[self.bits], y.square().sum(-1)
         best: list[torch.Tensor] = []
         for factor in SEARCHED:
-            codes = self._nearest(z / (spread * factor)[..., None])
+            codes = _nearest(z / (spread * factor)[..., None], bounds)
             point = self._points(codes)
             product, square = (y * point).sum(-1), point.square().sum(-1).clamp_min(1e-30)
-            error = y.square().sum(-1) - product.square() / square
-            scale = y.square().sum(-1) / product.clamp_min(1e-30)
+            error = energy - product.square() / square
+            scale = energy / product.clamp_min(1e-30)
             found = [error, scale, codes]
             if not best:
                 best = found
@@ -162,16 +164,6 @@ class SpectralCodec(Codec):
         _, scale, codes = best
         packed = self._pack(codes)
         return packed, scale.clamp(max=SCALE_MAX).to(torch.float16).unflatten(2, (-1, self.group))
-
-    def _coded_channels(self) -> torch.Tensor:
-        return (self.bits > 0).sum(-1).clamp_min(1)
-
-    def _nearest(self, z: torch.Tensor) -> torch.Tensor:
-        """Code of the nearest level of `z` `[B, H, T, D]` with the bits of each channel, int64."""
-        columns = z.permute(1, 3, 0, 2)
-        bounds = self._bounds[self.bits]
-        found = torch.searchsorted(bounds, columns.flatten(2).contiguous())
-        return found.unflatten(2, columns.shape[2:]).permute(2, 0, 3, 1)
 
     def _points(self, codes: torch.Tensor) -> torch.Tensor:
         """Channels `[B, H, T, D]` that codes stand for, for a token of scale 1."""
@@ -215,6 +207,13 @@ class SpectralCodec(Codec):
         return scores.transpose(2, 3).flatten(3)
 
 
+def _nearest(z: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Codes of the nearest levels of `z` `[B, H, T, D]`, int64, by the `bounds` `[H, D, 63]` between them."""
+    columns = z.permute(1, 3, 0, 2)
+    found = torch.searchsorted(bounds, columns.flatten(2).contiguous())
+    return found.unflatten(2, columns.shape[2:]).permute(2, 0, 3, 1)
+
+
 def code_bytes(bits: float, head_dim: int) -> int:
     """Bytes of codes per token and head; raises `ValueError` if `bits` leave a part of one."""
     count = bits * head_dim / 8
@@ -246,10 +245,11 @@ def _bytes_of(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @lru_cache(maxsize=8)
 def _codebooks(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Levels `[7, 64]` of 0 to 6 bits for a standard Gaussian, and the bounds between them, `[7, 63]`."""
-    levels = torch.zeros(MOST_BITS + 1, 2**MOST_BITS)
-    bounds = torch.full((MOST_BITS + 1, 2**MOST_BITS - 1), torch.inf)
-    for bits in range(1, MOST_BITS + 1):
-        found = (lloyd_max_levels(_GAUSSIAN_DIM, bits) * math.sqrt(_GAUSSIAN_DIM)).float()
-        levels[bits, : len(found)] = found
-        bounds[bits, : len(found) - 1] = boundaries(found)
-    return levels.to(device), bounds.to(device)
+    with torch.inference_mode(False):  # of use outside of it as well, wherever they are first asked for
+        levels = torch.zeros(MOST_BITS + 1, 2**MOST_BITS)
+        bounds = torch.full((MOST_BITS + 1, 2**MOST_BITS - 1), torch.inf)
+        for bits in range(1, MOST_BITS + 1):
+            found = (lloyd_max_levels(_GAUSSIAN_DIM, bits) * math.sqrt(_GAUSSIAN_DIM)).float()
+            levels[bits, : len(found)] = found
+            bounds[bits, : len(found) - 1] = boundaries(found)
+        return levels.to(device), bounds.to(device)

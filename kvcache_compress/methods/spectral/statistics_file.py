@@ -13,6 +13,7 @@ Metadata beside those of every model file: `group` (n), and `data` with the text
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ ADVICE = (
     "Make one with `kvcache-compress calibrate --method spectral --model MODEL --text FILE --output FILE.safetensors`"
 )
 PARTS = ("basis", "deviation", "mean")
+GROUPS = (32, 64, 128)
+"""Allowed numbers of tokens with one anchor; they divide the chunks in which tokens are encoded and decoded."""
 
 
 def write_statistics(path: str, facts: ModelFacts, tensors: Mapping[str, torch.Tensor], group: int, data: Any) -> None:
@@ -40,11 +43,18 @@ def read_statistics(path: str) -> ModelFile:
     Raises:
         ValueError: the file is missing, damaged, or no file of spectral statistics.
     """
-    file = open_model_file(path, f"statistics={quoted(path)} for spectral", FORMAT, VERSION, "statistics file", ADVICE)
+    return _checked(
+        open_model_file(path, f"statistics={quoted(path)} for spectral", FORMAT, VERSION, "statistics file", ADVICE)
+    )
+
+
+@lru_cache(maxsize=8)
+def _checked(file: ModelFile) -> ModelFile:
+    """Check a file's tensors against the model that it names, once per file, and return it."""
     heads, dim = file.facts.kv_heads, file.facts.head_dim
     expected = {"basis": (heads, dim, dim), "deviation": (heads, dim), "mean": (heads, dim)}
     size = file.described("group")
-    if not isinstance(size, int) or isinstance(size, bool) or not 8 <= size <= 1024:
+    if size not in GROUPS:
         raise file.refusal(f"damaged: group {size!r}")
     rotary = file.facts.rope.get("rotary") if file.facts.rope else None
     if file.shapes.get("turns") != (None if rotary is None else (2, size, rotary)):
@@ -70,7 +80,7 @@ def check_model(file: ModelFile, config: PreTrainedConfig, layer: int, any_model
 
 
 def load_layer(file: ModelFile, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors of a layer by their last names, and `turns` of models with RoPE.
+    """Tensors of a layer by their last names, the basis's `inverse`, and `turns` of models with RoPE.
 
     Raises:
         ValueError: Numbers are not finite, deviations are not positive, or a basis has no inverse.
@@ -80,6 +90,7 @@ def load_layer(file: ModelFile, layer: int, device: torch.device) -> dict[str, t
     tensors = {name.removeprefix(prefix): tensor for name, tensor in file.load(names, device).items()}
     if not (tensors["deviation"] > 0).all():
         raise file.refusal(f"damaged: {prefix}deviation holds numbers of zero or less")
-    if torch.linalg.inv_ex(tensors["basis"].double()).info.any():
+    inverse, failed = torch.linalg.inv_ex(tensors["basis"].double())
+    if failed.any():
         raise file.refusal(f"damaged: {prefix}basis has no inverse")
-    return tensors
+    return tensors | {"inverse": inverse.float()}

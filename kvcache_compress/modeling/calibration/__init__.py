@@ -1,1 +1,1 @@
-"""What methods that learn from a model share: texts, observed attention, the frame of a command."""
+"""Calibration of any method: texts, observed attention, the frame of the command."""
