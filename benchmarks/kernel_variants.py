@@ -190,5 +190,6 @@ def encode_launches(side: Side, method: str, options: MethodOptions, head_dim: i
     codec = build_codec(method, options, side, head_dim, 2, torch.bfloat16)
     tokens = torch.randn(1, 2, 512, head_dim).bfloat16()
     codec.prepare(tokens)
-    rope = (torch.ones(1, 512, head_dim // 2), torch.zeros(1, 512, head_dim // 2))
+    groups = 512 // codec.group
+    rope = (torch.ones(1, groups, head_dim // 2), torch.zeros(1, groups, head_dim // 2))
     return aot.captured_launches(lambda: encoded(codec.on("triton"), tokens, rope))

@@ -46,12 +46,16 @@ KNOWN_STACK = {
     "prod-2.5bit, D=256": 528,
     "prod-2.5bit, float32": 48,
     "turboquant-2.5bit, D=256": 88,
+    "spectral-2bit": 392,
+    "spectral-3bit": 728,
+    "spectral-4bit": 1112,
     "encode keys of polarquant-3.4bit": 8,
     "encode values of polarquant-3.4bit": 8,
 }
 """Stack bytes allowed by variant. Queries and sums of two or four components, 512 numbers in all, or 256 in float32 (on
-sm_100 only), spill registers. The 8 bytes of an encoder are not a spill (158 registers, no load or store of the stack
-by its name): only their address is taken, once."""
+sm_100 only), spill registers; so do spectral's queries, mapped anew for each group (docs/dev/methods.md). The 8 bytes
+of an encoder are not a spill (158 registers, no load or store of the stack by its name): only their address is taken,
+once."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,23 @@ def packed_loop(arguments: dict[str, Any], code: aot.MachineCode, target: str) -
         return None
     loop = min(candidates, key=lambda loop: abs(loop.instructions - alone[0].instructions))
     length = loop.instructions + sum(count * inner for count, inner in zip(turns, loop.inner, strict=True))
-    return round(length * 32 * code.warps / (arguments["BLOCK"] * (arguments["K"].dim + arguments["V"].dim)), 2)
+    return round(length * 32 * code.warps / (tokens_per_turn(arguments) * (arguments["K"].dim + arguments["V"].dim)), 2)
+
+
+def tokens_per_turn(arguments: dict[str, Any]) -> int:
+    """Packed tokens of one iteration of the loop: a tile, or the groups for which queries are mapped together."""
+    if arguments["TURN"] is None:
+        return int(arguments["BLOCK"])
+    return int(arguments["PHASES"] * arguments["K"].group)
 
 
 def inner_turns(arguments: dict[str, Any]) -> list[int]:
-    """Iterations of the loops inside the one over packed tokens: CommVQ has one per group of keys and of values."""
+    """Iterations of the loops inside the one over packed tokens: CommVQ has one per group of keys and of values.
+
+    With queries mapped for each group of tokens, the loop over tiles is such a loop.
+    """
+    if arguments["TURN"] is not None:
+        return [tokens_per_turn(arguments) // arguments["BLOCK"]]
     turns = []
     for function, side, codes in ((commvq.score, "K", 2), (commvq.accumulate, "V", 1)):
         if function in (arguments["SCORE"], arguments["ACCUMULATE"]):

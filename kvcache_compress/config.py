@@ -13,7 +13,9 @@ import yaml
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvcache_compress.codecs.backend import BackendChoice
-from kvcache_compress.codecs.base import Codec, MethodOptions, RopeUse, Side
+from kvcache_compress.codecs.base import SIDES, Codec, MethodOptions, RopeUse, Side
+from kvcache_compress.codecs.layout import Field as StoredField
+from kvcache_compress.codecs.layout import group_tokens
 from kvcache_compress.files.text import is_file, is_folder, parse_yaml, read_yaml
 from kvcache_compress.validation.messages import explain, quoted, suggestion, unknown_key
 from kvcache_compress.validation.options import MOST_TOKENS, AnyList, Seed, StrictOptions, python_number
@@ -155,9 +157,34 @@ class LayerPlan:
     def side(self, side: Side) -> SideConfig:
         return self.keys if side == "keys" else self.values
 
+    def layout(self, side: Side, head_dim: int) -> tuple[StoredField, ...]:
+        """Fields of this side; see `Codec.layout`."""
+        config = self.side(side)
+        return config.codec().layout(config.options(), side, head_dim)
+
     def rope_use(self, side: Side) -> RopeUse:
         config = self.side(side)
         return config.codec().rope_use(config.options(), side)
+
+    @property
+    def needs_queries(self) -> bool:
+        """True if a codec takes its statistics from the queries of the first prompt."""
+        sides = ((side, self.side(side)) for side in SIDES)
+        return any(chosen.codec().needs_queries(chosen.options(), side) for side, chosen in sides)
+
+    def rope_groups(self, head_dim: int) -> tuple[int, int] | None:
+        """First token and size of the groups, in tokens, of whose first tokens a codec needs cos and sin, or None.
+
+        Raises:
+            ValueError: both codecs need them, of different groups.
+        """
+        sizes = {group_tokens(self.layout(side, head_dim)) for side in SIDES if self.rope_use(side) == "factors"}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"{self.keys.method} for keys and {self.values.method} for values need cos and sin of groups of "
+                f"{' and '.join(map(str, sorted(sizes)))} tokens: allowed groups of one size"
+            )
+        return (self.sink_tokens, sizes.pop()) if sizes else None
 
     @property
     def compresses(self) -> bool:

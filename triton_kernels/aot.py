@@ -32,7 +32,7 @@ _POINTERS = {
 class Loop:
     """SASS instructions that a warp executes per iteration of a loop, and per iteration of each loop inside it.
 
-    The longest run that a conditional branch inside the loop can skip is not counted: in the attention kernel, the
+    The longest run that a conditional branch inside each loop can skip is not counted: in the attention kernel, the
     rescaling of the sums when a larger logit arrives, which few tiles of a sequence trigger.
     """
 
@@ -149,16 +149,34 @@ def _loops(sass: str) -> tuple[Loop, ...]:
         inside = sorted(loop for loop in backward if _within(loop, outer))
         innermost = [loop for loop in inside if not any(_within(other, loop) for other in inside)]
         skipped = [
-            (at, targets[at])
-            for at, text in code
-            if text.startswith("@") and outer[0] <= at < targets.get(at, 0) <= outer[1]
-            and not any(_within(loop, (at, targets[at])) for loop in inside)
-        ]  # fmt: skip
-        low, high = max(skipped, key=lambda jump: jump[1] - jump[0], default=(outer[1], outer[1]))
-        lengths = [sum(start <= at <= stop for at, _ in code) for start, stop in innermost]
-        total = sum(outer[0] <= at <= outer[1] and not low < at < high for at, _ in code)
-        loops.append(Loop(total - sum(lengths), tuple(lengths)))
+            _longest(
+                [
+                    (at, targets[at])
+                    for at, text in code
+                    if text.startswith("@")
+                    and start <= at < targets.get(at, 0) <= stop
+                    and not any(_within(loop, (at, targets[at])) or start < loop[0] <= at <= loop[1] for loop in inside)
+                ]
+            )
+            for start, stop in (outer, *innermost)
+        ]
+        lengths = [
+            sum(start <= at <= stop and not low < at < high for at, _ in code)
+            for (start, stop), (low, high) in zip(innermost, skipped[1:], strict=True)
+        ]
+        low, high = skipped[0]
+        total = sum(
+            outer[0] <= at <= outer[1]
+            and not low < at < high
+            and not any(start <= at <= stop for start, stop in innermost)
+            for at, _ in code
+        )
+        loops.append(Loop(total, tuple(lengths)))
     return tuple(loops)
+
+
+def _longest(jumps: list[tuple[int, int]]) -> tuple[int, int]:
+    return max(jumps, key=lambda jump: jump[1] - jump[0], default=(0, 0))
 
 
 def _within(inner: tuple[int, int], outer: tuple[int, int]) -> bool:

@@ -65,7 +65,7 @@ std::unique_ptr<Decoder> decoder(const Side& side) {
 constexpr Named<std::unique_ptr<Decoder> (*)(const Side&)> FORMS[] = {
     {"dense", decoder<DenseDecoder>}, {"levels", decoder<LevelDecoder>},    {"groups", decoder<GroupDecoder>},
     {"pairs", decoder<PairDecoder>},  {"tree", decoder<TreeDecoder>},       {"additive", decoder<AdditiveDecoder>},
-    {"bits", decoder<BitDecoder>},    {"complex", decoder<ComplexDecoder>},
+    {"bits", decoder<BitDecoder>},    {"complex", decoder<ComplexDecoder>}, {"digits", decoder<DigitDecoder>},
 };
 
 // The three segments of a side.
@@ -81,8 +81,9 @@ struct Segments {
 
 struct Layer {
   Segments keys, values;
-  int64_t sinks, packed, tail;  // tokens
-  const float* mean;            // of the keys, [H, D], or null
+  int64_t sinks, packed, tail;              // tokens
+  const float* mean;                        // of the keys, [H, D], or null
+  std::optional<AnchoredQueries> anchored;  // map of the queries, if they are mapped for each group of keys
 };
 
 class Attention {
@@ -117,15 +118,17 @@ class Attention {
     if (split == splits_) {
       const Run sinks{layer_.keys.sinks, layer_.values.sinks, 0, layer_.sinks, 0};
       const Run tail{layer_.keys.tail, layer_.values.tail, 0, layer_.tail, layer_.sinks + layer_.packed};
-      attend_run(step_, rows, q.data(), nullptr, sinks, partials);
-      attend_run(step_, rows, q.data(), nullptr, tail, partials);
+      attend_run(step_, rows, {q.data()}, sinks, partials);
+      attend_run(step_, rows, {q.data()}, tail, partials);
       return;
     }
     const std::vector<float> bias = mean_scores(rows, q);
     q = layer_.keys.basis.map(rows.head.head, std::move(q), rows.count);
-    const int64_t first = layer_.packed * split / splits_, last = layer_.packed * (split + 1) / splits_;
+    const int64_t unit = layer_.anchored ? layer_.anchored->group() : 1, units = layer_.packed / unit;
+    const int64_t first = units * split / splits_ * unit, last = units * (split + 1) / splits_ * unit;
     const Run run{*layer_.keys.packed, *layer_.values.packed, first, last, layer_.sinks};
-    attend_run(step_, rows, q.data(), bias.empty() ? nullptr : bias.data(), run, partials);
+    const AnchoredQueries* anchored = layer_.anchored ? &*layer_.anchored : nullptr;
+    attend_run(step_, rows, {q.data(), bias.empty() ? nullptr : bias.data(), anchored}, run, partials);
   }
 
   // Merges the splits of a block into its rows of `out` [B, n, Hq, D]; the logits `s_aux` [Hq] join the denominator.
@@ -225,7 +228,8 @@ Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_
             float(softcap) * LOG2E, {}};
   if (mask) step.mask.emplace(*mask);
   const float* mean = keys.mean.numel() > 0 ? keys.mean.const_data_ptr<float>() : nullptr;
-  const Layer layer{Segments(keys), Segments(values), sinks, packed, tail, mean};
+  Layer layer{Segments(keys), Segments(values), sinks, packed, tail, mean, {}};
+  if (keys.form == "digits") layer.anchored.emplace(keys);
   Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(2), query.size(1), values.sinks.size(3)});
   if (out.numel() == 0) return out;
   const float* s_aux_data = s_aux ? s_aux->const_data_ptr<float>() : nullptr;

@@ -51,8 +51,8 @@ def _operands(side: SideSegments) -> tuple[Form, list[int], list[torch.Tensor]]:
 
 
 def _fields(side: SideSegments) -> list[torch.Tensor]:
-    """Stored fields, and cos and sin of the packed tokens, `[B, H, T, 2 * rotary]`, if the codec uses them."""
+    """Stored fields, and cos and sin of the groups' first tokens, `[B, H, groups, 2 * rotary]`, if it uses them."""
     if side.track is None:
         return side.store.buffers
-    _, heads, first, _ = side.sinks.shape
-    return [*side.store.buffers, side.track.buffer[:, None, first:].expand(-1, heads, -1, -1)]
+    heads = side.sinks.shape[1]
+    return [*side.store.buffers, side.track.buffer[:, None].expand(-1, heads, -1, -1)]

@@ -6,6 +6,7 @@
 #include <limits>
 #include <optional>
 
+#include "attention/anchored.h"
 #include "decode/polar.h"
 
 namespace kvcache_compress {
@@ -80,44 +81,6 @@ struct Partial {
   float* sums = nullptr;
 };
 
-// Calls `call` for blocks of up to three rows, with their number as a template argument; avoids a single last row. Rows
-// of a block share the loads of a tile; registers allow three, as the sums of a row take four.
-template <class Call>
-inline void each_block(int64_t rows, Call call) {
-  for (int64_t r = 0; r < rows;) {
-    const int64_t left = rows - r;
-    if (left == 3 || left > 4) {
-      call.template operator()<3>(r);
-      r += 3;
-    } else if (left > 1) {
-      call.template operator()<2>(r);
-      r += 2;
-    } else {
-      call.template operator()<1>(r);
-      r += 1;
-    }
-  }
-}
-
-// scores[r * stride + t] = q[r] · k[t] for `count` tokens, and for up to three more, which must be readable.
-inline void score(const float* q, int64_t rows, const float* k, int64_t count, int64_t width, float* scores,
-                  int64_t stride) {
-  each_block(rows, [&]<int ROWS>(int64_t first) {
-    for (int64_t t = 0; t < count; t += 4) {
-      Floats sums[ROWS][4] = {};
-      for (int64_t c = 0; c < width; c += LANES) {
-        Floats x[ROWS];
-        for (int r = 0; r < ROWS; ++r) x[r] = load(q + (first + r) * width + c);
-        for (int i = 0; i < 4; ++i) {
-          const Floats y = load(k + (t + i) * width + c);
-          for (int r = 0; r < ROWS; ++r) sums[r][i] += x[r] * y;
-        }
-      }
-      for (int r = 0; r < ROWS; ++r) sum_each(sums[r], scores + (first + r) * stride + t);
-    }
-  });
-}
-
 // sums[r][c] += sum over tokens t of weights[r * stride + t] * v[t * width + c], for VECTORS * LANES channels c.
 template <int ROWS, int VECTORS>
 inline void add_weighted(const float* weights, int64_t stride, const float* v, int64_t count, int64_t width,
@@ -163,21 +126,32 @@ inline void weigh(float* logits, int64_t count, int64_t width, Partial& part) {
   for (int lane = 0; lane < LANES; ++lane) part.total += total[lane];
 }
 
-// Adds a run of tokens to the partial softmax `parts` of rows with queries `q` [rows][run.keys.width]; `bias`, if any,
-// is added to all logits of a row.
-inline void attend_run(const Step& step, const Rows& rows, const float* q, const float* bias, const Run& run,
-                       Partial* parts) {
+// Queries of rows in the code space of a run's keys, [rows][run.keys.width], and a term for all logits of a row, if
+// any; or, with `anchored`, the queries that it maps for each group.
+struct Queries {
+  const float *numbers, *bias = nullptr;
+  const AnchoredQueries* anchored = nullptr;
+};
+
+// Adds a run of tokens to the partial softmax `parts` of rows.
+inline void attend_run(const Step& step, const Rows& rows, const Queries& queries, const Run& run, Partial* parts) {
   const int64_t k_width = run.keys.width, v_width = run.values.width, widest = std::max(k_width, v_width);
-  const int64_t tile = std::clamp(TILE_NUMBERS / widest / LANES * LANES, LANES, MAX_TILE);
-  const std::unique_ptr<float[]> decoded(new float[tile * widest]), logits(new float[rows.count * MAX_TILE]);
+  const int64_t most = std::clamp(TILE_NUMBERS / widest / LANES * LANES, LANES, MAX_TILE);
+  const std::unique_ptr<float[]> decoded(new float[most * widest]), logits(new float[rows.count * MAX_TILE]);
+  std::optional<MappedQueries> mapped;
+  if (queries.anchored != nullptr) mapped.emplace(*queries.anchored, rows.head, queries.numbers, rows.count);
+  // A tile lies in one group; groups are powers of two.
+  const int64_t tile = mapped ? std::min<int64_t>(std::bit_floor(static_cast<uint64_t>(most)), mapped->group()) : most;
   for (int64_t t = run.first; t < run.last; t += tile) {
     const int64_t count = std::min(tile, run.last - t), position = run.position + t;
+    const float* q = mapped ? mapped->at(t) : queries.numbers;
     run.keys.decode(rows.head, t, count, decoded.get());
     score(q, rows.count, decoded.get(), count, k_width, logits.get(), MAX_TILE);
     for (int64_t r = 0; r < rows.count; ++r) {
       const int64_t query = (rows.first + r) % step.count;
       float* row = logits.get() + r * MAX_TILE;
-      for (int64_t i = 0; i < count && bias != nullptr; ++i) row[i] += bias[r];
+      if (mapped) mapped->add_means(r, t, count, row);
+      for (int64_t i = 0; i < count && queries.bias != nullptr; ++i) row[i] += queries.bias[r];
       for (int64_t i = 0; i < count && step.softcap > 0; ++i) row[i] = step.softcap * std::tanh(row[i] / step.softcap);
       if (step.mask) {
         const int64_t query_head = rows.head.head * step.groups + (rows.first + r) / step.count;

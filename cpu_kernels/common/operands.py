@@ -10,14 +10,14 @@ from typing import Literal, TypeAlias
 import torch
 from torch.nn import functional
 
-Form: TypeAlias = Literal["dense", "levels", "groups", "pairs", "tree", "additive", "complex", "bits"]
+Form: TypeAlias = Literal["dense", "levels", "groups", "pairs", "tree", "additive", "complex", "bits", "digits"]
 _LANES = 8
 """Numbers per vector of the C++ code (`LANES` in `simd.h`)."""
 
 
 @dataclass(frozen=True)
 class CPUSide:
-    """Decoder of one side's fields and its operands; see the decoders in `decode.h`, `polar.h` and `commvq.h`.
+    """Decoder of one side's fields and its operands; see the decoders in `cpu_kernels/decode`.
 
     form: name of the decoder; `attend.cpp` has a table of the same names.
     options: integer options of the decoder.

@@ -152,33 +152,58 @@ inline Ints load_words(const Word* words, int64_t count) {
   return load_words(padded);
 }
 
+// Loads LANES / 2 words, twice.
+template <class Word>
+inline Ints load_twice(const Word* words) {
+  Word padded[LANES];
+  std::memcpy(padded, words, LANES / 2 * sizeof(Word));
+  std::memcpy(padded + LANES / 2, padded, LANES / 2 * sizeof(Word));
+  return load_words(padded);
+}
+
 // Unpacks the codes of a token and calls `emit(channel, codes, lanes)` for each run of LANES channels, of which the
-// first `lanes` may be written, up to the token's end. If the number of words is no multiple of LANES, a run overlaps
-// the runs after it, which are emitted later.
+// first `lanes` may be written, up to the token's end. Runs may overlap: those of whole lanes emit the same codes
+// twice, and others are emitted before the runs that they overlap.
 template <int BITS, class Emit>
 [[gnu::always_inline]] inline void each_run(const Field* planes, const Head& head, int64_t token, const Words& range,
                                             Emit emit) {
   using P = Planes<BITS>;
+  constexpr int LOW_MASK = (1 << P::LOW) - 1, HIGH_MASK = (1 << P::HIGH) - 1;
   const int64_t words = range.count;
   const auto* low = planes[0].row<typename P::LowWord>(head, token) + range.first;
   const typename P::HighWord* high = nullptr;
   if constexpr (P::HIGH > 0) high = planes[1].row<typename P::HighWord>(head, token) + range.first;
-  const auto runs = [&]<bool WHOLE>() __attribute__((always_inline)) {
-    for (int64_t word = (words - 1) / LANES * LANES; word >= 0; word -= LANES) {
-      const int64_t left = WHOLE ? LANES : words - word;
-      const Ints low_words = load_words(low + word, left);
-      Ints high_words = {};
-      if constexpr (P::HIGH > 0) high_words = load_words(high + word, left);
+  const auto run = [&]<bool WHOLE>(int64_t word) __attribute__((always_inline)) {
+    const int64_t count = WHOLE ? LANES : words;
+    const Ints low_words = load_words(low + word, count);
+    Ints high_words = {};
+    if constexpr (P::HIGH > 0) high_words = load_words(high + word, count);
 #pragma GCC unroll 8
-      for (int part = 0; part < CODES_PER_WORD; ++part) {
-        Ints codes = (low_words >> (P::LOW * part)) & ((1 << P::LOW) - 1);
-        if constexpr (P::HIGH > 0) codes |= ((high_words >> (P::HIGH * part)) & ((1 << P::HIGH) - 1)) << P::LOW;
-        const int64_t channel = part * words + word;
-        emit(channel, codes, WHOLE ? LANES : std::min(LANES, CODES_PER_WORD * words - channel));
-      }
+    for (int part = 0; part < CODES_PER_WORD; ++part) {
+      Ints codes = (low_words >> (P::LOW * part)) & LOW_MASK;
+      if constexpr (P::HIGH > 0) codes |= ((high_words >> (P::HIGH * part)) & HIGH_MASK) << P::LOW;
+      const int64_t channel = part * words + word;
+      emit(channel, codes, WHOLE ? LANES : std::min(LANES, CODES_PER_WORD * words - channel));
     }
   };
-  words % LANES == 0 ? runs.template operator()<true>() : runs.template operator()<false>();
+  if (words >= LANES) {
+    for (int64_t word = words - LANES; word > 0; word -= LANES) run.template operator()<true>(word);
+    run.template operator()<true>(0);
+  } else if (words == LANES / 2) {
+    // The words twice, of which the lower half yields one part and the upper half the next.
+    const Ints low_words = load_twice(low);
+    Ints high_words = {};
+    if constexpr (P::HIGH > 0) high_words = load_twice(high);
+    const Ints second = Ints{0, 0, 0, 0, 1, 1, 1, 1};
+#pragma GCC unroll 4
+    for (int part = 0; part < CODES_PER_WORD; part += 2) {
+      Ints codes = (low_words >> (P::LOW * (second + part))) & LOW_MASK;
+      if constexpr (P::HIGH > 0) codes |= ((high_words >> (P::HIGH * (second + part))) & HIGH_MASK) << P::LOW;
+      emit(part * words, codes, LANES);
+    }
+  } else {
+    run.template operator()<false>(0);
+  }
 }
 
 // Calls `call` with the number of bits as a template argument.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from kvcache_compress.cpu_kernels import build
 if TYPE_CHECKING:
     from kvcache_compress.methods.polarquant.codebooks import AngleCodebook
     from kvcache_compress.methods.polarquant.tree import PolarTree
+    from kvcache_compress.methods.spectral.digits import DigitCodes, Tables
 
 
 def quantize_levels(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:
@@ -51,6 +53,15 @@ def quantize_tree(
     operator = build.operators().quantize_tree.default
     *planes, energy, cross = operator(y.contiguous(), points, bounds, tree.places, books[0].lower)
     return tuple(planes), energy, cross
+
+
+def quantize_digits(
+    y: torch.Tensor, deviation: torch.Tensor, digits: DigitCodes, tables: Tables, factors: Sequence[float]
+) -> Fields:
+    """Twin of `quantize` in `methods/spectral/digits.py`, for a multiple of eight tokens: equal codes and scales."""
+    operator = build.operators().quantize_digits.default
+    stored = digits.channels, digits.shifts, digits.twos
+    return tuple(operator(y.contiguous(), deviation, digits.kind, *tables, *stored, factors))
 
 
 def complex_step(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcache_compress import CompressedCache, load_config
+from kvcache_compress.methods.spectral.codec import PREFILL
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ def _without_paths(config: Any) -> Any:
     if isinstance(config, dict):
         named = {key: _without_paths(value) for key, value in config.items() if value is not None}
         for name in FILES & named.keys():
+            if name == "statistics" and named[name] == PREFILL:
+                continue
             path = Path(named[name])
             digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else None
             named[name] = {"file": path.name, "sha256": digest}

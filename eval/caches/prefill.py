@@ -3,7 +3,8 @@
 During its first prefill a cache returns the keys and values that it receives, so these are the same for every cache.
 They are kept and passed to each cache by `update`, as the model would: it then holds bit for bit what its own prefill
 would have left. A comparison of thirty caches pays for one prefill per prompt instead of thirty. Models with layers
-other than plain full attention (sliding windows, states) prefill each cache anew. On CPUs several caches also go
+other than plain full attention (sliding windows, states) prefill each cache anew, as do caches that take statistics
+from the prompt's queries. On CPUs several caches also go
 through the model together, as the rows of a batch: the tokens after the prompt are the same for all, and a matrix
 product with a few rows is far slower per row than one with many.
 """
@@ -12,13 +13,18 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+
+from kvcache_compress import disable_fused_attention, enable_fused_attention
+from kvcache_compress.attention.interface import attends_fused
+from kvcache_compress.cache.layer import CompressedLayer
 
 from .caches import CacheSpec, Measured, full_cache
 from .decode_once import decode_once
@@ -75,7 +81,10 @@ class Prefill:
     @torch.inference_mode()
     def _fill(self, spec: CacheSpec) -> Cache:
         cache = spec.make(self.model)
-        if self.states is None:
+        if _needs_queries(cache):
+            with _fused_attention(self.model):
+                _pass(self.model, cache, self.ids, last=True)
+        elif self.states is None:
             _pass(self.model, cache, self.ids, last=True)
         else:
             for layer, (keys, values) in enumerate(self.states):
@@ -254,6 +263,23 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor, question: torch.Tensor | 
     shared = all(type(layer) is DynamicLayer for layer in cache.layers)
     states = [(layer.keys, layer.values) for layer in cache.layers] if shared else None
     return Prefill(model, ids, question, logits, states, _now(model.device) - started)
+
+
+def _needs_queries(cache: Cache) -> bool:
+    return any(isinstance(layer, CompressedLayer) and layer.plan.needs_queries for layer in cache.layers)
+
+
+@contextmanager
+def _fused_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Switch fused attention on in the block, if the model can be switched: caches then see its queries."""
+    before = attends_fused(model)
+    with suppress(ValueError):
+        enable_fused_attention(model)
+    try:
+        yield
+    finally:
+        if not before:
+            disable_fused_attention(model)
 
 
 def _now(device: torch.device) -> float:

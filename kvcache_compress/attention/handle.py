@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvcache_compress.codecs.backend import on_device
-from kvcache_compress.codecs.base import Backend, Side
+from kvcache_compress.codecs.base import Backend, PromptQueries, Side
 from kvcache_compress.storage.segments import SideSegments
 
 from .path import AttentionPath, attention, path_over, record
@@ -26,12 +26,14 @@ class Step:
         keys, values: segments of both sides.
         backend: the layer's backend.
         capacity: `max_cache_len` of a static layer, whose masks have that many tokens; else None.
+        observer: called with the step's queries, if packing waits for them.
     """
 
     keys: SideSegments
     values: SideSegments
     backend: Backend
     capacity: int | None = None
+    observer: Callable[[PromptQueries], None] | None = None
 
     @property
     def packed(self) -> int:
@@ -77,6 +79,17 @@ class Step:
 
     def path(self, query: torch.Tensor, softcap: float | None) -> AttentionPath:
         return path_over(self, query, softcap)
+
+    def observe(self, query: torch.Tensor, mask: Any, scaling: float, options: Mapping[str, Any]) -> bool:
+        """Show the step's queries to the layer, if packing waits for them, and return True if it did.
+
+        Masks that are no tensors are not read. Layers that share keys and values show theirs too; the first ones count.
+        """
+        if self.observer is None:
+            return False
+        mask = self._over_tokens(mask) if isinstance(mask, torch.Tensor) else None
+        self.observer(PromptQueries(query, mask, scaling, options.get("softcap"), options.get("s_aux")))
+        return True
 
     def attend(
         self,

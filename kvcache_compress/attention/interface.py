@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_compress.modeling.adapters import compressible, unwrapped
 
-from .handle import PackedKV
+from .handle import PackedKV, Step
 from .path import attention_path, record, weights_wanted
 from .position_hooks import register_fused_hooks, remove_fused_hooks
 
@@ -70,11 +70,12 @@ def attention_forward(
     """Attend as Transformers' attention functions do: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]` and weights."""
     if isinstance(key, PackedKV) and isinstance(value, PackedKV):
         step = key.step
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        observed = isinstance(step, Step) and step.observe(query, attention_mask, scale, kwargs)
         path = attention_path(step, module, query, attention_mask, dropout, kwargs)
         if path != "decode":
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             return step.attend(query, attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux"), path), None
-        if not torch.compiler.is_compiling():
+        if not (observed or torch.compiler.is_compiling()):
             record("decode", query.shape[2])
         if weights_wanted() or not (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
             key, value = key.dense(), value.dense()

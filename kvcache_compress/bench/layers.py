@@ -169,14 +169,14 @@ def encoded_side(
     track = None
     if codec.rope_use(options, side) == "factors":
         config = LlamaConfig(head_dim=head_dim, max_position_embeddings=1 << 20)
-        track = RopeTrack(config, codec.context.rope)  # type: ignore[arg-type]
+        track = RopeTrack(config, codec.context.rope, first, codec.group)  # type: ignore[arg-type]
         # Given as by a model; no row is padded here.
         positions = torch.arange(first + packed + last, device=device)[None]
         track.inputs = LlamaRotaryEmbedding(config).to(device)(torch.zeros(1, device=device), positions)
         track.extend(0, torch.empty(1, 1, first + packed + last, 1, device=device).expand(batch, -1, -1, -1))
     store = PackedStore(codec.fields, batch, heads, device)
     if codes == "encoded":
-        rope = None if track is None else track.read(first, first + packed)
+        rope = None if track is None else track.read(0, packed)
         store.append(encoded(codec, tokens[:, :, :packed], rope), packed, growing=True)
     else:
         store.make_static(packed)

@@ -226,14 +226,15 @@ class CommVQCache(CompressedCache):
 
 
 class SpectralCache(CompressedCache):
-    """Cache with spectral keys, and values by TurboQuant: `SpectralCache(model.config, statistics=path, bits=2)`.
+    """Cache with spectral keys, and values by TurboQuant: `SpectralCache(model.config, bits=2)`.
 
-    For batches with left padding call `enable_fused_attention(model)` or `register_position_hooks(model)` once, so that
-    keys are encoded at their actual positions.
+    Call `enable_fused_attention(model)` once: statistics of the first prompt need its queries, and keys of batches with
+    left padding their actual positions.
 
     Args:
         config: the model's config.
-        statistics: file that `kvcache-compress calibrate --method spectral` wrote for this model.
+        statistics: `"prefill"`, to measure them on the first prompt, or the file that `kvcache-compress calibrate
+            --method spectral` wrote for this model.
         bits: code bits per number of the keys, 0.5 to 6 (see `SpectralOptions`), and of the values, to the next half.
         values: method and options of the values; options without a method change those of TurboQuant.
         sink_tokens: first tokens kept in full precision.
@@ -249,18 +250,21 @@ class SpectralCache(CompressedCache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        statistics: str | PathLike[str] | None = None,
+        statistics: str | PathLike[str] | None = "prefill",
         bits: float = 2,
         values: Mapping[str, Any] | str | None = None,
         sink_tokens: int = 16,
         recent_tokens: int = 64,
         **options: Any,
     ) -> None:
-        value_side = {"method": values} if isinstance(values, str) else dict(values or {})
-        if "method" not in value_side:
-            value_side = {"method": "turboquant", "bits": max(1.0, math.ceil(2 * bits) / 2)} | value_side
+        if not (values is None or isinstance(values, (str, Mapping))):
+            raise ValueError(f"values={quoted(values)}: allowed a method's name or its options")
         keys = {name: options.pop(name) for name in SpectralOptions.model_fields if name in options}
         keys |= {"bits": bits, "statistics": None if statistics is None else str(statistics)}
+        checked: Any = SideConfig.of({"method": "spectral", **keys}).options()
+        value_side = {"method": values} if isinstance(values, str) else dict(values or {})
+        if "method" not in value_side:
+            value_side = {"method": "turboquant", "bits": max(1.0, math.ceil(2 * checked.bits) / 2)} | value_side
         sides = {"keys": keys, "values": value_side}
         compression = config_from_options(
             "spectral", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens

@@ -64,19 +64,22 @@ class CompressedCache(Cache, ModelListener):
         }
         rope = _check_plans(chosen, self.decoder_config)
         check_backend(self.compression.backend, (plan.side(side).codec() for plan in chosen.values() for side in SIDES))
-        self.rope_track = None
-        if rope and any(plan.rope_use(side) == "factors" for plan in chosen.values() for side in SIDES):
-            self.rope_track = RopeTrack(self.decoder_config, rope)
+        tracks: dict[tuple[int, int], RopeTrack] = {}
         for index, plan in chosen.items():
-            track = self.rope_track if "factors" in (plan.rope_use("keys"), plan.rope_use("values")) else None
-            leads = track is not None and not any(getattr(layer, "track", None) for layer in layers[:index])
+            layer_rope = rope if rope and layer_has_rope(self.decoder_config, index) else None
+            track, leads = None, False
+            if layer_rope is not None and (groups := plan.rope_groups(2 * layer_rope.pairs)) is not None:
+                leads = groups not in tracks
+                track = tracks.setdefault(groups, RopeTrack(self.decoder_config, layer_rope, *groups))
             kind: Callable[..., CompressedLayer] = CompressedLayer
             if self.compression.max_cache_len is None and isinstance(
                 layers[index], LinearAttentionAndFullAttentionLayer
             ):
                 kind = partial(HybridCompressedLayer, number_of_states=layers[index].number_of_states)
-            layers[index] = kind(index, plan, self.compression, self.decoder_config, rope, track, leads)
+            layers[index] = kind(index, plan, self.compression, self.decoder_config, layer_rope, track, leads)
         super().__init__(layers=layers)
+        self.rope_tracks = list(tracks.values())
+        """Cos and sin for the layers that need them: one track unless these have other sinks or groups."""
         self._followed = self.decoder_config
         self._offloading = Offloading() if self.compression.offloading else None
 
@@ -189,8 +192,8 @@ class CompressedCache(Cache, ModelListener):
                 layer.crop(length - int(layer.get_seq_length()))
             else:
                 layer.reset()
-        if self.rope_track is not None:
-            self.rope_track.truncate(length)
+        for track in self.rope_tracks:
+            track.truncate(length)
 
     @property
     def packed_tokens(self) -> int:
@@ -199,21 +202,21 @@ class CompressedCache(Cache, ModelListener):
 
     def memory_report(self) -> MemoryReport:
         """Count bytes and bits of every layer; the report prints as a table."""
-        return memory_report(self.layers, self.rope_track)
+        return memory_report(self.layers)
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         self._settle()
         self._refuse_static("cropped")
         check_croppable(self.layers)
         super().crop(*args, **kwargs)
-        if self.rope_track is not None:
-            self.rope_track.truncate(max((int(layer.get_seq_length()) for layer in self._tracked()), default=0))
+        for track in self.rope_tracks:
+            track.truncate(max(int(layer.get_seq_length()) for layer in self._tracked()))
 
     def reset(self) -> None:
         self._settle()
         super().reset()
-        if self.rope_track is not None:
-            self.rope_track.reset()
+        for track in self.rope_tracks:
+            track.reset()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._select(super().reorder_cache, "beam_idx", beam_idx)
@@ -258,8 +261,8 @@ class CompressedCache(Cache, ModelListener):
 
     def _apply_to_track(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Change the rows of cos and sin, before those of the layers, which may encode tokens with them meanwhile."""
-        if self.rope_track is not None:
-            self.rope_track.apply(change)
+        for track in self.rope_tracks:
+            track.apply(change)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         """Copy the cache but share the model's config, which holds the fused-attention switch."""
@@ -295,7 +298,8 @@ def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeL
             chosen = plan.side(side)
             if head_dim is not None:
                 chosen.codec().layout(chosen.options(), side, head_dim)
-            if plan.rope_use(side) != "none" and (rope is None or not layer_has_rope(config, index)):
+            rotates = rope is not None and layer_has_rope(config, index)
+            if not rotates and chosen.codec().needs_rope(chosen.options(), side):
                 raise ValueError(
                     f"{chosen.method} for {side} needs rotary position embeddings, and none were found in layer "
                     f"{index} of {config.model_type}"

@@ -12,6 +12,7 @@ from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.config import CompressionConfig, LayerPlan
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
 from kvcache_compress.storage.rope_track import DTYPE as ROPE_DTYPE
+from kvcache_compress.storage.rope_track import rope_rows
 from kvcache_compress.validation.messages import one_line, quoted
 
 BF16_BYTES = 2
@@ -19,16 +20,18 @@ BF16_BYTES = 2
 
 def side_bytes(plan: LayerPlan, head_dim: int) -> float:
     """Bytes per packed token of one head, keys and values together."""
-    keys = plan.keys.codec().layout(plan.keys.options(), "keys", head_dim)
-    values = plan.values.codec().layout(plan.values.options(), "values", head_dim)
-    return bytes_per_token(keys) + bytes_per_token(values)
+    return sum(bytes_per_token(plan.layout(side, head_dim)) for side in SIDES)
 
 
-def rope_bytes(config: CompressionConfig, head_dim: int, layers: int) -> int:
-    """Bytes per token of the cos and sin that some methods need, shared by all layers; assumes fully rotary heads."""
-    plans = config.plan(["full_attention"] * layers)
-    used = any(plan.rope_use(side) == "factors" for plan in plans for side in SIDES)
-    return head_dim * ROPE_DTYPE.itemsize if used else 0
+def _rope_groups(config: CompressionConfig, head_dim: int, layers: int) -> set[tuple[int, int]]:
+    found = {plan.rope_groups(head_dim) for plan in config.plan(["full_attention"] * layers)}
+    return {groups for groups in found if groups is not None}
+
+
+def rope_bytes(config: CompressionConfig, head_dim: int, layers: int, tokens: int) -> int:
+    """Bytes of the cos and sin that some methods need, of one sequence for all layers; assumes fully rotary heads."""
+    rows = sum(rope_rows(tokens, *groups) for groups in _rope_groups(config, head_dim, layers))
+    return head_dim * ROPE_DTYPE.itemsize * rows
 
 
 def constant_bytes(config: CompressionConfig, layers: int, kv_heads: int, head_dim: int) -> int:
@@ -48,7 +51,8 @@ def constant_bytes(config: CompressionConfig, layers: int, kv_heads: int, head_d
 def packed_bits(config: CompressionConfig, head_dim: int, layers: int = 32, kv_heads: int = 8) -> float:
     """Stored bits per packed number of the compressed layers, with the cos and sin that they share."""
     plans = [plan for plan in config.plan(["full_attention"] * layers) if plan.compresses]
-    stored = kv_heads * sum(side_bytes(plan, head_dim) for plan in plans) + rope_bytes(config, head_dim, layers)
+    factors = head_dim * ROPE_DTYPE.itemsize * sum(1 / size for _, size in _rope_groups(config, head_dim, layers))
+    stored = kv_heads * sum(side_bytes(plan, head_dim) for plan in plans) + factors
     return 8 * stored / (2 * head_dim * kv_heads * len(plans))
 
 
@@ -72,8 +76,8 @@ def cache_bytes(
 def total_bytes(
     config: CompressionConfig, layers: int, kv_heads: int, head_dim: int, tokens: int, batch: int = 1
 ) -> float:
-    """Bytes of the complete cache: `cache_bytes`, `rope_bytes` of all tokens and `constant_bytes`."""
-    shared = batch * tokens * rope_bytes(config, head_dim, layers)
+    """Bytes of the complete cache: `cache_bytes`, `rope_bytes` of all sequences and `constant_bytes`."""
+    shared = batch * rope_bytes(config, head_dim, layers, tokens)
     held = constant_bytes(config, layers, kv_heads, head_dim)
     return cache_bytes(config, layers, kv_heads, head_dim, tokens, batch) + shared + held
 

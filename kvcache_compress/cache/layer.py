@@ -15,7 +15,7 @@ from kvcache_compress.attention import compile_ops as ops
 from kvcache_compress.attention.handle import PackedKV, Step, gradients_wanted, with_step
 from kvcache_compress.attention.interface import ATTENTION_NAME
 from kvcache_compress.codecs.backend import resolve_backend
-from kvcache_compress.codecs.base import Codec, CodecContext, Side
+from kvcache_compress.codecs.base import Codec, CodecContext, PromptQueries, Side
 from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.checks import PackableChecks, check_batch, check_states, full_error, tokens_after_crop
@@ -76,6 +76,7 @@ class CompressedLayer(RowOperations):
         self.storage: DynamicStorage | StaticStorage | None = None
         self._checks = PackableChecks(self.index)
         self._accepted: tuple[Any, ...] | None = None
+        self._shown = False
 
     @property
     def is_compileable(self) -> bool:
@@ -118,9 +119,13 @@ class CompressedLayer(RowOperations):
         if self.max_cache_len is not None:
             self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
             torch._dynamo.mark_static_address(self.cumulative_length)
-            if has_static_steps(self.backend, self.device):
-                self.storage = StaticStorage(storage)
+        self._take_over(storage)
         self.is_initialized = True
+
+    def _take_over(self, storage: DynamicStorage) -> None:
+        """Let a `StaticStorage` take over where steps have static shapes, once its codecs have their statistics."""
+        if storage.windows.capacity is not None and has_static_steps(self.backend, self.device):
+            self.storage = storage if storage.lacks_queries else StaticStorage(storage)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy and register it as a layer of its own, which compiled code tells apart by number."""
@@ -181,7 +186,8 @@ class CompressedLayer(RowOperations):
         """Store keys and values `[B, H, T, D]` and return the keys and values that this step attends to.
 
         These are plain tensors while nothing is packed, while fused attention is off, and for gradients, which reach
-        this step's keys and values but none of an earlier step; else `PackedKV`.
+        this step's keys and values but none of an earlier step; else `PackedKV`, also for the tokens whose queries
+        attention is to show to a codec.
 
         Raises:
             ValueError: The batch size changes, the tokens exceed the static capacity, or tokens to be packed are not
@@ -193,6 +199,14 @@ class CompressedLayer(RowOperations):
         capacity, storage = self.max_cache_len, self.storage
         first = capacity is None and (storage is None or not storage.tokens)
         keys, values = self._append(key_states, value_states, counting=capacity is not None)
+        storage = self.storage
+        assert storage is not None
+        if storage.waiting:
+            if self.fused and not self._shown and not gradients_wanted(key_states, value_states):
+                self._shown = True
+                step = Step(keys, values, self.backend, capacity, self.observe)
+                return PackedKV(step, "keys"), PackedKV(step, "values")
+            self.observe(None)
         if first:
             return key_states, value_states
         step = Step(keys, values, self.backend, capacity)
@@ -235,7 +249,25 @@ class CompressedLayer(RowOperations):
         With a static capacity the counter is left to the compiled code, which adds to it itself, unless it is new.
         """
         counting = self.max_cache_len is not None and not self._keeps_counter(key_states)
-        return self._append(key_states, value_states, counting)
+        segments = self._append(key_states, value_states, counting)
+        if self.storage is not None and self.storage.waiting:
+            self.observe(None)
+        return segments
+
+    def observe(self, queries: PromptQueries | None) -> None:
+        """Prepare codecs that waited for the queries of the last tokens, or without any, and pack what is due."""
+        storage = self.storage
+        if not isinstance(storage, DynamicStorage) or not storage.waiting:
+            return  # layers that share their keys and values show their queries too
+        away = storage.dense_parts["keys"].device != self.device
+        if away:
+            self.prefetch()
+        with self._writable_buffers():
+            storage.observe(queries)
+            self._take_over(storage)
+        self._shown = False
+        if away:
+            self.offload()
 
     def _append(
         self, key_states: torch.Tensor, value_states: torch.Tensor, counting: bool
@@ -354,8 +386,13 @@ class CompressedLayer(RowOperations):
         """Give access to the layer's tokens for changes in the block; an error leaves a `StaticStorage` unchanged."""
         assert self.storage is not None
         self._renumber()
-        with self._writable_buffers(), self.storage.as_dynamic() as storage:
-            yield storage
+        with self._writable_buffers():
+            with self.storage.as_dynamic() as storage:
+                yield storage
+            if self.storage is storage:
+                storage.stop_waiting_if_cropped()
+                self._shown &= storage.waiting
+                self._take_over(storage)
         if self.max_cache_len is not None:
             self.cumulative_length.fill_(self._length())
 

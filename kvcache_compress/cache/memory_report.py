@@ -7,7 +7,7 @@ numbers stored in the model's own dtype (dense tokens, sides of method `none`) c
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +73,9 @@ class MemoryReport:
 
     layers: list[LayerMemory] = field(default_factory=list)
     rope_used_bytes: int = 0
-    """Bytes of every token's cos and sin, kept once for all layers if a codec needs them; part of the totals."""
+    """Bytes of cos and sin, kept once for all layers if a codec needs them; part of the totals."""
+    rope_packed_bytes: int = 0
+    """Part of `rope_used_bytes` that belongs to packed tokens."""
     rope_allocated_bytes: int = 0
 
     def _sum(self, name: str) -> int:
@@ -134,14 +136,8 @@ class MemoryReport:
     @property
     def packed_bits_per_number(self) -> float:
         """Bits stored per packed number: codes, scales, norms, zero points, padding; 16 on a side of method `none`."""
-        packed = self._sum("packed_bytes") - self._sum("wider_packed_bytes") + self._packed_rope_bytes
+        packed = self._sum("packed_bytes") - self._sum("wider_packed_bytes") + self.rope_packed_bytes
         return 8 * packed / self.packed_numbers if self.packed_numbers else float("nan")
-
-    @property
-    def _packed_rope_bytes(self) -> float:
-        """Bytes of cos and sin that belong to packed tokens."""
-        tokens = self.packed_tokens + self.dense_tokens
-        return self.rope_used_bytes * self.packed_tokens / tokens if tokens else 0.0
 
     @property
     def bits_per_number(self) -> float:
@@ -201,11 +197,19 @@ class MemoryReport:
         )
 
 
-def memory_report(layers: Iterable[Any], track: RopeTrack | None = None) -> MemoryReport:
+def memory_report(layers: Sequence[Any]) -> MemoryReport:
     """Count a cache's layers, Transformers' own ones included, and the cos and sin that they share."""
     rows = [_layer_memory(index, layer) for index, layer in enumerate(layers)]
-    used, allocated = (0, 0) if track is None else (track.bytes_used(), track.bytes_allocated())
-    return MemoryReport(rows, used, allocated)
+    packed: dict[RopeTrack, int] = {}  # of the copies that each device has
+    for layer, row in zip(layers, rows, strict=True):
+        if isinstance(layer, CompressedLayer) and layer.track is not None:
+            packed[layer.track] = max(packed.get(layer.track, 0), row.packed_tokens)
+    return MemoryReport(
+        rows,
+        rope_used_bytes=sum(track.bytes_used() for track in packed),
+        rope_packed_bytes=sum(track.bytes_used(tokens) for track, tokens in packed.items()),
+        rope_allocated_bytes=sum(track.buffer.nbytes for track in packed),
+    )
 
 
 def _layer_memory(index: int, layer: Any) -> LayerMemory:

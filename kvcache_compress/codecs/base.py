@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -34,7 +33,7 @@ Statistics: TypeAlias = dict[str, torch.Tensor]
 """Data-dependent tensors of a codec by name, measured on the first tokens; their names, shapes and dtypes follow from
 its options alone."""
 RopeUse: TypeAlias = Literal["none", "pairs", "factors"]
-"""A codec's need for RoPE: nothing, the pairing of channels, or also the cos and sin of every token."""
+"""A codec's need for RoPE: nothing, the pairing of channels, or also the cos and sin of each group's first token."""
 
 HOOKS = ("kernel_side", "kernel_encoder", "cpu_side")
 """Optional parts of a codec for fast backends, each a `cached_property`; `set_statistics` drops the cached values."""
@@ -68,6 +67,45 @@ class CodecContext:
         return hashed_seed(self.seed, part) if shared else hashed_seed(self.seed, part, self.layer, self.side)
 
 
+@dataclass(frozen=True)
+class PromptQueries:
+    """Queries of a layer's attention, with its arguments as `attention.reference.attend` takes them.
+
+    query: `[B, Hq, n, head_dim]`, of the last n tokens.
+    mask: `[B or 1, Hq or 1, n, T]`, boolean or added to the scores, or flash attention's padding mask `[B, T]`.
+    """
+
+    query: torch.Tensor
+    mask: torch.Tensor | None
+    scaling: float
+    softcap: float | None = None
+    s_aux: torch.Tensor | None = None
+
+    def first_rows(self, count: int) -> PromptQueries:
+        """Queries of the first `count` rows of the batch."""
+        mask = None if self.mask is None else self.mask[:count]
+        return replace(self, query=self.query[:count], mask=mask)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """First tokens of a layer, from which a codec that `needs_queries` takes its statistics.
+
+    sinks, keys: keys that stay dense `[B, H, S, head_dim]`, and those after them `[B, H, T, head_dim]`.
+    recent: number of tokens that the recent window will hold.
+    rope: cos and sin of the first token of each group of `keys`, the last of which may be cut; None without RoPE.
+    places: cos and sin of the positions in a group, `[1, group, rotary]`.
+    queries: None if nobody has seen them.
+    """
+
+    sinks: torch.Tensor
+    keys: torch.Tensor
+    recent: int
+    rope: Rope | None = None
+    places: Rope | None = None
+    queries: PromptQueries | None = None
+
+
 class Codec(ABC):
     """Base class of codecs, which encode tokens `[B, H, T, head_dim]` to fields and attend over the fields.
 
@@ -95,7 +133,7 @@ class Codec(ABC):
         self.context = context
         self.statistics: Statistics = {}
         self.fields = self.layout(options, context.side, context.head_dim)
-        self.group = math.lcm(*(field.tokens for field in self.fields))
+        self.group = layout.group_tokens(self.fields)
 
     @classmethod
     @abstractmethod
@@ -104,8 +142,18 @@ class Codec(ABC):
 
     @classmethod
     def rope_use(cls, options: Any, side: Side) -> RopeUse:
-        """This side's need for RoPE; `CompressedCache` refuses models and layers without it."""
+        """This side's need for RoPE, in layers that have it."""
         return "none"
+
+    @classmethod
+    def needs_rope(cls, options: Any, side: Side) -> bool:
+        """True if layers without RoPE are refused; False if the codec does without what `rope_use` says there."""
+        return cls.rope_use(options, side) != "none"
+
+    @classmethod
+    def needs_queries(cls, options: Any, side: Side) -> bool:
+        """True if statistics follow from queries too: packing then waits for those of the first tokens (`observe`)."""
+        return False
 
     @classmethod
     def check_model(cls, options: Any, side: Side, config: PreTrainedConfig, layer: int) -> None:
@@ -115,6 +163,10 @@ class Codec(ABC):
     def prepare(self, x: torch.Tensor) -> None:
         """Set the data-dependent parts, once, from the first tokens `[B, H, T, head_dim]`."""
         self.set_statistics(self.measure(x))
+
+    def observe(self, prompt: Prompt) -> None:
+        """Do what `prepare` does, from keys and queries."""
+        raise NotImplementedError
 
     def measure(self, x: torch.Tensor) -> Statistics:
         """Measure the statistics of tokens `x` `[B, H, T, head_dim]`, without changing the codec."""
@@ -128,7 +180,11 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        """Encode tokens `[B, H, T, head_dim]`, `T` a multiple of `group`; `rope` is set if `rope_use` is `factors`."""
+        """Encode tokens `[B, H, T, head_dim]`, `T` a multiple of `group`.
+
+        `rope` is set here and below if `rope_use` is `factors`: cos and sin of the first token of each group, each
+        `[B, T / group, rotary]`.
+        """
 
     @abstractmethod
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:

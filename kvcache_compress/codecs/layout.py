@@ -74,6 +74,11 @@ def code_order(width: int) -> torch.Tensor:
     return channel // words * padded_words(width) + channel % words
 
 
+def group_tokens(fields: tuple[Field, ...]) -> int:
+    """Number of tokens that are encoded together: each field has whole entries for them."""
+    return math.lcm(*(field.tokens for field in fields))
+
+
 def bytes_per_token(fields: tuple[Field, ...]) -> float:
     """Bytes stored per token of one key/value head."""
     return sum(field.bytes_per_token for field in fields)

@@ -8,11 +8,12 @@ layer i and its sides `keys` and `values`, without unused capacity:
     layers.{i}.{side}.statistics.{name}    the codec's statistics, measured on the first tokens
     layers.{i}.{side}.check                [1, H, up to 8, D] the first packed tokens decoded, float32
     layers.{i}.{attribute}                 layers that are Transformers' own
-    rope                                   [B, T, 2 * rotary] cos and sin of all tokens, if a codec needs them
+    rope.{first}.{stride}                  [B, groups, 2 * rotary] cos and sin of the tokens `first + g * stride`, if a
+                                           codec needs them; in version 1 `rope`, of all tokens
 
-Rotations are made anew from their seeds, and CommVQ's codebooks stay in their own file; `check` reveals codecs that
-differ from those of the saving process. The version is raised when older releases would misread the file; all older
-versions stay readable.
+Rotations are made anew from their seeds, and files of calibration (CommVQ's, spectral's) stay where they are; `check`
+reveals codecs that differ from those of the saving process. The version is raised when older releases would misread the
+file; all older versions stay readable.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
     from kvcache_compress.cache.compressed_cache import CompressedCache
 
 C = TypeVar("C", bound="CompressedCache")
-FORMAT, VERSION = "kvcache_compress.cache", 1
+FORMAT, VERSION = "kvcache_compress.cache", 2
+"""In version 1 the tensor `rope` had the cos and sin of all tokens; now there is a tensor of each track."""
 
 
 class ModelFacts(StrictModel):
@@ -71,7 +73,7 @@ class Header(StrictModel):
     """Contents of the file that are not tensors.
 
     share: the share of the model's heads that the cache holds: all of them, except with tensor parallelism.
-    rope: batch size and tokens of the tensor `rope`.
+    rope: in files of version 1, batch size and tokens of the tensor `rope`.
     """
 
     release: str
@@ -90,7 +92,7 @@ def save_cache(cache: CompressedCache, path: str | Path) -> None:
         raise ValueError(f"path={quoted(str(path))}: a folder; the name of a file is needed")
     tensors: dict[str, torch.Tensor] = {}
     layers = []
-    tracked, compressed = 0, cache.compressed_layers
+    compressed = cache.compressed_layers
     for index, layer in enumerate(cache.layers):
         kind, prefix = type(layer).__name__, f"layers.{index}."
         if index in compressed and isinstance(layer, LinearAttentionAndFullAttentionLayer):
@@ -101,17 +103,15 @@ def save_cache(cache: CompressedCache, path: str | Path) -> None:
         else:
             state, held = layer_state(layer), layer_tensors(layer)
             layers.append(LayerHeader(kind=kind, state=state))
-            tracked = max(tracked, state.tokens if state and layer.track else 0)
+            track = layer.track
+            if state and state.tokens and track is not None and track.name not in tensors:
+                tensors[track.name] = _on_cpu(track.name, track.buffer[:, : track.rows(state.tokens)])
         tensors |= {prefix + name: _on_cpu(prefix + name, tensor) for name, tensor in held.items()}
         if index in compressed:
             layer.raise_for_known()
     share = share_held(cache.layers, cache.decoder_config)
     if problem := disagreement(cache.layers) or misfit(cache.layers, cache.decoder_config, share):
         raise ValueError(f"the cache cannot be saved: {problem}")
-    rope = None
-    if cache.rope_track is not None and tracked:
-        tensors["rope"] = _on_cpu("rope", cache.rope_track.buffer[:, :tracked])
-        rope = (len(tensors["rope"]), tracked)
     if broken := not_finite(tensors):
         raise ValueError(f"the cache cannot be saved: {broken} holds NaN or infinity")
     header = Header(
@@ -121,8 +121,7 @@ def save_cache(cache: CompressedCache, path: str | Path) -> None:
         config=cache.compression.model_dump(mode="json", exclude_none=True),
         layers=layers,
         share=share,
-        rope=rope,
-    ).model_dump_json()
+    ).model_dump_json(exclude={"rope"})
     metadata = {"format": FORMAT, "version": str(VERSION), "header": header, "sha256": _digest(header, tensors)}
     write_tensors(path, tensors, metadata)
 
@@ -180,8 +179,8 @@ def _facts(cache: CompressedCache) -> ModelFacts:
     head_dim, kv_heads, _ = head_shape(config)
     parameters = getattr(config, "rope_parameters", None) or {}
     rope = {"parameters": json.loads(json.dumps(parameters, default=str))}
-    if cache.rope_track is not None:
-        rope = rope_record(config, cache.rope_track.layout)
+    if cache.rope_tracks:
+        rope = rope_record(config, cache.rope_tracks[0].layout)
     kinds = getattr(config, "layer_types", None) or [type(layer).__name__ for layer in cache.layers]
     return ModelFacts(
         model_type=config.model_type, name=config._name_or_path or "", hidden_size=config.hidden_size,
@@ -241,14 +240,12 @@ def _config(header: Header, files: Mapping[str, str | Path | None]) -> Compressi
 def _restore(cache: CompressedCache, header: Header, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Fill a new cache from tensors, copied to `device`; raises `ValueError` for tensors that do not fit."""
     left, compressed = dict(tensors), cache.compressed_layers
-    rope = left.pop("rope", None)
-    if header.rope is not None:
-        if cache.rope_track is None:
-            raise ValueError("damaged: cos and sin that no layer needs")
-        shape = (*header.rope, cache.rope_track.buffer.shape[2])
-        expect({"rope": (cache.rope_track.buffer.dtype, shape)}, {"rope": rope})
-    elif rope is not None:
-        raise ValueError("damaged: a superfluous tensor 'rope'")
+    ropes = {track.name: left.pop(track.name, None) for track in cache.rope_tracks}
+    if header.rope is not None and cache.rope_tracks:
+        whole, like = left.pop("rope", None), cache.rope_tracks[0].buffer
+        expect({"rope": (like.dtype, (*header.rope, like.shape[2]))}, {"rope": whole})
+        assert whole is not None
+        ropes = {track.name: whole[:, track.first :: track.stride] for track in cache.rope_tracks}
     for index, (layer, described) in enumerate(zip(cache.layers, header.layers, strict=True)):
         prefix = f"layers.{index}."
         own = {name.removeprefix(prefix): left.pop(name) for name in tensors if name.startswith(prefix)}
@@ -263,6 +260,7 @@ def _restore(cache: CompressedCache, header: Header, tensors: Mapping[str, torch
                 copied = {name: tensor.to(device, copy=True) for name, tensor in own.items()}
                 set_attributes(layer, described.attributes, copied, device)
             elif described.state is not None:
+                rope = None if layer.track is None else ropes[layer.track.name]
                 restore_layer(layer, described.state, own, rope, device)
             elif own:
                 raise ValueError(f"tensors of an empty layer: {', '.join(own)}")

@@ -91,7 +91,7 @@ def restore_layer(
     rope: torch.Tensor | None,
     device: torch.device,
 ) -> None:
-    """Fill a new layer from a file's state and tensors; `rope` holds cos and sin of all tokens.
+    """Fill a new layer from a file's state and tensors; `rope` has the rows of the layer's track.
 
     Raises:
         ValueError: Sizes or tensors do not fit the layer or each other.
@@ -109,7 +109,7 @@ def restore_layer(
         raise ValueError(f"damaged, or too large for the memory: {str(error).splitlines()[0]}") from None
     _check_capacity(layer, state)
     if layer.track is not None and rope is not None:
-        layer.track.restore(rope.to(device))
+        layer.track.restore(rope.to(device), state.tokens)
     with layer.edited() as storage:
         _restore_sides(layer, storage.sides, state, tensors)
 
@@ -140,9 +140,9 @@ def _check_counts(layer: CompressedLayer, state: LayerState, rope: torch.Tensor 
         raise ValueError(f"damaged: {state.sinks} sinks of {tokens} tokens, where the config has sink_tokens={sinks}")
     if state.packed and not state.prepared:
         raise ValueError("damaged: packed tokens without statistics")
-    batch, known = (0, 0) if rope is None else rope.shape[:2]
-    if layer.track is not None and tokens and (batch, known) != (state.batch, tokens):
-        raise ValueError(f"damaged: cos and sin of {batch} x {known} tokens, not {state.batch} x {tokens}")
+    if (track := layer.track) is not None and tokens:
+        shape = (state.batch, track.rows(tokens), track.buffer.shape[2])
+        expect({track.name: (track.buffer.dtype, shape)}, {track.name: rope})
 
 
 def _check_dense(state: LayerState, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from kvcache_compress.codecs.backend import load_part, on_device
-from kvcache_compress.codecs.base import Side
+from kvcache_compress.codecs.base import PromptQueries, Side
 
 from .checks import LONGEST, PackableChecks, same_prompt
 from .rope_track import RopeTrack
@@ -27,7 +27,7 @@ class DynamicStorage:
         windows: numbers of tokens per segment.
         checks: of the vectors that are about to be packed.
         flushes_steps: True if decode steps pack tokens, False if only prompts do.
-        track: cos and sin of all tokens, if a codec needs them.
+        track: cos and sin of the packed groups, if a codec needs them.
         leads_track: True for the layer that writes `track`.
     """
 
@@ -47,11 +47,13 @@ class DynamicStorage:
         self.flushes_steps = flushes_steps
         self.track = track
         self.leads_track = leads_track
+        self.waiting = False
+        """True if tokens are due to be packed and a codec needs the queries of the last ones: `observe` must follow."""
         if windows.capacity is not None:
             for state in sides.values():
                 state.store.make_static(windows.packed_capacity + windows.group)
             if track is not None:
-                track.make_static(windows.sinks + windows.packed_capacity, sides["keys"].sinks)
+                track.make_static(windows.packed_capacity, sides["keys"].sinks)
 
     @property
     def tokens(self) -> int:
@@ -131,6 +133,30 @@ class DynamicStorage:
             counter.fill_(self.tokens)
         return found
 
+    @property
+    def lacks_queries(self) -> bool:
+        """True if a codec takes its statistics from queries and has none: until it has, nothing is packed."""
+        return any(state.lacks_queries for state in self.sides.values())
+
+    def observe(self, queries: PromptQueries | None) -> None:
+        """Prepare codecs that are `waiting` for queries, those of the last tokens or none, and pack what is due.
+
+        Raises:
+            ValueError: a vector to be encoded is not finite; nothing has changed.
+        """
+        tails = {side: state.tail.view() for side, state in self.sides.items()}
+        leaving = self.windows.leaving(tails["keys"].shape[2])
+        self._check_packable(tails, leaving)
+        for state in self.sides.values():
+            if state.lacks_queries:
+                state.observe(queries, self.windows.recent)
+        self.waiting = False
+        self._flush_tails(tails, leaving, growing=self.flushes_steps)
+
+    def stop_waiting_if_cropped(self) -> None:
+        """Wait no longer if the tokens that were due to be packed are gone."""
+        self.waiting &= self.windows.leaving(self.sides["keys"].tail.tokens) > 0
+
     def _check_packable(self, tails: Mapping[Side, torch.Tensor], leaving: int) -> None:
         """Raise if a vector to be encoded, or one that an unprepared codec takes statistics from, cannot be packed."""
         if self.windows.capacity is not None:
@@ -157,6 +183,8 @@ class DynamicStorage:
 
     def _prepare(self) -> None:
         """Take statistics from the first tokens before any is packed, from the sinks too if there are few others."""
+        if self.lacks_queries:
+            return
         for state in self.sides.values():
             if not state.prepared and self.tokens:
                 written = torch.cat([state.sinks, state.tail.view()], 2)
@@ -173,6 +201,8 @@ class DynamicStorage:
         leaving = self.windows.leaving(tails["keys"].shape[2])
         if leaving:
             self._check_packable(tails, leaving)
+            self.waiting = self.lacks_queries
+        if leaving and not self.waiting:
             self._add(keys[:, :, :sinks], values[:, :, :sinks], sinks)
             self._flush_tails(tails, leaving, growing=self.flushes_steps)
         else:
@@ -213,7 +243,10 @@ class DynamicStorage:
         if not leaving:
             return
         states = self.sides.values()
-        if all(state.prepared and triton_encoder(state.codec) for state in states):
+        if self.lacks_queries:
+            self._check_packable({side: state.tail.view() for side, state in self.sides.items()}, leaving)
+            self.waiting = True
+        elif all(state.prepared and triton_encoder(state.codec) for state in states):
             self._flush_in_triton(leaving)
         else:
             tails = {side: state.tail.view() for side, state in self.sides.items()}

@@ -1,4 +1,4 @@
-"""Cos and sin of the rotation that RoPE gave each cached token, kept once for all layers of a cache.
+"""Cos and sin of the rotation that RoPE gave the first token of each packed group, kept once for all layers of a cache.
 
 They make left padding, partial rotary and scaled RoPE right for codecs that encode keys before RoPE.
 """
@@ -25,13 +25,21 @@ DTYPE = torch.float16
 @cache
 def _warn_of_positions() -> None:
     logger.warning(
-        "the model does not hand over its position embeddings, so commvq encodes left-padded rows as if at other "
+        "the model does not hand over its position embeddings, so keys of left-padded rows are encoded as if at other "
         "positions, and less exactly: call enable_fused_attention(model), or register_position_hooks(model)"
     )
 
 
+def rope_rows(tokens: int, first: int, stride: int) -> int:
+    """Number of groups of `stride` tokens, counted from token `first` on, that `tokens` tokens begin."""
+    return -(-max(0, tokens - first) // stride)
+
+
 class RopeTrack:
-    """Cos and sin of every cached token, `[B, capacity, 2 * rotary]`, shared by the layers of a cache.
+    """Cos and sin of every `stride`-th token from `first` on, shared by layers with as many sinks and the same groups.
+
+    Row g of `buffer` `[B, capacity, 2 * rotary]` belongs to token `first + g * stride`, with which the g-th group of
+    packed tokens begins. The last row of a static track belongs to no group.
 
     With fused attention an attention module hands over the position embeddings of its step (`inputs`). Without them,
     the model's own embedding of the tokens' indices in the cache is used. In left-padded rows these are not the tokens'
@@ -39,8 +47,9 @@ class RopeTrack:
     A model on several devices has a copy on each (`at`); the first one handles operations on all of them.
     """
 
-    def __init__(self, config: PreTrainedConfig, layout: RopeLayout) -> None:
+    def __init__(self, config: PreTrainedConfig, layout: RopeLayout, first: int, stride: int) -> None:
         self.layout = layout
+        self.first, self.stride = first, stride
         self.inputs: tuple[torch.Tensor, torch.Tensor] | None = None
         self._config = config
         self._embed: Callable[..., tuple[Any, Any]] | None = None
@@ -50,6 +59,10 @@ class RopeTrack:
         self._first: RopeTrack | None = None
         self._others: dict[torch.device, RopeTrack] = {}
         self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the model's embedding, which cannot be pickled and is made anew."""
+        return self.__dict__ | {"_embed": None}
 
     def _forget(self) -> None:
         self.tokens = 0
@@ -77,6 +90,15 @@ class RopeTrack:
     def _copies(self) -> list[RopeTrack]:
         return [self, *self._others.values()]
 
+    @property
+    def name(self) -> str:
+        """Name of its tensor in a saved cache."""
+        return f"rope.{self.first}.{self.stride}"
+
+    def rows(self, tokens: int) -> int:
+        """Number of rows that the first `tokens` tokens of a sequence take, sinks included among these tokens."""
+        return rope_rows(tokens, self.first, self.stride)
+
     def reset(self) -> None:
         """Empty the track on every device."""
         for track in self._copies():
@@ -96,74 +118,94 @@ class RopeTrack:
         inputs, self.inputs = self.inputs, None
         if again and start + count == self.tokens:
             return
-        if inputs is None or inputs[0].shape[1] != count:
-            inputs = self._by_index(torch.arange(start, start + count), states)
-        factors = torch.cat(self.layout.factors(inputs), -1)
-        if start + count > self.buffer.shape[1] or batch != self.buffer.shape[0]:
-            grown = self.buffer.new_empty(
-                batch, grown_capacity(start + count, 1), self.buffer.shape[2], device=states.device
-            )
-            if start:
-                grown[:, :start] = self.buffer[:, :start]
+        begin, end = self.rows(start), self.rows(start + count)
+        if end > self.buffer.shape[1] or batch != self.buffer.shape[0]:
+            grown = self.buffer.new_empty(batch, grown_capacity(end, 1), self.buffer.shape[2], device=states.device)
+            if begin:
+                grown[:, :begin] = self.buffer[:, :begin]
             self.buffer = grown
         elif self.buffer.is_inference() and not torch.is_inference_mode_enabled():
             self.buffer = self.buffer.clone()
-        self.buffer[:, start : start + count] = factors.to(DTYPE)
+        if end > begin:
+            at = self.first + begin * self.stride - start
+            if inputs is None or inputs[0].shape[1] != count:
+                inputs = self._by_index(torch.arange(start + at, start + count, self.stride), states)
+            else:
+                inputs = inputs[0][:, at :: self.stride], inputs[1][:, at :: self.stride]
+            self.buffer[:, begin:end] = torch.cat(self.layout.factors(inputs), -1).to(DTYPE)
         self.tokens = start + count
 
-    def make_static(self, tokens: int, states: torch.Tensor) -> None:
-        """Allocate `tokens` tokens for the batch of `states`, once and for all; spare capacity is zero."""
+    def make_static(self, packed: int, states: torch.Tensor) -> None:
+        """Allocate at least `packed` packed tokens for the batch of `states`, for good; spare capacity is zero."""
         self.is_static = True
-        if self.buffer.shape[:2] != (states.shape[0], tokens):
-            self.buffer = self.buffer.new_zeros(states.shape[0], tokens, self.buffer.shape[2], device=states.device)
+        batch, rows, held = states.shape[0], packed // self.stride + 1, self.buffer
+        if held.shape[0] != batch or held.shape[1] < rows:
+            self.buffer = held.new_zeros(batch, rows, held.shape[2], device=states.device)
+            if held.shape[0] == batch:  # a layer with larger groups of values has more room
+                kept = held[:, :-1]
+                self.buffer[:, : kept.shape[1]] = kept
 
     def write(self, positions: torch.Tensor, states: torch.Tensor, again: bool = False) -> None:
-        """Write the factors of tokens at `positions` `[n]` to the static buffer, without counting the tokens."""
+        """Write the factors of those tokens at `positions` `[n]` that begin a group, without counting the tokens.
+
+        The factors of all others go to the static buffer's last row.
+        """
         cos, sin = self.take()
         if again:
             return
         if cos is None or sin is None or cos.shape[1] != len(positions):
             cos, sin = self._by_index(positions, states)
         factors = torch.cat(self.layout.factors((cos, sin)), -1).to(DTYPE).expand(self.buffer.shape[0], -1, -1)
-        self.buffer.index_copy_(1, positions.clamp(max=self.buffer.shape[1] - 1), factors)
+        packed, spare = positions - self.first, self.buffer.shape[1] - 1
+        begins = (packed >= 0) & (packed % self.stride == 0)
+        rows = torch.where(begins, packed // self.stride, spare).clamp(max=spare)
+        self.buffer.index_copy_(1, rows, factors)
 
-    def gather(self, positions: torch.Tensor) -> Rope:
-        """Return cos and sin `[B, n, rotary]` of the tokens at `positions` `[n]` of the static buffer."""
-        cos, sin = self.buffer.index_select(1, positions.clamp(max=self.buffer.shape[1] - 1)).chunk(2, -1)
+    def gather(self, groups: torch.Tensor) -> Rope:
+        """Return cos and sin `[B, n, rotary]` of `groups` `[n]` of the static buffer, of any for groups not in it."""
+        cos, sin = self.buffer.index_select(1, groups.clamp(0, self.buffer.shape[1] - 1)).chunk(2, -1)
         return cos, sin
 
-    def _by_index(self, positions: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if states.shape[0] > 1:
-            _warn_of_positions()
+    def _embedding(self) -> Callable[..., tuple[Any, Any]]:
         if self._embed is None:
             self._embed = rotary_embedding(self._config)
         if self._embed is None:
             raise RuntimeError("a RopeTrack needs a model with RoPE")
-        cos, sin = self._embed(torch.zeros(1, dtype=torch.float32, device=positions.device), positions.unsqueeze(0))
+        return self._embed
+
+    def _by_index(self, positions: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if states.shape[0] > 1:
+            _warn_of_positions()
+        like = torch.zeros(1, dtype=torch.float32, device=positions.device)
+        cos, sin = self._embedding()(like, positions.unsqueeze(0))
         return cos.to(states.device), sin.to(states.device)
 
-    def read(self, start: int, stop: int) -> Rope:
-        """Return cos and sin `[B, stop - start, rotary]` of tokens `[start, stop)`."""
-        cos, sin = self.buffer[:, start:stop].chunk(2, -1)
+    def first_positions(self, tokens: int, device: torch.device) -> Rope:
+        """Return cos and sin `[1, tokens, rotary]` of the first positions, of the model's own embedding, float32."""
+        cos, sin = self._embedding()(torch.zeros(1), torch.arange(tokens)[None])
+        cos, sin = self.layout.factors((cos.float().to(device), sin.float().to(device)))
         return cos, sin
 
-    def bytes_used(self) -> int:
-        return sum(track.buffer[:, : track.tokens].nbytes for track in self._copies())
+    def read(self, start: int, stop: int) -> Rope:
+        """Return cos and sin of packed tokens `[start, stop)`, whole groups: `[B, (stop - start) / stride, rotary]`."""
+        cos, sin = self.buffer[:, start // self.stride : stop // self.stride].chunk(2, -1)
+        return cos, sin
 
-    def bytes_allocated(self) -> int:
-        return sum(track.buffer.nbytes for track in self._copies())
+    def bytes_used(self, packed: int | None = None) -> int:
+        """Bytes in use on this device, of the first `packed` packed tokens or of all tokens."""
+        return self.buffer[:, : self.rows(self.tokens if packed is None else self.first + packed)].nbytes
 
     def truncate(self, tokens: int) -> None:
         """Keep at most the first `tokens` tokens, on every device."""
         for track in self._copies():
             track.tokens = min(track.tokens, tokens)
 
-    def restore(self, factors: torch.Tensor) -> None:
-        """Set cos and sin `[B, T, 2 * rotary]` of all tokens, within a static buffer if there is one."""
-        batch, tokens, _ = factors.shape
-        if self.buffer.shape[0] != batch or self.buffer.shape[1] < tokens:
+    def restore(self, factors: torch.Tensor, tokens: int) -> None:
+        """Set the rows `[B, rows, 2 * rotary]` of `tokens` tokens, within a static buffer if there is one."""
+        batch, rows, _ = factors.shape
+        if self.buffer.shape[0] != batch or self.buffer.shape[1] < rows:
             self.buffer = factors.clone()
-        self.buffer[:, :tokens] = factors
+        self.buffer[:, :rows] = factors
         self.tokens = tokens
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -33,7 +33,7 @@ class SideSegments:
     tail_tokens: int
     codec: Codec
     track: RopeTrack | None = None
-    """Cos and sin of all tokens, if the codec needs them."""
+    """Cos and sin of the packed groups, if the codec needs them."""
     slots: Slots | None = None
     """Slots of a static layer, if the segments are all its slots, whether they hold a token or not."""
 
@@ -42,9 +42,8 @@ class SideSegments:
         return self.tail_buffer[:, :, : self.tail_tokens]
 
     def rope(self, start: int, stop: int) -> Rope | None:
-        """Return cos and sin of packed tokens `[start, stop)`, or None without a track."""
-        first = self.sinks.shape[2]
-        return None if self.track is None else self.track.read(first + start, first + stop)
+        """Return cos and sin of the groups of packed tokens `[start, stop)`, or None without a track."""
+        return None if self.track is None else self.track.read(start, stop)
 
     @property
     def shape(self) -> torch.Size:

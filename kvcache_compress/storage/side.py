@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcache_compress.codecs.backend import load_part, on_device
-from kvcache_compress.codecs.base import Codec, Fields
+from kvcache_compress.codecs.base import Codec, Fields, Prompt, PromptQueries
 from kvcache_compress.modeling.rope import Rope
 
+from .checks import same_prompt
 from .packed_store import PackedStore, TailBuffer
 from .rope_track import RopeTrack
 from .segments import SideSegments
@@ -94,9 +95,31 @@ class SideState:
                 self.codec.prepare(x[:1] if self.codec.per_prompt else x)
             self.prepared = True
 
+    @property
+    def lacks_queries(self) -> bool:
+        """True if the codec takes its statistics from queries and has none."""
+        codec = self.codec
+        return not self.prepared and codec.needs_queries(codec.options, codec.context.side)
+
+    def observe(self, queries: PromptQueries | None, recent: int) -> None:
+        """Take the statistics of a codec that `needs_queries` from all tokens, none of which is packed.
+
+        Rows of one prompt, as for beams, count once.
+        """
+        x = self.tail.view()
+        rows = 1 if same_prompt(x) else len(x)
+        whole = -(-x.shape[2] // self.codec.group) * self.codec.group
+        places = None if self.track is None else self.track.first_positions(self.codec.group, x.device)
+        with on_device(x), torch.no_grad():
+            rope = self._rope(0, whole)
+            if rows < len(x):
+                x, rope = x[:rows], None if rope is None else (rope[0][:rows], rope[1][:rows])
+                queries = None if queries is None else queries.first_rows(rows)
+            self.codec.observe(Prompt(self.sinks[:rows], x, recent, rope, places, queries))
+        self.prepared = True
+
     def _rope(self, start: int, stop: int) -> Rope | None:
-        first = self.sinks.shape[2]
-        return None if self.track is None else self.track.read(first + start, first + stop)
+        return None if self.track is None else self.track.read(start, stop)
 
     def decode(self, start: int, stop: int) -> torch.Tensor:
         """Decode packed tokens `[start, stop)`, whole groups: float32 `[B, H, stop - start, D]`."""

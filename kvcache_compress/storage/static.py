@@ -143,7 +143,7 @@ class StepBuffers:
         if state.track is None:
             return None
         _, groups = self._groups(state.codec.group, count)
-        return state.track.gather((_tokens(groups, state.codec.group) + self.windows.sinks).clamp_min(0))
+        return state.track.gather(groups)
 
     def _groups(self, group: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the number of tokens between sinks and recent window, and the groups that `count` may complete."""
@@ -194,8 +194,12 @@ class StaticStorage:
         dynamic: a storage with `windows.capacity`, whose tokens and buffers this one takes over.
     """
 
+    waiting = False
+    """False: its codecs have their statistics."""
+
     def __init__(self, dynamic: DynamicStorage) -> None:
         assert dynamic.windows.capacity is not None
+        assert not dynamic.lacks_queries
         self.windows = dynamic.windows
         self.buffers = self._new_buffers(dynamic)
         self._load(dynamic)

@@ -100,7 +100,8 @@ def test_layers_on_two_devices(name: str, fused: bool) -> None:
             assert {x.device for x in tensors} == {device}
         report, expected = cache.memory_report(), make_cache(name, fused).memory_report()
         assert expected.rope_used_bytes == 0
-        assert report.rope_used_bytes == (2 if cache.rope_track else 0) * 2 * sum(SIZES) * HEAD_DIM * 2
+        rows = sum(track.rows(sum(SIZES)) for track in cache.rope_tracks)
+        assert report.rope_used_bytes == 2 * 2 * rows * HEAD_DIM * 2
 
 
 class FakeStream:
@@ -268,7 +269,8 @@ def test_weights_on_disk(
         assert caches[-1].packed_tokens >= 64
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     assert torch.equal(torch.stack(outputs[0].logits), torch.stack(outputs[1].logits))
-    tracks = [cache.rope_track for cache in caches]
-    assert torch.equal(*(torch.cat(track.read(0, track.tokens), -1) for track in tracks))
-    rows_differ = not torch.equal(*tracks[1].read(9, tracks[1].tokens)[0])
+    tracks = [cache.rope_tracks[0] for cache in caches]
+    packed = caches[0].packed_tokens
+    assert torch.equal(*(torch.cat(track.read(0, packed), -1) for track in tracks))
+    rows_differ = not torch.equal(*tracks[1].read(9, packed)[0])
     assert rows_differ == fused

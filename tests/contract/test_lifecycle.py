@@ -172,6 +172,8 @@ def test_inference_mode_and_not(case: Any, ids: torch.Tensor, first: bool) -> No
 
 def test_gradients_on(case: Any, ids: torch.Tensor) -> None:
     """Without `torch.no_grad` the cache holds no graph, and the results are the same."""
+    if case.fused and case.name == "spectral-prefill":
+        pytest.skip("where gradients are wanted its statistics follow from keys alone")
     cache, expected = case.cache(), case.cache()
     sizes = [60, 10, 1, 9, *[3] * 7]
     with torch.enable_grad():

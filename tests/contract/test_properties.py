@@ -30,9 +30,9 @@ LAYERS = 3
 BOTH = ("keys", "values")
 
 
-def factors(rows: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of tokens at these positions, `[B, T, rotary]`, rounded to 16 bits as in a cache."""
-    embedding = rotary_embedding(CONFIG)(torch.zeros(1), torch.arange(start, stop)[None])
+def factors(rows: int, start: int, stop: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of the groups at these positions, `[B, T / group, rotary]`, rounded to 16 bits as in a cache."""
+    embedding = rotary_embedding(CONFIG)(torch.zeros(1), torch.arange(start, stop, group)[None])
     cos, sin = (part.half().expand(rows, -1, -1) for part in ROPE.factors(embedding))
     return cos, sin
 
@@ -96,7 +96,7 @@ class LayerModel:
             x = self.x[side]
             if not self.prepared:
                 codec.prepare(x[:, :, start:])
-            rope = factors(len(x), start, start + leaving)
+            rope = factors(len(x), start, start + leaving, codec.group)
             decoded = codec.decode(codec.on(self.backend).encode(x[:, :, start : start + leaving], rope), rope)
             self.x[side] = torch.cat([x[:, :, :start], decoded, x[:, :, start + leaving :]], 2)
         self.prepared = True
@@ -234,8 +234,7 @@ class Run:
                     torch.testing.assert_close(
                         getattr(layer, side), model.x[side], atol=1e-5, rtol=1e-5, msg=str(trace)
                     )
-        track = self.cache.rope_track
-        if track is not None:
+        for track in self.cache.rope_tracks:
             assert track.tokens == self.models[0].tokens, trace
 
 

@@ -30,7 +30,7 @@ from kvcache_compress.methods.polarquant.codebooks import offline_codebook, onli
 
 pytestmark = pytest.mark.usefixtures("built")
 
-IN_CPP = ("turboquant", "kivi", "qjl", "polarquant_rope", "polarquant_recursive", "commvq")
+IN_CPP = ("turboquant", "kivi", "qjl", "polarquant_rope", "polarquant_recursive", "commvq", "spectral")
 CASES = [entry for entry in SIDES if entry[0] in IN_CPP]
 ORDERS = (torch.clone, outward)
 """Codebooks: levels in the order of their codes."""
@@ -219,7 +219,8 @@ def test_codecs_encode_alike(
     x = torch.randn(2, 2, 256, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     x[0, 1, 5] = 0.0
     codec.prepare(x)
-    part, rope = x[:, :, 64:192], random_track(half_layout(head_dim), 2, 256).read(64, 192)
+    part = x[:, :, 64:192]
+    rope = random_track(half_layout(head_dim), 2, 256, 64, codec.group).read(0, 128)
     expected, cpp = codec.encode(part, rope), codec.on("cpp")
     assert_equal_fields(cpp.encode(part, rope), expected)
     for strided in (part.transpose(1, 2).contiguous().transpose(1, 2), part.mT.contiguous().mT):

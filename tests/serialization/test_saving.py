@@ -70,11 +70,11 @@ def _part_of_a_group(header: Any, tensors: Any, metadata: Any) -> None:
         tensors[name] = tensors[name][:, :, 8:].contiguous()
 
 
-KEYS = "layers.0.keys"
+KEYS, ROPE = "layers.0.keys", "rope.2.1"
 CHANGES: dict[str, tuple[Change, str]] = {
     "format": (lambda h, t, m: m.update(format="pt"), "not a cache file of kvcache-compress"),
     "no metadata": (lambda h, t, m: m.clear(), "not a cache file of kvcache-compress"),
-    "newer": (lambda h, t, m: m.update(version="2"), "format version '2': this release reads up to 1"),
+    "newer": (lambda h, t, m: m.update(version="3"), "format version '3': this release reads up to 2"),
     "version": (lambda h, t, m: m.update(version="-1"), "format version '-1'"),
     "unknown key": (lambda h, t, m: h.update(more=1), "damaged: more: Extra inputs"),
     "no model": (lambda h, t, m: h.pop("model"), "damaged: model: Field required"),
@@ -111,13 +111,15 @@ CHANGES: dict[str, tuple[Change, str]] = {
         "layer 0: its keys do not decode as they did when it was saved",
     ),
     "seed": (lambda h, t, m: h["config"].update(seed=1), "layer 0: its keys do not decode as"),
-    "rope": (lambda h, t, m: t.pop("rope"), "damaged: no tensor 'rope'"),
+    "rope": (lambda h, t, m: t.pop(ROPE), "layer 1: damaged: no tensor 'rope.2.1'"),
     "short rope": (
-        lambda h, t, m: (h.update(rope=[2, 50]), t.update(rope=t["rope"][:, :50].clone())),
-        "layer 1: damaged: cos and sin of 2 x 50 tokens, not 2 x 60",
+        lambda h, t, m: t.update({ROPE: t[ROPE][:, :50].clone()}),
+        r"layer 1: damaged: rope.2.1 is float16 \[2, 50, 32\], not float16 \[2, 58, 32\]",
     ),
-    "no rope": (lambda h, t, m: (h.update(rope=None), t.pop("rope")), "layer 1: damaged: cos and sin of 0 x 0 tokens"),
-    "rope's dtype": (lambda h, t, m: t.update(rope=t["rope"].float()), "damaged: rope is float32"),
+    "rope's dtype": (lambda h, t, m: t.update({ROPE: t[ROPE].float()}), "damaged: rope.2.1 is float32"),
+    "other rope": (lambda h, t, m: t.update({"rope.4.1": t[ROPE].clone()}), "damaged: an unknown tensor 'rope.4.1'"),
+    "rope of version 1": (lambda h, t, m: h.update(rope=[2, 60]), "damaged: no tensor 'rope'"),
+    "no rope of version 1": (lambda h, t, m: t.update(rope=t[ROPE].clone()), "damaged: an unknown tensor 'rope'"),
     "attribute": (_attribute(2, "update", 1), "layer 2: damaged, or of another release of Transformers: update=1"),
     "no attribute": (lambda h, t, m: h["layers"][2]["attributes"].pop("keys"), "layer 2: damaged.*: no keys"),
     "value": (_attribute(2, "is_initialized", 3), "is_initialized=3"),
@@ -169,7 +171,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "wider type": (_attribute(2, "dtype", {"dtype": "float64"}), "layer 2: damaged: .* in a layer of torch.float64"),
     "no such floats": (_resized(2, lambda x: x.to(torch.float8_e4m3fn)), "damaged: keys and values of torch.float8"),
     "a long name": (_attribute(2, "x\ny " * 9999, 1), "layer 2: damaged"),
-    "NaN in rope": (lambda h, t, m: t["rope"].view(-1)[:1].fill_(torch.nan), "damaged: rope holds NaN or infinity"),
+    "NaN in rope": (lambda h, t, m: t[ROPE].view(-1)[:1].fill_(torch.nan), "damaged: rope.2.1 holds NaN or infinity"),
     "share": (lambda h, t, m: h["share"].update(number=1), r"damaged: share\.number=1 of 1 shares"),
     "no share": (lambda h, t, m: h["share"].update(of=0), r"damaged: share\.of: Input should be greater"),
     "packed shape": (
@@ -268,6 +270,22 @@ def test_an_offloaded_cache(path: Path, tmp_path: Path) -> None:
     tensors, again = load_file(path), load_file(tmp_path / "again")
     assert tensors.keys() == again.keys()
     assert all(torch.equal(tensor, again[name]) for name, tensor in tensors.items())
+
+
+def test_a_file_of_version_1(path: Path) -> None:
+    """Files with cos and sin of all tokens, those of sinks included, are read."""
+
+    def as_before(header: Any, tensors: Any, metadata: Any) -> None:
+        metadata["version"] = "1"
+        header["rope"] = [2, 60]
+        tensors["rope"] = torch.cat([torch.ones(2, 2, 32).half(), tensors.pop(ROPE)], 1)
+
+    old, new = (CompressedCache.load(file, config()) for file in (changed(path, as_before), path))
+    for cache in (old, new):
+        cache.crop(-20)
+        for index in range(4):
+            cache.update(*states(60, 7), index)
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(old.layers, new.layers, strict=True))
 
 
 # Codebooks

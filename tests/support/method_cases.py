@@ -57,11 +57,11 @@ def half_layout(head_dim: int) -> RopeLayout:
     return RopeLayout(tuple(range(head_dim)), half, tuple(range(half)))
 
 
-def random_track(layout: RopeLayout, batch: int, tokens: int) -> RopeTrack:
-    """A track whose tokens have positions that differ per row, as left padding makes them."""
+def random_track(layout: RopeLayout, batch: int, tokens: int, first: int = 0, stride: int = 1) -> RopeTrack:
+    """A track of `tokens` tokens whose positions differ per row, as left padding makes them."""
     from transformers import LlamaConfig
 
-    track = RopeTrack(LlamaConfig(), layout)
+    track = RopeTrack(LlamaConfig(), layout, first, stride)
     positions = torch.arange(tokens).float() + 7.0 * torch.arange(batch)[:, None]
     angles = positions[..., None] * 10_000 ** -(torch.arange(layout.rotary) / layout.rotary)
     track.inputs = (angles.cos(), angles.sin())

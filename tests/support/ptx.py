@@ -139,6 +139,7 @@ INSTRUCTIONS = {
     "sub.u32": lambda a, b: a - b,
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
+    "neg.f16x2": lambda a: a ^ np.uint32(0x80008000),
     "add.rn.f16x2": lambda a, b: _packed(_halves(a).astype(np.float64) + _halves(b)),
     "mul.rn.f16x2": lambda a, b: _packed(_halves(a).astype(np.float64) * _halves(b)),
     "fma.rn.f16x2": lambda a, b, c: _packed(_halves(a).astype(np.float64) * _halves(b) + _halves(c)),

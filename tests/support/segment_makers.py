@@ -93,9 +93,9 @@ def make_side(make_codec: CodecMaker) -> SideMaker:
         store = PackedStore(codec.fields, batch, heads, DEVICE)
         track = None
         if codec.rope_use(codec.options, side) == "factors":
-            track = random_track(layout or half_layout(head_dim), batch, sinks + packed + tail)
+            track = random_track(layout or half_layout(head_dim), batch, sinks + packed + tail, sinks, codec.group)
         if packed:
-            rope = None if track is None else track.read(sinks, sinks + packed)
+            rope = None if track is None else track.read(0, packed)
             store.append(codec.encode(tokens[:, :, sinks : sinks + packed], rope), packed, growing=True)
         buffer = torch.empty(batch, heads, tail + 11, head_dim, dtype=dtype)
         buffer[:, :, :tail] = tokens[:, :, sinks + packed : sinks + packed + tail]

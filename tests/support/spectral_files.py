@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
 from kvcache_compress.methods.spectral.statistics_file import write_statistics
+from kvcache_compress.methods.spectral.transform import mean_table
 from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.modeling.model_file import ModelFacts
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
@@ -24,14 +25,20 @@ def random_statistics(config: PreTrainedConfig, group: int = 32) -> dict[str, to
     generator = torch.Generator().manual_seed(dim)
     tensors: dict[str, torch.Tensor] = {}
     layout, embed = rope_layout(config, dim), rotary_embedding(config)
+    turns = None
     if layout is not None and embed is not None:
-        turns = torch.stack(layout.factors(embed(torch.zeros(1), torch.arange(group)[None])))[:, 0]
-        tensors["turns"] = turns / turns.square().sum(0).sqrt()
+        cos, sin = layout.factors(embed(torch.zeros(1), torch.arange(group)[None]))
+        length = (cos.square() + sin.square()).sqrt()
+        turns = cos / length, sin / length
     for layer in range(layers):
         basis = torch.linalg.qr(torch.randn(heads, dim, dim, generator=generator)).Q
         tensors[f"keys.{layer}.basis"] = basis + 0.02 * torch.randn(heads, dim, dim, generator=generator)
         tensors[f"keys.{layer}.deviation"] = torch.logspace(0, -1, dim).expand(heads, -1)
-        tensors[f"keys.{layer}.mean"] = 0.2 * torch.randn(heads, dim, generator=generator)
+        table = 0.2 * torch.randn(1, heads, 1, dim, generator=generator).expand(-1, -1, group, -1)
+        if layout is not None and turns is not None:
+            table = layout.rotate(table, turns)
+        places, means = mean_table(table[0])
+        tensors[f"keys.{layer}.places"], tensors[f"keys.{layer}.means"] = places.float(), means.float()
     return tensors
 
 

@@ -60,17 +60,26 @@ def _query_tiles(p_mapped, o_r, m_r, SIDE: tl.constexpr):
     return b_tiles
 
 
+@triton.constexpr_function
+def _powers(total):
+    """Starts and lengths of the runs of powers of two that make up `total`, longest first."""
+    powers = [1 << i for i in reversed(range(total.bit_length())) if total >> i & 1]
+    return tuple((sum(powers[:i]), power) for i, power in enumerate(powers))
+
+
 @triton.jit
 def _words(tables, COUNT: tl.constexpr, PLACES: tl.constexpr):
-    """Load a side's words, the last of its tables: `COUNT` as tiles `[1, 1]`, then the rest as one `[1, PLACES]`.
+    """Load a side's words, the last of its tables: `COUNT` as tiles `[1, 1]`, then `PLACES` in rows of powers of two.
 
     Loaded before the loop they stay in registers, and broadcasting them costs nothing.
     """
     b_words = ()
     for i in tl.static_range(COUNT):
         b_words = b_words + (tl.load(tables[len(tables) - 1] + i + tl.zeros([1, 1], tl.int32)),)
-    if PLACES:
-        b_words = b_words + (tl.load(tables[len(tables) - 1] + COUNT + tl.arange(0, PLACES)[None, :]),)
+    ROWS: tl.constexpr = _powers(PLACES)
+    for i in tl.static_range(len(ROWS)):
+        o_w = COUNT + ROWS[i][0] + tl.arange(0, ROWS[i][1])
+        b_words = b_words + (tl.load(tables[len(tables) - 1] + o_w[None, :]),)
     return b_words
 
 
@@ -157,6 +166,79 @@ def _dense_segment(
     return b_m, b_l, b_acc
 
 
+@triton.jit
+def _packed_tile(
+    b_q, k_fields, v_fields, k_tables, v_tables, k_words, v_words, p_rope, rows,
+    start, stop, n_sinks, i_h, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
+    SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the packed tokens `[start, start + BLOCK)`, before `stop`."""
+    # Logits are computed relative to the reference, unless a cap or an additive mask may put them far from it.
+    ABSOLUTE: tl.constexpr = MASKING.softcap or MASKING.kind == FLOAT_MASK
+    K_META: tl.constexpr = K.meta
+    V_META: tl.constexpr = V.meta
+    o_t = tl.arange(0, BLOCK)
+    m_t = start + o_t < stop
+    if EVEN:
+        m_t = tl.full([BLOCK], True, tl.int1)
+    b_s = SCORE(
+        b_q, k_fields, k_tables, k_words, p_rope + start // K.group * K.rope, i_h,
+        o_keys + start, o_t, m_t, K_META, PRECISION, FAST,
+    )  # fmt: skip
+    b_base = tl.zeros_like(b_m) if ABSOLUTE else _finite(b_m)
+    b_offset = b_bias - b_base if BIAS else -b_base
+    b_s = b_s * b_factor[:, None] + b_offset[:, None]
+    b_s = _logits(b_s, rows, o_t, m_t, n_sinks + start, MASKING, False, EVEN)
+    b_tops = tl.max(tl.max(tl.reshape(b_s, [b_m.shape[0], BLOCK // 8, 4, 2]), 1), 2)
+    m_larger = b_tops > (b_m - b_base)[:, None]
+    if tl.max(m_larger.to(tl.int32)) > 0:
+        b_top = tl.max(b_tops, 1)
+        b_new = tl.where(b_top > b_m - b_base, b_base + b_top + HEADROOM, b_m)
+        if not ABSOLUTE:
+            b_s += (b_base - _finite(b_new))[:, None]
+        b_decay = tl.exp2(b_m - _finite(b_new))
+        b_l *= b_decay[:, None]
+        b_acc = _rescaled(b_acc, b_decay)
+        b_m = b_new
+    if ABSOLUTE:
+        b_s -= _finite(b_m)[:, None]
+    b_p = tl.exp2(b_s)
+    b_l += tl.sum(tl.reshape(b_p, [b_m.shape[0], BLOCK // 8, 8]), 1)
+    b_acc = ACCUMULATE(
+        b_p, v_fields, v_tables, v_words, i_h, v_capacity, o_values + start, o_t, m_t, b_acc,
+        V_META, DTYPE, PRECISION, FAST,
+    )  # fmt: skip
+    return b_m, b_l, b_acc
+
+
+@triton.constexpr_function
+def _by_phase(shape, phases):
+    return [phases, shape[0] // phases, *shape[1:]]
+
+
+@triton.jit
+def _phase_sum(b_x, PHASES: tl.constexpr):
+    """Sum of `b_x` `[M, ...]` over the phases of each row, in all of them."""
+    SPLIT: tl.constexpr = _by_phase(b_x.shape, PHASES)
+    b_sum = tl.sum(tl.reshape(b_x, SPLIT), 0, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(b_sum, SPLIT), b_x.shape)
+
+
+@triton.jit
+def _merged_phases(b_m, b_l, b_acc, PHASES: tl.constexpr):
+    """Merge the phases of each row by log-sum-exp; all of them get the result."""
+    SPLIT: tl.constexpr = _by_phase(b_m.shape, PHASES)
+    b_top = tl.max(tl.reshape(b_m, SPLIT), 0, keep_dims=True)
+    b_top = tl.reshape(tl.broadcast_to(b_top, SPLIT), b_m.shape)
+    b_weight = tl.exp2(b_m - _finite(b_top))
+    b_merged = ()
+    for i in tl.static_range(len(b_acc)):
+        b_merged = b_merged + (_phase_sum(b_acc[i] * b_weight[:, None], PHASES),)
+    return b_top, _phase_sum(b_l * b_weight, PHASES), b_merged
+
+
 # Triton recompiles for integers that are 1 or divisible by 16, and these come and go as tokens arrive. They are not in
 # the sides' tuples because `do_not_specialize` cannot name members of tuples.
 _GROWING = (
@@ -172,7 +254,7 @@ def attend_kernel(
     s_mask_b, s_mask_h, s_mask_n, s_mask_t, scaling, softcap, G, N,
     SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr,
     M: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, ROW_BLOCKS: tl.constexpr,
-    PRECISION: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr, FAST: tl.constexpr, TURN: tl.constexpr, PHASES: tl.constexpr,
 ):  # fmt: skip
     """Attend `M` query rows to one split of the packed tokens, or to the dense segments (FlashDecoding).
 
@@ -180,75 +262,82 @@ def attend_kernel(
 
     `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`, with `capacity` packed tokens and
     `tail_capacity` tokens in the tail; `k_tables` and `v_tables` its constant tensors, `K` and `V` its `SideForm`.
+    With TURN, queries are mapped by it for each group of tokens, and `PHASES` groups at a time: in these many copies of
+    the query rows, which share out the groups among them.
     """
     i_s, i_h, i_b = tl.program_id(0), tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - 1
     i_bh = i_b.to(tl.int64) * (tl.num_programs(1) // ROW_BLOCKS) + i_h
     n_rows = G * N
     o_r = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M)
+    o_phase = tl.arange(0, M) // (M // PHASES)
+    if PHASES > 1:
+        o_r %= M // PHASES
     m_r = o_r < n_rows
+    m_own = m_r & (o_phase == 0)
     o_m = i_b.to(tl.int64) * s_mask_b + (i_h * G + o_r // N).to(tl.int64) * s_mask_h + o_r % N * s_mask_n
     rows = Rows(p_mask, o_m, s_mask_t, o_r % N, m_r, n_sinks + n_packed + n_tail - N, softcap)
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_total = tl.zeros([M], tl.float32)
     if i_s < splits:
-        # Logits are computed relative to the reference, unless a cap or an additive mask may put them far from it.
-        ABSOLUTE: tl.constexpr = MASKING.softcap or MASKING.kind == FLOAT_MASK
-        K_META: tl.constexpr = K.meta
-        V_META: tl.constexpr = V.meta
         DTYPE: tl.constexpr = p_mapped.dtype.element_ty
         # Eight partial sums, of every eighth token each: sums over different threads wait until after the loop.
         b_l = tl.zeros([M, 8], tl.float32)
         p_rows += i_bh * n_rows * 2
         b_factor = tl.load(p_rows + o_r * 2, mask=m_r, other=0.0)
         b_bias = tl.load(p_rows + o_r * 2 + 1, mask=m_r, other=0.0)
-        b_q = _query_tiles(p_mapped + i_bh * n_rows * K.width, o_r, m_r, K)
+        p_mapped += i_bh * n_rows * K.width
         b_acc = _zero_tiles(M, V)
         k_words = _words(k_tables, K.words, K.places)
         v_words = _words(v_tables, V.words, V.places)
         if K.rope:
-            p_rope += (i_b.to(tl.int64) * rope_capacity + n_sinks) * K.rope
+            p_rope += i_b.to(tl.int64) * rope_capacity * K.rope
         stop = tl.minimum(i_s * split_tokens + split_tokens, n_packed)
         if BOUNDED:
             stop = tl.minimum(stop, tl.load(p_packed).to(tl.int32))
-        for start in range(i_s * split_tokens, stop, BLOCK):
-            o_t = tl.arange(0, BLOCK)
-            m_t = start + o_t < stop
-            if EVEN:
-                m_t = tl.full([BLOCK], True, tl.int1)
-            b_s = SCORE(
-                b_q, keys[FIELDS:], k_tables, k_words, p_rope + start * K.rope, i_h,
-                i_bh * k_capacity + start, o_t, m_t, K_META, PRECISION, FAST,
-            )  # fmt: skip
-            b_base = tl.zeros_like(b_m) if ABSOLUTE else _finite(b_m)
-            b_offset = b_bias - b_base if K.bias else -b_base
-            b_s = b_s * b_factor[:, None] + b_offset[:, None]
-            b_s = _logits(b_s, rows, o_t, m_t, n_sinks + start, MASKING, False, EVEN)
-            b_tops = tl.max(tl.max(tl.reshape(b_s, [M, BLOCK // 8, 4, 2]), 1), 2)
-            m_larger = b_tops > (b_m - b_base)[:, None]
-            if tl.max(m_larger.to(tl.int32)) > 0:
-                b_top = tl.max(b_tops, 1)
-                b_new = tl.where(b_top > b_m - b_base, b_base + b_top + HEADROOM, b_m)
-                if not ABSOLUTE:
-                    b_s += (b_base - _finite(b_new))[:, None]
-                b_decay = tl.exp2(b_m - _finite(b_new))
-                b_l *= b_decay[:, None]
-                b_acc = _rescaled(b_acc, b_decay)
-                b_m = b_new
-            if ABSOLUTE:
-                b_s -= _finite(b_m)[:, None]
-            b_p = tl.exp2(b_s)
-            b_l += tl.sum(tl.reshape(b_p, [M, BLOCK // 8, 8]), 1)
-            b_acc = ACCUMULATE(
-                b_p, values[FIELDS:], v_tables, v_words, i_h, v_capacity, i_bh * v_capacity + start, o_t, m_t, b_acc,
-                V_META, DTYPE, PRECISION, FAST,
-            )  # fmt: skip
+        o_keys, o_values = i_bh * k_capacity, i_bh * v_capacity
+        first = i_s * split_tokens
+        if TURN is None:
+            b_q = _query_tiles(p_mapped, o_r, m_r, K)
+            for start in range(first, stop, BLOCK):
+                b_m, b_l, b_acc = _packed_tile(
+                    b_q, keys[FIELDS:], values[FIELDS:], k_tables, v_tables, k_words, v_words, p_rope, rows,
+                    start, stop, n_sinks, i_h, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
+                    SCORE, ACCUMULATE, K, V, MASKING, K.bias, BLOCK, EVEN, DTYPE, PRECISION, FAST,
+                )  # fmt: skip
+        else:
+            # Rows of different phases see the groups of a run in turn: one product maps queries for all of them.
+            RUN: tl.constexpr = PHASES * K.group
+            K_META: tl.constexpr = K.meta
+            K_WIDTH: tl.constexpr = K.width
+            for run in range(first // RUN * RUN, stop, RUN):
+                # Never anything but 0, but not to the compiler, which would keep in registers and in shared memory what
+                # is the same in each turn.
+                zero = (run >> 31) * 64
+                o_row = zero + (tl.arange(0, M // 8)[:, None] * 8 + tl.arange(0, 8)[None, :])
+                o_g = tl.minimum(run // K.group + o_row // (M // PHASES), (stop - 1) // K.group)
+                o_row = tl.program_id(1) % ROW_BLOCKS * M + o_row % (M // PHASES)
+                b_q = TURN(
+                    p_mapped, k_tables, p_rope, i_h, o_row, o_row < n_rows, o_g, zero,
+                    K_WIDTH, K_META, DTYPE, PRECISION, FAST,
+                )  # fmt: skip
+                for start in range(tl.maximum(run, first), tl.minimum(run + RUN, stop), BLOCK):
+                    b_offset = b_bias
+                    if PHASES > 1:
+                        b_offset = tl.where(o_phase == (start - run) // K.group, 0.0, float("-inf"))
+                    b_m, b_l, b_acc = _packed_tile(
+                        b_q, keys[FIELDS:], values[FIELDS:], k_tables, v_tables, k_words, v_words, p_rope, rows,
+                        start, stop, n_sinks, i_h, v_capacity, o_keys, o_values, b_factor, b_offset, b_m, b_l, b_acc,
+                        SCORE, ACCUMULATE, K, V, MASKING, K.bias or PHASES > 1, BLOCK, EVEN, DTYPE, PRECISION, FAST,
+                    )  # fmt: skip
         b_total = tl.sum(b_l, 1)
+        if PHASES > 1:
+            b_m, b_total, b_acc = _merged_phases(b_m, b_total, b_acc, PHASES)
         p_acc += ((i_bh * splits + i_s) * n_rows) * V.width
         base = 0
         for i in tl.static_range(len(V.widths)):
             o_w = base + tl.arange(0, V.widths[i])
-            tl.store(p_acc + o_r[:, None] * V.width + o_w[None, :], b_acc[i], mask=m_r[:, None])
+            tl.store(p_acc + o_r[:, None] * V.width + o_w[None, :], b_acc[i], mask=m_own[:, None])
             base += V.widths[i]
     else:
         o_k, o_v = tl.arange(0, K.padded), tl.arange(0, V.padded)
@@ -265,10 +354,10 @@ def attend_kernel(
             rows, n_sinks + n_packed, scaling, b_m, b_total, b_dense, K, V, MASKING, MASKING.causal, PRECISION, FAST,
         )  # fmt: skip
         p_dense += i_bh * n_rows * V.dim
-        tl.store(p_dense + o_r[:, None] * V.dim + o_v[None, :], b_dense, mask=m_r[:, None] & (o_v < V.dim)[None, :])
+        tl.store(p_dense + o_r[:, None] * V.dim + o_v[None, :], b_dense, mask=m_own[:, None] & (o_v < V.dim)[None, :])
     p_stats += ((i_bh * (splits + 1) + i_s) * n_rows + o_r) * 2
-    tl.store(p_stats, b_m, mask=m_r)
-    tl.store(p_stats + 1, b_total, mask=m_r)
+    tl.store(p_stats, b_m, mask=m_own)
+    tl.store(p_stats + 1, b_total, mask=m_own)
 
 
 @triton.jit(do_not_specialize=("splits",))

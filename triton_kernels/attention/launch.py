@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from kvcache_compress.codecs.backend import interpreting
-from kvcache_compress.triton_kernels.common.operands import launch_options, next_power_of_2
+from kvcache_compress.triton_kernels.common.operands import KernelSide, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import AMD, Plan, addresses, kept
 
 from .kernel import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, merge_kernel
@@ -158,6 +158,7 @@ def attend_arguments(
         G=groups, N=count, SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K=k_form, V=v_form,
         MASKING=Masking(mask_kind, softcap is not None, count > 1), M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even,
         BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks, PRECISION="ieee" if exact or amd else "tf32", FAST=fast,
+        TURN=k_side.turn, PHASES=_phases(k_side, rows, softcap),
         num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(amd),
     )  # fmt: skip
@@ -192,6 +193,16 @@ def merge_arguments(
 
 def _tile_rows(tile: Tile, rows: int) -> int:
     return min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16, next_power_of_2(rows)))
+
+
+def _phases(side: KernelSide, rows: int, softcap: float | None) -> int:
+    """Copies of the query rows in a program's tile of 16: each sees every so many groups, which are mapped together.
+
+    A cap on logits would lift those of the other groups, which are minus infinity.
+    """
+    if side.turn is None or softcap is not None:
+        return 1
+    return max(1, 16 // next_power_of_2(rows))
 
 
 def split_sizes(packed: int, tile: Tile, programs: int, device: torch.device) -> tuple[int, int]:

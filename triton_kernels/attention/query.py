@@ -39,6 +39,7 @@ class Mapping(NamedTuple):
     mapped: bool
     bias: bool
     normalise: bool
+    exact: bool
 
 
 @triton.jit
@@ -62,6 +63,8 @@ def map_query(
         if MAPPING.mapped:
             b_top *= tl.load(p_bound)
         b_top = tl.where(b_top > 0, b_top, 1.0)
+        if MAPPING.exact:
+            b_top = tl.exp2(tl.ceil(tl.log2(b_top)))
     if MAPPING.mapped:
         b_mapped = tl.zeros([M, CHUNK], tl.float32)
         for start in range(0, MAPPING.padded, MAPPING.depth):
@@ -105,7 +108,18 @@ def map_query_arguments(
     assert matrix is None or matrix.is_contiguous()
     chunk = min(width & -width, 64)
     padded, columns = next_power_of_2(dim), 0 if matrix is None else matrix.shape[-1]
-    mapping = Mapping(dim, padded, width, columns, chunk, min(32, padded), matrix is not None, side.bias, not exact)
+    mapping = Mapping(
+        dim,
+        padded,
+        width,
+        columns,
+        chunk,
+        min(32, padded),
+        matrix is not None,
+        side.bias,
+        not exact,
+        side.turn is not None,
+    )
     arguments: dict[str, Any] = dict(
         p_q=query, p_map=query if matrix is None else matrix, p_bound=query if matrix is None else side.query_bound(),
         p_mapped=query.new_empty(batch, heads, rows, width, dtype=torch.float32 if exact else torch.float16),

@@ -33,9 +33,10 @@ class SideForm(NamedTuple):
     """Compile-time constants of a side in the attention kernel.
 
     meta, widths: as in `KernelSide`; width: columns of code space, the sum of `widths`.
-    words, places: how many of `KernelSide.words` are tiles of their own, and how many share the last tile.
+    words, places: how many of `KernelSide.words` are tiles of their own, and how many share the last tiles.
     dim, padded: head dimension of dense tokens, and the next power of two.
-    bias: keys only, True if a term is added to all scores of a query; rope: numbers of cos and sin per token, or 0.
+    bias: keys only, True if a term is added to all scores of a query; rope: numbers of cos and sin per group, or 0.
+    group: packed tokens to a row of cos and sin.
     """
 
     meta: tuple[Any, ...]
@@ -47,25 +48,29 @@ class SideForm(NamedTuple):
     padded: int
     bias: bool
     rope: int
+    group: int
 
 
 @dataclass(eq=False)
 class KernelSide:
     """One side's device functions and constant operands.
 
-    score, accumulate: the two Triton device functions; see `dense.py` for their contract by example.
+    score, accumulate: the two Triton device functions; see `dense.py` for their contract by example. A method for keys
+        alone has no `accumulate`.
     meta: compile-time parameters of both functions, a named tuple.
     widths: widths of the code-space tiles, powers of two of at least 16.
-    tables: constant float32 tensors that the functions read, cast to the dtype of the operands. More may follow in the
-        tuple that they get, so they index it from the front.
+    tables: constant tensors that the functions read, cast to the dtype of the operands if float32. More may follow in
+        the tuple that they get, so they index it from the front.
     words: int32 constants of the functions' fast path, which stay in registers (see `lookup.py`): each becomes a tile
-        `[1, 1]`, and the last `places` of them one more tile `[1, places]`.
+        `[1, 1]`, and the last `places` of them tiles `[1, n]`, one for each power of two in `places`, largest first.
     tokens, warps: most tokens per tile, and warps per program, that the functions work best with in 16 bits.
     most_tokens: most tokens per tile that the functions support.
     tile: keys only, the tile set by `use_tile`.
     query_map: float32 `[H or 1, D, sum(widths) (+ 1)]`, contiguous, queries to code space; None is the identity.
     bias: True if the last column of `query_map` is a term added to all scores of a query.
     output_map: float32 `[H or 1, sum(widths), D]`, code space to outputs; None is the identity.
+    turn: keys only, a device function that maps the queries once more for each group of tokens, see `dense.py`.
+    group: tokens that share the cos and sin of the first of them, and what `turn` returns.
     plans, sizes: keys only, launches that later steps repeat and sizes of splits, by what calls have in common.
     """
 
@@ -83,6 +88,8 @@ class KernelSide:
     query_map: torch.Tensor | None = None
     bias: bool = False
     output_map: torch.Tensor | None = None
+    turn: Any = None
+    group: int = 1
     plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     sizes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     _bound: torch.Tensor | None = None
@@ -97,7 +104,9 @@ class KernelSide:
     def tables_as(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Tables cast to `dtype`, once."""
         if dtype not in self._cast:
-            self._cast[dtype] = tuple(table.to(dtype).contiguous() for table in self.tables)
+            self._cast[dtype] = tuple(
+                (table.to(dtype) if table.is_floating_point() else table).contiguous() for table in self.tables
+            )
         return self._cast[dtype]
 
     def operands(
@@ -105,13 +114,15 @@ class KernelSide:
     ) -> tuple[tuple[torch.Tensor, ...], SideForm]:
         """Constant tensors in this dtype, and the form; with `fast`, the words of the fast path are last, if any.
 
-        dim: head dimension of dense tokens; rope: numbers of cos and sin per token that the side reads.
+        dim: head dimension of dense tokens; rope: numbers of cos and sin per group that the side reads.
         """
         tables, words, places = self.tables_as(dtype), 0, 0
         if fast and self.words is not None:
             tables, words, places = (*tables, self.words), len(self.words) - self.places, self.places
         padded = max(16, next_power_of_2(dim))
-        form = SideForm(self.meta, self.widths, sum(self.widths), words, places, dim, padded, self.bias, rope)
+        form = SideForm(
+            self.meta, self.widths, sum(self.widths), words, places, dim, padded, self.bias, rope, self.group
+        )
         return tables, form
 
     def query_bound(self) -> torch.Tensor:

@@ -11,6 +11,9 @@ ACCUMULATE(b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc, META
     -> tuple of [M, width]
     b_p: float32 weights `[M, T]`; s_head: rows from one head to the next; b_acc: the float32 sums so far;
     DTYPE: the operands' dtype.
+TURN(p_q, tables, p_rope, i_h, o_r, m_r, o_g, zero, WIDTH, META, DTYPE, PRECISION, FAST) -> `b_q` of SCORE
+    for keys whose queries depend on the group of tokens, see `spectral.py`. Rows `o_r` `[M / 8, 8]` of the mapped
+    queries at `p_q`, each for group `o_g` of the batch row's cos and sin at `p_rope`; zero is added to addresses.
 PRECISION: of float32 operands in `tl.dot`; 16-bit ones are not affected.
 FAST: True if 16-bit operands may be unpacked by NVIDIA assembly (`lookup.py`); the other path is portable.
 """

@@ -22,7 +22,7 @@ from kvcache_compress.modeling.model_file import ModelFacts
 from kvcache_compress.modeling.rope import Rope, RopeLayout, layer_has_rope, rope_layout, rotary_embedding
 
 from .codec import GROUP
-from .moments import RECENT, SAMPLED, SINKS, KeyMoments, attention_weights
+from .moments import RECENT, SAMPLED, SINKS, GroupRope, KeyMoments, MeanSums, Window, place_factors
 from .statistics_file import GROUPS, PARTS, write_statistics
 from .transform import spectral_basis
 
@@ -99,18 +99,19 @@ def calibrate_spectral(
     config = model.config.get_text_config(decoder=True)
     windows, digest = read_windows(text, tokenizer, settings.tokens, settings.context)
     run = _Run(model, config, settings, calibrated_layers(config), report)
-    means = run.means(windows)
-    moments = run.moments(windows, means)
-    tensors = {} if run.turns is None else {"turns": torch.stack(run.turns)[:, 0]}
+    tables = run.mean_tables(windows)
+    tensors: dict[str, torch.Tensor] = {}
     gains = {}
-    for layer, sums in moments.items():
-        if not (sums.keys.isfinite().all() and sums.queries.isfinite().all()):
+    for layer, sums in run.moments(windows, tables).items():
+        moments = sums.means()
+        if not (moments.keys.isfinite().all() and moments.queries.isfinite().all()):
             raise ValueError(f"keys or queries of layer {layer} are not finite")
-        weight = sums.weight.clamp_min(1e-30)[:, None, None]
-        basis, deviation = spectral_basis(sums.keys / weight, sums.plain / sums.tokens, sums.queries / weight)
+        basis, deviation = spectral_basis(*moments)
         variance = deviation.square()
         gains[layer] = float(0.5 * (variance.mean(-1).log2() - variance.log2().mean(-1)).mean())
-        tensors |= {f"keys.{layer}.{name}": x for name, x in zip(PARTS, (basis, deviation, means[layer]), strict=True)}
+        tensors |= {
+            f"keys.{layer}.{name}": x for name, x in zip(PARTS, (basis, deviation, *tables[layer]), strict=True)
+        }
     data = {"text": list(text), "tokens": windows.numel(), "context": settings.context, "sha256": digest}
     write_statistics(str(output), ModelFacts.of(config), tensors, settings.group, data)
     return gains
@@ -124,21 +125,18 @@ class _Run:
         report: Report,
     ) -> None:  # fmt: skip
         self.model, self.config, self.settings, self.report = model, config, settings, report
-        self.layers = set(layers)
+        self.layers = layers
         self.head_dim, self.heads, _ = head_shape(config)
-        self.layout = rope_layout(config, self.head_dim)
-        self.rope: Rope | None = None
-        self.turns: Rope | None = None
-        if self.layout is not None:
-            self.rope = self._factors(self.layout, settings.context)
-            cos, sin = self._factors(self.layout, settings.group)
-            length = (cos.square() + sin.square()).sqrt()
-            self.turns = (cos / length, sin / length)
+        self.rope: GroupRope | None = None
+        if (layout := rope_layout(config, self.head_dim)) is not None:
+            anchors = self._factors(layout, torch.arange(SINKS, settings.context, settings.group))
+            places = self._factors(layout, torch.arange(settings.group))
+            self.rope = GroupRope(layout, anchors, place_factors(places))
 
-    def _factors(self, layout: RopeLayout, tokens: int) -> Rope:
+    def _factors(self, layout: RopeLayout, positions: torch.Tensor) -> Rope:
         embed = rotary_embedding(self.config)
         assert embed is not None
-        cos, sin = layout.factors(embed(torch.zeros(1), torch.arange(tokens)[None]))
+        cos, sin = layout.factors(embed(torch.zeros(1), positions[None]))
         return cos.float().to(self.model.device), sin.float().to(self.model.device)
 
     def _pass(self, doing: str, windows: torch.Tensor, observer: Callable[..., None]) -> None:
@@ -153,51 +151,39 @@ class _Run:
                 self.model.get_decoder()(input_ids=window[None].to(self.model.device), use_cache=False)
         self.report(doing, len(windows), len(windows))
 
-    def means(self, windows: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Mean keys before RoPE `[H, D]` by layer, without the sinks."""
-        sums: dict[int, torch.Tensor] = {}
+    def mean_tables(self, windows: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Factors of the table of means by layer, see `mean_table`, without the sinks."""
+        sums = {layer: MeanSums.zeros(self.heads, self.head_dim) for layer in self.layers}
 
         def add(layer: int, query: torch.Tensor, key: torch.Tensor, options: Any) -> None:
-            if layer in self.layers:
-                found = self._before_rope(key)[0, :, SINKS:].double().mean(1) / len(windows)
-                sums[layer] = sums[layer] + found if layer in sums else found
+            if layer in sums:
+                sums[layer].add(self._window(query, key, options, torch.empty(0, dtype=torch.long)))
 
         self._pass("means", windows, add)
-        return {layer: x.float() for layer, x in sums.items()}
+        return {layer: x.table(self.settings.group, self.rope) for layer, x in sums.items()}
 
-    def _before_rope(self, key: torch.Tensor) -> torch.Tensor:
-        return key.float() if self.layout is None or self.rope is None else self.layout.unrotate(key, self.rope)
-
-    def moments(self, windows: torch.Tensor, means: dict[int, torch.Tensor]) -> dict[int, KeyMoments]:
-        found = {layer: KeyMoments.zeros(self.heads, self.head_dim) for layer in sorted(means)}
+    def moments(
+        self, windows: torch.Tensor, tables: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    ) -> dict[int, KeyMoments]:
+        found = {layer: KeyMoments.zeros(self.heads, self.head_dim) for layer in sorted(tables)}
         generator = torch.Generator().manual_seed(self.settings.seed)
-        size = self.settings.group
-        groups = (self.settings.context - SINKS) // size
-        stop = SINKS + groups * size
-        anchors = None
-        if self.layout is not None and self.rope is not None:
-            cos, sin = (x[:, SINKS:stop:size] for x in self.rope)
-            anchors = self.layout, (cos, sin)
 
         def add(layer: int, query: torch.Tensor, key: torch.Tensor, options: Any) -> None:
-            if layer not in found:
-                return
-            at = torch.randint(SINKS + RECENT, key.shape[2], (SAMPLED,), generator=generator).to(key.device)
-            per_head = query.shape[1] // key.shape[1]
-            sampled = query[0, :, at].unflatten(0, (-1, per_head)).flatten(1, 2).float()
-            aux = options.get("s_aux")
-            if aux is not None:
-                aux = aux.view(-1, per_head).repeat_interleave(SAMPLED, 1)
-            scaling = options.get("scaling") or self.head_dim**-0.5
-            weights = attention_weights(sampled, key[0], at.repeat(per_head), scaling, aux)
-            x = self._before_rope(key)[0, :, SINKS:stop] - means[layer][:, None]
-            x = x.unflatten(1, (groups, size))
-            if self.layout is not None and self.turns is not None:
-                x = self.layout.rotate(x.transpose(0, 1), self.turns).transpose(0, 1)
-            found[layer].add(sampled, x, weights[..., SINKS:stop], anchors)
+            if layer in found:
+                at = torch.randint(SINKS + RECENT, key.shape[2], (SAMPLED,), generator=generator)
+                places, means = tables[layer]
+                found[layer].add(self._window(query, key, options, at), (places @ means).float())
 
         self._pass("moments", windows, add)
         return found
+
+    def _window(self, query: torch.Tensor, key: torch.Tensor, options: Any, at: torch.Tensor) -> Window:
+        """A window's keys `[1, H, T, D]`, and those of its queries `[1, Hq, T, D]` that are at some positions."""
+        at = at.to(key.device)
+        return Window(
+            key[0], self.settings.group, SINKS, RECENT, self.rope, query[0, :, at], at,
+            scaling=options.get("scaling") or self.head_dim**-0.5, s_aux=options.get("s_aux"),
+        )  # fmt: skip
 
 
 def run_calibration(

@@ -2,10 +2,10 @@
 
 Tensors, float32, for H key/value heads of dimension D and groups of n tokens:
 
-    turns                     [2, n, rotary]  cos and sin of each place in a group, for models with RoPE
     keys.{layer}.basis        [H, D, D]       encoding basis, see `transform.spectral_basis`
     keys.{layer}.deviation    [H, D]          standard deviations along it, descending
-    keys.{layer}.mean         [H, D]          mean key before RoPE
+    keys.{layer}.places       [H, n, RANK]    the mean key at each place in a group is `places @ means`,
+    keys.{layer}.means        [H, RANK, D]    see `transform.mean_table`
 
 Metadata beside those of every model file: `group` (n), and `data` with the texts and their size.
 """
@@ -22,11 +22,13 @@ from transformers import PreTrainedConfig
 from kvcache_compress.modeling.model_file import ModelFacts, ModelFile, open_model_file, write_model_file
 from kvcache_compress.validation.messages import quoted
 
-FORMAT, VERSION = "kvcache_compress.spectral", "1"
+from .transform import RANK
+
+FORMAT, VERSION = "kvcache_compress.spectral", "2"
 ADVICE = (
     "Make one with `kvcache-compress calibrate --method spectral --model MODEL --text FILE --output FILE.safetensors`"
 )
-PARTS = ("basis", "deviation", "mean")
+PARTS = ("basis", "deviation", "places", "means")
 GROUPS = (32, 64, 128)
 """Allowed numbers of tokens with one anchor; they divide the chunks in which tokens are encoded and decoded."""
 
@@ -52,17 +54,19 @@ def read_statistics(path: str) -> ModelFile:
 def _checked(file: ModelFile) -> ModelFile:
     """Check a file's tensors against the model that it names, once per file, and return it."""
     heads, dim = file.facts.kv_heads, file.facts.head_dim
-    expected = {"basis": (heads, dim, dim), "deviation": (heads, dim), "mean": (heads, dim)}
     size = file.described("group")
     if size not in GROUPS:
         raise file.refusal(f"damaged: group {size!r}")
-    rotary = file.facts.rope.get("rotary") if file.facts.rope else None
-    if file.shapes.get("turns") != (None if rotary is None else (2, size, rotary)):
-        raise file.refusal("damaged: its turns do not fit the model")
+    expected = {
+        "basis": (heads, dim, dim),
+        "deviation": (heads, dim),
+        "places": (heads, size, RANK),
+        "means": (heads, RANK, dim),
+    }
     for name, shape in file.shapes.items():
         side, layer, part = [*name.split("."), "", ""][:3]
         numbered = layer.isdecimal() and len(layer) < 6 and int(layer) < file.facts.layers
-        if name != "turns" and (side != "keys" or not numbered or expected.get(part) != shape):
+        if side != "keys" or not numbered or expected.get(part) != shape:
             raise file.refusal(f"damaged: an unexpected tensor {name!r} of shape {list(shape)}")
     return file
 
@@ -80,13 +84,13 @@ def check_model(file: ModelFile, config: PreTrainedConfig, layer: int, any_model
 
 
 def load_layer(file: ModelFile, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors of a layer by their last names, the basis's `inverse`, and `turns` of models with RoPE.
+    """Tensors of a layer by their last names, and the basis's `inverse`.
 
     Raises:
         ValueError: Numbers are not finite, deviations are not positive, or a basis has no inverse.
     """
     prefix = f"keys.{layer}."
-    names = [f"{prefix}{part}" for part in PARTS] + (["turns"] if "turns" in file.shapes else [])
+    names = [f"{prefix}{part}" for part in PARTS]
     tensors = {name.removeprefix(prefix): tensor for name, tensor in file.load(names, device).items()}
     if not (tensors["deviation"] > 0).all():
         raise file.refusal(f"damaged: {prefix}deviation holds numbers of zero or less")

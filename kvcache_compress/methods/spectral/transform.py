@@ -1,23 +1,33 @@
-"""The spectral transform of keys, and the bits of its channels.
+"""The spectral transform of keys, and their mean at each place in a group.
 
 With K and Q the second moments of keys and queries, errors e of keys cost eᵀ Q e. In `y = Vᵀ Q^(1/2) x`, where V
 diagonalises `Q^(1/2) K Q^(1/2)`, that cost is the squared error, and the channels are uncorrelated, with variances λ.
-Bits go where they remove most (reverse water-filling, Cover and Thomas, section 10.3.3).
+
+The mean key before RoPE is another vector at each place in a group. The table of these vectors has nearly no more than
+`RANK` dimensions, since most pairs of channels turn slowly; the rest stays in the keys, and is coded with them.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
 
-CLASS = 8
-"""Channels that share a bit width: each bit of eight codes is a byte."""
-MOST_BITS = 6
+import torch
+from torch.nn import functional
+
+RANK = 16
+"""Rank of the table of means: for SmolLM2 groups of 64 lose nothing measurable by it, groups of 128 .6 % of MSE."""
 PLAIN_SHARE = 0.1
 """Share of the plain moment of keys in K, so that keys that got no attention in calibration are coded too."""
 LEAST_COST, LEAST_VARIANCE = 1e-4, 1e-7
 """Floors of the eigenvalues of Q and of the variances, relative to the largest."""
-DISTORTION = (1.0, 0.3634, 0.1175, 0.03454, 0.009497, 0.002499, 0.0006442)
-"""Mean squared error of the Lloyd-Max quantizer of a standard Gaussian with 0 to 6 bits (Max, 1960)."""
+
+
+class Moments(NamedTuple):
+    """Second moments of a layer's keys and queries `[H, D, D]`, float64; see `KeyMoments`."""
+
+    keys: torch.Tensor
+    plain: torch.Tensor
+    queries: torch.Tensor
 
 
 def spectral_basis(keys: torch.Tensor, plain: torch.Tensor, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,17 +49,9 @@ def spectral_basis(keys: torch.Tensor, plain: torch.Tensor, queries: torch.Tenso
     return (root @ vectors).flip(-1) / unit[..., None], variance.sqrt().flip(-1)
 
 
-def allocate_bits(deviation: torch.Tensor, total: int) -> torch.Tensor:
-    """Bits of each class of `CLASS` channels, int64 `[H, D / CLASS]`, which sum to `total` for every head.
-
-    Greedy in the summed distortion that a bit removes. Not in the mean logarithm of a class's variances: the first
-    channels tower over their class.
-    """
-    variance = deviation.double().square().unflatten(-1, (-1, CLASS)).sum(-1)
-    bits = torch.zeros_like(variance, dtype=torch.long)
-    removed = torch.tensor(DISTORTION, dtype=torch.float64, device=deviation.device)
-    removed = torch.cat([removed[:-1] - removed[1:], removed.new_full((1,), -1.0)])
-    for _ in range(total):
-        best = (variance * removed[bits]).argmax(-1, keepdim=True)
-        bits.scatter_add_(-1, best, torch.ones_like(best))
-    return bits
+def mean_table(means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Best factors of a table of means `[H, group, D]`: `[H, group, RANK]` and `[H, RANK, D]`, float64, zero-padded."""
+    left, singular, right = torch.linalg.svd(means.double(), full_matrices=False)
+    missing = max(0, RANK - singular.shape[-1])
+    places, rows = left[..., :RANK] * singular[..., None, :RANK], right[..., :RANK, :]
+    return functional.pad(places, (0, missing)), functional.pad(rows, (0, 0, 0, missing))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,16 +19,18 @@ Observer = Callable[[int, torch.Tensor, torch.Tensor, dict[str, Any]], None]
 def observed_attention(model: PreTrainedModel, observer: Observer) -> Iterator[bool]:
     """Call `observer` before each attention call while open; yields whether the model's calls can be observed.
 
-    They cannot for models whose attention function Transformers does not look up by name.
+    They cannot for models whose attention function Transformers does not look up by name. Eager attention, which is in
+    the model's own file, is looked up as well.
     """
     name = str(model.config.get_text_config(decoder=True)._attn_implementation)
-    if name not in ALL_ATTENTION_FUNCTIONS:
+    named = ALL_ATTENTION_FUNCTIONS.get(name)
+    if named is None and not (name == "eager" and model._can_set_attn_implementation()):
         yield False
         return
-    attend = ALL_ATTENTION_FUNCTIONS[name]
 
     def observe(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> Any:
         observer(int(module.layer_idx), query, key, options)  # type: ignore[arg-type]
+        attend = named or sys.modules[type(module).__module__].eager_attention_forward
         return attend(module, query, key, *args, **options)
 
     before = ALL_ATTENTION_FUNCTIONS._local_mapping.get(name)

@@ -36,6 +36,22 @@ def test_forced_logits_are_those_of_an_own_prefill(spec: CacheSpec) -> None:
     assert torch.equal(run.forced(MORE, 16), torch.cat(logits))
 
 
+def test_a_cache_that_needs_queries_sees_those_of_the_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    """Statistics of the first prompt are those of the model's own fused prefill; the model is left as it was."""
+    model = small_model()
+    sides = {"keys": {"method": "spectral", "bits": 3}, "values": {"method": "none"}}
+    spec = preset_cache({**sides, "sink_tokens": 4, "recent_tokens": 8}, name="spectral")
+    found = prefill(model, IDS).run(spec).cache
+    assert model.config._attn_implementation == "sdpa"
+    assert "queries of the first prompt were not seen" not in caplog.text
+    enable_fused_attention(model)
+    own = spec.make(model)
+    with torch.no_grad():
+        model(input_ids=IDS, past_key_values=own)
+    for ours, theirs in zip(found.layers, own.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", ["full", "turboquant", "commvq"])
 def test_generation_is_that_of_generate(name: str, fused: bool) -> None:

@@ -355,11 +355,14 @@ def test_what_is_refused(model: LlamaForCausalLM, text: list[str], tmp_path: Pat
     assert not list(tmp_path.glob("*.parts"))
 
 
-def test_pairs_weigh_alike_as_in_the_paper(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
+def test_pairs_weigh_alike_as_in_the_paper(
+    model: LlamaForCausalLM, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unweighted pairs: silent by choice, with a notice if no queries can be observed; both give equal codebooks."""
     plain, eager = tmp_path / "plain.safetensors", tmp_path / "eager.safetensors"
     assert calibrate(model, text, plain, weigh_pairs=False) == []
     model.set_attn_implementation("eager")
+    monkeypatch.setattr(model, "_can_set_attn_implementation", lambda: False)
     (notice,) = calibrate(model, text, eager)
     assert "no queries could be observed in 3 layers" in notice
     assert "'eager'" in notice

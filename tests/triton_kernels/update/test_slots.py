@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.small_model import small_model
+from support.small_model import small_config, small_model
+from support.spectral_files import statistics_of
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.bench.layers import use_backend
@@ -23,6 +24,7 @@ TURBOQUANT = {"method": "turboquant", "bits": 3}
 PAIRS = {"method": "polarquant_rope", "group_size": 32}
 SKETCH = {"method": "qjl", "scalar": "norm"}
 TREE = {"method": "polarquant_recursive"}
+ANCHORS = {"method": "spectral", "bits": 2, "statistics": statistics_of(small_config(1), "one-layer")}
 APART = {"method": "turboquant", "bits": 3, "estimator": "prod"}
 """Methods without a kernel encoder, which the layer encodes."""
 
@@ -56,8 +58,17 @@ def masks(count: int, tokens: int) -> list[torch.Tensor | None]:
 
 @pytest.mark.parametrize(
     ("keys", "sinks", "recent"),
-    [(TURBOQUANT, 0, 0), (TURBOQUANT, 53, 2), (KIVI, 4, 8), (PAIRS, 4, 8), (SKETCH, 4, 8), (TREE, 4, 8), (APART, 4, 8)],
-    ids=["none", "many", "groups", "pairs", "sketch", "tree", "apart"],
+    [
+        (TURBOQUANT, 0, 0),
+        (TURBOQUANT, 53, 2),
+        (KIVI, 4, 8),
+        (PAIRS, 4, 8),
+        (SKETCH, 4, 8),
+        (TREE, 4, 8),
+        (APART, 4, 8),
+        (ANCHORS, 4, 8),
+    ],
+    ids=["none", "many", "groups", "pairs", "sketch", "tree", "apart", "anchors"],
 )
 def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent: int) -> None:
     """Compare dense tokens, codes, counters and attention under every mask, across a flush and the end of the sinks."""

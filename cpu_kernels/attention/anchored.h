@@ -1,0 +1,133 @@
+// Queries for keys that are coded in groups, each turned back to the rotation of its first token (spectral keys): they
+// are turned and mapped anew for each group.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <vector>
+
+#include "attention/products.h"
+#include "decode/digits.h"
+
+namespace kvcache_compress {
+
+// Operands of the map from a group's queries to code space, from a side of the form "digits". Its tables from the third
+// on: directions of the channels, [H, D, D]; the factors of the table of means, [H, R, D] and [H, group, R]; the order
+// of a key's numbers, [D], which lists the real parts of all pairs, rotary ones first, and then the imaginary parts,
+// and in which directions and means are; and for each digit its channel and its weight, [H, W]. Its last field has cos
+// and sin of the groups' first tokens, [B, H, groups, 2 * rotary], if the model has RoPE.
+class AnchoredQueries {
+ public:
+  explicit AnchoredQueries(const Side& side)
+      : directions(side.tables[2]),
+        means(side.tables[3]),
+        places(side.tables[4]),
+        weights(side.tables[7]),
+        order_(side.tables[5]),
+        channels_(side.tables[6]) {
+    for (const Tensor* x : {&directions, &means, &places, &weights, &order_, &channels_}) {
+      STD_TORCH_CHECK(x->is_contiguous(), "contiguous tables are needed");
+    }
+    const auto* channels = channels_.const_data_ptr<int64_t>();
+    coded_ = 1 + *std::max_element(channels, channels + channels_.numel());
+    const int64_t planes = (side.options[1] > 0) + (side.options[2] > 0);
+    if (static_cast<int64_t>(side.fields.size()) > planes + 1) anchors.emplace_back(side.fields.back());
+  }
+
+  int64_t dim() const { return directions.size(2); }
+  int64_t width() const { return weights.size(1); }
+  int64_t rank() const { return means.size(1); }
+  int64_t group() const { return places.size(1); }
+  // Channels up to the last one with bits in any head.
+  int64_t coded() const { return coded_; }
+  const int64_t* channels(const Head& head) const { return channels_.const_data_ptr<int64_t>() + head.head * width(); }
+
+  // A head's part of a table.
+  static const float* of(const Tensor& table, const Head& head) {
+    return table.const_data_ptr<float>() + head.head * table.stride(0);
+  }
+
+  // Reorders query rows [rows][D].
+  std::vector<float> ordered(const float* q, int64_t rows) const {
+    const auto* order = order_.const_data_ptr<int64_t>();
+    std::vector<float> x(rows * dim());
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t d = 0; d < dim(); ++d) x[r * dim() + d] = q[r * dim() + order[d]];
+    }
+    return x;
+  }
+
+  const Tensor directions, means, places, weights;
+  std::vector<Field> anchors;  // one or none
+
+ private:
+  const Tensor order_, channels_;
+  int64_t coded_;
+};
+
+// The queries of some rows of a head, mapped for one group at a time.
+class MappedQueries {
+ public:
+  MappedQueries(const AnchoredQueries& from, const Head& head, const float* q, int64_t rows)
+      : from_(from),
+        head_(head),
+        rows_(rows),
+        q_(from.ordered(q, rows)),
+        turned_(q_),
+        along_(rows * from.dim()),
+        mapped_(rows * from.width()),
+        low_(rows * from.rank()),
+        means_(rows * from.group()) {}
+
+  int64_t group() const { return from_.group(); }
+
+  // Queries in the code space of the group of token `t`, [rows][W].
+  const float* at(int64_t t) {
+    if (t / from_.group() != group_) map(t / from_.group());
+    return mapped_.data();
+  }
+
+  // Adds a row's products with the means of tokens [t, t + count), which lie in the group of the last call of `at`.
+  void add_means(int64_t row, int64_t t, int64_t count, float* scores) const {
+    const float* means = &means_[row * from_.group() + t % from_.group()];
+    for (int64_t i = 0; i < count; ++i) scores[i] += means[i];
+  }
+
+ private:
+  void map(int64_t group) {
+    group_ = group;
+    const int64_t dim = from_.dim(), rank = from_.rank();
+    if (!from_.anchors.empty()) turn(from_.anchors[0], dim / 2);
+    score(turned_.data(), rows_, from_.of(from_.directions, head_), from_.coded(), dim, along_.data(), dim);
+    const int64_t width = from_.width(), *channels = from_.channels(head_);
+    const float* weights = from_.of(from_.weights, head_);
+    for (int64_t r = 0; r < rows_; ++r) {
+      for (int64_t w = 0; w < width; ++w) mapped_[r * width + w] = along_[r * dim + channels[w]] * weights[w];
+    }
+    score(turned_.data(), rows_, from_.of(from_.means, head_), rank, dim, low_.data(), rank);
+    score(low_.data(), rows_, from_.of(from_.places, head_), from_.group(), rank, means_.data(), from_.group());
+  }
+
+  // Turns the queries by the transpose of the anchor's rotation.
+  void turn(const Field& anchors, int64_t pairs) {
+    const int64_t rotary = anchors.numbers / 2;
+    std::vector<float> factors(2 * rotary);
+    widen<Half>(anchors.row<Half>(head_, group_), 2 * rotary, factors.data());
+    const float *cosine = factors.data(), *sine = cosine + rotary;
+    for (int64_t r = 0; r < rows_; ++r) {
+      const float *real = &q_[r * 2 * pairs], *imaginary = real + pairs;
+      float *x = &turned_[r * 2 * pairs], *y = x + pairs;
+      for (int64_t j = 0; j < rotary; ++j) {
+        x[j] = real[j] * cosine[j] + imaginary[j] * sine[j];
+        y[j] = imaginary[j] * cosine[j] - real[j] * sine[j];
+      }
+    }
+  }
+
+  const AnchoredQueries& from_;
+  Head head_;
+  int64_t rows_, group_ = -1;
+  std::vector<float> q_, turned_, along_, mapped_, low_, means_;
+};
+
+}  // namespace kvcache_compress

@@ -1,0 +1,152 @@
+// Encoder of spectral channels, the twin of `quantize` in methods/spectral/digits.py: eight tokens at a time, channel
+// by channel, for all scales that are tried.
+#include <torch/csrc/stable/library.h>
+
+#include <cmath>
+
+#include "encode/encode.h"
+
+namespace kvcache_compress {
+namespace {
+
+using Doubles = double __attribute__((vector_size(8 * LANES)));
+constexpr int64_t MOST_POINTS = 64;
+
+Doubles widened(Floats x) { return __builtin_convertvector(x, Doubles); }
+
+// Digits of one kind: their words in the plane, and the channel and place of each.
+struct Digits {
+  int64_t bits, count;
+  const int64_t *channels, *shifts;  // [H, all digits], from the first of these on
+  Tensor plane;
+};
+
+// Codes of y [B, H, T, D], of the scale among `factors` times a token's RMS over its channels with bits that has the
+// least error, and that scale, unbiased. `kind` [H, D] are rows of the tables of points [kinds, 64], bounds [kinds, 63]
+// and codes [kinds, 64], with `bits` bits each; `channels` and `shifts` [H, digits] name the digits that are stored,
+// `twos` of two bits before those of one. Returns the planes that there are, then float32 scales [B, H, T].
+std::vector<Tensor> quantize_digits(const Tensor& y, const Tensor& deviation, const Tensor& kind, const Tensor& points,
+                                    const Tensor& bounds, const Tensor& codes, const std::vector<int64_t>& bits,
+                                    const Tensor& channels, const Tensor& shifts, int64_t twos,
+                                    const std::vector<double>& factors) {
+  for (const Tensor* x : {&y, &deviation, &kind, &points, &bounds, &codes, &channels, &shifts}) {
+    STD_TORCH_CHECK(x->is_contiguous(), "contiguous tensors are needed");
+  }
+  const int64_t heads = y.size(1), tokens = y.size(2), dim = y.size(3), digits = channels.size(1);
+  STD_TORCH_CHECK(tokens % LANES == 0, tokens, " tokens: a multiple of ", LANES, " is needed");
+  STD_TORCH_CHECK(kind.size(0) == heads && kind.size(1) == dim, "a kind for each channel is needed");
+  STD_TORCH_CHECK(points.size(0) == static_cast<int64_t>(bits.size()) && points.size(1) == MOST_POINTS,
+                  "64 points of each kind are needed");
+  const Tensor scales = empty_field(y, 0, ScalarType::Float);
+  std::vector<Digits> planes;
+  std::vector<Tensor> fields;
+  for (const auto& [width, first, count] : {std::tuple{2, int64_t{0}, twos}, {1, twos, digits - twos}}) {
+    if (count == 0) continue;
+    fields.push_back(empty_planes(y, count / CODES_PER_WORD, width)[0]);
+    planes.push_back({width, count, channels.const_data_ptr<int64_t>() + first,
+                      shifts.const_data_ptr<int64_t>() + first, fields.back()});
+  }
+  fields.push_back(scales);
+  const auto *numbers = y.const_data_ptr<float>(), *deviations = deviation.const_data_ptr<float>();
+  const auto *levels = points.const_data_ptr<float>(), *limits = bounds.const_data_ptr<float>();
+  const auto *kinds = kind.const_data_ptr<int64_t>(), *code_of = codes.const_data_ptr<int64_t>();
+  auto* stored = static_cast<float*>(scales.mutable_data_ptr());
+  const int64_t tries = factors.size();
+
+  const auto encode = [&](int64_t block, int64_t end) {
+    std::vector<Floats> x(dim), steps(tries);
+    std::vector<Doubles> cross(tries), square(tries);
+    std::vector<Ints> found(dim), words(digits / CODES_PER_WORD);
+    for (; block < end; ++block) {
+      const int64_t first = block * LANES, head = first / tokens % heads;
+      const int64_t* own = kinds + head * dim;
+      const float* sigma = deviations + head * dim;
+      Doubles energy = {}, spread = {};
+      double coded = 0;
+      for (int64_t c = 0; c < dim; ++c) {
+        for (int64_t t = 0; t < LANES; ++t) x[c][t] = numbers[(first + t) * dim + c];
+        const Floats z = x[c] / sigma[c];
+        energy += widened(x[c]) * widened(x[c]), spread += widened(z) * widened(z);
+        coded += bits[own[c]] > 0;
+      }
+      Floats rms;
+      for (int64_t t = 0; t < LANES; ++t) {
+        rms[t] = std::max(static_cast<float>(std::sqrt(spread[t] / std::max(coded, 1.0))), 1e-12f);
+      }
+      for (int64_t i = 0; i < tries; ++i) {
+        steps[i] = rms * static_cast<float>(factors[i]);
+        cross[i] = square[i] = Doubles{};
+      }
+      for (int64_t c = 0; c < dim; ++c) {
+        if (bits[own[c]] == 0) continue;
+        with_bits(bits[own[c]], [&]<int BITS>() {
+          const Nearest<BITS> nearest(limits + own[c] * (MOST_POINTS - 1));
+          const Table<1 << BITS> table(levels + own[c] * MOST_POINTS);
+          const Floats z = x[c] / sigma[c];
+          const Doubles wide = widened(x[c]);
+          for (int64_t i = 0; i < tries; ++i) {
+            const Doubles point = widened(table[nearest(z / steps[i])] * sigma[c]);
+            cross[i] += wide * point, square[i] += point * point;
+          }
+        });
+      }
+      Floats step = steps[0], scale;
+      for (int64_t t = 0; t < LANES; ++t) {
+        int64_t best = 0;
+        double least = 0;
+        for (int64_t i = 0; i < tries; ++i) {
+          const double error = energy[t] - cross[i][t] * cross[i][t] / std::max(square[i][t], 1e-30);
+          if (i == 0 || error < least) best = i, least = error;
+        }
+        step[t] = steps[best][t];
+        scale[t] = static_cast<float>(energy[t] / std::max(cross[best][t], 1e-30));
+      }
+      store(stored + first, scale);
+      for (int64_t c = 0; c < dim; ++c) {
+        if (bits[own[c]] == 0) continue;
+        with_bits(bits[own[c]], [&]<int BITS>() {
+          const Ints rank = Nearest<BITS>(limits + own[c] * (MOST_POINTS - 1))(x[c] / sigma[c] / step);
+          for (int64_t t = 0; t < LANES; ++t) {
+            found[c][t] = static_cast<int32_t>(code_of[own[c] * MOST_POINTS + rank[t]]);
+          }
+        });
+      }
+      for (const Digits& part : planes) {
+        const int64_t count = part.count / CODES_PER_WORD;
+        std::fill_n(words.begin(), count, Ints{});
+        for (int64_t i = 0; i < part.count; ++i) {
+          const int64_t digit = head * digits + i;
+          const Ints value =
+              found[part.channels[digit]] >> static_cast<int>(part.shifts[digit]) & ((1 << part.bits) - 1);
+          words[i % count] |= value << static_cast<int>(i / count * part.bits);
+        }
+        for (int64_t t = 0; t < LANES; ++t) {
+          const int64_t row = (first + t) * count;
+          for (int64_t i = 0; i < count; ++i) {
+            if (part.bits == 2) {
+              static_cast<int16_t*>(part.plane.mutable_data_ptr())[row + i] = static_cast<int16_t>(words[i][t]);
+            } else {
+              static_cast<uint8_t*>(part.plane.mutable_data_ptr())[row + i] = static_cast<uint8_t>(words[i][t]);
+            }
+          }
+        }
+      }
+    }
+  };
+  const int64_t blocks = y.size(0) * heads * tokens / LANES;
+  torch::stable::parallel_for(0, blocks, std::max<int64_t>(1, TASK_NUMBERS / (dim * LANES)), encode);
+  return fields;
+}
+
+}  // namespace
+}  // namespace kvcache_compress
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) {
+  m.def(
+      "quantize_digits(Tensor y, Tensor deviation, Tensor kind, Tensor points, Tensor bounds, Tensor codes, "
+      "int[] bits, Tensor channels, Tensor shifts, int twos, float[] factors) -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {
+  m.impl("quantize_digits", TORCH_BOX(&kvcache_compress::quantize_digits));
+}

@@ -1,0 +1,224 @@
+"""Codes of spectral channels as sums of digits of two bits and of one bit.
+
+A channel of b bits is a sum `Σ w_i · level(digit_i)`, with few digits of two bits (the levels of a Gaussian's Lloyd-Max
+quantizer) and of one bit (±1). The weights are those that minimise the mean squared error of a standard Gaussian; with
+them the sums lose nothing to the Lloyd-Max quantizer of one or two bits, 2 to 6 % to that of three, 4 to 20 % to that
+of four, and 8 to 27 % to those of five and six, by the digits that they are made of.
+As points are linear in digits, weights belong to the query map: stored are so many digits of each kind for every head,
+whatever channels they belong to, and kernels see components of two and of one bit, as in TurboQuant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.base import Fields
+from kvcache_compress.codecs.lloyd_max import boundaries, lloyd_max_levels
+
+MOST_BITS = 6
+"""Most bits of a channel."""
+PAIR_ORDER = ((9, 9, 9), (9, 9, 9), (3, 9, 9), (2, 9, 9), (0, 5, 9), (1, 6, 9), (4, 7, 8))
+"""By bits of a channel, the order in which its digits of two bits are replaced by pairs of one bit; 9 for none."""
+SEARCHED = (0.6, 0.75, 0.9, 1.0, 1.15, 1.35, 1.6, 2.0, 2.6, 3.5)
+"""Scales that are tried for a token, in units of its channels' RMS; without them outlying tokens saturate."""
+_GAUSSIAN_DIM = 1 << 16
+"""Dimension in which a coordinate on the sphere is as good as Gaussian."""
+WEIGHTS: dict[tuple[int, int], tuple[float, ...]] = {
+    (0, 0): (),
+    (0, 1): (0.79788,),
+    (0, 2): (0.98144, 0.52876),
+    (0, 3): (0.98871, 0.74849, 0.45124),
+    (0, 4): (1.12729, 0.70797, 0.55604, 0.29570),
+    (0, 5): (1.17934, 0.66457, 0.58399, 0.45088, 0.29464),
+    (0, 6): (1.01426, 0.86916, 0.66591, 0.48799, 0.30896, 0.25416),
+    (1, 0): (1.0,),
+    (1, 1): (0.76683, 0.97982),
+    (1, 2): (0.56470, 1.12540, 0.70707),
+    (1, 3): (0.47644, 0.98337, 0.91365, 0.59495),
+    (1, 4): (1.13362, 0.86205, 0.42835, 0.32598, 0.21473),
+    (2, 0): (1.03994, 0.75719),
+    (2, 1): (0.78534, 0.56115, 1.12054),
+    (2, 2): (1.17515, 0.52184, 0.57473, 0.43147),
+    (3, 0): (1.09198, 0.76389, 0.53864),
+}
+"""Weights of the digits of a channel by `(n₂, n₁)`: first of its n₂ digits of two bits, then of its n₁ of one."""
+DISTORTION = (1.0, 0.36338, 0.11748, 0.03527, 0.00989, 0.00269, 0.00077)
+"""Mean squared error of a standard Gaussian with 0 to 6 bits, of the best sum."""
+
+
+class DigitCounts(NamedTuple):
+    """Stored digits per token and head: of two bits, and of one."""
+
+    twos: int
+    ones: int
+
+
+def digit_counts(bits: float, head_dim: int) -> DigitCounts:
+    """Digits for `bits` per number: of one bit at least as many as channels, any of which may have odd bits.
+
+    Raises:
+        ValueError: `bits` do not make whole bytes.
+    """
+    total = round(bits * head_dim)
+    if total % 8 or abs(total - bits * head_dim) > 1e-3:
+        raise ValueError(
+            f"bits={bits:g} for spectral: allowed multiples of {8 / head_dim:g} for a head dimension of {head_dim}"
+        )
+    twos = max(0, total - head_dim) // 16 * 8
+    return DigitCounts(twos, total - 2 * twos)
+
+
+def allocate_bits(deviation: torch.Tensor, counts: DigitCounts) -> torch.Tensor:
+    """Bits of each channel, int64 `[H, D]`, of channels with standard deviations `[H, D]`: greedy water-filling.
+
+    Each bit goes where it removes most of the squared error.
+    """
+    error = torch.tensor(DISTORTION, dtype=torch.float64, device=deviation.device)
+    removed = deviation.double().square()[..., None] * (error[:-1] - error[1:])
+    # Each bit of a channel removes less than the one before it, so the greedy choice takes the largest of all.
+    best = removed.flatten(1).argsort(dim=-1, descending=True, stable=True)[:, : 2 * counts.twos + counts.ones]
+    bits = torch.zeros_like(deviation, dtype=torch.long)
+    return bits.scatter_add_(-1, best // MOST_BITS, torch.ones_like(best))
+
+
+def split_bits(bits: torch.Tensor, counts: DigitCounts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Digits of two bits and of one bit of each channel with `bits` `[H, D]`, both int64 `[H, D]`.
+
+    Odd bits take a digit of one bit. Those that are left replace digits of two bits, in pairs: first where a pair loses
+    less than the digit that it replaces (`PAIR_ORDER`).
+    """
+    ones = bits % 2
+    pair = torch.arange(MOST_BITS // 2, device=bits.device)
+    order = torch.tensor(PAIR_ORDER, device=bits.device)[bits].flatten(1)
+    left = (counts.ones - ones.sum(-1, keepdim=True)) // 2
+    rank = order.argsort(dim=-1, stable=True).argsort(-1)
+    ones = ones + 2 * (rank < left).unflatten(-1, (-1, len(pair))).sum(-1)
+    return (bits - ones) // 2, ones
+
+
+class DigitCodes(NamedTuple):
+    """Digits of a layer's heads, by channel and in the order in which they are stored.
+
+    kind: int64 `[H, D]`, row of the tables of `tables` for each channel.
+    channels: int64 `[H, n₂ + n₁]`, channel of each digit, those of two bits first.
+    shifts: int64 `[H, n₂ + n₁]`, place of each digit in its channel's code.
+    weights: float32 `[H, n₂ + n₁]`, factor of each digit's level.
+    twos: n₂, digits of two bits per head.
+    """
+
+    kind: torch.Tensor
+    channels: torch.Tensor
+    shifts: torch.Tensor
+    weights: torch.Tensor
+    twos: int
+
+
+def digit_codes(deviation: torch.Tensor, counts: DigitCounts) -> DigitCodes:
+    """Allocate the digits of channels with standard deviations `[H, D]`."""
+    twos, ones = split_bits(allocate_bits(deviation, counts), counts)
+    rows, kinds, by_head = list(WEIGHTS), [], []
+    for head in torch.stack([twos, ones], -1).tolist():
+        digits: tuple[list[tuple[int, int, float]], list[tuple[int, int, float]]] = ([], [])
+        kinds.append([rows.index((n2, n1)) for n2, n1 in head])
+        for channel, kind in enumerate(tuple(pair) for pair in head):
+            for i, weight in enumerate(WEIGHTS[kind]):
+                place = 2 * min(i, kind[0]) + max(0, i - kind[0])
+                digits[i >= kind[0]].append((channel, place, weight))
+        by_head.append([*digits[0], *digits[1]])
+    channels, shifts = (
+        torch.tensor([[digit[part] for digit in head] for head in by_head], device=deviation.device) for part in (0, 1)
+    )
+    weights = torch.tensor([[digit[2] for digit in head] for head in by_head], device=deviation.device)
+    return DigitCodes(torch.tensor(kinds, device=deviation.device), channels, shifts, weights, counts.twos)
+
+
+@lru_cache(maxsize=1)
+def two_bit_levels() -> torch.Tensor:
+    """Levels of a digit of two bits, float32 `[4]`, which float16 holds too."""
+    return (lloyd_max_levels(_GAUSSIAN_DIM, 2) * math.sqrt(_GAUSSIAN_DIM)).half().float()
+
+
+class Tables(NamedTuple):
+    """Points of every kind of channel in `WEIGHTS`, padded to 64, for a channel of unit standard deviation.
+
+    points: float32 `[kinds, 64]`, ascending; bounds: float32 `[kinds, 63]`, halfway between them, then infinity.
+    codes: int64 `[kinds, 64]`, code of each point: its digits, those of two bits in the low bits.
+    bits: bits of each kind.
+    """
+
+    points: torch.Tensor
+    bounds: torch.Tensor
+    codes: torch.Tensor
+    bits: tuple[int, ...]
+
+
+@lru_cache(maxsize=8)
+def tables(device: torch.device) -> Tables:
+    """Tables on `device`, made once."""
+    with torch.inference_mode(False):  # of use outside of it as well, wherever they are first asked for
+        count = 2**MOST_BITS
+        points, codes = torch.zeros(len(WEIGHTS), count), torch.zeros(len(WEIGHTS), count, dtype=torch.long)
+        bounds = torch.full((len(WEIGHTS), count - 1), torch.inf)
+        ones = torch.tensor([-1.0, 1.0])
+        for row, ((twos, _), weights) in enumerate(WEIGHTS.items()):
+            sums, code, place = torch.zeros(1), torch.zeros(1, dtype=torch.long), 0
+            for i, weight in enumerate(weights):
+                levels = two_bit_levels() if i < twos else ones
+                sums = (sums + weight * levels[:, None]).flatten()
+                code = (code + (torch.arange(len(levels)) << place)[:, None]).flatten()
+                place += 2 if i < twos else 1
+            found, order = sums.sort()
+            points[row, : len(found)], codes[row, : len(found)] = found, code[order]
+            bounds[row, : len(found) - 1] = boundaries(found)
+        bits = tuple(2 * twos + ones for twos, ones in WEIGHTS)
+        return Tables(points.to(device), bounds.to(device), codes.to(device), bits)
+
+
+def quantize(
+    y: torch.Tensor, deviation: torch.Tensor, digits: DigitCodes, tables: Tables, factors: Sequence[float] = SEARCHED
+) -> Fields:
+    """Planes of the digits nearest to channels `y` `[B, H, T, D]`, and the unbiased scale, float32 `[B, H, T]`.
+
+    The nearest points are found for every scale in `factors`, in units of a token's RMS over channels with bits, and
+    those with the least error kept. `y` is zero in channels without bits; `deviation` is `[H, D]`. Sums are in float64,
+    so that no backend breaks a tie of its own.
+    """
+    points, bounds, code_of = (table[digits.kind] for table in tables[:3])
+    z, energy = y / deviation[:, None], y.double().square().sum(-1)
+    coded = (digits.kind > 0).sum(-1).clamp_min(1)
+    rms = (z.double().square().sum(-1) / coded[:, None]).sqrt().float().clamp_min(1e-12)
+    best: list[torch.Tensor] = []
+    for factor in factors:
+        nearest = _nearest(z / (rms * factor)[..., None], bounds)
+        point = (_of_channel(points, nearest) * deviation[:, None]).double()
+        product, square = (y.double() * point).sum(-1), point.square().sum(-1).clamp_min(1e-30)
+        found = [energy - product.square() / square, energy / product.clamp_min(1e-30), nearest]
+        better = found[0] < best[0] if best else torch.ones_like(energy, dtype=torch.bool)
+        best = [
+            torch.where(better if new.ndim == 3 else better[..., None], new, old)
+            for new, old in zip(found, best or found, strict=True)
+        ]
+    _, scale, nearest = best
+    shape = *nearest.shape[:-1], digits.channels.shape[-1]
+    codes = _of_channel(code_of, nearest).gather(-1, digits.channels[:, None].expand(shape)) >> digits.shifts[:, None]
+    planes = packing.pack(codes[..., : digits.twos] & 3, 2) if digits.twos else ()
+    return *planes, *packing.pack(codes[..., digits.twos :] & 1, 1), scale.float()
+
+
+def _nearest(z: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Ranks of the nearest points to `z` `[B, H, T, D]`, int64, by the `bounds` `[H, D, 63]` between them."""
+    columns = z.permute(1, 3, 0, 2)
+    found = torch.searchsorted(bounds, columns.flatten(2).contiguous())
+    return found.unflatten(2, columns.shape[2:]).permute(2, 0, 3, 1)
+
+
+def _of_channel(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Entries `[B, H, T, D]` of each channel's row of `table` `[H, D, 64]`."""
+    heads, channels = (torch.arange(size, device=index.device) for size in table.shape[:2])
+    return table[heads[:, None, None], channels, index]

@@ -1,0 +1,149 @@
+"""Statistics of spectral keys measured on the first prompt itself, without any file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from kvcache_compress.codecs.base import Prompt, PromptQueries
+
+from .moments import SAMPLED, GroupRope, KeyMoments, MeanSums, Window
+from .transform import Moments, spectral_basis
+
+logger = logging.getLogger(__name__)
+FEW_TOKENS = 4
+"""Tokens per number of a head below which statistics are poor."""
+HALF_KEYS, HALF_QUERIES = 0.5, 3.0
+"""Keys and queries per number of a head of which moments count half; by the KL of SmolLM2 after 144 tokens."""
+SURE_VARIANCE = 8
+"""Tokens at which the variance of a channel counts as much as the mean of all channels."""
+
+
+@cache
+def _warn_of_queries() -> None:
+    logger.warning(
+        "the queries of the first prompt were not seen (without fused attention, with gradients, or in compiled code), "
+        "so spectral measured its statistics on keys alone, which loses more: call enable_fused_attention(model), and "
+        "run the first prompt under torch.no_grad(), not compiled"
+    )
+
+
+@cache
+def _warn_of_few_tokens(tokens: int, queries: int) -> None:
+    logger.warning(
+        "statistics of spectral were measured on fewer than %d tokens or %d queries, so its bits are partly spread "
+        "evenly, which loses more: begin with a longer prompt, or calibrate the model (kvcache-compress calibrate "
+        "--method spectral)",
+        tokens,
+        queries,
+    )
+
+
+def _warn_of_poor_statistics(prompt: Prompt, sums: KeyMoments) -> None:
+    """Say once if statistics of this prompt are poor: without queries, of few of them, or of few tokens."""
+    head_dim = prompt.keys.shape[-1]
+    least = FEW_TOKENS * head_dim, round(HALF_QUERIES * head_dim)
+    if prompt.queries is None:
+        _warn_of_queries()
+    elif sums.tokens < least[0] or sums.sampled < least[1]:
+        _warn_of_few_tokens(*least)
+
+
+def prompt_statistics(
+    prompt: Prompt, group: int, rope: GroupRope | None, *, quiet: bool = False
+) -> dict[str, torch.Tensor]:
+    """Measure the tensors that `statistics_file.py` lists for a layer, and the basis's `inverse`; all float32.
+
+    Poor statistics are warned of once, unless `quiet`.
+    """
+    _, heads, _, head_dim = prompt.keys.shape
+    device = prompt.keys.device
+    sums = MeanSums.zeros(heads, head_dim, device)
+    for window in _windows(prompt, group, rope):
+        sums.add(window)
+    places, means = sums.table(group, rope)
+    moments = KeyMoments.zeros(heads, head_dim, device)
+    for window in _windows(prompt, group, rope):
+        moments.add(window, (places @ means).float())
+    if not quiet:
+        _warn_of_poor_statistics(prompt, moments)
+    basis, deviation = spectral_basis(*shrunk(moments))
+    inverse = torch.linalg.inv(basis)
+    found = {"basis": basis, "inverse": inverse, "deviation": deviation, "places": places, "means": means}
+    return {name: x.float().contiguous() for name, x in found.items()}
+
+
+def _windows(prompt: Prompt, group: int, rope: GroupRope | None) -> Iterator[Window]:
+    """Each row of the batch as a window of its own."""
+    sinks, seen = prompt.sinks.shape[2], prompt.queries
+    tokens = sinks + prompt.keys.shape[2]
+    at = torch.empty(0, dtype=torch.long, device=prompt.keys.device)
+    if seen is not None:
+        at = sampled_positions(tokens, seen.query.shape[2], sinks + prompt.recent).to(at.device)
+    for row, (first, keys) in enumerate(zip(prompt.sinks, prompt.keys, strict=True)):
+        own = rope
+        if rope is not None:
+            cos, sin = (factor[min(row, len(factor) - 1)][None] for factor in rope.anchors)
+            own = GroupRope(rope.layout, (cos, sin), rope.places)
+        window = Window(torch.cat([first, keys], 1), group, sinks, prompt.recent, own, keys[:, :0], at, 1.0)
+        if seen is not None:
+            mask, counted = _row_mask(seen, row, at, tokens)
+            window = replace(
+                window, query=seen.query[row][:, at - (tokens - seen.query.shape[2])], mask=mask, counted=counted,
+                scaling=seen.scaling, softcap=seen.softcap, s_aux=seen.s_aux,
+            )  # fmt: skip
+        yield window
+
+
+def sampled_positions(tokens: int, queries: int, first: int) -> torch.Tensor:
+    """Up to `SAMPLED` positions, evenly spaced, of those of the last `queries` tokens that are at least `first`."""
+    start = max(first, tokens - queries)
+    count = min(SAMPLED, max(0, tokens - start))
+    return torch.linspace(tokens - 1, start, count).round().long().flip(0)
+
+
+def _row_mask(
+    seen: PromptQueries, row: int, at: torch.Tensor, tokens: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Mask of a row's sampled queries, `[Hq or 1, R, T]`, and the tokens that any query sees, `[T]`."""
+    if seen.mask is None:
+        return None, None
+    mask = seen.mask[min(row, len(seen.mask) - 1)]
+    if mask.ndim == 1:
+        counted = mask[-tokens:].bool()
+        return counted[None, None], counted
+    last = mask[:, -1:]
+    mask = mask[:, at - (tokens - seen.query.shape[2])]
+    reach = torch.cat([mask, last], 1)
+    reach = reach if reach.dtype == torch.bool else reach > torch.finfo(reach.dtype).min / 2
+    return mask, reach.flatten(0, 1).any(0)
+
+
+def shrunk(sums: KeyMoments) -> Moments:
+    """Moments that are the more like multiples of the identity the less they were measured on.
+
+    Those of keys become one in channels of unit variance, so that few tokens get bits that are spread evenly, and that
+    of queries in the keys' own channels, where an error then costs its square; without queries it is that alone.
+    """
+    keys, plain, queries = sums.means()
+    dim = keys.shape[-1]
+    variance = plain.diagonal(dim1=-2, dim2=-1)
+    certain = sums.tokens / (sums.tokens + SURE_VARIANCE)
+    unit = (variance * certain + variance.mean(-1, keepdim=True) * (1 - certain)).clamp_min(1e-30).sqrt()
+    scales, even = unit[:, :, None] * unit[:, None], torch.eye(dim, dtype=unit.dtype, device=unit.device)
+    plain = _mixed(plain / scales, even, sums.tokens / (HALF_KEYS * dim)) * scales
+    if not (sums.weight > 0).all():
+        return Moments(plain, plain, even.expand_as(plain))
+    keys = _mixed(keys / scales, even, sums.tokens / (HALF_KEYS * dim)) * scales
+    squares = torch.diag_embed(unit.square() / unit.square().mean(-1, keepdim=True))
+    return Moments(keys, plain, _mixed(queries * scales, squares, sums.sampled / (HALF_QUERIES * dim)) / scales)
+
+
+def _mixed(moment: torch.Tensor, even: torch.Tensor, measured: float) -> torch.Tensor:
+    """Mix a moment with `even`, of mean 1 on its diagonal, to equal parts if `measured` is 1."""
+    mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    return torch.lerp(moment, mean * even, 1 / (1 + measured**2))

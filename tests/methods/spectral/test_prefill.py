@@ -1,0 +1,402 @@
+"""Statistics of spectral keys from the first prompt: the tokens and queries that count, and when packing waits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import family_cases
+from support.method_cases import half_layout
+from support.small_model import small_model
+from support.spectral_files import statistics_file
+from transformers import DynamicCache
+
+from kvcache_compress import CompressedCache, SpectralCache, disable_fused_attention, enable_fused_attention
+from kvcache_compress.attention.handle import PackedKV
+from kvcache_compress.codecs.base import CodecContext, Prompt, PromptQueries
+from kvcache_compress.methods.spectral import moments, prefill
+from kvcache_compress.methods.spectral.calibration import SpectralSettings, _Run
+from kvcache_compress.methods.spectral.codec import SpectralCodec, SpectralOptions
+from kvcache_compress.methods.spectral.digits import allocate_bits
+from kvcache_compress.methods.spectral.moments import RECENT, SINKS, KeyMoments
+from kvcache_compress.methods.spectral.prefill import sampled_positions
+
+GROUP, DIM, HEADS = 32, 32, 2
+WINDOWS = {"sink_tokens": 4, "recent_tokens": 8}
+
+
+@pytest.fixture(autouse=True)
+def _warn_anew() -> None:
+    """Let each test see the warnings that are given once."""
+    for warn in (prefill._warn_of_queries, prefill._warn_of_few_tokens):
+        warn.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Any]:
+    made = small_model()
+    enable_fused_attention(made)
+    with torch.no_grad():
+        yield made
+
+
+def ids(tokens: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 64, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def spectral(model: Any, **options: Any) -> SpectralCache:
+    return SpectralCache(model.config, **{"bits": 3, "group": GROUP, **WINDOWS, **options})
+
+
+def statistics(cache: Any, layer: int = 0) -> dict[str, torch.Tensor]:
+    return cache.layers[layer].sides["keys"].codec.statistics  # type: ignore[no-any-return]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def codec(bits: float = 3.0) -> SpectralCodec:
+    context = CodecContext(
+        side="keys", head_dim=DIM, heads=HEADS, layer=0, seed=0, sink_tokens=4, dtype=torch.float32,
+        device=torch.device("cpu"), rope=half_layout(DIM),
+    )  # fmt: skip
+    return SpectralCodec(SpectralOptions(bits=bits, group=GROUP), context)
+
+
+def prompt(tokens: int = 300, queries: int | None = None, batch: int = 2) -> Prompt:
+    """A prompt of random keys, 4 of them sinks, and of the last queries, of 2 query heads per key head."""
+    generator = torch.Generator().manual_seed(0)
+    layout, spread = half_layout(DIM), torch.logspace(0, -1, DIM)
+    angles = torch.arange(max(tokens, GROUP))[:, None] * 10_000 ** -(torch.arange(layout.rotary) / layout.rotary)
+    places = angles.cos()[None, :GROUP], angles.sin()[None, :GROUP]
+    rope = angles[:tokens].cos().expand(batch, -1, -1), angles[:tokens].sin().expand(batch, -1, -1)
+    keys = layout.rotate(torch.randn(batch, HEADS, tokens, DIM, generator=generator) * spread, rope)
+    query = torch.randn(batch, 2 * HEADS, queries or tokens, DIM, generator=generator)
+    return Prompt(
+        keys[:, :, :4], keys[:, :, 4:], 8, (rope[0][:, 4::GROUP], rope[1][:, 4::GROUP]), places,
+        PromptQueries(query, None, DIM**-0.5),
+    )  # fmt: skip
+
+
+def measured(prompt: Prompt) -> dict[str, torch.Tensor]:
+    one = codec()
+    one.observe(prompt)
+    return one.statistics
+
+
+def causal(tokens: int, queries: int) -> torch.Tensor:
+    return torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)[None, None]
+
+
+def test_moments_are_those_of_calibration(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt's moments are those that calibration sums up on the same window, at the same queries."""
+    tokens = SINKS + 16 * GROUP
+    window, found = ids(tokens), []
+    at = sampled_positions(tokens, tokens, SINKS + RECENT)
+    monkeypatch.setattr(torch, "randint", lambda *args, **options: at)
+    disable_fused_attention(model)
+    run = _Run(model, model.config, SpectralSettings(2 * tokens, tokens, GROUP), [0, 1], lambda *args: None)
+    expected = run.moments(window, run.mean_tables(window))
+    enable_fused_attention(model)
+    monkeypatch.setattr(prefill, "shrunk", lambda sums: found.append(sums) or sums.means())
+    model(window, past_key_values=spectral(model, sink_tokens=SINKS, recent_tokens=RECENT))
+    for layer, sums in enumerate(found):
+        assert sums.tokens == expected[layer].tokens == 16 * GROUP
+        for ours, theirs in zip(sums.means(), expected[layer].means(), strict=True):
+            assert (ours - theirs).norm() < 2e-3 * theirs.norm(), "cos and sin of the cache have 16 bits"
+
+
+def test_long_prompts_are_measured_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, heads and queries that are too many for one tensor are summed up bit by bit."""
+    whole = measured(prompt())
+    monkeypatch.setattr(moments, "RUN_NUMBERS", 2000)
+    for name, x in measured(prompt()).items():
+        assert (x.abs() - whole[name].abs()).abs().max() < 2e-3 * whole[name].abs().max(), name
+
+
+@pytest.mark.parametrize("queries", [300, 40, 1])
+def test_masks_of_every_kind(queries: int) -> None:
+    """Boolean, additive and flash attention's masks mean the same, and none means causal attention."""
+    plain = prompt(queries=queries)
+    expected = measured(plain)
+    seen, allowed = plain.queries, causal(300, queries)
+    assert seen is not None
+    additive = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    for mask in (allowed, additive, additive.expand(2, 4, -1, -1), torch.ones(2, 300, dtype=torch.long)):
+        assert same(measured(replace(plain, queries=replace(seen, mask=mask))), expected)
+
+
+def test_padding_counts_nowhere(model: Any) -> None:
+    """Tokens that the mask hides change nothing, in batches whose rows have other positions."""
+    tokens, mask = ids(200, 2), torch.ones(2, 200, dtype=torch.long)
+    mask[0, :70] = 0
+    found = []
+    for padding in (0, 7):
+        cache = spectral(model)
+        padded = tokens.masked_fill(mask == 0, padding)
+        model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp_min(0), past_key_values=cache)
+        found.append([statistics(cache, layer) for layer in (0, 1)])
+        assert cache.packed_tokens > 100
+    assert all(same(*pair) for pair in zip(*found, strict=True))
+
+
+def test_rows_of_one_prompt_count_once_and_others_add_up(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt repeated in a batch, as for beams, has the statistics of one row; of other prompts all tokens count."""
+    found: list[KeyMoments] = []
+    monkeypatch.setattr(prefill, "shrunk", lambda sums: found.append(sums) or sums.means())
+    other = (ids(300) * 5 + 1) % 64
+    for prompts in (ids(300), ids(300).expand(3, -1), other, torch.cat([ids(300), other])):
+        model(prompts, past_key_values=spectral(model))
+    one, three, second, both = found[::2]
+    assert (three.tokens, three.sampled) == (one.tokens, one.sampled)
+    assert torch.allclose(three.keys, one.keys, rtol=1e-4)
+    assert (both.tokens, both.sampled) == (2 * one.tokens, 2 * one.sampled)
+    # Tables of means differ, so only what does not depend on them adds up.
+    assert torch.allclose(both.queries, one.queries + second.queries, rtol=1e-3, atol=1e-3 * both.queries.abs().max())
+
+
+def test_soft_caps_and_learned_logits_count() -> None:
+    """Both change what keys are paid, and with it the statistics."""
+    plain = prompt()
+    seen = plain.queries
+    assert seen is not None
+    expected = measured(plain)
+    for change in ({"softcap": 0.5}, {"s_aux": torch.tensor([2.0, 3.0, 4.0, 5.0])}):
+        assert not same(measured(replace(plain, queries=replace(seen, **change))), expected)
+
+
+def test_few_tokens_get_even_bits() -> None:
+    """With a token per row all channels get nearly the same bits, and with many they do not."""
+
+    def spread(tokens: int) -> int:
+        one = codec()
+        one.observe(prompt(tokens))
+        bits = allocate_bits(one.deviation, one.counts)
+        return int(bits.max() - bits.min())
+
+    assert spread(5) <= 2 < spread(600)
+
+
+def test_short_prompts_wait(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """With nothing to pack all stays dense; the first step at which tokens are due packs them, and says so once."""
+    cache, calibrated = spectral(model), spectral(model, statistics=statistics_of_model(), group=None)
+    model(ids(20), past_key_values=cache)
+    model(ids(20), past_key_values=calibrated)
+    packed = []
+    for step in ids(60, seed=1).split(1, 1):
+        for one in (cache, calibrated):
+            logits = model(step, past_key_values=one).logits
+            assert logits.isfinite().all()
+        packed.append((cache.packed_tokens, calibrated.packed_tokens))
+    assert packed[0] == (0, 0)
+    assert packed[-1] == (64, 64)
+    assert all(ours == theirs for ours, theirs in packed)
+    assert caplog.text.count("fewer than 128 tokens") == 1
+
+
+def statistics_of_model() -> str:
+    from support.small_model import statistics as file
+
+    return file()
+
+
+def test_without_fused_attention(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Without fused attention statistics follow from keys alone, at once, which is said once."""
+    tokens = ids(480, seed=7)
+
+    def loss(keys: dict[str, Any]) -> float:
+        cache = CompressedCache(model.config, {"keys": keys, "values": "none", **WINDOWS})
+        model(tokens[:, :400], past_key_values=cache)
+        assert cache.packed_tokens > 300
+        exact = DynamicCache(config=model.config)
+        model(tokens[:, :400], past_key_values=exact)
+        logits = [model(tokens[:, 400:], past_key_values=one).logits for one in (cache, exact)]
+        return (logits[0] - logits[1]).square().mean().item()
+
+    keys = {"method": "spectral", "bits": 2, "group": GROUP}
+    losses = [loss(keys)]
+    assert not caplog.text
+    disable_fused_attention(model)
+    losses += [loss(keys), loss(keys)]
+    enable_fused_attention(model)
+    assert caplog.text.count("call enable_fused_attention(model)") == 1
+    assert max(losses) < loss({"method": "turboquant", "bits": 2})
+
+
+def test_handles_without_attention(model: Any) -> None:
+    """If the queries of a prompt are never shown, the next update takes statistics from keys alone."""
+    cache, x = spectral(model), torch.randn(1, HEADS, 100, DIM)
+    key, value = cache.update(x, x, 0)
+    assert isinstance(key, PackedKV)
+    assert torch.equal(key.dense(), x)
+    assert torch.equal(value.dense(), x)
+    assert cache.packed_tokens == 0
+    cache.update(x[:, :, :1], x[:, :, :1], 0)
+    assert cache.packed_tokens == 64
+
+
+def test_gradients_take_keys_alone(model: Any) -> None:
+    """A prompt that needs gradients gets its own tensors back."""
+    cache, x = spectral(model), torch.randn(1, HEADS, 100, DIM, requires_grad=True)
+    with torch.enable_grad():
+        key, _ = cache.update(x, x, 0)
+    assert key is x
+    assert cache.packed_tokens == 64
+
+
+def test_reset_and_copies(model: Any) -> None:
+    """A cache that is reset takes new statistics, and copies keep theirs."""
+    cache = spectral(model)
+    model(ids(300), past_key_values=cache)
+    first, twin = statistics(cache), copy.deepcopy(cache)
+    cache.reset()
+    model(ids(300, seed=1), past_key_values=cache)
+    assert not same(statistics(cache), first)
+    assert same(statistics(twin), first)
+    again = spectral(model)
+    model(ids(300, seed=1), past_key_values=again)
+    assert same(statistics(cache), statistics(again))
+
+
+@pytest.mark.parametrize("tokens", [30, 300])
+@pytest.mark.parametrize("capacity", [None, 400])
+def test_saved_caches_continue(model: Any, tokens: int, capacity: int | None, tmp_path: Path) -> None:
+    """A saved cache continues bit for bit, whether it has its statistics or still waits for them."""
+    cache = spectral(model, max_cache_len=capacity)
+    model(ids(tokens), past_key_values=cache)
+    cache.save(tmp_path / "x.safetensors")
+    loaded = SpectralCache.load(tmp_path / "x.safetensors", model.config)
+    steps = ids(48, seed=1)
+    ours, theirs = (torch.cat([model(part, past_key_values=one).logits for part in steps.split(3, 1)], 1)
+                    for one in (cache, loaded))  # fmt: skip
+    assert torch.equal(ours, theirs)
+    assert cache.packed_tokens == loaded.packed_tokens > 0
+    assert same(statistics(cache), statistics(loaded))
+
+
+def test_static_caches_take_the_same_statistics(model: Any) -> None:
+    """With a capacity a prompt is measured as in a growing cache, and a short one waits until tokens are packed."""
+    growing, static, short = spectral(model), spectral(model, max_cache_len=400), spectral(model, max_cache_len=400)
+    model(ids(300), past_key_values=growing)
+    model(ids(300), past_key_values=static)
+    model(ids(30), past_key_values=short)
+    assert same(statistics(growing), statistics(static))
+    assert growing.packed_tokens == static.packed_tokens
+    assert short.packed_tokens == 0
+    assert not statistics(short)
+
+
+@pytest.mark.parametrize("first", [1, 16, 40])
+@pytest.mark.parametrize("capacity", [None, 500])
+def test_prompts_that_fit_the_sinks(first: int, capacity: int | None, model: Any) -> None:
+    """After a first prompt of sinks alone, or little more, keys of later tokens are as good as TurboQuant's."""
+    losses = []
+    for method in ("spectral", "turboquant"):
+        side = {"method": method, "bits": 4}
+        options = {} if capacity is None else {"max_cache_len": capacity}
+        cache = CompressedCache(
+            model.config, {"keys": side, "values": {"method": "none"}, "sink_tokens": 16, "recent_tokens": 8, **options}
+        )
+        dense = DynamicCache(config=model.config)
+        for part in ids(300).split([first, *[4] * ((300 - first) // 4), (300 - first) % 4], 1):
+            if part.shape[1]:
+                model(part, past_key_values=cache)
+                model(part, past_key_values=dense)
+        exact, found = dense.layers[0].keys, cache.layers[0].keys
+        assert exact is not None
+        assert found is not None
+        losses.append(((found[:, :, :300] - exact).norm() / exact.norm()).item())
+    assert losses[0] < 1.2 * losses[1], losses
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_padding_in_float_masks_counts_nowhere(size: int) -> None:
+    """Masks that are added to the scores, as eager attention has them, give the statistics of boolean ones."""
+    seen = prompt().queries
+    assert seen is not None
+    tokens, count = 4 + prompt().keys.shape[2], seen.query.shape[2]
+    visible = torch.ones(count, tokens, dtype=torch.bool).tril(tokens - count)
+    visible[:, : 40 * size] = False
+    visible[: 40 * size - (tokens - count)] = False
+    boolean = visible.expand(len(seen.query), 1, -1, -1)
+    added = torch.zeros(boolean.shape).masked_fill(~boolean, torch.finfo(torch.float32).min)
+    found = [measured(replace(prompt(), queries=replace(seen, mask=mask))) for mask in (boolean, added)]
+    assert same(*found)
+
+
+def test_a_cache_goes_on_after_an_error_and_a_crop(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If measuring fails and the prompt is cropped away, later prompts are measured and packed as in a new cache."""
+    cache = spectral(model)
+    monkeypatch.setattr(prefill, "shrunk", lambda sums: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids(300), past_key_values=cache)
+    monkeypatch.undo()
+    cache.crop(-300)
+    for part in (ids(5), ids(300)[:, 5:]):
+        model(part, past_key_values=cache)
+    assert cache.packed_tokens > 0
+    assert statistics(cache)
+
+
+def test_pickled_caches_go_on(model: Any) -> None:
+    """A cache that took its statistics from a prompt can be pickled, and the copy continues alike."""
+    cache = spectral(model)
+    model(ids(300), past_key_values=cache)
+    copied = pickle.loads(pickle.dumps(cache))
+    ours, theirs = (model(ids(320)[:, 300:], past_key_values=one).logits for one in (cache, copied))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("options", [{"offloading": True}, {"statistics": None}])
+def test_options_that_change_nothing(model: Any, options: dict[str, Any]) -> None:
+    """Offloaded layers come back to be packed, and `None` stands for the default."""
+    caches = spectral(model), spectral(model, **options)
+    logits = [
+        torch.cat([model(part, past_key_values=cache).logits for part in ids(340).split([300, *[4] * 10], 1)], 1)
+        for cache in caches
+    ]
+    assert torch.equal(*logits)
+    assert caches[0].packed_tokens == caches[1].packed_tokens == 320
+
+
+FUSED = ["llama", "qwen2", "gemma2", "phi3", "phi3, 96", "gpt_oss", "cohere2", "glm4", "smollm3", "gpt_neox", "opt"]
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_families(family: str) -> None:
+    """Layers with RoPE of any kind and without, soft caps, learned logits and any number of query heads work."""
+    model = family_cases.build(family)
+    enable_fused_attention(model)
+    keys = {"method": "spectral", "bits": 3, "group": GROUP}
+    cache = CompressedCache(model.config, {"keys": keys, "values": "none", **WINDOWS})
+    exact = family_cases.exact(family)
+    loss = (family_cases.logits(model, cache) - exact).norm() / exact.norm()
+    assert cache.packed_tokens == 64
+    assert 1e-4 < loss < 0.15
+    tracked = {layer.track is not None for layer in cache.compressed_layers.values()}
+    without = {"cohere2": {False}, "opt": {False}, "smollm3": {True, False}}
+    assert tracked == without.get(family, {True})
+
+
+def test_rope_of_unknown_kind_is_refused() -> None:
+    """Where RoPE cannot be found, keys cannot be anchored."""
+    config = family_cases.model("deepseek_v3").config
+    with pytest.raises(ValueError, match="rotary position embeddings of an unknown kind"):
+        CompressedCache(config, {"keys": "spectral", "values": "none"})
+
+
+def test_sizes_need_no_file() -> None:
+    """Constant bytes are those of a prepared codec, and of one with a file of the same group."""
+    one = codec(2.0)
+    one.observe(prompt())
+    options = SpectralOptions(bits=2.0, group=GROUP)
+    assert SpectralCodec.constant_size(options, "keys", DIM, HEADS) == one.constant_bytes()
+    file = SpectralOptions(bits=2.0, statistics=statistics_file(DIM))
+    assert SpectralCodec.constant_size(file, "keys", DIM, HEADS) == one.constant_bytes()

@@ -1,0 +1,171 @@
+"""Cos and sin of groups: the rows of the right tokens after any steps, and layers that need different ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.method_cases import half_layout
+from support.small_model import HEAD_DIM, HEADS, method_config, small_config
+from transformers import LlamaConfig
+
+from kvcache_compress import CompressedCache, load_config
+from kvcache_compress.cache.estimate import rope_bytes
+from kvcache_compress.methods.commvq.codec import CommVQCodec
+from kvcache_compress.storage.rope_track import DTYPE, RopeTrack
+
+LAYERS, PADDED = 3, 5
+SPECTRAL, COMMVQ = (method_config(name, LAYERS) for name in ("spectral", "commvq"))
+MIXED = {**SPECTRAL, "layers": [{"match": 1, "sink_tokens": 7}, {"match": 2, "keys": COMMVQ["keys"]}]}
+"""Layers with groups of 32 after 4 and after 7 sinks, and with groups of one token."""
+TRACKS = [(4, 32), (7, 32), (4, 1)]
+SIZES = [1, 2, 1, 60, 1, 16, 16, 16, 33, 1, 1]
+"""Sizes of steps: the first ones end within the sinks, the others cross groups or end with one."""
+
+
+def embeddings(start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A model's cos and sin `[2, T, D]` of tokens from `start` on; the second row has `PADDED` tokens of padding."""
+    positions = start + torch.arange(tokens) - PADDED * torch.arange(2)[:, None]
+    angles = positions.clamp_min(0)[..., None] * 10_000 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    return torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
+
+
+def extend(track: RopeTrack, start: int, tokens: int) -> None:
+    track.inputs = embeddings(start, tokens)
+    track.extend(start, torch.empty(2, 1, tokens, 1))
+
+
+def expected(first: int, stride: int, rows: int) -> torch.Tensor:
+    """Rows that a track of 600 tokens has, `[2, rows, D]`."""
+    cos, sin = embeddings(0, 600)
+    return torch.cat([x[:, first::stride, : HEAD_DIM // 2] for x in (cos, sin)], -1)[:, :rows].to(DTYPE)
+
+
+def held(track: RopeTrack) -> torch.Tensor:
+    return track.buffer[:, : track.rows(track.tokens)]
+
+
+@pytest.mark.parametrize(("first", "stride"), [*TRACKS, (0, 1), (0, 64), (200, 32)])
+def test_rows_belong_to_the_first_tokens_of_groups(first: int, stride: int) -> None:
+    """Steps of any size, and crops into a group, to its start and into the sinks, leave the rows of a single step."""
+    track, tokens = RopeTrack(LlamaConfig(), half_layout(HEAD_DIM), first, stride), 1
+    extend(track, 0, 1)
+    for left in (300, first + 2 * stride + 1, first + stride, first + 1, first, first // 2, 0):
+        track.truncate(left)
+        tokens = min(tokens, left)
+        assert torch.equal(held(track), expected(first, stride, track.rows(tokens)))
+        for size in SIZES:
+            extend(track, tokens, size)
+            tokens += size
+            rows = -(-max(0, tokens - first) // stride)
+            assert torch.equal(held(track), expected(first, stride, rows))
+            assert track.bytes_used() == 2 * rows * HEAD_DIM * 2
+
+
+@pytest.mark.parametrize(("first", "stride"), [*TRACKS, (0, 64), (200, 32)])
+def test_static_rows_are_those_of_a_growing_track(first: int, stride: int) -> None:
+    """Steps on the device write the same rows; tokens beyond the capacity, and all that begin no group, write none."""
+    capacity, states = 128, torch.empty(2, 1, 1, 1)
+    track = RopeTrack(LlamaConfig(), half_layout(HEAD_DIM), first, stride)
+    track.make_static(capacity, states)
+    for start in range(0, 300, 16):
+        count = min(16, 300 - start)
+        track.inputs = embeddings(start, count)
+        track.write(torch.arange(start, start + count), states)
+        rows = min(-(-max(0, start + count - first) // stride), capacity // stride)
+        assert torch.equal(track.buffer[:, :rows], expected(first, stride, rows))
+        assert not track.buffer[:, rows:-1].any()
+    groups = torch.arange(capacity // stride)
+    assert torch.equal(torch.cat(track.gather(groups), -1), expected(first, stride, len(groups)))
+    buffer = track.buffer
+    track.make_static(capacity // 2, states)
+    assert track.buffer is buffer, "a layer that needs less"
+    track.make_static(2 * capacity, states)
+    assert torch.equal(track.buffer[:, : len(groups)], expected(first, stride, len(groups)))
+    assert not track.buffer[:, len(groups) :].any()
+
+
+def new_cache(config: dict[str, Any], **changes: Any) -> CompressedCache:
+    return CompressedCache(small_config(LAYERS), {**config, **changes})
+
+
+def step(caches: list[CompressedCache], tokens: int) -> None:
+    """Give each cache the same left-padded step, the layers of each cache too."""
+    start = int(caches[0].get_seq_length())
+    generator = torch.Generator().manual_seed(start)
+    keys, values = torch.randn(2, 2, HEADS, tokens, HEAD_DIM, generator=generator)
+    for cache in caches:
+        rows = cache.layers[0].batch_size if start else 2
+        for index in range(LAYERS):
+            cache.receive_positions(index, embeddings(start, tokens), tokens)
+            cache.update(keys[:rows], values[:rows], index)
+
+
+def uniform(index: int) -> CompressedCache:
+    """A cache all of whose layers have the plan of one layer of the mixed cache."""
+    return new_cache([SPECTRAL, {**SPECTRAL, "sink_tokens": 7}, {**SPECTRAL, "keys": COMMVQ["keys"]}][index])
+
+
+@pytest.mark.parametrize("static", [None, "as growing", "static shapes"])
+def test_layers_with_other_sinks_and_groups(static: str | None, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Each layer goes on as in a cache of its own plan: through steps, crops, batch operations, saving and resets."""
+    if static == "static shapes":
+        request.getfixturevalue("static_shapes")
+    alone = [uniform(index) for index in range(LAYERS)]
+    cache = new_cache(MIXED, **({"max_cache_len": 300} if static else {}))
+    assert [(track.first, track.stride) for track in cache.rope_tracks] == TRACKS
+    assert [len(one.rope_tracks) for one in alone] == [1, 1, 1]
+
+    def compare() -> None:
+        for index, one in enumerate(alone):
+            assert torch.equal(cache.layers[index].keys, one.layers[index].keys)
+            assert cache.layers[index].packed_tokens == one.layers[index].packed_tokens
+
+    for operation in (
+        lambda one: one.crop(-50),
+        lambda one: one.reorder_cache(torch.tensor([1, 1])),
+        lambda one: one.crop(-13),
+        lambda one: one.reset(),
+    ):
+        for size in SIZES[:6]:
+            step([cache, *alone], size)
+        assert cache.packed_tokens > 0
+        compare()
+        for one in (cache, *alone):
+            operation(one)
+        if int(cache.get_seq_length()):
+            compare()
+    assert cache.memory_report().rope_used_bytes == 0
+    for size in (90, 1, 1):
+        step([cache, *alone], size)
+    cache.save(tmp_path / "x")
+    cache = CompressedCache.load(tmp_path / "x", small_config(LAYERS))
+    compare()
+    for size in (40, 16, 16, 1):
+        step([cache, *alone], size)
+    compare()
+
+
+def test_bytes_of_groups() -> None:
+    """The report counts rows by hand, and packed ones exactly; the estimate agrees."""
+    cache = new_cache(MIXED)
+    config = load_config(MIXED)
+    for size in (3, 1, 1, 85, 10, 1, 160):
+        step([cache], size)
+        tokens = cache.get_seq_length()
+        rows = [-(-max(0, tokens - first) // stride) for first, stride in TRACKS]
+        report = cache.memory_report()
+        assert report.rope_used_bytes == 2 * sum(rows) * HEAD_DIM * 2
+        assert report.rope_used_bytes == 2 * rope_bytes(config, HEAD_DIM, LAYERS, tokens)
+        packed = [layer.packed_tokens for layer in cache.layers]
+        in_use = sum(count // stride for count, (_, stride) in zip(packed, TRACKS, strict=True))
+        assert report.rope_packed_bytes == 2 * in_use * HEAD_DIM * 2
+    assert rope_bytes(load_config(SPECTRAL), HEAD_DIM, LAYERS, 4 + 65) == 3 * HEAD_DIM * 2
+
+
+def test_groups_of_two_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CommVQCodec, "rope_use", classmethod(lambda *_: "factors"))
+    with pytest.raises(ValueError, match=r"spectral for keys and commvq for values need .* groups of 1 and 32 tokens"):
+        new_cache({**SPECTRAL, "values": COMMVQ["values"]})
