@@ -224,17 +224,16 @@ def _read_header(metadata: Mapping[str, str]) -> Header:
 
 
 def _config(header: Header, files: Mapping[str, str | Path | None]) -> CompressionConfig:
-    moved = {name: path for name, path in files.items() if path is not None}
-    if not moved:
-        return load_config(header.config)
+    """Config of the saved cache, with `files` in place of those that it names."""
     plain = json.loads(json.dumps(header.config))
     rules = plain.get("layers")
     for owner in (plain, *(rules if isinstance(rules, list) else ())):
         for side in ("keys", "values"):
-            if isinstance(owner, dict) and isinstance(owner.get(side), dict):
-                for name in moved:
-                    owner[side].pop(name, None)
-    return load_config(plain).with_files(**moved)
+            options = owner.get(side) if isinstance(owner, dict) else None
+            for name, path in files.items():
+                if path is not None and isinstance(options, dict) and options.get(name) not in (None, "prefill"):
+                    options[name] = str(path)
+    return load_config(plain)
 
 
 def _restore(cache: CompressedCache, header: Header, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:

@@ -345,6 +345,15 @@ def test_a_cache_goes_on_after_an_error_and_a_crop(model: Any, monkeypatch: pyte
     assert statistics(cache)
 
 
+def test_a_file_does_not_replace_statistics_of_a_prompt(model: Any, tmp_path: Path) -> None:
+    """A saved cache goes on with its own statistics, also if `load` is given a file for others."""
+    cache = spectral(model)
+    model(ids(300), past_key_values=cache)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = SpectralCache.load(tmp_path / "cache.safetensors", model.config, statistics=statistics_file(DIM))
+    assert same(statistics(cache), statistics(loaded))
+
+
 def test_pickled_caches_go_on(model: Any) -> None:
     """A cache that took its statistics from a prompt can be pickled, and the copy continues alike."""
     cache = spectral(model)
