@@ -80,7 +80,7 @@ class Step:
     def path(self, query: torch.Tensor, softcap: float | None) -> AttentionPath:
         return path_over(self, query, softcap)
 
-    def observe(self, query: torch.Tensor, mask: Any, scaling: float, options: Mapping[str, Any]) -> bool:
+    def show_queries(self, query: torch.Tensor, mask: Any, scaling: float, options: Mapping[str, Any]) -> bool:
         """Show the step's queries to the layer, if packing waits for them, and return True if it did.
 
         Masks that are no tensors are not read. Layers that share keys and values show theirs too; the first ones count.

@@ -71,7 +71,7 @@ def attention_forward(
     if isinstance(key, PackedKV) and isinstance(value, PackedKV):
         step = key.step
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        observed = isinstance(step, Step) and step.observe(query, attention_mask, scale, kwargs)
+        observed = isinstance(step, Step) and step.show_queries(query, attention_mask, scale, kwargs)
         path = attention_path(step, module, query, attention_mask, dropout, kwargs)
         if path != "decode":
             return step.attend(query, attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux"), path), None

@@ -204,9 +204,9 @@ class CompressedLayer(RowOperations):
         if storage.waiting:
             if self.fused and not self._shown and not gradients_wanted(key_states, value_states):
                 self._shown = True
-                step = Step(keys, values, self.backend, capacity, self.observe)
+                step = Step(keys, values, self.backend, capacity, self.take_queries)
                 return PackedKV(step, "keys"), PackedKV(step, "values")
-            self.observe(None)
+            self.take_queries(None)
         if first:
             return key_states, value_states
         step = Step(keys, values, self.backend, capacity)
@@ -251,19 +251,19 @@ class CompressedLayer(RowOperations):
         counting = self.max_cache_len is not None and not self._keeps_counter(key_states)
         segments = self._append(key_states, value_states, counting)
         if self.storage is not None and self.storage.waiting:
-            self.observe(None)
+            self.take_queries(None)
         return segments
 
-    def observe(self, queries: PromptQueries | None) -> None:
+    def take_queries(self, queries: PromptQueries | None) -> None:
         """Prepare codecs that waited for the queries of the last tokens, or without any, and pack what is due."""
         storage = self.storage
         if not isinstance(storage, DynamicStorage) or not storage.waiting:
-            return  # layers that share their keys and values show their queries too
+            return  # taken already: later layers that share these keys and values show their queries as well
         away = storage.dense_parts["keys"].device != self.device
         if away:
             self.prefetch()
         with self._writable_buffers():
-            storage.observe(queries)
+            storage.take_queries(queries)
             self._take_over(storage)
         self._shown = False
         if away:

@@ -48,7 +48,7 @@ class DynamicStorage:
         self.track = track
         self.leads_track = leads_track
         self.waiting = False
-        """True if tokens are due to be packed and a codec needs the queries of the last ones: `observe` must follow."""
+        """True if tokens are due to be packed and a codec needs the last ones' queries: `take_queries` must follow."""
         if windows.capacity is not None:
             for state in sides.values():
                 state.store.make_static(windows.packed_capacity + windows.group)
@@ -138,7 +138,7 @@ class DynamicStorage:
         """True if a codec takes its statistics from queries and has none: until it has, nothing is packed."""
         return any(state.lacks_queries for state in self.sides.values())
 
-    def observe(self, queries: PromptQueries | None) -> None:
+    def take_queries(self, queries: PromptQueries | None) -> None:
         """Prepare codecs that are `waiting` for queries, those of the last tokens or none, and pack what is due.
 
         Raises:
@@ -149,7 +149,7 @@ class DynamicStorage:
         self._check_packable(tails, leaving)
         for state in self.sides.values():
             if state.lacks_queries:
-                state.observe(queries, self.windows.recent)
+                state.take_queries(queries, self.windows.recent)
         self.waiting = False
         self._flush_tails(tails, leaving, growing=self.flushes_steps)
 

@@ -101,7 +101,7 @@ class SideState:
         codec = self.codec
         return not self.prepared and codec.needs_queries(codec.options, codec.context.side)
 
-    def observe(self, queries: PromptQueries | None, recent: int) -> None:
+    def take_queries(self, queries: PromptQueries | None, recent: int) -> None:
         """Take the statistics of a codec that `needs_queries` from all tokens, none of which is packed.
 
         Rows of one prompt, as for beams, count once.

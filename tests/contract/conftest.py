@@ -63,7 +63,7 @@ class Rotary:
     def attention(self, module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         """Fused attention that first shows a step's queries to an oracle's layer that waits for them."""
         if waiting := self.waiting.pop(module.layer_idx, None):
-            waiting.observe(PromptQueries(query, mask, options["scaling"]))
+            waiting.take_queries(PromptQueries(query, mask, options["scaling"]))
         return attention_forward(module, query, key, value, mask, **options)
 
     @property
@@ -129,10 +129,10 @@ class OracleLayer(DynamicLayer):
         if prompt:
             self._flush()
         if not self.rotary.fused and self.rotary.waiting.pop(self.index, None):
-            self.observe(None)
+            self.take_queries(None)
         return seen
 
-    def observe(self, queries: PromptQueries | None) -> None:
+    def take_queries(self, queries: PromptQueries | None) -> None:
         """Take the statistics of codecs that need queries from all tokens, and pack what is due."""
         first = min(self.plan.sink_tokens, self.get_seq_length())
         for codec, x in zip(self.codecs, (self.keys, self.values), strict=True):
