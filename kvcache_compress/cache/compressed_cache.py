@@ -70,7 +70,9 @@ class CompressedCache(Cache, ModelListener):
             track, leads = None, False
             if layer_rope is not None and (groups := plan.rope_groups(2 * layer_rope.pairs)) is not None:
                 leads = groups not in tracks
-                track = tracks.setdefault(groups, RopeTrack(self.decoder_config, layer_rope, *groups))
+                if leads:
+                    tracks[groups] = RopeTrack(self.decoder_config, layer_rope, *groups)
+                track = tracks[groups]
             kind: Callable[..., CompressedLayer] = CompressedLayer
             if self.compression.max_cache_len is None and isinstance(
                 layers[index], LinearAttentionAndFullAttentionLayer

@@ -165,8 +165,8 @@ class Codec(ABC):
         self.set_statistics(self.measure(x))
 
     def observe(self, prompt: Prompt) -> None:
-        """Do what `prepare` does, from keys and queries."""
-        raise NotImplementedError
+        """Set the data-dependent parts, once, from keys and queries; by default from keys alone."""
+        self.prepare(prompt.keys)
 
     def measure(self, x: torch.Tensor) -> Statistics:
         """Measure the statistics of tokens `x` `[B, H, T, head_dim]`, without changing the codec."""

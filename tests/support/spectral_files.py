@@ -1,14 +1,16 @@
-"""Files of spectral statistics for tests: random bases for the small models, with variances that fall."""
+"""Spectral in tests: files of random statistics for the small models, a tokenizer to calibrate with, and a loss."""
 
 from __future__ import annotations
 
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
+from kvcache_compress import CompressedCache
 from kvcache_compress.methods.spectral.statistics_file import write_statistics
 from kvcache_compress.methods.spectral.transform import mean_table
 from kvcache_compress.modeling.facts import head_shape
@@ -56,3 +58,23 @@ def statistics_of(config: PreTrainedConfig, name: str, group: int = 32) -> str:
     with torch.device("cpu"):
         write_statistics(str(path), ModelFacts.of(config), random_statistics(config, group), group, {})
     return str(path)
+
+
+class Characters:
+    """A tokenizer that gives every character a token below 64."""
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) % 64 for character in text]}
+
+
+@torch.no_grad()
+def loss_of_keys(model: Any, ids: torch.Tensor, keys: dict[str, Any]) -> float:
+    """Mean squared error of the logits after 400 tokens over a cache whose keys are compressed."""
+    found = []
+    for side in (keys, {"method": "none"}):
+        values = {"method": "none"}
+        cache = CompressedCache(model.config, {"keys": side, "values": values, "sink_tokens": 4, "recent_tokens": 8})
+        model(ids[:, :400], past_key_values=cache)
+        found.append(model(ids[:, 400:], past_key_values=cache).logits)
+        assert side["method"] == "none" or cache.packed_tokens > 300
+    return (found[0] - found[1]).square().mean().item()

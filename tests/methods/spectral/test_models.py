@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support.family_cases import build
+from support.spectral_files import Characters, loss_of_keys
 
-from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress import enable_fused_attention
 from kvcache_compress.methods.spectral.calibration import SpectralSettings, calibrate_spectral
 
 SIZES = {"max_position_embeddings": 1024}
@@ -25,13 +26,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Characters:
-    """A tokenizer that gives every character a token below 64."""
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [ord(character) % 64 for character in text]}
-
-
 def text(tokens: int, seed: int) -> str:
     """Random characters, each drawn from a few that may follow the last one, so that models see some order."""
     generator = torch.Generator().manual_seed(seed)
@@ -40,19 +34,6 @@ def text(tokens: int, seed: int) -> str:
     for choice in torch.randint(0, 4, (tokens - 1,), generator=generator).tolist():
         found.append(int(table[found[-1], choice]))
     return "".join(chr(64 + token) for token in found)
-
-
-@torch.no_grad()
-def loss(model: Any, ids: torch.Tensor, keys: dict[str, Any]) -> float:
-    """Mean squared error of the logits of 40 tokens per row over a cache whose keys are compressed."""
-    found = []
-    for side in (keys, {"method": "none"}):
-        values = {"method": "none"}
-        cache = CompressedCache(model.config, {"keys": side, "values": values, "sink_tokens": 4, "recent_tokens": 8})
-        model(ids[:, :400], past_key_values=cache)
-        found.append(model(ids[:, 400:], past_key_values=cache).logits)
-        assert side["method"] == "none" or cache.packed_tokens > 300
-    return (found[0] - found[1]).square().mean().item()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -66,6 +47,6 @@ def test_loses_less_than_turboquant(name: str, tmp_path: Path) -> None:
     calibrate_spectral(model, Characters(), [str(tmp_path / "text")], output, settings)  # type: ignore[arg-type]
     ids = torch.tensor([Characters()(text(440, seed))["input_ids"] for seed in range(2, 10)])
     enable_fused_attention(model)
-    spectral = loss(model, ids, {"method": "spectral", "bits": 2, "statistics": str(output)})
-    turboquant = loss(model, ids, {"method": "turboquant", "bits": 2})
+    spectral = loss_of_keys(model, ids, {"method": "spectral", "bits": 2, "statistics": str(output)})
+    turboquant = loss_of_keys(model, ids, {"method": "turboquant", "bits": 2})
     assert 0 < spectral < turboquant, (spectral, turboquant)

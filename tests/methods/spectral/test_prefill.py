@@ -395,7 +395,7 @@ def test_families(family: str) -> None:
 
 
 def test_rope_of_unknown_kind_is_refused() -> None:
-    """Where RoPE cannot be found, keys cannot be anchored."""
+    """Models whose RoPE cannot be found are refused, as their keys cannot be anchored."""
     config = family_cases.model("deepseek_v3").config
     with pytest.raises(ValueError, match="rotary position embeddings of an unknown kind"):
         CompressedCache(config, {"keys": "spectral", "values": "none"})

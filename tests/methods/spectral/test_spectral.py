@@ -11,7 +11,7 @@ import torch
 from support.method_cases import half_layout
 from support.saved_model import saved_model
 from support.small_model import small_config, small_model
-from support.spectral_files import random_statistics, statistics_file
+from support.spectral_files import Characters, loss_of_keys, random_statistics, statistics_file
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
@@ -247,13 +247,6 @@ def test_weights_leave_the_dense_tokens_out() -> None:
     assert aux.sum() < weights.sum()
 
 
-class Characters:
-    """A tokenizer that gives every character a token below 64."""
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [ord(character) % 64 for character in text]}
-
-
 def with_outlier_channels(model: Any) -> Any:
     """The model with three RoPE pairs of keys times 16, and those of queries times 1 / 16: the same function."""
     scale = torch.ones(DIM)
@@ -263,19 +256,6 @@ def with_outlier_channels(model: Any) -> Any:
             layer.self_attn.k_proj.weight.mul_(scale.repeat(HEADS)[:, None])
             layer.self_attn.q_proj.weight.div_(scale.repeat(2 * HEADS)[:, None])
     return model
-
-
-@torch.no_grad()
-def loss(model: Any, ids: torch.Tensor, keys: dict[str, Any]) -> float:
-    """Mean squared error of logits over a cache whose keys are compressed."""
-    found = []
-    for side in (keys, {"method": "none"}):
-        values = {"method": "none"}
-        cache = CompressedCache(model.config, {"keys": side, "values": values, "sink_tokens": 4, "recent_tokens": 8})
-        model(ids[:, :400], past_key_values=cache)
-        found.append(model(ids[:, 400:], past_key_values=cache).logits)
-        assert side["method"] == "none" or cache.packed_tokens > 300
-    return (found[0] - found[1]).square().mean().item()
 
 
 def with_large_mean(model: Any) -> Any:
@@ -305,8 +285,8 @@ def test_hard_keys_change_nothing(change: Callable[[Any], Any], bar: float, tmp_
         gains = calibrate_spectral(model, Characters(), [str(tmp_path / "text")], output, settings)  # type: ignore[arg-type]
         assert gains.keys() == {0, 1}
         enable_fused_attention(model)
-        losses["spectral"].append(loss(model, ids, {"method": "spectral", "statistics": str(output)}))
-        losses["turboquant"].append(loss(model, ids, {"method": "turboquant", "bits": 2, "center": "off"}))
+        losses["spectral"].append(loss_of_keys(model, ids, {"method": "spectral", "statistics": str(output)}))
+        losses["turboquant"].append(loss_of_keys(model, ids, {"method": "turboquant", "bits": 2, "center": "off"}))
     assert abs(losses["spectral"][1] / losses["spectral"][0] - 1) < bar, losses
     assert losses["turboquant"][1] > 3 * losses["turboquant"][0], losses
 

@@ -140,7 +140,7 @@ def test_keys_of_any_range_fit_16_bit_operands(
 
 
 def test_static_slots_beyond_the_packed_ones_are_not_read(make_side: Callable[..., SideSegments]) -> None:
-    """Of a static layer's groups only those count that its counter names; anchors of others hold no numbers."""
+    """Only groups that a static layer's counter names are read; codes and anchors of others are poison here."""
     torch.manual_seed(0)
     case = Case(spectral(2), tq(2), groups=4, packed=160)
     keys, values = segments(case, make_side)
