@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import LlamaConfig
 
 from kvcache_compress.bench.layers import build_codec, encoded_side, middle_layer
-from kvcache_compress.codecs.base import MethodOptions, Side
+from kvcache_compress.codecs.base import Codec, MethodOptions, Side
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.registry import get_method
 from kvcache_compress.storage.checks import LONGEST, PackableChecks
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.packed_store import PackedStore
+from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.side import SideState, Windows, encoded
 from kvcache_compress.storage.static import StaticStorage
@@ -24,7 +26,7 @@ from kvcache_compress.triton_kernels.attention.query import map_query_arguments
 from kvcache_compress.triton_kernels.encode.launch import flush
 from kvcache_compress.triton_kernels.update.append import append_arguments, append_inputs, append_kernel
 
-ENCODED_KEYS = ("polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit")
+ENCODED_KEYS = ("polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit", "spectral-2bit")
 """Presets whose key encoder is tracked in the kernels of steps too; their values use TurboQuant's encoder."""
 
 
@@ -114,6 +116,15 @@ def step_append_arguments() -> dict[str, Any]:
     return append_arguments(append_inputs(fresh, fresh, tail, tail, 0))
 
 
+def track_of(codec: Codec, tokens: torch.Tensor) -> RopeTrack | None:
+    """cos and sin of the groups of a layer that packs `tokens` `[B, H, T, D]`, if the codec needs them."""
+    if codec.rope_use(codec.options, codec.context.side) != "factors":
+        return None
+    track = RopeTrack(LlamaConfig(head_dim=tokens.shape[3]), codec.context.rope, 0, codec.group)  # type: ignore[arg-type]
+    track.extend(0, tokens)
+    return track
+
+
 def flush_launch(keys: tuple[str, MethodOptions]) -> tuple[Any, dict[str, Any]]:
     """The kernel that encodes the tokens that leave a tail, and its arguments."""
     codec = build_codec(*keys, "keys", 128, 2, torch.bfloat16)
@@ -123,7 +134,9 @@ def flush_launch(keys: tuple[str, MethodOptions]) -> tuple[Any, dict[str, Any]]:
     fields = PackedStore(codec.fields, 1, 2, tail.device).writable_buffers(leaving, growing=True)
     good, encoder = torch.ones(4, dtype=torch.int32), codec.kernel_encoder
     assert encoder is not None
-    call = functools.partial(flush, encoder, tail, leaving, 64, fields, 0, torch.empty_like(tail), good, LONGEST)
+    track = track_of(codec, tail)
+    rows = None if track is None else track.buffer
+    call = functools.partial(flush, encoder, tail, leaving, 64, fields, 0, torch.empty_like(tail), good, LONGEST, rows)
     ((kernel, arguments),) = aot.captured_launches(call)
     return kernel, arguments
 
@@ -136,7 +149,7 @@ def static_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any
     for side in both:
         method = keys if side == "keys" else side_of("turboquant", bits=4)
         codec = build_codec(*method, side, 128, 2, torch.bfloat16)
-        sides[side] = SideState(codec, tokens, 96, None)
+        sides[side] = SideState(codec, tokens, 96, track_of(codec, tokens))
         sides[side].prepare(tokens)
         sides[side].codec = sides[side].codec.on("triton")  # only now, as `prepare` works in torch
     group = sides["keys"].codec.group
@@ -190,6 +203,6 @@ def encode_launches(side: Side, method: str, options: MethodOptions, head_dim: i
     codec = build_codec(method, options, side, head_dim, 2, torch.bfloat16)
     tokens = torch.randn(1, 2, 512, head_dim).bfloat16()
     codec.prepare(tokens)
-    groups = 512 // codec.group
-    rope = (torch.ones(1, groups, head_dim // 2), torch.zeros(1, groups, head_dim // 2))
+    track = track_of(codec, tokens)
+    rope = None if track is None else track.read(0, 512)
     return aot.captured_launches(lambda: encoded(codec.on("triton"), tokens, rope))

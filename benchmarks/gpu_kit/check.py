@@ -191,8 +191,9 @@ def _flushes(side: SideSegments, device: torch.device, dtype: torch.dtype) -> bo
         )
         moved = torch.zeros(batch, heads, 16, dim, device=device, dtype=dtype)
         with on_device(tail):
-            kernels.flush(encoder, tail, leaving, 8, fields, leaving, moved, flags, LONGEST)
-            expected = encoded(side.codec.on("triton"), tail[:, :, :leaving])
+            rows = None if side.track is None else side.track.buffer
+            kernels.flush(encoder, tail, leaving, 8, fields, leaving, moved, flags, LONGEST, rows)
+            expected = encoded(side.codec.on("triton"), tail[:, :, :leaving], side.rope(leaving, 2 * leaving))
         right = right and bool(flags.all()) == (call != 2)
         right = right and torch.equal(moved[:, :, :8], tail[:, :, leaving:]) and not moved[:, :, 8:].any()
         if call != 2:

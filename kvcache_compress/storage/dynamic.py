@@ -273,7 +273,7 @@ class DynamicStorage:
             with on_device(tail.buffer):
                 load_part("triton_kernels.encode.launch").flush(
                     encoder, tail.buffer, leaving, kept, state.store.writable_buffers(leaving, growing=True),
-                    state.store.tokens, following[-1], good, LONGEST,
+                    state.store.tokens, following[-1], good, LONGEST, state.rope_rows,
                 )  # fmt: skip
         self.checks.add_flags()
         for state, buffer in zip(self.sides.values(), following, strict=True):

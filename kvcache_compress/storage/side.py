@@ -81,7 +81,7 @@ class SideState:
             with on_device(part):
                 if encoder := triton_encoder(self.codec):
                     load_part("triton_kernels.encode.launch").encode(
-                        encoder, part, self.store.writable_buffers(count, growing), done
+                        encoder, part, self.store.writable_buffers(count, growing), done, self.rope_rows
                     )
                     self.store.tokens += count
                 else:
@@ -117,6 +117,11 @@ class SideState:
                 queries = None if queries is None else queries.first_rows(rows)
             self.codec.observe(Prompt(self.sinks[:rows], x, recent, rope, places, queries))
         self.prepared = True
+
+    @property
+    def rope_rows(self) -> torch.Tensor | None:
+        """cos and sin of the first token of each packed group, `[B, capacity, 2 * rotary]`, if the codec needs them."""
+        return None if self.track is None else self.track.buffer
 
     def _rope(self, start: int, stop: int) -> Rope | None:
         return None if self.track is None else self.track.read(start, stop)
@@ -186,7 +191,8 @@ def encoded(codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
     """Encode `x` `[B, H, T, D]`, whole groups, with the codec's backend, into new fields."""
     with on_device(x):
         if encoder := triton_encoder(codec):
-            found: Fields = load_part("triton_kernels.encode.launch").encoded(encoder, x, codec.fields)
+            rows = None if rope is None else torch.cat(rope, -1)
+            found: Fields = load_part("triton_kernels.encode.launch").encoded(encoder, x, codec.fields, rows)
             return found
         return codec.encode(x, rope)
 

@@ -162,7 +162,7 @@ class StepBuffers:
                 [state.codec.group for state in states], [triton_encoder(state.codec) for state in states],
                 [tuple(state.store.buffers) for state in states], self.counts, counter,
                 recent=windows.recent, flush=windows.flush, capacity=self.capacity,
-                packed_capacity=windows.packed_capacity, longest=LONGEST,
+                packed_capacity=windows.packed_capacity, longest=LONGEST, rope=sides["keys"].rope_rows,
             )  # fmt: skip
             left = [(state, *copied) for state, copied in zip(states, leaving, strict=True) if copied is not None]
             if left:

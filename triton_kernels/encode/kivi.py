@@ -39,8 +39,9 @@ def nearest_codes(b_x, b_scale, b_zero, BITS: tl.constexpr):
 
 @triton.jit
 def encode_groups(
-    p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
-):
+    p_x, o_x, m_t, fields, o_row, p_rope, o_token, tables, i_h, D: tl.constexpr, META: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """Encode whole groups (Liu et al., section 3.2): zero = min x, scale = (max x - min x) / (2^bits - 1), codes.
 
     A tile is viewed as `[groups, numbers that share a scale, channels]`; the last axis has length 1 for values.

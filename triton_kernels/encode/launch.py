@@ -17,23 +17,30 @@ FEW_TOKENS, MANY_TOKENS = 16, 32
 
 
 @triton.jit(
-    do_not_specialize=("s_b", "s_h", "s_t", "tokens", "at", "capacity"), do_not_specialize_on_alignment=("p_x",)
+    do_not_specialize=("s_b", "s_h", "s_t", "s_rope", "tokens", "at", "capacity"),
+    do_not_specialize_on_alignment=("p_x",),
 )
 def encode_kernel(
-    p_x, fields, tables, s_b, s_h, s_t, tokens, at, capacity,
+    p_x, p_rope, fields, tables, s_b, s_h, s_t, s_rope, tokens, at, capacity,
     H: tl.constexpr, D: tl.constexpr, ENCODE: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Encode `BLOCK` of one head's `tokens` into fields of `capacity` tokens, from token `at` on."""
+    """Encode `BLOCK` of one head's `tokens` into fields of `capacity` tokens, from token `at` on.
+
+    `s_rope` is the stride of `p_rope` from one sequence to the next.
+    """
     i_bh = tl.program_id(1).to(tl.int64)
     o_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o_x = i_bh // H * s_b + i_bh % H * s_h + o_t.to(tl.int64) * s_t
-    ENCODE(p_x, o_x, o_t < tokens, fields, i_bh * capacity + at + o_t, tables, i_bh % H, D, META, PRECISION)
+    ENCODE(
+        p_x, o_x, o_t < tokens, fields, i_bh * capacity + at + o_t, p_rope + i_bh // H * s_rope, at + o_t, tables,
+        i_bh % H, D, META, PRECISION,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("tokens", "kept", "at", "capacity", "tail_capacity", "next_capacity"))
+@triton.jit(do_not_specialize=("s_rope", "tokens", "kept", "at", "capacity", "tail_capacity", "next_capacity"))
 def flush_kernel(
-    p_x, p_next, p_good, fields, tables, tokens, kept, at, capacity, tail_capacity, next_capacity,
+    p_x, p_rope, p_next, p_good, fields, tables, s_rope, tokens, kept, at, capacity, tail_capacity, next_capacity,
     H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ENCODE: tl.constexpr, META: tl.constexpr,
     PRECISION: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -52,46 +59,59 @@ def flush_kernel(
         good = tl.min((b_length <= LONGEST).to(tl.int32), 0)
         tl.store(p_good, good, mask=good == 0)
         m_t = o_t < tokens
-        ENCODE(p_x, o_x, m_t, fields, i_bh * capacity + at + o_t, tables, i_bh % H, D, META, PRECISION)
+        p_rope += i_bh // H * s_rope
+        ENCODE(
+            p_x, o_x, m_t, fields, i_bh * capacity + at + o_t, p_rope, at + o_t, tables, i_bh % H, D, META, PRECISION
+        )
     else:
         o_next = (i_bh * next_capacity + o_t - tokens) * D
         tl.store(p_next + o_next[:, None] + o_d[None, :], b_x, mask=m_x)
 
 
-def encode(encoder: KernelEncoder, x: torch.Tensor, fields: tuple[torch.Tensor, ...], at: int) -> None:
+def encode(
+    encoder: KernelEncoder,
+    x: torch.Tensor,
+    fields: tuple[torch.Tensor, ...],
+    at: int,
+    rope: torch.Tensor | None = None,
+) -> None:
     """Encode `x` `[B, H, T, D]`, T a multiple of the group, as tokens `[at, at + T)` of a side's `fields`.
 
-    Fields are contiguous; the first has a row for each token of its capacity, `[B, H, capacity, *shape]`.
+    Fields are contiguous; the first has a row for each token of its capacity, `[B, H, capacity, *shape]`. `rope`
+    `[B, groups, 2 * rotary]`, contiguous, has cos and sin of the first token of each group, from token 0 on.
     """
-    grid, inputs, constants = encode_arguments(encoder, x, fields, at)
+    grid, inputs, constants = encode_arguments(encoder, x, fields, at, rope)
     repeated(encode_kernel, grid, inputs, constants, x.device)
 
 
-def encoded(encoder: KernelEncoder, x: torch.Tensor, stored: tuple[Field, ...]) -> tuple[torch.Tensor, ...]:
-    """Encode `x` `[B, H, T, D]` into new tensors, laid out as `stored` describes."""
+def encoded(
+    encoder: KernelEncoder, x: torch.Tensor, stored: tuple[Field, ...], rope: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Encode `x` `[B, H, T, D]` into new tensors, laid out as `stored` describes; `rope` as in `encode`."""
     batch, heads, tokens, _ = x.shape
     fields = tuple(
         x.new_empty(batch, heads, tokens // field.tokens, *field.shape, dtype=field.dtype) for field in stored
     )
-    encode(encoder, x, fields, 0)
+    encode(encoder, x, fields, 0, rope)
     return fields
 
 
 def flush(
     encoder: KernelEncoder, x: torch.Tensor, tokens: int, kept: int, fields: tuple[torch.Tensor, ...], at: int,
-    following: torch.Tensor, good: torch.Tensor, longest: float,
+    following: torch.Tensor, good: torch.Tensor, longest: float, rope: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Encode the first `tokens` of a tail `x` `[B, H, capacity, D]` and move the next `kept` to the tail `following`.
 
     `tokens` is a multiple of 16 and of the group. The encoded become tokens `[at, at + tokens)` of `fields`, the moved
     the first of `following` `[B, H, capacity, D]`. `good`, int32, becomes 0 if an encoded vector is not finite or
-    longer than `longest`.
+    longer than `longest`. `rope` is as in `encode`.
     """
     batch, heads, tail_capacity, dim = x.shape
     block = max(FEW_TOKENS, encoder.group)
-    inputs = dict(  # noqa: C408 - named as the kernel's parameters are
+    inputs = dict(
         p_x=x, p_next=following, p_good=good, fields=fields, tables=encoder.tables, tokens=tokens, kept=kept, at=at,
         capacity=fields[0].shape[2], tail_capacity=tail_capacity, next_capacity=following.shape[2],
+        **rope_inputs(rope, fields[0]),
     )  # fmt: skip
     constants = dict(
         H=heads, D=dim, D_PAD=next_power_of_2(dim), ENCODE=encoder.encode, META=encoder.meta,
@@ -103,15 +123,15 @@ def flush(
 
 
 def encode_arguments(
-    encoder: KernelEncoder, x: torch.Tensor, fields: tuple[torch.Tensor, ...], at: int
+    encoder: KernelEncoder, x: torch.Tensor, fields: tuple[torch.Tensor, ...], at: int, rope: torch.Tensor | None
 ) -> tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]:
     """Grid of `encode_kernel`, its arguments that change from call to call, and its constants."""
     x = x if x.stride(3) == 1 else x.contiguous()
     batch, heads, tokens, dim = x.shape
     s_b, s_h, s_t, _ = x.stride()
-    inputs = dict(  # noqa: C408 - named as the kernel's parameters are
+    inputs = dict(
         p_x=x, fields=fields, tables=encoder.tables, s_b=s_b, s_h=s_h, s_t=s_t, tokens=tokens, at=at,
-        capacity=fields[0].shape[2],
+        capacity=fields[0].shape[2], **rope_inputs(rope, fields[0]),
     )  # fmt: skip
     block, warps = (MANY_TOKENS, 8) if tokens > MANY_TOKENS else (FEW_TOKENS, 4)
     block = max(block, encoder.group)
@@ -120,6 +140,11 @@ def encode_arguments(
         num_warps=warps, **launch_options(fusion=encoder.fused),
     )  # fmt: skip
     return (-(-tokens // block), batch * heads, 1), inputs, constants
+
+
+def rope_inputs(rope: torch.Tensor | None, unread: torch.Tensor) -> dict[str, Any]:
+    """Arguments with cos and sin `[B, groups, 2 * rotary]` for encoders; without any, a placeholder."""
+    return {"p_rope": unread, "s_rope": 0} if rope is None else {"p_rope": rope, "s_rope": rope.stride(0)}
 
 
 def exact_precision(amd: bool = AMD) -> str:

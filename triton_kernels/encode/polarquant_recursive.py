@@ -163,8 +163,9 @@ def store_radii(b_energy, b_cross, p_radii, p_range, o_row, m_t, i_h, META: tl.c
 
 @triton.jit
 def encode_tree(
-    p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
-):
+    p_x, o_x, m_t, fields, o_row, p_rope, o_token, tables, i_h, D: tl.constexpr, META: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """Encode all levels, from the first on (Algorithm 1).
 
     `tables` are the basis `[D, D]`, boundaries and points of all levels, least logarithm and step of 8-bit radii

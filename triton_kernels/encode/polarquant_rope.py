@@ -110,8 +110,9 @@ def encode_words(p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, MET
 
 @triton.jit
 def encode_pairs(
-    p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
-):
+    p_x, o_x, m_t, fields, o_row, p_rope, o_token, tables, i_h, D: tl.constexpr, META: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """Encode the pairs of a few words at a time (Wu et al., section 3.2).
 
     `tables` are the channels of all pairs, `[2, pairs]`; the boundaries of a quarter turn, cos and sin; scales

@@ -70,8 +70,9 @@ def encode_sketch(
 
 @triton.jit
 def encode_signs(
-    p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
-):
+    p_x, o_x, m_t, fields, o_row, p_rope, o_token, tables, i_h, D: tl.constexpr, META: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """Encode one sketch after the other: signs g = sign(S k) and scale c (Definition 3.1).
 
     `tables` are all rows `[H or 1, rows, D]`, the mean `[H, D]`, and, if there are several sketches, the channels in

@@ -106,8 +106,9 @@ def encode_set(
 
 @triton.jit
 def encode_tokens(
-    p_x, o_x, m_t, fields, o_row, tables, i_h, D: tl.constexpr, META: tl.constexpr, PRECISION: tl.constexpr
-):
+    p_x, o_x, m_t, fields, o_row, p_rope, o_token, tables, i_h, D: tl.constexpr, META: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """Encode one channel set after the other (Algorithm 1; section 4.3).
 
     `tables` are rows `[H or 1, width, D]`, levels and boundaries of each set, then the mean `[H, D]`.

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import repeated
-from kvcache_compress.triton_kernels.encode.launch import exact_precision
+from kvcache_compress.triton_kernels.encode.launch import exact_precision, rope_inputs
 
 ROWS = tl.constexpr(16)
 """Tokens leaving the recent window that are copied at a time."""
@@ -26,7 +26,7 @@ SINKS, TAIL, LEAVING, GROUPS, FIELDS = (tl.constexpr(place) for place in range(5
 
 
 class SlotSide(NamedTuple):
-    """Constants of a side: head dimension, the same padded, tokens of a group, constants of the encoder."""
+    """Constants of a side: head dimension, the same padded, tokens encoded together, constants of the encoder."""
 
     dim: int
     padded: int
@@ -52,7 +52,7 @@ class Step(NamedTuple):
 
 @triton.jit
 def _encode_side(
-    memory, tables, i_bh, i_h, packed, flushed, rows, packed_capacity,
+    memory, tables, p_rope, i_bh, i_h, packed, flushed, rows, packed_capacity,
     SIDE: tl.constexpr, STEP: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Encode the tokens that are packed from this step on, if any: tail slots to rows of the store.
@@ -67,7 +67,9 @@ def _encode_side(
             o_x = (i_bh * (STEP.tail + 1) + o_token % STEP.tail) * SIDE.dim
             m_t = (o_token < flushed) & (o_token < packed_capacity)
             o_row = i_bh * rows + o_token
-            ENCODE(memory[TAIL], o_x, m_t, memory[FIELDS:], o_row, tables, i_h, SIDE.dim, META, PRECISION)
+            ENCODE(
+                memory[TAIL], o_x, m_t, memory[FIELDS:], o_row, p_rope, o_token, tables, i_h, SIDE.dim, META, PRECISION
+            )
         # From here on their slots may be overwritten.
         tl.debug_barrier()
 
@@ -125,13 +127,14 @@ def _copy_leaving(memory, i_bh, length, packed, packed_capacity, SIDE: tl.conste
 
 @triton.jit
 def _step_side(
-    p_x, memory, tables, p_fault, s_b, s_h, s_t, i_b, i_h, length, packed, flushed, capacity, packed_capacity, rows,
+    p_x, memory, tables, p_rope, p_fault, s_b, s_h, s_t, i_b, i_h, length, packed, flushed, capacity, packed_capacity,
+    rows,
     SIDE: tl.constexpr, STEP: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_bh = i_b * STEP.heads + i_h
     if ENCODE is not None:
         _encode_side(
-            memory, tables, i_bh, i_h, packed, flushed, rows, packed_capacity, SIDE, STEP, ENCODE, PRECISION
+            memory, tables, p_rope, i_bh, i_h, packed, flushed, rows, packed_capacity, SIDE, STEP, ENCODE, PRECISION
         )  # fmt: skip
     _write_side(p_x, memory, p_fault, s_b, s_h, s_t, i_b, i_h, length, capacity, SIDE, STEP)
     if ENCODE is None:
@@ -139,12 +142,12 @@ def _step_side(
 
 
 @triton.jit(
-    do_not_specialize=(*_STRIDES, "capacity", "packed_capacity", "k_rows", "v_rows"),
+    do_not_specialize=(*_STRIDES, "s_rope", "capacity", "packed_capacity", "k_rows", "v_rows"),
     do_not_specialize_on_alignment=("p_k", "p_v", "p_total"),
 )
 def write_slots_kernel(
-    p_k, p_v, keys, values, k_tables, v_tables, p_counts, p_total, s_k_b, s_k_h, s_k_t, s_v_b, s_v_h, s_v_t,
-    capacity, packed_capacity, k_rows, v_rows,
+    p_k, p_v, p_rope, keys, values, k_tables, v_tables, p_counts, p_total, s_k_b, s_k_h, s_k_t, s_v_b, s_v_h, s_v_t,
+    s_rope, capacity, packed_capacity, k_rows, v_rows,
     K: tl.constexpr, V: tl.constexpr, K_ENCODE: tl.constexpr, V_ENCODE: tl.constexpr, STEP: tl.constexpr,
     PRECISION: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
@@ -161,14 +164,15 @@ def write_slots_kernel(
     waiting = length - STEP.sinks - packed - STEP.recent
     flushed = packed + tl.where(waiting > 0, waiting // STEP.flush * STEP.flush, 0)
     i_b, i_h = (tl.program_id(0) // STEP.heads).to(tl.int64), (tl.program_id(0) % STEP.heads).to(tl.int64)
+    p_rope += i_b * s_rope
     if tl.program_id(1) == 0:
         _step_side(
-            p_k, keys, k_tables, p_fault, s_k_b, s_k_h, s_k_t, i_b, i_h, length, packed, flushed, capacity,
+            p_k, keys, k_tables, p_rope, p_fault, s_k_b, s_k_h, s_k_t, i_b, i_h, length, packed, flushed, capacity,
             packed_capacity, k_rows, K, STEP, K_ENCODE, PRECISION,
         )  # fmt: skip
     else:
         _step_side(
-            p_v, values, v_tables, p_fault, s_v_b, s_v_h, s_v_t, i_b, i_h, length, packed, flushed, capacity,
+            p_v, values, v_tables, p_rope, p_fault, s_v_b, s_v_h, s_v_t, i_b, i_h, length, packed, flushed, capacity,
             packed_capacity, v_rows, V, STEP, V_ENCODE, PRECISION,
         )  # fmt: skip
     # Wait until every warp has read the counters.
@@ -230,6 +234,7 @@ def write_slots(
     capacity: int,
     packed_capacity: int,
     longest: float,
+    rope: torch.Tensor | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
     """Write a step's keys and values `[B, H, n, D]` to `sinks` `[B, H, S, D]` and `tails` `[B, H, R + 1, D]`.
 
@@ -242,6 +247,7 @@ def write_slots(
         total: int64 `[]`, also receives the number of tokens.
         capacity: tokens that the layer may hold.
         packed_capacity: packed tokens that the layer may hold.
+        rope: cos and sin `[B, groups, 2 * rotary]` of the first token of each packed group, for encoders that use them.
 
     Returns:
         For each side without an encoder, the tokens to encode `[B, H, groups * group, D]` and the int64 numbers of
@@ -265,11 +271,12 @@ def write_slots(
     )
     s_k_b, s_k_h, s_k_t, _ = keys.stride()
     s_v_b, s_v_h, s_v_t, _ = values.stride()
-    inputs = dict(  # noqa: C408 - named as the kernel's parameters are
+    inputs = dict(
         p_k=keys, p_v=values, keys=k_memory, values=v_memory, k_tables=k_tables, v_tables=v_tables,
         p_counts=counts, p_total=counts if total is None else total,
         s_k_b=s_k_b, s_k_h=s_k_h, s_k_t=s_k_t, s_v_b=s_v_b, s_v_h=s_v_h, s_v_t=s_v_t, capacity=capacity,
         packed_capacity=packed_capacity, k_rows=fields[0][0].shape[2], v_rows=fields[1][0].shape[2],
+        **rope_inputs(rope, fields[0][0]),
     )  # fmt: skip
     step = Step(
         heads, count, next_power_of_2(count), sinks[0].shape[2], tails[0].shape[2] - 1, recent, flush, longest
@@ -290,7 +297,7 @@ def _side_operands(
     padded = next_power_of_2(dim)
     if encoder is None:
         return memory, (unread,), None, SlotSide(dim, padded, group, ())
-    return memory, encoder.tables, encoder.encode, SlotSide(dim, padded, group, encoder.meta)
+    return memory, encoder.tables, encoder.encode, SlotSide(dim, padded, encoder.group, encoder.meta)
 
 
 def store_groups(

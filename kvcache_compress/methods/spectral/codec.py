@@ -43,7 +43,7 @@ from .statistics_file import GROUPS, RANK, check_model, group_size, load_layer, 
 
 if TYPE_CHECKING:
     from kvcache_compress.cpu_kernels.common.operands import CPUSide
-    from kvcache_compress.triton_kernels.common.operands import KernelSide
+    from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 GROUP = 64
 """Tokens with one anchor."""
@@ -285,6 +285,12 @@ class SpectralCodec(LinearCodec):
         from kvcache_compress.triton_kernels.decode.spectral import spectral_side
 
         return spectral_side(self)
+
+    @cached_property
+    def kernel_encoder(self) -> KernelEncoder | None:
+        from kvcache_compress.triton_kernels.encode.spectral import spectral_encoder
+
+        return spectral_encoder(self, tables(self.context.device), SEARCHED)
 
 
 def _coded(tensors: Mapping[str, torch.Tensor], digits: DigitCodes) -> Statistics:

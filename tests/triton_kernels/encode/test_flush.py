@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.encode_cases import assert_equal_but_for_ties
 from support.segment_makers import DEVICE
-from support.small_model import small_model
+from support.small_model import small_config, small_model
+from support.spectral_files import statistics_of
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.bench.layers import use_backend
@@ -26,6 +27,11 @@ SKETCHES: Options = {"method": "qjl", "outlier_channels": 8}
 PAIRS: Options = {"method": "polarquant_rope", "scalar": "match"}
 TREE: Options = {"method": "polarquant_recursive"}
 RADII: Options = {"method": "polarquant_recursive", "levels": 3, "bits": [4, 2, 2], "radius_bits": 16}
+ANCHORS: Options = {
+    "method": "spectral",
+    "bits": 2,
+    "statistics": statistics_of(small_config(1, head_dim=48), "flush"),
+}
 OPTIONS = {
     "4": (TURBOQUANT, TURBOQUANT),
     "2.5": (FRACTIONAL, FRACTIONAL),
@@ -36,6 +42,7 @@ OPTIONS = {
     "blocks": (RADII, RADII),
     "pairs": (PAIRS, TURBOQUANT),
     "pairs by channel": ({**PAIRS, "radius_scale": "channel"}, TURBOQUANT),
+    "anchors": (ANCHORS, TURBOQUANT),
 }
 """Configs of keys and values."""
 
@@ -81,7 +88,7 @@ def test_equals_operators(name: str, recent: int, monkeypatch: pytest.MonkeyPatc
         mine, yours = ours.sides[side], theirs.sides[side]
         assert torch.equal(mine.tail.view(), yours.tail.view())
         stored = [state.store.read(0, ours.packed_tokens) for state in (mine, yours)]
-        assert_equal_but_for_ties(mine.codec, *stored)
+        assert_equal_but_for_ties(mine.codec, *stored, rope=mine._rope(0, ours.packed_tokens))
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU's findings are read later: test_late_findings_raise_once")

@@ -1,0 +1,109 @@
+"""Spectral's encode kernel against torch: sizes, RoPE of every kind, statistics of a prompt, and keys of any range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.encode_cases import assert_equal_but_for_ties
+from support.method_cases import half_layout, random_track
+from support.spectral_files import statistics_file
+
+from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.base import Codec
+from kvcache_compress.modeling.rope import Rope, RopeLayout
+from kvcache_compress.storage.side import encoded
+
+Make = Callable[..., Codec]
+PREFILL = {"statistics": "prefill", "group": 32}
+
+
+def factors(layout: RopeLayout, tokens: int, group: int) -> Rope:
+    """cos and sin of the groups of two rows, of which the second stands elsewhere."""
+    return random_track(layout, 2, 16 + tokens, 16, group).read(0, tokens)
+
+
+def check(codec: Codec, x: torch.Tensor, rope: Rope | None) -> None:
+    ours, theirs = encoded(codec.on("triton"), x, rope), codec.encode(x, rope)
+    assert codec.kernel_encoder is not None
+    assert_equal_but_for_ties(codec, ours, theirs, rope)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "bits", "group"),
+    [(16, 4, 32), (24, 2, 32), (64, 0.5, 32), (64, 6, 64), (80, 1.2, 32), (112, 3, 32), (128, 2, 128), (256, 2, 32)],
+)
+def test_sizes(head_dim: int, bits: float, group: int, make_codec: Make) -> None:
+    codec = make_codec("spectral", {"bits": bits, "statistics": statistics_file(head_dim, group)}, "keys", head_dim)
+    torch.manual_seed(head_dim)
+    x = torch.randn(2, 2, group, head_dim).bfloat16()
+    check(codec, x, factors(half_layout(head_dim), group, group))
+
+
+@pytest.mark.parametrize("rotary", [4, 20, 32])
+def test_partial_rotary_in_any_order(rotary: int, make_codec: Make) -> None:
+    """Models that rotate the first channels alone, neighbours as pairs."""
+    rest = tuple(range(2 * rotary, 64))
+    half = len(rest) // 2
+    order = (*range(0, 2 * rotary, 2), *rest[:half], *range(1, 2 * rotary, 2), *rest[half:])
+    layout = RopeLayout(order, rotary, tuple(range(rotary)))
+    codec = make_codec("spectral", {"bits": 2, "statistics": statistics_file(64)}, "keys", 64, layout=layout)
+    torch.manual_seed(rotary)
+    cos, sin = factors(layout, 64, 32)
+    for scale in (1.0, 1.3):  # YaRN's factors are longer than 1
+        check(codec, torch.randn(2, 2, 64, 64), (scale * cos, scale * sin))
+
+
+def test_without_rope(make_codec: Make) -> None:
+    codec: Any = make_codec("spectral", PREFILL, "keys", 64)
+    codec.context = replace(codec.context, rope=None)
+    torch.manual_seed(0)
+    x = torch.randn(2, 2, 64, 64)
+    codec.prepare(x)
+    check(codec, x, None)
+
+
+@pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**10])
+def test_statistics_of_a_prompt_in_any_range(scale: float, make_codec: Make) -> None:
+    """Channels of ranges from 1 to 300, one with a mean fifty times its deviation; new statistics make new tables."""
+    codec = make_codec("spectral", {**PREFILL, "bits": 3}, "keys", 64)
+    torch.manual_seed(0)
+    rope = factors(half_layout(64), 64, 32)
+    for seed in range(2):
+        ranges = torch.logspace(0, 2.5, 64)[torch.randperm(64)]
+        x = scale * ranges * torch.randn(2, 2, 256, 64, generator=torch.Generator().manual_seed(seed))
+        x[..., 31] += 50 * scale * ranges[31]
+        codec.prepare(x)
+        check(codec, x[:, :, :64], rope)
+
+
+def test_zeros_and_outliers(make_codec: Make) -> None:
+    """A key whose channels are all zero, and one that is a thousand times as long as usual, are coded as in torch."""
+    codec = make_codec("spectral", {**PREFILL, "bits": 2}, "keys", 64)
+    torch.manual_seed(0)
+    x = torch.randn(2, 2, 64, 64)
+    codec.prepare(x - x.mean((0, 2), keepdim=True))
+    codec.means.zero_()  # type: ignore[attr-defined]
+    x[0, 1, 5] = 0.0
+    x[1, 0, 7] *= 1000
+    rope = factors(half_layout(64), 64, 32)
+    ours, theirs = encoded(codec.on("triton"), x, rope), codec.encode(x, rope)
+    assert_equal_but_for_ties(codec, ours, theirs, rope)
+    for mine, yours in zip(ours[:-1], theirs[:-1], strict=True):
+        assert torch.equal(mine[0, 1, 5], yours[0, 1, 5])
+    assert ours[-1].flatten(2)[0, 1, 5] == 0
+
+
+def test_digits_by_hand(make_codec: Make) -> None:
+    """Equal channels of one bit are signs, and the scale is what makes ±0.79788 of them."""
+    codec: Any = make_codec("spectral", {**PREFILL, "bits": 1}, "keys", 16)
+    codec.context = replace(codec.context, rope=None)
+    eye, none = torch.eye(16).repeat(2, 1, 1), {"means": torch.zeros(2, 16, 16), "places": torch.zeros(2, 32, 16)}
+    codec._build({"basis": eye, "inverse": eye, "deviation": torch.ones(2, 16), **none})
+    signs = torch.where(torch.rand(1, 2, 32, 16) < 0.5, -1.0, 1.0)
+    plane, scale = encoded(codec.on("triton"), 3 * signs)
+    assert torch.equal(packing.unpack((plane,), 1), (signs > 0).long())
+    torch.testing.assert_close(scale.float().flatten(2), torch.full((1, 2, 32), 3 / 0.79788), rtol=1e-3, atol=0)
