@@ -56,16 +56,19 @@ def found(files: dict[str, str]) -> dict[str, Any]:
 
 
 def test_same_as_one_process(files: dict[str, str], found: dict[str, Any]) -> None:
-    """Tokens are equal, logits to rounding; each process holds half of the heads."""
+    """Tokens are equal, logits to rounding; each process holds half of the heads, whose keys are coded as in one."""
     torch.set_num_threads(1)
     model = small_model(num_key_value_heads=KV_HEADS)
     for name, fused, cache in tensor_parallel_worker.cases(files["codebooks"], files["statistics"]):
-        sequences, logits, (packed, heads) = tensor_parallel_worker.generate(model, fused, cache)
+        sequences, logits, (packed, heads), keys = tensor_parallel_worker.generate(model, fused, cache)
         got = found[f"{name}-{fused}"]
         assert got[2] == [packed, heads // 2]
         assert packed >= 32
         assert torch.equal(got[0], sequences), name
         torch.testing.assert_close(got[1], logits, atol=1e-3, rtol=0)
+        own = keys[:, : heads // 2]
+        close = (got[3] - own).norm(dim=-1) <= 2e-3 * own.norm(dim=-1)
+        assert close.float().mean() > 0.99, f"{name}: keys of other codes, but for ties"
         if (name, fused) == ("commvq", True):
             copy = found["data-parallel"]
             assert torch.equal(copy[0], sequences)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -27,10 +27,22 @@ def cases(codebooks: str, statistics: str) -> Iterator[tuple[str, bool, dict[str
         yield name, True, config
         if name in ("turboquant", "commvq"):
             yield name, False, config
+    first_prompt = method_config("spectral")
+    first_prompt["keys"] |= {"statistics": "prefill", "group": 32}
+    yield "spectral-prefill", True, first_prompt
 
 
-def generate(model: PreTrainedModel, fused: bool, config: Any) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Generated tokens, their logits, and tokens packed and heads held by the cache."""
+class Found(NamedTuple):
+    """Generated tokens, their logits, tokens packed and heads held by the cache, and a layer's keys, decoded."""
+
+    sequences: torch.Tensor
+    logits: torch.Tensor
+    sizes: list[int]
+    keys: torch.Tensor
+
+
+def generate(model: PreTrainedModel, fused: bool, config: Any) -> Found:
+    """Generate 16 tokens after a prompt with padding."""
     (enable_fused_attention if fused else disable_fused_attention)(model)
     ids = torch.randint(1, VOCAB, (2, 60), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -38,22 +50,24 @@ def generate(model: PreTrainedModel, fused: bool, config: Any) -> tuple[torch.Te
     cache = CompressedCache(model.config, config)
     how = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     output = model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
-    return output.sequences, torch.stack(output.logits), [cache.packed_tokens, cache.layers[1].keys.shape[1]]
+    layer = cache.layers[1]
+    keys = layer.sides["keys"].all_segments().dense()
+    return Found(output.sequences, torch.stack(output.logits), [cache.packed_tokens, layer.keys.shape[1]], keys)
 
 
 def main(folder: str, results: str, codebooks: str, encoder: str, statistics: str) -> None:
     torch.set_num_threads(1)
     sharded = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
-    found: dict[str, Any] = {
-        f"{name}-{fused}": generate(sharded, fused, config) for name, fused, config in cases(codebooks, statistics)
-    }
+    found: dict[str, Any] = {}
+    for name, fused, config in cases(codebooks, statistics):
+        found[f"{name}-{fused}"] = tuple(generate(sharded, fused, config))
     try:
         generate(sharded, True, CommVQCache(sharded.config, encoder).compression)
     except ValueError as error:
         found["encoder"] = str(error)
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()
     config = next(config for name, _, config in cases(codebooks, statistics) if name == "commvq")
-    found["data-parallel"] = generate(whole, True, config)
+    found["data-parallel"] = tuple(generate(whole, True, config))
     if torch.distributed.get_rank() == 0:
         torch.save(found, results)
     torch.distributed.destroy_process_group()

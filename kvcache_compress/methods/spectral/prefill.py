@@ -127,7 +127,8 @@ def shrunk(sums: KeyMoments) -> Moments:
     """Moments that are the more like multiples of the identity the less they were measured on.
 
     Those of keys become one in channels of unit variance, so that few tokens get bits that are spread evenly, and that
-    of queries in the keys' own channels, where an error then costs its square; without queries it is that alone.
+    of queries in the keys' own channels, where an error then costs its square; in heads to whose keys no query attends
+    it is that alone. No head depends on another, so the heads of a tensor-parallel process are coded as all would be.
     """
     keys, plain, queries = sums.means()
     dim = keys.shape[-1]
@@ -136,11 +137,11 @@ def shrunk(sums: KeyMoments) -> Moments:
     unit = (variance * certain + variance.mean(-1, keepdim=True) * (1 - certain)).clamp_min(1e-30).sqrt()
     scales, even = unit[:, :, None] * unit[:, None], torch.eye(dim, dtype=unit.dtype, device=unit.device)
     plain = _mixed(plain / scales, even, sums.tokens / (HALF_KEYS * dim)) * scales
-    if not (sums.weight > 0).all():
-        return Moments(plain, plain, even.expand_as(plain))
-    keys = _mixed(keys / scales, even, sums.tokens / (HALF_KEYS * dim)) * scales
+    weighted = _mixed(keys / scales, even, sums.tokens / (HALF_KEYS * dim)) * scales
     squares = torch.diag_embed(unit.square() / unit.square().mean(-1, keepdim=True))
-    return Moments(keys, plain, _mixed(queries * scales, squares, sums.sampled / (HALF_QUERIES * dim)) / scales)
+    cost = _mixed(queries * scales, squares, sums.sampled / (HALF_QUERIES * dim)) / scales
+    seen = (sums.weight > 0)[:, None, None]
+    return Moments(torch.where(seen, weighted, plain), plain, torch.where(seen, cost, even))
 
 
 def _mixed(moment: torch.Tensor, even: torch.Tensor, measured: float) -> torch.Tensor:

@@ -62,9 +62,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(x, other[name]) for name, x in one.items())
 
 
-def codec(bits: float = 3.0) -> SpectralCodec:
+def codec(bits: float = 3.0, heads: int = HEADS) -> SpectralCodec:
     context = CodecContext(
-        side="keys", head_dim=DIM, heads=HEADS, layer=0, seed=0, sink_tokens=4, dtype=torch.float32,
+        side="keys", head_dim=DIM, heads=heads, layer=0, seed=0, sink_tokens=4, dtype=torch.float32,
         device=torch.device("cpu"), rope=half_layout(DIM),
     )  # fmt: skip
     return SpectralCodec(SpectralOptions(bits=bits, group=GROUP), context)
@@ -119,6 +119,31 @@ def test_long_prompts_are_measured_in_runs(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(moments, "RUN_NUMBERS", 2000)
     for name, x in measured(prompt()).items():
         assert (x.abs() - whole[name].abs()).abs().max() < 2e-3 * whole[name].abs().max(), name
+
+
+@pytest.mark.parametrize("unread", [False, True], ids=["attended", "a head whose packed keys are not"])
+def test_heads_do_not_depend_on_each_other(unread: bool) -> None:
+    """A tensor-parallel process that holds a head codes and scores it as one that holds all heads does."""
+    given = prompt()
+    queries = given.queries
+    assert queries is not None
+    if unread:  # queries of the first head see a sink alone
+        given.sinks[:, 0, 0] = 1000 * given.sinks[:, 0, 0]
+        queries.query[:, :2] = given.sinks[:, :1, :1]
+    whole = codec()
+    whole.observe(given)
+    keys = given.keys[:, :, : 9 * GROUP]
+    rope = given.rope[0][:, :9], given.rope[1][:, :9]  # type: ignore[index]
+    codes = whole.encode(keys, rope)
+    scores = whole.score(queries.query[:, ::2], codes, rope)
+    for head in range(HEADS):
+        own, one = slice(head, head + 1), codec(heads=1)
+        seen = replace(queries, query=queries.query[:, 2 * head : 2 * head + 2])
+        one.observe(replace(given, sinks=given.sinks[:, own], keys=given.keys[:, own], queries=seen))
+        mine = one.encode(keys[:, own], rope)
+        for ours, theirs in zip(mine, codes, strict=True):
+            assert torch.equal(ours, theirs[:, own])
+        torch.testing.assert_close(one.score(queries.query[:, ::2][:, own], mine, rope), scores[:, own])
 
 
 @pytest.mark.parametrize("queries", [300, 40, 1])
