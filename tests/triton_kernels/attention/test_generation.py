@@ -33,15 +33,19 @@ def tiny_llama() -> LlamaForCausalLM:
 
 _TURBOQUANT = {"keys": {"method": "turboquant", "bits": 4}, "values": {"method": "turboquant", "bits": 3}}
 _KIVI = {"keys": {"method": "kivi", "bits": 4}, "values": {"method": "turboquant", "bits": 2.5}}
+_SPECTRAL = {"keys": {"method": "spectral", "bits": 3, "group": 32}, "values": {"method": "turboquant", "bits": 3}}
 
 
 @pytest.mark.parametrize(
-    ("sides", "capacity"),
-    [(_TURBOQUANT, None), (_KIVI, None), (_KIVI, 76)],
-    ids=["turboquant", "kivi-turboquant", "static"],
+    ("sides", "capacity", "new"),
+    [(_TURBOQUANT, None, 5), (_KIVI, None, 5), (_KIVI, 76, 5), (_SPECTRAL, None, 19), (_SPECTRAL, 96, 19)],
+    ids=["turboquant", "kivi-turboquant", "static", "spectral", "spectral-static"],
 )
-def test_generation_equals_the_torch_backend(sides: dict[str, Any], capacity: int | None) -> None:
-    """Growing and static caches: with a static capacity, kernels read the number of tokens from memory."""
+def test_generation_equals_the_torch_backend(sides: dict[str, Any], capacity: int | None, new: int) -> None:
+    """Growing and static caches: with a static capacity, kernels read the number of tokens from memory.
+
+    19 new tokens are enough for a step that packs more.
+    """
     model = tiny_llama()
     enable_fused_attention(model)
     ids = torch.randint(1, 96, (2, 60), generator=torch.Generator(torch.get_default_device()).manual_seed(3))
@@ -56,13 +60,13 @@ def test_generation_equals_the_torch_backend(sides: dict[str, Any], capacity: in
                 ids,
                 attention_mask=padding,
                 past_key_values=cache,
-                max_new_tokens=5,
+                max_new_tokens=new,
                 do_sample=False,
                 disable_compile=True,
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-        assert taken.count(PathTaken(backend, 1)) == 2 * 4
-        assert all(layer.packed_tokens > 0 for layer in cache.layers)
+        assert taken.count(PathTaken(backend, 1)) == 2 * (new - 1)
+        assert all(layer.packed_tokens == (32 if new < 19 else 64) for layer in cache.layers)
     assert torch.equal(runs["torch"].sequences, runs["triton"].sequences)
     torch.testing.assert_close(torch.stack(runs["torch"].logits), torch.stack(runs["triton"].logits), atol=1e-4, rtol=0)
