@@ -58,17 +58,21 @@ def attention_variants() -> dict[str, Variant]:
         variants[name] = Variant((plan.keys.method, plan.keys.options()), (plan.values.method, plan.values.options()))
     del variants["turboquant-mixed"]
     uniform, four = side_of("turboquant", bits=4, codebook="uniform"), side_of("turboquant", bits=4)
+    scalar = {bits: side_of("turboquant", bits=bits, codebook="lloyd_max") for bits in (1, 2, 2.5, 3)}
     prod = {bits: side_of("turboquant", bits=bits, estimator="prod") for bits in (2, 2.5, 3)}
     kivi_side, none = side_of("kivi", bits=4), side_of("none")
     table = side_of("polarquant_rope", radius_scale="channel", reconstruction="edge", score_function="table")
     exact = {"dtype": torch.float32}
     return variants | {
         "uniform-4bit": Variant(uniform, uniform),
+        "lloyd-max-2bit": Variant(scalar[2], scalar[2]),
+        "lloyd-max-3bit": Variant(scalar[3], scalar[3]),
+        "lloyd-max-2.5bit": Variant(scalar[2.5], scalar[2.5]),
         "prod-k3v2": Variant(prod[3], prod[2]),
         "prod-2.5bit": Variant(prod[2.5], prod[2.5]),
         "turboquant-4bit and kivi-4bit": Variant(four, kivi_side),
         "turboquant-6bit and none": Variant(side_of("turboquant", bits=6), none),
-        "none and turboquant-1bit": Variant(none, side_of("turboquant", bits=1)),
+        "none and lloyd-max-1bit": Variant(none, scalar[1]),
         "polarquant-rope-paper-m4n4, table": Variant(table, none),
         "turboquant-4bit, uneven": Variant(four, four, even=False),
         "turboquant-4bit, 16 queries": Variant(four, four, count=16),
@@ -79,7 +83,7 @@ def attention_variants() -> dict[str, Variant]:
         "turboquant-4bit, D=96": Variant(four, four, 96),
         "turboquant-4bit, D=256": Variant(four, four, 256),
         "kivi-4bit, D=256": Variant(kivi_side, kivi_side, 256),
-        "turboquant-2.5bit, D=256": Variant(side_of("turboquant", bits=2.5), side_of("turboquant", bits=2.5), 256),
+        "lloyd-max-2.5bit, D=256": Variant(scalar[2.5], scalar[2.5], 256),
         "prod-2.5bit, D=256": Variant(prod[2.5], prod[2.5], 256),
         "prod-k3v2, D=256": Variant(prod[3], prod[2], 256),
         "turboquant-4bit, float32": Variant(four, four, **exact),
@@ -141,14 +145,15 @@ def flush_launch(keys: tuple[str, MethodOptions]) -> tuple[Any, dict[str, Any]]:
     return kernel, arguments
 
 
-def static_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any, dict[str, Any]]]:
+def static_step_launches(
+    keys: tuple[str, MethodOptions], values: tuple[str, MethodOptions]
+) -> dict[str, tuple[Any, dict[str, Any]]]:
     """The kernels that only steps of static layers use, and their arguments."""
     sides: dict[Side, SideState] = {}
     tokens = torch.randn(1, 2, 512, 128).bfloat16()
     both: tuple[Side, Side] = ("keys", "values")
     for side in both:
-        method = keys if side == "keys" else side_of("turboquant", bits=4)
-        codec = build_codec(*method, side, 128, 2, torch.bfloat16)
+        codec = build_codec(*(keys if side == "keys" else values), side, 128, 2, torch.bfloat16)
         sides[side] = SideState(codec, tokens, 96, track_of(codec, tokens))
         sides[side].prepare(tokens)
         sides[side].codec = sides[side].codec.on("triton")  # only now, as `prepare` works in torch
@@ -168,15 +173,17 @@ def static_step_launches(keys: tuple[str, MethodOptions]) -> dict[str, tuple[Any
 
 def step_launches() -> dict[str, tuple[Any, dict[str, Any]]]:
     """The kernels of decode steps other than attention, and their arguments."""
-    four = side_of("turboquant", bits=4)
+    two, four = side_of("turboquant", bits=2), side_of("turboquant", bits=4)
     steps = {"append": (append_kernel, step_append_arguments()), "flush": flush_launch(four)}
-    steps |= static_step_launches(four)
+    steps |= static_step_launches(four, four)
+    steps["flush turboquant-2bit"] = flush_launch(two)
+    steps["write slots turboquant-2bit"] = static_step_launches(two, two)["write slots"]
     for name in ENCODED_KEYS:
         plan = middle_layer(load_config(name))
         keys = plan.keys.method, plan.keys.options()
         steps[f"flush {name}"] = flush_launch(keys)
-        steps[f"write slots {name}"] = static_step_launches(keys)["write slots"]
-    apart = static_step_launches(side_of("turboquant", bits=3, estimator="prod"))
+        steps[f"write slots {name}"] = static_step_launches(keys, four)["write slots"]
+    apart = static_step_launches(side_of("turboquant", bits=3, estimator="prod"), four)
     return steps | {"store groups": apart["store groups"]}
 
 

@@ -45,17 +45,21 @@ TOLERANCE = 0.05
 KNOWN_STACK = {
     "prod-2.5bit, D=256": 528,
     "prod-2.5bit, float32": 48,
-    "turboquant-2.5bit, D=256": 88,
-    "spectral-2bit": 392,
-    "spectral-3bit": 728,
+    "lloyd-max-2.5bit, D=256": 88,
+    "spectral-2bit": 416,
+    "spectral-3bit": 816,
     "spectral-4bit": 1112,
     "encode keys of polarquant-3.4bit": 8,
     "encode values of polarquant-3.4bit": 8,
+    "turboquant-3.5bit": 8,
+    "turboquant-k3v2": 8,
+    "write slots turboquant-2bit": 16,
 }
 """Stack bytes allowed by variant. Queries and sums of two or four components, 512 numbers in all, or 256 in float32 (on
 sm_100 only), spill registers; so do spectral's queries, mapped anew for each group (docs/dev/methods.md). The 8 bytes
 of an encoder are not a spill (158 registers, no load or store of the stack by its name): only their address is taken,
-once."""
+once. On sm_80 the step that encodes trellis codes keeps three numbers on the stack from its start to its end, and
+attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on sm_100."""
 
 
 @dataclass(frozen=True)

@@ -62,17 +62,29 @@ inline Ints load_words(const uint8_t* from) {
   return __builtin_convertvector(load<Words>(from), Ints);
 }
 
+// Moves every number one lane up; lane 0 gets the last.
+inline Ints moved_up(Ints x) {
+#ifdef __AVX2__
+  return (Ints)_mm256_permutevar8x32_epi32((__m256i)x, _mm256_setr_epi32(7, 0, 1, 2, 3, 4, 5, 6));
+#else
+  Ints moved;
+  for (int lane = 0; lane < LANES; ++lane) moved[lane] = x[(lane + LANES - 1) % LANES];
+  return moved;
+#endif
+}
+
 // Stores the first `count` numbers only.
 inline void store(float* to, Floats x, int64_t count) {
   std::memcpy(to, &x, count < LANES ? count * sizeof(float) : sizeof x);
 }
 
-// Table of COUNT levels, which lie `stride` numbers apart, looked up by LANES codes at once.
+// Table of COUNT levels, which lie `stride` numbers apart, looked up by LANES codes at once. Up to eight levels are
+// looked up by the low bits of a code, whatever the others hold.
 template <int COUNT>
 class Table {
  public:
   explicit Table(const float* levels, int64_t stride = 1) {
-    for (int i = 0; i < COUNT; ++i) levels_[i / LANES][i % LANES] = levels[i * stride];
+    for (int i = 0; i < VECTORS * LANES; ++i) levels_[i / LANES][i % LANES] = levels[i % COUNT * stride];
   }
 
   Floats operator[](Ints codes) const {

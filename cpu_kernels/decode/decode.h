@@ -206,6 +206,71 @@ template <int BITS, class Emit>
   }
 }
 
+// Levels of trellis codes of BITS bits (see codecs/trellis.py), looked up in halves of at most eight.
+template <int BITS>
+class TrellisTable {
+  static constexpr int COUNT = BITS == 1 ? 4 : 8;
+
+ public:
+  explicit TrellisTable(const float* levels) : lower_(levels), upper_(levels + (BITS == 3 ? COUNT : 0)) {}
+
+  // Unpacks the levels of a token and calls `emit(channel, levels, lanes)` as `each_run` does.
+  template <class Emit>
+  [[gnu::always_inline]] void each_run(const Field* planes, const Head& head, int64_t token, Emit emit) const {
+    const int64_t words = planes[0].numbers;
+    const auto* low = planes[0].row<LowWord>(head, token);
+    const uint8_t* high = nullptr;
+    if constexpr (BITS == 3) high = planes[1].row<uint8_t>(head, token);
+    if (words >= LANES) {
+      for (int64_t word = words - LANES; word > 0; word -= LANES) run<false>(low, high, words, word, LANES, emit);
+      run<true>(low, high, words, 0, LANES, emit);
+    } else {
+      run<true>(low, high, words, 0, words, emit);
+    }
+  }
+
+ private:
+  using LowWord = typename Planes<BITS>::LowWord;
+  static constexpr int STREAM = BITS == 1 ? 1 : 2, WORD = STREAM * CODES_PER_WORD;  // bits of a code and of a word
+
+  template <bool FIRST, class Emit>
+  [[gnu::always_inline]] void run(const LowWord* low, const uint8_t* high, int64_t words, int64_t word, int64_t count,
+                                  Emit emit) const {
+    const Ints low_words = load_words(low + word, count);
+    Ints before;
+    if constexpr (FIRST) {
+      before = moved_up(low_words);  // the register starts with the last codes
+      if (words != LANES) before[0] = low[words - 1];
+    } else {
+      before = load_words(low + word - 1);
+    }
+    const Ints both = low_words << WORD | (before & ((1 << WORD) - 1));
+    const Ints stream = STREAM == 1 ? both : both & 0x55555555;
+    const Ints first = stream ^ stream << STREAM ^ stream << (6 * STREAM);
+    const Ints second = stream << (2 * STREAM) ^ stream << (4 * STREAM);
+    Ints fields[2];  // indices in the table of even and of odd parts, 2 * STREAM bits each
+    if constexpr (BITS == 1) {
+      fields[0] = (first & 0x5555) | (second << 1 & 0xaaaa);
+      fields[1] = (first >> 1 & 0x5555) | (second & 0xaaaa);
+    } else {
+      const Ints subsets = first | second << 1;
+      fields[0] = (subsets & 0x33333333) | (both << 1 & 0x44444444);
+      fields[1] = (subsets >> 2 & 0x33333333) | (both >> 1 & 0x44444444);
+    }
+    Ints high_words = {};
+    if constexpr (BITS == 3) high_words = load_words(high + word, count);
+#pragma GCC unroll 8
+    for (int part = 0; part < CODES_PER_WORD; ++part) {
+      const Ints codes = fields[part % 2] >> (WORD + part / 2 * 2 * STREAM);
+      Floats levels = lower_[codes];
+      if constexpr (BITS == 3) levels = high_words << (31 - part) < 0 ? upper_[codes] : levels;
+      emit(part * words + word, levels, count);
+    }
+  }
+
+  Table<COUNT> lower_, upper_;
+};
+
 // Calls `call` with the number of bits as a template argument.
 template <class Call>
 inline void with_bits(int64_t bits, Call call) {
@@ -230,14 +295,16 @@ inline void with_bits(int64_t bits, Call call) {
 inline int64_t plane_count(int64_t bits) { return bits == 3 || bits >= 5 ? 2 : 1; }
 
 // TurboQuant (Algorithms 1 and 2) and QJL (Definition 3.1): components `scale * levels[codes]`, each along its rows.
-// Options: bits of each component. Fields of a component: its planes, then its scale; its table: levels, [2^bits].
+// Options: bits of each component. Fields of a component: its planes, then its scale; its table: levels, [2^bits], or
+// [2^(bits + 1)] of trellis codes.
 class LevelDecoder : public Decoder {
  public:
   explicit LevelDecoder(const Side& side) {
     auto field = side.fields.begin();
     auto levels = side.tables.begin();
     for (const int64_t bits : side.options) {
-      Component component{bits, width, (levels++)->const_data_ptr<float>(), {}};
+      Component component{bits, width, levels->numel() > 1 << bits, levels->const_data_ptr<float>(), {}};
+      ++levels;
       for (int64_t n = plane_count(bits) + 1; n > 0; --n) component.fields.emplace_back(*field++);
       width += component.fields[0].numbers * CODES_PER_WORD;
       components_.push_back(std::move(component));
@@ -246,6 +313,10 @@ class LevelDecoder : public Decoder {
 
   void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
     for (const auto& part : components_) {
+      if (part.trellis) {
+        decode_trellis(part, head, first, count, tile);
+        continue;
+      }
       with_bits(part.bits, [&]<int BITS>() {
         const Table<1 << BITS> table(part.levels);
         for (int64_t t = 0; t < count; ++t) {
@@ -263,9 +334,27 @@ class LevelDecoder : public Decoder {
  private:
   struct Component {
     int64_t bits, start;
+    bool trellis;
     const float* levels;
     std::vector<Field> fields;
   };
+
+  void decode_trellis(const Component& part, const Head& head, int64_t first, int64_t count, float* tile) const {
+    with_bits(part.bits, [&]<int BITS>() {
+      if constexpr (BITS <= 3) {
+        const TrellisTable<BITS> table(part.levels);
+        for (int64_t t = 0; t < count; ++t) {
+          const float scale = *part.fields.back().row<Half>(head, first + t);
+          float* to = tile + t * width + part.start;
+          table.each_run(part.fields.data(), head, first + t,
+                         [&] [[gnu::always_inline]] (int64_t channel, Floats levels, int64_t lanes) {
+                           store(to + channel, levels * scale, lanes);
+                         });
+        }
+      }
+    });
+  }
+
   std::vector<Component> components_;
 };
 

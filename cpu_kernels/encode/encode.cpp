@@ -5,41 +5,10 @@
 
 #include <cmath>
 
+#include "encode/scalar.h"
+
 namespace kvcache_compress {
 namespace {
-
-constexpr float SCALE_MAX = 65504.0f;
-
-// The scalar stored per vector: `scalar.Scalar`.
-enum class Scalar { NORM, MATCH, UNBIASED, LEAST_SQUARES };
-constexpr Named<Scalar> SCALARS[] = {{"norm", Scalar::NORM},
-                                     {"match", Scalar::MATCH},
-                                     {"unbiased", Scalar::UNBIASED},
-                                     {"least_squares", Scalar::LEAST_SQUARES}};
-
-float sum(Floats x) {
-  float total = 0;
-  for (int lane = 0; lane < LANES; ++lane) total += x[lane];
-  return total;
-}
-
-// Stored scalar of a vector norm · z with code point p, from the terms of z·z, z·p and p·p: see `scalar.quantize`.
-float stored_scalar(Scalar scalar, float norm, Floats square, Floats cross, Floats point) {
-  switch (scalar) {
-    case Scalar::NORM:
-      break;
-    case Scalar::MATCH:
-      norm = norm / std::sqrt(sum(point));
-      break;
-    case Scalar::UNBIASED:
-      norm = norm * sum(square) / std::max(sum(cross), 1e-12f);
-      break;
-    case Scalar::LEAST_SQUARES:
-      norm = norm * sum(cross) / sum(point);
-      break;
-  }
-  return std::min(norm, SCALE_MAX);
-}
 
 // TurboQuant's codes (Algorithm 1): planes of the levels [2^bits] nearest to z [..., D], and the scalars for norms
 // [...]. Levels ascend, or their lower half descends (`lloyd_max.outward`).
@@ -63,19 +32,40 @@ std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const T
     for (int i = 0; i + 1 < COUNT; ++i) bounds[i] = (points[code_of(i + 1)] + points[code_of(i)]) / 2;
     const Nearest<BITS> nearest(bounds);
     const Table<COUNT> table(points);
+    const auto steps = static_cast<float>(SEARCH_STEPS * std::sqrt(static_cast<double>(width)));
+    int32_t units[COUNT];
+    for (int i = 0; i < COUNT; ++i) units[i] = static_cast<int32_t>(points[i] * steps);
+    const Table<COUNT> unit_table(reinterpret_cast<const float*>(units));
     const PlaneWriter<BITS> planes(z);
+    // The scale of the numbers whose levels come closest to their direction.
+    const auto searched = [&](const float* from) {
+      double best = -1;
+      float found = 1;
+      for (const float scale : SEARCHED) {
+        Ints cross = {}, square = {};
+        for (int64_t channel = 0; channel < width; channel += LANES) {
+          const Floats x = load(from + channel);
+          const Ints level = (Ints)unit_table[code_of(nearest(x * scale))];
+          cross += __builtin_convertvector(x * steps, Ints) * level, square += level * level;
+        }
+        const double product = sum(cross), closeness = product * product / sum(square);
+        if (closeness > best) best = closeness, found = scale;
+      }
+      return found;
+    };
     each_range(z, [&](int64_t vector, int64_t end) {
       for (; vector < end; ++vector) {
         const float* from = numbers + vector * width;
+        const float scale = BITS > 1 && kind != Scalar::NORM ? searched(from) : 1.0f;
         Floats square = {}, cross = {}, point = {};
         planes.pack(vector, [&] [[gnu::always_inline]] (int64_t channel, int64_t lanes) {
           const Floats x = load_lanes(from + channel, lanes);
-          const Ints codes = code_of(nearest(x));
+          const Ints codes = code_of(nearest(x * scale));
           const Floats y = keep_lanes(table[codes], lanes);
           square += x * x, cross += x * y, point += y * y;
           return codes;
         });
-        stored[vector] = stored_scalar(kind, norms[vector], square, cross, point);
+        stored[vector] = stored_scalar(kind, norms[vector], sum(square), sum(cross), sum(point));
       }
     });
     fields = planes.fields();

@@ -23,6 +23,12 @@ def quantize_levels(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, b
     return tuple(operator(z.contiguous(), norm.contiguous(), levels, bits, scalar))
 
 
+def quantize_trellis(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:
+    """Twin of `trellis.quantize` for float32 `z` `[..., width]`: equal codes, scalars to one unit in the last place."""
+    operator = build.operators().quantize_trellis.default
+    return tuple(operator(z.contiguous(), norm.contiguous(), levels, bits, scalar))
+
+
 def quantize_groups(
     x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, tokens: int, channels: int
 ) -> Fields:

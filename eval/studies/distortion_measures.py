@@ -13,8 +13,8 @@ from kvcache_compress.codecs.base import CodecContext
 from kvcache_compress.methods.turboquant.codec import TurboQuantCodec, TurboQuantOptions
 
 ESTIMATORS: dict[str, dict[str, Any]] = {
-    "mse, norm (paper)": {"scalar": "norm"},
-    "mse, unbiased": {"scalar": "unbiased"},
+    "mse, norm (paper)": {"codebook": "lloyd_max", "scalar": "norm"},
+    "mse, unbiased": {"codebook": "lloyd_max", "scalar": "unbiased"},
     "prod, Gaussian S (paper)": {"estimator": "prod", "sketch": "gaussian"},
     "prod, orthogonal S": {"estimator": "prod"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -13,6 +14,11 @@ from .lloyd_max import boundaries
 
 Scalar = Literal["norm", "match", "unbiased", "least_squares"]
 SCALE_MAX = torch.finfo(torch.float16).max
+SEARCHED = tuple((26 + 3 * i) / 32 for i in range(5))
+"""Scales of a vector that are tried, as fractions of its own. Some bits of these numbers are zero: products are alike
+on all backends."""
+SEARCH_STEPS = 256
+"""Integer steps per standard deviation of a coordinate, in which errors of the scales are compared."""
 
 
 def quantize_on(
@@ -27,9 +33,23 @@ def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: in
 
     `levels` `[2 ** bits]` are in the order of their codes: ascending, or reordered by `lloyd_max.outward`.
     The scalar of a vector x = norm · z with code point ẑ is: `norm`; `match`, norm / ‖ẑ‖; `unbiased`,
-    norm ⟨z, z⟩ / ⟨z, ẑ⟩; `least_squares`, norm ⟨z, ẑ⟩ / ⟨ẑ, ẑ⟩.
+    norm ⟨z, z⟩ / ⟨z, ẑ⟩; `least_squares`, norm ⟨z, ẑ⟩ / ⟨ẑ, ẑ⟩. But for `norm`, the codes are those of t · z with the
+    t of `SEARCHED` that brings ẑ closest to the direction of z (as in RaBitQ's extension, Gao et al. 2024).
     """
-    codes = levels.argsort()[torch.bucketize(z.contiguous(), boundaries(levels))]
+    order, bounds = levels.argsort(), boundaries(levels)
+    codes = order[torch.bucketize(z.contiguous(), bounds)]
+    if scalar != "norm" and bits > 1:
+        steps = SEARCH_STEPS * math.sqrt(z.shape[-1])
+        units, level_units = (z * steps).long(), (levels * steps).long()
+        best: torch.Tensor | None = None
+        for factor in SEARCHED:
+            tried = order[torch.bucketize(z * factor, bounds)]
+            point = level_units[tried]
+            cross, square = ((x * point).sum(-1).double() for x in (units, point))
+            closeness = cross * cross / square
+            better = closeness > (-1.0 if best is None else best)
+            best = closeness if best is None else torch.where(better, closeness, best)
+            codes = torch.where(better[..., None], tried, codes)
     return (*packing.pack(codes, bits), stored_scalar(z, levels[codes], norm, scalar))
 
 

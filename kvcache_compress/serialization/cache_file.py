@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from kvcache_compress.cache.compressed_cache import CompressedCache
 
 C = TypeVar("C", bound="CompressedCache")
-FORMAT, VERSION = "kvcache_compress.cache", 2
-"""In version 1 the tensor `rope` had the cos and sin of all tokens; now there is a tensor of each track."""
+FORMAT, VERSION = "kvcache_compress.cache", 3
+"""In version 1 the tensor `rope` had the cos and sin of all tokens; now there is a tensor of each track. Before
+version 3 the `codebook` of TurboQuant was always named."""
 
 
 class ModelFacts(StrictModel):

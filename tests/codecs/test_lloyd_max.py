@@ -113,6 +113,7 @@ def test_levels_counted_outwards(bits: int) -> None:
     ascending, counted = (quantize(z, z.norm(dim=-1), order, bits, "unbiased") for order in (levels, turned))
     assert torch.equal(turned[unpack(counted[:-1], bits)], levels[unpack(ascending[:-1], bits)])
     assert torch.equal(counted[-1], ascending[-1])
+    counted = quantize(z, z.norm(dim=-1), turned, bits, "norm")
     nearest = (z[..., None] - turned).abs().argmin(-1)
     assert torch.equal(unpack(counted[:-1], bits), nearest)
 

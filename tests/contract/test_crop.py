@@ -49,8 +49,8 @@ def test_anywhere(case: Any, ids: torch.Tensor, removed: int) -> None:
     assert cache.get_seq_length() == left
     for index, (layer, twin) in enumerate(zip(cache.layers, oracle.layers, strict=True)):
         assert layer.get_seq_length() == left, f"layer {index}"
-        torch.testing.assert_close(layer.keys[:, :, :left], twin.keys, **TOLERANCE)
-        torch.testing.assert_close(layer.values[:, :, :left], twin.values, **TOLERANCE)
+        assert_close_but_for_flips(layer.keys[:, :, :left], twin.keys)
+        assert_close_but_for_flips(layer.values[:, :, :left], twin.values)
     sizes = [18, 2, 12, 45, 1]
     rest = ids[:, 100 : 100 + sum(sizes)]
     assert_close_but_for_flips(case.feed(cache, rest, sizes), case.feed(oracle, rest, sizes))

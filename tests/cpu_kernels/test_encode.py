@@ -246,7 +246,7 @@ def test_codes_do_not_depend_on_threads() -> None:
 @pytest.mark.parametrize(
     ("method", "taken"),
     [
-        ("turboquant", ["quantize_levels"] * 2),
+        ("turboquant", ["quantize_levels", "quantize_trellis"]),
         ("kivi", ["quantize_groups"] * 2),
         ("qjl", ["quantize_levels", "quantize_groups"]),
         ("polarquant_rope", ["quantize_pairs", "quantize_levels"]),

@@ -74,7 +74,7 @@ KEYS, ROPE = "layers.0.keys", "rope.2.1"
 CHANGES: dict[str, tuple[Change, str]] = {
     "format": (lambda h, t, m: m.update(format="pt"), "not a cache file of kvcache-compress"),
     "no metadata": (lambda h, t, m: m.clear(), "not a cache file of kvcache-compress"),
-    "newer": (lambda h, t, m: m.update(version="3"), "format version '3': this release reads up to 2"),
+    "newer": (lambda h, t, m: m.update(version="4"), "format version '4': this release reads up to 3"),
     "version": (lambda h, t, m: m.update(version="-1"), "format version '-1'"),
     "unknown key": (lambda h, t, m: h.update(more=1), "damaged: more: Extra inputs"),
     "no model": (lambda h, t, m: h.pop("model"), "damaged: model: Field required"),

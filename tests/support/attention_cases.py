@@ -16,7 +16,11 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def tq(bits: float, **options: Any) -> tuple[str, dict[str, Any]]:
-    return "turboquant", {"bits": bits, **options}
+    return "turboquant", {"bits": bits, "codebook": "lloyd_max", **options}
+
+
+def trellis(bits: float) -> tuple[str, dict[str, Any]]:
+    return tq(bits, codebook="trellis")
 
 
 def kivi(bits: int, group_size: int = 32) -> tuple[str, dict[str, Any]]:
@@ -65,6 +69,9 @@ PAIRS = {
     "quarter-outliers": (tq(2.5, outlier_fraction=0.25), tq(2.5, outlier_fraction=0.25)),
     "uniform": (tq(3, codebook="uniform"), tq(4, codebook="uniform")),
     "uniform-2": (tq(4, codebook="uniform"), tq(2, codebook="uniform")),
+    "trellis": (trellis(2), trellis(3)),
+    "trellis-1": (trellis(3), trellis(1)),
+    "trellis-fractional": (trellis(2.5), trellis(1.5)),
     "haar": (tq(4, rotation="haar"), tq(3, rotation="haar")),
     "centred": (tq(3, center="on"), tq(3)),
     "not-centred": (tq(4, center="off"), tq(4)),
@@ -106,6 +113,7 @@ CASES |= {
         ("qjl-of-30-bytes", 80),
         *((name, 96) for name in ("1-bit", "3-bit", "4-bit", "kivi-2-4")),
         *((name, 256) for name in ("3-bit", "4-bit", "uniform")),
+        *(("trellis", head_dim) for head_dim in (64, 96, 128)),
     )
 }
 CASES |= {
@@ -119,6 +127,8 @@ CASES |= {
     "heads-4-of-96": Case(prod(3), kivi(3), groups=4, head_dim=96),
     "heads-7-of-96": Case(tq(6), tq(1), groups=7, head_dim=96, dtype=BF16),
     "heads-1-of-96-none": Case(tq(3), NONE, groups=1, head_dim=96),
+    "trellis-heads-7-of-80": Case(trellis(3), trellis(2), groups=7, head_dim=80),
+    "trellis-heads-3-of-32": Case(trellis(2), trellis(1), head_dim=32, dtype=BF16),
     "heads-3-of-32": Case(tq(4), kivi(4), head_dim=32),
     "more-rows-than-a-tile": Case(groups=7, count=5, mask="bool"),
     "small-tiles": Case(prod(2), tq(3), block=16, split=(48, 2)),

@@ -60,9 +60,11 @@ def unit_vectors(width: int, levels: torch.Tensor) -> tuple[torch.Tensor, torch.
 CODECS: list[tuple[str, dict[str, Any]]] = [
     ("turboquant", {"bits": 4}),
     ("turboquant", {"bits": 3, "codebook": "uniform", "rotation": "haar"}),
-    ("turboquant", {"bits": 2.5, "scalar": "least_squares"}),
-    ("turboquant", {"bits": 3.5, "outlier_fraction": 0.25}),
+    ("turboquant", {"bits": 2.5, "codebook": "lloyd_max", "scalar": "least_squares"}),
+    ("turboquant", {"bits": 3.5, "codebook": "lloyd_max", "outlier_fraction": 0.25}),
     ("turboquant", {"bits": 3, "estimator": "prod"}),
+    ("turboquant", {"bits": 2}),
+    ("turboquant", {"bits": 3.5, "outlier_fraction": 0.25}),
     ("turboquant", {"bits": 2.5, "estimator": "prod", "sketch": "gaussian"}),
     ("kivi", {"bits": 2}),
     ("kivi", {"bits": 3, "group_size": 16}),

@@ -26,6 +26,35 @@ def load_words(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit
+def load_registers(p_words, o_row, o_t, m_t, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
+    """Load the words of trellis codes (see `codecs/trellis.py`), each above the word before it: int32 `[T, PADDED]`."""
+    o_c = tl.arange(0, PADDED)
+    o_before = tl.where(o_c == 0, WORDS - 1, o_c - 1)
+    p_token = p_words + o_row * WORDS + o_t[:, None] * WORDS
+    m_w = m_t[:, None] & (o_c < WORDS)[None, :]
+    b_words = tl.load(p_token + o_c[None, :], mask=m_w, other=0).to(tl.int32)
+    b_before = tl.load(p_token + o_before[None, :], mask=m_w, other=0).to(tl.int32)
+    BITS_OF_WORD: tl.constexpr = 8 if BITS == 1 else 16
+    return (b_words << BITS_OF_WORD) | (b_before & (2**BITS_OF_WORD - 1))
+
+
+@triton.jit
+def trellis_fields(b_both, b_high, o_j, BITS: tl.constexpr):
+    """Indices of the levels in fields `o_j` of trellis codes, from `load_registers` and the high plane."""
+    LOW: tl.constexpr = 1 if BITS == 1 else 2
+    b_stream = b_both if BITS == 1 else b_both & 0x55555555
+    b_low = b_stream ^ (b_stream << LOW) ^ (b_stream << 6 * LOW)
+    b_upper = (b_stream << 2 * LOW) ^ (b_stream << 4 * LOW)
+    o_place = LOW * (o_j + 8)
+    b_codes = ((b_low >> o_place) & 1) | ((b_upper >> o_place) & 1) << 1
+    if BITS > 1:
+        b_codes |= ((b_both >> (o_place + 1)) & 1) << 2
+    if BITS > 2:
+        b_codes |= ((b_high >> o_j) & 1) << 3
+    return b_codes
+
+
+@triton.jit
 def fields_of(b_low, b_high, o_j, BITS: tl.constexpr):
     """Codes in fields `o_j` of int32 words from the low and the high plane."""
     LOW: tl.constexpr = 4 if BITS >= 4 else (2 if BITS >= 2 else 1)
@@ -39,9 +68,13 @@ def fields_of(b_low, b_high, o_j, BITS: tl.constexpr):
 def load_codes(
     p_low, p_high, o_row, o_t, m_t,
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr,
+    TRELLIS: tl.constexpr = False,
 ):  # fmt: skip
-    """Load the codes of a tile of tokens as int32 tiles `[T, tile_width]` in code order."""
-    b_low = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT).to(tl.int32)
+    """Load the codes of a tile of tokens in code order, int32 tiles `[T, tile_width]`: indices of levels."""
+    if TRELLIS:
+        b_low = load_registers(p_low, o_row, o_t, m_t, BITS, WORDS, PADDED)
+    else:
+        b_low = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT).to(tl.int32)
     b_high = b_low
     if BITS == 3 or BITS > 4:
         b_high = load_words(p_high, o_row, o_t, m_t, WORDS, PADDED, COUNT).to(tl.int32)
@@ -49,10 +82,11 @@ def load_codes(
     b_codes = ()
     for i in tl.static_range(8 // FIELDS):
         if FIELDS == 1:
-            b_tile = fields_of(b_low, b_high, i, BITS)
+            b_tile = trellis_fields(b_low, b_high, i, BITS) if TRELLIS else fields_of(b_low, b_high, i, BITS)
         else:
             o_j = (i * FIELDS + tl.arange(0, FIELDS))[None, :, None]
-            b_tile = fields_of(b_low[:, None, :], b_high[:, None, :], o_j, BITS)
+            b_lows, b_highs = b_low[:, None, :], b_high[:, None, :]
+            b_tile = trellis_fields(b_lows, b_highs, o_j, BITS) if TRELLIS else fields_of(b_lows, b_highs, o_j, BITS)
             b_tile = tl.reshape(b_tile, [o_t.shape[0], FIELDS * PADDED])
         b_codes = b_codes + (b_tile,)
     return b_codes

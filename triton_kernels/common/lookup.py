@@ -100,6 +100,64 @@ def _three_bits() -> tl.constexpr:
     return text(*lines)
 
 
+def _trellis(bits: int) -> tl.constexpr:
+    """Unpack trellis codes of two or three bits, whose words lie above the words before them (see `load_pairs`).
+
+    Nibbles of three bits index the levels: the parities of the stream of even bits, and the odd bits. Of three bits,
+    the high plane has the sign, and levels below zero count from the end.
+    """
+    lines = []
+    for word, register in (("$8", "r0"), ("$9", "r4")):
+        lines += [f"and.b32 {register}, {word}, 0x55555555"]
+        for first, second in ((2, 12), (5, 9)):
+            lines += [f"shl.b32 r{1 + i}, {register}, {delay}" for i, delay in enumerate((first, second))]
+            if first == 2:
+                lines += [f"lop3.b32 r3, {register}, r1, r2, 0x96"]
+            else:
+                lines += [f"lop3.b32 {register}, r3, r1, r2, 0x96"]
+    lines += [
+        "prmt.b32 r0, r0, r4, 0x7362",  # bytes of A and B alternate
+        "prmt.b32 r1, $8, $9, 0x7362",
+        "shl.b32 r2, r1, 1",
+        "and.b32 r2, r2, 0x44444444",
+        "lop3.b32 r2, r0, 0x33333333, r2, 0xea",  # even fields
+        "shr.u32 r3, r0, 2",
+        "shr.u32 r4, r1, 1",
+        "and.b32 r4, r4, 0x44444444",
+        "lop3.b32 r3, r3, 0x33333333, r4, 0xea",  # odd fields
+    ]
+    if bits == 2:
+        lines += ["shr.u32 r5, r2, 16", "shr.u32 r6, r3, 16"]
+        table = ("$10", "$12", "$14", "$16")
+        for selectors, field in (("r2", 0), ("r3", 1), ("r5", 4), ("r6", 5)):
+            lines += pairs(selectors, table, (f"${field}", f"${field + 2}"))
+        return text(*lines)
+    lines += [
+        "lop3.b32 r0, $12, $13, 0x0f0f, 0xe4",
+        "prmt.b32 r0, $10, $11, r0",  # bytes A B A B of the high plane
+        "shl.b32 r1, r0, 4",
+        "lop3.b32 r1, r1, r0, 0x0000ffff, 0xe4",  # the bits of fields 2, 3 and 6, 7 at 6 and 7 of a byte
+        "shl.b32 r4, r1, 1",
+        "shr.u32 r5, r1, 1",
+        "lop3.b32 r4, r5, r4, 0x0f0f0f0f, 0xe4",  # even fields' at 3 and 7
+        "shr.u32 r5, r1, 2",
+        "lop3.b32 r1, r5, r1, 0x0f0f0f0f, 0xe4",  # odd fields' likewise
+    ]
+    for codes, sign, field in (("r2", "r4", 0), ("r3", "r1", 1)):
+        lines += [
+            f"lop3.b32 r5, {sign}, 0x88888888, 0, 0x0c",  # bit 3 of the negative
+            "shr.u32 r6, r5, 3",
+            "sub.u32 r5, r5, r6",
+            f"xor.b32 {codes}, {codes}, r5",
+            f"shl.b32 r7, {sign}, 4",
+            f"shr.u32 r8, {codes}, 16",
+        ]
+        for selectors, place, signs in ((codes, field, "0x5140"), ("r8", field + 4, "0x7362")):
+            lines += [f"prmt.b32 r9, r7, {sign}, {signs}"]
+            lines += pairs(selectors, ("$14", "$16", "$18", "$20"), (f"${place}", f"${place + 2}"), "r9")
+    return text(*lines)
+
+
 def _four_bits() -> tl.constexpr:
     lines = []
     for half, places in ((0, "0x5140"), (1, "0x7362")):
@@ -140,6 +198,8 @@ HALF_REGISTERS = registers(1, 4)
 ONE_BIT, ONE_BIT_REGISTERS = _one_bit(), registers(8, 4)
 TWO_BITS, TWO_BITS_REGISTERS = _two_bits(), registers(8, 5)
 THREE_BITS, THREE_BITS_REGISTERS = _three_bits(), registers(8, 13)
+TRELLIS_TWO, TRELLIS_TWO_REGISTERS = _trellis(2), registers(8, 10)
+TRELLIS_THREE, TRELLIS_THREE_REGISTERS = _trellis(3), registers(8, 14)
 FOUR_BITS, FOUR_BITS_REGISTERS = _four_bits(), registers(8, 10)
 FOUR_EVEN_BITS, FOUR_EVEN_BITS_REGISTERS = _four_even_bits(), registers(8, 2)
 
@@ -150,8 +210,10 @@ def unit(bits):
     return 4 if bits == 4 else 1
 
 
-def fits(width: int, bits: int) -> bool:
-    """True if `levels` can unpack components of `width` channels and `bits` bits."""
+def fits(width: int, bits: int, trellis: bool = False) -> bool:
+    """True if `levels`, or `trellis_levels`, can unpack components of `width` channels and `bits` bits."""
+    if trellis:
+        return bits in (2, 3) and padded_words(width) >= 8 and words_per_token(width) % (2 * bits - 2) == 0
     aligned = bits == 4 or words_per_token(width) % 4 == 0 or places_needed(width, bits) == 0
     return bits <= 4 and padded_words(width) >= 8 and aligned
 
@@ -185,6 +247,50 @@ def load_halves(p_words, b_places, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED:
             dtype=tl.int16, is_pure=True, pack=2,
         )  # fmt: skip
     return b_words
+
+
+@triton.jit
+def load_pairs(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr):
+    """Load the words of a two-bit plane, int32 `[T, PADDED]`, each above the one before it, in a circle.
+
+    Of a 32-bit word's two, the upper has the lower before it already.
+    """
+    p_twos = p_words.to(tl.pointer_type(tl.int32), bitcast=True) + o_row * (WORDS // 2) + o_t[:, None] * (WORDS // 2)
+    o_c = tl.arange(0, PADDED // 2)
+    o_before = tl.where(o_c == 0, WORDS // 2 - 1, o_c - 1)
+    m_w = m_t[:, None]
+    if PADDED != WORDS:
+        m_w = m_w & (o_c < WORDS // 2)[None, :]
+    b_twos = tl.load(p_twos + o_c[None, :], mask=m_w, other=0)
+    b_before = tl.load(p_twos + o_before[None, :], mask=m_w, other=0)
+    b_first = (b_twos << 16) | ((b_before >> 16) & 0xFFFF)
+    return tl.reshape(tl.join(b_first, b_twos), [o_t.shape[0], PADDED])
+
+
+@triton.jit
+def trellis_levels(
+    p_low, p_high, words, o_row, o_t, m_t,
+    FIRST: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Tiles of float16 levels of trellis codes of two or three bits; see `levels`."""
+    b_words = load_pairs(p_low, o_row, o_t, m_t, WORDS, PADDED)
+    if BITS == 2:
+        b_levels = tl.inline_asm_elementwise(
+            TRELLIS_TWO, TRELLIS_TWO_REGISTERS,
+            [b_words, words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
+            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        b_high = load_bytes(p_high, o_row, o_t, m_t, WORDS, PADDED, WORDS)
+        b_levels = tl.inline_asm_elementwise(
+            TRELLIS_THREE, TRELLIS_THREE_REGISTERS,
+            [b_words, b_high, words[len(words) - 1],
+             words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
+            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
+        )  # fmt: skip
+    if PADDED < 16:
+        b_levels = joined(b_levels)
+    return b_levels
 
 
 @triton.jit
@@ -281,9 +387,11 @@ def even_words(bits: int, width: int, device: torch.device) -> tuple[torch.Tenso
     return (torch.cat(parts).to(device) if parts else None), count
 
 
-def places_needed(width: int, bits: int) -> int:
+def places_needed(width: int, bits: int, trellis: bool = False) -> int:
     """Number of `places` that the words of a component of `width` channels and `bits` bits need."""
     words = padded_words(width)
+    if trellis:
+        return words if bits == 3 else 0
     return words if bits in (1, 3) or (bits == 2 and words < 16) else 0
 
 

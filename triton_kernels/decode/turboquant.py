@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Components(NamedTuple):
     """Constants of the components: bits of a code, words of a token, the same padded (`codes.py`), first field.
 
-    even: True if levels are evenly spaced; first: start of their table in the words, or -1 if `lookup.py` cannot unpack
-    them; tile: the component's first tile.
+    even: True if levels are evenly spaced; trellis: True for trellis codes; first: start of their table in the words,
+    or -1 if `lookup.py` cannot unpack them; tile: the component's first tile.
     """
 
     bits: tuple[int, ...]
@@ -35,6 +35,7 @@ class Components(NamedTuple):
     padded: tuple[int, ...]
     field: tuple[int, ...]
     even: tuple[bool, ...]
+    trellis: tuple[bool, ...]
     first: tuple[int, ...]
     tile: tuple[int, ...]
 
@@ -50,16 +51,21 @@ def component_levels(
     PADDED: tl.constexpr = META.padded[PART]
     AT: tl.constexpr = META.field[PART]
     EVEN: tl.constexpr = META.even[PART]
+    TRELLIS: tl.constexpr = META.trellis[PART]
     FIRST: tl.constexpr = META.first[PART]
     SCALE: tl.constexpr = AT + (1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2)
     b_scale = tl.load(fields[SCALE] + o_row + o_t, mask=m_t, other=0.0)
-    if FAST and FIRST >= 0:
+    if FAST and FIRST >= 0 and TRELLIS:
+        b_levels = lookup.trellis_levels(
+            fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, FIRST, BITS, WORDS, PADDED
+        )
+    elif FAST and FIRST >= 0:
         b_levels = lookup.levels(
             fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, FIRST, BITS, EVEN, WORDS, PADDED, WORDS
         )
     else:
         b_levels = ()
-        b_codes = load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED, WORDS)
+        b_codes = load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED, WORDS, TRELLIS)
         for i in tl.static_range(len(b_codes)):
             if EVEN:
                 b_tile = (b_codes[i].to(DTYPE) - (2**BITS - 1) / 2) * lookup.unit(BITS)
@@ -117,16 +123,17 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
     at, places = 0, 0
     for component in codec.components:
         width, bits, levels = component.width, component.bits, component.levels
-        even = bits == 1 or codec.options.codebook == "uniform"
+        trellis = component.trellis
+        even = (bits == 1 and not trellis) or codec.options.codebook == "uniform"
         unit = float(levels[1] - levels[0]) / lookup.unit(bits) if even else 1.0
         first = -1
-        needed = lookup.places_needed(width, bits)
-        if lookup.fits(width, bits) and (needed in (0, places) or not places):
+        needed = lookup.places_needed(width, bits, trellis)
+        if lookup.fits(width, bits, trellis) and (needed in (0, places) or not places):
             first = sum(map(len, words))
             if bits in (2, 3) or not even:
-                words.append(lookup.byte_table(levels / unit, bits))
+                words.append(lookup.byte_table(levels / unit, bits + trellis))
             places = needed or places
-        meta.append((bits, words_per_token(width), padded_words(width), at, even, first, len(tiles)))
+        meta.append((bits, words_per_token(width), padded_words(width), at, even, trellis, first, len(tiles)))
         tiles += code_tiles(width)
         units.append(unit)
         at += len(PLANES[bits]) + 1

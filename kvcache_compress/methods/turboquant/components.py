@@ -11,6 +11,7 @@ import torch
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.layout import CODES_PER_WORD
 from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward, uniform_levels
+from kvcache_compress.codecs.trellis import LEAST_WIDTH, TRELLIS_BITS, trellis_levels
 
 if TYPE_CHECKING:
     from .codec import TurboQuantOptions
@@ -26,9 +27,10 @@ class Component:
     channel_set: int
     sketch: bool
     levels: torch.Tensor
-    """float32 `[2 ** bits]` on the device, in the order of their codes."""
+    """float32 on the device: `[2 ** bits]` in the order of their codes, or `[2 ** (bits + 1)]` of a trellis."""
     table: torch.Tensor
-    """Table of the levels, for `packing.look_up`."""
+    """Table of the levels, for `packing.look_up`; the levels themselves of a trellis."""
+    trellis: bool = False
 
     @property
     def rows(self) -> slice:
@@ -52,19 +54,31 @@ def component_bits(options: TurboQuantOptions, bits: int) -> tuple[tuple[int, bo
     return ((bits - 1, False), (1, True)) if bits > 1 else ((1, True),)
 
 
+def uses_trellis(options: TurboQuantOptions, width: int, bits: int) -> bool:
+    """True if `width` codes of `bits` bits are trellis codes; they pay if they are more than the trellis remembers."""
+    chosen = options.estimator == "mse" and options.codebook in (None, "trellis")
+    return chosen and bits in TRELLIS_BITS and width >= LEAST_WIDTH
+
+
 def build_components(
     options: TurboQuantOptions, sets: tuple[tuple[int, int], ...], device: torch.device
 ) -> tuple[Component, ...]:
     """The components of all channel sets `(width, bits)`, in the order of their rows and fields."""
-    codebook = lloyd_max_levels if options.codebook == "lloyd_max" else uniform_levels
     components: list[Component] = []
     start = 0
     for index, (width, set_bits) in enumerate(sets):
         for bits, sketch in component_bits(options, set_bits):
-            levels = torch.tensor([-1.0, 1.0]) if sketch else codebook(width, bits).float()
-            if bits == 4 and options.codebook == "lloyd_max":  # kernels look these up by magnitude
-                levels = outward(levels)
-            tables = (x.to(device) for x in (levels, packing.level_table(levels, bits)))
-            components.append(Component(bits, width, start, index, sketch, *tables))
+            trellis = uses_trellis(options, width, bits)
+            if sketch:
+                levels = torch.tensor([-1.0, 1.0])
+            elif options.codebook == "uniform":
+                levels = uniform_levels(width, bits).float()
+            else:
+                levels = (trellis_levels if trellis else lloyd_max_levels)(width, bits).float()
+                if bits == 4:  # kernels look these up by magnitude
+                    levels = outward(levels)
+            levels = levels.to(device)
+            table = levels if trellis else packing.level_table(levels, bits)
+            components.append(Component(bits, width, start, index, sketch, levels, table, trellis))
             start += width
     return tuple(components)

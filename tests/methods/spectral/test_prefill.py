@@ -252,7 +252,7 @@ def test_without_fused_attention(model: Any, caplog: pytest.LogCaptureFixture) -
     losses += [loss(keys), loss(keys)]
     enable_fused_attention(model)
     assert caplog.text.count("call enable_fused_attention(model)") == 1
-    assert max(losses) < loss({"method": "turboquant", "bits": 2})
+    assert max(losses) < loss({"method": "turboquant", "bits": 2, "codebook": "lloyd_max", "scalar": "norm"})
 
 
 def test_handles_without_attention(model: Any) -> None:

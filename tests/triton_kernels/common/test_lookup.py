@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import ptx
 
-from kvcache_compress.codecs import packing
+from kvcache_compress.codecs import packing, trellis
 from kvcache_compress.codecs.layout import PLANES, words_per_token
 from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward
 from kvcache_compress.triton_kernels.common import lookup
@@ -68,6 +68,33 @@ def test_text_gives_the_levels_of_the_codes(width: int, bits: int, even: bool, k
     assert len(inputs) == constraints.value.count(",r")
     outputs = ptx.run(text.value, inputs, 8)
     expected = levels[codes].view(torch.int16).view(TOKENS, 8, words_per_token(width))
+    for field, output in enumerate(outputs):
+        assert np.array_equal(output, ptx.held(expected[:, field], keys)[0])
+
+
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+def test_text_gives_the_levels_of_trellis_codes(width: int, bits: int, keys: bool) -> None:
+    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(bits), device="cpu")
+    planes = tuple(plane.cpu() for plane in packing.pack(codes, bits))
+    levels = trellis.trellis_levels(width, bits).half()
+    words = planes[0].int() & 0xFFFF
+    held = ptx.held(words << 16 | words.roll(1, -1), keys)  # as `load_pairs` returns them
+    if bits == 3:
+        held += ptx.held(planes[1].contiguous().view(torch.int32).repeat_interleave(4, -1), keys)
+        held += ptx.held(lookup.places(words.shape[-1]).expand(TOKENS, -1), keys)
+    held += ptx.constants(lookup.byte_table(levels, bits + 1).tolist(), len(held[0]))
+    texts = {
+        2: (lookup.TRELLIS_TWO, lookup.TRELLIS_TWO_REGISTERS),
+        3: (lookup.TRELLIS_THREE, lookup.TRELLIS_THREE_REGISTERS),
+    }
+    text, constraints = texts[bits]
+    inputs = {f"${8 + i}": register for i, register in enumerate(held)}
+    assert len(inputs) == constraints.value.count(",r")
+    outputs = ptx.run(text.value, inputs, 8)
+    looked_up = packing.channel_order(trellis.look_up(planes, bits, levels))
+    expected = looked_up.view(torch.int16).view(TOKENS, 8, words_per_token(width))
     for field, output in enumerate(outputs):
         assert np.array_equal(output, ptx.held(expected[:, field], keys)[0])
 

@@ -11,7 +11,7 @@ import torch
 from support.encode_cases import SIDES, assert_equal_but_for_ties, assert_equal_fields, unit_vectors
 from support.method_cases import half_layout, random_track
 
-from kvcache_compress.codecs import packing, scalar
+from kvcache_compress.codecs import packing, scalar, trellis
 from kvcache_compress.codecs.base import Codec
 from kvcache_compress.codecs.layout import PLANES
 from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward, uniform_levels
@@ -45,6 +45,46 @@ def test_turboquant_scalars(
     norm[0, 0, 1] = 1e6
     expected = scalar.quantize(z, norm, levels, bits, kind)
     assert_equal_fields(turboquant_kernel(z, norm, levels, bits, kind), expected)
+
+
+@pytest.mark.parametrize(("width", "bits"), [(8, 2), (16, 1), (24, 3), (48, 2), (64, 1), (72, 3), (128, 2), (160, 3)])
+def test_trellis_codes(width: int, bits: int) -> None:
+    levels = trellis.trellis_levels(width, bits).float()
+    z, norm = unit_vectors(width, levels)
+    z[1, 0, 4] = 0.0
+    z[1, 0, 4, 5] = 1.0
+    expected = trellis.quantize(z, norm, levels, bits, "norm")
+    assert_equal_fields(turboquant_kernel(z, norm, levels, bits, "norm"), expected)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_trellis_codes_of_equal_paths(bits: int) -> None:
+    """Paths of equal cost are many where numbers have few values, zeros and multiples of a level."""
+    levels = trellis.trellis_levels(32, bits).float()
+    places = torch.randint(len(levels) + 1, (24, 32), generator=torch.Generator().manual_seed(bits))
+    z = torch.cat([levels.cpu(), torch.zeros(1)])[places].to(levels.device)
+    z[:8] = z[:8, :1]
+    norm = torch.ones(24, device=z.device)
+    expected = trellis.quantize(z, norm, levels, bits, "norm")
+    assert_equal_fields(turboquant_kernel(z, norm, levels, bits, "norm"), expected)
+
+
+@pytest.mark.parametrize("kind", get_args(scalar.Scalar))
+def test_trellis_scalars(kind: scalar.Scalar) -> None:
+    levels = trellis.trellis_levels(40, 2).float()
+    z, norm = unit_vectors(40, levels)
+    norm[0, 0, 1] = 1e6
+    z[1, 0, 3, 0] = 1e-30
+    expected = trellis.quantize(z, norm, levels, 2, kind)
+    assert_equal_fields(turboquant_kernel(z, norm, levels, 2, kind), expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 160])
+def test_wide_trellis_codes_take_a_second_launch(head_dim: int, make_codec: Callable[..., Codec]) -> None:
+    codec = make_codec("turboquant", {"bits": 2, "codebook": "trellis"}, "values", head_dim)
+    assert (codec.kernel_encoder is None) == (head_dim == 160)
+    x = torch.randn(1, 2, 3, head_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
+    assert_equal_but_for_ties(codec, encoded(codec.on("triton"), x), codec.encode(x))
 
 
 @pytest.mark.parametrize("bits", range(1, 7))

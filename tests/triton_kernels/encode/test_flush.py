@@ -22,6 +22,8 @@ HEADS, PROMPT = 2, 90
 Options = dict[str, Any]
 TURBOQUANT: Options = {"method": "turboquant", "bits": 4}
 FRACTIONAL: Options = {"method": "turboquant", "bits": 2.5, "scalar": "least_squares"}
+TRELLIS: Options = {"method": "turboquant", "bits": 2, "codebook": "trellis"}
+TRELLISES: Options = {"method": "turboquant", "bits": 1.5, "codebook": "trellis"}
 GROUPS: Options = {"method": "kivi", "bits": 3, "group_size": 64}
 SKETCHES: Options = {"method": "qjl", "outlier_channels": 8}
 PAIRS: Options = {"method": "polarquant_rope", "scalar": "match"}
@@ -35,6 +37,7 @@ ANCHORS: Options = {
 OPTIONS = {
     "4": (TURBOQUANT, TURBOQUANT),
     "2.5": (FRACTIONAL, FRACTIONAL),
+    "trellis": (TRELLIS, TRELLISES),
     "groups": (GROUPS, GROUPS),
     "sketch": ({"method": "qjl"}, TURBOQUANT),
     "sketches": (SKETCHES, TURBOQUANT),
@@ -73,7 +76,7 @@ def step(layer: CompressedLayer, token: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("recent", [0, 10])
 def test_equals_operators(name: str, recent: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    dim = 64 if name == "groups" else 48
+    dim = 64 if name in ("groups", "trellis") else 48
     ours, theirs = (filled(backend, *OPTIONS[name], recent, dim) for backend in ("triton", "torch"))
     before = ours.packed_tokens
     token = torch.randn(2, HEADS, 1, dim)

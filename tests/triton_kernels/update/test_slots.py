@@ -20,7 +20,8 @@ from kvcache_compress.storage.static import FULL, NOT_FINITE, StaticStorage
 
 HEADS, GROUPS, DIM, CAPACITY = 2, 3, 32, 140
 KIVI = {"method": "kivi", "bits": 2}
-TURBOQUANT = {"method": "turboquant", "bits": 3}
+TURBOQUANT = {"method": "turboquant", "bits": 3, "codebook": "lloyd_max"}
+TRELLIS = {"method": "turboquant", "bits": 2, "codebook": "trellis"}
 PAIRS = {"method": "polarquant_rope", "group_size": 32}
 SKETCH = {"method": "qjl", "scalar": "norm"}
 TREE = {"method": "polarquant_recursive"}
@@ -62,13 +63,14 @@ def masks(count: int, tokens: int) -> list[torch.Tensor | None]:
         (TURBOQUANT, 0, 0),
         (TURBOQUANT, 53, 2),
         (KIVI, 4, 8),
+        (TRELLIS, 4, 8),
         (PAIRS, 4, 8),
         (SKETCH, 4, 8),
         (TREE, 4, 8),
         (APART, 4, 8),
         (ANCHORS, 4, 8),
     ],
-    ids=["none", "many", "groups", "pairs", "sketch", "tree", "apart", "anchors"],
+    ids=["none", "many", "groups", "trellis", "pairs", "sketch", "tree", "apart", "anchors"],
 )
 def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent: int) -> None:
     """Compare dense tokens, codes, counters and attention under every mask, across a flush and the end of the sinks."""
