@@ -166,12 +166,6 @@ class LayerPlan:
         config = self.side(side)
         return config.codec().rope_use(config.options(), side)
 
-    @property
-    def needs_queries(self) -> bool:
-        """True if a codec takes its statistics from the queries of the first prompt."""
-        sides = ((side, self.side(side)) for side in SIDES)
-        return any(chosen.codec().needs_queries(chosen.options(), side) for side, chosen in sides)
-
     def rope_groups(self, head_dim: int) -> tuple[int, int] | None:
         """First token and size of the groups, in tokens, of whose first tokens a codec needs cos and sin, or None.
 

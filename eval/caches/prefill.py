@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,14 +81,14 @@ class Prefill:
     @torch.inference_mode()
     def _fill(self, spec: CacheSpec) -> Cache:
         cache = spec.make(self.model)
-        if _needs_queries(cache):
-            with _fused_attention(self.model):
-                _pass(self.model, cache, self.ids, last=True)
-        elif self.states is None:
+        with _fused_attention(self.model) if _may_wait(cache) else nullcontext():
+            if self.states is not None:
+                for layer, (keys, values) in enumerate(self.states):
+                    cache.update(keys, values, layer)
+                if not _waits(cache):
+                    return cache
+                cache = spec.make(self.model)
             _pass(self.model, cache, self.ids, last=True)
-        else:
-            for layer, (keys, values) in enumerate(self.states):
-                cache.update(keys, values, layer)
         return cache
 
     def most_rows(self) -> int:
@@ -265,8 +265,13 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor, question: torch.Tensor | 
     return Prefill(model, ids, question, logits, states, _now(model.device) - started)
 
 
-def _needs_queries(cache: Cache) -> bool:
-    return any(isinstance(layer, CompressedLayer) and layer.plan.needs_queries for layer in cache.layers)
+def _may_wait(cache: Cache) -> bool:
+    return any(isinstance(layer, CompressedLayer) for layer in cache.layers)
+
+
+def _waits(cache: Cache) -> bool:
+    """True if a layer waits for the queries of its first tokens."""
+    return any(isinstance(layer, CompressedLayer) and layer.waits for layer in cache.layers)
 
 
 @contextmanager

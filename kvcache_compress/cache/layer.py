@@ -125,7 +125,7 @@ class CompressedLayer(RowOperations):
     def _take_over(self, storage: DynamicStorage) -> None:
         """Let a `StaticStorage` take over where steps have static shapes, once its codecs have their statistics."""
         if storage.windows.capacity is not None and has_static_steps(self.backend, self.device):
-            self.storage = storage if storage.lacks_queries else StaticStorage(storage)
+            self.storage = storage if storage.lacks_queries() else StaticStorage(storage)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy and register it as a layer of its own, which compiled code tells apart by number."""
@@ -151,6 +151,11 @@ class CompressedLayer(RowOperations):
             return bool(config._attn_implementation == ATTENTION_NAME)
         # Bypasses the config's own attribute lookup, which takes 3 us: every layer asks at every step.
         return bool(object.__getattribute__(config, "_attn_implementation_internal") == ATTENTION_NAME)
+
+    @property
+    def waits(self) -> bool:
+        """True if tokens wait to be packed until attention shows their queries."""
+        return self.storage is not None and self.storage.waiting
 
     @property
     def packed_tokens(self) -> int:
@@ -277,7 +282,11 @@ class CompressedLayer(RowOperations):
         assert storage is not None
         if isinstance(storage, StaticStorage) and not storage.is_step(keys.shape[2]):
             self._renumber()
-        return storage.append(keys, values, self.cumulative_length if counting else None)
+        segments = storage.append(keys, values, self.cumulative_length if counting else None)
+        if self.max_cache_len is not None and isinstance(storage, DynamicStorage) and not storage.waiting:
+            with self._writable_buffers():
+                self._take_over(storage)
+        return segments
 
     def _accept(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Check new keys and values, make a storage if there is none, and return them in its dtypes, detached.

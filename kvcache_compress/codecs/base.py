@@ -150,9 +150,11 @@ class Codec(ABC):
         """True if layers without RoPE are refused; False if the codec does without what `rope_use` says there."""
         return cls.rope_use(options, side) != "none"
 
-    @classmethod
-    def needs_queries(cls, options: Any, side: Side) -> bool:
-        """True if statistics follow from queries too: packing then waits for those of the first tokens (`observe`)."""
+    def needs_queries(self, keys: torch.Tensor | None) -> bool:
+        """True if statistics follow from queries too: packing then waits for those of the first tokens (`observe`).
+
+        `keys` are the first tokens of this side, `[B, H, T, head_dim]`, or None if they are not known yet.
+        """
         return False
 
     @classmethod
@@ -165,11 +167,18 @@ class Codec(ABC):
         self.set_statistics(self.measure(x))
 
     def observe(self, prompt: Prompt) -> None:
-        """Set the data-dependent parts, once, from keys and queries; by default from keys alone."""
-        self.prepare(prompt.keys)
+        """Set the data-dependent parts, once, from keys and queries."""
+        self.set_statistics(self.measure(prompt.keys, None if prompt.queries is None else prompt.queries.query))
 
-    def measure(self, x: torch.Tensor) -> Statistics:
-        """Measure the statistics of tokens `x` `[B, H, T, head_dim]`, without changing the codec."""
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
+        """Measure the statistics of tokens `x` `[B, H, T, head_dim]`, without changing the codec.
+
+        `queries` `[B, Hq, n, head_dim]` are some that attend to them, if known.
+        """
+        return {}
+
+    def optional_statistics(self) -> Statistics:
+        """Examples, in dtype and shape, of statistics that `measure` finds for some tokens only."""
         return {}
 
     def set_statistics(self, statistics: Statistics) -> None:

@@ -10,12 +10,12 @@ from pydantic import BeforeValidator
 from .base import CodecContext, Side
 
 
-def _from_yaml(center: Any) -> Any:
+def switch_from_yaml(center: Any) -> Any:
     """Restore `on` and `off`, which YAML 1.1 reads as booleans if unquoted."""
     return {True: "on", False: "off"}.get(center, center) if isinstance(center, bool) else center
 
 
-Center: TypeAlias = Annotated[Literal["auto", "on", "off"], BeforeValidator(_from_yaml)]
+Center: TypeAlias = Annotated[Literal["auto", "on", "off"], BeforeValidator(switch_from_yaml)]
 """Option to subtract the mean key of the first prefill: always, never, or only in heads where it is large (`auto`)."""
 CENTER_SHARE = 0.1
 """`center: auto` subtracts the mean if it holds more than this share of the mean squared norm of the keys."""

@@ -11,7 +11,8 @@ import torch
 
 from . import packing
 from .base import Codec, CodecContext, Fields, Rope, Statistics
-from .centering import Center, chosen_center, mean_key
+from .centering import Center, centred, chosen_center, mean_key
+from .equalization import channel_factors, chosen_equalize, has_outliers
 
 T = TypeVar("T")
 
@@ -33,7 +34,8 @@ class LinearCodec(Codec):
     """Base of codecs that implement `parts`, from which decoding and attention in code space follow.
 
     Keys are centred according to the option `center`, if a method has it: with a mean μ, the last column of a mapped
-    query holds q·μ, which is added to all its scores. Values are not centred.
+    query holds q·μ, which is added to all its scores. Then they are equalized according to the option `equalize`: where
+    keys have outlier channels, these are divided by factors, and their columns of the basis multiplied.
     """
 
     in_memory_order: ClassVar[bool] = False
@@ -42,27 +44,64 @@ class LinearCodec(Codec):
     def __init__(self, options: Any, context: CodecContext) -> None:
         super().__init__(options, context)
         self.center: Center = chosen_center(getattr(options, "center", "off"), context)
+        self.equalized = chosen_equalize(getattr(options, "equalize", "off"), context)
         self.basis: torch.Tensor | None = None
-        """Rows of code space, float32 `[H or 1, W, head_dim]`; None before `prepare` if they depend on data."""
+        """Rows of code space, for equalized tokens, float32 `[H or 1, W, head_dim]`; None until `prepare` sets them."""
         self.mean: torch.Tensor | None = None
         """float32 `[H, head_dim]`, subtracted from tokens before they are encoded, or None."""
+        self.factors: torch.Tensor | None = None
+        """float32 `[H, head_dim]`, by which tokens are divided after that, or None."""
 
     @abstractmethod
     def parts(self, fields: Fields) -> Iterator[Part]:
         """Stored tokens in code space, part by part in the order of rows; a token is the sum of its parts."""
 
     def ready_basis(self) -> torch.Tensor:
-        """Basis of code space; raises `RuntimeError` if it depends on data and `prepare` has not been called."""
+        """Basis of code space as queries meet it; raises `RuntimeError` if it must be set by `prepare` first."""
+        basis = self.own_basis()
+        return basis if self.factors is None else basis * self.factors[:, None]
+
+    def own_basis(self) -> torch.Tensor:
+        """Basis of code space as equalized tokens meet it; raises as `ready_basis` does."""
         return prepared(self.basis, f"the basis of {self.name}")
 
-    def measure(self, x: torch.Tensor) -> Statistics:
-        """Measure the `mean` `[H, head_dim]` of keys, if they are centred."""
-        mean = mean_key(x, self.center)
-        return {} if mean is None else {"mean": mean}
+    def encoding_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows `[H or 1, W, head_dim]` whose products with centred tokens are those of `rows` with equalized ones."""
+        return rows if self.factors is None else (rows / self.factors[:, None]).contiguous()
+
+    def needs_queries(self, keys: torch.Tensor | None) -> bool:
+        """True where keys have outlier channels: their factors follow from the queries as well."""
+        if not self.equalized or keys is None:
+            return self.equalized
+        return has_outliers(keys, self._whole_mean(keys))
+
+    def _whole_mean(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Mean `[H, head_dim]` of tokens in all heads, large or not; None if they are not to be centred."""
+        return None if self.center == "off" else mean_key(x, "on")
+
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
+        """Measure the keys' `mean` `[H, head_dim]`, if centred, and `factors` `[H, head_dim]` of outlier channels."""
+        factors = channel_factors(x, self._whole_mean(x), queries) if self.equalized else None
+        if factors is None:
+            mean = mean_key(x, self.center)
+        else:  # whether a mean is large is a question of equalized keys
+            mean = mean_key(x.float() / factors[:, None], self.center)
+            mean = None if mean is None else mean * factors
+        found = {"mean": mean, "factors": factors}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def optional_statistics(self) -> Statistics:
+        context = self.context
+        return {"factors": torch.ones(context.heads, context.head_dim)} if self.equalized else {}
 
     def set_statistics(self, statistics: Statistics) -> None:
         super().set_statistics(statistics)
-        self.mean = statistics.get("mean")
+        self.mean, self.factors = statistics.get("mean"), statistics.get("factors")
+
+    def equalize(self, x: torch.Tensor, statistics: Statistics) -> torch.Tensor:
+        """Return tokens `[B, H, T, head_dim]` less the mean and divided by the factors; float32."""
+        x, factors = centred(x, statistics.get("mean")), statistics.get("factors")
+        return x if factors is None else x / factors[:, None]
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         columns, decoded = self.ready_basis().mT, []

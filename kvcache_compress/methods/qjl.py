@@ -17,7 +17,8 @@ from pydantic import field_validator
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
-from kvcache_compress.codecs.centering import Center, centred
+from kvcache_compress.codecs.centering import Center
+from kvcache_compress.codecs.equalization import Equalize
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, code_fields
 from kvcache_compress.codecs.linear import LinearCodec, Part
 from kvcache_compress.codecs.scalar import quantize_on
@@ -43,6 +44,8 @@ class QJLOptions(MethodOptions):
     outlier_sketch_dim: rows of that sketch, a multiple of 8; by default the head dimension.
     scalar: number stored per token: `norm`, the paper's, or `match`, which keeps the key's length.
     center: subtract the mean key of the first prefill; `auto`: where it is large, and sink tokens stay dense.
+    equalize: divide outlier channels by a factor before the sketch (`auto`, if sink tokens stay dense and no
+        channels have their own sketch).
     """
 
     sketch_ratio: float = 2
@@ -53,6 +56,7 @@ class QJLOptions(MethodOptions):
     outlier_sketch_dim: int | None = None
     scalar: Literal["norm", "match"] = "match"
     center: Center = "auto"
+    equalize: Equalize = "auto"
 
     @field_validator("sketch_ratio")
     @classmethod
@@ -77,7 +81,9 @@ class QJLOptions(MethodOptions):
 
     def idle(self) -> dict[str, str]:
         idle = {} if self.sketch_dim is None else {"sketch_ratio": "no sketch_dim"}
-        return idle if self.outlier_channels else idle | {"outlier_sketch_dim": "outlier_channels"}
+        return idle | (
+            {"equalize": "no outlier_channels"} if self.outlier_channels else {"outlier_sketch_dim": "outlier_channels"}
+        )
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,7 @@ class QJLCodec(LinearCodec):
 
     def __init__(self, options: QJLOptions, context: CodecContext) -> None:
         super().__init__(options, context)
+        self.equalized &= not options.outlier_channels
         self.instances = instances(options, context.head_dim)
         seed_of = partial(context.seed_of, shared=options.shared_sketch)
         self._sketches = tuple(
@@ -141,11 +148,11 @@ class QJLCodec(LinearCodec):
             fields += (*code_fields(1, part.rows, prefix), Field(f"{prefix}scale", torch.float16))
         return fields
 
-    def measure(self, x: torch.Tensor) -> Statistics:
-        """Measure the keys' `mean` `[H, D]`, if centred, and `energy` `[H, D]` of channels, if some are outliers."""
-        statistics = super().measure(x)
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
+        """Measure `mean` and `factors`, and `energy` `[H, D]` of channels, if some have a sketch of their own."""
+        statistics = super().measure(x, queries)
         if self.options.outlier_channels:
-            statistics["energy"] = centred(x, statistics.get("mean")).square().sum(dim=(0, 2))
+            statistics["energy"] = self.equalize(x, statistics).square().sum(dim=(0, 2))
         return statistics
 
     def set_statistics(self, statistics: Statistics) -> None:
@@ -168,16 +175,16 @@ class QJLCodec(LinearCodec):
         self._sketches = ()
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        x = centred(x, self.mean)
+        x, basis = self.equalize(x, self.statistics), self.own_basis()
         fields: Fields = ()
         for index, part in enumerate(self.instances):
-            sketched = x @ self.ready_basis()[:, part.span].mT
+            sketched = x @ basis[:, part.span].mT
             norm = (x if self.members is None else x * self.members[index][:, None]).norm(dim=-1)
             if self.options.scalar == "norm":
                 stored = norm * sketch_constant(self.options.sketch, part.channels, part.rows)
             else:
                 signs = (sketched > 0).float() * 2 - 1
-                point = signs @ self.ready_basis()[:, part.span]
+                point = signs @ basis[:, part.span]
                 stored = norm / point.norm(dim=-1).clamp_min(1e-30)
             fields += quantize_on(self.backend, sketched, stored, self._levels, 1, "norm")
         return fields

@@ -118,7 +118,7 @@ def _restore_sides(
     layer: CompressedLayer, own_sides: Mapping[Side, SideState], state: LayerState, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     sides = list(own_sides.items())
-    expected = {f"{side}.{name}": shape for side, own in sides for name, shape in _shapes(own, state)}
+    expected = {f"{side}.{name}": shape for side, own in sides for name, shape in _shapes(own, state, tensors, side)}
     expect(expected, tensors)
     for side, own in sides:
         held = {name.removeprefix(f"{side}."): x for name, x in tensors.items() if name.startswith(f"{side}.")}
@@ -169,7 +169,9 @@ def _check_capacity(layer: CompressedLayer, state: LayerState) -> None:
         raise ValueError(f"damaged: {state.tokens} tokens, {state.tail} of them dense, for {capacity}")
 
 
-def _shapes(own: SideState, state: LayerState) -> Iterator[tuple[str, Shape]]:
+def _shapes(
+    own: SideState, state: LayerState, tensors: Mapping[str, torch.Tensor], side: Side
+) -> Iterator[tuple[str, Shape]]:
     """Name, dtype and shape of every tensor of a side in this state."""
     batch, heads, _, dim = own.sinks.shape
     for name, count in (("sinks", state.sinks), ("tail", state.tail)):
@@ -178,6 +180,8 @@ def _shapes(own: SideState, state: LayerState) -> Iterator[tuple[str, Shape]]:
         yield f"packed.{field.name}", (field.dtype, (batch, heads, state.packed // field.tokens, *field.shape))
     if state.prepared:
         sample = own.codec.measure(own.sinks.new_zeros(1, heads, 1, dim))
+        optional = own.codec.optional_statistics().items()
+        sample |= {name: x for name, x in optional if f"{side}.statistics.{name}" in tensors}
         yield from ((f"statistics.{name}", (x.dtype, tuple(x.shape))) for name, x in sample.items())
     if state.packed:
         yield "check", (torch.float32, (min(batch, 1), heads, min(state.packed, CHECKED_TOKENS), dim))

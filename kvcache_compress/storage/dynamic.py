@@ -133,10 +133,12 @@ class DynamicStorage:
             counter.fill_(self.tokens)
         return found
 
-    @property
-    def lacks_queries(self) -> bool:
-        """True if a codec takes its statistics from queries and has none: until it has, nothing is packed."""
-        return any(state.lacks_queries for state in self.sides.values())
+    def lacks_queries(self, first: Mapping[Side, torch.Tensor] | None = None) -> bool:
+        """True if a codec takes its statistics from queries and has none: until it has, nothing is packed.
+
+        `first` are the tokens after the sinks, if they are not in the tails yet.
+        """
+        return any(state.lacks_queries(None if first is None else first[side]) for side, state in self.sides.items())
 
     def take_queries(self, queries: PromptQueries | None) -> None:
         """Prepare codecs that are `waiting` for queries, those of the last tokens or none, and pack what is due.
@@ -148,7 +150,7 @@ class DynamicStorage:
         leaving = self.windows.leaving(tails["keys"].shape[2])
         self._check_packable(tails, leaving)
         for state in self.sides.values():
-            if state.lacks_queries:
+            if state.lacks_queries():
                 state.take_queries(queries, self.windows.recent)
         self.waiting = False
         self._flush_tails(tails, leaving, growing=self.flushes_steps)
@@ -183,7 +185,7 @@ class DynamicStorage:
 
     def _prepare(self) -> None:
         """Take statistics from the first tokens before any is packed, from the sinks too if there are few others."""
-        if self.lacks_queries:
+        if self.lacks_queries():
             return
         for state in self.sides.values():
             if not state.prepared and self.tokens:
@@ -201,7 +203,7 @@ class DynamicStorage:
         leaving = self.windows.leaving(tails["keys"].shape[2])
         if leaving:
             self._check_packable(tails, leaving)
-            self.waiting = self.lacks_queries
+            self.waiting = self.lacks_queries(tails)
         if leaving and not self.waiting:
             self._add(keys[:, :, :sinks], values[:, :, :sinks], sinks)
             self._flush_tails(tails, leaving, growing=self.flushes_steps)
@@ -243,7 +245,7 @@ class DynamicStorage:
         if not leaving:
             return
         states = self.sides.values()
-        if self.lacks_queries:
+        if self.lacks_queries():
             self._check_packable({side: state.tail.view() for side, state in self.sides.items()}, leaving)
             self.waiting = True
         elif all(state.prepared and triton_encoder(state.codec) for state in states):

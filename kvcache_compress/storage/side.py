@@ -95,11 +95,13 @@ class SideState:
                 self.codec.prepare(x[:1] if self.codec.per_prompt else x)
             self.prepared = True
 
-    @property
-    def lacks_queries(self) -> bool:
-        """True if the codec takes its statistics from queries and has none."""
-        codec = self.codec
-        return not self.prepared and codec.needs_queries(codec.options, codec.context.side)
+    def lacks_queries(self, first: torch.Tensor | None = None) -> bool:
+        """True if the codec has no statistics and takes those of the `first` tokens (those held) from queries too."""
+        if self.prepared:
+            return False
+        if first is None:
+            first = self.tail.view() if self.tail.tokens else self.sinks
+        return self.codec.needs_queries(first if first.shape[2] else None)
 
     def take_queries(self, queries: PromptQueries | None, recent: int) -> None:
         """Take the statistics of a codec that `needs_queries` from all tokens, none of which is packed.

@@ -199,7 +199,7 @@ class StaticStorage:
 
     def __init__(self, dynamic: DynamicStorage) -> None:
         assert dynamic.windows.capacity is not None
-        assert not dynamic.lacks_queries
+        assert not dynamic.lacks_queries()
         self.windows = dynamic.windows
         self.buffers = self._new_buffers(dynamic)
         self._load(dynamic)

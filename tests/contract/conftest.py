@@ -136,7 +136,7 @@ class OracleLayer(DynamicLayer):
         """Take the statistics of codecs that need queries from all tokens, and pack what is due."""
         first = min(self.plan.sink_tokens, self.get_seq_length())
         for codec, x in zip(self.codecs, (self.keys, self.values), strict=True):
-            if codec.needs_queries(codec.options, codec.context.side):
+            if codec.needs_queries(x[:, :, first:]):
                 rope = self.rope.keys[:, 0, first :: codec.group], self.rope.values[:, 0, first :: codec.group]
                 places = self.rotary.places(codec.group)
                 keys = x[:, :, :first], x[:, :, first:]
@@ -153,7 +153,8 @@ class OracleLayer(DynamicLayer):
         leaving = max(0, length - start - self.plan.recent_tokens) // block * block
         if not leaving:
             return
-        if not self.prepared and any(codec.needs_queries(codec.options, codec.context.side) for codec in self.codecs):
+        first = ((codec, x[:, :, start:]) for codec, x in zip(self.codecs, (self.keys, self.values), strict=False))
+        if not self.prepared and any(codec.needs_queries(x) for codec, x in first):
             self.rotary.waiting[self.index] = self
             return
         both = []

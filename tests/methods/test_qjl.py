@@ -135,7 +135,8 @@ def test_outlier_channels(make_codec: Make) -> None:
     for head in range(2):
         keys[:, head, :, loud[head]] *= 30
     with_, without = (
-        make_codec("qjl", 64, heads=2, outlier_channels=count, outlier_sketch_dim=8, **PAPER) for count in (4, 0)
+        make_codec("qjl", 64, heads=2, **options, **PAPER)
+        for options in ({"outlier_channels": 4, "outlier_sketch_dim": 8}, {"equalize": "off"})
     )
     queries = torch.randn(2, 2, 10, 64, generator=torch.Generator().manual_seed(2))
     for head in range(2):

@@ -67,12 +67,15 @@ def test_compress(model: Any, prompt: torch.Tensor) -> None:
 
 
 def test_fused_attention(model: Any, prompt: torch.Tensor) -> None:
-    """Fused attention gives the same logits through the wrapper, also with a cache of another config object."""
-    outputs = []
+    """Fused attention gives the same logits through the wrapper, also with a cache of another config object.
+
+    IA3's random factors make outlier channels, which only fused attention equalizes by the queries.
+    """
+    outputs, config = [], {**CONFIG, "keys": {**CONFIG["keys"], "equalize": "off"}}
     for switch in (disable_fused_attention, enable_fused_attention):
         switch(model)
-        for config in (model.config, small_model().config):
-            cache = CompressedCache(config, CONFIG)
+        for model_config in (model.config, small_model().config):
+            cache = CompressedCache(model_config, config)
             options = {"output_logits": True, "return_dict_in_generate": True}
             with record_paths() as taken:
                 output = model.generate(input_ids=prompt, past_key_values=cache, **GREEDY, **options)

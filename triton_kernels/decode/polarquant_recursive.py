@@ -214,12 +214,13 @@ def level_columns(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
 
 def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
     """Kernel operands of a prepared recursive PolarQuant codec."""
-    dim, tree, device = codec.context.head_dim, codec.tree, codec.basis.device
+    dim, tree, own = codec.context.head_dim, codec.tree, codec.ready_basis()
+    device = own.device
     odd, pad = padding(dim)
     width = dim // odd * pad
     channel = torch.arange(dim, device=device)
-    basis = torch.zeros(1, width, dim, device=device)
-    basis[0, channel // odd * pad + channel % odd] = codec.basis
+    basis = torch.zeros(len(own), width, dim, device=device)
+    basis[:, channel // odd * pad + channel % odd] = own
     tables = (torch.cat([book.points for book in codec.books]),)
     if codec.radius_table is not None:
         tables += (codec.radius_table,)

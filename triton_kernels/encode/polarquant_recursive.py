@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 class EncodedTree(NamedTuple):
     """Odd part of the head dimension, the same padded, roots, boundaries of the circle below π, the stored scalar.
 
-    coded: True if radii have 8 bits; centred: True if keys are centred. By level: as in `Tree`, and the index of its
-    first boundary. By plane in which coarse levels share words: the members that `shared_columns` lists.
+    coded: True if radii have 8 bits; centred: True if keys are centred; stride: head stride of the rows. By
+    level: as in `Tree`, and the index of its first boundary. By plane in which coarse levels share words: the members
+    that `shared_columns` lists.
     """
 
     odd: int
@@ -37,6 +38,7 @@ class EncodedTree(NamedTuple):
     scalar: int
     coded: bool
     centred: bool
+    stride: int
     bits: tuple[int, ...]
     field: tuple[int, ...]
     row: tuple[int, ...]
@@ -168,7 +170,7 @@ def encode_tree(
 ):  # fmt: skip
     """Encode all levels, from the first on (Algorithm 1).
 
-    `tables` are the basis `[D, D]`, boundaries and points of all levels, least logarithm and step of 8-bit radii
+    `tables` are rows `[H or 1, D, D]`, boundaries and points of all levels, least logarithm and step of 8-bit radii
     `[H, 2]`, and the mean `[H, D]`. With products not fused with sums but rounded as in torch, all codes follow from
     the rotated numbers to the bit.
     """
@@ -177,9 +179,9 @@ def encode_tree(
     PAD: tl.constexpr = META.padded
     o_c = tl.arange(0, D // 2 // ODD * PAD)
     o_y, m_y = o_c // PAD * ODD + o_c % PAD, o_c % PAD < ODD
-    p_mean = tables[4] + i_h * D
-    b_low = rotated(p_x, o_x, m_t, tables[0], o_y, m_y, p_mean, D, META.centred, PRECISION)
-    b_high = rotated(p_x, o_x, m_t, tables[0], D // 2 + o_y, m_y, p_mean, D, META.centred, PRECISION)
+    p_rows, p_mean = tables[0] + i_h * META.stride, tables[4] + i_h * D
+    b_low = rotated(p_x, o_x, m_t, p_rows, o_y, m_y, p_mean, D, META.centred, PRECISION)
+    b_high = rotated(p_x, o_x, m_t, p_rows, D // 2 + o_y, m_y, p_mean, D, META.centred, PRECISION)
     b_codes = circle_codes(b_low, b_high, tables[1], META.bits[0], META.lower)
     store_whole(b_codes, fields, o_row, m_t, META, 0)
     b_levels = (b_codes,)
@@ -219,12 +221,14 @@ def polarquant_recursive_encoder(codec: PolarQuantRecursiveCodec) -> KernelEncod
     """Encoder of a prepared recursive PolarQuant codec."""
     books, tree, radii = codec.books, codec.tree, codec.radius_table is not None
     bound = tuple(sum(len(book.bounds) for book in books[:level]) for level in range(len(books)))
+    rows = codec.encoding_rows(codec.own_basis())
+    stride = rows.stride(0) if len(rows) > 1 else 0
     meta = EncodedTree(
         *padding(codec.context.head_dim), tree.roots, books[0].lower, SCALARS.index(codec.scalar), radii,
-        codec.mean is not None, *level_columns(tree), bound, *shared_columns(tree),
+        codec.mean is not None, stride, *level_columns(tree), bound, *shared_columns(tree),
     )  # fmt: skip
     bounds, table = (torch.cat([getattr(book, name) for book in books]) for name in ("bounds", "points"))
     names = "least_log_radius", "log_radius_step"
     spread = torch.stack([codec.statistics[name] for name in names], -1) if radii else bounds
-    tables = (codec.basis, bounds, table, spread, bounds if codec.mean is None else codec.mean)
+    tables = (rows, bounds, table, spread, bounds if codec.mean is None else codec.mean)
     return KernelEncoder(encode_tree, meta, tables, fused=False)

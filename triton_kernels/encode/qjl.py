@@ -27,7 +27,7 @@ MAX_NUMBERS = 8192
 
 
 class Sketches(NamedTuple):
-    """Padded head dimension, head stride of rows, whether keys are centred, whether their norms are matched.
+    """Padded head dimension, head stride of rows, whether keys are centred, weighted, and their norms matched.
 
     By sketch: words, words at a time, first row, constant of the scale.
     """
@@ -35,6 +35,7 @@ class Sketches(NamedTuple):
     padded: int
     stride: int
     centred: bool
+    weighted: bool
     match: bool
     words: tuple[int, ...]
     count: tuple[int, ...]
@@ -47,7 +48,7 @@ def encode_sketch(
     p_x, o_x, m_t, p_rows, p_mean, p_words, o_row, D: tl.constexpr, META: tl.constexpr, AT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store the signs `g` of tokens in sketch `AT`; for `match`, return the squared lengths `‖Sᵀ g‖²`, `[T]`."""
+    """Store the signs `g` of tokens in sketch `AT`; for `match`, return the products `Sᵀ g`, `[T, padded]`."""
     WORDS: tl.constexpr = META.words[AT]
     COUNT: tl.constexpr = META.count[AT]
     D_PAD: tl.constexpr = META.padded
@@ -65,7 +66,7 @@ def encode_sketch(
             m_rows = m_r[:, None] & (o_d < D)[None, :]
             b_rows = tl.load(p_rows + o_r[:, None] * D + o_d[None, :], mask=m_rows, other=0.0)
             b_point = tl.dot((2 * b_codes - 1).to(tl.float32), b_rows, b_point, input_precision=PRECISION)
-    return tl.sum(b_point * b_point, 1)
+    return b_point
 
 
 @triton.jit
@@ -75,8 +76,8 @@ def encode_signs(
 ):  # fmt: skip
     """Encode one sketch after the other: signs g = sign(S k) and scale c (Definition 3.1).
 
-    `tables` are all rows `[H or 1, rows, D]`, the mean `[H, D]`, and, if there are several sketches, the channels in
-    each of them, `[H, D]`, 0 or 1.
+    `tables` are all rows `[H or 1, rows, D]`, the mean `[H, D]`, and, with `META.weighted`, what each sketch multiplies
+    the channels by, `[H, D]`, which is 0 for those of other sketches; rows include these weights.
     """
     D_PAD: tl.constexpr = META.padded
     SKETCHES: tl.constexpr = len(META.words)
@@ -89,11 +90,13 @@ def encode_signs(
         b_x = b_x.to(tl.float32)
         if META.centred:
             b_x -= tl.load(p_mean + o_d, mask=o_d < D, other=0.0)[None, :]
-        if SKETCHES > 1:
-            b_x *= tl.load(tables[2 + i] + i_h * D + o_d, mask=o_d < D, other=0.0)[None, :]
+        if META.weighted:
+            b_weights = tl.load(tables[2 + i] + i_h * D + o_d, mask=o_d < D, other=0.0)
+            b_x *= b_weights[None, :]
+            b_point *= tl.where(b_weights > 0, 1 / b_weights, 0.0)[None, :]
         b_scale = tl.sqrt_rn(tl.sum(b_x * b_x, 1))
         if META.match:
-            b_scale = tl.div_rn(b_scale, tl.maximum(tl.sqrt_rn(b_point), 1e-30))
+            b_scale = tl.div_rn(b_scale, tl.maximum(tl.sqrt_rn(tl.sum(b_point * b_point, 1)), 1e-30))
         else:
             b_scale *= META.constant[i]
         tl.store(fields[2 * i + 1] + o_row, tl.minimum(b_scale, 65504.0).to(tl.float16), mask=m_t)
@@ -101,7 +104,7 @@ def encode_signs(
 
 def qjl_encoder(codec: QJLCodec) -> KernelEncoder | None:
     """Encoder of a prepared QJL codec, or None if a token would spill registers."""
-    basis, dim = codec.ready_basis(), codec.context.head_dim
+    basis, dim = codec.encoding_rows(codec.own_basis()), codec.context.head_dim
     if dim > MAX_DIM:
         return None
     padded = max(16, next_power_of_2(dim))
@@ -113,6 +116,7 @@ def qjl_encoder(codec: QJLCodec) -> KernelEncoder | None:
         for part in codec.instances
     ]  # fmt: skip
     stride, match = basis.stride(0) if len(basis) > 1 else 0, codec.options.scalar == "match"
-    meta = Sketches(padded, stride, codec.mean is not None, match, *zip(*sketches, strict=True))
-    tables = (basis, basis if codec.mean is None else codec.mean, *(() if codec.members is None else codec.members))
+    weights = codec.members if codec.factors is None else 1 / codec.factors[None]
+    meta = Sketches(padded, stride, codec.mean is not None, weights is not None, match, *zip(*sketches, strict=True))
+    tables = (basis, basis if codec.mean is None else codec.mean, *(() if weights is None else weights))
     return KernelEncoder(encode_signs, meta, tables)

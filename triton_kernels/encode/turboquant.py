@@ -178,6 +178,7 @@ def turboquant_encoder(codec: TurboQuantCodec) -> KernelEncoder | None:
     sets, tables, at = [], [], 0
     for component, rows in zip(codec.components, codec.set_rows, strict=True):
         width, bits = component.width, component.bits
+        rows = codec.encoding_rows(rows)
         stride = rows.stride(0) if len(rows) > 1 else 0
         planes = len(PLANES[bits])
         sets.append((bits, words_per_token(width), padded_words(width), planes, at, stride, component.trellis))

@@ -17,7 +17,8 @@ from pydantic import field_validator
 
 from kvcache_compress.codecs.backend import quantizer
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
-from kvcache_compress.codecs.centering import Center, centred, check_center
+from kvcache_compress.codecs.centering import Center, check_center
+from kvcache_compress.codecs.equalization import Equalize, check_equalize
 from kvcache_compress.codecs.layout import Field, check_head_dim
 from kvcache_compress.codecs.linear import LinearCodec, Part, prepared
 from kvcache_compress.codecs.rotation import RotationKind, random_rotation
@@ -50,6 +51,7 @@ class PolarQuantRecursiveOptions(MethodOptions):
         `online`, all rows of a batch must share one prompt (beams, several returned sequences).
     scalar: scale of the radii; `match` (default for keys) keeps the norm, `unbiased` (for values) inner products.
     center: subtract the mean key of the first prefill; `auto`: where it is large, and sink tokens stay dense.
+    equalize: divide outlier channels of keys by a factor before the rotation (`auto`, if sink tokens stay dense).
     """
 
     levels: int | None = None
@@ -61,6 +63,7 @@ class PolarQuantRecursiveOptions(MethodOptions):
     codebook: Literal["offline", "online"] = "offline"
     scalar: Scalar | None = None
     center: Center | None = None
+    equalize: Equalize | None = None
 
     @field_validator("bits", mode="before")
     @classmethod
@@ -131,6 +134,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
     def layout(cls, options: PolarQuantRecursiveOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         bits = options.level_bits(head_dim)
         check_center(cls.name, options.center, side)
+        check_equalize(cls.name, options.equalize, side)
         radius = torch.float16 if options.radius_bits == 16 else torch.uint8
         return polar_tree.polar_tree(head_dim, bits).fields(radius)
 
@@ -143,10 +147,10 @@ class PolarQuantRecursiveCodec(LinearCodec):
             basis = random_rotation(self.options.rotation, dim, seed)
         return basis[None, polar_tree.adjacent_order(dim, len(self.tree.levels))]
 
-    def measure(self, x: torch.Tensor) -> Statistics:
-        """Measure the keys' `mean` `[H, D]`, `angles1`, ... of online codebooks, and the range of 8-bit radii."""
-        statistics = super().measure(x)
-        y = self._to_code_space(x, statistics.get("mean"))
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
+        """Measure `mean` and `factors` of keys, `angles1`, ... of online codebooks, and the range of 8-bit radii."""
+        statistics = super().measure(x, queries)
+        y = self._to_code_space(x, statistics)
         if self.options.codebook == "online":
             angles = polar_tree.angles(y, len(self.tree.levels))
             for index, (level, values) in enumerate(zip(self.tree.levels, angles, strict=True)):
@@ -169,11 +173,11 @@ class PolarQuantRecursiveCodec(LinearCodec):
             table = torch.exp2(least[:, None] + step[:, None] * (codes - 1)).clamp(max=SCALE_MAX)
             self.radius_table = torch.where(codes > 0, table, 0.0).half().float()
 
-    def _to_code_space(self, x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
-        return centred(x, mean) @ self.ready_basis()[0].mT
+    def _to_code_space(self, x: torch.Tensor, statistics: Statistics) -> torch.Tensor:
+        return self.equalize(x, statistics) @ self.own_basis()[0].mT
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        y = self._to_code_space(x, self.mean)
+        y = self._to_code_space(x, self.statistics)
         encode = quantizer(self.backend, polar_tree.encode, None, "quantize_tree")
         planes, energy, cross = encode(y, self.tree, self._ready_books())
         if self.scalar == "unbiased":

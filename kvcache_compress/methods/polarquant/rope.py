@@ -120,9 +120,9 @@ class PolarQuantRopeCodec(LinearCodec):
     def rope_use(cls, options: PolarQuantRopeOptions, side: Side) -> RopeUse:
         return "pairs" if options.pairing == "auto" else "none"
 
-    def measure(self, x: torch.Tensor) -> Statistics:
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure the keys' `mean` `[H, D]`, if centred, and `scale` `[H, pairs]`, if scales are per channel."""
-        statistics = super().measure(x)
+        statistics = super().measure(x, queries)
         if self.options.radius_scale == "channel":
             real, imaginary = self.pairs.split(centred(x, statistics.get("mean")))
             statistics["scale"] = radii(real, imaginary).amax(dim=(0, 2)) / self.options.steps

@@ -128,7 +128,7 @@ class SpectralCodec(LinearCodec):
         self.directions = tensors["directions"]
         """float32 `[H, D, D]`, x of a channel of one standard deviation; in 11 bits, as kernels use it in float16."""
 
-    def measure(self, x: torch.Tensor) -> Statistics:
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure statistics of keys alone, as if all had stood at the first position of a model without RoPE."""
         return self._measured(Prompt(x[:, :, :0], x, 0), None, quiet=True)[0] if _file(self.options) is None else {}
 
@@ -173,9 +173,8 @@ class SpectralCodec(LinearCodec):
         file = _file(options)
         return file is not None and bool(file.facts.rope)
 
-    @classmethod
-    def needs_queries(cls, options: SpectralOptions, side: Side) -> bool:
-        return _file(options) is None
+    def needs_queries(self, keys: torch.Tensor | None) -> bool:
+        return _file(self.options) is None
 
     @classmethod
     def check_model(cls, options: SpectralOptions, side: Side, config: PreTrainedConfig, layer: int) -> None:

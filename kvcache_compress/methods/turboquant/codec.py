@@ -18,7 +18,8 @@ from pydantic import field_validator, model_validator
 
 from kvcache_compress.codecs import packing, trellis
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
-from kvcache_compress.codecs.centering import Center, centred, check_center
+from kvcache_compress.codecs.centering import Center, check_center
+from kvcache_compress.codecs.equalization import Equalize, check_equalize
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
 from kvcache_compress.codecs.linear import LinearCodec, Part
 from kvcache_compress.codecs.rotation import RotationKind, random_rotation
@@ -42,6 +43,7 @@ class TurboQuantOptions(MethodOptions):
         encode and decode; codes of more bits are Lloyd-Max's with it. `lloyd_max` is the paper's.
     scalar: number stored per token (`norm` is the paper's); by default `match` for keys, `unbiased` for values.
     center: subtract the mean key of the first prefill; `auto`: where it is large, and sink tokens stay dense.
+    equalize: divide outlier channels of keys by a factor before the rotation (`auto`, if sink tokens stay dense).
     """
 
     bits: float = 4
@@ -51,6 +53,7 @@ class TurboQuantOptions(MethodOptions):
     shared_rotation: bool = False
     codebook: Literal["trellis", "lloyd_max", "uniform"] | None = None
     center: Center | None = None
+    equalize: Equalize | None = None
     outlier_fraction: float = 0.5
     sketch: SketchKind = "orthogonal"
 
@@ -114,6 +117,7 @@ class TurboQuantCodec(LinearCodec):
     def layout(cls, options: TurboQuantOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         check_head_dim(cls.name, head_dim, CODES_PER_WORD, 2 * CODES_PER_WORD)
         check_center(cls.name, options.center, side)
+        check_equalize(cls.name, options.equalize, side)
         sets = channel_sets(options.bits, head_dim, options.outlier_fraction)
         fields: tuple[Field, ...] = ()
         for index, (width, set_bits) in enumerate(sets):
@@ -162,11 +166,11 @@ class TurboQuantCodec(LinearCodec):
         self.set_rows = tuple(kept.get(index, row) for index, row in enumerate(rows))
         self._rotations = ()
 
-    def measure(self, x: torch.Tensor) -> Statistics:
-        """Measure the keys' `mean` `[H, D]`, if centred, and for fractional bits the `energy` `[H, D]` of channels."""
-        statistics = super().measure(x)
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
+        """Measure `mean` and `factors` of keys, and for fractional bits the `energy` `[H, D]` of equalized channels."""
+        statistics = super().measure(x, queries)
         if len(self.sets) == 2:
-            statistics["energy"] = centred(x, statistics.get("mean")).square().mean(dim=(0, 2))
+            statistics["energy"] = self.equalize(x, statistics).square().mean(dim=(0, 2))
         return statistics
 
     def set_statistics(self, statistics: Statistics) -> None:
@@ -175,8 +179,8 @@ class TurboQuantCodec(LinearCodec):
             self._set_basis(statistics["energy"].argsort(dim=-1, descending=True, stable=True))
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        self.ready_basis()
-        x = centred(x, self.mean)
+        self.own_basis()
+        x = self.equalize(x, self.statistics)
         fields: Fields = ()
         for index, rows in enumerate(self.set_rows):
             rotated = x @ rows.mT

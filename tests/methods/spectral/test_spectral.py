@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.hard_keys import with_outlier_channels
 from support.method_cases import half_layout
 from support.saved_model import saved_model
 from support.small_model import small_config, small_model
@@ -247,17 +248,6 @@ def test_weights_leave_the_dense_tokens_out() -> None:
     assert aux.sum() < weights.sum()
 
 
-def with_outlier_channels(model: Any) -> Any:
-    """The model with three RoPE pairs of keys times 16, and those of queries times 1 / 16: the same function."""
-    scale = torch.ones(DIM)
-    scale[[1, 5, 9, 17, 21, 25]] = 16.0
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.k_proj.weight.mul_(scale.repeat(HEADS)[:, None])
-            layer.self_attn.q_proj.weight.div_(scale.repeat(2 * HEADS)[:, None])
-    return model
-
-
 def with_large_mean(model: Any) -> Any:
     """The model with a large constant in keys of the pair that turns least: nearly the same term in all scores."""
     with torch.no_grad():
@@ -278,6 +268,7 @@ def test_hard_keys_change_nothing(change: Callable[[Any], Any], bar: float, tmp_
     )
     ids = torch.randint(0, 64, (1, 480), generator=torch.Generator().manual_seed(7))
     losses: dict[str, list[float]] = {"spectral": [], "turboquant": []}
+    plain = {"method": "turboquant", "bits": 2, "center": "off", "equalize": "off"}
     for index, hard in enumerate((lambda model: model, change)):
         model = hard(small_model(attention_bias=True))
         output = tmp_path / f"{index}.safetensors"
@@ -286,7 +277,7 @@ def test_hard_keys_change_nothing(change: Callable[[Any], Any], bar: float, tmp_
         assert gains.keys() == {0, 1}
         enable_fused_attention(model)
         losses["spectral"].append(loss_of_keys(model, ids, {"method": "spectral", "statistics": str(output)}))
-        losses["turboquant"].append(loss_of_keys(model, ids, {"method": "turboquant", "bits": 2, "center": "off"}))
+        losses["turboquant"].append(loss_of_keys(model, ids, plain))
     assert abs(losses["spectral"][1] / losses["spectral"][0] - 1) < bar, losses
     assert losses["turboquant"][1] > 3 * losses["turboquant"][0], losses
 

@@ -1,0 +1,101 @@
+"""Equalization of keys' channels before they are mixed: codes hold `k / e`, and queries become `e q`.
+
+In some models (Qwen2.5) a few key channels are far larger than the others, and their queries as much smaller. Errors of
+the large channels, spread over all of them by a rotation, then hide everything else. The error of a score is least for
+factors `e² = RMS(k) / RMS(q)`, as keys' errors become even and each is multiplied by `e q`.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Annotated, Literal, TypeAlias
+
+import torch
+from pydantic import BeforeValidator
+
+from .base import CodecContext, Side
+from .centering import centred, switch_from_yaml
+
+logger = logging.getLogger(__name__)
+
+Equalize: TypeAlias = Annotated[Literal["auto", "off"], BeforeValidator(switch_from_yaml)]
+"""Option to divide outlier channels of keys by a factor before coding (`auto`), or never."""
+OUTLIER = 4.0
+"""Multiple of the head's median from which the RMS or the factor of a channel is an outlier."""
+SMALL_OUTLIER = 1 / 8
+"""Multiple of the median up to which it is one: small channels are common, and cost less."""
+OUTLIER_OF_KEYS = 10.0
+"""Multiple from which the RMS of keys alone makes an outlier, as it may be large without harm."""
+LARGEST = 256.0
+"""Largest factor."""
+FEWEST = 64
+"""Fewest tokens, or queries per head, that say how large a channel is."""
+
+
+def chosen_equalize(equalize: Equalize | None, context: CodecContext) -> bool:
+    """Resolve the option: off for values, and if no sinks stay dense, as they distort the keys' moments."""
+    return (equalize or "auto") == "auto" and context.side == "keys" and context.sink_tokens > 0
+
+
+def has_outliers(keys: torch.Tensor, mean: torch.Tensor | None) -> bool:
+    """True if a channel of keys `[B, H, T, D]`, less their `mean` `[H, D]`, is far larger or smaller than others."""
+    return bool(_is_outlier(_relative(_rms(centred(keys, mean)))).any())
+
+
+def channel_factors(
+    keys: torch.Tensor, mean: torch.Tensor | None, queries: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Factors of the channels, float32 `[H, D]`, 1 but for outliers; None if there are none.
+
+    Args:
+        keys: `[B, H, T, D]`, from which the `mean` `[H, D]`, if any, is subtracted.
+        queries: `[B, Hq, n, D]`; without them, or with few, channels of large keys get their size as a factor, which
+            helps less.
+    """
+    heads, count = keys.shape[1], keys.shape[0] * keys.shape[2]
+    if count < FEWEST or not has_outliers(keys, mean):
+        return None
+    size = _rms(centred(keys, mean))
+    if queries is not None and queries.shape[0] * queries.shape[1] * queries.shape[2] >= FEWEST * heads:
+        asked = _rms(queries.float().unflatten(1, (heads, -1)).transpose(1, 2).flatten(0, 1))
+        relative = _relative((size / asked.clamp_min(1e-30)).sqrt())
+        outlier = _is_outlier(relative)
+    else:
+        relative = _relative(size)
+        outlier = relative > OUTLIER_OF_KEYS
+        if outlier.any():
+            _warn_of_queries()
+    factors = torch.where(outlier, relative.clamp(1 / LARGEST, LARGEST), 1.0)
+    return factors if outlier.any() else None
+
+
+@cache
+def _warn_of_queries() -> None:
+    logger.warning(
+        "this model's keys have outlier channels, but the queries of the first prompt were not seen (without fused "
+        "attention, with gradients, or in compiled code) or are fewer than %d, so the channels' factors follow from "
+        "keys alone, which loses more: call enable_fused_attention(model), and run the first prompt under "
+        "torch.no_grad(), not compiled",
+        FEWEST,
+    )
+
+
+def check_equalize(method: str, equalize: Equalize | None, side: Side) -> None:
+    """Raise `ValueError` if values are to be equalized; only keys can be."""
+    if side == "values" and equalize == "auto":
+        raise ValueError(f"equalize={equalize!r} for values of {method}: allowed 'off' (only keys can be equalized)")
+
+
+def _rms(x: torch.Tensor) -> torch.Tensor:
+    """Root mean square of each channel of float32 tokens `[B, H, T, D]`, `[H, D]`."""
+    return x.square().mean(dim=(0, 2)).sqrt()
+
+
+def _relative(x: torch.Tensor) -> torch.Tensor:
+    """Multiples `[H, D]` of the head's median."""
+    return x / x.median(dim=-1, keepdim=True).values
+
+
+def _is_outlier(relative: torch.Tensor) -> torch.Tensor:
+    return (relative > OUTLIER) | (relative < SMALL_OUTLIER)

@@ -1,0 +1,114 @@
+"""Equalization of outlier channels: its factors, and what it saves on keys with such channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache_compress.codecs.base import Codec, CodecContext, Prompt, PromptQueries
+from kvcache_compress.codecs.equalization import channel_factors
+from kvcache_compress.registry import get_method
+
+HEADS, DIM = 2, 32
+METHODS: list[tuple[str, dict[str, Any]]] = [
+    ("turboquant", {"bits": 2}),
+    ("turboquant", {"bits": 2.5}),
+    ("turboquant", {"bits": 3, "estimator": "prod"}),
+    ("qjl", {}),
+    ("polarquant_recursive", {"bits": (4, 3, 2), "levels": 3}),
+    ("polarquant_recursive", {"radius_bits": 8}),
+]
+
+
+def states(factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys `[1, H, 512, D]` and queries `[1, 2 H, 512, D]`, two channels of head 0 times and divided by `factor`."""
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randn(1, heads, 512, DIM, generator=generator) for heads in (HEADS, 2 * HEADS))
+    keys[:, 0, :, [3, 20]] *= factor
+    queries[:, :2, :, [3, 20]] /= factor
+    return keys, queries
+
+
+def codec(name: str, side: Any = "keys", sinks: int = 16, **options: Any) -> Codec:
+    kind = get_method(name)
+    return kind(
+        kind.Options(**options), CodecContext(side, DIM, HEADS, 0, 0, sinks, torch.float32, torch.device("cpu"))
+    )
+
+
+def score_error(made: Codec, keys: torch.Tensor, queries: torch.Tensor) -> float:
+    """Mean squared error of the scores of two queries per head group, as attention computes them."""
+    grouped = queries.unflatten(1, (HEADS, 2))[:, :, 0, :64]
+    scores = made.score(made.map_query(grouped), made.encode(keys))
+    assert torch.allclose(scores, grouped @ made.decode(made.encode(keys)).mT, atol=1e-3)
+    return (scores - grouped @ keys.mT).square().mean().item()
+
+
+def test_even_channels_are_left_alone() -> None:
+    keys, queries = states()
+    assert channel_factors(keys, None, queries) is None
+    assert channel_factors(0 * keys, None, queries) is None
+    assert channel_factors(keys[:, :, :20] * torch.linspace(0.01, 1, DIM), None, queries) is None
+
+
+@pytest.mark.parametrize("factor", [16.0, 1 / 16])
+def test_factors_undo_the_scale(factor: float) -> None:
+    """The factor is the scale, up to the chance of 512 tokens; the mean of keys is left out, and so are other heads."""
+    keys, queries = states(factor)
+    mean = torch.full((HEADS, DIM), 50.0)
+    factors = channel_factors(keys + mean[:, None], mean, queries)
+    assert factors is not None
+    assert torch.allclose(factors[0, [3, 20]], torch.tensor(factor), rtol=0.2)
+    factors[0, [3, 20]] = 1
+    assert torch.equal(factors, torch.ones(HEADS, DIM))
+
+
+def test_keys_alone() -> None:
+    """Without queries, or with few, large keys get their size as a factor; small ones, which may not matter, none."""
+    keys, queries = states(16.0)
+    alone = channel_factors(keys, None)
+    assert alone is not None
+    assert torch.allclose(alone[0, [3, 20]], torch.tensor(16.0), rtol=0.2)
+    few = channel_factors(keys, None, queries[:, :, :8])
+    assert few is not None
+    assert torch.equal(alone, few)
+    assert channel_factors(states(1 / 16)[0], None) is None
+
+
+def test_dead_channels() -> None:
+    """Channels that are always zero, in keys or queries, get finite factors."""
+    keys, queries = states(16.0)
+    keys[:, 0, :, 5] = 0
+    queries[:, :2, :, 6] = 0
+    factors = channel_factors(keys, None, queries)
+    assert factors is not None
+    assert factors[0, 5] == 1 / 256
+    assert factors[0, 6] == 256
+
+
+@pytest.mark.parametrize(("name", "options"), METHODS)
+def test_scores_lose_as_little_as_of_even_keys(name: str, options: dict[str, Any]) -> None:
+    errors = []
+    for factor, equalize in ((1.0, "auto"), (16.0, "auto"), (16.0, "off")):
+        keys, queries = states(factor)
+        made = codec(name, **options, equalize=equalize)
+        assert made.needs_queries(None) == (equalize == "auto")
+        assert made.needs_queries(keys) == (factor > 1 and equalize == "auto")
+        made.observe(Prompt(keys[:, :, :0], keys, 0, queries=PromptQueries(queries, None, 1.0)))
+        errors.append(score_error(made, keys, queries))
+    plain, cured, hard = errors
+    assert cured < 1.25 * plain
+    assert hard > 2 * plain
+
+
+def test_off() -> None:
+    """Values are not equalized, nor keys without dense sinks, nor where channels have a sketch of their own."""
+    keys, queries = states(16.0)
+    for made in (codec("turboquant", "values"), codec("turboquant", sinks=0), codec("qjl", outlier_channels=4)):
+        assert not made.needs_queries(None)
+        assert not made.needs_queries(keys)
+        assert "factors" not in made.measure(keys, queries)
+    with pytest.raises(ValueError, match="equalize='auto' for values of turboquant: allowed 'off'"):
+        codec("turboquant", "values", equalize="auto")

@@ -1,0 +1,120 @@
+"""Caches of a model whose keys have outlier channels: equalized in every kind of cache, with the prompt's queries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.closeness import assert_close_but_for_flips
+from support.hard_keys import with_outlier_channels
+from support.small_model import VOCAB, small_model
+from transformers import DynamicCache
+
+from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress.codecs import equalization
+from kvcache_compress.eval.caches.caches import preset_cache
+from kvcache_compress.eval.caches.prefill import prefill
+from kvcache_compress.storage.static import StaticStorage
+
+PROMPT = 400
+CAPACITY = 480
+METHODS = {
+    "turboquant": {"method": "turboquant", "bits": 2},
+    "fractional": {"method": "turboquant", "bits": 2.5},
+    "prod": {"method": "turboquant", "bits": 3, "estimator": "prod"},
+    "qjl": {"method": "qjl"},
+    "recursive": {"method": "polarquant_recursive", "radius_bits": 8},
+}
+IDS = torch.randint(0, VOCAB, (1, 440), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(scope="module")
+def hard() -> Any:
+    model = with_outlier_channels(small_model())
+    enable_fused_attention(model)
+    return model
+
+
+@pytest.fixture(params=METHODS)
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"keys": METHODS[request.param], "values": "none", "sink_tokens": 4, "recent_tokens": 8}
+
+
+@torch.no_grad()
+def logits(model: Any, cache: Any) -> torch.Tensor:
+    """Logits of the tokens after the prompt, step by step and then as a chunk, `[40, V]`."""
+    model(IDS[:, :PROMPT], past_key_values=cache)
+    steps = [model(IDS[:, at : at + 1], past_key_values=cache).logits for at in range(PROMPT, PROMPT + 10)]
+    rest: torch.Tensor = model(IDS[:, PROMPT + 10 :], past_key_values=cache).logits
+    return torch.cat([*steps, rest], 1)[0]
+
+
+def loss(model: Any, config: dict[str, Any]) -> float:
+    cache = CompressedCache(model.config, config)
+    exact = logits(model, DynamicCache(config=model.config))
+    found = (logits(model, cache) - exact).square().mean().item()
+    assert cache.packed_tokens > 300
+    return found
+
+
+def test_loss(config: dict[str, Any], hard: Any) -> None:
+    plain = small_model()
+    enable_fused_attention(plain)
+    off = {**config, "keys": {**config["keys"], "equalize": "off"}}
+    assert loss(hard, config) < 2 * loss(plain, config)
+    assert loss(hard, off) > 4 * loss(plain, config)
+
+
+def test_backends(config: dict[str, Any], hard: Any) -> None:
+    """C++ and Triton encode with the factors and attend with them, as torch does."""
+    expected = logits(hard, CompressedCache(hard.config, {**config, "backend": "torch"}))
+    for backend in ("cpp", "triton"):
+        found = logits(hard, CompressedCache(hard.config, {**config, "backend": backend}))
+        assert_close_but_for_flips(found, expected)
+
+
+@pytest.mark.parametrize("shapes", ["as_growing", "static_shapes"])
+def test_static(config: dict[str, Any], hard: Any, shapes: str, request: pytest.FixtureRequest) -> None:
+    if shapes == "static_shapes":
+        request.getfixturevalue(shapes)
+    config["backend"] = "torch"
+    cache = CompressedCache(hard.config, {**config, "max_cache_len": CAPACITY})
+    found = logits(hard, cache)
+    assert isinstance(cache.layers[0].storage, StaticStorage) == (shapes == "static_shapes")
+    assert_close_but_for_flips(found, logits(hard, CompressedCache(hard.config, config)))
+
+
+def test_saved(config: dict[str, Any], hard: Any, tmp_path: Path) -> None:
+    cache = CompressedCache(hard.config, config)
+    logits(hard, cache)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = CompressedCache.load(tmp_path / "cache.safetensors", hard.config)
+    for saved, own in zip(cache.layers, loaded.layers, strict=True):
+        assert "factors" in own.sides["keys"].codec.statistics
+        assert torch.equal(saved.keys, own.keys)
+    with torch.no_grad():
+        ours, theirs = (hard(IDS[:, :1], past_key_values=one).logits for one in (cache, loaded))
+    assert torch.equal(ours, theirs)
+
+
+def test_evaluation_shows_the_queries(config: dict[str, Any]) -> None:
+    """A prompt that all caches share is run again for one whose keys turn out to have outliers."""
+    model = with_outlier_channels(small_model())
+    found = prefill(model, IDS[:, :PROMPT]).run(preset_cache(config, name="ours")).cache
+    own = CompressedCache(model.config, config)
+    enable_fused_attention(model)
+    with torch.no_grad():
+        model(IDS[:, :PROMPT], past_key_values=own)
+    for ours, theirs in zip(found.layers, own.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+
+
+def test_keys_alone(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Without fused attention keys alone decide, at once: less is saved, but most of it, and that is said once."""
+    equalization._warn_of_queries.cache_clear()
+    model = with_outlier_channels(small_model())
+    off = {**config, "keys": {**config["keys"], "equalize": "off"}}
+    assert loss(model, config) < 0.5 * loss(model, off)
+    assert caplog.text.count("this model's keys have outlier channels") == 1
