@@ -54,9 +54,9 @@ def channel_factors(
             helps less.
     """
     heads, count = keys.shape[1], keys.shape[0] * keys.shape[2]
-    if count < FEWEST or not has_outliers(keys, mean):
-        return None
     size = _rms(centred(keys, mean))
+    if count < FEWEST or not _is_outlier(_relative(size)).any():
+        return None
     if queries is not None and queries.shape[0] * queries.shape[1] * queries.shape[2] >= FEWEST * heads:
         asked = _rms(queries.float().unflatten(1, (heads, -1)).transpose(1, 2).flatten(0, 1))
         relative = _relative((size / asked.clamp_min(1e-30)).sqrt())

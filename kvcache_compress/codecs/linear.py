@@ -51,6 +51,8 @@ class LinearCodec(Codec):
         """float32 `[H, head_dim]`, subtracted from tokens before they are encoded, or None."""
         self.factors: torch.Tensor | None = None
         """float32 `[H, head_dim]`, by which tokens are divided after that, or None."""
+        self._query_basis: torch.Tensor | None = None
+        """Basis times the factors, once it has been asked for."""
 
     @abstractmethod
     def parts(self, fields: Fields) -> Iterator[Part]:
@@ -58,8 +60,11 @@ class LinearCodec(Codec):
 
     def ready_basis(self) -> torch.Tensor:
         """Basis of code space as queries meet it; raises `RuntimeError` if it must be set by `prepare` first."""
-        basis = self.own_basis()
-        return basis if self.factors is None else basis * self.factors[:, None]
+        if self.factors is None:
+            return self.own_basis()
+        if self._query_basis is None:
+            self._query_basis = self.own_basis() * self.factors[:, None]
+        return self._query_basis
 
     def own_basis(self) -> torch.Tensor:
         """Basis of code space as equalized tokens meet it; raises as `ready_basis` does."""
@@ -96,7 +101,7 @@ class LinearCodec(Codec):
 
     def set_statistics(self, statistics: Statistics) -> None:
         super().set_statistics(statistics)
-        self.mean, self.factors = statistics.get("mean"), statistics.get("factors")
+        self.mean, self.factors, self._query_basis = statistics.get("mean"), statistics.get("factors"), None
 
     def equalize(self, x: torch.Tensor, statistics: Statistics) -> torch.Tensor:
         """Return tokens `[B, H, T, head_dim]` less the mean and divided by the factors; float32."""

@@ -46,7 +46,7 @@ def places():
 
 @triton.jit
 def across(b_tile, BIT: tl.constexpr):
-    """What a tile `[8, T, 8]` has where bit `BIT` of a place's number is the opposite."""
+    """Exchange the members of a tile `[8, T, 8]` whose places' numbers differ in bit `BIT` alone."""
     T: tl.constexpr = b_tile.shape[1]
     if BIT < 3:
         b_pairs = tl.reshape(b_tile, [4 >> BIT, 2, 1 << BIT, T, 8])
