@@ -100,7 +100,9 @@ def tokens_per_turn(arguments: dict[str, Any]) -> int:
 
 
 def inner_turns(arguments: dict[str, Any]) -> list[int]:
-    """Iterations of the loops inside the one over packed tokens: CommVQ has one per group of keys and of values.
+    """Iterations of the loops inside the one over packed tokens.
+
+    CommVQ has two per group of keys and of values, over runs of rounds and over the rounds left, here as many as fit.
 
     With queries mapped for each group of tokens, the loop over tiles is such a loop.
     """
@@ -110,7 +112,11 @@ def inner_turns(arguments: dict[str, Any]) -> list[int]:
     for function, side, codes in ((commvq.score, "K", 2), (commvq.accumulate, "V", 1)):
         if function in (arguments["SCORE"], arguments["ACCUMULATE"]):
             books = arguments[side].meta
-            turns += [books.rounds // commvq.rounds_at_once(codes * books.bits)] * books.groups
+            rounds, turn = (
+                8 * books.row // (codes * books.bits * books.groups),
+                commvq.rounds_at_once(codes * books.bits),
+            )
+            turns += [rounds // turn, rounds % turn] * books.groups
     return turns
 
 

@@ -109,8 +109,22 @@ def calibrate(
     values: Annotated[
         str | None, typer.Option(help="commvq: value codes, residual (default) or the paper's encoder.")
     ] = None,
-    key_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of keys.")] = None,
-    value_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of values.")] = None,
+    key_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of keys, by head on average.")] = None,
+    value_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of values, likewise.")] = None,
+    share_rounds: Annotated[
+        bool | None,
+        typer.Option(
+            "--share-rounds/--even-rounds",
+            help="commvq: more rounds for heads whose errors cost more (default), or not.",
+        ),
+    ] = None,
+    centres: Annotated[
+        int | None, typer.Option(help="commvq: centres of a codebook, a power of two from 2 to 64 (default).")
+    ] = None,
+    groups: Annotated[
+        int | None,
+        typer.Option(help="commvq: groups of a head's channels, coded apart; 1 by default up to 128 channels."),
+    ] = None,
     weigh_pairs: Annotated[
         bool | None, typer.Option(help="commvq: weigh keys' errors by the queries (default); the paper does not.")
     ] = None,
@@ -121,7 +135,7 @@ def calibrate(
     """Learn a method's file from a model and text: CommVQ's codebooks (resumable), or spectral's statistics."""
     common = {"tokens": tokens}
     commvq = {"bits": bits, "values": values, "key_rounds": key_rounds, "value_rounds": value_rounds}
-    commvq |= {"weigh_pairs": weigh_pairs}
+    commvq |= {"share_rounds": share_rounds, "centres": centres, "groups": groups, "weigh_pairs": weigh_pairs}
     own: dict[str, dict[str, Any]] = {"commvq": commvq, "spectral": {"group": group}}
     try:
         if method not in own:

@@ -21,25 +21,31 @@ inline void each_run_of_registers(int64_t n, Call call, int64_t first = 0) {
   }
 }
 
-// Residual codebooks, float16 [H, G, R, N, ...], whose rows are named by `parts` indices per group and round.
+// Residual codebooks, float16 [S, N, ...], whose rows are named by `parts` indices per group and round. `places`, int32
+// [H, 3], has the first book, the rounds and the first byte of the codes of each head; the codes of a token are one run
+// of bytes over the rows of all heads.
 class Codebooks {
  public:
-  Codebooks(const Tensor& books, int64_t parts)
-      : groups(books.size(1)),
-        terms(books.size(2) * parts),
-        stride(whole_lanes(groups * terms)),
+  Codebooks(const Tensor& books, const Tensor& places, int64_t groups, int64_t parts)
+      : groups(groups),
         books_(books.const_data_ptr<Half>()),
-        head_(books.stride(0)),
-        row_(books.stride(3)),
-        bits_(std::countr_zero(static_cast<uint64_t>(books.size(3)))),
-        starts_(stride) {
-    STD_TORCH_CHECK(books.is_contiguous(), "codebooks must be contiguous");
-    STD_TORCH_CHECK(std::has_single_bit(static_cast<uint64_t>(books.size(3))) && bits_ <= 8,
+        places_(places.const_data_ptr<int32_t>()),
+        parts_(parts),
+        centres_(books.size(1)),
+        row_(books.stride(1)),
+        bits_(std::countr_zero(static_cast<uint64_t>(books.size(1)))) {
+    STD_TORCH_CHECK(books.is_contiguous() && places.is_contiguous(), "codebooks must be contiguous");
+    STD_TORCH_CHECK(std::has_single_bit(static_cast<uint64_t>(centres_)) && bits_ <= 8,
                     "a codebook must have a power of two of rows, at most 256");
-    for (int64_t i = 0; i < groups * terms; ++i) starts_[i] = i / parts * books.size(3) * row_;
   }
 
-  const Half* of(const Head& head) const { return books_ + head.head * head_; }
+  const Half* of(const Head& head) const { return books_ + places_[3 * head.head] * centres_ * row_; }
+
+  // Rows that are added up for a group.
+  int64_t terms(const Head& head) const { return places_[3 * head.head + 1] * parts_; }
+
+  // Numbers from one token to the next in what `find` returns.
+  int64_t stride(const Head& head) const { return whole_lanes(groups * terms(head)); }
 
   // Numbers of a row.
   int64_t width() const { return row_; }
@@ -47,61 +53,63 @@ class Codebooks {
   // Offsets, in a head's books, of the rows that the codes of tokens name: [count][G][terms], `stride` per token. One
   // more token has zeros, for the prefetch while the last one is summed.
   std::vector<int64_t> find(const Field& codes, const Head& head, int64_t first, int64_t count) const {
-    std::vector<int64_t> rows((count + 1) * stride);
+    const int64_t each = stride(head), used = groups * terms(head), bytes = (used * bits_ + 7) / 8;
+    std::vector<int64_t> rows((count + 1) * each), starts(each);
+    for (int64_t i = 0; i < used; ++i) starts[i] = i / parts_ * centres_ * row_;
+    std::vector<uint8_t> run(each * bits_ / 8 + 8);
     const uint32_t mask = (1u << bits_) - 1, width = row_;
     for (int64_t t = 0; t < count; ++t) {
-      const auto* packed = codes.row<uint8_t>(head, first + t);
-      int64_t* to = &rows[t * stride];
-      for (int64_t i = 0, byte = 0; i < stride; i += LANES, byte += bits_) {
-        const uint64_t eight = load_word(packed, byte, codes.numbers);
+      copy_run(codes, head, first + t, bytes, run.data());
+      int64_t* to = &rows[t * each];
+      for (int64_t i = 0, byte = 0; i < each; i += LANES, byte += bits_) {
+        uint64_t eight;
+        std::memcpy(&eight, &run[byte], 8);
         for (int lane = 0; lane < LANES; ++lane) {
           const uint32_t code = static_cast<uint32_t>(eight >> (lane * bits_)) & mask;
-          to[i + lane] = starts_[i + lane] + uint64_t{code} * width;
+          to[i + lane] = starts[i + lane] + uint64_t{code} * width;
         }
       }
     }
     return rows;
   }
 
-  int64_t groups, terms, stride;
+  int64_t groups;
 
  private:
-  // Up to eight of `count` bytes, from byte `first` on.
-  static uint64_t load_word(const uint8_t* bytes, int64_t first, int64_t count) {
-    uint64_t word = 0;
-    if (count < 8) {
-      std::memcpy(&word, bytes + first, count - first);
-    } else {
-      const int64_t start = std::min(first, count - 8);
-      std::memcpy(&word, bytes + start, 8);
-      word >>= 8 * (first - start);
+  // Copies the bytes of a head's codes, which may lie in the rows of several heads.
+  void copy_run(const Field& codes, const Head& head, int64_t token, int64_t bytes, uint8_t* to) const {
+    const int64_t row = codes.numbers;
+    for (int64_t from = places_[3 * head.head + 2], end = from + bytes; from < end;) {
+      const int64_t here = std::min(end - from, row - from % row);
+      to = std::copy_n(codes.row<uint8_t>({head.batch, from / row}, token) + from % row, here, to);
+      from += here;
     }
-    return word;
   }
 
   const Half* books_;
-  int64_t head_, row_, bits_;
-  std::vector<int64_t> starts_;
+  const int32_t* places_;
+  int64_t parts_, centres_, row_, bits_;
 };
 
 // Values in the residual form (section 4.2): `scale * sum of rows`.
-// Fields: codes, scale. Table: books, [H, G, R, N, w].
+// Fields: codes, scale. Option: groups. Tables: books, [S, N, w], and places.
 class AdditiveDecoder : public Decoder {
  public:
   explicit AdditiveDecoder(const Side& side)
-      : codes_(side.fields[0]), scales_(side.fields[1]), books_(side.tables[0], 1) {
+      : codes_(side.fields[0]), scales_(side.fields[1]), books_(side.tables[0], side.tables[1], side.options[0], 1) {
     width = books_.groups * books_.width();
   }
 
   void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
     const std::vector<int64_t> rows = books_.find(codes_, head, first, count);
+    const int64_t stride = books_.stride(head), summed = books_.terms(head);
     for (int64_t t = 0; t < count; ++t) {
       const float scale = *scales_.row<Half>(head, first + t);
       for (int64_t group = 0; group < books_.groups; ++group) {
-        const int64_t* terms = &rows[t * books_.stride + group * books_.terms];
+        const int64_t* terms = &rows[t * stride + group * summed];
         float* to = tile + t * width + group * books_.width();
         each_run_of_registers<8>(books_.width(), [&]<int COUNT>(int64_t at, int64_t lanes) {
-          add<COUNT>(books_.of(head) + at, terms, scale, lanes, to + at);
+          add<COUNT>(books_.of(head) + at, terms, summed, stride, scale, lanes, to + at);
         });
       }
     }
@@ -109,11 +117,12 @@ class AdditiveDecoder : public Decoder {
 
  private:
   template <int COUNT>
-  void add(const Half* from, const int64_t* rows, float scale, int64_t lanes, float* to) const {
+  void add(const Half* from, const int64_t* rows, int64_t terms, int64_t stride, float scale, int64_t lanes,
+           float* to) const {
     const int64_t n = COUNT > 1 ? LANES : lanes;
     Floats sums[COUNT] = {};
-    for (int64_t i = 0; i < books_.terms; ++i) {
-      for (int j = 0; j < COUNT; j += LINE) __builtin_prefetch(from + rows[i + books_.stride] + j * LANES);
+    for (int64_t i = 0; i < terms; ++i) {
+      for (int j = 0; j < COUNT; j += LINE) __builtin_prefetch(from + rows[i + stride] + j * LANES);
       for (int j = 0; j < COUNT; ++j) sums[j] += load(from + rows[i] + j * LANES, n);
     }
     for (int j = 0; j < COUNT; ++j) store(to + j * LANES, sums[j] * scale, n);
@@ -125,12 +134,16 @@ class AdditiveDecoder : public Decoder {
 
 // Keys (section 4.2): `scale * e^(i theta) * sum of (c[a] + i c[b])`, in code space `[real parts | imaginary parts]` of
 // all pairs, rotary ones first. Fields: codes, in each round b before a; scale; cos and sin of the rotary pairs.
-// Tables: books, [H, G, R, N, 2, pairs of a group], and, if pairs were weighed, their weights to divide by, [H, pairs].
+// Option: groups. Tables: books, [S, N, 2, pairs of a group], places, and, if pairs were weighed, their weights to
+// divide by, [H, pairs].
 class ComplexDecoder : public Decoder {
  public:
   explicit ComplexDecoder(const Side& side)
-      : codes_(side.fields[0]), scales_(side.fields[1]), rope_(side.fields[2]), books_(side.tables[0], 2) {
-    if (side.tables.size() > 1) weights_ = side.tables[1].const_data_ptr<Half>();
+      : codes_(side.fields[0]),
+        scales_(side.fields[1]),
+        rope_(side.fields[2]),
+        books_(side.tables[0], side.tables[1], side.options[0], 2) {
+    if (side.tables.size() > 2) weights_ = side.tables[2].const_data_ptr<Half>();
     width = books_.groups * books_.width();
   }
 
@@ -139,17 +152,18 @@ class ComplexDecoder : public Decoder {
     std::vector<float> gain(pairs + LANES, 1.0f), cosine(pairs + LANES, 1.0f), sine(pairs + LANES);
     for (int64_t i = 0; i < pairs && weights_ != nullptr; ++i) gain[i] = 1.0f / weights_[head.head * pairs + i];
     const std::vector<int64_t> rows = books_.find(codes_, head, first, count);
+    const int64_t stride = books_.stride(head), summed = books_.terms(head);
     for (int64_t t = 0; t < count; ++t) {
       const Half* factors = rope_.row<Half>(head, first + t);
       widen<Half>(factors, rotary, cosine.data());
       widen<Half>(factors + rotary, rotary, sine.data());
       const float scale = *scales_.row<Half>(head, first + t);
       for (int64_t group = 0; group < books_.groups; ++group) {
-        const int64_t* terms = &rows[t * books_.stride + group * books_.terms];
+        const int64_t* terms = &rows[t * stride + group * summed];
         each_run_of_registers<4>(group_pairs, [&]<int COUNT>(int64_t at, int64_t lanes) {
           const int64_t n = COUNT > 1 ? LANES : lanes;
           Floats real[COUNT] = {}, imaginary[COUNT] = {};
-          add(books_.of(head) + at, terms, n, real, imaginary);
+          add(books_.of(head) + at, terms, summed, stride, n, real, imaginary);
           for (int j = 0; j < COUNT; ++j) {
             const int64_t pair = group * group_pairs + at + j * LANES;
             const Floats factor = load(&gain[pair]) * scale, x = real[j] * factor, y = imaginary[j] * factor;
@@ -165,12 +179,12 @@ class ComplexDecoder : public Decoder {
  private:
   // Adds up c[a] + i c[b] for a run of pairs of a group; `from` is the books' column of the first pair.
   template <int COUNT>
-  [[gnu::always_inline]] void add(const Half* from, const int64_t* rows, int64_t n, Floats (&real)[COUNT],
-                                  Floats (&imaginary)[COUNT]) const {
+  [[gnu::always_inline]] void add(const Half* from, const int64_t* rows, int64_t terms, int64_t stride, int64_t n,
+                                  Floats (&real)[COUNT], Floats (&imaginary)[COUNT]) const {
     const int64_t half = books_.width() / 2;
-    for (int64_t i = 0; i < books_.terms; i += 2) {
+    for (int64_t i = 0; i < terms; i += 2) {
       const Half *b = from + rows[i], *a = from + rows[i + 1];
-      for (const int64_t next : {rows[i + books_.stride], rows[i + 1 + books_.stride]}) {
+      for (const int64_t next : {rows[i + stride], rows[i + 1 + stride]}) {
         __builtin_prefetch(from + next);
         __builtin_prefetch(from + next + half);
       }

@@ -194,8 +194,8 @@ class CommVQCache(CompressedCache):
     Args:
         config: the model's config.
         codebooks: file that `kvcache-compress calibrate --method commvq` wrote for this model.
-        bits: code bits per number, at most as many as in the file (the default); `key_bits` and `value_bits` override
-            it for one side.
+        bits: code bits per number, at most as many as in the file, by default those of its calibration; `key_bits` and
+            `value_bits` override it for one side.
         sink_tokens: first tokens kept in full precision.
         recent_tokens: last tokens kept in full precision.
         options: further options of `CommVQOptions`, for both sides, or of `CompressionConfig` (`layers`, ...).

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from outlier_model import with_outlier_channels
 from support.closeness import assert_close_but_for_flips
-from support.hard_keys import with_outlier_channels
 from support.small_model import VOCAB, small_model
 from transformers import DynamicCache
 

@@ -169,7 +169,7 @@ def _dense_segment(
 @triton.jit
 def _packed_tile(
     b_q, k_fields, v_fields, k_tables, v_tables, k_words, v_words, p_rope, rows,
-    start, stop, n_sinks, i_h, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
+    start, stop, n_sinks, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
     SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr,
@@ -184,7 +184,7 @@ def _packed_tile(
     if EVEN:
         m_t = tl.full([BLOCK], True, tl.int1)
     b_s = SCORE(
-        b_q, k_fields, k_tables, k_words, p_rope + start // K.group * K.rope, i_h,
+        b_q, k_fields, k_tables, k_words, p_rope + start // K.group * K.rope, i_h, k_capacity,
         o_keys + start, o_t, m_t, K_META, PRECISION, FAST,
     )  # fmt: skip
     b_base = tl.zeros_like(b_m) if ABSOLUTE else _finite(b_m)
@@ -302,8 +302,8 @@ def attend_kernel(
             for start in range(first, stop, BLOCK):
                 b_m, b_l, b_acc = _packed_tile(
                     b_q, keys[FIELDS:], values[FIELDS:], k_tables, v_tables, k_words, v_words, p_rope, rows,
-                    start, stop, n_sinks, i_h, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
-                    SCORE, ACCUMULATE, K, V, MASKING, K.bias, BLOCK, EVEN, DTYPE, PRECISION, FAST,
+                    start, stop, n_sinks, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l,
+                    b_acc, SCORE, ACCUMULATE, K, V, MASKING, K.bias, BLOCK, EVEN, DTYPE, PRECISION, FAST,
                 )  # fmt: skip
         else:
             # Rows of different phases see the groups of a run in turn: one product maps queries for all of them.
@@ -327,8 +327,9 @@ def attend_kernel(
                         b_offset = tl.where(o_phase == (start - run) // K.group, 0.0, float("-inf"))
                     b_m, b_l, b_acc = _packed_tile(
                         b_q, keys[FIELDS:], values[FIELDS:], k_tables, v_tables, k_words, v_words, p_rope, rows,
-                        start, stop, n_sinks, i_h, v_capacity, o_keys, o_values, b_factor, b_offset, b_m, b_l, b_acc,
-                        SCORE, ACCUMULATE, K, V, MASKING, K.bias or PHASES > 1, BLOCK, EVEN, DTYPE, PRECISION, FAST,
+                        start, stop, n_sinks, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_offset, b_m,
+                        b_l, b_acc, SCORE, ACCUMULATE, K, V, MASKING, K.bias or PHASES > 1, BLOCK, EVEN, DTYPE,
+                        PRECISION, FAST,
                     )  # fmt: skip
         b_total = tl.sum(b_l, 1)
         if PHASES > 1:

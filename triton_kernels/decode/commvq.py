@@ -4,7 +4,9 @@
     accumulate:  acc += (p[t] scale[t]) Σ_r c_r[a_r[t]]                 (residual form)
                  acc_h' += (p[t] scale[t]) bits_h'[t],  output = acc C   (encoder form, section 4.1, over all heads h')
 
-The tables are the codebooks `[H, G, R, N, 2, g]` of keys (real, imaginary) and `[H, G, R, N, w]` of values.
+The tables are the codebooks, `[S, N, 2, g]` of keys (real, imaginary) and `[S, N, w]` of values, and `[H, 3]`: the
+first book, the rounds and the first byte of each head (`ResidualBooks`). The codes of a token are one run of bytes over
+the rows of all heads.
 """
 
 from __future__ import annotations
@@ -29,13 +31,17 @@ COLUMNS = 64
 
 
 class Books(NamedTuple):
-    """Groups, rounds, bits of a code, width of a centre (in pairs for keys), bytes of a token, rotary pairs."""
+    """Groups, bits of an index, width of a centre (in pairs for keys), bytes of a row and of all heads', rotary pairs.
+
+    whole: True if codes that are loaded together begin on byte boundaries, but for a head's last ones.
+    """
 
     groups: int
-    rounds: int
     bits: int
     width: int
+    row: int
     bytes: int
+    whole: bool
     rotary: int = 0
 
 
@@ -55,20 +61,30 @@ def rounds_at_once(bits):
 
 @triton.jit
 def load_run(
-    p_codes, o_row, o_t, m_t, i_code, COUNT: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, WHOLE: tl.constexpr
-):
-    """Load `COUNT` codes per token from code `i_code` on, at most 24 bits, the first code lowest: uint32 `[T]`.
+    p_codes, i_h, s_head, o_row, o_t, m_t, i_first, i_code,
+    COUNT: tl.constexpr, BITS: tl.constexpr, META: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Load `COUNT` codes per token from code `i_code` of byte `i_first` on, at most 24 bits, first code lowest: uint32.
 
-    WHOLE: runs begin on a byte boundary, which saves one byte.
+    Byte i of a token lies in row `i // META.row` of the heads. WHOLE: the run begins on a byte, which saves one.
     """
-    p_token = p_codes + (o_row + o_t) * BYTES
-    i_byte = i_code * BITS // 8
-    b_run = tl.load(p_token + i_byte, mask=m_t, other=0).to(tl.uint32)
+    ROW: tl.constexpr = META.row
+    BYTES: tl.constexpr = META.bytes
+    i_bit = i_code * BITS
+    i_byte = i_first + i_bit // 8
+    i_row = i_byte // ROW
+    i_column = i_byte - i_row * ROW
+    p_token = p_codes + (o_row + (i_row - i_h) * s_head) * ROW + i_column + o_t * ROW
+    b_run = tl.load(p_token, mask=m_t, other=0).to(tl.uint32)
     for i in tl.static_range(1, (COUNT * BITS + (7 if WHOLE else 14)) // 8):
-        b_byte = tl.load(p_token + tl.minimum(i_byte + i, BYTES - 1), mask=m_t, other=0)
-        b_run |= b_byte.to(tl.uint32) << (8 * i)
+        i_next = i if WHOLE else tl.minimum(i, BYTES - 1 - i_byte)
+        if ROW > 2:  # at most 24 bits from any bit on: no more than one row further
+            i_next += tl.where(i_column + i_next < ROW, 0, (s_head - 1) * ROW)
+        else:
+            i_next += (i_column + i_next) // ROW * (s_head - 1) * ROW
+        b_run |= tl.load(p_token + i_next, mask=m_t, other=0).to(tl.uint32) << (8 * i)
     if not WHOLE:
-        b_run = b_run >> (i_code * BITS % 8)
+        b_run = b_run >> (i_bit % 8)
     return b_run
 
 
@@ -128,33 +144,36 @@ def add_rounds(
 
 @triton.jit
 def score(
-    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Scores of keys, `s[t] = scale[t] Σ_j Re(conj(q_j) e^(iθ_j,t) ẑ_j[t])` (section 4.2)."""
     GROUPS: tl.constexpr = META.groups
-    ROUNDS: tl.constexpr = META.rounds
     BITS: tl.constexpr = META.bits
     PAIRS: tl.constexpr = META.width
-    BYTES: tl.constexpr = META.bytes
     ROTARY: tl.constexpr = META.rotary
     DTYPE: tl.constexpr = tl.float16 if FAST else tl.float32
     TURN: tl.constexpr = rounds_at_once(2 * BITS)
-    WHOLE: tl.constexpr = (TURN * 2 * BITS % 8 == 0) & ((GROUPS == 1) | (ROUNDS * 2 * BITS % 8 == 0))
-    REST: tl.constexpr = ROUNDS % TURN
+    BOOK: tl.constexpr = 2**BITS * 2 * PAIRS
+    WHOLE: tl.constexpr = META.whole
+    n_rounds, i_first = tl.load(tables[1] + 3 * i_h + 1), tl.load(tables[1] + 3 * i_h + 2)
+    n_whole = n_rounds // TURN * TURN
+    p_rows = tables[0] + tl.load(tables[1] + 3 * i_h) * BOOK
     o_j = tl.arange(0, b_q[0].shape[1])
     b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
     for i_g in tl.static_range(GROUPS):
         b_re = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
         b_im = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
-        p_rows = tables[0] + (i_h * GROUPS + i_g) * (ROUNDS * 2**BITS * 2 * PAIRS)
-        for i_r in range(i_g * ROUNDS, i_g * ROUNDS + ROUNDS - REST, TURN):
-            b_run = load_run(fields[0], o_row, o_t, m_t, i_r, TURN, 2 * BITS, BYTES, WHOLE)
+        for i_r in range(0, n_whole, TURN):
+            i_code = i_g * n_rounds + i_r
+            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, TURN, 2 * BITS, META, WHOLE)
             b_re, b_im = add_complex_rounds(b_re, b_im, p_rows, b_run, o_j, TURN, BITS, PAIRS, DTYPE)
-            p_rows += TURN * 2**BITS * 2 * PAIRS
-        if REST:
-            b_run = load_run(fields[0], o_row, o_t, m_t, i_g * ROUNDS + ROUNDS - REST, REST, 2 * BITS, BYTES, WHOLE)
-            b_re, b_im = add_complex_rounds(b_re, b_im, p_rows, b_run, o_j, REST, BITS, PAIRS, DTYPE)
+            p_rows += TURN * BOOK
+        for i_r in range(n_whole, n_rounds):
+            i_code = i_g * n_rounds + i_r
+            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, 1, 2 * BITS, META, False)
+            b_re, b_im = add_complex_rounds(b_re, b_im, p_rows, b_run, o_j, 1, BITS, PAIRS, DTYPE)
+            p_rows += BOOK
         o_p = i_g * PAIRS + o_j
         o_f = o_t.to(tl.int64)[:, None] * (2 * ROTARY) + o_p[None, :]
         m_f = m_t[:, None] & ((o_j < PAIRS) & (o_p < ROTARY))[None, :]
@@ -175,15 +194,16 @@ def accumulate(
 ):  # fmt: skip
     """Weighted sum of values in the residual form, `acc += (p[t] scale[t]) Σ_r c_r[a_r[t]]`."""
     GROUPS: tl.constexpr = META.groups
-    ROUNDS: tl.constexpr = META.rounds
     BITS: tl.constexpr = META.bits
     WIDTH: tl.constexpr = META.width
-    BYTES: tl.constexpr = META.bytes
     TILES: tl.constexpr = len(b_acc) // GROUPS
     TURN: tl.constexpr = rounds_at_once(BITS)
-    WHOLE: tl.constexpr = (TURN * BITS % 8 == 0) & ((GROUPS == 1) | (ROUNDS * BITS % 8 == 0))
-    REST: tl.constexpr = ROUNDS % TURN
+    BOOK: tl.constexpr = 2**BITS * WIDTH
     SUM: tl.constexpr = tl.float16 if FAST else tl.float32
+    WHOLE: tl.constexpr = META.whole
+    n_rounds, i_first = tl.load(tables[1] + 3 * i_h + 1), tl.load(tables[1] + 3 * i_h + 2)
+    n_whole = n_rounds // TURN * TURN
+    p_rows = tables[0] + tl.load(tables[1] + 3 * i_h) * BOOK
     o_w = tl.arange(0, b_acc[0].shape[1])
     b_scale = tl.load(fields[1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
     b_weights = (b_p * b_scale[None, :]).to(DTYPE)
@@ -192,14 +212,16 @@ def accumulate(
         b_parts = ()
         for _ in tl.static_range(TILES):
             b_parts = b_parts + (tl.zeros([o_t.shape[0], b_acc[0].shape[1]], tl.float32),)
-        p_rows = tables[0] + (i_h * GROUPS + i_g) * (ROUNDS * 2**BITS * WIDTH)
-        for i_r in range(i_g * ROUNDS, i_g * ROUNDS + ROUNDS - REST, TURN):
-            b_run = load_run(fields[0], o_row, o_t, m_t, i_r, TURN, BITS, BYTES, WHOLE)
+        for i_r in range(0, n_whole, TURN):
+            i_code = i_g * n_rounds + i_r
+            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, TURN, BITS, META, WHOLE)
             b_parts = add_rounds(b_parts, p_rows, b_run, o_w, TURN, BITS, WIDTH, SUM)
-            p_rows += TURN * 2**BITS * WIDTH
-        if REST:
-            b_run = load_run(fields[0], o_row, o_t, m_t, i_g * ROUNDS + ROUNDS - REST, REST, BITS, BYTES, WHOLE)
-            b_parts = add_rounds(b_parts, p_rows, b_run, o_w, REST, BITS, WIDTH, SUM)
+            p_rows += TURN * BOOK
+        for i_r in range(n_whole, n_rounds):
+            i_code = i_g * n_rounds + i_r
+            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, 1, BITS, META, False)
+            b_parts = add_rounds(b_parts, p_rows, b_run, o_w, 1, BITS, WIDTH, SUM)
+            p_rows += BOOK
         for j in tl.static_range(TILES):
             b_v = b_parts[j].to(DTYPE)
             b_sums = b_sums + (tl.dot(b_weights, b_v, b_acc[i_g * TILES + j], input_precision=PRECISION),)
@@ -230,32 +252,34 @@ def commvq_side(codec: CommVQCodec) -> KernelSide:
 
     Code space: of keys, pairs by group, real parts first; of values, channels or encoder bits.
     """
-    if codec.codebooks is None:
+    if codec.books is None:
         heads, bits = codec.context.heads, codec.fields[0].shape[0] * 8
         output_map = in_code_order(codec.output_map(), (bits,) * heads).contiguous()
         widths = code_tiles(bits) * heads
         meta = Bits(words_per_token(bits), padded_words(bits), heads)
         return KernelSide(score, accumulate_bits, meta, widths, tokens=64, warps=8, output_map=output_map)
-    books = codec.codebooks
-    groups, rounds, centres, width = books.shape[1], books.shape[2], books.shape[3], books.shape[-1]
+    books, groups, width = codec.books, codec.books.groups, codec.books.books.shape[-1]
+    tables = books.books, books.places
     padded = max(16, triton.next_power_of_2(width))
-    form = Books(groups, rounds, centres.bit_length() - 1, width, codec.fields[0].shape[0])
+    turn = rounds_at_once(books.code_bits) * books.code_bits
+    whole = turn % 8 == 0 and (groups == 1 or all(count * books.code_bits % 8 == 0 for count in books.rounds))
+    form = Books(groups, books.index_bits, width, books.row, len(books.rounds) * books.row, whole)
     if codec.context.side == "values":
         tile = min(padded, COLUMNS)
         widths = (tile,) * (groups * padded // tile)
         output_map = None
         if padded != width:
-            output_map = _spread(torch.arange(codec.context.head_dim), groups, padded).to(books.device)
-        return KernelSide(score, accumulate, form, widths, (books,), tokens=TOKENS, warps=8, output_map=output_map)
+            output_map = _spread(torch.arange(codec.context.head_dim), groups, padded).to(books.books.device)
+        return KernelSide(score, accumulate, form, widths, tables, tokens=TOKENS, warps=8, output_map=output_map)
     assert codec.context.rope is not None
     channels = torch.tensor(codec.context.rope.order).view(2, groups, width).transpose(0, 1)
-    query_map = _spread(channels, 2 * groups, padded).mT.contiguous().to(books.device)
+    query_map = _spread(channels, 2 * groups, padded).mT.contiguous().to(books.books.device)
     if codec.weights is not None:
-        order = torch.tensor(codec.context.rope.order, device=books.device)
+        order = torch.tensor(codec.context.rope.order, device=books.books.device)
         query_map = query_map / codec.weights.float().repeat(1, 2)[:, order.argsort(), None]
     form = form._replace(rotary=codec.context.rope.rotary)
     widths = (padded,) * (2 * groups)
-    return KernelSide(score, accumulate, form, widths, (books,), tokens=TOKENS, warps=8, query_map=query_map)
+    return KernelSide(score, accumulate, form, widths, tables, tokens=TOKENS, warps=8, query_map=query_map)
 
 
 def _spread(channels: torch.Tensor, tiles: int, padded: int) -> torch.Tensor:

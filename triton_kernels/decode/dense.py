@@ -1,16 +1,16 @@
 """Device functions of uncompressed tokens: the simplest example of the contract that all device functions follow.
 
-SCORE(b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t, META, PRECISION, FAST) -> [M, T] float32
+SCORE(b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t, META, PRECISION, FAST) -> [M, T] float32
     b_q: tuple of query tiles `[M, width]`, one per entry of `KernelSide.widths`, in the operands' dtype;
     fields: tuple of pointers to the store's buffers, in the order of `Codec.fields`;
     words: `KernelSide.words`, as tiles; empty unless FAST;
     p_rope: float16 `[tokens, 2 * rotary]`, cos and sin from the tile's first token on, if the codec uses them;
-    i_h: key/value head; o_row: int64 row of the tile's first token, capacity * (batch * H + i_h) + token, the token
-    a multiple of T, so that a tile lies within one group of tokens or starts with one; o_t: 0 to T - 1; m_t: mask.
+    i_h: key/value head; s_head: rows from one head to the next; o_row: int64 row of the tile's first token,
+    s_head * (batch * H + i_h) + token, the token a multiple of T, so that a tile lies within one group of tokens or
+    starts with one; o_t: 0 to T - 1; m_t: mask.
 ACCUMULATE(b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc, META, DTYPE, PRECISION, FAST)
     -> tuple of [M, width]
-    b_p: float32 weights `[M, T]`; s_head: rows from one head to the next; b_acc: the float32 sums so far;
-    DTYPE: the operands' dtype.
+    b_p: float32 weights `[M, T]`; b_acc: the float32 sums so far; DTYPE: the operands' dtype.
 TURN(p_q, tables, p_rope, i_h, o_r, m_r, o_g, zero, WIDTH, META, DTYPE, PRECISION, FAST) -> `b_q` of SCORE
     for keys whose queries depend on the group of tokens, see `spectral.py`. Rows `o_r` `[M / 8, 8]` of the mapped
     queries at `p_q`, each for group `o_g` of the batch row's cos and sin at `p_rope`; zero is added to addresses.
@@ -36,7 +36,7 @@ class Width(NamedTuple):
 
 @triton.jit
 def score(
-    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s = q · k"""

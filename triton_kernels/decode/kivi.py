@@ -96,7 +96,7 @@ def decoded(fields, words, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.conste
 
 @triton.jit
 def score(
-    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s = q · (code * scale + zero)"""

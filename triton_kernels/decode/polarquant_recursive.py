@@ -167,7 +167,7 @@ def tiles(
 
 @triton.jit
 def score(
-    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s[t] = ⟨q_low, r_1 cos θ_1⟩ + ⟨q_high, r_1 sin θ_1⟩"""

@@ -141,7 +141,7 @@ def looked_up_scores(
 
 @triton.jit
 def score(
-    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s[t] = Σ_j q_xj r_j cos φ(a_j) + q_yj r_j sin φ(a_j), in the direct or the table form."""

@@ -64,7 +64,7 @@ def signs(
 
 @triton.jit
 def score(
-    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s[t] = Σ_i c_i[t] ⟨S_i q, g_i[t]⟩ (Definition 3.1)"""

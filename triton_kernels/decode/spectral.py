@@ -217,7 +217,7 @@ def part_levels(
 
 @triton.jit
 def score(
-    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s[t] = scale[t] Σ_w (A q_g)_w L[digit_w[t]] + places[b] · (means q_g), in `UNIT`, of what `turn` returns."""

@@ -77,7 +77,7 @@ def component_levels(
 
 @triton.jit
 def score(
-    b_q, fields, tables, words, p_rope, i_h, o_row, o_t, m_t,
+    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s[t] = Σ_i c_i[t] ⟨A_i q, L_i[codes_i[t]]⟩"""

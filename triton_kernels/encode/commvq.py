@@ -12,17 +12,25 @@ from kvcache_compress.triton_kernels.common.operands import launch_options
 from kvcache_compress.triton_kernels.decode.commvq import complex_point, load_part
 
 
-@triton.jit(do_not_specialize=("N",))
+@triton.jit
+def place(p_places, i_g, GROUPS: tl.constexpr):
+    """Rounds of group `i_g` of all heads' groups, and its first book; `p_places` is `ResidualBooks.places`."""
+    p_head = p_places + i_g // GROUPS * 3
+    n_rounds = tl.load(p_head + 1)
+    return n_rounds, tl.load(p_head) + i_g % GROUPS * n_rounds
+
+
+@triton.jit(do_not_specialize=("N", "MOST"))
 def complex_search_kernel(
-    p_z, p_rows, p_pairs, p_index, N,
-    ROUNDS: tl.constexpr, CENTRES: tl.constexpr, PAIRS: tl.constexpr,
+    p_z, p_rows, p_pairs, p_places, p_index, N, MOST,
+    GROUPS: tl.constexpr, CENTRES: tl.constexpr, PAIRS: tl.constexpr,
     C_PAD: tl.constexpr, P_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Greedy residual codes of `BLOCK` vectors of one group: each round picks the (a, b) that minimises
 
         (|c_a|² + |c_b|² + 2<c_a, i c_b>) - 2<z, i c_b> - 2<z, c_a>,
 
-    the parenthesis from the table `p_pairs` `[R, N, N]`; as `additive.complex_encode`, without its N² distances.
+    the parenthesis from the table `p_pairs` `[S, N, N]`; as `additive.complex_encode`, without its N² distances.
     `p_z` becomes the residual; it is read in parts, as holding all of it would spill registers.
     """
     i_g = tl.program_id(1)
@@ -31,11 +39,12 @@ def complex_search_kernel(
     o_c = tl.arange(0, C_PAD)
     m_c = o_c < CENTRES
     p_z += i_g.to(tl.int64) * N * (2 * PAIRS)
-    p_rows += i_g * (ROUNDS * CENTRES * 2 * PAIRS)
-    p_pairs += i_g * (ROUNDS * CENTRES * CENTRES)
-    p_index += i_g.to(tl.int64) * N * ROUNDS
+    n_rounds, i_book = place(p_places, i_g, GROUPS)
+    p_rows += i_book * (CENTRES * 2 * PAIRS)
+    p_pairs += i_book * (CENTRES * CENTRES)
+    p_index += i_g.to(tl.int64) * N * MOST
     o_z = o_n[:, None] * (2 * PAIRS)
-    for i_r in range(ROUNDS):
+    for i_r in range(n_rounds):
         b_first = tl.zeros([BLOCK, C_PAD], tl.float32)
         b_second = tl.zeros([BLOCK, C_PAD], tl.float32)
         for start in range(0, PAIRS, 16):
@@ -61,7 +70,7 @@ def complex_search_kernel(
             b_best = tl.minimum(b_least, b_best)
         b_row = tl.load(p_pairs + b_a[:, None] * CENTRES + o_c[None, :], mask=m_c[None, :], other=float("inf"))
         b_b = tl.argmin(b_row - 2 * b_second, 1)
-        tl.store(p_index + o_n * ROUNDS + i_r, b_a * CENTRES + b_b, mask=m_n)
+        tl.store(p_index + o_n * MOST + i_r, b_a * CENTRES + b_b, mask=m_n)
         o_p = tl.arange(0, P_PAD)
         o_p2 = o_z + 2 * o_p[None, :]
         m_p = m_n[:, None] & (o_p < PAIRS)[None, :]
@@ -76,10 +85,10 @@ def complex_search_kernel(
         p_pairs += CENTRES * CENTRES
 
 
-@triton.jit(do_not_specialize=("N",))
+@triton.jit(do_not_specialize=("N", "MOST"))
 def real_search_kernel(
-    p_z, p_rows, p_square, p_index, N,
-    ROUNDS: tl.constexpr, CENTRES: tl.constexpr, WIDTH: tl.constexpr,
+    p_z, p_rows, p_square, p_places, p_index, N, MOST,
+    GROUPS: tl.constexpr, CENTRES: tl.constexpr, WIDTH: tl.constexpr,
     C_PAD: tl.constexpr, W_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Greedy residual codes of `BLOCK` vectors of one group: each round minimises |c_a|² - 2<z, c_a>."""
@@ -89,10 +98,11 @@ def real_search_kernel(
     o_w, o_c = tl.arange(0, W_PAD), tl.arange(0, C_PAD)
     o_z = (i_g.to(tl.int64) * N + o_n)[:, None] * WIDTH + o_w[None, :]
     b_z = tl.load(p_z + o_z, mask=m_n[:, None] & (o_w < WIDTH)[None, :], other=0.0)
-    p_rows += i_g * (ROUNDS * CENTRES * WIDTH)
-    p_square += i_g * (ROUNDS * CENTRES)
-    p_index += i_g.to(tl.int64) * N * ROUNDS
-    for i_r in range(ROUNDS):
+    n_rounds, i_book = place(p_places, i_g, GROUPS)
+    p_rows += i_book * (CENTRES * WIDTH)
+    p_square += i_book * CENTRES
+    p_index += i_g.to(tl.int64) * N * MOST
+    for i_r in range(n_rounds):
         b_best = tl.full([BLOCK], float("inf"), tl.float32)
         b_a = tl.zeros([BLOCK], tl.int32)
         for start in range(0, CENTRES, C_PAD):
@@ -104,27 +114,29 @@ def real_search_kernel(
             b_least = tl.min(b_cost, 1)
             b_a = tl.where(b_least < b_best, start + tl.argmin(b_cost, 1), b_a)
             b_best = tl.minimum(b_least, b_best)
-        tl.store(p_index + o_n * ROUNDS + i_r, b_a, mask=m_n)
+        tl.store(p_index + o_n * MOST + i_r, b_a, mask=m_n)
         b_z -= load_part(p_rows, b_a, o_w, WIDTH, WIDTH, tl.float32)
         p_rows += CENTRES * WIDTH
         p_square += CENTRES
 
 
-def search(z: torch.Tensor, books: torch.Tensor, pairs: torch.Tensor | None) -> torch.Tensor:
-    """Greedy residual indices int32 `[H, G, n, R]` of float32 `z` `[H, G, n, w]`.
+def search(
+    z: torch.Tensor, books: torch.Tensor, places: torch.Tensor, most: int, pairs: torch.Tensor | None
+) -> torch.Tensor:
+    """Greedy residual indices int32 `[H, G, n, most]` of float32 `z` `[H, G, n, w]`, zero beyond a head's rounds.
 
-    books: `[H, G, R, N, 2, w / 2]` for keys, whose pairs lie side by side in `z` and whose index is `a * N + b`;
-    `[H, G, R, N, w]` for values.
+    books, places: of `ResidualBooks`; pairs of keys lie side by side in `z`, and their index is `a * N + b`.
+    most: the largest number of rounds.
     pairs: `additive.pair_table` of the books of keys, None for values.
     """
-    heads, groups, rounds, centres = books.shape[:4]
-    width, count = books.shape[-1], z.shape[2]
-    index = z.new_zeros(heads, groups, count, rounds, dtype=torch.int32)
+    heads, groups, count = z.shape[:3]
+    centres, width = books.shape[1], books.shape[-1]
+    index = z.new_zeros(heads, groups, count, most, dtype=torch.int32)
     padded = max(16, triton.next_power_of_2(width))
     block = 16
     arguments: dict[str, Any] = dict(
-        p_z=z.clone(memory_format=torch.contiguous_format), p_rows=books, p_index=index, N=count,
-        ROUNDS=rounds, CENTRES=centres, C_PAD=min(64, max(16, centres)), BLOCK=block, **launch_options(),
+        p_z=z.clone(memory_format=torch.contiguous_format), p_rows=books, p_places=places, p_index=index, N=count,
+        MOST=most, GROUPS=groups, CENTRES=centres, C_PAD=min(64, max(16, centres)), BLOCK=block, **launch_options(),
     )  # fmt: skip
     grid = (triton.cdiv(count, block), heads * groups)
     if pairs is not None:

@@ -5,7 +5,8 @@ key/value heads, G groups of g pairs (G * g = head_dim / 2), R rounds of N centr
 
     keys.{layer}.codebooks    [H, G, R, N, g, 2]          real and imaginary parts
     keys.{layer}.weights      [H, head_dim / 2]           optional: scales of the pairs before coding
-    values.{layer}.codebooks  [H, G, R, N, head_dim / G]  the residual form, or instead the paper's encoder form:
+    keys.{layer}.errors       [H, R + 1]                  optional: expected error after each number of rounds
+    values.{layer}.codebooks  [H, G, R, N, head_dim / G]  the residual form (with `errors` likewise), or the paper's:
     values.{layer}.weight1    [hidden, H * head_dim]      values.{layer}.bias1  [hidden]
     values.{layer}.weight2    [bits, hidden]              values.{layer}.bias2  [bits]
     values.{layer}.codebook   [bits, H * head_dim]
@@ -13,7 +14,7 @@ key/value heads, G groups of g pairs (G * g = head_dim / 2), R rounds of N centr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -22,13 +23,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from kvcache_compress.codecs.base import Side
+from kvcache_compress.codecs.allocation import allocate
+from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.files.tensors import open_tensors
 from kvcache_compress.modeling.model_file import ModelFacts, ModelFile, open_model_file, write_model_file
 from kvcache_compress.validation.messages import on_one_line, quoted
 
+from .additive import code_bytes
+
 FORMAT, VERSION = "kvcache_compress.commvq", "1"
 ENCODER = ("weight1", "bias1", "weight2", "bias2", "codebook")
+PARTS = {"keys": ("codebooks", "errors", "weights"), "values": ("codebooks", "errors", *ENCODER)}
+"""Tensors of a layer's side."""
 CENTRES, GROUP_PAIRS = 64, 64
 ALLOWED_CENTRES = {"keys": (2, 4, 8, 16, 32, 64), "values": (2, 4, 8, 16, 32, 64, 256)}
 
@@ -52,6 +58,17 @@ def code_bits(side: Side, centres: int = CENTRES) -> int:
 def rounds_for(bits: float, side: Side, head_dim: int, groups: int, centres: int = CENTRES) -> int:
     """Residual rounds that come closest to `bits` code bits per number, such as 21 for keys at 2 bits and D = 128."""
     return max(1, round(bits * head_dim / (groups * code_bits(side, centres))))
+
+
+def share_rounds(errors: Sequence[Sequence[float]], groups: int, bits: int, most_bytes: int) -> tuple[int, ...]:
+    """Share a token's bytes out among heads: rounds of each, at least one, with the least error in all.
+
+    errors: of each head, the expected error after 0, 1, 2 ... rounds.
+    groups, bits: a round of a head has `groups` codes of so many bits; the codes of a head fill whole bytes.
+    most_bytes: bytes per token for all heads together.
+    """
+    sizes = [[code_bytes(groups * count, bits) for count in range(1, len(error))] for error in errors]
+    return tuple(1 + number for number in allocate(sizes, [error[1:] for error in errors], most_bytes))
 
 
 @dataclass(frozen=True)
@@ -90,18 +107,42 @@ class CodebookHeader:
                 return shape[0], shape[1], shape[2], shape[3]
         raise refusal(self.path, f"it holds no {side}")
 
+    def meant_rounds(self, side: Side) -> int | None:
+        """Rounds of a head on average that calibration was to make; None in files where heads do not share them."""
+        return self.data.get("rounds", {}).get(side)
+
     def rounds(self, side: Side, bits: float | None) -> int:
-        """Number of rounds for `bits` code bits per number, by default all: the first ones can be used alone.
+        """Number of rounds of a head for `bits` code bits per number, on average: the first ones can be used alone.
+
+        By default those that calibration was to make; where heads share them, the file has some to spare.
 
         Raises:
             ValueError: the file has fewer rounds.
         """
         _, groups, available, centres = self.shape(side)
-        wanted = available if bits is None else rounds_for(bits, side, self.head_dim, groups, centres)
+        wanted: int = (
+            (self.meant_rounds(side) or available)
+            if bits is None
+            else rounds_for(bits, side, self.head_dim, groups, centres)
+        )
         if wanted > available:
             most = available * groups * code_bits(side, centres) / self.head_dim
             raise ValueError(f"bits={bits:g} for commvq: the {side} in {self.path!r} have {most:.3g}")
         return wanted
+
+    def row_bytes(self, side: Side, bits: float | None) -> int:
+        """Bytes of a token's codes per head, on average."""
+        _, groups, _, centres = self.shape(side)
+        return code_bytes(groups * self.rounds(side, bits), code_bits(side, centres))
+
+    def rounds_of_heads(
+        self, side: Side, bits: float | None, heads: int, errors: torch.Tensor | None
+    ) -> tuple[int, ...]:
+        """Rounds of each of `heads` heads: shared out by their `errors` `[heads, R + 1]`, or all alike without them."""
+        if errors is None:
+            return (self.rounds(side, bits),) * heads
+        _, groups, _, centres = self.shape(side)
+        return share_rounds(errors.tolist(), groups, code_bits(side, centres), heads * self.row_bytes(side, bits))
 
     def encoder_share(self, bits: float | None) -> int:
         """Bits of the encoder per token and head.
@@ -175,9 +216,9 @@ def _shape_problem(header: CodebookHeader) -> str | None:
     kinds: dict[tuple[str, str], tuple[int, ...]] = {}
     for name, shape in header.shapes.items():
         side, layer, kind = [*name.split("."), "", ""][:3]
-        known = (f"{side}.{layer}.codebooks", f"keys.{layer}.weights", *(f"values.{layer}.{part}" for part in ENCODER))
+        known = kind in PARTS.get(side, ()) and name == f"{side}.{layer}.{kind}"
         numbered = layer.isdecimal() and len(layer) < 6 and int(layer) < header.facts.layers
-        if name not in known or not numbered:
+        if not known or not numbered:
             return f"an unexpected tensor {name!r}"
         if shape != kinds.setdefault((side, kind), shape):
             return f"{name} of shape {list(shape)}, where another layer has {list(kinds[side, kind])}"
@@ -188,8 +229,17 @@ def _shape_problem(header: CodebookHeader) -> str | None:
         fits = divisible and shape[0] == heads and shape[2] > 0 and shape[4:] == parts
         if kind == "weights" and shape != (heads, dim // 2):
             return f"weights of shape {list(shape)} for {heads} heads of {dim}"
+        if kind == "errors" and shape != (heads, kinds.get((side, "codebooks"), (0,) * 3)[2] + 1):
+            return f"errors of {side} of shape {list(shape)} for {heads} heads"
         if kind == "codebooks" and not (fits and shape[3] in ALLOWED_CENTRES.get(side, ())):
             return f"{kind} of {side} of shape {list(shape)} for {heads} heads of {dim}"
+    meant = header.data.get("rounds", {})
+    for side in SIDES if isinstance(meant, dict) else ():
+        rounds, made = meant.get(side), kinds.get((side, "codebooks"), (0, 0, 0))[2]
+        if rounds is not None and made and not (type(rounds) is int and 1 <= rounds <= made):
+            return f"rounds={rounds!r} of {side}, which have {made}"
+    if not isinstance(meant, dict):
+        return f"rounds={meant!r}"
     encoder = [kinds.get(("values", part), ()) for part in ENCODER]
     if any(encoder):
         hidden, bits, width = (encoder[0] or (0,))[0], header.encoder_bits, heads * dim
@@ -214,8 +264,8 @@ def _names(header: CodebookHeader, side: Side, layer: int) -> list[str]:
     names = [f"{side}.{layer}.{part}" for part in (ENCODER if encoder else ("codebooks",))]
     if missing := [name for name in names if name not in header.shapes]:
         raise refusal(header.path, f"it holds no {side} of layer {layer} ({missing[0]})")
-    weights = f"{side}.{layer}.weights"
-    return [*names, weights] if weights in header.shapes else names
+    optional = (f"{side}.{layer}.{part}" for part in ("weights", "errors"))
+    return [*names, *(name for name in optional if name in header.shapes)]
 
 
 def load_layer(header: CodebookHeader, side: Side, layer: int, device: torch.device) -> dict[str, torch.Tensor]:

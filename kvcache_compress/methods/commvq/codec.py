@@ -50,9 +50,8 @@ class CommVQOptions(MethodOptions):
     """Options of `commvq`, for one side.
 
     codebooks: path of the model's codebook file; without one a cache can be estimated but not built.
-    bits: code bits per number, which set the number of residual rounds; by default all rounds in the file.
-    scalar: number stored per head and token (`norm` is the paper's); by default `match` for keys, `unbiased` for
-        values.
+    bits: code bits per number, which set the number of residual rounds; by default those of the calibration.
+    scalar: number stored per head and token, by default `match` (`norm` is the paper's).
     any_model: accept a file for a model of another name, as long as dimensions and RoPE agree.
     """
 
@@ -83,7 +82,7 @@ class CommVQCodec(Codec):
         heads = _local_heads(header, context)
         if context.side == "keys" and context.rope is None:
             raise ValueError("commvq for keys needs the model's rotary position embeddings")
-        self.scalar: Scalar = options.scalar or ("match" if context.side == "keys" else "unbiased")
+        self.scalar: Scalar = options.scalar or "match"
         tensors = load_layer(header, context.side, context.layer, context.device)
         if context.heads < header.kv_heads:
             tensors = {name: tensor[heads].clone() for name, tensor in tensors.items()}
@@ -91,28 +90,25 @@ class CommVQCodec(Codec):
         self.chunks_on_cpp = not self.encoder
         self.weights = tensors.get("weights")
         """float16 `[H, D / 2]`, scales of the pairs of keys before coding, or None."""
-        self.codebooks: torch.Tensor | None = None
-        """float16 `[H, G, R, N, 2, g]` for keys, `[H, G, R, N, w]` for values; None with the encoder."""
+        self.books: ResidualBooks | None = None
+        """Residual codebooks; None with the encoder."""
         if not self.encoder:
-            books = tensors["codebooks"][:, :, : header.rounds(context.side, options.bits)]
-            books = books.mT if context.side == "keys" else books
-            # Copied even if the order stays: tensors of a file start anywhere, and rows should fill cache lines.
-            self.codebooks = books.clone(memory_format=torch.contiguous_format)
+            books, row = tensors["codebooks"], self.fields[0].shape[0]
+            rounds = header.rounds_of_heads(context.side, options.bits, context.heads, tensors.get("errors"))
+            self.books = ResidualBooks.of_heads(books.mT if context.side == "keys" else books, rounds, row)
 
     @classmethod
     def layout(cls, options: CommVQOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         check_head_dim(cls.name, head_dim, 16, 16)
         scale = Field("scale", torch.float16)
-        groups, centres = group_count(head_dim), CENTRES
         if options.codebooks is None:
+            groups = group_count(head_dim)
             rounds = rounds_for(options.bits or DEFAULT_BITS, side, head_dim, groups)
-        else:
-            header = read_header(options.codebooks)
-            if side == "values" and header.encoder_bits:
-                return (*code_fields(1, header.encoder_share(options.bits)), scale)
-            _, groups, _, centres = header.shape(side)
-            rounds = header.rounds(side, options.bits)
-        return Field("codes", torch.uint8, (additive.code_bytes(groups * rounds, code_bits(side, centres)),)), scale
+            return Field("codes", torch.uint8, (additive.code_bytes(groups * rounds, code_bits(side)),)), scale
+        header = read_header(options.codebooks)
+        if side == "values" and header.encoder_bits:
+            return (*code_fields(1, header.encoder_share(options.bits)), scale)
+        return Field("codes", torch.uint8, (header.row_bytes(side, options.bits),)), scale
 
     @classmethod
     def rope_use(cls, options: CommVQOptions, side: Side) -> RopeUse:
@@ -124,18 +120,25 @@ class CommVQCodec(Codec):
 
     @classmethod
     def constant_size(cls, options: CommVQOptions, side: Side, head_dim: int, heads: int) -> int:
-        """Bytes of the codebooks of a layer; without a file, of residual codebooks of `options.bits`."""
-        if options.codebooks is not None:
+        """Bytes of the codebooks of a layer, for rounds that heads share those of a layer on average."""
+        if options.codebooks is not None and side == "values" and read_header(options.codebooks).encoder_bits:
             return super().constant_size(options, side, head_dim, heads)
-        cls.layout(options, side, head_dim)
-        rounds = rounds_for(options.bits or DEFAULT_BITS, side, head_dim, group_count(head_dim))
-        weights = heads * head_dim // 2 if side == "keys" else 0
-        return torch.float16.itemsize * (heads * rounds * CENTRES * head_dim + weights)
+        if options.codebooks is None:
+            cls.layout(options, side, head_dim)
+            rounds, centres = rounds_for(options.bits or DEFAULT_BITS, side, head_dim, group_count(head_dim)), CENTRES
+            weighed = side == "keys"
+        else:
+            header = read_header(options.codebooks)
+            rounds, centres = header.rounds(side, options.bits), header.shape(side)[3]
+            weighed = any(name.endswith(".weights") for name in header.shapes) and side == "keys"
+        weights = heads * head_dim // 2 if weighed else 0
+        places = 3 * heads * torch.int32.itemsize
+        return torch.float16.itemsize * (heads * rounds * centres * head_dim + weights) + places
 
-    def _books(self) -> ResidualBooks:
-        if self.codebooks is None:
+    def _residual(self) -> ResidualBooks:
+        if self.books is None:
             raise RuntimeError("the encoder form of values has no residual codebooks")
-        return ResidualBooks(self.codebooks)
+        return self.books
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         x = x.float()
@@ -151,7 +154,7 @@ class CommVQCodec(Codec):
             return codes, self._scale(x / norm.clamp_min(1e-30)[..., None], point, norm, usual)
         norm = x.norm(dim=-1)
         z = x / norm.clamp_min(1e-30)[..., None]
-        codes, point = self._books().encode(z, self.backend)
+        codes, point = self._residual().encode(z, self.backend)
         return codes, self._scale(z, point, norm, norm)
 
     def _scale(self, z: torch.Tensor, point: torch.Tensor, norm: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
@@ -167,7 +170,7 @@ class CommVQCodec(Codec):
     def _decoded(self, fields: Fields) -> torch.Tensor:
         """Decode residual codes to float32 `[B, H, T, D]`; keys before RoPE, the two channels of a pair together."""
         packed, scale = fields
-        return self._books().decode(packed) * scale.float()[..., None]
+        return self._residual().decode(packed) * scale.float()[..., None]
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         if self.encoder:
@@ -212,15 +215,15 @@ class CommVQCodec(Codec):
 
         if self.encoder:
             return CPUSide("bits", basis=self.encoder.codebook())
-        assert self.codebooks is not None
+        books = self._residual()
         if self.context.side == "values":
-            return CPUSide("additive", tables=(self.codebooks,))
+            return CPUSide("additive", (books.groups,), (books.books, books.places))
         assert self.context.rope is not None
         order = self.context.rope.order
         in_order = order == tuple(range(len(order)))
-        basis = None if in_order else torch.eye(len(order), device=self.codebooks.device)[[*order]][None]
-        tables = (self.codebooks,) if self.weights is None else (self.codebooks, self.weights)
-        return CPUSide("complex", tables=tables, basis=basis)
+        basis = None if in_order else torch.eye(len(order), device=books.books.device)[[*order]][None]
+        weights = () if self.weights is None else (self.weights,)
+        return CPUSide("complex", (books.groups,), (books.books, books.places, *weights), basis)
 
 
 def _local_heads(header: CodebookHeader, context: CodecContext) -> slice:

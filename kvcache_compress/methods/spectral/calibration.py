@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.cache_utils import DynamicCache
 
 from kvcache_compress.modeling.calibration.command import Report, calibration, check_output
-from kvcache_compress.modeling.calibration.observed_attention import observed_attention
+from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS, observed_attention
 from kvcache_compress.modeling.calibration.text import read_windows
 from kvcache_compress.modeling.decoder import is_full_attention
 from kvcache_compress.modeling.facts import head_shape
@@ -22,7 +22,7 @@ from kvcache_compress.modeling.model_file import ModelFacts
 from kvcache_compress.modeling.rope import Rope, RopeLayout, layer_has_rope, rope_layout, rotary_embedding
 
 from .codec import GROUP
-from .moments import RECENT, SAMPLED, SINKS, GroupRope, KeyMoments, MeanSums, Window, place_factors
+from .moments import SAMPLED, GroupRope, KeyMoments, MeanSums, Window, place_factors
 from .statistics_file import GROUPS, PARTS, write_statistics
 from .transform import spectral_basis
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from kvcache_compress.modeling.calibration.observed_attention import attention_paid
 from kvcache_compress.modeling.rope import Rope, RopeLayout
 
 from .transform import Moments, mean_table
 
-SINKS, RECENT = 16, 64
-"""Tokens at the ends of a calibration window that count as sinks and as recent ones."""
 SAMPLED = 160
 """Query positions looked at per window."""
 RUN_NUMBERS = 1 << 23
@@ -112,7 +111,7 @@ class Window:
         return turned[0].view(by_group.shape).transpose(1, 2)
 
     def weights(self, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums of `attention_weights` by key, `[H, n, group]`, and by query and group, `[H, G * R, n]`."""
+        """Sums of p (1 - p) by key, `[H, n, group]`, and by query and group, `[H, G * R, n]`."""
         keys, query = self.keys[heads].float(), self.queries(heads)
         count, sampled = query.shape[1], max(1, len(self.at))
         by_key = keys.new_zeros(len(keys), self.groups, self.group)
@@ -123,12 +122,12 @@ class Window:
         if mask is not None and len(mask) > 1:
             mask = mask.unflatten(0, (self.keys.shape[0], -1))[heads].flatten(1, 2)
         for rows in torch.arange(count, device=keys.device).split(max(1, RUN_NUMBERS // max(1, keys[..., 0].numel()))):
-            found = attention_weights(
+            paid = attention_paid(
                 query[:, rows], keys, self.at[rows % sampled], self.scaling, None if aux is None else aux[:, rows],
                 softcap=self.softcap, mask=None if mask is None else mask[:, rows % mask.shape[1]],
                 sinks=self.sinks, recent=self.recent,
             )  # fmt: skip
-            grouped = self.in_groups(found)
+            grouped = self.in_groups((1 - paid).mul_(paid))
             by_key += grouped.sum(1)
             by_group[:, rows] = grouped.sum(-1)
         return by_key, by_group
@@ -230,36 +229,3 @@ class KeyMoments:
         """The moments themselves: sums divided by their totals."""
         weight = self.weight.clamp_min(1e-30)[:, None, None]
         return Moments(self.keys / weight, self.plain / max(1, self.tokens), self.queries / weight)
-
-
-def attention_weights(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    at: torch.Tensor,
-    scaling: float,
-    s_aux: torch.Tensor | None = None,
-    *,
-    softcap: float | None = None,
-    mask: torch.Tensor | None = None,
-    sinks: int = SINKS,
-    recent: int = RECENT,
-) -> torch.Tensor:
-    """p (1 - p) `[H, R, T]` that queries `[H, R, D]` at positions `at` `[R]` pay keys `[H, T, D]`; none to the ends.
-
-    s_aux: learned logits `[H, R]` that join the softmax's denominator.
-    softcap, mask, sinks, recent: see `Window`.
-    """
-    place = torch.arange(keys.shape[1], device=keys.device)
-    scores = (query.float() * scaling) @ keys.float().mT
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
-        scores = scores if mask.dtype == torch.bool else scores + mask.float()
-        scores = scores.masked_fill(hidden, -torch.inf)
-    scores.masked_fill_(place > at[:, None], -torch.inf)
-    if s_aux is not None:
-        scores = torch.cat([scores, s_aux.float()[..., None]], -1)
-    p = scores.softmax(-1)[..., : keys.shape[1]]
-    weights = (1 - p).mul_(p).masked_fill_((place < sinks) | (at[:, None] - place < recent), 0.0)
-    return weights if mask is None else weights.nan_to_num_()  # rows of padding see nothing

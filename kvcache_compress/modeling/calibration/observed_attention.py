@@ -1,4 +1,4 @@
-"""Observe the queries and keys of a model's attention, as its attention function gets them."""
+"""Observe the queries and keys of a model's attention, and the attention that queries pay."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+SINKS, RECENT = 16, 64
+"""Tokens at the ends of a calibration window that count as sinks and as recent ones."""
 Observer = Callable[[int, torch.Tensor, torch.Tensor, dict[str, Any]], None]
 """Called with the layer's index, queries `[B, Hq, T, D]`, keys `[B, H, T, D]` and the call's options."""
 
@@ -41,3 +43,36 @@ def observed_attention(model: PreTrainedModel, observer: Observer) -> Iterator[b
         del ALL_ATTENTION_FUNCTIONS[name]
         if before is not None:
             ALL_ATTENTION_FUNCTIONS[name] = before
+
+
+def attention_paid(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    at: torch.Tensor,
+    scaling: float,
+    s_aux: torch.Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    mask: torch.Tensor | None = None,
+    sinks: int = SINKS,
+    recent: int = RECENT,
+) -> torch.Tensor:
+    """Attention `[H, R, T]` that queries `[H, R, D]` at positions `at` `[R]` pay keys `[H, T, D]`; none to the ends.
+
+    scaling, softcap, mask: as in `attention.reference.attend`; the mask is `[H or 1, R, T]`, None masks the future.
+    s_aux: learned logits `[H, R]` that join the softmax's denominator.
+    sinks, recent: tokens at the ends that are not encoded, whose attention is set to zero.
+    """
+    place = torch.arange(keys.shape[1], device=keys.device)
+    scores = (query.float() * scaling) @ keys.float().mT
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+        scores = scores if mask.dtype == torch.bool else scores + mask.float()
+        scores = scores.masked_fill(hidden, -torch.inf)
+    scores.masked_fill_(place > at[:, None], -torch.inf)
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.float()[..., None]], -1)
+    p = scores.softmax(-1)[..., : keys.shape[1]].masked_fill_((place < sinks) | (at[:, None] - place < recent), 0.0)
+    return p if mask is None else p.nan_to_num_()  # rows of padding see nothing

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.fake_hub import FakeHub
 from support.saved_model import saved_model
 from torch.nn.functional import normalize
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -28,7 +27,7 @@ from kvcache_compress.files.lock import only_one
 from kvcache_compress.methods.commvq import additive
 from kvcache_compress.methods.commvq.calibration import CommVQSettings, calibrate_commvq
 from kvcache_compress.methods.commvq.calibration import calibrate as commvq
-from kvcache_compress.methods.commvq.calibration.calibrate import Report, split_windows
+from kvcache_compress.methods.commvq.calibration.calibrate import ERRORS_MOST, Report, split_windows
 from kvcache_compress.methods.commvq.calibration.collect import collect, read_layer
 from kvcache_compress.methods.commvq.calibration.em import Schedule
 from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule, encoder_bits
@@ -119,7 +118,9 @@ def test_collecting_holds_one_window(model: LlamaForCausalLM, tmp_path: Path) ->
     collect(model, torch.zeros(20, CONTEXT, dtype=torch.long), tmp_path, [0, 2])
     assert len(most) == 21
     assert max(most) <= 2  # the last window's cache is freed when the next one gets its name
-    assert sum(file.stat().st_size for file in tmp_path.iterdir()) == 2 * 2 * 20 * CONTEXT * HEADS * HEAD_DIM * 2
+    numbers = 20 * CONTEXT * HEADS
+    of_layer = 2 * numbers * HEAD_DIM * torch.float16.itemsize + 2 * numbers * torch.float32.itemsize
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) == 2 * of_layer
 
 
 @pytest.mark.parametrize("values", ["residual", "encoder"])
@@ -246,7 +247,7 @@ def test_a_damaged_part_is_made_again(model: LlamaForCausalLM, text: list[str], 
     part = interrupted(model, text, output) / "layer-001.safetensors"
     part.write_bytes(part.read_bytes()[:100])
     assert "2 of 3 layers" in calibrate(model, text, output)[0]
-    assert len(load_file(output)) == 3 * LAYERS  # codebooks of both sides, weights of keys
+    assert len(load_file(output)) == 5 * LAYERS  # codebooks and errors of both sides, weights of keys
 
 
 def test_workers_train_the_same(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
@@ -291,6 +292,48 @@ def test_queries_weigh_pairs(model: LlamaForCausalLM, tmp_path: Path) -> None:
     assert ALL_ATTENTION_FUNCTIONS[name] is before
 
 
+def test_heads_share_rounds_by_the_cost_of_their_errors(
+    model: LlamaForCausalLM, text: list[str], tmp_path: Path
+) -> None:
+    """The head with large values has more rounds of them; the bytes are those of even rounds."""
+    output = tmp_path / "books.safetensors"
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight[HEAD_DIM:] *= 8
+    calibrate(model, text, output, value_rounds=6, context=128, tokens=896)
+    header, file = read_header(str(output)), load_file(output)
+    assert header.data["rounds"] == {"keys": 5, "values": 6}
+    assert file["values.0.codebooks"].shape[2] == 9
+    even = tmp_path / "even.safetensors"
+    calibrate(model, text, even, value_rounds=6, context=128, tokens=896, share_rounds=False)
+    assert load_file(even)["values.0.codebooks"].shape[2] == 6
+    held = []
+    for path in (output, even):
+        cache = CommVQCache(model.config, path, sink_tokens=2, recent_tokens=4)
+        model(input_ids=torch.arange(48)[None], past_key_values=cache)
+        held.append([layer.storage.sides["values"].codec.bits_per_number() for layer in cache.layers])
+        for layer in range(LAYERS if path == output else 0):
+            errors = file[f"values.{layer}.errors"]
+            assert errors.shape == (HEADS, 10)
+            assert errors[1, 0] == ERRORS_MOST
+            assert errors[0, 0] < 0.1 * ERRORS_MOST
+            first, second = header.losses[str(layer)]["values"]["of_heads"]
+            assert first < 6 < second
+            assert cache.layers[layer].storage.sides["values"].codec.books.rounds == (first, second)
+    assert held[0] == held[1]
+
+
+@pytest.mark.parametrize("groups", [2, 8])
+def test_groups_and_centres(model: LlamaForCausalLM, text: list[str], tmp_path: Path, groups: int) -> None:
+    output = tmp_path / "books.safetensors"
+    calibrate(model, text, output, groups=groups, centres=4)
+    assert read_header(str(output)).shape("keys")[1] == groups
+    assert read_header(str(output)).shape("values")[3] == 4
+    cache = CommVQCache(model.config, output, sink_tokens=2, recent_tokens=4)
+    model(input_ids=torch.arange(48)[None], past_key_values=cache)
+    assert cache.packed_tokens == 32
+
+
 def test_weighted_keys_in_every_path(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
     """Weighted keys decode close to the originals, and fused attention in torch and Triton agrees with decoding."""
     output = tmp_path / "books.safetensors"
@@ -315,15 +358,6 @@ def test_weighted_keys_in_every_path(model: LlamaForCausalLM, text: list[str], t
         torch.testing.assert_close(logits[backend], logits[None], atol=1e-4, rtol=1e-4)
 
 
-def test_windows_are_spread_over_the_text(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(chr(i % 64) for i in range(600)))
-    windows, _ = read_windows([str(path)], Characters(), 256, 64)  # type: ignore[arg-type]
-    assert windows.shape == (4, 64)
-    assert (windows[:, 0] == 3).all()
-    assert windows[-1, -1] == 599 % 64
-
-
 def test_what_is_refused(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
     output = tmp_path / "books.safetensors"
     with pytest.raises(ValueError, match=r"text='nowhere.txt': no such file"):
@@ -332,6 +366,12 @@ def test_what_is_refused(model: LlamaForCausalLM, text: list[str], tmp_path: Pat
         calibrate(model, text, output, tokens=4096)
     with pytest.raises(ValueError, match=r"bits=3 for commvq: allowed 1, 2"):
         calibrate(model, text, output, bits=3)
+    with pytest.raises(ValueError, match=r"groups=3 for commvq: heads of 16 numbers allow 1, 2, 4, 8"):
+        calibrate(model, text, output, groups=3, key_rounds=2, value_rounds=2)
+    with pytest.raises(
+        ValueError, match=r"bits=1 for commvq: with 8 groups of 64 centres a round of keys takes 6 bits"
+    ):
+        calibrate(model, text, output, groups=8, bits=1, centres=64)
     with pytest.raises(ValueError, match=r"allowed are files that end in \.safetensors"):
         calibrate(model, text, tmp_path / "books.bin")
     without_rope = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64))
@@ -340,6 +380,7 @@ def test_what_is_refused(model: LlamaForCausalLM, text: list[str], tmp_path: Pat
     for changes, message in (
         ({"centres": 7}, "centres=7 for commvq: allowed 2, 4"),
         ({"context": 1}, "context=1 for commvq"),
+        ({"groups": 0}, "groups=0 for commvq: allowed at least 1"),
         ({"tokens": 127}, "tokens=127 for commvq: allowed at least two windows of 64"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -371,46 +412,8 @@ def test_pairs_weigh_alike_as_in_the_paper(
         assert not [name for name in load_file(path) if name.endswith("weights")]
         CommVQCache(model.config, path)
     one, other = load_file(plain), load_file(eager)
-    assert all(((one[name] - other[name]).abs() < 0.05).float().mean() > 0.9 for name in one)
-
-
-def test_large_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large files are read in blocks from beginning to end, even if cut inside multi-byte characters."""
-    path = tmp_path / "text.txt"
-    path.write_text("".join(chr(0x20AC + i // 1000) for i in range(40_000)), encoding="utf-8")
-    monkeypatch.setattr("kvcache_compress.modeling.calibration.text._WHOLE_BYTES", 1000)
-    monkeypatch.setattr("kvcache_compress.modeling.calibration.text._BLOCK_BYTES", 500)
-    seen: list[str] = []
-
-    class Recorded(Characters):
-        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-            seen.append(text)
-            return super().__call__(text, **options)
-
-    windows, _ = read_windows([str(path)], Recorded(), 128, 32)  # type: ignore[arg-type]
-    assert windows.shape == (4, 32)
-    assert sum(len(part) for part in seen) < 1500
-    assert {ord(part[0]) - 0x20AC for part in seen if part} == {0, 9, 19, 29, 39}
-    assert not any("\ufffd" in part for part in seen)
-    path.write_bytes(b"\xff" * 5000)
-    with pytest.raises(ValueError, match="not a text in UTF-8"):
-        read_windows([str(path)], Characters(), 128, 32)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["owner/data", "mlfoundations/dclm-baseline-1.0", "owner/data:part.en"])
-def test_a_dataset_on_the_hub(name: str, hub: FakeHub) -> None:
-    """Only as many rows of a dataset are read as needed."""
-    hub.dataset = ({"text": chr(32 + i) * 20} for i in range(50))
-    windows, _ = read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
-    assert windows.shape == (4, 32)
-    owner, _, part = name.partition(":")
-    assert hub.asked == [((owner, part or None), {"split": "train", "streaming": True})]
-    hub.dataset = [{"words": "a"}]
-    with pytest.raises(ValueError, match="has no column 'text', but words"):
-        read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
-    hub.dataset = ConnectionError("offline")
-    with pytest.raises(ValueError, match="the hub has no such dataset: offline"):
-        read_windows([name], Characters(), 128, 32)  # type: ignore[arg-type]
+    books = [name for name in one if name.endswith("codebooks")]
+    assert all(((one[name] - other[name]).abs() < 0.05).float().mean() > 0.9 for name in books)
 
 
 def run_command(*options: str) -> Any:
@@ -426,18 +429,26 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: str) -
     text, output = tmp_path / "text.txt", tmp_path / "books.safetensors"
     text.write_text("".join(chr(32 + (i * i + i // 7) % 90) for i in range(3000)))
     given = ("--text", str(text), "--output", str(output), "--tokens", "2048", "--quick", "--bits", "1")
-    given += ("--model", saved_model())
+    given += ("--model", saved_model(), "--centres", "8", "--groups", "2")
     result = run_command(*given, "--values", values, "--key-rounds", "2", "--value-rounds", "2", "--no-weigh-pairs")
     assert result.exit_code == 0, result.output
     assert "reading text: 1 of 2," in result.output
     assert re.search(r"training: \d+ of \d+, \d+ s left", result.output)
     header = read_header(str(output))
     assert header.options["weigh_pairs"] is False
+    assert header.shape("keys") == (2, 2, 3, 8), "rounds to spare for heads to share"
     rows = [line.split("│") for line in result.output.splitlines() if line.startswith("│ values")]
     for row, windows, kind in zip(rows, ("trained on", "held out"), ("rounds", "held_out"), strict=True):
-        assert [row[2].strip(), row[3].strip()] == ["encoder" if values == "encoder" else "2", windows]
-        found = [layer["values"].get(kind, layer["values"].get("encoder")) for layer in header.losses.values()]
-        ends = found if values == "encoder" else [head[-1] for heads in found for head in heads]
+        layers = [layer["values"] for layer in header.losses.values()]
+        if values == "encoder":
+            rounds, ends = "encoder", [layer["encoder" if kind == "rounds" else kind] for layer in layers]
+        else:
+            shares = [
+                (count, error) for layer in layers for count, error in zip(layer["of_heads"], layer[kind], strict=True)
+            ]
+            rounds = f"{min(shares)[0]}-{max(shares)[0]}" if min(shares)[0] < max(shares)[0] else "2"
+            ends = [error[count - 1] for count, error in shares]
+        assert [row[2].strip(), row[3].strip()] == [rounds, windows]
         assert [float(figure) for figure in row[4:7]] == pytest.approx(
             [min(ends), sum(ends) / len(ends), max(ends)], abs=1e-4
         )

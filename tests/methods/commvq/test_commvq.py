@@ -24,7 +24,12 @@ from kvcache_compress import (
     register_position_hooks,
 )
 from kvcache_compress.methods.commvq import additive
-from kvcache_compress.methods.commvq.codebook_file import describe_model, group_count, rounds_for, write_codebooks
+from kvcache_compress.methods.commvq.codebook_file import (
+    describe_model,
+    group_count,
+    rounds_for,
+    write_codebooks,
+)
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 from kvcache_compress.registry import get_method
 from kvcache_compress.storage.rope_track import _warn_of_positions
@@ -41,6 +46,7 @@ def encoder(head_dim: int) -> dict[str, Any]:
 
 
 _SIDE = {"method": "commvq", "codebooks": codebook_file(32)}
+_SHARED = {"method": "commvq", "codebooks": codebook_file(32, shared=True)}
 _TURBOQUANT = {"method": "turboquant", "bits": 3}
 CONTRACT = {
     "commvq": {"keys": _SIDE, "values": _SIDE},
@@ -49,6 +55,7 @@ CONTRACT = {
         "values": {"method": "commvq", "codebooks": codebook_file(32, encoder_bits=96)},
     },
     "commvq-turboquant": {"keys": _SIDE, "values": _TURBOQUANT},
+    "commvq-shared": {"keys": _SHARED, "values": _SHARED},
 }
 KERNEL_PAIRS = {
     "commvq": (commvq(), commvq()),
@@ -56,11 +63,25 @@ KERNEL_PAIRS = {
         commvq(groups=2, key_shape=(2, 64), weighed=True),
         commvq(groups=2, value_shape=(4, 64), scalar="norm"),
     ),
+    "commvq-shared": (commvq(shared=True), commvq(shared=True)),
+    "commvq-shared-groups": (
+        commvq(groups=2, key_shape=(2, 32), shared=True),
+        commvq(groups=2, value_shape=(3, 64), shared=True),
+    ),
+    "commvq-short-rows": (
+        commvq(groups=2, key_shape=(1, 8), shared=True, heads=2),
+        commvq(groups=2, value_shape=(2, 8), shared=True),
+    ),
     "commvq-none": (commvq(key_shape=(2, 8), scalar="norm"), ("none", {})),
     "none-commvq-encoder": (("none", {}), ("commvq", encoder)),
     "turboquant-commvq": (("turboquant", {"bits": 3}), commvq(value_shape=(3, 256))),
 }
-ENCODERS = [commvq(), commvq(groups=2, key_shape=(2, 64), value_shape=(2, 256)), ("commvq", encoder, "values")]
+ENCODERS = [
+    commvq(),
+    commvq(groups=2, shared=True),
+    commvq(groups=2, key_shape=(2, 64), value_shape=(2, 256)),
+    ("commvq", encoder, "values"),
+]
 
 Make = Callable[..., Any]
 
@@ -119,7 +140,7 @@ def test_points_of_the_codebook_come_back(make_codec: Make) -> None:
     codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=str(path))
     generator = torch.Generator().manual_seed(0)
     index = torch.randint(4096, (HEADS, 1, 48, 1), generator=generator)
-    z = codec._books()._by_token(codec._books().points(index), torch.empty(2, HEADS, 24))
+    z = codec.books._by_token(codec.books.points(index), torch.empty(2, HEADS, 24))
     z = z / z.norm(dim=-1, keepdim=True) * (torch.rand(2, HEADS, 24, 1, generator=generator) * 50 + 1)
     rope = random_track(half_layout(64), 2, 24).read(0, 24)
     x = half_layout(64).rotate(half_layout(64).join(z[..., ::2], z[..., 1::2]), rope)
@@ -152,7 +173,7 @@ def test_codebooks_commute_with_every_rotation(make_codec: Make, name: str) -> N
     config = ROPES[name]
     layout, embed = rope_layout(config, 64), rotary_embedding(config)
     codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=codebook_file(64, key_shape=(4, 64)))
-    books = codec._books().widened()  # [H, 1, R, N, pairs, 2]
+    books = codec.books.widened()  # [H, 1, R, N, pairs, 2]
     codes = torch.randint(64, (HEADS, 1, 50, 4, 2), generator=torch.Generator().manual_seed(0))
 
     def turned(points: torch.Tensor, factors: Any) -> torch.Tensor:

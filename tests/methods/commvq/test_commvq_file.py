@@ -52,6 +52,13 @@ DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         _renamed("keys.-1.codebooks"),
         "an unexpected tensor 'keys.-1.codebooks'",
     ),
+    "errors": (
+        lambda t, m: t.update({"keys.0.errors": torch.zeros(2, 3, dtype=torch.float16)}),
+        r"damaged: errors of keys of shape \[2, 3\] for 2 heads",
+    ),
+    "rounds": (lambda t, m: m.update(data='{"rounds": {"keys": 9}}'), "damaged: rounds=9 of keys, which have 3"),
+    "no rounds": (lambda t, m: m.update(data='{"rounds": "x"}'), "damaged: rounds='x'"),
+    "half rounds": (lambda t, m: m.update(data='{"rounds": {"keys": 2.0}}'), "damaged: rounds=2.0 of keys"),
     "name": (lambda t, m: t.update(other=torch.zeros(1, dtype=torch.float16)), "an unexpected tensor 'other'"),
     "dtype": (lambda t, m: t.update({n: t[n].float() for n in list(t)}), "not F16"),
     "heads": (lambda t, m: m.update(kv_heads="4"), "damaged: codebooks of keys"),

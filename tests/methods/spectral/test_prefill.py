@@ -24,8 +24,9 @@ from kvcache_compress.methods.spectral import moments, prefill
 from kvcache_compress.methods.spectral.calibration import SpectralSettings, _Run
 from kvcache_compress.methods.spectral.codec import SpectralCodec, SpectralOptions
 from kvcache_compress.methods.spectral.digits import allocate_bits
-from kvcache_compress.methods.spectral.moments import RECENT, SINKS, KeyMoments
+from kvcache_compress.methods.spectral.moments import KeyMoments
 from kvcache_compress.methods.spectral.prefill import sampled_positions
+from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS
 
 GROUP, DIM, HEADS = 32, 32, 2
 WINDOWS = {"sink_tokens": 4, "recent_tokens": 8}

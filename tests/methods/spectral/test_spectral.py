@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.hard_keys import with_outlier_channels
+from outlier_model import with_large_means, with_outlier_channels
 from support.method_cases import half_layout
 from support.saved_model import saved_model
 from support.small_model import small_config, small_model
@@ -31,9 +32,9 @@ from kvcache_compress.methods.spectral.digits import (
     split_bits,
     tables,
 )
-from kvcache_compress.methods.spectral.moments import RECENT, SINKS, attention_weights
 from kvcache_compress.methods.spectral.statistics_file import write_statistics
 from kvcache_compress.methods.spectral.transform import mean_table, spectral_basis
+from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS, attention_paid
 from kvcache_compress.modeling.model_file import ModelFacts
 from kvcache_compress.modeling.rope import Rope
 from kvcache_compress.registry import get_method
@@ -234,31 +235,26 @@ def test_a_model_that_computes_the_same_has_the_same_codes() -> None:
 
 
 def test_weights_leave_the_dense_tokens_out() -> None:
-    """Sinks and the recent window get no weight; the rest gets p (1 - p), also beside learned logits."""
+    """Sinks and the recent window get nothing; the rest gets p, also beside learned logits."""
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(1, 3, DIM, generator=generator), torch.randn(1, 200, DIM, generator=generator)
     at = torch.tensor([100, 150, 199])
-    weights = attention_weights(query, key, at, DIM**-0.5)
+    weights = attention_paid(query, key, at, DIM**-0.5)
     p = (query[0, 2] @ key[0].mT * DIM**-0.5).softmax(-1)
     coded = slice(SINKS, 200 - RECENT)
-    assert (weights[0, 2, coded] - (p - p * p)[coded]).abs().max() < 1e-6
+    assert (weights[0, 2, coded] - p[coded]).abs().max() < 1e-6
     assert not weights[..., :SINKS].any()
     assert not weights[0, 2, 200 - RECENT :].any()
-    aux = attention_weights(query, key, at, DIM**-0.5, torch.full((1, 3), 5.0))
+    aux = attention_paid(query, key, at, DIM**-0.5, torch.full((1, 3), 5.0))
     assert aux.sum() < weights.sum()
-
-
-def with_large_mean(model: Any) -> Any:
-    """The model with a large constant in keys of the pair that turns least: nearly the same term in all scores."""
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.k_proj.bias.view(HEADS, DIM)[:, DIM // 2 - 1] += 20.0
-    return model
 
 
 @pytest.mark.parametrize(
     ("change", "bar"),
-    [pytest.param(with_outlier_channels, 0.1, id="outliers"), pytest.param(with_large_mean, 0.2, id="mean")],
+    [
+        pytest.param(with_outlier_channels, 0.1, id="outliers"),
+        pytest.param(partial(with_large_means, bias=20.0), 0.2, id="means"),
+    ],
 )
 def test_hard_keys_change_nothing(change: Callable[[Any], Any], bar: float, tmp_path: Path) -> None:
     """Calibrated on a model and on a twin whose keys are hard, spectral loses the same; plain TurboQuant collapses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -16,30 +17,37 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.codecs.rotation import hashed_seed
+from kvcache_compress.methods.commvq.additive import code_bytes
 from kvcache_compress.methods.commvq.codebook_file import (
     ALLOWED_CENTRES,
     CENTRES,
+    code_bits,
     describe_model,
     group_count,
     rounds_for,
+    share_rounds,
     write_codebooks,
 )
 from kvcache_compress.modeling.calibration.command import Report, check_output
 from kvcache_compress.modeling.calibration.text import read_windows
 from kvcache_compress.modeling.facts import head_shape
 
-from .collect import calibrated_layers, collect, layer_file, read_layer
-from .em import ComplexForm, RealForm, Schedule, residual_losses, train_residual
+from .collect import calibrated_layers, collect, layer_file, read_costs, read_layer
+from .em import ComplexForm, RealForm, Schedule, residual_squares, train_residual
 from .encoder import EncoderSchedule, encoder_loss, train_encoder
 from .parts import Parts
 
-_TRAINING = 4
+_TRAINING = 5
 """Version of the training, increased when it changes, so that parts of different versions are never mixed."""
 HELD_OUT = 8
 """One window in `HELD_OUT`, and at least one, is not trained on: it measures the loss on new text of the same kind."""
 QUICK_SCHEDULE = Schedule(soft_steps=4, soft_vectors=2048, hard_steps=3, hard_vectors=8192, full_steps=1)
 QUICK_ENCODER = EncoderSchedule(steps=400)
 
+ERRORS_MOST = 2.0**15
+"""Largest of a layer's errors in the file, whose ratios count: most of float16's range is below it."""
+SPARE = 1.5
+"""Rounds in the file per round of a head on average, where heads share the rounds."""
 MOST_ROUNDS = 256
 """Most residual rounds: with as many, heads of 128 numbers take more bits than uncompressed ones."""
 
@@ -51,7 +59,10 @@ class CommVQSettings:
     bits: code bits per number, 1 or 2, which set the rounds unless `key_rounds` and `value_rounds` do.
     tokens: calibration tokens, in windows of `context`; about one window in `HELD_OUT` is not trained on.
     values: `residual` codebooks, which are not in the paper, or its `encoder`.
-    key_rounds, value_rounds: residual rounds of each side.
+    key_rounds, value_rounds: residual rounds of each side, of a head on average.
+    share_rounds: give heads unequal numbers of rounds, by the error on held-out text; the paper does not.
+    centres: centres N of a codebook, a power of two up to 64; two indices for keys, one for values name a round's code.
+    groups: groups G of each head, with codes and codebooks of their own; by default one for up to 128 channels.
     weigh_pairs: weigh errors of pairs of keys by the lengths of the queries; the paper does not.
     seed: seed of samples and starting points.
     """
@@ -62,7 +73,9 @@ class CommVQSettings:
     values: Literal["residual", "encoder"] = "residual"
     key_rounds: int | None = None
     value_rounds: int | None = None
+    share_rounds: bool = True
     centres: int = CENTRES
+    groups: int | None = None
     weigh_pairs: bool = True
     seed: int = 0
     schedule: Schedule = field(default_factory=Schedule)
@@ -77,6 +90,8 @@ class CommVQSettings:
             raise ValueError(
                 f"centres={self.centres} for commvq: allowed {', '.join(map(str, ALLOWED_CENTRES['keys']))}"
             )
+        if self.groups is not None and self.groups < 1:
+            raise ValueError(f"groups={self.groups} for commvq: allowed at least 1")
         if self.context < 2:
             raise ValueError(f"context={self.context} for commvq: allowed at least 2")
         if self.tokens < 2 * self.context:
@@ -92,9 +107,41 @@ class CommVQSettings:
         short: dict[str, Any] = {"tokens": 18_432, "schedule": QUICK_SCHEDULE, "encoder": QUICK_ENCODER}
         return cls(**short | changes)
 
+    def groups_of(self, head_dim: int) -> int:
+        """Groups of a head of `head_dim` channels.
+
+        Raises:
+            ValueError: pairs of channels cannot be divided into so many groups.
+        """
+        groups = self.groups or group_count(head_dim)
+        if head_dim % (2 * groups):
+            allowed = ", ".join(str(n) for n in range(1, head_dim // 2 + 1) if head_dim % (2 * n) == 0)
+            raise ValueError(f"groups={groups} for commvq: heads of {head_dim} numbers allow {allowed}")
+        return groups
+
     def rounds(self, side: Side, head_dim: int) -> int:
+        """Rounds of a head on average.
+
+        Raises:
+            ValueError: as `groups_of`, or whole rounds do not come near the bits.
+        """
+        groups = self.groups_of(head_dim)
         chosen = self.key_rounds if side == "keys" else self.value_rounds
-        return chosen or rounds_for(self.bits, side, head_dim, group_count(head_dim), self.centres)
+        if chosen:
+            return chosen
+        rounds = rounds_for(self.bits, side, head_dim, groups, self.centres)
+        each = groups * code_bits(side, self.centres) / head_dim
+        if rounds > MOST_ROUNDS or abs(rounds * each - self.bits) > self.bits / 4:
+            raise ValueError(
+                f"bits={self.bits} for commvq: with {groups} groups of {self.centres} centres a round of {side} takes "
+                f"{each:.3g} bits per number, and up to {MOST_ROUNDS} rounds are allowed"
+            )
+        return rounds
+
+    def trained_rounds(self, side: Side, head_dim: int) -> int:
+        """Rounds in the file, some of them to spare if heads share them."""
+        rounds = self.rounds(side, head_dim)
+        return min(MOST_ROUNDS, math.ceil(SPARE * rounds)) if self.share_rounds else rounds
 
 
 def calibrate_commvq(
@@ -136,10 +183,11 @@ def calibrate_commvq(
     config = model.config.get_text_config(decoder=True)
     layers = calibrated_layers(config)
     head_dim, heads, _ = head_shape(config)
+    rounds = {side: settings.rounds(side, head_dim) for side in SIDES}
     windows, digest = read_windows(text, tokenizer, settings.tokens, settings.context)
     training, held_out = split_windows(windows)
     data: dict[str, Any] = {"windows": len(training), "held_out_windows": len(held_out)}
-    data |= {"context": settings.context, "sha256": digest}
+    data |= {"context": settings.context, "sha256": digest, "rounds": rounds}
     data["dtype"] = str(model.dtype).removeprefix("torch.")
     header = describe_model(config, output, options=asdict(settings), data=data)
     parts = Parts(output, asdict(header) | {"path": None, "training": _TRAINING, "layers": layers})
@@ -152,12 +200,16 @@ def calibrate_commvq(
         )
     weights = parts.load_weights()
     folders = (parts.states, parts.held_out)
-    files = {layer: [layer_file(folder, layer, side) for folder in folders for side in SIDES] for layer in missing}
+    files = {
+        layer: [layer_file(folder, layer, side) for folder in folders for side in SIDES]
+        + [layer_file(parts.held_out, layer, "costs")]
+        for layer in missing
+    }
     if missing and not (
         all(file.exists() for layer in missing for file in files[layer]) and set(missing) <= weights.keys()
     ):
         count = _Counter(report, "reading text", len(windows))
-        collect(model, held_out, parts.held_out, missing, count)
+        collect(model, held_out, parts.held_out, missing, count, costs=settings.share_rounds)
         weights = collect(model, training, parts.states, missing, count)
         parts.save_weights(weights)
     weighed = {layer for layer in missing if settings.weigh_pairs and bool((weights[layer] != 1).any())}
@@ -166,8 +218,8 @@ def calibrate_commvq(
             f"no queries could be observed in {len(missing) - len(weighed)} layers, where all pairs of keys are "
             f"weighed equally; attn_implementation='sdpa' allows it (this is {config._attn_implementation!r})"
         )
-    per_layer = settings.rounds("keys", head_dim) + (
-        settings.rounds("values", head_dim) if settings.values == "residual" else settings.encoder.steps
+    per_layer = settings.trained_rounds("keys", head_dim) + (
+        settings.trained_rounds("values", head_dim) if settings.values == "residual" else settings.encoder.steps
     )
     count = _Counter(report, "training", per_layer * len(missing))
 
@@ -177,7 +229,8 @@ def calibrate_commvq(
         for side in SIDES:
             states, others = (read_layer(folder, layer, side, heads, head_dim).to(model.device) for folder in folders)
             layer_weights = weights[layer] if layer in weighed else None
-            trained, losses[side] = train_side(states, others, side, layer, settings, layer_weights, count)
+            costs = read_costs(parts.held_out, layer, side, heads).to(model.device)
+            trained, losses[side] = train_side(states, others, costs, side, layer, settings, layer_weights, count)
             tensors |= {f"{side}.{layer}.{name}": tensor for name, tensor in trained.items()}
         parts.save(layer, tensors, losses)
         for file in files[layer]:
@@ -203,6 +256,7 @@ def split_windows(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def train_side(
     states: torch.Tensor,
     held_out: torch.Tensor,
+    costs: torch.Tensor,
     side: Side,
     layer: int,
     settings: CommVQSettings,
@@ -211,12 +265,13 @@ def train_side(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Train one side of a layer on states `[H, tokens, head_dim]`, keys before RoPE with pairs interleaved.
 
-    Keys are first scaled by `weights` `[H, pairs]`.
+    Keys are first scaled by `weights` `[H, pairs]`. Errors of `held_out` cost `costs` `[H, tokens]`, or all alike if it
+    is empty; by them heads share the rounds.
 
     Returns:
         The tensors of the file by name, and the losses. A loss is the mean squared error of normalized vectors: of each
         head after each round (`rounds`), or of the encoder's tokens (`encoder`); under `held_out` that of states
-        `held_out`, which are not trained on.
+        `held_out`, which are not trained on; `of_heads` has the rounds of each head.
     """
     generator = torch.Generator().manual_seed(hashed_seed(settings.seed, layer, side))
     started = time.perf_counter()
@@ -226,7 +281,7 @@ def train_side(
         tensors, loss = train_encoder(tokens, settings.bits * heads * head_dim, settings.encoder, generator, on_step)
         encoder_losses: dict[str, Any] = {"encoder": loss, "held_out": encoder_loss(tensors, others)}
         return tensors, encoder_losses | {"seconds": time.perf_counter() - started}
-    groups, rounds = group_count(head_dim), settings.rounds(side, head_dim)
+    groups, rounds = settings.groups_of(head_dim), settings.trained_rounds(side, head_dim)
     scale = weights.repeat_interleave(2, -1)[:, None] if side == "keys" and weights is not None else torch.ones(1)
 
     def by_group(states: torch.Tensor) -> torch.Tensor:
@@ -238,13 +293,22 @@ def train_side(
     books, losses = train_residual(
         by_group(states), form, rounds, settings.centres, settings.schedule, generator, on_step
     )
-    both = (losses, residual_losses(by_group(held_out), form, books))
-    by_head, others_by_head = (x.unflatten(0, (heads, groups)).sum(1).tolist() for x in both)
+    squares = residual_squares(by_group(held_out), form, books).unflatten(0, (heads, groups)).sum(1)
+    by_head = losses.unflatten(0, (heads, groups)).sum(1)
     shaped = books.unflatten(0, (heads, groups))
     tensors = {"codebooks": shaped.unflatten(-1, (-1, 2)) if side == "keys" else shaped}
     if side == "keys" and weights is not None:
         tensors["weights"] = weights
-    return tensors, {"rounds": by_head, "held_out": others_by_head, "seconds": time.perf_counter() - started}
+    of_heads = (rounds,) * heads
+    if settings.share_rounds:
+        energy = (held_out.float() * scale.to(held_out.device)).square().sum(-1)
+        errors = (squares * (energy * costs if costs.numel() else energy)[:, None]).mean(-1)
+        tensors["errors"] = errors = (errors / errors.max().clamp_min(1e-30) * ERRORS_MOST).half()
+        bits = code_bits(side, settings.centres)
+        row = code_bytes(groups * settings.rounds(side, head_dim), bits)
+        of_heads = share_rounds(errors.tolist(), groups, bits, heads * row)
+    found = {"rounds": by_head.tolist(), "held_out": squares[:, 1:].mean(-1).tolist(), "of_heads": of_heads}
+    return tensors, found | {"seconds": time.perf_counter() - started}
 
 
 def _workers(device: torch.device) -> int:

@@ -36,10 +36,14 @@ def _loss_table(losses: dict[str, Any]) -> Table:
         table.add_column(heading, justify="left" if heading in ("side", "windows") else "right")
     for side in ("keys", "values"):
         parts = [layer[side] for layer in losses.values()]
-        name = "encoder" if "encoder" in parts[0] else "rounds"
-        rounds = "encoder" if name == "encoder" else str(len(parts[0]["rounds"][0]))
-        for windows, kind in (("trained on", name), ("held out", "held_out")):
-            by_layer = [part[kind] for part in parts]
-            ends = by_layer if name == "encoder" else [head[-1] for heads in by_layer for head in heads]
+        encoder = "encoder" in parts[0]
+        counts = [] if encoder else [count for part in parts for count in part["of_heads"]]
+        rounds = "encoder" if encoder else "-".join(str(n) for n in sorted({min(counts), max(counts)}))
+        for windows, kind in (("trained on", "encoder" if encoder else "rounds"), ("held out", "held_out")):
+            if encoder:
+                ends = [part[kind] for part in parts]
+            else:
+                heads = [error for part in parts for error in part[kind]]
+                ends = [error[count - 1] for error, count in zip(heads, counts, strict=True)]
             table.add_row(side, rounds, windows, *(f"{x:.4f}" for x in (min(ends), statistics.fmean(ends), max(ends))))
     return table

@@ -1,0 +1,41 @@
+"""Exact allocation of a budget: one choice for each of several units, with the least loss in all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def allocate(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], budget: int) -> list[int]:
+    """Index of each unit's choice with the least sum of losses, among those whose costs sum to at most `budget`.
+
+    Dynamic programming over what is spent (the multiple-choice knapsack problem).
+
+    Args:
+        costs: of each unit's choices, of which there may be unequal numbers.
+        losses: likewise.
+        budget: most that all may cost.
+
+    Raises:
+        ValueError: even the cheapest choices cost more than the budget.
+    """
+    least = [min(of_unit) for of_unit in costs]
+    spare = budget - sum(least)
+    if spare < 0:
+        raise ValueError(f"a budget of {budget}: the cheapest choices take {sum(least)}")
+    best = np.zeros(spare + 1)
+    taken = np.zeros((len(costs), spare + 1), dtype=np.int16)
+    for unit, (of_unit, lost) in enumerate(zip(costs, losses, strict=True)):
+        sums = np.full((len(of_unit), spare + 1), np.inf)
+        for number, (cost, loss) in enumerate(zip(of_unit, lost, strict=True)):
+            if (more := cost - least[unit]) <= spare:
+                sums[number, more:] = best[: spare + 1 - more] + loss
+        taken[unit] = sums.argmin(0)
+        best = sums.min(0)
+    chosen: list[int] = []
+    left = int(best.argmin())
+    for unit in reversed(range(len(costs))):
+        chosen.append(int(taken[unit, left]))
+        left -= costs[unit][chosen[-1]] - least[unit]
+    return chosen[::-1]
