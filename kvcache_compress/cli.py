@@ -161,6 +161,44 @@ def calibrate(
 
 
 @app.command()
+def tune(
+    model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a folder.")] = "smollm2-135m",
+    bits: Annotated[float | None, typer.Option(help="Bits per packed number, everything counted.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Bytes of the whole cache, such as 2GB; needs --context.")] = None,
+    context: Annotated[str | None, typer.Option(help="Tokens of each sequence, such as 128K.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.", min=1, max=MOST_TOKENS)] = 1,
+    text: Annotated[Path | None, typer.Option(help="Text file, or folder of .txt files, to measure on.")] = None,
+    check_text: Annotated[Path | None, typer.Option(help="Text to certify the result on; by default the same.")] = None,
+    output: Annotated[Path | None, typer.Option(help="YAML file to write.", dir_okay=False)] = None,
+    base: Annotated[str, typer.Option(help="Preset or YAML file: methods and windows.")] = "spectral-2bit",
+    level: Annotated[list[float] | None, typer.Option(help="Bits that a side may have; repeatable.")] = None,
+    windows: Annotated[int, typer.Option(help="Windows of text to measure on.", min=1)] = 2,
+    prefix: Annotated[int, typer.Option(help="Tokens to prefill.", min=1)] = 1024,
+    scored: Annotated[int, typer.Option(help="Tokens to score after them.", min=1)] = 96,
+    verify: Annotated[str | None, typer.Option(help="Preset or YAML file to certify, instead of tuning.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of the model: float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str | None, typer.Option(help="Device; the accelerator if there is one.")] = None,
+) -> None:
+    """Find the best bits for each layer of a model within a budget, and write them as a config; resumable."""
+    from kvcache_compress.eval.tuning.command import run_tuning
+
+    budget: dict[str, Any] = {"bits": bits, "memory": memory, "context": context, "batch": batch}
+    sizes: dict[str, Any] = {"windows": windows, "prefix": prefix, "scored": scored}
+    sizes |= {"levels": level} if level else {}
+    others: dict[str, Any] = {
+        "check_text": check_text,
+        "base": base,
+        "verify": verify,
+        "dtype": dtype,
+        "device": device,
+    }
+    try:
+        run_tuning(console, model, text, output, **budget, **sizes, **others)
+    except (ValueError, ImportError, OSError) as error:
+        _fail(error)
+
+
+@app.command()
 def bench(
     model: Annotated[
         str, typer.Option(help="Model for the shape: llama-3.1-8b, qwen2.5-7b, smollm2-135m, a hub id or a folder.")

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.config import CompressionConfig
-from kvcache_compress.eval.caches.caches import full_cache, preset_cache
+from kvcache_compress.eval.caches.caches import Measured, full_cache, preset_cache
 from kvcache_compress.eval.caches.prefill import CacheRun, prefill
 from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.perplexity import Perplexity
-from kvcache_compress.eval.tasks.scoring import compare_logits
+from kvcache_compress.eval.tasks.scoring import compare_logits, compare_tokens
 from kvcache_compress.storage.side import SideState
 
 from .probe_rules import DENSE, compress_only, leave_dense, plans_of, rules_yaml
@@ -121,7 +121,7 @@ def probe_layers(
     alone: dict[tuple[int, Side], list[dict[str, Any]]] = {one: [] for one in sides}
     for sample in samples:
         tell("prefill", run=False)
-        window = _Window(model, sample, windows.step)
+        window = Window(model, sample, windows.step)
         tell("all sides")
         whole.append(window.harm(config))
         for layer, side in sides:
@@ -135,12 +135,12 @@ def probe_layers(
     suggestion = leave_dense(config, plans, [(row.layer, row.side) for row in rows[:worst]])
     for sample in samples:  # prefilled again: keeping the prefills of all windows could take too much memory
         tell("suggested rules")
-        ruled.append(_Window(model, sample, windows.step).harm(suggestion))
+        ruled.append(Window(model, sample, windows.step).harm(suggestion))
     tell("probe")
     return Probe(rows, skipped, Harm(**_means(whole)), rules_yaml(suggestion), Harm(**_means(ruled)))
 
 
-class _Window:
+class Window:
     """A prefix, prefilled once, and its continuation with the full cache."""
 
     def __init__(self, model: PreTrainedModel, sample: Sample, step: int) -> None:
@@ -152,7 +152,13 @@ class _Window:
             self.reference = full.forced(self.tokens, step)
 
     def harm(self, config: CompressionConfig) -> dict[str, Any]:
+        """KL, share of equal most likely tokens, and sizes of a cache of this config."""
         return self._forced(self._fill(config))
+
+    def certify(self, config: CompressionConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Measured]:
+        """`compare_tokens` of a cache of this config, and its size."""
+        run = self._fill(config)
+        return *compare_tokens(self.reference, run.forced(self.tokens, self.step), self.tokens), run.measured
 
     def one_side(self, config: CompressionConfig, layer: int, side: Side) -> dict[str, Any]:
         """`harm` of a config that compresses this side of this layer alone, and the side's own errors."""

@@ -46,7 +46,7 @@ def compress_only(config: CompressionConfig, plan: LayerPlan, layer: int, side: 
     """Config that compresses one side of one layer according to `plan`, and nothing else."""
     alone = replace(plan, keys=DENSE) if side == "values" else replace(plan, values=DENSE)
     bare = config.model_copy(update={"keys": DENSE, "values": DENSE})
-    return _with_plans(bare, {layer: alone})
+    return with_plans(bare, {layer: alone})
 
 
 def leave_dense(config: CompressionConfig, plans: Plans, sides: Sequence[tuple[int, Side]]) -> CompressionConfig:
@@ -55,7 +55,7 @@ def leave_dense(config: CompressionConfig, plans: Plans, sides: Sequence[tuple[i
     for layer, side in sides:
         plan = changed[layer]
         changed[layer] = replace(plan, keys=DENSE) if side == "keys" else replace(plan, values=DENSE)
-    return _with_plans(config, changed)
+    return with_plans(config, changed)
 
 
 def rules_yaml(config: CompressionConfig) -> str:
@@ -67,7 +67,7 @@ def rules_yaml(config: CompressionConfig) -> str:
     return f"layers:\n{''.join(lines)}"
 
 
-def _with_plans(config: CompressionConfig, plans: Plans) -> CompressionConfig:
+def with_plans(config: CompressionConfig, plans: Plans) -> CompressionConfig:
     """The config with one rule for each plan that differs from its default, shared by all layers of that plan."""
     default = LayerPlan(config.keys, config.values, config.sink_tokens, config.recent_tokens)
     groups: list[tuple[LayerPlan, list[int]]] = []

@@ -55,8 +55,10 @@ def cut_windows(
     return [torch.tensor([[*bos, *token_ids[start : start + length]]]) for start in starts]
 
 
-def compare_logits(reference: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, float, float]:
-    """Score a cache's logits against the full cache's, in float64.
+def compare_tokens(
+    reference: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Score a cache's logits against the full cache's, token by token, in float64.
 
     Args:
         reference: [S + 1, V], of the full cache: after the prefix, then after each of the S tokens fed.
@@ -64,18 +66,23 @@ def compare_logits(reference: torch.Tensor, logits: torch.Tensor, targets: torch
         targets: [S], the tokens fed.
 
     Returns:
-        Mean negative log-likelihood of the targets under `logits`; mean KL(reference || logits) in nats and share of
-        equal most likely tokens, both over the last S rows.
+        Each [S]: negative log-likelihood of the targets under `logits`; KL(reference || logits) in nats and whether the
+        most likely tokens are equal, both after each of the tokens fed.
     """
-    nll = kl = top1 = 0.0
-    count = targets.shape[0]
+    found = []
     targets = targets.to(logits.device)
-    for start in range(0, count, _ROWS_AT_ONCE):
+    for start in range(0, targets.shape[0], _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
         predicted = logits[:-1][rows].double().log_softmax(-1)
-        nll -= predicted.gather(-1, targets[rows, None]).sum().item()
         log_p = reference[1:][rows].double().log_softmax(-1)
         log_q = logits[1:][rows].double().log_softmax(-1)
-        kl += (log_p.exp() * (log_p - log_q)).sum().item()
-        top1 += (log_p.argmax(-1) == log_q.argmax(-1)).sum().item()
-    return nll / count, kl / count, top1 / count
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+        found.append((-predicted.gather(-1, targets[rows, None])[:, 0], kl, log_p.argmax(-1) == log_q.argmax(-1)))
+    nll, kl, same = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return nll, kl, same
+
+
+def compare_logits(reference: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor) -> tuple[float, float, float]:
+    """Means of `compare_tokens`: negative log-likelihood, KL, and share of equal most likely tokens."""
+    nll, kl, same = compare_tokens(reference, logits, targets)
+    return nll.mean().item(), kl.mean().item(), same.double().mean().item()

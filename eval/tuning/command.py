@@ -1,0 +1,200 @@
+"""`kvcache-compress tune`: a YAML config with bits by layer and side for one model and budget, certified on other text.
+
+kvcache-compress tune --model smollm2-135m --bits 2.25 --text TEXT.txt --output my.yaml
+kvcache-compress tune --memory 2GB --context 128K --batch 4 --text TEXT.txt --output my.yaml
+kvcache-compress tune --verify turboquant-3bit --text TEXT.txt
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcache_compress.cache.estimate import ModelShape
+from kvcache_compress.config import CompressionConfig, load_config
+from kvcache_compress.eval.caches.prefill import STEP_TOKENS
+from kvcache_compress.eval.runner.command import load
+from kvcache_compress.eval.runner.progress import ProgressLine
+from kvcache_compress.eval.studies.probe_layers import Window
+from kvcache_compress.eval.studies.probe_rules import plans_of, rules_yaml
+from kvcache_compress.eval.tasks.benchmark import Sample
+from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
+from kvcache_compress.files.atomic import whole_file
+from kvcache_compress.modeling.facts import head_shape
+from kvcache_compress.validation.messages import quoted
+
+from .sensitivity import Sides, measure, with_bits
+from .tune import Budget, Certificate, certify, least_bits, tune
+
+LEVELS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
+"""Bits that a side of a layer may have, where its method does."""
+CHECKS, SCORED = 3, 256
+"""Windows on which the result is certified, and tokens that are scored in each."""
+SUFFIXES = {"": 1, "k": 1024, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+SUFFIXES |= {"m": 1024**2, "kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4}
+
+
+def parse_size(given: str, name: str) -> int:
+    """Read a number with a unit: `2GB` is 2 · 10⁹ bytes, `1.5GiB` 1.5 · 2³⁰, and `128K` tokens are 131,072.
+
+    Raises:
+        ValueError: no such number.
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([a-zA-Z]{0,3})\s*", given)
+    if match is None or match[2].lower() not in SUFFIXES or float(match[1]) <= 0:
+        raise ValueError(f"{name}={quoted(given)}: allowed numbers such as 2GB, 1.5GiB or 128K")
+    return round(float(match[1]) * SUFFIXES[match[2].lower()])
+
+
+def run_tuning(
+    console: Console,
+    model: str,
+    text: Path | None,
+    output: Path | None,
+    *,
+    bits: float | None = None,
+    memory: str | None = None,
+    context: str | None = None,
+    batch: int = 1,
+    check_text: Path | None = None,
+    base: str = "spectral-2bit",
+    levels: Sequence[float] = LEVELS,
+    windows: int = 2,
+    prefix: int = 1024,
+    scored: int = 96,
+    verify: str | None = None,
+    dtype: str = "float32",
+    device: str | None = None,
+) -> None:
+    """Tune a config and write it, or certify a preset (`verify`).
+
+    Raises:
+        ValueError: options that do not go together, a budget that nothing fits, or a model that cannot be compressed.
+        OSError: a file cannot be read or written.
+    """
+    if verify is not None:
+        if bits is not None or memory is not None or output is not None:
+            raise ValueError("verify: a preset is certified as it is, without --bits, --memory and --output")
+    elif output is None or (bits is None) == (memory is None):
+        raise ValueError("a budget is needed, either --bits or --memory with --context, and --output for the config")
+    elif memory is not None and context is None:
+        raise ValueError("memory: --context is needed too, the tokens of each sequence")
+    asked = None if memory is None else (parse_size(memory, "memory"), parse_size(context or "", "context"))
+    text = text or DEFAULT_TEXT
+    loaded, tokenizer = load(model, dtype, device)
+    measured, checks = _samples(loaded, tokenizer, text, check_text, windows, prefix, scored)
+    if verify is not None:
+        (certificate,) = certify(_windows(loaded, checks), [load_config(verify)])
+        console.print(_table(f"{verify}, {_named(check_text or text)}", {verify: certificate}))
+        return
+    assert output is not None
+    started = time.perf_counter()
+    config = load_config(base).model_copy(update={"layers": []})
+    head_dim, heads, _ = head_shape(loaded.config.get_text_config(decoder=True))
+    choices: Sides = {"keys": with_bits(config.keys, levels), "values": with_bits(config.values, levels)}
+    wanted = f"{bits:g} bits" if memory is None else f"{memory} for {batch} x {context} tokens"
+    plans, _ = plans_of(loaded, config)
+    shape = ModelShape(len(plans), loaded.config.get_text_config(decoder=True).num_attention_heads, heads, head_dim)
+    if asked is None:
+        budget = Budget.of_bits(bits or 0.0, config, shape)
+    else:
+        budget = Budget.of_memory(*asked, batch, config, shape)
+    if (missing := least_bits(choices, shape) - budget.bits(shape)) > 1e-6:
+        raise ValueError(
+            f"{wanted}: the fewest bits take {missing:.2f} bits per number more; allowed are a larger budget, or fewer "
+            "bits (--level)"
+        )
+    record = output.with_name(f"{output.name}.measured.json")
+    found = measure(loaded, measured, config, choices, record, ProgressLine())
+    tuned = tune(found, config, choices, head_dim, budget)
+    console.print("certifying on text that took no part")
+    caches = {"tuned": tuned.config, "equal bits everywhere": tuned.uniform}
+    results = dict(zip(caches, certify(_windows(loaded, checks), list(caches.values())), strict=True))
+    minutes = (time.perf_counter() - started) / 60
+    header = _header(loaded, wanted, _named(text), _named(check_text or text), results)
+    with whole_file(output) as unfinished:
+        unfinished.write_text(header + _yaml(tuned.config), encoding="utf-8")
+    console.print(_table(f"{wanted}, {_named(check_text or text)}", results))
+    console.print(f"{output}: {minutes:.1f} minutes; expected KL {tuned.expected:.4f}, {tuned.expected_uniform:.4f}")
+
+
+def _samples(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Path, check_text: Path | None,
+    windows: int, prefix: int, scored: int,
+) -> tuple[list[Sample], list[Sample]]:  # fmt: skip
+    """Windows to measure on, and windows to certify on that do not overlap with them.
+
+    Raises:
+        ValueError: the text is too short for both.
+    """
+    if scored > SCORED:
+        raise ValueError(f"scored={scored}: allowed up to {SCORED}")
+
+    def cut(path: Path, count: int) -> list[Sample]:
+        return Perplexity(texts=(path,), prefix=prefix, scored=SCORED, windows=count).samples(model, tokenizer)
+
+    found = cut(text, windows if check_text else windows + CHECKS)
+    checks = cut(check_text, CHECKS) if check_text else found[windows:]
+    if not checks:
+        raise ValueError(
+            f"text={quoted(str(text))}: too short for {windows} windows of {prefix} + {SCORED} tokens to measure on "
+            "and one to certify on; allowed are a longer text, a --check-text, or fewer --windows"
+        )
+    short = [
+        replace(sample, data=sample.data | {"continuation": sample.data["continuation"][:scored]})
+        for sample in found[:windows]
+    ]
+    return short, checks
+
+
+def _windows(model: PreTrainedModel, samples: Sequence[Sample]) -> list[Callable[[], Window]]:
+    return [partial(Window, model, sample, STEP_TOKENS) for sample in samples]
+
+
+def _named(path: Path) -> str:
+    return "/".join(path.resolve().parts[-2:])
+
+
+def _line(found: Certificate) -> str:
+    spread = "" if found.kl_stderr is None else f" ± {found.kl_stderr:.4f}"
+    return (
+        f"{found.bits:.3f} bits per packed number, KL {found.kl:.4f}{spread} (99.9 %: {found.kl_999:.3f}), "
+        f"same top token {found.top1:.3f}, perplexity {found.perplexity:.2f}"
+    )
+
+
+def _header(model: PreTrainedModel, wanted: str, text: str, check: str, results: dict[str, Certificate]) -> str:
+    lines = [
+        f"Tuned by `kvcache-compress tune` for {Path(model.name_or_path or type(model).__name__).name}, {wanted}.",
+        f"Measured on {text}; certified on {check}, with the full cache as reference:",
+        *(f"  {name}: {_line(found)}" for name, found in results.items()),
+    ]
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _yaml(config: CompressionConfig) -> str:
+    fields = ("keys", "values", "sink_tokens", "recent_tokens")
+    sides = {name: value for name, value in config.model_dump(mode="json").items() if name in fields}
+    return yaml.safe_dump(sides, default_flow_style=None, sort_keys=False) + (
+        rules_yaml(config) if config.layers else ""
+    )
+
+
+def _table(title: str, results: dict[str, Certificate]) -> Table:
+    table = Table(title=title)
+    for heading in ("cache", "bits", "KL", "99.9 %", "same top", "perplexity"):
+        table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=heading != "cache")
+    for name, found in results.items():
+        spread = "" if found.kl_stderr is None else f" ± {found.kl_stderr:.4f}"
+        cells = f"{found.bits:.3f}", f"{found.kl:.4f}{spread}", f"{found.kl_999:.3f}", f"{found.top1:.3f}"
+        table.add_row(name, *cells, f"{found.perplexity:.2f}")
+    return table

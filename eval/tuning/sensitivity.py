@@ -1,0 +1,161 @@
+"""Measure what each side of each layer costs: the KL when it alone is compressed, and how that falls with its bits.
+
+The KL of a cache is close to the sum of those of its sides, as errors of different layers are nearly independent and
+the KL is quadratic in them. A side's KL at other bits than the measured ones follows the curve of its kind, keys or
+values, measured with that side of all layers compressed. A measurement writes its results to a file as it goes, and
+goes on from it when it is started again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvcache_compress.codecs.base import SIDES, Side
+from kvcache_compress.config import CompressionConfig, SideConfig
+from kvcache_compress.eval.caches.prefill import STEP_TOKENS
+from kvcache_compress.eval.provenance.results import write_atomically
+from kvcache_compress.eval.studies.probe_layers import Window
+from kvcache_compress.eval.studies.probe_rules import DENSE, Plans, compress_only, plans_of
+from kvcache_compress.eval.tasks.benchmark import Sample
+
+Progress = Callable[[int, int, str], None]
+Sides = dict[Side, list[SideConfig]]
+"""The choices of keys and of values, in rising order of bits."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """KL in nats per token, means over windows.
+
+    alone: of each side of each layer, compressed alone with the choice at index `reference` of its kind.
+    curves: of keys and of values of all layers, for each choice.
+    plans: the plans of the full-attention layers.
+    """
+
+    alone: dict[tuple[int, Side], float]
+    curves: dict[Side, list[float]]
+    reference: dict[Side, int]
+    plans: Plans
+
+    def loss(self, layer: int, side: Side, choice: int) -> float:
+        """Estimate the KL of one side of a layer under a choice."""
+        curve = self.curves[side]
+        return self.alone[layer, side] * curve[choice] / max(curve[self.reference[side]], 1e-12)
+
+
+def with_bits(side: SideConfig, bits: Collection[float]) -> list[SideConfig]:
+    """The method of a side at its own number of bits and at others, those that it does not have left out.
+
+    Raises:
+        ValueError: the method has no option `bits`, or no number is set.
+    """
+    if "bits" not in side.codec().Options.model_fields:
+        raise ValueError(f"method={side.method!r}: its bits cannot be tuned, as it has no option 'bits'")
+    own: float | None = side.options().bits  # type: ignore[attr-defined]
+    if own is None:
+        raise ValueError(f"method={side.method!r}: its bits cannot be tuned, as none are set")
+    found = [side]
+    for number in set(bits) - {own}:
+        with suppress(ValueError):
+            found.append(side.merged(SideConfig.of({"method": side.method, "bits": number})))
+    return sorted(found, key=lambda choice: choice.options().bits)  # type: ignore[attr-defined]
+
+
+def measure(
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    base: CompressionConfig,
+    choices: Sides,
+    record: Path,
+    on_progress: Progress = lambda done, total, label: None,
+) -> Sensitivity:
+    """Measure all sides of all full-attention layers.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        samples: windows of text, as of the benchmark `Perplexity`.
+        base: methods and windows; its keys and values are measured alone, its rules are left out.
+        choices: the choices of keys and of values, those of `base` among them.
+        record: JSON file of the results so far, from which an interrupted measurement goes on.
+        on_progress: called with runs done, runs in all, and the next one's label.
+
+    Raises:
+        ValueError: the config does not fit the model, or a prefix is too short for it.
+        OSError: the file cannot be written.
+    """
+    base = base.model_copy(update={"layers": []})
+    plans, _ = plans_of(model, base)
+    if not plans:
+        raise ValueError(f"{model.config.model_type} has no full-attention layer whose cache could be tuned")
+    sides = [(layer, side) for layer in plans for side in SIDES]
+    runs: dict[str, tuple[CompressionConfig, tuple[int, Side] | None]] = {}
+    for side in SIDES:
+        for number, choice in enumerate(choices[side]):
+            other: Side = "values" if side == "keys" else "keys"
+            config = base.model_copy(update={side: choice, other: DENSE})
+            runs[f"all layers, {side}, choice {number}"] = config, None
+    runs |= {
+        f"layer {layer}, {side}": (compress_only(base, plans[layer], layer, side), (layer, side))
+        for layer, side in sides
+    }
+    about = [base.model_dump(mode="json"), [[x.model_dump(mode="json") for x in choices[side]] for side in SIDES]]
+    texts = [[sample.prompt.tolist(), sample.data["continuation"]] for sample in samples]
+    known = _Record(record, [about, texts, STEP_TOKENS, _weights(model)])
+    done, total = 0, len(samples) * len(runs)
+    for index, sample in enumerate(samples):
+        missing = [name for name in runs if f"{index}: {name}" not in known.kl]
+        done += len(runs) - len(missing)
+        window = Window(model, sample, STEP_TOKENS) if missing else None
+        for name in missing:
+            on_progress(done, total, name)
+            assert window is not None
+            config, one = runs[name]
+            harm = window.harm(config) if one is None else window.one_side(config, *one)
+            known.add(f"{index}: {name}", harm["kl"])
+            done += 1
+    on_progress(done, total, "measured")
+
+    def mean(name: str) -> float:
+        return statistics.fmean(known.kl[f"{index}: {name}"] for index in range(len(samples)))
+
+    curves: dict[Side, list[float]] = {
+        side: [mean(f"all layers, {side}, choice {number}") for number in range(len(choices[side]))] for side in SIDES
+    }
+    reference: dict[Side, int] = {
+        "keys": choices["keys"].index(base.keys),
+        "values": choices["values"].index(base.values),
+    }
+    return Sensitivity({one: mean(f"layer {one[0]}, {one[1]}") for one in sides}, curves, reference, plans)
+
+
+def _weights(model: PreTrainedModel) -> list[float]:
+    """Sums of the first weights, by which a model is told from others of its name."""
+    return [float(x.detach().float().sum()) for _, x in zip(range(8), model.parameters(), strict=False)]
+
+
+class _Record:
+    """KL by run in a JSON file; what was measured under other conditions is dropped."""
+
+    def __init__(self, path: Path, conditions: Any) -> None:
+        self.path = path
+        self.digest = hashlib.sha256(json.dumps(conditions).encode()).hexdigest()[:16]
+        self.kl: dict[str, float] = {}
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return
+        if isinstance(found, Mapping) and found.get("digest") == self.digest:
+            self.kl = dict(found["kl"])
+
+    def add(self, name: str, kl: float) -> None:
+        self.kl[name] = kl
+        write_atomically(self.path, json.dumps({"digest": self.digest, "kl": self.kl}, indent=1) + "\n")

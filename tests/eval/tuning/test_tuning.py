@@ -1,0 +1,181 @@
+"""The tuner: exact allocation, budgets, additive losses, resumed measurements, its YAML and its errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from support.saved_model import saved_model
+from support.small_model import small_model
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
+
+from kvcache_compress import CompressedCache, load_config
+from kvcache_compress.cache.estimate import MODELS, packed_bits, total_bytes
+from kvcache_compress.cli import app
+from kvcache_compress.eval.tasks.perplexity import Perplexity
+from kvcache_compress.eval.tuning.command import parse_size
+from kvcache_compress.eval.tuning.sensitivity import Sensitivity, measure, with_bits
+from kvcache_compress.eval.tuning.tune import Budget, tune
+
+CONFIG = {
+    "keys": {"method": "turboquant", "bits": 2},
+    "values": {"method": "turboquant", "bits": 2},
+    "sink_tokens": 4,
+    "recent_tokens": 8,
+}
+LEVELS = (1, 2, 3, 4)
+
+
+class Characters:
+    """A tokenizer with a token per character."""
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) % 64 for character in text]}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "letters.txt"
+    path.write_text("".join(chr(97 + (7 * number * number + number // 5) % 26) for number in range(3000)))
+    return path
+
+
+@pytest.mark.parametrize("preset", ["turboquant-3bit", "spectral-2bit"])
+def test_budgets_are_those_of_the_estimate(preset: str) -> None:
+    """A config's own bits, and the bytes of its whole cache, are budgets that it meets exactly."""
+    config, shape = load_config(preset), MODELS["llama-3.1-8b"]
+    bits = packed_bits(config, shape.head_dim, shape.layers, shape.kv_heads)
+    of_bits = Budget.of_bits(bits, config, shape).bytes_per_token
+    sizes = shape.layers, shape.kv_heads, shape.head_dim
+    of_memory = Budget.of_memory(total_bytes(config, *sizes, 100_000, 3), 100_000, 3, config, shape).bytes_per_token
+    assert of_bits == pytest.approx(of_memory, rel=1e-6)
+    with pytest.raises(ValueError, match="are taken by what does not depend on the bits, of them 80 tokens"):
+        Budget.of_memory(1e6, 100_000, 3, config, shape)
+
+
+def three_layers() -> PreTrainedModel:
+    """A model whose first layer's attention output is zero, so that compressing it is harmless."""
+    model = small_model(3)
+    torch.nn.init.zeros_(model.model.layers[0].self_attn.o_proj.weight)
+    return model
+
+
+@pytest.fixture(scope="module")
+def measured(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sensitivity, Any, Path]:
+    model, config = three_layers(), load_config(CONFIG)
+    choices = {side: with_bits(getattr(config, side), LEVELS) for side in ("keys", "values")}
+    samples = Perplexity(texts=(text,), prefix=176, scored=16, windows=2).samples(model, Characters())
+    record = tmp_path_factory.mktemp("tuning") / "measured.json"
+    return measure(model, samples, config, choices, record), choices, record
+
+
+def test_harmless_layers_pay(measured: tuple[Sensitivity, Any, Path]) -> None:
+    """The layer that does nothing gets the fewest bits; the config fits the budget and is expected to lose less."""
+    found, choices, _ = measured
+    config = load_config(CONFIG)
+    dim = three_layers().config.head_dim
+    assert found.alone[0, "keys"] == pytest.approx(0, abs=1e-9)
+    assert found.curves["values"] == sorted(found.curves["values"], reverse=True)
+    budget = Budget(3 * 2 * (2 * dim / 8 + 2))
+    tuned = tune(found, config, choices, dim, budget)
+    plans = tuned.config.plan(["full_attention"] * 3)
+    bits = [[plan.side(side).options().bits for side in ("keys", "values")] for plan in plans]
+    assert bits[0] == [1, 1]
+    assert max(bits[1] + bits[2]) >= 3
+    assert sum(sum(layer) for layer in bits) <= 12
+    assert tuned.expected < tuned.expected_uniform
+    assert not tuned.uniform.layers
+    assert sum(side.options().bits for side in (tuned.uniform.keys, tuned.uniform.values)) <= 4
+
+
+def test_an_interrupted_measurement_goes_on(
+    measured: tuple[Sensitivity, Any, Path], text: Path, tmp_path: Path
+) -> None:
+    found, choices, record = measured
+    kept = json.loads(record.read_text())
+    names = list(kept["kl"])
+    kept["kl"] = {name: kept["kl"][name] for name in names[:10]}
+    (tmp_path / "measured.json").write_text(json.dumps(kept))
+    model, config = three_layers(), load_config(CONFIG)
+    samples = Perplexity(texts=(text,), prefix=176, scored=16, windows=2).samples(model, Characters())
+    reports: list[tuple[int, int, str]] = []
+    again = measure(model, samples, config, choices, tmp_path / "measured.json", lambda *report: reports.append(report))
+    assert reports[0][:2] == (10, len(names))
+    assert again.alone == pytest.approx(found.alone)
+    assert again.curves == {side: pytest.approx(curve) for side, curve in found.curves.items()}
+    changed = config.changed(recent_tokens=16)
+    measure(model, samples, changed, choices, tmp_path / "measured.json", lambda *report: reports.append(report))
+    assert reports[len(names) - 10 + 1][0] == 0, "what was measured with another window does not count"
+
+
+@pytest.mark.parametrize(
+    ("given", "size"), [("2GB", 2 * 10**9), ("1.5GiB", 3 << 29), ("128K", 1 << 17), (" 4096 ", 4096), ("8kb", 8000)]
+)
+def test_sizes(given: str, size: int) -> None:
+    assert parse_size(given, "memory") == size
+
+
+@pytest.mark.parametrize("given", ["", "GB", "-2GB", "2XB", "0", "1e9"])
+def test_sizes_that_are_none(given: str) -> None:
+    with pytest.raises(ValueError, match=r"memory=.*: allowed numbers such as 2GB"):
+        parse_size(given, "memory")
+
+
+def run_command(*options: str) -> Any:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["tune", *options])
+
+
+def test_command(text: Path, tmp_path: Path) -> None:
+    """The file is a config with its certificate in the header; a preset can be certified alone."""
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(CONFIG))
+    output = tmp_path / "my.yaml"
+    given = ("--model", saved_model(), "--text", str(text), "--windows", "1", "--prefix", "176", "--device", "cpu")
+    levels = ("--level", "1", "--level", "3")
+    result = run_command(
+        *given,
+        "--base",
+        str(tmp_path / "base.yaml"),
+        *levels,
+        "--scored",
+        "16",
+        "--bits",
+        "2.6",
+        "--output",
+        str(output),
+    )
+    assert result.exit_code == 0, result.output
+    content = output.read_text()
+    assert content.startswith("# Tuned by `kvcache-compress tune`")
+    assert "bits per packed number, KL" in content
+    config = load_config(output)
+    model = small_model()
+    CompressedCache(model.config, config)
+    assert packed_bits(config, model.config.head_dim, model.config.num_hidden_layers, 2) <= 2.6
+    result = run_command(*given, "--verify", str(output))
+    assert result.exit_code == 0, result.output
+    assert "perplexity" in result.output
+
+
+def test_command_refuses_in_a_sentence(text: Path, tmp_path: Path) -> None:
+    output = ("--output", str(tmp_path / "x.yaml"))
+    small = (*output, "--model", saved_model(), "--text", str(text), "--prefix", "176")
+    for options, message in (
+        (("--bits", "3"), "a budget is needed"),
+        (output, "a budget is needed"),
+        ((*output, "--bits", "3", "--memory", "2GB"), "a budget is needed"),
+        ((*output, "--memory", "2GB"), "--context is needed"),
+        ((*output, "--memory", "2 apples", "--context", "4K"), "memory="),
+        (("--verify", "turboquant-3bit", "--bits", "3"), "certified as it is"),
+        ((*small, "--bits", "3", "--windows", "40"), "too short"),
+        ((*small, "--bits", "1"), "the fewest bits take"),
+        ((*small, "--memory", "1KB", "--context", "4K"), "stay dense"),
+        ((*small, "--bits", "3", "--base", "qjl-3bit"), "no option 'bits'"),
+    ):
+        result = run_command(*options)
+        assert result.exit_code == 1, options
+        assert message in " ".join(result.output.split()), result.output
