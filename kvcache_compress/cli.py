@@ -167,33 +167,49 @@ def tune(
     memory: Annotated[str | None, typer.Option(help="Bytes of the whole cache, such as 2GB; needs --context.")] = None,
     context: Annotated[str | None, typer.Option(help="Tokens of each sequence, such as 128K.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences.", min=1, max=MOST_TOKENS)] = 1,
-    text: Annotated[Path | None, typer.Option(help="Text file, or folder of .txt files, to measure on.")] = None,
-    check_text: Annotated[Path | None, typer.Option(help="Text to certify the result on; by default the same.")] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Text file, or folder of .txt files, to measure on; repeatable.")
+    ] = None,
+    check_text: Annotated[
+        list[Path] | None, typer.Option(help="Text to certify the result on, by default the same; repeatable.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="YAML file to write.", dir_okay=False)] = None,
     base: Annotated[str, typer.Option(help="Preset or YAML file: methods and windows.")] = "spectral-2bit",
+    also: Annotated[
+        list[str] | None, typer.Option(help="Preset or YAML file whose methods a side may have too; repeatable.")
+    ] = None,
     level: Annotated[list[float] | None, typer.Option(help="Bits that a side may have; repeatable.")] = None,
-    windows: Annotated[int, typer.Option(help="Windows of text to measure on.", min=1)] = 2,
+    sinks: Annotated[
+        list[int] | None, typer.Option(help="First tokens that stay dense; with --memory repeatable.", min=0)
+    ] = None,
+    recent: Annotated[
+        list[int] | None, typer.Option(help="Last tokens that stay dense; with --memory repeatable.", min=0)
+    ] = None,
+    windows: Annotated[int, typer.Option(help="Windows of each text to measure on.", min=1)] = 2,
     prefix: Annotated[int, typer.Option(help="Tokens to prefill.", min=1)] = 1024,
     scored: Annotated[int, typer.Option(help="Tokens to score after them.", min=1)] = 96,
     verify: Annotated[str | None, typer.Option(help="Preset or YAML file to certify, instead of tuning.")] = None,
     dtype: Annotated[str, typer.Option(help="Type of the model: float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str | None, typer.Option(help="Device; the accelerator if there is one.")] = None,
 ) -> None:
-    """Find the best bits for each layer of a model within a budget, and write them as a config; resumable."""
+    """Find the best cache of a model within a budget, layer by layer, and write it as a config; resumable."""
     from kvcache_compress.eval.tuning.command import run_tuning
 
     budget: dict[str, Any] = {"bits": bits, "memory": memory, "context": context, "batch": batch}
     sizes: dict[str, Any] = {"windows": windows, "prefix": prefix, "scored": scored}
     sizes |= {"levels": level} if level else {}
     others: dict[str, Any] = {
-        "check_text": check_text,
+        "check_texts": check_text or [],
         "base": base,
+        "also": also or [],
+        "sinks": sinks or [],
+        "recent": recent or [],
         "verify": verify,
         "dtype": dtype,
         "device": device,
     }
     try:
-        run_tuning(console, model, text, output, **budget, **sizes, **others)
+        run_tuning(console, model, text or [], output, **budget, **sizes, **others)
     except (ValueError, ImportError, OSError) as error:
         _fail(error)
 

@@ -2,11 +2,11 @@
 
 During its first prefill a cache returns the keys and values that it receives, so these are the same for every cache.
 They are kept and passed to each cache by `update`, as the model would: it then holds bit for bit what its own prefill
-would have left. A comparison of thirty caches pays for one prefill per prompt instead of thirty. Models with layers
-other than plain full attention (sliding windows, states) prefill each cache anew, as do caches that take statistics
-from the prompt's queries. On CPUs several caches also go
-through the model together, as the rows of a batch: the tokens after the prompt are the same for all, and a matrix
-product with a few rows is far slower per row than one with many.
+would have left. A comparison of thirty caches pays for one prefill per prompt instead of thirty. The prompt's queries
+are recorded in a second pass, once a cache takes statistics from them. Models with layers other than plain full
+attention (sliding windows, states) prefill each cache anew. On CPUs several caches also go through the model together,
+as the rows of a batch: the tokens after the prompt are the same for all, and a matrix product with a few rows is far
+slower per row than one with many.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from transformers.cache_utils import DynamicLayer
 from kvcache_compress import disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention.interface import attends_fused
 from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.codecs.base import PromptQueries
+from kvcache_compress.modeling.calibration.observed_attention import observed_attention
 
 from .caches import CacheSpec, Measured, full_cache
 from .decode_once import decode_once
@@ -60,6 +62,7 @@ class Prefill:
     states: list[tuple[torch.Tensor, torch.Tensor]] | None
     seconds: float
     keep: bool = False
+    _queries: dict[int, PromptQueries] = field(default_factory=dict)
     _full: dict[bytes, torch.Tensor] = field(default_factory=dict)
     _filled: dict[str, Cache | None] = field(default_factory=dict)
 
@@ -82,14 +85,28 @@ class Prefill:
     def _fill(self, spec: CacheSpec) -> Cache:
         cache = spec.make(self.model)
         with _fused_attention(self.model) if _may_wait(cache) else nullcontext():
-            if self.states is not None:
-                for layer, (keys, values) in enumerate(self.states):
-                    cache.update(keys, values, layer)
-                if not _waits(cache):
-                    return cache
-                cache = spec.make(self.model)
-            _pass(self.model, cache, self.ids, last=True)
+            if self.states is None:
+                _pass(self.model, cache, self.ids, last=True)
+                return cache
+            for index, (keys, values) in enumerate(self.states):
+                cache.update(keys, values, index)
+                layer = cache.layers[index]
+                if isinstance(layer, CompressedLayer) and layer.waits:
+                    layer.take_queries(self.queries()[index])
         return cache
+
+    def queries(self) -> dict[int, PromptQueries]:
+        """Queries of the prompt by layer, recorded in a pass of their own when they are first asked for."""
+        if not self._queries:
+
+            def keep(layer: int, query: torch.Tensor, keys: torch.Tensor, options: dict[str, Any]) -> None:
+                scaling = options.get("scaling") or query.shape[-1] ** -0.5
+                seen = PromptQueries(query, None, scaling, options.get("softcap"), options.get("s_aux"))
+                self._queries.setdefault(layer, seen)
+
+            with torch.inference_mode(), observed_attention(self.model, keep):
+                _pass(self.model, DynamicCache(config=self.model.config), self.ids, last=True)
+        return self._queries
 
     def most_rows(self) -> int:
         """Most caches that can go through the model together (`join`): more than one on CPUs with plain attention."""
@@ -267,11 +284,6 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor, question: torch.Tensor | 
 
 def _may_wait(cache: Cache) -> bool:
     return any(isinstance(layer, CompressedLayer) for layer in cache.layers)
-
-
-def _waits(cache: Cache) -> bool:
-    """True if a layer waits for the queries of its first tokens."""
-    return any(isinstance(layer, CompressedLayer) and layer.waits for layer in cache.layers)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from kvcache_compress.files.text import is_folder, read_text
 from kvcache_compress.validation.options import AnyPath, AnyTuple
 
 from .benchmark import Benchmark, Record, Sample, register_benchmark
-from .scoring import compare_logits, cut_windows
+from .scoring import compare_tokens, cut_windows
 
 DEFAULT_TEXT = Path(__file__).with_name("default_text.txt")
 
@@ -44,8 +44,8 @@ class Perplexity(Benchmark):
     Each of `texts` is a domain, named by the last two parts of its path, as the domains of CommVQ's Table 6. A short
     text gives fewer windows, with a warning (see `cut_windows`). `limit` counts windows of each domain.
 
-    Scores: `kl` in nats with its standard error over windows `kl_stderr`, `perplexity`, `top1`; with several domains
-    also `kl.DOMAIN` and so on.
+    Scores: `kl` in nats with its standard error over windows `kl_stderr`, `kl_999`, the KL that one token in a thousand
+    exceeds, `perplexity`, `top1`; with several domains also `kl.DOMAIN` and so on. Records hold the KL of each token.
     """
 
     main_score: ClassVar[str] = "kl"
@@ -87,14 +87,12 @@ class Perplexity(Benchmark):
     def score(self, run: CacheRun, sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Record:
         continuation = torch.tensor(sample.data["continuation"])
         reference = run.prefill.full_logits(continuation, self.step)
-        nll, kl, top1 = compare_logits(reference, run.forced(continuation, self.step), continuation)
-        return {"domain": sample.data["domain"], "nll": nll, "kl": kl, "top1": top1}
+        nll, kl, same = compare_tokens(reference, run.forced(continuation, self.step), continuation)
+        means = {"nll": nll.mean().item(), "kl": kl.mean().item(), "top1": same.double().mean().item()}
+        return {"domain": sample.data["domain"], **means, "kl_tokens": [float(f"{each:.4g}") for each in kl.tolist()]}
 
     def summarize(self, records: Sequence[Record]) -> dict[str, float]:
         scores = _scores(records)
-        kl = [record["kl"] for record in records]
-        if len(kl) > 1:
-            scores["kl_stderr"] = statistics.stdev(kl) / math.sqrt(len(kl))
         domains = list(dict.fromkeys(record["domain"] for record in records))
         for domain in domains if len(domains) > 1 else ():
             of_domain = [record for record in records if record["domain"] == domain]
@@ -104,7 +102,12 @@ class Perplexity(Benchmark):
 
 def _scores(records: Sequence[Record]) -> dict[str, float]:
     mean = {name: statistics.fmean(record[name] for record in records) for name in ("nll", "kl", "top1")}
-    return {"kl": mean["kl"], "perplexity": math.exp(mean["nll"]), "top1": mean["top1"]}
+    tokens = torch.tensor([kl for record in records for kl in record["kl_tokens"]], dtype=torch.float64)
+    scores = {"kl": mean["kl"], "perplexity": math.exp(mean["nll"]), "top1": mean["top1"]}
+    scores["kl_999"] = torch.quantile(tokens, 0.999).item()
+    if len(records) > 1:
+        scores["kl_stderr"] = statistics.stdev(record["kl"] for record in records) / math.sqrt(len(records))
+    return scores
 
 
 def _read(path: Path) -> str:

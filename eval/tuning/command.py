@@ -20,25 +20,28 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.cache.estimate import ModelShape
+from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.config import CompressionConfig, load_config
 from kvcache_compress.eval.caches.prefill import STEP_TOKENS
 from kvcache_compress.eval.runner.command import load
 from kvcache_compress.eval.runner.progress import ProgressLine
 from kvcache_compress.eval.studies.probe_layers import Window
-from kvcache_compress.eval.studies.probe_rules import plans_of, rules_yaml
+from kvcache_compress.eval.studies.probe_rules import Plans, plans_of, rules_yaml
 from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
 from kvcache_compress.files.atomic import whole_file
 from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.validation.messages import quoted
 
-from .sensitivity import Sides, measure, with_bits
-from .tune import Budget, Certificate, certify, least_bits, tune
+from .sensitivity import Ends, Sensitivity, Sides, measure, with_bits
+from .tune import Budget, Certificate, certify, tune
 
 LEVELS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
 """Bits that a side of a layer may have, where its method does."""
+SINKS, RECENT = (4, 16, 64), (32, 64, 128, 256)
+"""Numbers of tokens that may stay dense at both ends, where a budget in bytes counts them."""
 CHECKS, SCORED = 3, 256
-"""Windows on which the result is certified, and tokens that are scored in each."""
+"""Windows of each text on which the result is certified, and tokens that are scored in each."""
 SUFFIXES = {"": 1, "k": 1024, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 SUFFIXES |= {"m": 1024**2, "kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4}
 
@@ -58,15 +61,18 @@ def parse_size(given: str, name: str) -> int:
 def run_tuning(
     console: Console,
     model: str,
-    text: Path | None,
+    texts: Sequence[Path],
     output: Path | None,
     *,
     bits: float | None = None,
     memory: str | None = None,
     context: str | None = None,
     batch: int = 1,
-    check_text: Path | None = None,
+    check_texts: Sequence[Path] = (),
     base: str = "spectral-2bit",
+    also: Sequence[str] = (),
+    sinks: Sequence[int] = (),
+    recent: Sequence[int] = (),
     levels: Sequence[float] = LEVELS,
     windows: int = 2,
     prefix: int = 1024,
@@ -88,53 +94,81 @@ def run_tuning(
         raise ValueError("a budget is needed, either --bits or --memory with --context, and --output for the config")
     elif memory is not None and context is None:
         raise ValueError("memory: --context is needed too, the tokens of each sequence")
+    elif bits is not None and (len(sinks) > 1 or len(recent) > 1):
+        raise ValueError("--sinks, --recent: several are allowed with --memory; bits per packed number leave them out")
     asked = None if memory is None else (parse_size(memory, "memory"), parse_size(context or "", "context"))
-    text = text or DEFAULT_TEXT
+    texts = texts or (DEFAULT_TEXT,)
     loaded, tokenizer = load(model, dtype, device)
-    measured, checks = _samples(loaded, tokenizer, text, check_text, windows, prefix, scored)
+    measured, checks = _samples(loaded, tokenizer, texts, check_texts, windows, prefix, scored)
+    certified_on = ", ".join(map(_named, check_texts or texts))
     if verify is not None:
         (certificate,) = certify(_windows(loaded, checks), [load_config(verify)])
-        console.print(_table(f"{verify}, {_named(check_text or text)}", {verify: certificate}))
+        console.print(_table(f"{verify}, {certified_on}", {verify: certificate}))
         return
     assert output is not None
     started = time.perf_counter()
     config = load_config(base).model_copy(update={"layers": []})
+    if memory is None or sinks or recent:
+        ends = [(s, r) for s in sinks or (config.sink_tokens,) for r in recent or (config.recent_tokens,)]
+    else:
+        ends = [(s, r) for s in SINKS for r in RECENT]
+    config = config.changed(sink_tokens=ends[0][0], recent_tokens=ends[0][1]) if len(ends) == 1 else config
+    presets = [config, *map(load_config, also)]
+    choices, references = _choices(presets, levels)
     head_dim, heads, _ = head_shape(loaded.config.get_text_config(decoder=True))
-    choices: Sides = {"keys": with_bits(config.keys, levels), "values": with_bits(config.values, levels)}
     wanted = f"{bits:g} bits" if memory is None else f"{memory} for {batch} x {context} tokens"
     plans, _ = plans_of(loaded, config)
     shape = ModelShape(len(plans), loaded.config.get_text_config(decoder=True).num_attention_heads, heads, head_dim)
-    if asked is None:
-        budget = Budget.of_bits(bits or 0.0, config, shape)
-    else:
-        budget = Budget.of_memory(*asked, batch, config, shape)
-    if (missing := least_bits(choices, shape) - budget.bits(shape)) > 1e-6:
-        raise ValueError(
-            f"{wanted}: the fewest bits take {missing:.2f} bits per number more; allowed are a larger budget, or fewer "
-            "bits (--level)"
-        )
+    budget = Budget(shape, bits) if asked is None else Budget(shape, None, *asked, batch)
+    tune(_unmeasured(plans, choices, references, ends), config, choices, budget)  # says at once if nothing fits
     record = output.with_name(f"{output.name}.measured.json")
-    found = measure(loaded, measured, config, choices, record, ProgressLine())
-    tuned = tune(found, config, choices, head_dim, budget)
+    tried = ends if len(ends) > 1 else ()
+    found = measure(loaded, measured, config, choices, references, record, ProgressLine(), tried)
+    tuned = tune(found, config, choices, budget)
     console.print("certifying on text that took no part")
     caches = {"tuned": tuned.config, "equal bits everywhere": tuned.uniform}
     results = dict(zip(caches, certify(_windows(loaded, checks), list(caches.values())), strict=True))
     minutes = (time.perf_counter() - started) / 60
-    header = _header(loaded, wanted, _named(text), _named(check_text or text), results)
+    header = _header(loaded, wanted, ", ".join(map(_named, texts)), certified_on, results)
     with whole_file(output) as unfinished:
         unfinished.write_text(header + _yaml(tuned.config), encoding="utf-8")
-    console.print(_table(f"{wanted}, {_named(check_text or text)}", results))
+    console.print(_table(f"{wanted}, {certified_on}", results))
     console.print(f"{output}: {minutes:.1f} minutes; expected KL {tuned.expected:.4f}, {tuned.expected_uniform:.4f}")
 
 
+def _choices(presets: Sequence[CompressionConfig], levels: Sequence[float]) -> tuple[Sides, dict[Side, list[int]]]:
+    """The methods of presets at several bits, each once, and the index of the preset's own bits in each."""
+    choices: Sides = {"keys": [], "values": []}
+    references: dict[Side, list[int]] = {"keys": [], "values": []}
+    for preset in presets:
+        for side in SIDES:
+            own = preset.keys if side == "keys" else preset.values
+            found = with_bits(own, levels)
+            if not any(own in known for known in choices[side]):
+                choices[side].append(found)
+                references[side].append(found.index(own))
+    return choices, references
+
+
+def _unmeasured(plans: Plans, choices: Sides, references: dict[Side, list[int]], ends: Sequence[Ends]) -> Sensitivity:
+    """A sensitivity without measurements: what fits a budget does not depend on them."""
+    return Sensitivity(
+        {(layer, side, m): 1.0 for layer in plans for side in SIDES for m in range(len(choices[side]))},
+        {side: [[1.0] * len(of) for of in choices[side]] for side in SIDES},
+        references,
+        dict.fromkeys(ends, 1.0),
+        plans,
+    )
+
+
 def _samples(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Path, check_text: Path | None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Path], check_texts: Sequence[Path],
     windows: int, prefix: int, scored: int,
 ) -> tuple[list[Sample], list[Sample]]:  # fmt: skip
-    """Windows to measure on, and windows to certify on that do not overlap with them.
+    """Windows of each text to measure on, and windows to certify on that do not overlap with them.
 
     Raises:
-        ValueError: the text is too short for both.
+        ValueError: a text is too short for both.
     """
     if scored > SCORED:
         raise ValueError(f"scored={scored}: allowed up to {SCORED}")
@@ -142,16 +176,20 @@ def _samples(
     def cut(path: Path, count: int) -> list[Sample]:
         return Perplexity(texts=(path,), prefix=prefix, scored=SCORED, windows=count).samples(model, tokenizer)
 
-    found = cut(text, windows if check_text else windows + CHECKS)
-    checks = cut(check_text, CHECKS) if check_text else found[windows:]
-    if not checks:
-        raise ValueError(
-            f"text={quoted(str(text))}: too short for {windows} windows of {prefix} + {SCORED} tokens to measure on "
-            "and one to certify on; allowed are a longer text, a --check-text, or fewer --windows"
-        )
+    measured = []
+    checks = [sample for path in check_texts for sample in cut(path, CHECKS)]
+    for path in texts:
+        found = cut(path, windows if check_texts else windows + CHECKS)
+        measured += found[:windows]
+        checks += found[windows:]
+        if len(found) <= windows and not check_texts:
+            raise ValueError(
+                f"text={quoted(str(path))}: too short for {windows} windows of {prefix} + {SCORED} tokens to measure "
+                "on and one to certify on; allowed are a longer text, a --check-text, or fewer --windows"
+            )
     short = [
         replace(sample, data=sample.data | {"continuation": sample.data["continuation"][:scored]})
-        for sample in found[:windows]
+        for sample in measured
     ]
     return short, checks
 

@@ -2,8 +2,9 @@
 
 The KL of a cache is close to the sum of those of its sides, as errors of different layers are nearly independent and
 the KL is quadratic in them. A side's KL at other bits than the measured ones follows the curve of its kind, keys or
-values, measured with that side of all layers compressed. A measurement writes its results to a file as it goes, and
-goes on from it when it is started again.
+values under one method, measured with that side of all layers compressed. What the dense tokens at both ends are worth
+is measured as a factor of the whole KL. A measurement writes its results to a file as it goes, and goes on from it when
+it is started again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +29,33 @@ from kvcache_compress.eval.studies.probe_rules import DENSE, Plans, compress_onl
 from kvcache_compress.eval.tasks.benchmark import Sample
 
 Progress = Callable[[int, int, str], None]
-Sides = dict[Side, list[SideConfig]]
-"""The choices of keys and of values, in rising order of bits."""
+Sides = dict[Side, list[list[SideConfig]]]
+"""The choices of keys and of values: a list for each method, in rising order of bits."""
+Ends = tuple[int, int]
+"""Numbers of tokens that stay dense: sinks, and the recent window."""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
     """KL in nats per token, means over windows.
 
-    alone: of each side of each layer, compressed alone with the choice at index `reference` of its kind.
-    curves: of keys and of values of all layers, for each choice.
+    alone: of each side of each layer, compressed alone by each method of `choices` with its reference choice.
+    curves: of keys and of values of all layers, for each choice of each method.
+    references: index of the choice with which a method was measured layer by layer.
+    ends: of the whole base config with other numbers of dense tokens, as factors of its KL with its own.
     plans: the plans of the full-attention layers.
     """
 
-    alone: dict[tuple[int, Side], float]
-    curves: dict[Side, list[float]]
-    reference: dict[Side, int]
+    alone: dict[tuple[int, Side, int], float]
+    curves: dict[Side, list[list[float]]]
+    references: dict[Side, list[int]]
+    ends: dict[Ends, float]
     plans: Plans
 
-    def loss(self, layer: int, side: Side, choice: int) -> float:
+    def loss(self, layer: int, side: Side, method: int, choice: int) -> float:
         """Estimate the KL of one side of a layer under a choice."""
-        curve = self.curves[side]
-        return self.alone[layer, side] * curve[choice] / max(curve[self.reference[side]], 1e-12)
+        curve = self.curves[side][method]
+        return self.alone[layer, side, method] * curve[choice] / max(curve[self.references[side][method]], 1e-12)
 
 
 def with_bits(side: SideConfig, bits: Collection[float]) -> list[SideConfig]:
@@ -75,18 +81,22 @@ def measure(
     samples: Sequence[Sample],
     base: CompressionConfig,
     choices: Sides,
+    references: dict[Side, list[int]],
     record: Path,
     on_progress: Progress = lambda done, total, label: None,
+    ends: Sequence[Ends] = (),
 ) -> Sensitivity:
     """Measure all sides of all full-attention layers.
 
     Args:
         model: a causal language model in evaluation mode.
         samples: windows of text, as of the benchmark `Perplexity`.
-        base: methods and windows; its keys and values are measured alone, its rules are left out.
-        choices: the choices of keys and of values, those of `base` among them.
+        base: sinks and recent window, and the keys and values with which `ends` are measured; its rules are left out.
+        choices: the choices of keys and of values.
+        references: index of the choice of each method that is measured layer by layer.
         record: JSON file of the results so far, from which an interrupted measurement goes on.
         on_progress: called with runs done, runs in all, and the next one's label.
+        ends: other numbers of dense tokens to measure.
 
     Raises:
         ValueError: the config does not fit the model, or a prefix is too short for it.
@@ -96,20 +106,19 @@ def measure(
     plans, _ = plans_of(model, base)
     if not plans:
         raise ValueError(f"{model.config.model_type} has no full-attention layer whose cache could be tuned")
-    sides = [(layer, side) for layer in plans for side in SIDES]
     runs: dict[str, tuple[CompressionConfig, tuple[int, Side] | None]] = {}
     for side in SIDES:
-        for number, choice in enumerate(choices[side]):
-            other: Side = "values" if side == "keys" else "keys"
-            config = base.model_copy(update={side: choice, other: DENSE})
-            runs[f"all layers, {side}, choice {number}"] = config, None
-    runs |= {
-        f"layer {layer}, {side}": (compress_only(base, plans[layer], layer, side), (layer, side))
-        for layer, side in sides
-    }
-    about = [base.model_dump(mode="json"), [[x.model_dump(mode="json") for x in choices[side]] for side in SIDES]]
+        other: Side = "values" if side == "keys" else "keys"
+        for choice in (choice for of_method in choices[side] for choice in of_method):
+            runs[_name(side, choice)] = base.model_copy(update={side: choice, other: DENSE}), None
+    for layer, side, _, choice in (sides := _by_layer(plans, choices, references)):
+        config = compress_only(base, replace(plans[layer], **{side: choice}), layer, side)
+        runs[_name(side, choice, layer)] = config, (layer, side)
+    own = base.sink_tokens, base.recent_tokens
+    for sinks, recent in dict.fromkeys([own, *ends]) if ends else ():
+        runs[_name_of((sinks, recent))] = base.changed(sink_tokens=sinks, recent_tokens=recent), None
     texts = [[sample.prompt.tolist(), sample.data["continuation"]] for sample in samples]
-    known = _Record(record, [about, texts, STEP_TOKENS, _weights(model)])
+    known = _Record(record, [base.model_dump(mode="json"), texts, STEP_TOKENS, _weights(model)])
     done, total = 0, len(samples) * len(runs)
     for index, sample in enumerate(samples):
         missing = [name for name in runs if f"{index}: {name}" not in known.kl]
@@ -127,14 +136,34 @@ def measure(
     def mean(name: str) -> float:
         return statistics.fmean(known.kl[f"{index}: {name}"] for index in range(len(samples)))
 
-    curves: dict[Side, list[float]] = {
-        side: [mean(f"all layers, {side}, choice {number}") for number in range(len(choices[side]))] for side in SIDES
-    }
-    reference: dict[Side, int] = {
-        "keys": choices["keys"].index(base.keys),
-        "values": choices["values"].index(base.values),
-    }
-    return Sensitivity({one: mean(f"layer {one[0]}, {one[1]}") for one in sides}, curves, reference, plans)
+    return Sensitivity(
+        {(layer, side, method): mean(_name(side, choice, layer)) for layer, side, method, choice in sides},
+        {side: [[mean(_name(side, choice)) for choice in of] for of in choices[side]] for side in SIDES},
+        references,
+        {each: mean(_name_of(each)) / max(mean(_name_of(own)), 1e-12) for each in ends} | {own: 1.0},
+        plans,
+    )
+
+
+def _by_layer(
+    plans: Plans, choices: Sides, references: dict[Side, list[int]]
+) -> list[tuple[int, Side, int, SideConfig]]:
+    """Layer, side, method and choice of everything that is measured alone."""
+    return [
+        (layer, side, method, of_method[references[side][method]])
+        for layer in plans
+        for side in SIDES
+        for method, of_method in enumerate(choices[side])
+    ]
+
+
+def _name(side: Side, choice: SideConfig, layer: int | None = None) -> str:
+    where = "all layers" if layer is None else f"layer {layer}"
+    return f"{where}, {side}, {json.dumps(choice.model_dump(mode='json'))}"
+
+
+def _name_of(ends: Ends) -> str:
+    return f"{ends[0]} sinks and {ends[1]} recent tokens"
 
 
 def _weights(model: PreTrainedModel) -> list[float]:

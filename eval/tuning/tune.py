@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvcache_compress.cache.estimate import BF16_BYTES, ModelShape, constant_bytes, packed_bits, rope_bytes, side_bytes
+from kvcache_compress.cache.estimate import ModelShape, packed_bits, side_bytes, total_bytes
 from kvcache_compress.codecs.allocation import allocate
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.codecs.layout import bytes_per_token
@@ -22,55 +22,51 @@ from .sensitivity import Sensitivity, Sides
 
 STEPS = 64
 """Steps per byte in which costs are counted, rounded up: groups of up to 128 tokens share bytes."""
+ROUNDS = 8
+"""Most attempts to fit what does not depend on single sides: tables of the methods, cos and sin."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes per token and key/value head that the sides of all layers may take together, scalars counted."""
+    """What a cache may take, everything counted: bits per packed number, or bytes of the whole cache.
 
-    bytes_per_token: float
+    bits: scalars, cos and sin counted.
+    memory: bytes of a cache of `batch` sequences of `tokens` tokens; dense tokens and tables of the methods count too.
+    """
 
-    @classmethod
-    def of_bits(cls, bits: float, base: CompressionConfig, shape: ModelShape) -> Budget:
-        """From bits per packed number, with the cos and sin that layers share."""
-        numbers = 2 * shape.head_dim * shape.layers
-        sides = sum(side_bytes(plan, shape.head_dim) for plan in base.plan(["full_attention"] * shape.layers))
-        shared = packed_bits(base, shape.head_dim, shape.layers, shape.kv_heads) * numbers / 8 - sides
-        return cls(bits * numbers / 8 - shared)
+    shape: ModelShape
+    bits: float | None = None
+    memory: float | None = None
+    tokens: int = 0
+    batch: int = 1
 
-    @classmethod
-    def of_memory(cls, memory: float, tokens: int, batch: int, base: CompressionConfig, shape: ModelShape) -> Budget:
-        """From the bytes of a whole cache of `batch` sequences of so many tokens, everything counted.
+    def spare(self, config: CompressionConfig) -> float:
+        """Bytes per packed token and key/value head, of all layers together, that a config leaves; below 0 too many.
 
         Raises:
-            ValueError: the memory does not hold the tokens that stay dense.
+            ValueError: the memory does not hold the tokens that stay dense, or nothing would be packed.
         """
-        dense = min(tokens, base.sink_tokens + base.recent_tokens)
-        fixed = batch * shape.layers * shape.kv_heads * dense * 2 * shape.head_dim * BF16_BYTES
-        fixed += batch * rope_bytes(base, shape.head_dim, shape.layers, tokens)
-        fixed += constant_bytes(base, shape.layers, shape.kv_heads, shape.head_dim)
-        if memory <= fixed or tokens <= dense:
+        layers, _, heads, dim = self.shape
+        if self.bits is not None:
+            return (self.bits - packed_bits(config, dim, layers, heads)) * 2 * dim * layers / 8
+        assert self.memory is not None
+        dense = min(self.tokens, config.sink_tokens + config.recent_tokens)
+        taken = total_bytes(config, layers, heads, dim, self.tokens, self.batch)
+        packed = sum(side_bytes(plan, dim) for plan in config.plan(["full_attention"] * layers))
+        fixed = taken - self.batch * heads * (self.tokens - dense) * packed
+        if self.memory <= fixed or self.tokens <= dense:
             raise ValueError(
-                f"memory={memory:g} bytes for {batch} x {tokens} tokens: {fixed:g} are taken by what does not depend "
-                f"on the bits, of them {dense} tokens per sequence that stay dense"
+                f"memory={self.memory:g} bytes for {self.batch} x {self.tokens} tokens: {fixed:g} are taken by what "
+                f"does not depend on the bits, of them {dense} tokens per sequence that stay dense"
             )
-        return cls((memory - fixed) / (batch * shape.kv_heads * (tokens - dense)))
-
-    def bits(self, shape: ModelShape) -> float:
-        """Bits per number of what the sides may take."""
-        return 8 * self.bytes_per_token / (2 * shape.head_dim * shape.layers)
-
-
-def least_bits(choices: Sides, shape: ModelShape) -> float:
-    """Bits per number of the cheapest choices of all layers."""
-    return sum(8 * min(_cost(x, side, shape.head_dim) for x in choices[side]) / (2 * shape.head_dim) for side in SIDES)
+        return (self.memory - taken) / (self.batch * heads * (self.tokens - dense))
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A config with bits by layer and side, beside the best one with the same bits in all layers.
+    """A config with methods and bits by layer and side, beside the best one with the same in all layers.
 
-    expected, expected_uniform: sums of the measured losses, nats per token.
+    expected, expected_uniform: estimates of their KL, nats per token.
     """
 
     config: CompressionConfig
@@ -79,35 +75,89 @@ class Tuned:
     expected_uniform: float
 
 
-def tune(sensitivity: Sensitivity, base: CompressionConfig, choices: Sides, head_dim: int, budget: Budget) -> Tuned:
-    """Choose the bits of each side of each layer for the least sum of losses within a budget.
+def tune(found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Budget) -> Tuned:
+    """Choose the numbers of dense tokens, and method and bits of each side of each layer, for the least expected KL.
 
     Raises:
         ValueError: the budget is less than the cheapest choices take.
     """
-    costs = {side: [_cost(choice, side, head_dim) for choice in choices[side]] for side in SIDES}
-    sides = [(layer, side) for layer in sensitivity.plans for side in SIDES]
-    losses = [[sensitivity.loss(layer, side, n) for n in range(len(costs[side]))] for layer, side in sides]
-    chosen = allocate(
-        [[math.ceil(cost * STEPS - 1e-9) for cost in costs[side]] for _, side in sides], losses,
-        math.floor(budget.bytes_per_token * STEPS + 1e-9),
-    )  # fmt: skip
-    plans = dict(sensitivity.plans)
-    for (layer, side), number in zip(sides, chosen, strict=True):
-        choice = choices[side][number]
-        plans[layer] = replace(plans[layer], **{side: choice})
-    config = with_plans(base.model_copy(update={"layers": []}), plans)
-    expected = sum(of_side[number] for of_side, number in zip(losses, chosen, strict=True))
-    layers = len(sensitivity.plans)
-    pairs = [
-        (sensitivity.curves["keys"][i] + sensitivity.curves["values"][j], i, j)
-        for i, key_cost in enumerate(costs["keys"])
-        for j, value_cost in enumerate(costs["values"])
-        if layers * (key_cost + value_cost) <= budget.bytes_per_token + 1e-9
-    ]
-    expected_uniform, i, j = min(pairs)
-    uniform = base.model_copy(update={"keys": choices["keys"][i], "values": choices["values"][j], "layers": []})
-    return Tuned(config, uniform, expected, expected_uniform)
+    fitting: list[Tuned] = []
+    refusal = ValueError("no budget")
+    for (sinks, recent), factor in found.ends.items():
+        own = base.changed(sink_tokens=sinks, recent_tokens=recent, layers=[])
+        try:
+            config, loss = _best(found, own, choices, budget)
+            uniform, uniform_loss = _best_uniform(found, own, choices, budget)
+        except ValueError as error:
+            refusal = error
+            continue
+        fitting.append(Tuned(config, uniform, factor * loss, factor * uniform_loss))
+    if not fitting:
+        raise refusal
+    # The uniform config may have other numbers of dense tokens, if those suit it better.
+    even = min(fitting, key=lambda each: each.expected_uniform)
+    best = min(fitting, key=lambda each: each.expected)
+    return replace(best, uniform=even.uniform, expected_uniform=even.expected_uniform)
+
+
+def _best(
+    found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Budget
+) -> tuple[CompressionConfig, float]:
+    """The config with the least sum of losses, and that sum."""
+    dim = budget.shape.head_dim
+    units = [(layer, side) for layer in found.plans for side in SIDES]
+    options = {side: [(m, c) for m, of in enumerate(choices[side]) for c in range(len(of))] for side in SIDES}
+    costs = {side: [_cost(choices[side][m][c], side, dim) for m, c in options[side]] for side in SIDES}
+    losses = [[found.loss(layer, side, m, c) for m, c in options[side]] for layer, side in units]
+    steps = [[math.ceil(cost * STEPS - 1e-9) for cost in costs[side]] for _, side in units]
+    plans = {
+        layer: replace(plan, sink_tokens=base.sink_tokens, recent_tokens=base.recent_tokens)
+        for layer, plan in found.plans.items()
+    }
+    allowed = len(plans) * side_bytes(plans[units[0][0]], dim) + budget.spare(base)
+    for _ in range(ROUNDS):
+        try:
+            chosen = allocate(steps, losses, math.floor(allowed * STEPS + 1e-9))
+        except ValueError:
+            least = sum(min(costs[side]) for _, side in units)
+            raise ValueError(
+                f"budget: the fewest bits take {8 * (least - allowed) / (2 * dim * len(plans)):.2f} bits per number "
+                "more; allowed are a larger budget, or fewer bits (--level)"
+            ) from None
+        for (layer, side), number in zip(units, chosen, strict=True):
+            method, choice = options[side][number]
+            plans[layer] = replace(plans[layer], **{side: choices[side][method][choice]})
+        config = with_plans(base, plans)
+        if (spare := budget.spare(config)) >= -1e-6:
+            return config, sum(of_unit[number] for of_unit, number in zip(losses, chosen, strict=True))
+        # Methods with tables, or cos and sin, of their own have joined.
+        allowed = sum(of_unit[number] for of_unit, number in zip(steps, chosen, strict=True)) / STEPS + spare
+    raise ValueError(
+        "budget: no mixture of these methods was found that keeps to it; allowed are fewer of them (--also)"
+    )
+
+
+def _best_uniform(
+    found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Budget
+) -> tuple[CompressionConfig, float]:
+    """The config with the least loss of those with the same choices in all layers, and that loss."""
+    options = {
+        side: [
+            (sum(found.loss(layer, side, m, c) for layer in found.plans), choice)
+            for m, of_method in enumerate(choices[side])
+            for c, choice in enumerate(of_method)
+        ]
+        for side in SIDES
+    }
+    pairs = sorted(
+        ((k_loss + v_loss, keys, values) for k_loss, keys in options["keys"] for v_loss, values in options["values"]),
+        key=lambda pair: pair[0],
+    )
+    for loss, keys, values in pairs:
+        config = base.model_copy(update={"keys": keys, "values": values, "layers": []})
+        if budget.spare(config) >= -1e-6:
+            return config, loss
+    raise ValueError("budget: no config with the same bits in all layers keeps to it; allowed is a larger budget")
 
 
 def _cost(choice: SideConfig, side: Side, head_dim: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from kvcache_compress import CompressedCache, load_config
-from kvcache_compress.cache.estimate import MODELS, packed_bits, total_bytes
+from kvcache_compress.cache.estimate import MODELS, ModelShape, packed_bits, total_bytes
 from kvcache_compress.cli import app
+from kvcache_compress.codecs.base import SIDES, Side
+from kvcache_compress.config import CompressionConfig, SideConfig
 from kvcache_compress.eval.tasks.perplexity import Perplexity
 from kvcache_compress.eval.tuning.command import parse_size
-from kvcache_compress.eval.tuning.sensitivity import Sensitivity, measure, with_bits
+from kvcache_compress.eval.tuning.sensitivity import Sensitivity, Sides, measure, with_bits
 from kvcache_compress.eval.tuning.tune import Budget, tune
 
 CONFIG = {
@@ -50,12 +53,18 @@ def test_budgets_are_those_of_the_estimate(preset: str) -> None:
     """A config's own bits, and the bytes of its whole cache, are budgets that it meets exactly."""
     config, shape = load_config(preset), MODELS["llama-3.1-8b"]
     bits = packed_bits(config, shape.head_dim, shape.layers, shape.kv_heads)
-    of_bits = Budget.of_bits(bits, config, shape).bytes_per_token
     sizes = shape.layers, shape.kv_heads, shape.head_dim
-    of_memory = Budget.of_memory(total_bytes(config, *sizes, 100_000, 3), 100_000, 3, config, shape).bytes_per_token
-    assert of_bits == pytest.approx(of_memory, rel=1e-6)
+    memory = total_bytes(config, *sizes, 100_000, 3)
+    assert Budget(shape, bits).spare(config) == pytest.approx(0, abs=1e-6)
+    assert Budget(shape, None, memory, 100_000, 3).spare(config) == pytest.approx(0, abs=1e-6)
+    one_bit_more = load_config(preset).changed(
+        values={"method": "turboquant", "bits": config.values.options().bits + 1}
+    )  # type: ignore[attr-defined]
+    more = shape.layers * shape.head_dim / 8
+    assert Budget(shape, bits).spare(one_bit_more) == pytest.approx(-more)
+    assert Budget(shape, None, memory, 100_000, 3).spare(one_bit_more) == pytest.approx(-more, rel=1e-2)
     with pytest.raises(ValueError, match="are taken by what does not depend on the bits, of them 80 tokens"):
-        Budget.of_memory(1e6, 100_000, 3, config, shape)
+        Budget(shape, None, 1e6, 100_000, 3).spare(config)
 
 
 def three_layers() -> PreTrainedModel:
@@ -65,51 +74,90 @@ def three_layers() -> PreTrainedModel:
     return model
 
 
+METHODS: dict[Side, tuple[str, ...]] = {"keys": ("turboquant", "kivi"), "values": ("turboquant",)}
+CHOICES: Sides = {
+    side: [with_bits(SideConfig.of({"method": method, "bits": 2}), LEVELS) for method in methods]
+    for side, methods in METHODS.items()
+}
+REFERENCES: dict[Side, list[int]] = {
+    side: [[choice.options().bits for choice in of].index(2) for of in CHOICES[side]]  # type: ignore[attr-defined]
+    for side in SIDES
+}
+
+
+def samples(text: Path) -> Any:
+    return Perplexity(texts=(text,), prefix=176, scored=16, windows=2).samples(small_model(), Characters())
+
+
 @pytest.fixture(scope="module")
-def measured(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sensitivity, Any, Path]:
-    model, config = three_layers(), load_config(CONFIG)
-    choices = {side: with_bits(getattr(config, side), LEVELS) for side in ("keys", "values")}
-    samples = Perplexity(texts=(text,), prefix=176, scored=16, windows=2).samples(model, Characters())
+def measured(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sensitivity, Path]:
     record = tmp_path_factory.mktemp("tuning") / "measured.json"
-    return measure(model, samples, config, choices, record), choices, record
+    config, ends = load_config(CONFIG), [(4, 8), (4, 64)]
+    return measure(three_layers(), samples(text), config, CHOICES, REFERENCES, record, ends=ends), record
 
 
-def test_harmless_layers_pay(measured: tuple[Sensitivity, Any, Path]) -> None:
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    config = model.config
+    return ModelShape(config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+
+
+def test_harmless_layers_pay(measured: tuple[Sensitivity, Path]) -> None:
     """The layer that does nothing gets the fewest bits; the config fits the budget and is expected to lose less."""
-    found, choices, _ = measured
-    config = load_config(CONFIG)
-    dim = three_layers().config.head_dim
-    assert found.alone[0, "keys"] == pytest.approx(0, abs=1e-9)
-    assert found.curves["values"] == sorted(found.curves["values"], reverse=True)
-    budget = Budget(3 * 2 * (2 * dim / 8 + 2))
-    tuned = tune(found, config, choices, dim, budget)
+    found, _ = measured
+    shape = shape_of(three_layers())
+    assert found.alone[0, "keys", 0] == pytest.approx(0, abs=1e-9)
+    assert found.curves["values"][0] == sorted(found.curves["values"][0], reverse=True)
+    budget = Budget(shape, 2 + 16 / shape.head_dim)
+    tuned = tune(found, load_config(CONFIG), CHOICES, budget)
     plans = tuned.config.plan(["full_attention"] * 3)
-    bits = [[plan.side(side).options().bits for side in ("keys", "values")] for plan in plans]
+    bits = [[plan.side(side).options().bits for side in SIDES] for plan in plans]  # type: ignore[attr-defined]
     assert bits[0] == [1, 1]
     assert max(bits[1] + bits[2]) >= 3
-    assert sum(sum(layer) for layer in bits) <= 12
+    assert 0 <= budget.spare(tuned.config) < 3 * 2
+    assert budget.spare(tuned.uniform) >= 0
     assert tuned.expected < tuned.expected_uniform
     assert not tuned.uniform.layers
-    assert sum(side.options().bits for side in (tuned.uniform.keys, tuned.uniform.values)) <= 4
 
 
-def test_an_interrupted_measurement_goes_on(
-    measured: tuple[Sensitivity, Any, Path], text: Path, tmp_path: Path
-) -> None:
-    found, choices, record = measured
+def test_methods_and_dense_tokens_are_chosen_too(measured: tuple[Sensitivity, Path]) -> None:
+    """Each side takes the method that loses least there; a longer window is taken where bytes allow and it pays."""
+    found, _ = measured
+    shape, base = shape_of(three_layers()), load_config(CONFIG)
+    better = {(*key[:2], 1): loss / 100 for key, loss in found.alone.items() if key == (2, "keys", 0)}
+    chosen = replace(found, alone=found.alone | better)
+    plans = tune(chosen, base, CHOICES, Budget(shape, 4.0)).config.plan(["full_attention"] * 3)
+    assert plans[2].keys.method == "kivi"
+    assert {plan.values.method for plan in plans} == {"turboquant"}
+    memory = total_bytes(base, shape.layers, shape.kv_heads, shape.head_dim, 4096) * 1.2
+    budget = Budget(shape, None, memory, 4096)
+    for factor, recent in ((1.1, 8), (0.01, 64)):
+        tuned = tune(replace(found, ends={(4, 8): 1.0, (4, 64): factor}), base, CHOICES, budget)
+        assert tuned.config.recent_tokens == tuned.uniform.recent_tokens == recent
+        assert {plan.recent_tokens for plan in tuned.config.plan(["full_attention"] * 3)} == {recent}
+        assert total_bytes(tuned.config, shape.layers, shape.kv_heads, shape.head_dim, 4096) <= memory
+
+
+def test_an_interrupted_measurement_goes_on(measured: tuple[Sensitivity, Path], text: Path, tmp_path: Path) -> None:
+    found, record = measured
     kept = json.loads(record.read_text())
     names = list(kept["kl"])
     kept["kl"] = {name: kept["kl"][name] for name in names[:10]}
     (tmp_path / "measured.json").write_text(json.dumps(kept))
     model, config = three_layers(), load_config(CONFIG)
-    samples = Perplexity(texts=(text,), prefix=176, scored=16, windows=2).samples(model, Characters())
     reports: list[tuple[int, int, str]] = []
-    again = measure(model, samples, config, choices, tmp_path / "measured.json", lambda *report: reports.append(report))
+
+    def again(config: CompressionConfig) -> Sensitivity:
+        return measure(
+            model, samples(text), config, CHOICES, REFERENCES, tmp_path / "measured.json",
+            lambda *report: reports.append(report), ends=[(4, 8), (4, 64)],
+        )  # fmt: skip
+
+    repeated = again(config)
     assert reports[0][:2] == (10, len(names))
-    assert again.alone == pytest.approx(found.alone)
-    assert again.curves == {side: pytest.approx(curve) for side, curve in found.curves.items()}
-    changed = config.changed(recent_tokens=16)
-    measure(model, samples, changed, choices, tmp_path / "measured.json", lambda *report: reports.append(report))
+    assert repeated.alone == pytest.approx(found.alone)
+    assert repeated.curves == {side: [pytest.approx(x) for x in curves] for side, curves in found.curves.items()}
+    assert repeated.ends == pytest.approx(found.ends)
+    again(config.changed(recent_tokens=16))
     assert reports[len(names) - 10 + 1][0] == 0, "what was measured with another window does not count"
 
 
@@ -169,6 +217,7 @@ def test_command_refuses_in_a_sentence(text: Path, tmp_path: Path) -> None:
         (output, "a budget is needed"),
         ((*output, "--bits", "3", "--memory", "2GB"), "a budget is needed"),
         ((*output, "--memory", "2GB"), "--context is needed"),
+        ((*output, "--bits", "3", "--recent", "32", "--recent", "64"), "several are allowed with --memory"),
         ((*output, "--memory", "2 apples", "--context", "4K"), "memory="),
         (("--verify", "turboquant-3bit", "--bits", "3"), "certified as it is"),
         ((*small, "--bits", "3", "--windows", "40"), "too short"),
