@@ -42,18 +42,19 @@ def demo(
 
 @app.command()
 def presets() -> None:
-    """List the presets with their stored bits per number."""
+    """List the presets with their stored bits per number, those with the least loss first."""
     from kvcache_compress.cache.estimate import packed_bits, summary
 
-    from .config import load_config, preset_names
+    from .config import BUDGETS, load_config, preset_names
 
     table = Table(title="presets: stored bits per packed number of 32 layers with 8 heads, everything counted")
     for heading in ("preset", "D=64", "D=128", "sinks", "recent", "description"):
         table.add_column(heading, no_wrap=heading != "description")
-    for name in preset_names():
+    for name in [*BUDGETS, *preset_names()]:
         config = load_config(name)
+        about = f"= {BUDGETS[name]}" if name in BUDGETS else summary(name)
         bits = [f"{packed_bits(config, dim):.2f}" for dim in (64, 128)]
-        table.add_row(name, *bits, str(config.sink_tokens), str(config.recent_tokens), summary(name))
+        table.add_row(name, *bits, str(config.sink_tokens), str(config.recent_tokens), about)
     console.print(table)
 
 

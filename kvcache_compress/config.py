@@ -22,6 +22,14 @@ from kvcache_compress.validation.options import MOST_TOKENS, AnyList, Seed, Stri
 
 from .registry import get_method
 
+BUDGETS = {
+    "best-4bit": "spectral-4bit",
+    "best-3bit": "spectral-3bit",
+    "best-2bit": "spectral-2bit",
+    "best-1.5bit": "spectral-1.5bit",
+}
+"""Names for the preset that loses least at so many bits, without a file of the model; what a name stands for changes
+when a better one is measured (docs/results.md)."""
 Tokens: TypeAlias = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 
 
@@ -304,6 +312,8 @@ def preset_names() -> list[str]:
 def load_config(source: str | Path | Mapping[str, Any] | CompressionConfig) -> CompressionConfig:
     """Load a config from a preset's name, the path of a YAML file or a dictionary; a config is returned unchanged.
 
+    A preset's name may be one of `BUDGETS`.
+
     Raises:
         ValueError: The preset is unknown, the file is missing or malformed, a key is unknown or a value is wrong; the
             message names the source.
@@ -319,10 +329,10 @@ def load_config(source: str | Path | Mapping[str, Any] | CompressionConfig) -> C
     path, name = Path(source), str(source)
     if path.suffix in (".yaml", ".yml") or is_file(path) or (name and name not in preset_names() and is_folder(path)):
         data = read_yaml(path)
-    elif name in preset_names():
+    elif (name := BUDGETS.get(name, name)) in preset_names():
         data = parse_yaml((_presets() / f"{name}.yaml").read_text(encoding="utf-8"), name)
     else:
-        raise ValueError(f"unknown preset {quoted(name)}: {suggestion(name, preset_names())}")
+        raise ValueError(f"unknown preset {quoted(name)}: {suggestion(name, [*BUDGETS, *preset_names()])}")
     if not isinstance(data, dict):
         raise ValueError(f"{name}: a mapping is needed at the top, with 'keys' and 'values'")
     return CompressionConfig.of(data, name)

@@ -36,7 +36,7 @@ from kvcache_compress.validation.messages import quoted
 from .sensitivity import Ends, Sensitivity, Sides, measure, with_bits
 from .tune import Budget, Certificate, certify, tune
 
-LEVELS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
+LEVELS = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
 """Bits that a side of a layer may have, where its method does."""
 SINKS, RECENT = (4, 16, 64), (32, 64, 128, 256)
 """Numbers of tokens that may stay dense at both ends, where a budget in bytes counts them."""

@@ -159,7 +159,8 @@ def _by_layer(
 
 def _name(side: Side, choice: SideConfig, layer: int | None = None) -> str:
     where = "all layers" if layer is None else f"layer {layer}"
-    return f"{where}, {side}, {json.dumps(choice.model_dump(mode='json'))}"
+    options = ", ".join(f"{name}={value}" for name, value in choice.model_dump(mode="json").items() if name != "method")
+    return f"{where}, {side}: {choice.method} {options}"
 
 
 def _name_of(ends: Ends) -> str:

@@ -11,7 +11,9 @@ from support.small_model import small_model
 from transformers import Gemma3TextConfig, LlamaConfig
 
 from kvcache_compress import CompressedCache, CompressionConfig, KIVICache, TurboQuantCache, load_config, preset_names
+from kvcache_compress.cache.estimate import packed_bits
 from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.config import BUDGETS
 
 FULL = ["full_attention"] * 6
 SIDES: dict[str, Any] = {"keys": {"method": "turboquant", "bits": 3}, "values": {"method": "turboquant", "bits": 2}}
@@ -46,6 +48,19 @@ def test_preset(name: str, tmp_path: Path) -> None:
 def test_presets_that_are_promised() -> None:
     bits = ("4bit", "3.5bit", "3bit", "2.5bit", "2bit", "k4v2", "paper-2.5bit", "paper-3.5bit")
     assert {f"turboquant-{b}" for b in bits} <= set(preset_names())
+
+
+def test_budgets_stand_for_presets_that_need_no_file() -> None:
+    """A name by budget is the preset that it stands for, with fewer code bits each, and can be asked for."""
+    configs = [load_config(name) for name in BUDGETS]
+    assert configs == [load_config(name) for name in BUDGETS.values()]
+    bits = [packed_bits(config, 128) for config in configs]
+    assert bits == sorted(bits, reverse=True)
+    for name, found in zip(BUDGETS, bits, strict=True):
+        assert 0 < found - float(name.removeprefix("best-").removesuffix("bit")) < 0.25
+        assert CompressedCache(llama(), name).compression == load_config(name)
+    with pytest.raises(ValueError, match="did you mean 'best-2bit'"):
+        load_config("best-2bits")
 
 
 def test_paper_presets_are_the_papers() -> None:
