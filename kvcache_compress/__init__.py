@@ -1,31 +1,62 @@
-"""KV-cache compression for Hugging Face Transformers. Importing this package patches nothing."""
+"""KV-cache compression for Hugging Face Transformers. Importing this package patches nothing.
 
-from . import methods as methods  # importing it registers them
+Public names are imported when they are first used: torch and Transformers take seconds, which a command's help can do
+without.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__ as __version__
-from .attention.interface import disable_fused_attention, enable_fused_attention
-from .attention.position_hooks import register_position_hooks
-from .cache.by_method import CommVQCache, KIVICache, PolarQuantCache, QJLCache, SpectralCache, TurboQuantCache
-from .cache.compress import compress
-from .cache.compressed_cache import CompressedCache
-from .config import CompressionConfig, load_config, preset_names
-from .registry import get_method, method_names, register_method
 
-__all__ = [
-    "CommVQCache",
-    "CompressedCache",
-    "CompressionConfig",
-    "KIVICache",
-    "PolarQuantCache",
-    "QJLCache",
-    "SpectralCache",
-    "TurboQuantCache",
-    "compress",
-    "disable_fused_attention",
-    "enable_fused_attention",
-    "get_method",
-    "load_config",
-    "method_names",
-    "preset_names",
-    "register_method",
-    "register_position_hooks",
-]
+if TYPE_CHECKING:
+    from .attention.interface import disable_fused_attention as disable_fused_attention
+    from .attention.interface import enable_fused_attention as enable_fused_attention
+    from .attention.position_hooks import register_position_hooks as register_position_hooks
+    from .cache.by_method import CommVQCache as CommVQCache
+    from .cache.by_method import KIVICache as KIVICache
+    from .cache.by_method import PolarQuantCache as PolarQuantCache
+    from .cache.by_method import QJLCache as QJLCache
+    from .cache.by_method import SpectralCache as SpectralCache
+    from .cache.by_method import TurboQuantCache as TurboQuantCache
+    from .cache.compress import compress as compress
+    from .cache.compressed_cache import CompressedCache as CompressedCache
+    from .config import CompressionConfig as CompressionConfig
+    from .config import get_method as get_method
+    from .config import load_config as load_config
+    from .config import method_names as method_names
+    from .config import preset_names as preset_names
+    from .config import register_method as register_method
+
+_HOMES = {
+    "CommVQCache": "cache.by_method",
+    "CompressedCache": "cache.compressed_cache",
+    "CompressionConfig": "config",
+    "KIVICache": "cache.by_method",
+    "PolarQuantCache": "cache.by_method",
+    "QJLCache": "cache.by_method",
+    "SpectralCache": "cache.by_method",
+    "TurboQuantCache": "cache.by_method",
+    "compress": "cache.compress",
+    "disable_fused_attention": "attention.interface",
+    "enable_fused_attention": "attention.interface",
+    "get_method": "config",
+    "load_config": "config",
+    "method_names": "config",
+    "preset_names": "config",
+    "register_method": "config",
+    "register_position_hooks": "attention.position_hooks",
+}
+"""Module of each public name."""
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -20,7 +20,10 @@ from kvcache_compress.files.text import is_file, is_folder, parse_yaml, read_yam
 from kvcache_compress.validation.messages import explain, quoted, suggestion, unknown_key
 from kvcache_compress.validation.options import MOST_TOKENS, AnyList, Seed, StrictOptions, python_number
 
-from .registry import get_method
+from . import methods as methods  # importing it registers them
+from .registry import get_method as get_method
+from .registry import method_names as method_names
+from .registry import register_method as register_method
 
 BUDGETS = {
     "best-4bit": "spectral-4bit",

@@ -1,11 +1,14 @@
 """The command line."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import transformers
 from typer.testing import CliRunner
 
+import kvcache_compress
 from kvcache_compress import preset_names
 from kvcache_compress.bench.command import attention_shape
 from kvcache_compress.bench.layers import SHAPES, Shape
@@ -14,6 +17,20 @@ from kvcache_compress.cli import app
 from kvcache_compress.config import load_config
 
 runner = CliRunner(env={"COLUMNS": "200"})
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    """Public names are imported when they are used, so that the command line's help is there at once."""
+    code = (
+        "import sys, kvcache_compress, kvcache_compress.cli; "
+        "assert not {'torch', 'transformers'} & set(sys.modules); "
+        "assert set(kvcache_compress.__all__) <= set(dir(kvcache_compress)); "
+        "found = [getattr(kvcache_compress, name) for name in kvcache_compress.__all__]; "
+        "assert all(callable(each) for each in found) and 'torch' in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    with pytest.raises(AttributeError, match="no attribute 'TurboQuant'"):
+        kvcache_compress.TurboQuant  # noqa: B018
 
 
 @pytest.mark.parametrize("terminal", [{"COLUMNS": "200"}, {"COLUMNS": "80"}, {"TERM": "dumb"}])
