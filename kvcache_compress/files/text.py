@@ -142,6 +142,18 @@ class _Loader(yaml.SafeLoader):
         self._extent[node] = nodes, levels
         return node
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Replace merge keys by what they stand for; of equal keys the last one stays, the mapping's own.
+
+        PyYAML 6.0.4 would take the first one where the mapping is merged into another.
+        """
+        super().flatten_mapping(node)
+        last = {
+            (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key): (key, value)
+            for key, value in node.value
+        }
+        node.value = list(last.values())
+
     def _check_distinct(self, keys: Iterable[yaml.Node]) -> None:
         seen = set()
         for key in keys:
