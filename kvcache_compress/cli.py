@@ -175,7 +175,7 @@ def tune(
         list[Path] | None, typer.Option(help="Text to certify the result on, by default the same; repeatable.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="YAML file to write.", dir_okay=False)] = None,
-    base: Annotated[str, typer.Option(help="Preset or YAML file: methods and windows.")] = "spectral-2bit",
+    base: Annotated[str, typer.Option(help="Preset or YAML file: methods and windows.")] = "best-2bit",
     also: Annotated[
         list[str] | None, typer.Option(help="Preset or YAML file whose methods a side may have too; repeatable.")
     ] = None,

@@ -69,7 +69,7 @@ def run_tuning(
     context: str | None = None,
     batch: int = 1,
     check_texts: Sequence[Path] = (),
-    base: str = "spectral-2bit",
+    base: str = "best-2bit",
     also: Sequence[str] = (),
     sinks: Sequence[int] = (),
     recent: Sequence[int] = (),
