@@ -29,7 +29,7 @@ BUDGETS = {
     "best-4bit": "spectral-4bit",
     "best-3bit": "spectral-3bit",
     "best-2bit": "spectral-2bit",
-    "best-1.5bit": "spectral-1.5bit",
+    "best-1.5bit": "spectral-k1v2",
 }
 """Names for the preset that loses least at so many bits, without a file of the model; what a name stands for changes
 when a better one is measured (docs/results.md)."""
