@@ -12,6 +12,7 @@ CPP := $(wildcard cpu_kernels/*/*.cpp cpu_kernels/*/*.h)
 .PHONY: demo test check format venv clean kernels bench-gpu tune-gpu build/bench
 
 demo: $(VENV)/.runs
+	-$(BIN)/kvcache-compress build
 	$(BIN)/kvcache-compress demo
 
 test: check

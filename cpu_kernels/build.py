@@ -15,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,30 +58,52 @@ def operators() -> Any:
     return torch.ops.kvcache_compress_cpu
 
 
-def _load() -> None:
-    """Load the library from an earlier build, or compile a new one.
+def built() -> bool:
+    """True if the operators need not be compiled any more."""
+    if problem.cache_info().currsize:
+        return problem() is None
+    try:
+        return next(_known(*_place()), None) is not None
+    except OSError:
+        return False
 
-    Its name ends with the digest of the file's content: loading a damaged library would kill Python with SIGBUS.
-    """
+
+def _load() -> None:
+    """Load the library from an earlier build, or compile a new one."""
+    folder, start = _place()
+    for library in _known(folder, start):
+        # It may belong to a machine with the same home but other system libraries.
+        with contextlib.suppress(OSError):
+            torch.ops.load_library(library)
+            return
+    logger.warning("compiling the CPU kernels, once for this version on this machine: 20 to 60 seconds")
+    folder.mkdir(parents=True, exist_ok=True)  # Fails before the compilation, not after it.
+    torch.ops.load_library(_compiled(_command(), folder, start))
+
+
+def _place() -> tuple[Path, str]:
+    """Folder of the library, and the beginning of its name, which tells sources, compiler, flags and versions apart."""
     from torch.utils import cpp_extension  # Slow to import.
 
-    command = _command()
-    key = hashlib.sha256(repr((torch.__version__, platform.machine(), command)).encode())
+    key = hashlib.sha256(repr((torch.__version__, platform.machine(), _command())).encode())
     for source in sorted(path for path in _SOURCES.rglob("*") if path.suffix in (".cpp", ".h")):
         key.update(source.read_bytes())
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    start = f"kvcache_compress_cpu_{key.hexdigest()[:16]}_"
+    return folder, f"kvcache_compress_cpu_{key.hexdigest()[:16]}_"
+
+
+def _known(folder: Path, start: str) -> Iterator[Path]:
+    """Libraries of earlier builds that are intact; damaged ones are removed.
+
+    A name ends with the digest of the file's content: loading a damaged library would kill Python with SIGBUS.
+    """
     for library in sorted(folder.glob(f"{start}*.so")):
-        # It may belong to another user, or to a machine with the same home but other system libraries.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # It may belong to another user.
             if library.stem == start + _digest(library):
-                torch.ops.load_library(library)
-                return
+                yield library
+                continue
             logger.info("removing the damaged %s", library)
             library.unlink()
-    logger.info("compiling the CPU kernels into %s", folder)
-    folder.mkdir(parents=True, exist_ok=True)  # Fails before the compilation, not after it.
-    torch.ops.load_library(_compiled(command, folder, start))
 
 
 def _command() -> list[str]:

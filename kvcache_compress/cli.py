@@ -246,11 +246,22 @@ def bench(
 
 
 @app.command()
+def build() -> None:
+    """Compile the CPU kernels now, once for this machine, instead of at their first use."""
+    from kvcache_compress.cpu_kernels.build import problem
+
+    if reason := problem():
+        _fail(RuntimeError(f"the CPU kernels are unavailable: {reason}"))
+    console.print("the CPU kernels are built")
+
+
+@app.command()
 def doctor() -> None:
     """Show versions, devices and the backend that would run."""
     import torch
 
     from kvcache_compress.codecs.backend import interpreting, resolve_backend
+    from kvcache_compress.cpu_kernels.build import built
 
     table = Table(title="kvcache-compress doctor", show_header=False)
     table.add_row("python", platform.python_version())
@@ -263,6 +274,7 @@ def doctor() -> None:
     cuda = torch.cuda.is_available()
     table.add_row("GPU", torch.cuda.get_device_name() if cuda else "none")
     table.add_row("Triton interpreter", "on" if interpreting() else "off")
+    table.add_row("CPU kernels", "built" if built() else "not built yet (kvcache-compress build)")
     table.add_row("backend", resolve_backend("auto", torch.device("cuda" if cuda else "cpu")))
     console.print(table)
 

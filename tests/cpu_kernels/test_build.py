@@ -57,8 +57,14 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 @pytest.mark.usefixtures("built", "anew")
-def test_compiles_once(tmp_path: Path, loaded: list[Path]) -> None:
-    assert build.problem() is None
+def test_compiles_once(tmp_path: Path, loaded: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    assert not build.built()
+    with caplog.at_level(logging.WARNING):
+        assert build.problem() is None
+    assert caplog.text.count("compiling the CPU kernels, once") == 1
+    assert build.built()
+    build.problem.cache_clear()
+    assert build.built(), "by what an earlier process left"
     (library,) = tmp_path.iterdir()
     written = library.stat().st_mtime_ns
     build._load()
@@ -175,6 +181,7 @@ def test_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1")
     assert build.problem() == "PyTorch 2.9.1 is older than 2.10"
+    assert not build.built()
 
 
 @pytest.mark.usefixtures("built")

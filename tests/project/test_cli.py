@@ -72,6 +72,17 @@ def test_doctor_names_the_backend() -> None:
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 0
     assert "backend" in result.output
+    assert "CPU kernels" in result.output
+
+
+@pytest.mark.parametrize(
+    ("problem", "output"),
+    [(None, "the CPU kernels are built\n"), ("no c++", "error: the CPU kernels are unavailable: no c++\n")],
+)
+def test_build_says_what_came_of_it(monkeypatch: pytest.MonkeyPatch, problem: str | None, output: str) -> None:
+    monkeypatch.setattr("kvcache_compress.cpu_kernels.build.problem", lambda: problem)
+    result = runner.invoke(app, ["build"])
+    assert (result.exit_code, result.output) == (int(problem is not None), output)
 
 
 def test_eval_passes_its_options_on() -> None:
