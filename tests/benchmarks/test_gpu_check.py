@@ -23,7 +23,7 @@ ONE_OF_EACH_METHOD = (
 def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     attend = check.Step.attend
     monkeypatch.setattr(check.Step, "attend", lambda *arguments: attend(*arguments) * factor)
-    found = check.check_kernels("turboquant-2bit", "tiny", Shape(4, 2, 64), 64, CPU)
+    found = check.check_kernels("turboquant-4bit", "tiny", Shape(4, 2, 64), 64, CPU)
     assert (found.error is None) == (factor == 1), found.error
     if found.error is not None:
         assert found.error.startswith("attention differs by")
@@ -42,14 +42,14 @@ def test_every_call_is_compared(monkeypatch: pytest.MonkeyPatch, wrong: int) -> 
         return attend(view, query, *rest) * (1.5 if len(calls) == wrong + 1 else 1)
 
     monkeypatch.setattr(check.Step, "attend", attend_once_wrong)
-    found = check.check_kernels("turboquant-2bit", "tiny", Shape(4, 2, 64), 128, CPU)
+    found = check.check_kernels("turboquant-4bit", "tiny", Shape(4, 2, 64), 128, CPU)
     assert str(found.error).startswith("attention differs by")
     assert calls == [0, 1, 1, 2], "plans before each call"
     assert len(places) == 2
 
 
 def test_groups_are_filled_up() -> None:
-    for name in ("turboquant-2bit", "polarquant-rope-3bit"):
+    for name in ("turboquant-4bit", "polarquant-rope-4bit"):
         found = check.check_kernels(name, "tiny", Shape(4, 2, 64), 64 + 21, CPU)
         assert (found.tokens, found.error) == (85, None)
 
@@ -110,7 +110,7 @@ def test_wrong_codes_and_appended_tokens_are_found(monkeypatch: pytest.MonkeyPat
     assert check.differing((other, scalars), (words, next_place)) == 1 / 2000
     two_places = (scalars.view(torch.int16) + 2).view(torch.float16)
     assert check.differing((words, scalars), (words, two_places)) == 0.5
-    call = ("turboquant-2bit", "tiny", Shape(4, 2, 64), 64, CPU)
+    call = ("turboquant-4bit", "tiny", Shape(4, 2, 64), 64, CPU)
     monkeypatch.setattr(check, "differing", lambda *_: 0.5)
     assert check.check_kernels(*call).error == "5.0e-01 of the stored words differ: allowed 0.001"
     monkeypatch.undo()

@@ -22,7 +22,7 @@ PROMPT = 400
 CAPACITY = 480
 METHODS = {
     "turboquant": {"method": "turboquant", "bits": 2},
-    "fractional": {"method": "turboquant", "bits": 2.5},
+    "fractional": {"method": "turboquant", "bits": 2.5, "codebook": "lloyd_max"},
     "prod": {"method": "turboquant", "bits": 3, "estimator": "prod"},
     "qjl": {"method": "qjl"},
     "recursive": {"method": "polarquant_recursive", "radius_bits": 8},
