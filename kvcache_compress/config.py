@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ BUDGETS = {
     "best-4bit": "spectral-4bit",
     "best-3bit": "spectral-3bit",
     "best-2bit": "spectral-2bit",
-    "best-1.5bit": "spectral-k1v2",
+    "best-1.5bit": "spectral-k1.25v2",
 }
 """Names for the preset that loses least at so many bits, without a file of the model; what a name stands for changes
 when a better one is measured (docs/results.md)."""
@@ -310,6 +311,12 @@ class CompressionConfig(StrictOptions):
 def preset_names() -> list[str]:
     """Names of the package's presets, sorted."""
     return sorted(entry.name.removesuffix(".yaml") for entry in _presets().iterdir() if entry.name.endswith(".yaml"))
+
+
+def measured_losses() -> dict[str, dict[str, float]]:
+    """Measured `kl` and `kl_999` of the presets that the project recommends or is compared with, in nats per token."""
+    found: dict[str, dict[str, float]] = json.loads((_presets() / "measured.json").read_text(encoding="utf-8"))
+    return found
 
 
 def load_config(source: str | Path | Mapping[str, Any] | CompressionConfig) -> CompressionConfig:

@@ -57,7 +57,7 @@ def test_budgets_stand_for_presets_that_need_no_file() -> None:
     bits = [packed_bits(config, 128) for config in configs]
     assert bits == sorted(bits, reverse=True)
     for name, found in zip(BUDGETS, bits, strict=True):
-        assert 0 < found - float(name.removeprefix("best-").removesuffix("bit")) < 0.25
+        assert 0 < found - float(name.removeprefix("best-").removesuffix("bit")) < 0.3
         assert CompressedCache(llama(), name).compression == load_config(name)
     with pytest.raises(ValueError, match="did you mean 'best-2bit'"):
         load_config("best-2bits")
