@@ -7,7 +7,6 @@ kvcache-compress tune --verify turboquant-3bit --text TEXT.txt
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
 from kvcache_compress.files.atomic import whole_file
 from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.validation.messages import quoted
+from kvcache_compress.validation.sizes import parse_size
 
 from .sensitivity import Ends, Sensitivity, Sides, measure, with_bits
 from .tune import Budget, Certificate, certify, tune
@@ -42,20 +42,6 @@ SINKS, RECENT = (4, 16, 64), (32, 64, 128, 256)
 """Numbers of tokens that may stay dense at both ends, where a budget in bytes counts them."""
 CHECKS, SCORED = 3, 256
 """Windows of each text on which the result is certified, and tokens that are scored in each."""
-SUFFIXES = {"": 1, "k": 1024, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-SUFFIXES |= {"m": 1024**2, "kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4}
-
-
-def parse_size(given: str, name: str) -> int:
-    """Read a number with a unit: `2GB` is 2 · 10⁹ bytes, `1.5GiB` 1.5 · 2³⁰, and `128K` tokens are 131,072.
-
-    Raises:
-        ValueError: no such number.
-    """
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([a-zA-Z]{0,3})\s*", given)
-    if match is None or match[2].lower() not in SUFFIXES or float(match[1]) <= 0:
-        raise ValueError(f"{name}={quoted(given)}: allowed numbers such as 2GB, 1.5GiB or 128K")
-    return round(float(match[1]) * SUFFIXES[match[2].lower()])
 
 
 def run_tuning(
@@ -78,10 +64,14 @@ def run_tuning(
     prefix: int = 1024,
     scored: int = 96,
     verify: str | None = None,
+    codebooks: Path | None = None,
+    statistics: Path | None = None,
     dtype: str = "float32",
     device: str | None = None,
 ) -> None:
-    """Tune a config and write it, or certify a preset (`verify`).
+    """Tune a config and write it, or certify a preset (`verify`); see the command's options.
+
+    codebooks, statistics: files for presets of methods that were calibrated.
 
     Raises:
         ValueError: options that do not go together, a budget that nothing fits, or a model that cannot be compressed.
@@ -94,26 +84,33 @@ def run_tuning(
         raise ValueError("a budget is needed, either --bits or --memory with --context, and --output for the config")
     elif memory is not None and context is None:
         raise ValueError("memory: --context is needed too, the tokens of each sequence")
+    elif bits is not None and (context is not None or batch != 1):
+        raise ValueError("--context, --batch: allowed with --memory; bits per packed number do not depend on them")
     elif bits is not None and (len(sinks) > 1 or len(recent) > 1):
         raise ValueError("--sinks, --recent: several are allowed with --memory; bits per packed number leave them out")
+
+    def config_of(preset: str) -> CompressionConfig:
+        return load_config(preset).with_files(codebooks=codebooks, statistics=statistics)
+
     asked = None if memory is None else (parse_size(memory, "memory"), parse_size(context or "", "context"))
     texts = texts or (DEFAULT_TEXT,)
     loaded, tokenizer = load(model, dtype, device)
-    measured, checks = _samples(loaded, tokenizer, texts, check_texts, windows, prefix, scored)
     certified_on = ", ".join(map(_named, check_texts or texts))
     if verify is not None:
-        (certificate,) = certify(_windows(loaded, checks), [load_config(verify)])
+        checks = [sample for text in check_texts or texts for sample in _cut(loaded, tokenizer, text, prefix, CHECKS)]
+        (certificate,) = certify(_windows(loaded, checks), [config_of(verify)])
         console.print(_table(f"{verify}, {certified_on}", {verify: certificate}))
         return
+    measured, checks = _samples(loaded, tokenizer, texts, check_texts, windows, prefix, scored)
     assert output is not None
     started = time.perf_counter()
-    config = load_config(base).model_copy(update={"layers": []})
+    config = config_of(base).model_copy(update={"layers": []})
     if memory is None or sinks or recent:
         ends = [(s, r) for s in sinks or (config.sink_tokens,) for r in recent or (config.recent_tokens,)]
     else:
         ends = [(s, r) for s in SINKS for r in RECENT]
     config = config.changed(sink_tokens=ends[0][0], recent_tokens=ends[0][1]) if len(ends) == 1 else config
-    presets = [config, *map(load_config, also)]
+    presets = [config, *map(config_of, also)]
     choices, references = _choices(presets, levels)
     head_dim, heads, _ = head_shape(loaded.config.get_text_config(decoder=True))
     wanted = f"{bits:g} bits" if memory is None else f"{memory} for {batch} x {context} tokens"
@@ -133,7 +130,8 @@ def run_tuning(
     with whole_file(output) as unfinished:
         unfinished.write_text(header + _yaml(tuned.config), encoding="utf-8")
     console.print(_table(f"{wanted}, {certified_on}", results))
-    console.print(f"{output}: {minutes:.1f} minutes; expected KL {tuned.expected:.4f}, {tuned.expected_uniform:.4f}")
+    expected = f"{tuned.expected:.4f}, and {tuned.expected_uniform:.4f} with equal bits everywhere"
+    console.print(f"{output}: {minutes:.1f} minutes; the measurements let expect a KL of {expected}")
 
 
 def _choices(presets: Sequence[CompressionConfig], levels: Sequence[float]) -> tuple[Sides, dict[Side, list[int]]]:
@@ -168,18 +166,17 @@ def _samples(
     """Windows of each text to measure on, and windows to certify on that do not overlap with them.
 
     Raises:
-        ValueError: a text is too short for both.
+        ValueError: a text is too short for both, or is among `check_texts` too.
     """
     if scored > SCORED:
         raise ValueError(f"scored={scored}: allowed up to {SCORED}")
-
-    def cut(path: Path, count: int) -> list[Sample]:
-        return Perplexity(texts=(path,), prefix=prefix, scored=SCORED, windows=count).samples(model, tokenizer)
-
+    for text in texts:
+        if any(_holds(text, check) or _holds(check, text) for check in check_texts):
+            raise ValueError(f"check_text={quoted(str(text))}: allowed are texts that are not measured on")
     measured = []
-    checks = [sample for path in check_texts for sample in cut(path, CHECKS)]
+    checks = [sample for path in check_texts for sample in _cut(model, tokenizer, path, prefix, CHECKS)]
     for path in texts:
-        found = cut(path, windows if check_texts else windows + CHECKS)
+        found = _cut(model, tokenizer, path, prefix, windows if check_texts else windows + CHECKS)
         measured += found[:windows]
         checks += found[windows:]
         if len(found) <= windows and not check_texts:
@@ -192,6 +189,17 @@ def _samples(
         for sample in measured
     ]
     return short, checks
+
+
+def _cut(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path, prefix: int, count: int
+) -> list[Sample]:
+    return Perplexity(texts=(path,), prefix=prefix, scored=SCORED, windows=count).samples(model, tokenizer)
+
+
+def _holds(folder: Path, path: Path) -> bool:
+    """True for the same path, or a path in a folder."""
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def _windows(model: PreTrainedModel, samples: Sequence[Sample]) -> list[Callable[[], Window]]:

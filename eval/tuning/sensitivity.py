@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvcache_compress import __version__
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.config import CompressionConfig, SideConfig
 from kvcache_compress.eval.caches.prefill import STEP_TOKENS
@@ -96,7 +97,7 @@ def measure(
         references: index of the choice of each method that is measured layer by layer.
         record: JSON file of the results so far, from which an interrupted measurement goes on.
         on_progress: called with runs done, runs in all, and the next one's label.
-        ends: other numbers of dense tokens to measure.
+        ends: numbers of dense tokens to choose from; by default those of `base`.
 
     Raises:
         ValueError: the config does not fit the model, or a prefix is too short for it.
@@ -118,7 +119,8 @@ def measure(
     for sinks, recent in dict.fromkeys([own, *ends]) if ends else ():
         runs[_name_of((sinks, recent))] = base.changed(sink_tokens=sinks, recent_tokens=recent), None
     texts = [[sample.prompt.tolist(), sample.data["continuation"]] for sample in samples]
-    known = _Record(record, [base.model_dump(mode="json"), texts, STEP_TOKENS, _weights(model)])
+    weights = [str(model.dtype), model.device.type, *_weights(model)]
+    known = _Record(record, [__version__, base.model_dump(mode="json"), texts, STEP_TOKENS, weights])
     done, total = 0, len(samples) * len(runs)
     for index, sample in enumerate(samples):
         missing = [name for name in runs if f"{index}: {name}" not in known.kl]
@@ -140,7 +142,7 @@ def measure(
         {(layer, side, method): mean(_name(side, choice, layer)) for layer, side, method, choice in sides},
         {side: [[mean(_name(side, choice)) for choice in of] for of in choices[side]] for side in SIDES},
         references,
-        {each: mean(_name_of(each)) / max(mean(_name_of(own)), 1e-12) for each in ends} | {own: 1.0},
+        {each: mean(_name_of(each)) / max(mean(_name_of(own)), 1e-12) for each in ends} or {own: 1.0},
         plans,
     )
 
@@ -184,7 +186,7 @@ class _Record:
         except (OSError, ValueError):
             return
         if isinstance(found, Mapping) and found.get("digest") == self.digest:
-            self.kl = dict(found["kl"])
+            self.kl = dict(found.get("kl") or {})
 
     def add(self, name: str, kl: float) -> None:
         self.kl[name] = kl

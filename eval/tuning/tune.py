@@ -6,17 +6,17 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from kvcache_compress.cache.estimate import ModelShape, packed_bits, side_bytes, total_bytes
+from kvcache_compress.cache.estimate import ModelShape, packed_bits, total_bytes
 from kvcache_compress.codecs.allocation import allocate
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.codecs.layout import bytes_per_token
-from kvcache_compress.config import CompressionConfig, SideConfig
+from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
 from kvcache_compress.eval.studies.probe_layers import Window
-from kvcache_compress.eval.studies.probe_rules import with_plans
+from kvcache_compress.eval.studies.probe_rules import Plans, with_plans
 
 from .sensitivity import Sensitivity, Sides
 
@@ -43,23 +43,15 @@ class Budget:
     def spare(self, config: CompressionConfig) -> float:
         """Bytes per packed token and key/value head, of all layers together, that a config leaves; below 0 too many.
 
-        Raises:
-            ValueError: the memory does not hold the tokens that stay dense, or nothing would be packed.
+        The config's rules count the full-attention layers alone, from 0 on.
         """
         layers, _, heads, dim = self.shape
         if self.bits is not None:
             return (self.bits - packed_bits(config, dim, layers, heads)) * 2 * dim * layers / 8
         assert self.memory is not None
-        dense = min(self.tokens, config.sink_tokens + config.recent_tokens)
+        packed = max(1, self.tokens - config.sink_tokens - config.recent_tokens)
         taken = total_bytes(config, layers, heads, dim, self.tokens, self.batch)
-        packed = sum(side_bytes(plan, dim) for plan in config.plan(["full_attention"] * layers))
-        fixed = taken - self.batch * heads * (self.tokens - dense) * packed
-        if self.memory <= fixed or self.tokens <= dense:
-            raise ValueError(
-                f"memory={self.memory:g} bytes for {self.batch} x {self.tokens} tokens: {fixed:g} are taken by what "
-                f"does not depend on the bits, of them {dense} tokens per sequence that stay dense"
-            )
-        return (self.memory - taken) / (self.batch * heads * (self.tokens - dense))
+        return (self.memory - taken) / (self.batch * heads * packed)
 
 
 @dataclass(frozen=True)
@@ -79,68 +71,106 @@ def tune(found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Bu
     """Choose the numbers of dense tokens, and method and bits of each side of each layer, for the least expected KL.
 
     Raises:
-        ValueError: the budget is less than the cheapest choices take.
+        ValueError: no config of these choices keeps to the budget.
     """
     fitting: list[Tuned] = []
-    refusal = ValueError("no budget")
     for (sinks, recent), factor in found.ends.items():
+        if budget.tokens and budget.tokens <= sinks + recent:
+            continue  # nothing would be packed
         own = base.changed(sink_tokens=sinks, recent_tokens=recent, layers=[])
-        try:
-            config, loss = _best(found, own, choices, budget)
-            uniform, uniform_loss = _best_uniform(found, own, choices, budget)
-        except ValueError as error:
-            refusal = error
-            continue
-        fitting.append(Tuned(config, uniform, factor * loss, factor * uniform_loss))
+        even = _best_uniform(found, own, choices, budget)
+        # Methods have tables of their own: one of them everywhere may fit where a mixture does not.
+        mixtures = [choices] + [
+            {"keys": [keys], "values": [values]}
+            for keys in choices["keys"]
+            for values in choices["values"]
+            if len(choices["keys"]) + len(choices["values"]) > 2
+        ]
+        fits = [fit for mixture in mixtures if (fit := _best(found, own, choices, mixture, budget)) is not None]
+        if even is not None and fits:
+            config, loss = min(fits, key=lambda fit: fit[1])
+            fitting.append(Tuned(config, even[0], factor * loss, factor * even[1]))
     if not fitting:
-        raise refusal
+        raise ValueError(_refusal(found, base, choices, budget))
     # The uniform config may have other numbers of dense tokens, if those suit it better.
-    even = min(fitting, key=lambda each: each.expected_uniform)
+    uniform = min(fitting, key=lambda each: each.expected_uniform)
     best = min(fitting, key=lambda each: each.expected)
-    return replace(best, uniform=even.uniform, expected_uniform=even.expected_uniform)
+    return replace(best, uniform=uniform.uniform, expected_uniform=uniform.expected_uniform)
+
+
+def _refusal(found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Budget) -> str:
+    """What the cheapest config, with the fewest dense tokens, takes beyond a budget."""
+    sinks, recent = min(found.ends, key=sum)
+    if budget.tokens and budget.tokens <= sinks + recent:
+        return f"context={budget.tokens} tokens: {sinks + recent} stay dense, so nothing would be packed"
+    dim = budget.shape.head_dim
+    fewest = {
+        side: min((x for of in choices[side] for x in of), key=lambda x: _cost(x, side, dim))
+        for side in SIDES
+    }
+    cheapest = base.changed(**fewest, sink_tokens=sinks, recent_tokens=recent, layers=[])
+    missing = -8 * budget.spare(cheapest) / (2 * dim * budget.shape.layers)
+    return (
+        f"budget: the fewest bits, with {sinks + recent} tokens per sequence that stay dense, take {missing:.2f} bits "
+        "per number more; allowed are a larger budget, or fewer bits (--level)"
+    )
 
 
 def _best(
-    found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Budget
-) -> tuple[CompressionConfig, float]:
-    """The config with the least sum of losses, and that sum."""
+    found: Sensitivity, base: CompressionConfig, choices: Sides, mixture: Sides, budget: Budget
+) -> tuple[CompressionConfig, float] | None:
+    """The config with the least sum of losses, of the methods in `mixture`, and that sum; None if nothing fits."""
     dim = budget.shape.head_dim
     units = [(layer, side) for layer in found.plans for side in SIDES]
-    options = {side: [(m, c) for m, of in enumerate(choices[side]) for c in range(len(of))] for side in SIDES}
+    options = {
+        side: [(m, c) for m, of in enumerate(choices[side]) if of in mixture[side] for c in range(len(of))]
+        for side in SIDES
+    }
     costs = {side: [_cost(choices[side][m][c], side, dim) for m, c in options[side]] for side in SIDES}
     losses = [[found.loss(layer, side, m, c) for m, c in options[side]] for layer, side in units]
     steps = [[math.ceil(cost * STEPS - 1e-9) for cost in costs[side]] for _, side in units]
-    plans = {
-        layer: replace(plan, sink_tokens=base.sink_tokens, recent_tokens=base.recent_tokens)
-        for layer, plan in found.plans.items()
-    }
-    allowed = len(plans) * side_bytes(plans[units[0][0]], dim) + budget.spare(base)
+    plans = {layer: LayerPlan(base.keys, base.values, base.sink_tokens, base.recent_tokens) for layer in found.plans}
+    allowed = len(plans) * sum(_cost(side, name, dim) for name, side in _sides(base).items()) + budget.spare(base)
     for _ in range(ROUNDS):
         try:
             chosen = allocate(steps, losses, math.floor(allowed * STEPS + 1e-9))
         except ValueError:
-            least = sum(min(costs[side]) for _, side in units)
-            raise ValueError(
-                f"budget: the fewest bits take {8 * (least - allowed) / (2 * dim * len(plans)):.2f} bits per number "
-                "more; allowed are a larger budget, or fewer bits (--level)"
-            ) from None
+            return None
         for (layer, side), number in zip(units, chosen, strict=True):
             method, choice = options[side][number]
-            plans[layer] = replace(plans[layer], **{side: choices[side][method][choice]})
-        config = with_plans(base, plans)
-        if (spare := budget.spare(config)) >= -1e-6:
-            return config, sum(of_unit[number] for of_unit, number in zip(losses, chosen, strict=True))
+            changed: dict[str, Any] = {side: choices[side][method][choice]}
+            plans[layer] = replace(plans[layer], **changed)
+        # The estimate counts full-attention layers alone, in whatever places the model has them.
+        spare = budget.spare(with_plans(base, dict(enumerate(plans.values()))))
+        if spare >= -1e-6:
+            loss = sum(of_unit[number] for of_unit, number in zip(losses, chosen, strict=True))
+            return _checked(with_plans(base, plans), plans), loss
         # Methods with tables, or cos and sin, of their own have joined.
         allowed = sum(of_unit[number] for of_unit, number in zip(steps, chosen, strict=True)) / STEPS + spare
-    raise ValueError(
-        "budget: no mixture of these methods was found that keeps to it; allowed are fewer of them (--also)"
-    )
+    return None
+
+
+def _checked(config: CompressionConfig, plans: Plans) -> CompressionConfig:
+    """The config, whose rules must give the layers just these plans.
+
+    Raises:
+        ValueError: a rule inherits an option of the base that its choice does not have.
+    """
+    found = config.plan(["full_attention"] * (max(plans) + 1))
+    for layer, plan in plans.items():
+        for side in SIDES:
+            if found[layer].side(side).options() != plan.side(side).options():
+                raise ValueError(
+                    f"{plan.side(side).method} with other options than the base's: allowed is a method of --also that "
+                    "the base does not have"
+                )
+    return config
 
 
 def _best_uniform(
     found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Budget
-) -> tuple[CompressionConfig, float]:
-    """The config with the least loss of those with the same choices in all layers, and that loss."""
+) -> tuple[CompressionConfig, float] | None:
+    """The config with the least loss of those with the same choices in all layers, and that loss; None if none fits."""
     options = {
         side: [
             (sum(found.loss(layer, side, m, c) for layer in found.plans), choice)
@@ -157,7 +187,11 @@ def _best_uniform(
         config = base.model_copy(update={"keys": keys, "values": values, "layers": []})
         if budget.spare(config) >= -1e-6:
             return config, loss
-    raise ValueError("budget: no config with the same bits in all layers keeps to it; allowed is a larger budget")
+    return None
+
+
+def _sides(config: CompressionConfig) -> dict[Side, SideConfig]:
+    return {"keys": config.keys, "values": config.values}
 
 
 def _cost(choice: SideConfig, side: Side, head_dim: int) -> float:
@@ -184,12 +218,18 @@ class Certificate:
 
 
 def certify(windows: Sequence[Callable[[], Window]], configs: Sequence[CompressionConfig]) -> list[Certificate]:
-    """Measure caches of some configs on windows, each of which is prefilled once."""
+    """Measure caches of some configs on windows, each of which is prefilled once.
+
+    Raises:
+        ValueError: a config does not fit the model, or packs nothing.
+    """
     found: list[list[_Scores]] = [[] for _ in configs]
     for make in windows:
         window = make()
         for records, config in zip(found, configs, strict=True):
             nll, kl, same, measured = window.certify(config)
+            if not measured.packed_tokens:
+                raise ValueError("nothing is packed after this prefix: allowed are a longer one, or fewer dense tokens")
             records.append(_Scores(nll, kl, same, measured.packed_bits))
     return [_certificate(records) for records in found]
 

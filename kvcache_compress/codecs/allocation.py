@@ -21,7 +21,7 @@ def allocate(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], 
         ValueError: even the cheapest choices cost more than the budget.
     """
     least = [min(of_unit) for of_unit in costs]
-    spare = budget - sum(least)
+    spare = min(budget, sum(max(of_unit) for of_unit in costs)) - sum(least)
     if spare < 0:
         raise ValueError(f"a budget of {budget}: the cheapest choices take {sum(least)}")
     best = np.zeros(spare + 1)
