@@ -104,11 +104,7 @@ def _refusal(found: Sensitivity, base: CompressionConfig, choices: Sides, budget
     if budget.tokens and budget.tokens <= sinks + recent:
         return f"context={budget.tokens} tokens: {sinks + recent} stay dense, so nothing would be packed"
     dim = budget.shape.head_dim
-    fewest = {
-        side: min((x for of in choices[side] for x in of), key=lambda x: _cost(x, side, dim))
-        for side in SIDES
-    }
-    cheapest = base.changed(**fewest, sink_tokens=sinks, recent_tokens=recent, layers=[])
+    cheapest = _cheapest(base.changed(sink_tokens=sinks, recent_tokens=recent), choices, dim)
     missing = -8 * budget.spare(cheapest) / (2 * dim * budget.shape.layers)
     return (
         f"budget: the fewest bits, with {sinks + recent} tokens per sequence that stay dense, take {missing:.2f} bits "
@@ -130,7 +126,8 @@ def _best(
     losses = [[found.loss(layer, side, m, c) for m, c in options[side]] for layer, side in units]
     steps = [[math.ceil(cost * STEPS - 1e-9) for cost in costs[side]] for _, side in units]
     plans = {layer: LayerPlan(base.keys, base.values, base.sink_tokens, base.recent_tokens) for layer in found.plans}
-    allowed = len(plans) * sum(_cost(side, name, dim) for name, side in _sides(base).items()) + budget.spare(base)
+    cheapest = _cheapest(base, mixture, dim)
+    allowed = len(plans) * sum(_cost(x, side, dim) for side, x in _sides(cheapest).items()) + budget.spare(cheapest)
     for _ in range(ROUNDS):
         try:
             chosen = allocate(steps, losses, math.floor(allowed * STEPS + 1e-9))
@@ -188,6 +185,16 @@ def _best_uniform(
         if budget.spare(config) >= -1e-6:
             return config, loss
     return None
+
+
+def _cheapest(base: CompressionConfig, choices: Sides, head_dim: int) -> CompressionConfig:
+    """The choices with the fewest bytes, in all layers."""
+    fewest: dict[str, SideConfig] = {}
+    for side in SIDES:
+        known = [choice for of_method in choices[side] for choice in of_method]
+        costs = [_cost(choice, side, head_dim) for choice in known]
+        fewest[side] = known[costs.index(min(costs))]
+    return base.model_copy(update={**fewest, "layers": []})
 
 
 def _sides(config: CompressionConfig) -> dict[Side, SideConfig]:
