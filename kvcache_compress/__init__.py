@@ -52,10 +52,15 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    return found
+    if name in _HOMES:
+        found = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        return found
+    try:  # a room of the package, such as `kvcache_compress.cache`
+        return import_module(f".{name}", __name__)
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{name}":
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 
 
 def __dir__() -> list[str]:

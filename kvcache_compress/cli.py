@@ -11,13 +11,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvcache_compress.validation.messages import shortened
+from kvcache_compress.validation.messages import quoted, shortened
 from kvcache_compress.validation.options import MOST_TOKENS
+from kvcache_compress.validation.sizes import parse_size, size_text
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="KV-cache compression for Hugging Face Transformers."
 )
 console = Console()
+SCORES = {"kl": 4, "kl_999": 3}
+"""Measured losses of presets that are shown, and their decimals."""
+COMPARED = ("turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "commvq-2bit")
+"""Presets that are listed beside those by budget."""
 
 
 def _fail(error: Exception) -> None:
@@ -27,35 +32,47 @@ def _fail(error: Exception) -> None:
 
 @app.command()
 def demo(
-    preset: Annotated[str, typer.Option(help="Preset or YAML file.")] = "turboquant-4bit",
+    preset: Annotated[
+        list[str] | None, typer.Option(help="Preset or YAML file; repeatable, by default best-4bit and best-2bit.")
+    ] = None,
     model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a path.")] = "smollm2-135m",
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=1, max=MOST_TOKENS)] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=1, max=MOST_TOKENS)] = 32,
 ) -> None:
-    """Generate from a compressed cache with a real model, and measure its memory and its loss."""
+    """Answer a question about a long text from compressed caches, and measure their time, memory and loss."""
     from .demo import run_demo
 
     try:
-        run_demo(console, model, preset, new_tokens)
+        run_demo(console, model, preset or ["best-4bit", "best-2bit"], new_tokens)
     except (ValueError, ImportError) as error:
         _fail(error)
 
 
 @app.command()
-def presets() -> None:
-    """List the presets with their stored bits per number, those with the least loss first."""
+def presets(
+    everything: Annotated[
+        bool, typer.Option("--all", help="All presets, also the papers' and single methods'.")
+    ] = False,
+) -> None:
+    """List the recommended presets with their stored bits per number and what they lose."""
     from kvcache_compress.cache.estimate import packed_bits, summary
 
-    from .config import BUDGETS, load_config, preset_names
+    from .config import BUDGETS, load_config, measured_losses, preset_names
 
-    table = Table(title="presets: stored bits per packed number of 32 layers with 8 heads, everything counted")
-    for heading in ("preset", "D=64", "D=128", "sinks", "recent", "description"):
+    losses = measured_losses()
+    table = Table(title="presets: bits per packed number, everything counted; KL in nats per token")
+    for heading in ("preset", "D=64", "D=128", "KL", "99.9 %", "description"):
         table.add_column(heading, no_wrap=heading != "description")
-    for name in [*BUDGETS, *preset_names()]:
+    for name in [*BUDGETS, *preset_names()] if everything else [*BUDGETS, *COMPARED]:
         config = load_config(name)
         about = f"= {BUDGETS[name]}" if name in BUDGETS else summary(name)
         bits = [f"{packed_bits(config, dim):.2f}" for dim in (64, 128)]
-        table.add_row(name, *bits, str(config.sink_tokens), str(config.recent_tokens), about)
+        loss = [f"{losses[name][score]:.{digits}f}" if name in losses else "-" for score, digits in SCORES.items()]
+        table.add_row(name, *bits, *loss, about)
     console.print(table)
+    console.print("KL: SmolLM2-135M, 1,024 tokens of six kinds of text. On your own model:")
+    console.print("kvcache-compress tune --verify PRESET --model MODEL --text FILE")
+    if not everything:
+        console.print("All presets: kvcache-compress presets --all")
 
 
 @app.command()
@@ -63,8 +80,9 @@ def memory(
     model: Annotated[
         str | None, typer.Option(help="llama-3.1-8b, qwen2.5-7b, smollm2-135m, or a hub id or a folder.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens in the cache.", min=1, max=MOST_TOKENS)] = 131_072,
-    batch: Annotated[int, typer.Option(min=1, max=MOST_TOKENS)] = 1,
+    preset: Annotated[list[str] | None, typer.Option(help="Preset or YAML file; repeatable; all by default.")] = None,
+    context: Annotated[str, typer.Option("--context", "--tokens", help="Tokens of each sequence.")] = "128K",
+    batch: Annotated[int, typer.Option(help="Sequences.", min=1, max=MOST_TOKENS)] = 1,
     layers: Annotated[int, typer.Option(help="Without --model: layers.", min=1, max=1024)] = 32,
     kv_heads: Annotated[int, typer.Option(help="Without --model: key/value heads.", min=1, max=1024)] = 8,
     head_dim: Annotated[int, typer.Option(help="Without --model: head dimension.", min=1, max=1024)] = 128,
@@ -72,26 +90,30 @@ def memory(
     """Estimate the memory of each preset's cache, everything counted; by default for Llama-3.1-8B's shape."""
     from kvcache_compress.cache.estimate import model_shape, total_bytes
 
-    from .config import load_config, preset_names
+    from .config import BUDGETS, load_config, preset_names
 
     try:
+        tokens = parse_size(context, "context")
+        if tokens > MOST_TOKENS:
+            raise ValueError(f"context={quoted(context)}: allowed up to {MOST_TOKENS} tokens")
         if model is not None:
             layers, _, kv_heads, head_dim = model_shape(model)
         shape = (layers, kv_heads, head_dim)
         title = f"{tokens} tokens x {batch}, bfloat16: {shape[0]} full-attention layers, {shape[1]} heads of {shape[2]}"
         table = Table(title=title)
-        for heading in ("cache", "GiB", "times smaller"):
+        for heading in ("cache", "memory", "times smaller"):
             table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
         full = 2 * 2 * shape[0] * shape[1] * shape[2] * tokens * batch
-        table.add_row("bfloat16", f"{full / 2**30:.2f}", "1.00")
-        for name in preset_names():
+        table.add_row("bfloat16", size_text(full), "1.00")
+        for name in preset or [*BUDGETS, *preset_names()]:
+            config = load_config(name)
             try:
-                size = total_bytes(load_config(name), *shape, tokens, batch)
+                size = total_bytes(config, *shape, tokens, batch)
             except ValueError as error:
                 table.add_row(name, "-", "-")
                 console.print(f"{name}: {error}", style="dim")
                 continue
-            table.add_row(name, f"{size / 2**30:.2f}", f"{full / size:.2f}")
+            table.add_row(name, size_text(size), f"{full / size:.2f}")
     except (ValueError, OSError) as error:
         _fail(error)
     console.print(table)
@@ -190,6 +212,8 @@ def tune(
     prefix: Annotated[int, typer.Option(help="Tokens to prefill.", min=1)] = 1024,
     scored: Annotated[int, typer.Option(help="Tokens to score after them.", min=1)] = 96,
     verify: Annotated[str | None, typer.Option(help="Preset or YAML file to certify, instead of tuning.")] = None,
+    codebooks: Annotated[Path | None, typer.Option(help="CommVQ's file for this model.")] = None,
+    statistics: Annotated[Path | None, typer.Option(help="Spectral's file for this model, if not measured.")] = None,
     dtype: Annotated[str, typer.Option(help="Type of the model: float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str | None, typer.Option(help="Device; the accelerator if there is one.")] = None,
 ) -> None:
@@ -206,6 +230,8 @@ def tune(
         "sinks": sinks or [],
         "recent": recent or [],
         "verify": verify,
+        "codebooks": codebooks,
+        "statistics": statistics,
         "dtype": dtype,
         "device": device,
     }
@@ -274,8 +300,12 @@ def doctor() -> None:
     cuda = torch.cuda.is_available()
     table.add_row("GPU", torch.cuda.get_device_name() if cuda else "none")
     table.add_row("Triton interpreter", "on" if interpreting() else "off")
-    table.add_row("CPU kernels", "built" if built() else "not built yet (kvcache-compress build)")
-    table.add_row("backend", resolve_backend("auto", torch.device("cuda" if cuda else "cpu")))
+    compiled = built()
+    table.add_row("CPU kernels", "built" if compiled else "not built: kvcache-compress build")
+    # On a CPU this question would compile them.
+    asked = cuda or interpreting() or compiled
+    device = torch.device("cuda" if cuda else "cpu")
+    table.add_row("backend", resolve_backend("auto", device) if asked else "torch, until the CPU kernels are built")
     console.print(table)
 
 

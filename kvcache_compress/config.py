@@ -314,7 +314,7 @@ def preset_names() -> list[str]:
 
 
 def measured_losses() -> dict[str, dict[str, float]]:
-    """Measured `kl` and `kl_999` of the presets that the project recommends or is compared with, in nats per token."""
+    """Measured `kl` and `kl_999` of the presets in the comparison by budget, in nats per token."""
     found: dict[str, dict[str, float]] = json.loads((_presets() / "measured.json").read_text(encoding="utf-8"))
     return found
 

@@ -114,6 +114,7 @@ class Prefill:
         if self.states is None or not plain or self.ids.device.type != "cpu":
             return 1
         held = sum(keys.nbytes + values.nbytes for keys, values in self.states)
+        held += sum(seen.query.nbytes for seen in self._queries.values())
         logits = 2 * ROWS_TOKENS * self.logits.numel() * torch.float32.itemsize
         return max(1, min(MOST_ROWS, ROWS_BYTES // (held + logits)))
 

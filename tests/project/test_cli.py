@@ -14,7 +14,7 @@ from kvcache_compress.bench.command import attention_shape
 from kvcache_compress.bench.layers import SHAPES, Shape
 from kvcache_compress.cache.estimate import MODELS, cache_bytes, constant_bytes, packed_bits, rope_bytes, total_bytes
 from kvcache_compress.cli import app
-from kvcache_compress.config import load_config
+from kvcache_compress.config import BUDGETS, load_config, measured_losses
 
 runner = CliRunner(env={"COLUMNS": "200"})
 
@@ -34,10 +34,31 @@ def test_help_does_not_wait_for_torch() -> None:
 
 
 @pytest.mark.parametrize("terminal", [{"COLUMNS": "200"}, {"COLUMNS": "80"}, {"TERM": "dumb"}])
-@pytest.mark.parametrize("command", ["presets", "memory"])
-def test_presets_are_listed_unabridged_on_any_terminal(command: str, terminal: dict[str, str]) -> None:
-    output = runner.invoke(app, [command], env=terminal).output
+@pytest.mark.parametrize("command", [["presets", "--all"], ["memory"]], ids=" ".join)
+def test_presets_are_listed_unabridged_on_any_terminal(command: list[str], terminal: dict[str, str]) -> None:
+    output = runner.invoke(app, command, env=terminal).output
     assert all(name in output for name in preset_names())
+
+
+def test_recommended_presets_with_their_losses() -> None:
+    """What is recommended comes first, with its measured loss, and fits a terminal of 80 columns."""
+    result = runner.invoke(app, ["presets"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    assert max(map(len, result.output.splitlines())) <= 80
+    places = [result.output.index(f" {name} ") for name in (*BUDGETS, "turboquant-4bit")]
+    assert places == sorted(places)
+    assert f"{measured_losses()['best-3bit']['kl']:.4f}" in result.output
+    assert "turboquant-paper" not in result.output
+
+
+def test_memory_of_one_preset_in_sensible_units() -> None:
+    result = runner.invoke(app, ["memory", "--preset", "best-2bit", "--context", "4K", "--model", "smollm2-135m"])
+    assert result.exit_code == 0
+    assert "90.00 MiB" in result.output
+    assert "turboquant" not in result.output
+    result = runner.invoke(app, ["memory", "--preset", "best-9bit"])
+    assert (result.exit_code, "did you mean" in result.output) == (1, True)
+    assert runner.invoke(app, ["memory", "--context", "long"]).exit_code == 1
 
 
 def test_memory_of_the_default_shape() -> None:
@@ -119,7 +140,8 @@ def test_estimates_of_commvq_by_hand() -> None:
 def test_demo_runs() -> None:
     result = runner.invoke(app, ["demo", "--new-tokens", "8"])
     assert result.exit_code == 0, result.output
-    assert "tokens packed at 4.25 bits" in " ".join(result.output.split())
+    assert all(f"│ {name} " in result.output for name in ("full cache", "best-4bit", "best-2bit"))
+    assert result.output.count("MiB") == 3
 
 
 def test_memory_where_a_preset_does_not_fit() -> None:

@@ -63,6 +63,8 @@ def test_imports_by_name_go_one_way_too() -> None:
     for folder, prefix in folders.items():
         for path in (ROOT / folder).rglob("*.py"):
             room = (*prefix, *path.relative_to(ROOT / folder).with_suffix("").parts)[0]
+            if room == "__init__":
+                continue  # the package itself is above all rooms
             found = names.findall(path.read_text(encoding="utf-8"))
             loaded += [(path.name, height[room] - height[name]) for name in found]
     assert len(loaded) > 10
