@@ -158,7 +158,7 @@ def attend_arguments(
         G=groups, N=count, SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K=k_form, V=v_form,
         MASKING=Masking(mask_kind, softcap is not None, count > 1), M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even,
         BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks, PRECISION="ieee" if exact or amd else "tf32", FAST=fast,
-        TURN=k_side.turn, PHASES=_phases(k_side, rows, softcap),
+        TURN=k_side.turn, PHASES=_phases(k_side, rows, tile_rows, softcap),
         num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(amd),
     )  # fmt: skip
@@ -192,17 +192,17 @@ def merge_arguments(
 
 
 def _tile_rows(tile: Tile, rows: int) -> int:
-    return min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16, next_power_of_2(rows)))
+    return min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(8, next_power_of_2(rows)))
 
 
-def _phases(side: KernelSide, rows: int, softcap: float | None) -> int:
-    """Copies of the query rows in a program's tile of 16: each sees every so many groups, which are mapped together.
+def _phases(side: KernelSide, rows: int, tile_rows: int, softcap: float | None) -> int:
+    """Copies of the query rows among those of a program: each sees every so many groups, which are mapped together.
 
     A cap on logits would lift those of the other groups, which are minus infinity.
     """
     if side.turn is None or softcap is not None:
         return 1
-    return max(1, 16 // next_power_of_2(rows))
+    return max(1, tile_rows // next_power_of_2(rows))
 
 
 def split_sizes(packed: int, tile: Tile, programs: int, device: torch.device) -> tuple[int, int]:
