@@ -25,17 +25,23 @@ SINKS, TAIL, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class Masking(NamedTuple):
-    """Constants of the logits: kind of mask, whether they are capped, whether new tokens need a causal mask."""
+    """Constants of the logits: kind of mask, whether they are capped, whether new tokens need a causal mask.
+
+    shared: True if all rows of a program have the same mask; packed: False if it hides no packed token, or only those
+    beyond the number in memory.
+    """
 
     kind: int
     softcap: bool
     causal: bool
+    shared: bool
+    packed: bool
 
 
 class Rows(NamedTuple):
     """Query rows `[M]` of a program, and the mask and cap of their logits.
 
-    o_mask, s_mask: start of each row's mask and its stride over tokens; o_query: position of the row's query in the
+    o_mask, s_mask: start of each row's mask, or of all rows', and its stride over tokens; o_query: position of the row's query in the
     step; m_row: rows that exist; count: tokens before the first query.
     """
 
@@ -105,20 +111,30 @@ def _rescaled(b_tiles, b_factor):
 
 
 @triton.jit
-def _logits(b_s, rows, o_t, m_t, first, MASKING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr):
+def _logits(
+    b_s, rows, o_t, m_t, first, MASKING: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr
+):
     """Capped and masked logits, in units of log 2; `first` is the position of the segment's first token."""
     if MASKING.softcap:
         b_s = rows.softcap * (2 * tl.sigmoid(2 * b_s / rows.softcap) - 1)
-    m_s = rows.m_row[None, :] & m_t[:, None]
-    p_mask = rows.p_mask + rows.o_mask[None, :] + (first + o_t)[:, None] * rows.s_mask
-    if MASKING.kind == BOOL_MASK:
-        m_s = m_s & (tl.load(p_mask, mask=m_s, other=0) != 0)
-    elif MASKING.kind == FLOAT_MASK:
-        b_s += tl.load(p_mask, mask=m_s, other=0.0).to(tl.float32) * LOG2E
+    if KIND != NO_MASK:
+        # One number per token where rows share it: a tile of them would be moved between threads.
+        if MASKING.shared:
+            p_mask, m_s = rows.p_mask + rows.o_mask + (first + o_t) * rows.s_mask, m_t
+        else:
+            p_mask = rows.p_mask + rows.o_mask[None, :] + (first + o_t)[:, None] * rows.s_mask
+            m_s = rows.m_row[None, :] & m_t[:, None]
+        b_mask = tl.load(p_mask, mask=m_s, other=0)
+        if MASKING.shared:
+            b_mask = b_mask[:, None]
+        if KIND == BOOL_MASK:
+            b_s = tl.where(b_mask != 0, b_s, float("-inf"))
+        else:
+            b_s += b_mask.to(tl.float32) * LOG2E
     elif CAUSAL:
-        m_s = m_s & ((first + o_t)[:, None] <= (rows.count + rows.o_query)[None, :])
-    if MASKING.kind == BOOL_MASK or CAUSAL or not EVEN:
-        b_s = tl.where(m_s, b_s, float("-inf"))
+        b_s = tl.where((first + o_t)[:, None] <= (rows.count + rows.o_query)[None, :], b_s, float("-inf"))
+    if not EVEN and KIND != BOOL_MASK:
+        b_s = tl.where(m_t[:, None], b_s, float("-inf"))
     return b_s
 
 
@@ -159,7 +175,7 @@ def _dense_segment(
             b_s = tl.dot(b_k, b_q, input_precision=PRECISION)
         else:
             b_s = tl.dot(b_k.to(tl.float32), b_q.to(tl.float32), input_precision=PRECISION)
-        b_s = _logits(b_s * scaling, rows, o_t, m_t, first, MASKING, CAUSAL, False)
+        b_s = _logits(b_s * scaling, rows, o_t, m_t, first, MASKING, MASKING.kind, CAUSAL, False)
         b_p, b_factor, b_m, b_l = _softmax_step(b_s, b_m, b_l)
         b_v = tl.load(p_v + o_t[:, None] * V.dim + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0)
         b_v = tl.trans(b_v.to(tl.float32))
@@ -177,7 +193,8 @@ def _packed_tile(
 ):  # fmt: skip
     """Online softmax over the packed tokens `[start, start + BLOCK)`, before `stop`."""
     # Logits are computed relative to the reference, unless a cap or an additive mask may put them far from it.
-    ABSOLUTE: tl.constexpr = MASKING.softcap or MASKING.kind == FLOAT_MASK
+    KIND: tl.constexpr = MASKING.kind if MASKING.packed else NO_MASK
+    ABSOLUTE: tl.constexpr = MASKING.softcap or KIND == FLOAT_MASK
     K_META: tl.constexpr = K.meta
     V_META: tl.constexpr = V.meta
     o_t = tl.arange(0, BLOCK)
@@ -191,7 +208,7 @@ def _packed_tile(
     b_base = tl.zeros_like(b_m) if ABSOLUTE else _finite(b_m)
     b_offset = b_bias - b_base if BIAS else -b_base
     b_s = b_s * b_factor[None, :] + b_offset[None, :]
-    b_s = _logits(b_s, rows, o_t, m_t, n_sinks + start, MASKING, False, EVEN)
+    b_s = _logits(b_s, rows, o_t, m_t, n_sinks + start, MASKING, KIND, False, EVEN)
     b_tops = tl.max(tl.reshape(b_s, [BLOCK // 8, 8, b_m.shape[0]]), 0)
     m_larger = b_tops > (b_m - b_base)[None, :]
     if tl.max(m_larger.to(tl.int32)) > 0:
@@ -276,7 +293,9 @@ def attend_kernel(
         o_r %= M // PHASES
     m_r = o_r < n_rows
     m_own = m_r & (o_phase == 0)
-    o_m = i_b.to(tl.int64) * s_mask_b + (i_h * G + o_r // N).to(tl.int64) * s_mask_h + o_r % N * s_mask_n
+    o_m = i_b.to(tl.int64) * s_mask_b
+    if not MASKING.shared:
+        o_m += (i_h * G + o_r // N).to(tl.int64) * s_mask_h + o_r % N * s_mask_n
     rows = Rows(p_mask, o_m, s_mask_t, o_r % N, m_r, n_sinks + n_packed + n_tail - N, softcap)
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_total = tl.zeros([M], tl.float32)
@@ -293,9 +312,12 @@ def attend_kernel(
         v_words = _words(v_tables, V.words, V.places)
         if K.rope:
             p_rope += i_b.to(tl.int64) * rope_capacity * K.rope
-        stop = tl.minimum(i_s * split_tokens + split_tokens, n_packed)
+        n_filled = n_packed
         if BOUNDED:
-            stop = tl.minimum(stop, tl.load(p_packed).to(tl.int32))
+            # All programs share what is there, however much there is room for.
+            n_filled = tl.minimum(n_packed, tl.load(p_packed).to(tl.int32))
+            split_tokens = tl.cdiv(n_filled, splits * BLOCK) * BLOCK
+        stop = tl.minimum(i_s * split_tokens + split_tokens, n_filled)
         o_keys, o_values = i_bh * k_capacity, i_bh * v_capacity
         first = i_s * split_tokens
         if TURN is None:
