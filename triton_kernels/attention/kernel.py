@@ -41,8 +41,8 @@ class Masking(NamedTuple):
 class Rows(NamedTuple):
     """Query rows `[M]` of a program, and the mask and cap of their logits.
 
-    o_mask, s_mask: start of each row's mask, or of all rows', and its stride over tokens; o_query: position of the row's query in the
-    step; m_row: rows that exist; count: tokens before the first query.
+    o_mask, s_mask: start of each row's mask, or of all rows', and its stride over tokens; o_query: position of the
+    row's query in the step; m_row: rows that exist; count: tokens before the first query.
     """
 
     p_mask: Any

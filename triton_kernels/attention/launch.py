@@ -137,8 +137,8 @@ def attend_arguments(
     """Grid and arguments of `attend_kernel`, its result buffers included.
 
     `query` is contiguous, `inputs` and `mask_kind` come from `attend_inputs`, `mapped` holds the arguments of
-    `map_query_kernel`, results included; `mask_packed`: False if the mask hides no packed token that the count of them in
-    memory does not; `amd` for AMD GPUs.
+    `map_query_kernel`, results included; `mask_packed`: False if the mask hides no packed token that the count of
+    them in memory does not; `amd` for AMD GPUs.
     """
     batch, query_heads, count, dk = query.shape
     heads = keys.sinks.shape[1]
@@ -161,8 +161,9 @@ def attend_arguments(
         p_stats=query.new_empty(batch, heads, sizes.splits + 1, rows, 2, dtype=torch.float32),
         n_sinks=keys.sinks.shape[2], scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
         G=groups, N=count, SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K=k_form, V=v_form,
-        MASKING=Masking(mask_kind, softcap is not None, count > 1, shared, mask_packed), M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even,
-        BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks, PRECISION="ieee" if exact or amd else "tf32", FAST=fast,
+        MASKING=Masking(mask_kind, softcap is not None, count > 1, shared, mask_packed),
+        M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks,
+        PRECISION="ieee" if exact or amd else "tf32", FAST=fast,
         TURN=k_side.turn, PHASES=_phases(k_side, rows, tile_rows, softcap),
         num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(amd),
