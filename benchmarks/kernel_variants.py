@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ ENCODED_KEYS = ("polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit", "spectr
 class Variant:
     """Pair of codecs and sizes of the tensors: `groups` query heads per key/value head, `count` queries.
 
-    even: True if tokens fill all tiles, so that the kernel needs no masks.
+    even: True if tokens fill all tiles, so that the kernel needs no masks; mask: a Boolean mask, as of left padding;
+    fixed: a static layer, whose numbers of tokens are in memory.
     """
 
     keys: tuple[str, MethodOptions]
@@ -44,6 +45,8 @@ class Variant:
     count: int = 1
     dtype: torch.dtype = torch.bfloat16
     even: bool = True
+    mask: bool = False
+    fixed: bool = False
 
 
 def side_of(method: str, **options: Any) -> tuple[str, MethodOptions]:
@@ -63,6 +66,9 @@ def attention_variants() -> dict[str, Variant]:
     kivi_side, none = side_of("kivi", bits=4), side_of("none")
     table = side_of("polarquant_rope", radius_scale="channel", reconstruction="edge", score_function="table")
     exact = {"dtype": torch.float32}
+    for name in ("turboquant-4bit", "turboquant-2bit", "spectral-2bit"):
+        variants[f"{name}, mask"] = replace(variants[name], mask=True)
+        variants[f"{name}, fixed"] = replace(variants[name], fixed=True, even=False)
     return variants | {
         "uniform-4bit": Variant(uniform, uniform),
         "lloyd-max-2bit": Variant(scalar[2], scalar[2]),
@@ -105,11 +111,15 @@ def attention_arguments(variant: Variant, target: str) -> tuple[dict[str, Any], 
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
     _, mapping = map_query_arguments(query, keys.codec.kernel_side, 2, 0.1)
     sizes = launch.sizes_of(query, keys, values, aot.capability(target))
-    inputs = launch.attend_inputs(query, keys, values, None, sizes.split_tokens)
+    mask = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool) if variant.mask or variant.fixed else None
+    inputs = launch.attend_inputs(query, keys, values, mask, sizes.split_tokens)
     _, attend = launch.attend_arguments(
-        query, keys, values, *inputs, mapping, sizes, scaling=0.1, softcap=None, amd=target.startswith("gfx")
-    )
+        query, keys, values, *inputs, mapping, sizes,
+        scaling=0.1, softcap=None, mask_packed=not variant.fixed, amd=target.startswith("gfx"),
+    )  # fmt: skip
     attend["EVEN"] &= variant.even
+    if variant.fixed:
+        attend |= {"BOUNDED": True, "p_packed": torch.zeros((), dtype=torch.int64)}
     out = torch.empty(1, variant.count, 2 * variant.groups, variant.head_dim, dtype=variant.dtype)
     return attend, launch.merge_arguments(query, keys, values, None, attend, launch.MAX_SPLITS, out)[1], mapping
 

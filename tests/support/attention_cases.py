@@ -148,6 +148,7 @@ CASES |= {
     "rows-that-differ-float16": Case(tq(2), tq(2), mask="float", hidden=44, rows_differ=True, count=3, dtype=F16),
     "additive-causal": Case(prod(2), kivi(4), count=3, mask="float"),
     "additive-per-head": Case(count=3, mask="per head"),
+    "additive-per-head-of-one-query": Case(mask="per head", hidden=44),
     "softcap": Case(softcap=5.0),
     "softcap-padding-bfloat16": Case(kivi(4), tq(3), count=3, mask="bool", softcap=20.0, dtype=BF16),
     "s-aux": Case(s_aux=True),

@@ -19,6 +19,7 @@ VARIANTS = ["turboquant-4bit", "prod-2.5bit", "kivi-4bit, D=256", "encode values
 # One of each other method, with its encoders; for one target only, as they take long to compile.
 METHODS = ["polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit"]
 SPILLING = {"encode keys of polarquant-3.4bit", "spectral-2bit"}
+MASKED = [f"{name}, {path}" for name in ("turboquant-4bit", "turboquant-2bit") for path in ("mask", "fixed")]
 """Variants that use the stack; `KNOWN_STACK` in the script bounds how much."""
 
 # The other kernels in steps of growing and static caches, encoders included.
@@ -32,9 +33,11 @@ STEP = ["append", "write slots", "store groups", "map step", *ENCODED]
 
 # Instructions per element on sm_90 that the codes of these presets must not exceed (docs/dev/kernels.md).
 BUDGET = {
-    "turboquant-4bit": 4,
+    "turboquant-4bit": 3,
+    "turboquant-4bit, mask": 3.2,
+    "turboquant-4bit, fixed": 3.3,
     "lloyd-max-3bit": 3,
-    "lloyd-max-2bit": 3,
+    "lloyd-max-2bit": 2.5,
     "lloyd-max-2.5bit": 3,
     "turboquant-4bit, D=64": 4,
     "uniform-4bit": 2.5,
@@ -66,9 +69,10 @@ def test_machine_code_is_as_committed(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     kernels = json.loads(output.read_text())["kernels"]
     assert {"merge turboquant-4bit", *VARIANTS} <= set(kernels)
-    for targets in kernels.values():
+    for name, targets in kernels.items():
         assert set(targets) == {"sm_80", "sm_90", "sm_100", "gfx942"}
-        assert all(targets[name]["stack_bytes"] == 0 for name in ("sm_80", "sm_90", "sm_100"))
+        most = 32 if name == "kivi-4bit, D=256" else 0  # see KNOWN_STACK
+        assert all(targets[target]["stack_bytes"] <= most for target in ("sm_80", "sm_90", "sm_100"))
     assert 0 < kernels["turboquant-4bit"]["sm_90"]["instructions_per_element"] < BUDGET["turboquant-4bit"]
 
 
@@ -76,7 +80,7 @@ def test_machine_code_is_as_committed(tmp_path: Path) -> None:
 def test_every_method_compiles_without_spills(tmp_path: Path) -> None:
     output = tmp_path / "kernels.json"
     presets = [*METHODS, "spectral-2bit"]
-    names = [*presets, *(f"encode keys of {preset}" for preset in presets), *ENCODED, *TRELLIS]
+    names = [*presets, *MASKED, *(f"encode keys of {preset}" for preset in presets), *ENCODED, *TRELLIS]
     only = [part for name in names for part in ("--only", name)]
     result = run("--check", "--target", "sm_90", "--output", str(output), *only)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -25,18 +25,24 @@ SINKS, TAIL, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class Masking(NamedTuple):
-    """Constants of the logits: kind of mask, whether they are capped, whether new tokens need a causal mask."""
+    """Constants of the logits: kind of mask, whether they are capped, whether new tokens need a causal mask.
+
+    shared: True if all rows of a program have the same mask; packed: False if it hides no packed token, or only those
+    beyond the number in memory.
+    """
 
     kind: int
     softcap: bool
     causal: bool
+    shared: bool
+    packed: bool
 
 
 class Rows(NamedTuple):
     """Query rows `[M]` of a program, and the mask and cap of their logits.
 
-    o_mask, s_mask: start of each row's mask and its stride over tokens; o_query: position of the row's query in the
-    step; m_row: rows that exist; count: tokens before the first query.
+    o_mask, s_mask: start of each row's mask, or of all rows', and its stride over tokens; o_query: position of the
+    row's query in the step; m_row: rows that exist; count: tokens before the first query.
     """
 
     p_mask: Any
@@ -54,7 +60,7 @@ def _query_tiles(p_mapped, o_r, m_r, SIDE: tl.constexpr):
     base = 0
     for i in tl.static_range(len(SIDE.widths)):
         o_w = base + tl.arange(0, SIDE.widths[i])
-        b_tile = tl.load(p_mapped + o_r[:, None] * SIDE.width + o_w[None, :], mask=m_r[:, None], other=0.0)
+        b_tile = tl.load(p_mapped + o_r[None, :] * SIDE.width + o_w[:, None], mask=m_r[None, :], other=0.0)
         b_tiles = b_tiles + (b_tile,)
         base += SIDE.widths[i]
     return b_tiles
@@ -85,7 +91,7 @@ def _words(tables, COUNT: tl.constexpr, PLACES: tl.constexpr):
 
 @triton.jit
 def _zero_tile(M: tl.constexpr, WIDTH: tl.constexpr):
-    return tl.zeros([M, WIDTH], tl.float32)
+    return tl.zeros([WIDTH, M], tl.float32)
 
 
 @triton.jit
@@ -100,25 +106,35 @@ def _zero_tiles(M: tl.constexpr, SIDE: tl.constexpr):
 def _rescaled(b_tiles, b_factor):
     b_scaled = ()
     for i in tl.static_range(len(b_tiles)):
-        b_scaled = b_scaled + (b_tiles[i] * b_factor[:, None],)
+        b_scaled = b_scaled + (b_tiles[i] * b_factor[None, :],)
     return b_scaled
 
 
 @triton.jit
-def _logits(b_s, rows, o_t, m_t, first, MASKING: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr):
+def _logits(
+    b_s, rows, o_t, m_t, first, MASKING: tl.constexpr, KIND: tl.constexpr, CAUSAL: tl.constexpr, EVEN: tl.constexpr
+):
     """Capped and masked logits, in units of log 2; `first` is the position of the segment's first token."""
     if MASKING.softcap:
         b_s = rows.softcap * (2 * tl.sigmoid(2 * b_s / rows.softcap) - 1)
-    m_s = rows.m_row[:, None] & m_t[None, :]
-    p_mask = rows.p_mask + rows.o_mask[:, None] + (first + o_t)[None, :] * rows.s_mask
-    if MASKING.kind == BOOL_MASK:
-        m_s = m_s & (tl.load(p_mask, mask=m_s, other=0) != 0)
-    elif MASKING.kind == FLOAT_MASK:
-        b_s += tl.load(p_mask, mask=m_s, other=0.0).to(tl.float32) * LOG2E
+    if KIND != NO_MASK:
+        # One number per token where rows share it: a tile of them would be moved between threads.
+        if MASKING.shared:
+            p_mask, m_s = rows.p_mask + rows.o_mask + (first + o_t) * rows.s_mask, m_t
+        else:
+            p_mask = rows.p_mask + rows.o_mask[None, :] + (first + o_t)[:, None] * rows.s_mask
+            m_s = rows.m_row[None, :] & m_t[:, None]
+        b_mask = tl.load(p_mask, mask=m_s, other=0)
+        if MASKING.shared:
+            b_mask = b_mask[:, None]
+        if KIND == BOOL_MASK:
+            b_s = tl.where(b_mask != 0, b_s, float("-inf"))
+        else:
+            b_s += b_mask.to(tl.float32) * LOG2E
     elif CAUSAL:
-        m_s = m_s & ((first + o_t)[None, :] <= rows.count + rows.o_query[:, None])
-    if MASKING.kind == BOOL_MASK or CAUSAL or not EVEN:
-        b_s = tl.where(m_s, b_s, float("-inf"))
+        b_s = tl.where((first + o_t)[:, None] <= (rows.count + rows.o_query)[None, :], b_s, float("-inf"))
+    if not EVEN and KIND != BOOL_MASK:
+        b_s = tl.where(m_t[:, None], b_s, float("-inf"))
     return b_s
 
 
@@ -131,11 +147,11 @@ def _finite(b_m):
 @triton.jit
 def _softmax_step(b_s, b_m, b_l):
     """One step of the online softmax: weights of this tile, factor for the sums so far, new maximum and new sum."""
-    b_new = tl.maximum(b_m, tl.max(b_s, 1))
+    b_new = tl.maximum(b_m, tl.max(b_s, 0))
     b_safe = _finite(b_new)
-    b_p = tl.exp2(b_s - b_safe[:, None])
+    b_p = tl.exp2(b_s - b_safe[None, :])
     b_factor = tl.exp2(b_m - b_safe)
-    return b_p, b_factor, b_new, b_l * b_factor + tl.sum(b_p, 1)
+    return b_p, b_factor, b_new, b_l * b_factor + tl.sum(b_p, 0)
 
 
 @triton.jit
@@ -156,13 +172,14 @@ def _dense_segment(
         m_t = o_t < tokens
         b_k = tl.load(p_k + o_t[:, None] * K.dim + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)
         if FAST and b_k.dtype == b_q.dtype:
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+            b_s = tl.dot(b_k, b_q, input_precision=PRECISION)
         else:
-            b_s = tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision=PRECISION)
-        b_s = _logits(b_s * scaling, rows, o_t, m_t, first, MASKING, CAUSAL, False)
+            b_s = tl.dot(b_k.to(tl.float32), b_q.to(tl.float32), input_precision=PRECISION)
+        b_s = _logits(b_s * scaling, rows, o_t, m_t, first, MASKING, MASKING.kind, CAUSAL, False)
         b_p, b_factor, b_m, b_l = _softmax_step(b_s, b_m, b_l)
         b_v = tl.load(p_v + o_t[:, None] * V.dim + o_v[None, :], mask=m_t[:, None] & m_v, other=0.0)
-        b_acc = tl.dot(b_p, b_v.to(tl.float32), b_acc * b_factor[:, None], input_precision=PRECISION)
+        b_v = tl.trans(b_v.to(tl.float32))
+        b_acc = tl.dot(b_v, b_p, b_acc * b_factor[None, :], input_precision=PRECISION)
     return b_m, b_l, b_acc
 
 
@@ -176,7 +193,8 @@ def _packed_tile(
 ):  # fmt: skip
     """Online softmax over the packed tokens `[start, start + BLOCK)`, before `stop`."""
     # Logits are computed relative to the reference, unless a cap or an additive mask may put them far from it.
-    ABSOLUTE: tl.constexpr = MASKING.softcap or MASKING.kind == FLOAT_MASK
+    KIND: tl.constexpr = MASKING.kind if MASKING.packed else NO_MASK
+    ABSOLUTE: tl.constexpr = MASKING.softcap or KIND == FLOAT_MASK
     K_META: tl.constexpr = K.meta
     V_META: tl.constexpr = V.meta
     o_t = tl.arange(0, BLOCK)
@@ -189,23 +207,23 @@ def _packed_tile(
     )  # fmt: skip
     b_base = tl.zeros_like(b_m) if ABSOLUTE else _finite(b_m)
     b_offset = b_bias - b_base if BIAS else -b_base
-    b_s = b_s * b_factor[:, None] + b_offset[:, None]
-    b_s = _logits(b_s, rows, o_t, m_t, n_sinks + start, MASKING, False, EVEN)
-    b_tops = tl.max(tl.max(tl.reshape(b_s, [b_m.shape[0], BLOCK // 8, 4, 2]), 1), 2)
-    m_larger = b_tops > (b_m - b_base)[:, None]
+    b_s = b_s * b_factor[None, :] + b_offset[None, :]
+    b_s = _logits(b_s, rows, o_t, m_t, n_sinks + start, MASKING, KIND, False, EVEN)
+    b_tops = tl.max(tl.reshape(b_s, [BLOCK // 8, 8, b_m.shape[0]]), 0)
+    m_larger = b_tops > (b_m - b_base)[None, :]
     if tl.max(m_larger.to(tl.int32)) > 0:
-        b_top = tl.max(b_tops, 1)
+        b_top = tl.max(b_tops, 0)
         b_new = tl.where(b_top > b_m - b_base, b_base + b_top + HEADROOM, b_m)
         if not ABSOLUTE:
-            b_s += (b_base - _finite(b_new))[:, None]
+            b_s += (b_base - _finite(b_new))[None, :]
         b_decay = tl.exp2(b_m - _finite(b_new))
-        b_l *= b_decay[:, None]
+        b_l *= b_decay[None, :]
         b_acc = _rescaled(b_acc, b_decay)
         b_m = b_new
     if ABSOLUTE:
-        b_s -= _finite(b_m)[:, None]
+        b_s -= _finite(b_m)[None, :]
     b_p = tl.exp2(b_s)
-    b_l += tl.sum(tl.reshape(b_p, [b_m.shape[0], BLOCK // 8, 8]), 1)
+    b_l += tl.sum(tl.reshape(b_p, [BLOCK // 8, 8, b_m.shape[0]]), 0)
     b_acc = ACCUMULATE(
         b_p, v_fields, v_tables, v_words, i_h, v_capacity, o_values + start, o_t, m_t, b_acc,
         V_META, DTYPE, PRECISION, FAST,
@@ -215,14 +233,14 @@ def _packed_tile(
 
 @triton.constexpr_function
 def _by_phase(shape, phases):
-    return [phases, shape[0] // phases, *shape[1:]]
+    return [*shape[:-1], phases, shape[-1] // phases]
 
 
 @triton.jit
 def _phase_sum(b_x, PHASES: tl.constexpr):
-    """Sum of `b_x` `[M, ...]` over the phases of each row, in all of them."""
+    """Sum of `b_x` `[..., M]` over the phases of each row, in all of them."""
     SPLIT: tl.constexpr = _by_phase(b_x.shape, PHASES)
-    b_sum = tl.sum(tl.reshape(b_x, SPLIT), 0, keep_dims=True)
+    b_sum = tl.sum(tl.reshape(b_x, SPLIT), len(SPLIT) - 2, keep_dims=True)
     return tl.reshape(tl.broadcast_to(b_sum, SPLIT), b_x.shape)
 
 
@@ -235,7 +253,7 @@ def _merged_phases(b_m, b_l, b_acc, PHASES: tl.constexpr):
     b_weight = tl.exp2(b_m - _finite(b_top))
     b_merged = ()
     for i in tl.static_range(len(b_acc)):
-        b_merged = b_merged + (_phase_sum(b_acc[i] * b_weight[:, None], PHASES),)
+        b_merged = b_merged + (_phase_sum(b_acc[i] * b_weight[None, :], PHASES),)
     return b_top, _phase_sum(b_l * b_weight, PHASES), b_merged
 
 
@@ -275,14 +293,16 @@ def attend_kernel(
         o_r %= M // PHASES
     m_r = o_r < n_rows
     m_own = m_r & (o_phase == 0)
-    o_m = i_b.to(tl.int64) * s_mask_b + (i_h * G + o_r // N).to(tl.int64) * s_mask_h + o_r % N * s_mask_n
+    o_m = i_b.to(tl.int64) * s_mask_b
+    if not MASKING.shared:
+        o_m += (i_h * G + o_r // N).to(tl.int64) * s_mask_h + o_r % N * s_mask_n
     rows = Rows(p_mask, o_m, s_mask_t, o_r % N, m_r, n_sinks + n_packed + n_tail - N, softcap)
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_total = tl.zeros([M], tl.float32)
     if i_s < splits:
         DTYPE: tl.constexpr = p_mapped.dtype.element_ty
         # Eight partial sums, of every eighth token each: sums over different threads wait until after the loop.
-        b_l = tl.zeros([M, 8], tl.float32)
+        b_l = tl.zeros([8, M], tl.float32)
         p_rows += i_bh * n_rows * 2
         b_factor = tl.load(p_rows + o_r * 2, mask=m_r, other=0.0)
         b_bias = tl.load(p_rows + o_r * 2 + 1, mask=m_r, other=0.0)
@@ -292,9 +312,12 @@ def attend_kernel(
         v_words = _words(v_tables, V.words, V.places)
         if K.rope:
             p_rope += i_b.to(tl.int64) * rope_capacity * K.rope
-        stop = tl.minimum(i_s * split_tokens + split_tokens, n_packed)
+        n_filled = n_packed
         if BOUNDED:
-            stop = tl.minimum(stop, tl.load(p_packed).to(tl.int32))
+            # All programs share what is there, however much there is room for.
+            n_filled = tl.minimum(n_packed, tl.load(p_packed).to(tl.int32))
+            split_tokens = tl.cdiv(n_filled, splits * BLOCK) * BLOCK
+        stop = tl.minimum(i_s * split_tokens + split_tokens, n_filled)
         o_keys, o_values = i_bh * k_capacity, i_bh * v_capacity
         first = i_s * split_tokens
         if TURN is None:
@@ -331,20 +354,20 @@ def attend_kernel(
                         b_l, b_acc, SCORE, ACCUMULATE, K, V, MASKING, K.bias or PHASES > 1, BLOCK, EVEN, DTYPE,
                         PRECISION, FAST,
                     )  # fmt: skip
-        b_total = tl.sum(b_l, 1)
+        b_total = tl.sum(b_l, 0)
         if PHASES > 1:
             b_m, b_total, b_acc = _merged_phases(b_m, b_total, b_acc, PHASES)
         p_acc += ((i_bh * splits + i_s) * n_rows) * V.width
         base = 0
         for i in tl.static_range(len(V.widths)):
             o_w = base + tl.arange(0, V.widths[i])
-            tl.store(p_acc + o_r[:, None] * V.width + o_w[None, :], b_acc[i], mask=m_own[:, None])
+            tl.store(p_acc + o_r[None, :] * V.width + o_w[:, None], b_acc[i], mask=m_own[None, :])
             base += V.widths[i]
     else:
         o_k, o_v = tl.arange(0, K.padded), tl.arange(0, V.padded)
         p_q += i_bh * n_rows * K.dim
-        m_q = m_r[:, None] & (o_k < K.dim)[None, :]
-        b_query = tl.load(p_q + o_r[:, None] * K.dim + o_k[None, :], mask=m_q, other=0.0)
+        m_q = m_r[None, :] & (o_k < K.dim)[:, None]
+        b_query = tl.load(p_q + o_r[None, :] * K.dim + o_k[:, None], mask=m_q, other=0.0)
         b_dense = _zero_tile(M, V.padded)
         b_m, b_total, b_dense = _dense_segment(
             b_query, keys[SINKS] + i_bh * n_sinks * K.dim, values[SINKS] + i_bh * n_sinks * V.dim, n_sinks,
@@ -355,7 +378,7 @@ def attend_kernel(
             rows, n_sinks + n_packed, scaling, b_m, b_total, b_dense, K, V, MASKING, MASKING.causal, PRECISION, FAST,
         )  # fmt: skip
         p_dense += i_bh * n_rows * V.dim
-        tl.store(p_dense + o_r[:, None] * V.dim + o_v[None, :], b_dense, mask=m_own[:, None] & (o_v < V.dim)[None, :])
+        tl.store(p_dense + o_r[None, :] * V.dim + o_v[:, None], b_dense, mask=m_own[None, :] & (o_v < V.dim)[:, None])
     p_stats += ((i_bh * (splits + 1) + i_s) * n_rows + o_r) * 2
     tl.store(p_stats, b_m, mask=m_own)
     tl.store(p_stats + 1, b_total, mask=m_own)

@@ -13,7 +13,7 @@ from kvcache_compress.triton_kernels.common.plan import AMD, Plan, addresses, ke
 
 from .kernel import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, merge_kernel
 from .query import map_query_arguments, map_query_kernel
-from .slot_mask import SlotMask
+from .slot_mask import CAUSAL, SlotMask
 from .tiles import Tile, capability_of, tile_shape
 
 if TYPE_CHECKING:
@@ -76,16 +76,18 @@ def attend(
     repeatable = aligned and narrow
     key = (
         call, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
-        inputs["p_mask"].device, inputs["s_mask_t"], scaling, softcap,
+        inputs["p_mask"].device, inputs["s_mask_t"], inputs["s_mask_h"] == 0, scaling, softcap,
         None if s_aux is None else (s_aux.dtype, s_aux.device), repeatable,
         None if slot_mask is None else slot_mask.key,
     )  # fmt: skip
     plan = k_side.plans.get(key)
     if plan is None:
         map_grid, mapping = map_query_arguments(query, k_side, keys.sinks.shape[1], scaling)
+        causal = slot_mask is not None and slot_mask.kind == CAUSAL
         grid, arguments = attend_arguments(
-            query, keys, values, inputs, mask_kind, mapping, sizes, scaling=scaling, softcap=softcap
-        )
+            query, keys, values, inputs, mask_kind, mapping, sizes,
+            scaling=scaling, softcap=softcap, mask_packed=not causal,
+        )  # fmt: skip
         merge_grid, merging = merge_arguments(query, keys, values, s_aux, arguments, sizes.splits, out)
         calls = (
             (map_query_kernel, map_grid, mapping) if slot_mask is None else slot_mask.call(map_grid, mapping, inputs),
@@ -129,12 +131,14 @@ def attend_arguments(
     *,
     scaling: float,
     softcap: float | None,
+    mask_packed: bool = True,
     amd: bool = AMD,
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Grid and arguments of `attend_kernel`, its result buffers included.
 
     `query` is contiguous, `inputs` and `mask_kind` come from `attend_inputs`, `mapped` holds the arguments of
-    `map_query_kernel`, results included; `amd` for AMD GPUs.
+    `map_query_kernel`, results included; `mask_packed`: False if the mask hides no packed token that the count of
+    them in memory does not; `amd` for AMD GPUs.
     """
     batch, query_heads, count, dk = query.shape
     heads = keys.sinks.shape[1]
@@ -144,11 +148,12 @@ def attend_arguments(
     exact = query.dtype == torch.float32
     operand = torch.float32 if exact else torch.float16
     tile = sizes.tile
-    tile_rows = _tile_rows(tile, rows)
+    tile_rows = _tile_rows(tile, rows, amd)
     row_blocks = -(-rows // tile_rows)
     fast = not (exact or amd or INTERPRETING)
     k_tables, k_form = k_side.operands(operand, fast, dk, 0 if keys.track is None else keys.track.buffer.shape[2])
     v_tables, v_form = v_side.operands(operand, fast, dv, 0)
+    shared = count == 1 and inputs["s_mask_h"] == 0
     arguments = inputs | dict(
         p_mapped=mapped["p_mapped"], p_rows=mapped["p_rows"], k_tables=k_tables, v_tables=v_tables,
         p_acc=query.new_empty(batch, heads, sizes.splits, rows, v_form.width, dtype=torch.float32),
@@ -156,9 +161,10 @@ def attend_arguments(
         p_stats=query.new_empty(batch, heads, sizes.splits + 1, rows, 2, dtype=torch.float32),
         n_sinks=keys.sinks.shape[2], scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
         G=groups, N=count, SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K=k_form, V=v_form,
-        MASKING=Masking(mask_kind, softcap is not None, count > 1), M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even,
-        BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks, PRECISION="ieee" if exact or amd else "tf32", FAST=fast,
-        TURN=k_side.turn, PHASES=_phases(k_side, rows, softcap),
+        MASKING=Masking(mask_kind, softcap is not None, count > 1, shared, mask_packed),
+        M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks,
+        PRECISION="ieee" if exact or amd else "tf32", FAST=fast,
+        TURN=k_side.turn, PHASES=_phases(k_side, rows, tile_rows, softcap),
         num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(amd),
     )  # fmt: skip
@@ -191,18 +197,19 @@ def merge_arguments(
     return (query_heads // heads * count, batch * heads), arguments
 
 
-def _tile_rows(tile: Tile, rows: int) -> int:
-    return min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16, next_power_of_2(rows)))
+def _tile_rows(tile: Tile, rows: int, amd: bool = AMD) -> int:
+    """Query rows per program: columns of the tensor cores' tile, of which there are 8, on AMD 16."""
+    return min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16 if amd else 8, next_power_of_2(rows)))
 
 
-def _phases(side: KernelSide, rows: int, softcap: float | None) -> int:
-    """Copies of the query rows in a program's tile of 16: each sees every so many groups, which are mapped together.
+def _phases(side: KernelSide, rows: int, tile_rows: int, softcap: float | None) -> int:
+    """Copies of the query rows among those of a program: each sees every so many groups, which are mapped together.
 
     A cap on logits would lift those of the other groups, which are minus infinity.
     """
     if side.turn is None or softcap is not None:
         return 1
-    return max(1, 16 // next_power_of_2(rows))
+    return max(1, tile_rows // next_power_of_2(rows))
 
 
 def split_sizes(packed: int, tile: Tile, programs: int, device: torch.device) -> tuple[int, int]:

@@ -26,6 +26,16 @@ def load_words(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit
+def load_columns(p_words, o_row, o_t, m_t, WORDS: tl.constexpr):
+    """Load a plane's words with tokens as columns: `[WORDS, T]`.
+
+    So the compiler copies values, of which a register of the operands holds two tokens, to shared memory by 16 bytes.
+    """
+    o_w = o_t[None, :] * WORDS + tl.arange(0, WORDS)[:, None]
+    return tl.load(p_words + o_row * WORDS + o_w, mask=m_t[None, :], other=0)
+
+
+@triton.jit
 def load_registers(p_words, o_row, o_t, m_t, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
     """Load the words of trellis codes (see `codecs/trellis.py`), each above the word before it: int32 `[T, PADDED]`."""
     o_c = tl.arange(0, PADDED)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words, words_per_token
 
-from .codes import load_words
+from .codes import load_columns, load_words
 
 
 def text(*lines: str) -> tl.constexpr:
@@ -297,13 +297,14 @@ def trellis_levels(
 def levels(
     p_low, p_high, words, o_row, o_t, m_t,
     FIRST: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr,
-    WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr,
+    WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, VALUES: tl.constexpr = False,
 ):  # fmt: skip
     """Tiles of float16 levels; `words` holds the table of uneven levels from `FIRST` on, in the format of `byte_table`.
 
     Even levels are the codes less half the largest, times `unit`. The last of `words` is the tile of `places`, if
-    needed.
+    needed. VALUES: tokens will be the depth of the product.
     """
+    COLUMNS: tl.constexpr = VALUES and PADDED >= 16 and PADDED == WORDS and (BITS == 2 or BITS == 4)
     if BITS == 1:
         b_words = load_bytes(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
         b_levels = tl.inline_asm_elementwise(
@@ -311,7 +312,10 @@ def levels(
             dtype=(tl.float16,) * 8, is_pure=True, pack=2,
         )  # fmt: skip
     elif BITS == 2:
-        b_words = load_halves(p_low, words[len(words) - 1], o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        if COLUMNS:
+            b_words = load_columns(p_low, o_row, o_t, m_t, WORDS)
+        else:
+            b_words = load_halves(p_low, words[len(words) - 1], o_row, o_t, m_t, WORDS, PADDED, COUNT)
         b_levels = tl.inline_asm_elementwise(
             TWO_BITS, TWO_BITS_REGISTERS, [b_words, words[FIRST], words[FIRST + 1]],
             dtype=(tl.float16,) * 8, is_pure=True, pack=2,
@@ -325,21 +329,35 @@ def levels(
              words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
             dtype=(tl.float16,) * 8, is_pure=True, pack=2,
         )  # fmt: skip
-    elif EVEN:
-        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
-        b_levels = tl.inline_asm_elementwise(
-            FOUR_EVEN_BITS, FOUR_EVEN_BITS_REGISTERS, [b_words], dtype=(tl.float16,) * 8, is_pure=True, pack=2
-        )
     else:
-        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
-        b_levels = tl.inline_asm_elementwise(
-            FOUR_BITS, FOUR_BITS_REGISTERS,
-            [b_words, words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
-            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
-        )  # fmt: skip
+        if COLUMNS:
+            b_words = load_columns(p_low, o_row, o_t, m_t, WORDS)
+        else:
+            b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        if EVEN:
+            b_levels = tl.inline_asm_elementwise(
+                FOUR_EVEN_BITS, FOUR_EVEN_BITS_REGISTERS, [b_words], dtype=(tl.float16,) * 8, is_pure=True, pack=2
+            )
+        else:
+            b_levels = tl.inline_asm_elementwise(
+                FOUR_BITS, FOUR_BITS_REGISTERS,
+                [b_words, words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
+                dtype=(tl.float16,) * 8, is_pure=True, pack=2,
+            )  # fmt: skip
+    if COLUMNS:
+        b_levels = turned(b_levels)
     if PADDED < 16:
         b_levels = joined(b_levels)
     return b_levels
+
+
+@triton.jit
+def turned(b_tiles):
+    """Transpose each tile."""
+    b_turned = ()
+    for i in tl.static_range(len(b_tiles)):
+        b_turned = b_turned + (tl.trans(b_tiles[i]),)
+    return b_turned
 
 
 @triton.jit

@@ -159,11 +159,11 @@ def score(
     n_rounds, i_first = tl.load(tables[1] + 3 * i_h + 1), tl.load(tables[1] + 3 * i_h + 2)
     n_whole = n_rounds // TURN * TURN
     p_rows = tables[0] + tl.load(tables[1] + 3 * i_h) * BOOK
-    o_j = tl.arange(0, b_q[0].shape[1])
-    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    o_j = tl.arange(0, b_q[0].shape[0])
+    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
     for i_g in tl.static_range(GROUPS):
-        b_re = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
-        b_im = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
+        b_re = tl.zeros([o_t.shape[0], b_q[0].shape[0]], tl.float32)
+        b_im = tl.zeros([o_t.shape[0], b_q[0].shape[0]], tl.float32)
         for i_r in range(0, n_whole, TURN):
             i_code = i_g * n_rounds + i_r
             b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, TURN, 2 * BITS, META, WHOLE)
@@ -181,10 +181,10 @@ def score(
         b_sin = tl.load(p_rope + o_f + ROTARY, mask=m_f, other=0.0).to(tl.float32)
         b_turned_re = (b_re * b_cos - b_im * b_sin).to(b_q[0].dtype)
         b_turned_im = (b_re * b_sin + b_im * b_cos).to(b_q[0].dtype)
-        b_s = tl.dot(b_q[2 * i_g], tl.trans(b_turned_re), b_s, input_precision=PRECISION)
-        b_s = tl.dot(b_q[2 * i_g + 1], tl.trans(b_turned_im), b_s, input_precision=PRECISION)
+        b_s = tl.dot(b_turned_re, b_q[2 * i_g], b_s, input_precision=PRECISION)
+        b_s = tl.dot(b_turned_im, b_q[2 * i_g + 1], b_s, input_precision=PRECISION)
     b_scale = tl.load(fields[1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
-    return b_s * b_scale[None, :]
+    return b_s * b_scale[:, None]
 
 
 @triton.jit
@@ -204,14 +204,14 @@ def accumulate(
     n_rounds, i_first = tl.load(tables[1] + 3 * i_h + 1), tl.load(tables[1] + 3 * i_h + 2)
     n_whole = n_rounds // TURN * TURN
     p_rows = tables[0] + tl.load(tables[1] + 3 * i_h) * BOOK
-    o_w = tl.arange(0, b_acc[0].shape[1])
+    o_w = tl.arange(0, b_acc[0].shape[0])
     b_scale = tl.load(fields[1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
-    b_weights = (b_p * b_scale[None, :]).to(DTYPE)
+    b_weights = (b_p * b_scale[:, None]).to(DTYPE)
     b_sums = ()
     for i_g in tl.static_range(GROUPS):
         b_parts = ()
         for _ in tl.static_range(TILES):
-            b_parts = b_parts + (tl.zeros([o_t.shape[0], b_acc[0].shape[1]], tl.float32),)
+            b_parts = b_parts + (tl.zeros([o_t.shape[0], b_acc[0].shape[0]], tl.float32),)
         for i_r in range(0, n_whole, TURN):
             i_code = i_g * n_rounds + i_r
             b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, TURN, BITS, META, WHOLE)
@@ -223,8 +223,8 @@ def accumulate(
             b_parts = add_rounds(b_parts, p_rows, b_run, o_w, 1, BITS, WIDTH, SUM)
             p_rows += BOOK
         for j in tl.static_range(TILES):
-            b_v = b_parts[j].to(DTYPE)
-            b_sums = b_sums + (tl.dot(b_weights, b_v, b_acc[i_g * TILES + j], input_precision=PRECISION),)
+            b_v = tl.trans(b_parts[j].to(DTYPE))
+            b_sums = b_sums + (tl.dot(b_v, b_weights, b_acc[i_g * TILES + j], input_precision=PRECISION),)
     return b_sums
 
 
@@ -235,15 +235,15 @@ def accumulate_bits(
 ):  # fmt: skip
     """Weighted sums of the bits of all heads, for values in the encoder form (section 4.1); tiles are by head."""
     b_scale = tl.load(fields[1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
-    b_weights = (b_p * b_scale[None, :]).to(DTYPE)
+    b_weights = (b_p * b_scale[:, None]).to(DTYPE)
     b_sums = ()
     HEADS: tl.constexpr = META.heads
     for i in tl.static_range(HEADS):
         o_head = o_row + (i - i_h) * s_head
         b_bits = load_codes(fields[0], fields[0], o_head, o_t, m_t, 1, META.words, META.padded, META.words)
         for j in tl.static_range(len(b_bits)):
-            b_tile = b_bits[j].to(DTYPE)
-            b_sums = b_sums + (tl.dot(b_weights, b_tile, b_acc[i * len(b_bits) + j], input_precision=PRECISION),)
+            b_tile = tl.trans(b_bits[j].to(DTYPE))
+            b_sums = b_sums + (tl.dot(b_tile, b_weights, b_acc[i * len(b_bits) + j], input_precision=PRECISION),)
     return b_sums
 
 

@@ -1,7 +1,7 @@
 """Device functions of uncompressed tokens: the simplest example of the contract that all device functions follow.
 
-SCORE(b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t, META, PRECISION, FAST) -> [M, T] float32
-    b_q: tuple of query tiles `[M, width]`, one per entry of `KernelSide.widths`, in the operands' dtype;
+SCORE(b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t, META, PRECISION, FAST) -> [T, M] float32
+    b_q: tuple of query tiles `[width, M]`, one per entry of `KernelSide.widths`, in the operands' dtype;
     fields: tuple of pointers to the store's buffers, in the order of `Codec.fields`;
     words: `KernelSide.words`, as tiles; empty unless FAST;
     p_rope: float16 `[tokens, 2 * rotary]`, cos and sin from the tile's first token on, if the codec uses them;
@@ -9,8 +9,8 @@ SCORE(b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t, META, PR
     s_head * (batch * H + i_h) + token, the token a multiple of T, so that a tile lies within one group of tokens or
     starts with one; o_t: 0 to T - 1; m_t: mask.
 ACCUMULATE(b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc, META, DTYPE, PRECISION, FAST)
-    -> tuple of [M, width]
-    b_p: float32 weights `[M, T]`; b_acc: the float32 sums so far; DTYPE: the operands' dtype.
+    -> tuple of [width, M]
+    b_p: float32 weights `[T, M]`; b_acc: the float32 sums so far; DTYPE: the operands' dtype.
 TURN(p_q, tables, p_rope, i_h, o_r, m_r, o_g, zero, WIDTH, META, DTYPE, PRECISION, FAST) -> `b_q` of SCORE
     for keys whose queries depend on the group of tokens, see `spectral.py`. Rows `o_r` `[M / 8, 8]` of the mapped
     queries at `p_q`, each for group `o_g` of the batch row's cos and sin at `p_rope`; zero is added to addresses.
@@ -43,7 +43,7 @@ def score(
     o_d = tl.arange(0, META.padded)
     m_d = m_t[:, None] & (o_d < META.dim)[None, :]
     b_k = tl.load(fields[0] + (o_row + o_t)[:, None] * META.dim + o_d[None, :], mask=m_d, other=0.0)
-    return tl.dot(b_q[0], tl.trans(b_k.to(b_q[0].dtype)), input_precision=PRECISION)
+    return tl.dot(b_k.to(b_q[0].dtype), b_q[0], input_precision=PRECISION)
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def accumulate(
     o_d = tl.arange(0, META.padded)
     m_d = m_t[:, None] & (o_d < META.dim)[None, :]
     b_v = tl.load(fields[0] + (o_row + o_t)[:, None] * META.dim + o_d[None, :], mask=m_d, other=0.0)
-    return (tl.dot(b_p.to(DTYPE), b_v.to(DTYPE), b_acc[0], input_precision=PRECISION),)
+    return (tl.dot(tl.trans(b_v.to(DTYPE)), b_p.to(DTYPE), b_acc[0], input_precision=PRECISION),)
 
 
 def dense_side(head_dim: int, device: torch.device) -> KernelSide:

@@ -101,9 +101,9 @@ def score(
 ):  # fmt: skip
     """s = q · (code * scale + zero)"""
     b_k = decoded(fields, words, o_row, o_t, m_t, META, b_q[0].dtype, FAST)
-    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
     for i in tl.static_range(len(b_k)):
-        b_s = tl.dot(b_q[i], tl.trans(b_k[i]), b_s, input_precision=PRECISION)
+        b_s = tl.dot(b_k[i], b_q[i], b_s, input_precision=PRECISION)
     return b_s
 
 
@@ -116,7 +116,7 @@ def accumulate(
     b_v = decoded(fields, words, o_row, o_t, m_t, META, DTYPE, FAST)
     b_sums = ()
     for i in tl.static_range(len(b_v)):
-        b_sums = b_sums + (tl.dot(b_p.to(DTYPE), b_v[i], b_acc[i], input_precision=PRECISION),)
+        b_sums = b_sums + (tl.dot(tl.trans(b_v[i]), b_p.to(DTYPE), b_acc[i], input_precision=PRECISION),)
     return b_sums
 
 

@@ -172,10 +172,10 @@ def score(
 ):  # fmt: skip
     """s[t] = ⟨q_low, r_1 cos θ_1⟩ + ⟨q_high, r_1 sin θ_1⟩"""
     b_tiles, b_scale = tiles(fields, tables, words, i_h, o_row, o_t, m_t, META, b_q[0].dtype, FAST)
-    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
     for i in tl.static_range(len(b_tiles)):
-        b_s = tl.dot(b_q[i], tl.trans(b_tiles[i]), b_s, input_precision=PRECISION)
-    return b_s * b_scale[None, :]
+        b_s = tl.dot(b_tiles[i], b_q[i], b_s, input_precision=PRECISION)
+    return b_s * b_scale[:, None]
 
 
 @triton.jit
@@ -188,12 +188,12 @@ def accumulate(
     if META.roots != 1:
         b_weights = b_p.to(DTYPE)
     elif FAST:
-        b_weights = lookup.product(b_p.to(DTYPE), b_scale.to(DTYPE)[None, :])
+        b_weights = lookup.product(b_p.to(DTYPE), b_scale.to(DTYPE)[:, None])
     else:
-        b_weights = (b_p * b_scale[None, :]).to(DTYPE)
+        b_weights = (b_p * b_scale[:, None]).to(DTYPE)
     b_sums = ()
     for i in tl.static_range(len(b_tiles)):
-        b_sums = b_sums + (tl.dot(b_weights, b_tiles[i], b_acc[i], input_precision=PRECISION),)
+        b_sums = b_sums + (tl.dot(tl.trans(b_tiles[i]), b_weights, b_acc[i], input_precision=PRECISION),)
     return b_sums
 
 

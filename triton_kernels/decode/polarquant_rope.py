@@ -95,7 +95,7 @@ def unpacked_scores(
     b_steps = load_codes(
         fields[AT], fields[SCALE - 1], o_row, o_t, m_t, META.radius_bits, META.words, META.padded, META.words
     )
-    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
     TILES: tl.constexpr = len(b_angles)
     HALF: tl.constexpr = 2 ** (META.angle_bits - 1)
     for j in tl.static_range(TILES):
@@ -105,11 +105,11 @@ def unpacked_scores(
             b_signed = tl.where(b_angles[j] < HALF, b_radii, -b_radii)
             for i in tl.static_range(HALF):
                 b_chosen = tl.where((b_angles[j] & (HALF - 1)) == i, b_signed, 0.0)
-                b_s = tl.dot(b_q[i * TILES + j], tl.trans(b_chosen), b_s, input_precision=PRECISION)
+                b_s = tl.dot(b_chosen, b_q[i * TILES + j], b_s, input_precision=PRECISION)
         else:
             b_cos, b_sin = points(p_points, b_angles[j], b_q[0].dtype)
-            b_s = tl.dot(b_q[j], tl.trans(b_radii * b_cos), b_s, input_precision=PRECISION)
-            b_s = tl.dot(b_q[TILES + j], tl.trans(b_radii * b_sin), b_s, input_precision=PRECISION)
+            b_s = tl.dot(b_radii * b_cos, b_q[j], b_s, input_precision=PRECISION)
+            b_s = tl.dot(b_radii * b_sin, b_q[TILES + j], b_s, input_precision=PRECISION)
     return b_s
 
 
@@ -126,7 +126,7 @@ def looked_up_scores(
     b_steps = lookup.levels(
         fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, 8, BITS, True, META.words, META.padded, META.words
     )
-    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
     TILES: tl.constexpr = len(b_steps)
     OFFSET: tl.constexpr = META.offset + (2**BITS - 1) / 2
     for j in tl.static_range(TILES):
@@ -134,8 +134,8 @@ def looked_up_scores(
             b_steps[j], p_scale, o_row, j, META.words, META.padded, lookup.unit(BITS), OFFSET, META.tokens, True
         )
         b_x, b_y = lookup.product(b_points[j], b_radii), lookup.product(b_points[TILES + j], b_radii)
-        b_s = tl.dot(b_q[j], tl.trans(b_x), b_s, input_precision=PRECISION)
-        b_s = tl.dot(b_q[TILES + j], tl.trans(b_y), b_s, input_precision=PRECISION)
+        b_s = tl.dot(b_x, b_q[j], b_s, input_precision=PRECISION)
+        b_s = tl.dot(b_y, b_q[TILES + j], b_s, input_precision=PRECISION)
     return b_s
 
 
@@ -153,7 +153,7 @@ def score(
     else:
         b_s = unpacked_scores(b_q, fields, tables[0], p_scale, o_row, o_t, m_t, META, AT, SCALE, PRECISION)
     if META.match:
-        b_s *= tl.load(fields[len(fields) - 1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)[None, :]
+        b_s *= tl.load(fields[len(fields) - 1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)[:, None]
     return b_s
 
 

@@ -68,15 +68,15 @@ def score(
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s[t] = Σ_i c_i[t] ⟨S_i q, g_i[t]⟩ (Definition 3.1)"""
-    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
     b_sketch = b_s
     for i in tl.static_range(len(META.field)):
         b_signs = signs(fields, words, o_row, o_t, m_t, META, i, b_q[0].dtype, FAST)
         for j in tl.static_range(len(b_signs)):
-            b_sketch = tl.dot(b_q[META.tile[i] + j], tl.trans(b_signs[j]), b_sketch, input_precision=PRECISION)
+            b_sketch = tl.dot(b_signs[j], b_q[META.tile[i] + j], b_sketch, input_precision=PRECISION)
         if META.last[i]:
             b_scale = tl.load(fields[META.field[i] + 1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
-            b_s += b_sketch * b_scale[None, :]
+            b_s += b_sketch * b_scale[:, None]
             b_sketch = tl.zeros_like(b_s)
     return b_s
 

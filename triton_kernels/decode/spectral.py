@@ -88,10 +88,10 @@ BIT_REGISTERS = lookup.registers(8, 4)
 
 @triton.jit
 def query_operand(b_x):
-    """Order `b_x` `[M / 8, 8, 4, 4]`, rows by pairs of channels, as the tensor cores hold it: `[M, TILE]`."""
+    """Order `b_x` `[M / 8, 8, 4, 4]`, rows by pairs of channels, as the tensor cores hold it: `[TILE, M]`."""
     M: tl.constexpr = b_x.shape[0] * 8
     b_x = tl.reshape(b_x, [M // 8, 8, 4, 2, 2])
-    return tl.reshape(tl.permute(b_x, [0, 1, 3, 2, 4]), [M, TILE])
+    return tl.trans(tl.reshape(tl.permute(b_x, [0, 1, 3, 2, 4]), [M, TILE]))
 
 
 @triton.jit
@@ -155,20 +155,20 @@ def turn(
     p_factors = tables[FACTORS].to(tl.pointer_type(tl.float32), bitcast=True)
     p_factors += i_h * (3 * COLUMNS) + zero + tl.arange(0, TILE)
     b_mapped = ()
-    b_zero = tl.zeros([b_q[0].shape[0], TILE], tl.float32)
+    b_zero = tl.zeros([TILE, b_q[0].shape[1]], tl.float32)
     for i in tl.static_range(COLUMNS // TILE):
-        b_tile = tl.zeros([b_q[0].shape[0], TILE], tl.float32)
+        b_tile = tl.zeros([TILE, b_q[0].shape[1]], tl.float32)
         for j in tl.static_range(PAIRS):
             b_x, b_y = map_tiles(p_map + (i * PAIRS + j) * (2 * TILE * TILE), zero)
-            b_tile = tl.dot(b_q[2 * j], tl.trans(b_x.to(EXACT)), b_tile, input_precision=PRECISION)
-            b_tile = tl.dot(b_q[2 * j + 1], tl.trans(b_y.to(EXACT)), b_tile, input_precision=PRECISION)
-        b_tile *= tl.load(p_factors + (COLUMNS if FAST else 0) + i * TILE)[None, :]
+            b_tile = tl.dot(b_x.to(EXACT), b_q[2 * j], b_tile, input_precision=PRECISION)
+            b_tile = tl.dot(b_y.to(EXACT), b_q[2 * j + 1], b_tile, input_precision=PRECISION)
+        b_tile *= tl.load(p_factors + (COLUMNS if FAST else 0) + i * TILE)[:, None]
         if FAST and i >= META.ones and (i + 1) * TILE < COLUMNS:
-            b_zero += b_tile * tl.load(p_factors + 2 * COLUMNS + i * TILE)[None, :]
+            b_zero += b_tile * tl.load(p_factors + 2 * COLUMNS + i * TILE)[:, None]
         b_mapped = b_mapped + (b_tile.to(EXACT),)
         if i % 2 == 1:
             tl.debug_barrier()
-    return b_mapped + (tl.sum(b_zero, 1),)
+    return b_mapped + (tl.sum(b_zero, 0),)
 
 
 @triton.jit
@@ -230,12 +230,12 @@ def score(
         b_scale *= UNIT
     o_place = (o_row % GROUP).to(tl.int32) + o_t
     p_places = tables[PLACES] + (i_h * GROUP + o_place)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    b_s = tl.broadcast_to(b_q[MEANS + 1][:, None], [b_q[0].shape[0], o_t.shape[0]])
+    b_s = tl.broadcast_to(b_q[MEANS + 1][None, :], [o_t.shape[0], b_q[0].shape[1]])
     for i in tl.static_range(len(META.bits)):
         b_levels = part_levels(fields, tables, words, o_row, o_t, m_t, META, i, DTYPE, FAST)
         for j in tl.static_range(len(b_levels)):
-            b_s = tl.dot(b_q[META.tile[i] + j], tl.trans(b_levels[j]), b_s, input_precision=PRECISION)
-    return tl.dot(b_q[MEANS], tl.trans(tl.load(p_places).to(DTYPE)), b_s * b_scale[None, :], input_precision=PRECISION)
+            b_s = tl.dot(b_levels[j], b_q[META.tile[i] + j], b_s, input_precision=PRECISION)
+    return tl.dot(tl.load(p_places).to(DTYPE), b_q[MEANS], b_s * b_scale[:, None], input_precision=PRECISION)
 
 
 def spectral_side(codec: SpectralCodec) -> KernelSide:

@@ -43,7 +43,7 @@ class Components(NamedTuple):
 @triton.jit
 def component_levels(
     fields, tables, words, o_row, o_t, m_t,
-    META: tl.constexpr, PART: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, PART: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Tiles of a component's levels (see `codes.py`), and the scale per token; even levels need no lookup."""
     BITS: tl.constexpr = META.bits[PART]
@@ -61,7 +61,7 @@ def component_levels(
         )
     elif FAST and FIRST >= 0:
         b_levels = lookup.levels(
-            fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, FIRST, BITS, EVEN, WORDS, PADDED, WORDS
+            fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, FIRST, BITS, EVEN, WORDS, PADDED, WORDS, VALUES
         )
     else:
         b_levels = ()
@@ -81,20 +81,20 @@ def score(
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s[t] = Σ_i c_i[t] ⟨A_i q, L_i[codes_i[t]]⟩"""
-    b_s = tl.zeros([b_q[0].shape[0], o_t.shape[0]], tl.float32)
+    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
     for i in tl.static_range(len(META.bits)):
-        b_levels, b_scale = component_levels(fields, tables, words, o_row, o_t, m_t, META, i, b_q[0].dtype, FAST)
+        b_levels, b_scale = component_levels(fields, tables, words, o_row, o_t, m_t, META, i, b_q[0].dtype, FAST, False)
         b_scale = b_scale.to(tl.float32)
         if b_q[0].dtype == tl.float32:
             # Chained: independent sums would load the operands of all components at once and spill registers.
             for j in tl.static_range(len(b_levels)):
-                b_tile = tl.trans(b_levels[j] * b_scale[:, None])
-                b_s = tl.dot(b_q[META.tile[i] + j], b_tile, b_s, input_precision=PRECISION)
+                b_tile = b_levels[j] * b_scale[:, None]
+                b_s = tl.dot(b_tile, b_q[META.tile[i] + j], b_s, input_precision=PRECISION)
         else:
             b_part = tl.zeros_like(b_s)
             for j in tl.static_range(len(b_levels)):
-                b_part = tl.dot(b_q[META.tile[i] + j], tl.trans(b_levels[j]), b_part, input_precision=PRECISION)
-            b_s += b_part * b_scale[None, :]
+                b_part = tl.dot(b_levels[j], b_q[META.tile[i] + j], b_part, input_precision=PRECISION)
+            b_s += b_part * b_scale[:, None]
     return b_s
 
 
@@ -106,13 +106,14 @@ def accumulate(
     """acc_i += (p[t] c_i[t]) L_i[codes_i[t]]"""
     b_sums = ()
     for i in tl.static_range(len(META.bits)):
-        b_levels, b_scale = component_levels(fields, tables, words, o_row, o_t, m_t, META, i, DTYPE, FAST)
+        b_levels, b_scale = component_levels(fields, tables, words, o_row, o_t, m_t, META, i, DTYPE, FAST, True)
         if FAST:
-            b_weights = lookup.product(b_p.to(DTYPE), b_scale[None, :])
+            b_weights = lookup.product(b_p.to(DTYPE), b_scale[:, None])
         else:
-            b_weights = (b_p * b_scale.to(tl.float32)[None, :]).to(DTYPE)
+            b_weights = (b_p * b_scale.to(tl.float32)[:, None]).to(DTYPE)
         for j in tl.static_range(len(b_levels)):
-            b_sums = b_sums + (tl.dot(b_weights, b_levels[j], b_acc[META.tile[i] + j], input_precision=PRECISION),)
+            b_tile = tl.trans(b_levels[j])
+            b_sums = b_sums + (tl.dot(b_tile, b_weights, b_acc[META.tile[i] + j], input_precision=PRECISION),)
     return b_sums
 
 

@@ -27,6 +27,8 @@ from kvcache_compress.attention import reference
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
 from kvcache_compress.triton_kernels.attention import launch
+from kvcache_compress.triton_kernels.attention.kernel import attend_kernel
+from kvcache_compress.triton_kernels.attention.query import map_query_arguments, map_query_kernel
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -94,6 +96,24 @@ def test_result_does_not_depend_on_splits(
         monkeypatch.setattr(launch, "split_sizes", lambda *_, split=split: split)
         keys.codec.kernel_side.sizes.clear()
         torch.testing.assert_close(launch.attend(query, keys, values, None, scaling=0.125), whole)
+
+
+def test_all_programs_share_the_tokens_of_a_fixed_capacity(make_side: Callable[..., SideSegments]) -> None:
+    """Splits follow the number of packed tokens in memory: half full, each of five has one of five tiles."""
+    keys, values = segments(Case(packed=160), make_side)
+    sinks, tail = keys.sinks.shape[2], keys.tail_tokens
+    slots = Slots(sinks, 160, tail, sinks + 160 + tail, torch.tensor(sinks + 80 + tail), torch.tensor(80))
+    keys, values = (replace(side, slots=slots) for side in (keys, values))
+    query = torch.randn(2, 6, 1, 64)
+    sizes = launch.Sizes(32, 5, False, launch.Tile(16, 4, 2))
+    map_grid, mapping = map_query_arguments(query, keys.codec.kernel_side, 2, 0.125)
+    map_query_kernel[map_grid](**mapping)
+    inputs, kind = launch.attend_inputs(query, keys, values, None, sizes.split_tokens)
+    grid, arguments = launch.attend_arguments(
+        query, keys, values, inputs, kind, mapping, sizes, scaling=0.125, softcap=None
+    )
+    attend_kernel[grid](**arguments)
+    assert arguments["p_stats"][:, :, :5, :, 0].isfinite().all()
 
 
 def test_steps_that_follow_each_other(make_side: Callable[..., SideSegments]) -> None:
