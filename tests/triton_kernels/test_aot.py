@@ -19,8 +19,8 @@ VARIANTS = ["turboquant-4bit", "prod-2.5bit", "kivi-4bit, D=256", "encode values
 # One of each other method, with its encoders; for one target only, as they take long to compile.
 METHODS = ["polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit"]
 SPILLING = {"encode keys of polarquant-3.4bit", "spectral-2bit"}
-MASKED = [f"{name}, {path}" for name in ("turboquant-4bit", "turboquant-2bit") for path in ("mask", "fixed")]
 """Variants that use the stack; `KNOWN_STACK` in the script bounds how much."""
+MASKED = [f"{name}, {path}" for name in ("turboquant-4bit", "turboquant-2bit") for path in ("mask", "fixed")]
 
 # The other kernels in steps of growing and static caches, encoders included.
 ENCODED = [
