@@ -1,4 +1,4 @@
-"""Write the README's tables and plot from the committed results; `--check` only compares.
+"""Write the tables and the plot of README and documentation from the committed results; `--check` only compares.
 
 python benchmarks/readme.py
 """
@@ -8,35 +8,86 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
+from kvcache_compress.cache.estimate import BF16_BYTES, MODELS, packed_bits, total_bytes
+from kvcache_compress.config import BUDGETS as BUDGET_NAMES
+from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.reporting.plots import pareto
 from kvcache_compress.eval.reporting.tables import MISSING, Table, tables
 from kvcache_compress.eval.runner.cells import Cell, read_cells
+from kvcache_compress.eval.tuning.tune import Budget
+from kvcache_compress.validation.sizes import parse_size, size_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 COMPARISON = RESULTS / "smollm2"
+BUDGETS = RESULTS / "budgets"
 DISTORTION = RESULTS / "distortion.json"
 CPU = RESULTS / "cpu.json"
+LOSSES = ROOT / "configs" / "measured.json"
+README, RESULTS_PAGE, TUNING_PAGE = (ROOT / name for name in ("README.md", "docs/results.md", "docs/tuning.md"))
 LEADING = "wikitext"
 
 PAPER = ("0.36, 1.57", "0.117, 0.56", "0.03, 0.18", "0.009, 0.047")
 
 
+LADDER = {
+    "hqq-4": "to compare: Transformers' `QuantizedCache`",
+    "quanto-4": "to compare: the same with quanto",
+    "kivi-4bit@sinks=16,recent=64": "to compare: the usual baseline",
+    "turboquant-4bit": "the fewest instructions per number",
+    "best-4bit": "no visible loss",
+    "best-3bit": "the best trade",
+    "best-2bit": "half the size again, without any file",
+    "tuned-2.4": "a little more than that, tuned for the model",
+    "tuned-1.4": "the smallest, tuned for the model",
+}
+"""Caches of the README's first table, and what to take them for."""
+BYTES = (
+    ("smollm2-135m", 4, "8K", ("200MB", "100MB", "75MB")),
+    ("llama-3.1-8b", 4, "128K", ("16GB", "10GB", "8GB", "6GB")),
+)
+"""Models, sequences, tokens of each and budgets that the page on tuning shows."""
+LLAMA, CONTEXT = "llama-3.1-8b", 131_072
+
+
 def headline(table: Table) -> str:
-    """Headline sentence of the README's first screen."""
-    cells = _cells(table, LEADING)
-    dense, bare, peer = cells["turboquant-4bit"], cells["turboquant-4bit@sinks=0,recent=0"], cells["hqq-4"]
+    """Headline sentences of the README's first screen."""
+    cells = _cells(table, table.columns[0].name)
+    layers, _, heads, dim = MODELS[LLAMA]
+    full = 2 * BF16_BYTES * layers * heads * dim * CONTEXT
+    sizes = {name: total_bytes(load_config(name), layers, heads, dim, CONTEXT) for name in ("best-3bit", "best-2bit")}
+    ours, peer = cells["best-3bit"], cells["hqq-4"]
     return (
-        f"**{16 / dense.packed_bits:.1f}x less memory per compressed token at a KL divergence of {dense.score:.4f} "
-        "nats per token**; the first 16 and last 64 tokens stay uncompressed. With all tokens compressed the "
-        f"divergence is {bare.score:.4f}, at {bare.packed_bits:g} bits per number; Transformers' own 4-bit "
-        f"`QuantizedCache` (hqq) has {peer.score:.4f} at {peer.packed_bits:g} bits ({table.model}, {_text(dense)})."
+        f"At 128K tokens the key/value cache of Llama-3.1-8B takes {full / 2**30:.0f} GiB in bfloat16, more than its "
+        f"weights, and every decode step reads all of it; `best-3bit` keeps it in {sizes['best-3bit'] / 2**30:.1f} GiB "
+        f"and `best-2bit` in {sizes['best-2bit'] / 2**30:.1f}. The loss of `best-3bit`, measured on SmolLM2-135M over "
+        f"six kinds of text, is a KL divergence of {ours.score:.4f} nats per token; that of Transformers' own 4-bit "
+        f"cache (hqq) is {peer.score:.4f}."
     )
+
+
+def ladder(table: Table) -> str:
+    """Table of a few caches and what to take them for."""
+    column = table.columns[0]
+    rows = {row.cache: row for row in table.rows}
+    lines = ["| cache | bits | KL | 99.9 % | take it for |", "|---|---:|---:|---:|---|"]
+    for name, purpose in LADDER.items():
+        loss = " | ".join(_losses(rows[name].cells.get(column.name)))
+        lines.append(
+            f"| {name.partition('@')[0]} | {table.bits_text(rows[name], 'packed_bits')} | {loss} | {purpose} |"
+        )
+    options = next(iter(_cells(table, column.name).values())).benchmark["options"]
+    note = (
+        f"SmolLM2-135M, prompts of {options['prefix']:,} tokens of six kinds of text; 16 sinks and 64 recent tokens "
+        "stay dense, except in Transformers' own caches."
+    )
+    return "\n".join([*lines, "", note])
 
 
 def perplexity(table: Table) -> str:
@@ -62,7 +113,7 @@ def perplexity(table: Table) -> str:
             *lines,
             "",
             f"{table.model}, {_text(cell)}, {windows}, {options['step']} per pass, {cell.date[:10]}; from "
-            f"[{COMPARISON.name}]({COMPARISON.relative_to(ROOT)}), whose files hold the commands.",
+            f"[{COMPARISON.name}](../{COMPARISON.relative_to(ROOT)}), whose files hold the commands.",
         ]
     )
 
@@ -104,6 +155,107 @@ def _text(cell: Cell) -> str:
     return str(cell.benchmark["options"]["texts"][0])
 
 
+def lengths(table: Table) -> str:
+    """Table of caches on several texts together, a group of columns for each length."""
+    columns = table.columns
+    headings = [f"{column.name}: {what}" for column in columns for what in ("KL", "99.9 %")]
+    lines = [
+        f"| # | cache | bits | {' | '.join(headings)} | same top-1 |",
+        "|---:|---|" + "---:|" * (len(headings) + 2),
+    ]
+    for row in table.rows:
+        if not row.lossless:
+            figures = [text for column in columns for text in _losses(row.cells.get(column.name))]
+            top1 = [cell.scores["top1"] for cell in row.cells.values() if cell.error is None]
+            figures.append(f"{statistics.fmean(top1):.3f}" if top1 else MISSING)
+            lines.append(
+                f"| {row.number} | {row.cache} | {table.bits_text(row, 'packed_bits')} | {' | '.join(figures)} |"
+            )
+    return "\n".join([*lines, "", _sources(table)])
+
+
+def _losses(cell: Cell | None) -> tuple[str, str]:
+    if cell is None or cell.error is not None:
+        return (MISSING if cell is None else "failed",) * 2
+    return f"{cell.scores['kl']:.4f} ± {cell.scores['kl_stderr']:.4f}", f"{cell.scores['kl_999']:.3f}"
+
+
+def losses(table: Table) -> dict[str, dict[str, float]]:
+    """Losses of the presets in the table, by which `kvcache-compress presets` recommends them, the least bits last."""
+    names = {*BUDGET_NAMES, *preset_names()}
+    rows = sorted((row for row in table.rows if row.cache in names), key=lambda row: -(row.packed_bits or 0))
+    rows.sort(key=lambda row: row.cache not in BUDGET_NAMES)
+    cells = {row.cache: row.cells[table.columns[0].name] for row in rows}
+    return {
+        name: {score: float(f"{cell.scores[score]:.3g}") for score in ("kl", "kl_999")} for name, cell in cells.items()
+    }
+
+
+def by_text(table: Table) -> str:
+    """Table of the mean KL of caches on each text, with a column for each length in which it was measured."""
+    places = [(column, text) for column in table.columns for text in _domains(table, column.name)]
+    headings = [f"{_named(text)}, {column.name}" for column, text in places]
+    lines = [f"| cache | bits | {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) + 1)]
+    for row in table.rows:
+        if not row.lossless:
+            cells = ((row.cells.get(column.name), f"kl.{text}") for column, text in places)
+            figures = [MISSING if cell is None or cell.error else f"{cell.scores[name]:.4f}" for cell, name in cells]
+            lines.append(f"| {row.cache} | {table.bits_text(row, 'packed_bits')} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def _domains(table: Table, benchmark: str) -> list[str]:
+    cell = next(iter(_cells(table, benchmark).values()))
+    return [name.removeprefix("kl.") for name in cell.scores if name.startswith("kl.")]
+
+
+def _named(text: str) -> str:
+    folder, _, file = text.partition("/")
+    return folder if file == "valid.txt" else file.removesuffix(".txt")
+
+
+def _sources(table: Table) -> str:
+    windows = []
+    for column in table.columns:
+        cell = next(iter(_cells(table, column.name).values()))
+        options = cell.benchmark["options"]
+        windows.append(f"{column.name} {cell.samples} windows of {options['prefix']:,} + {options['scored']} tokens")
+    return (
+        f"{table.model}; {', '.join(windows)}, of {len(options['texts'])} texts alike; from "
+        f"[{BUDGETS.name}](../{BUDGETS.relative_to(ROOT)}), whose files hold the commands."
+    )
+
+
+def tuned_table(folder: Path) -> str:
+    """Table of the certificates in the headers of tuned configs, beside those of the best with equal bits."""
+    lines = ["| budget | tuned: bits | KL | 99.9 % | equal bits: bits | KL | 99.9 % |", "|---|" + "---:|" * 6]
+    for path in sorted(folder.glob("*.yaml"), key=lambda path: -float(path.stem.rpartition("-")[2])):
+        figures = re.findall(r": ([\d.]+) bits .*?, KL ([\d.]+ ± [\d.]+) \(99.9 %: ([\d.]+)\)", path.read_text("utf-8"))
+        lines.append(f"| {path.stem.rpartition('-')[2]} | {' | '.join(x for row in figures for x in row)} |")
+    return "\n".join(lines)
+
+
+def bytes_table() -> str:
+    """Table of what budgets in bytes leave for a packed number, beside the best preset that keeps to them."""
+    lines = [
+        "| model | contexts | bfloat16 | budget | bits per packed number | preset |",
+        "|---|---|---:|---:|---:|---|",
+    ]
+    base = load_config("best-2bit")
+    for model, batch, context, budgets in BYTES:
+        shape, tokens = MODELS[model], parse_size(context, "context")
+        sizes = shape.layers, shape.kv_heads, shape.head_dim
+        full = 2 * BF16_BYTES * math.prod(sizes) * tokens * batch
+        for given in budgets:
+            memory = parse_size(given, "memory")
+            spare = 8 * Budget(shape, None, memory, tokens, batch).spare(base) / (2 * shape.head_dim * shape.layers)
+            bits = packed_bits(base, shape.head_dim, shape.layers, shape.kv_heads) + spare
+            fitting = (name for name in BUDGET_NAMES if total_bytes(load_config(name), *sizes, tokens, batch) <= memory)
+            preset = next((f"`{name}`" for name in fitting), "none: tune")
+            lines.append(f"| {model} | {batch} x {context} | {size_text(full)} | {given} | {bits:.2f} | {preset} |")
+    return "\n".join(lines)
+
+
 def distortion_table(result: dict[str, Any]) -> str:
     """Table by bits of the mean squared error of unit vectors, and of error and bias of their inner products."""
     lines = ["| estimator | " + " | ".join(f"{bits} bits" for bits in (1, 2, 3, 4)) + " |", "|---|---:|---:|---:|---:|"]
@@ -137,39 +289,52 @@ def cpu_table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"{where}; `{result['command']}`."])
 
 
-def render(readme: str, table: Table, distortion: dict[str, Any], cpu: dict[str, Any]) -> str:
-    """The README with the text between its markers replaced."""
-    texts = {
-        "headline": headline(table),
-        "perplexity": perplexity(table),
-        "tasks": tasks(table),
-        "distortion": distortion_table(distortion),
-        "cpu": cpu_table(cpu),
-    }
+def render(page: str, texts: dict[str, str]) -> str:
+    """A page with the text between its markers replaced.
+
+    Raises:
+        ValueError: a marker is not there just once.
+    """
     for name, text in texts.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        readme = re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{text}\n{end}", readme, flags=re.DOTALL)  # noqa: B023
-    return readme
+        if page.count(begin) != 1 or page.count(end) != 1:
+            raise ValueError(f"{begin}: is needed once, with its end")
+        page = page[: page.index(begin)] + f"{begin}\n{text}\n" + page[page.index(end) :]
+    return page
 
 
-def results() -> tuple[Table, dict[str, Any], dict[str, Any]]:
-    """The committed results that the README shows."""
-    (table,) = tables(read_cells(COMPARISON))
+def pages() -> dict[Path, str]:
+    """The pages as they should be, by path, from the committed results."""
+    (table,), (budgets,) = (tables(read_cells(folder)) for folder in (COMPARISON, BUDGETS))
     distortion, cpu = (json.loads(path.read_text(encoding="utf-8")) for path in (DISTORTION, CPU))
-    return table, distortion, cpu
+    texts = {
+        README: {
+            "headline": headline(budgets),
+            "ladder": ladder(budgets),
+            "cpu": cpu_table(cpu),
+        },
+        RESULTS_PAGE: {
+            "lengths": lengths(budgets),
+            "texts": by_text(budgets),
+            "perplexity": perplexity(table),
+            "tasks": tasks(table),
+            "distortion": distortion_table(distortion),
+        },
+        TUNING_PAGE: {"tuned": tuned_table(ROOT / "benchmarks" / "tuned"), "bytes": bytes_table()},
+    }
+    found = {path: render(path.read_text(encoding="utf-8"), parts) for path, parts in texts.items()}
+    return found | {LOSSES: json.dumps(losses(budgets), indent=1) + "\n"}
 
 
 def main() -> int:
-    path = ROOT / "README.md"
-    old = path.read_text(encoding="utf-8")
-    table, distortion, cpu = results()
-    new = render(old, table, distortion, cpu)
+    found = pages()
     if "--check" in sys.argv[1:]:
-        return int(new != old)
-    write_atomically(path, new)
-    leading = next(column for column in table.columns if column.name == LEADING)
+        return int(any(path.read_text(encoding="utf-8") != page for path, page in found.items()))
+    for path, page in found.items():
+        write_atomically(path, page)
+    (budgets,) = tables(read_cells(BUDGETS))
     images = ROOT / "docs" / "images"
-    pareto(table, leading, "packed_bits").png(images).replace(images / "pareto.png")
+    pareto(budgets, budgets.columns[0], "packed_bits").png(images).replace(images / "pareto.png")
     return 0
 
 

@@ -1,5 +1,6 @@
 """README: its figures are those of the result files, and its code runs."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -10,11 +11,10 @@ from support.paths import ROOT
 
 from kvcache_compress import load_config
 from kvcache_compress.config import preset_names
-from kvcache_compress.eval.reporting.tables import Table
+from kvcache_compress.eval.reporting.tables import Table, tables
+from kvcache_compress.eval.runner.cells import read_cells
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-NOT_RUN_ON_ALL_TASKS = {"spectral-4bit", "spectral-3bit", "spectral-2bit"}
-"""Presets without figures for GSM8K, multi_news and RULER, which take hours."""
 
 
 def snippets(language: str) -> list[str]:
@@ -28,12 +28,19 @@ def script() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def table(script: dict[str, Any]) -> Table:
-    return script["results"]()[0]
+    return tables(read_cells(script["COMPARISON"]))[0]
+
+
+@pytest.fixture(scope="module")
+def budgets(script: dict[str, Any]) -> Table:
+    return tables(read_cells(script["BUDGETS"]))[0]
 
 
 def test_tables_are_those_of_the_result_files(script: dict[str, Any]) -> None:
-    assert "| turboquant-4bit |" in README
-    assert script["render"](README, *script["results"]()) == README, "run: python benchmarks/readme.py"
+    pages = script["pages"]()
+    assert {path.name for path in pages} == {"README.md", "results.md", "tuning.md", "measured.json"}
+    for path, page in pages.items():
+        assert page == path.read_text(encoding="utf-8"), "run: python benchmarks/readme.py"
 
 
 def test_measured_losses_keep_their_bounds(table: Table) -> None:
@@ -64,16 +71,27 @@ def test_every_committed_cell_is_finished_but_where_hqq_fails(table: Table) -> N
 
 
 def test_every_preset_is_in_the_comparison(table: Table) -> None:
-    """All presets are in the leading benchmark, and in the long tasks all but those that were not run there yet."""
-    everywhere = {row.cache for row in table.rows if set(row.cells) == {column.name for column in table.columns}}
-    leading = {row.cache for row in table.rows if "wikitext" in row.cells}
-    assert set(preset_names()) <= leading
-    assert set(preset_names()) - everywhere == NOT_RUN_ON_ALL_TASKS
+    assert set(preset_names()) <= {row.cache for row in table.rows}
+
+
+def test_budgets_keep_their_bounds(budgets: Table) -> None:
+    """What is recommended at a size meets its targets on wikitext-2, and keeps its order on all texts and lengths."""
+    rows = {row.cache: row for row in budgets.rows}
+    targets = {"tuned-4.25": 0.0007, "tuned-3.25": 0.0015, "tuned-2.4": 0.0045, "tuned-1.75": 0.010, "tuned-1.4": 0.018}
+    for name, most in targets.items():
+        assert rows[name].cells["1k"].scores["kl.wikitext-2/valid.txt"] <= most
+    for length in ("1k", "4k", "8k"):
+        kl = {name: row.cells[length].scores["kl"] for name, row in rows.items() if length in row.cells}
+        for bits in (4, 3, 2):
+            assert kl[f"best-{bits}bit"] < 0.5 * kl[f"turboquant-{bits}bit"]
+        assert kl["tuned-4.25"] < kl["best-4bit"]
+        assert kl["tuned-3.25"] < kl["best-3bit"]
+        assert kl["tuned-2.4"] < kl["best-2bit"]
 
 
 def test_cpu_figures_keep_their_bounds(script: dict[str, Any]) -> None:
     """At four bits a step is faster than with the full cache and a prompt hardly slower, as the project targets."""
-    rows = {(row["tokens"], row["cache"]): row for row in script["results"]()[2]["rows"]}
+    rows = {(row["tokens"], row["cache"]): row for row in json.loads(script["CPU"].read_text())["rows"]}
     assert rows[4096, "turboquant-4bit"]["ratio"] <= 0.9
     assert rows[8000, "turboquant-4bit"]["ratio"] <= 0.8
     for tokens in (4096, 8000):
