@@ -17,9 +17,10 @@ def parse_size(given: str, name: str) -> int:
         ValueError: no such number.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([a-zA-Z]{0,3})\s*", given)
-    if match is None or match[2].lower() not in SUFFIXES or float(match[1]) <= 0:
+    unit = None if match is None else SUFFIXES.get(match[2].lower())
+    if match is None or unit is None or float(match[1]) <= 0 or (unit == 1 and not float(match[1]).is_integer()):
         raise ValueError(f"{name}={quoted(given)}: allowed numbers such as 2GB, 1.5GiB or 128K")
-    return max(1, round(float(match[1]) * SUFFIXES[match[2].lower()]))
+    return max(1, round(float(match[1]) * unit))
 
 
 def size_text(size: float) -> str:
