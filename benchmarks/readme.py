@@ -26,7 +26,7 @@ from kvcache_compress.validation.sizes import parse_size, size_text
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 COMPARISON = RESULTS / "smollm2"
-BUDGETS = RESULTS / "budgets"
+BUDGETS, TASKS = RESULTS / "budgets", RESULTS / "tasks"
 DISTORTION = RESULTS / "distortion.json"
 CPU = RESULTS / "cpu.json"
 LOSSES = ROOT / "configs" / "measured.json"
@@ -116,6 +116,27 @@ def perplexity(table: Table) -> str:
             f"[{COMPARISON.name}](../{COMPARISON.relative_to(ROOT)}), whose files hold the commands.",
         ]
     )
+
+
+def keys(table: Table) -> str:
+    """Table of log-probabilities of the right answers, and their mean differences from the full cache's."""
+    lines = [f"| cache | bits | {' | '.join(column.name for column in table.columns)} |"]
+    lines.append("|---|" + "---:|" * (len(table.columns) + 1))
+    for row in table.rows:
+        figures = [_answers(row.cells[column.name], table.cells(column)[0]) for column in table.columns]
+        lines.append(f"| {row.cache} | {table.bits_text(row, 'packed_bits').split()[0]} | {' | '.join(figures)} |")
+    source = f"[{TASKS.name}](../{TASKS.relative_to(ROOT)})"
+    return "\n".join([*lines, "", f"{table.model}; from {source}, whose files hold the commands."])
+
+
+def _answers(cell: Cell, full: Cell) -> str:
+    text = f"{cell.scores['logprob']:.3f}"
+    if cell is full:
+        return text
+    before = {record["id"]: record["logprob"] for record in full.records}
+    changes = [record["logprob"] - before[record["id"]] for record in cell.records]
+    error = statistics.stdev(changes) / math.sqrt(len(changes))
+    return f"{text} ({statistics.fmean(changes):+.3f} ± {error:.3f})"
 
 
 def tasks(table: Table) -> str:
@@ -305,7 +326,7 @@ def render(page: str, texts: dict[str, str]) -> str:
 
 def pages() -> dict[Path, str]:
     """The pages as they should be, by path, from the committed results."""
-    (table,), (budgets,) = (tables(read_cells(folder)) for folder in (COMPARISON, BUDGETS))
+    (table,), (budgets,), (answers,) = (tables(read_cells(folder)) for folder in (COMPARISON, BUDGETS, TASKS))
     distortion, cpu = (json.loads(path.read_text(encoding="utf-8")) for path in (DISTORTION, CPU))
     texts = {
         README: {
@@ -317,6 +338,7 @@ def pages() -> dict[Path, str]:
             "lengths": lengths(budgets),
             "texts": by_text(budgets),
             "perplexity": perplexity(table),
+            "keys": keys(answers),
             "tasks": tasks(table),
             "distortion": distortion_table(distortion),
         },
