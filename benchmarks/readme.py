@@ -40,11 +40,11 @@ LADDER = {
     "hqq-4": "to compare: Transformers' `QuantizedCache`",
     "quanto-4": "to compare: the same with quanto",
     "kivi-4bit@sinks=16,recent=64": "to compare: the usual baseline",
-    "turboquant-4bit": "the fewest instructions per number",
+    "turboquant-4bit": "few instructions per number",
     "best-4bit": "no visible loss",
     "best-3bit": "the best trade",
-    "best-2bit": "half the size again, without any file",
-    "tuned-2.4": "a little more than that, tuned for the model",
+    "best-2bit": "half the size of `best-4bit`, without any file",
+    "tuned-2.4": "a little more, tuned for the model",
     "tuned-1.4": "the smallest, tuned for the model",
 }
 """Caches of the README's first table, and what to take them for."""

@@ -73,19 +73,16 @@ def tune(found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Bu
     Raises:
         ValueError: no config of these choices keeps to the budget.
     """
+    # Methods have tables of their own: one of them everywhere may fit where a mixture does not.
+    mixtures = [choices]
+    if len(choices["keys"]) + len(choices["values"]) > 2:
+        mixtures += [{"keys": [keys], "values": [values]} for keys in choices["keys"] for values in choices["values"]]
     fitting: list[Tuned] = []
     for (sinks, recent), factor in found.ends.items():
         if budget.tokens and budget.tokens <= sinks + recent:
             continue  # nothing would be packed
         own = base.changed(sink_tokens=sinks, recent_tokens=recent, layers=[])
         even = _best_uniform(found, own, choices, budget)
-        # Methods have tables of their own: one of them everywhere may fit where a mixture does not.
-        mixtures = [choices] + [
-            {"keys": [keys], "values": [values]}
-            for keys in choices["keys"]
-            for values in choices["values"]
-            if len(choices["keys"]) + len(choices["values"]) > 2
-        ]
         fits = [fit for mixture in mixtures if (fit := _best(found, own, choices, mixture, budget)) is not None]
         if even is not None and fits:
             config, loss = min(fits, key=lambda fit: fit[1])
@@ -99,7 +96,7 @@ def tune(found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Bu
 
 
 def _refusal(found: Sensitivity, base: CompressionConfig, choices: Sides, budget: Budget) -> str:
-    """What the cheapest config, with the fewest dense tokens, takes beyond a budget."""
+    """Message that refuses a budget, with what the cheapest config takes beyond it."""
     sinks, recent = min(found.ends, key=sum)
     if budget.tokens and budget.tokens <= sinks + recent:
         return f"context={budget.tokens} tokens: {sinks + recent} stay dense, so nothing would be packed"

@@ -41,7 +41,7 @@ def test_presets_are_listed_unabridged_on_any_terminal(command: list[str], termi
 
 
 def test_recommended_presets_with_their_losses() -> None:
-    """What is recommended comes first, with its measured loss, and fits a terminal of 80 columns."""
+    """Presets by budget come first, with their measured losses, and fit a terminal of 80 columns."""
     result = runner.invoke(app, ["presets"], env={"COLUMNS": "80"})
     assert result.exit_code == 0
     assert max(map(len, result.output.splitlines())) <= 80
