@@ -1,5 +1,6 @@
 """The runner: nothing is computed twice, nothing is lost, and a failure ends one cell only."""
 
+import copy
 import dataclasses
 import json
 import threading
@@ -241,11 +242,12 @@ class Thread:
 
 
 def in_two(model: LlamaForCausalLM, output: Path, benchmarks: Sequence[Toy]) -> list[list[Cell]]:
-    """Run a benchmark in each of two processes, and return the cells of both."""
+    """Run a benchmark in each of two processes, each with a model of its own, and return the cells of both."""
     barrier, board = threading.Barrier(2), [None, None]
+    models = [model, copy.deepcopy(model)]
 
     def work(index: int) -> list[Cell]:
-        return run(model, output, benchmarks[index], processes=Thread(index, barrier, board))
+        return run(models[index], output, benchmarks[index], processes=Thread(index, barrier, board))
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(work, range(2)))
