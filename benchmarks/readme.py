@@ -30,7 +30,8 @@ BUDGETS, TASKS = RESULTS / "budgets", RESULTS / "tasks"
 DISTORTION = RESULTS / "distortion.json"
 CPU = RESULTS / "cpu.json"
 LOSSES = ROOT / "configs" / "measured.json"
-README, RESULTS_PAGE, TUNING_PAGE = (ROOT / name for name in ("README.md", "docs/results.md", "docs/tuning.md"))
+README, RESULTS_PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
+PRESETS_PAGE, TUNING_PAGE, CPU_PAGE = (ROOT / "docs" / "guides" / f"{name}.md" for name in ("presets", "tune", "cpu"))
 LEADING = "wikitext"
 
 PAPER = ("0.36, 1.57", "0.117, 0.56", "0.03, 0.18", "0.009, 0.047")
@@ -54,6 +55,9 @@ BYTES = (
 )
 """Models, sequences, tokens of each and budgets that the page on tuning shows."""
 LLAMA, CONTEXT = "llama-3.1-8b", 131_072
+SIZED = ("best-4bit", "best-3bit", "best-2bit", "best-1.5bit", "turboquant-4bit", "turboquant-2bit", "kivi-4bit")
+CONTEXTS = ("8K", "32K", "128K")
+"""Presets and contexts of the page on presets."""
 
 
 def headline(table: Table) -> str:
@@ -277,6 +281,19 @@ def bytes_table() -> str:
     return "\n".join(lines)
 
 
+def memory_table() -> str:
+    """Table of the estimated sizes of presets' whole caches for one model's shape, by context."""
+    lines = [f"| {LLAMA} | {' | '.join(CONTEXTS)} |", "|---|" + "---:|" * len(CONTEXTS)]
+    layers, _, heads, dim = MODELS[LLAMA]
+    tokens = [parse_size(context, "context") for context in CONTEXTS]
+    full = [2 * BF16_BYTES * layers * heads * dim * count for count in tokens]
+    lines.append(f"| bfloat16 | {' | '.join(size_text(size) for size in full)} |")
+    for name in SIZED:
+        sizes = (total_bytes(load_config(name), layers, heads, dim, count) for count in tokens)
+        lines.append(f"| `{name}` | {' | '.join(size_text(size) for size in sizes)} |")
+    return "\n".join(lines)
+
+
 def distortion_table(result: dict[str, Any]) -> str:
     """Table by bits of the mean squared error of unit vectors, and of error and bias of their inner products."""
     lines = ["| estimator | " + " | ".join(f"{bits} bits" for bits in (1, 2, 3, 4)) + " |", "|---|---:|---:|---:|---:|"]
@@ -342,6 +359,8 @@ def pages() -> dict[Path, str]:
             "tasks": tasks(table),
             "distortion": distortion_table(distortion),
         },
+        PRESETS_PAGE: {"ladder": ladder(budgets), "memory": memory_table()},
+        CPU_PAGE: {"cpu": cpu_table(cpu)},
         TUNING_PAGE: {"tuned": tuned_table(ROOT / "benchmarks" / "tuned"), "bytes": bytes_table()},
     }
     found = {path: render(path.read_text(encoding="utf-8"), parts) for path, parts in texts.items()}
