@@ -97,18 +97,15 @@ def ladder(table: Table) -> str:
 def perplexity(table: Table) -> str:
     """Table of the leading benchmark, a line per cache, and the source of the figures."""
     cells = _cells(table, LEADING)
-    numbers = {row.cache: row.number for row in table.rows}
     lines = [
-        "| # | cache | bits, packed part | bits, whole cache | perplexity | KL | same top-1 |",
-        "|---|---|---|---|---|---|---|",
+        "| cache | bits, packed part | bits, whole cache | perplexity | KL | same top-1 |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for name, cell in cells.items():
         scores = cell.scores
         kl = f"{scores['kl']:.4f} ± {scores['kl_stderr']:.4f}"
         bits = f"{cell.packed_bits:.2f} | {cell.all_bits:.2f}"
-        lines.append(
-            f"| {numbers[name]} | {name} | {bits} | {scores['perplexity']:.2f} | {kl} | {scores['top1']:.3f} |"
-        )
+        lines.append(f"| {name} | {bits} | {scores['perplexity']:.2f} | {kl} | {scores['top1']:.3f} |")
     cell = next(iter(cells.values()))
     options = cell.benchmark["options"]
     windows = f"{cell.samples} windows of {options['prefix']} + {options['scored']} tokens"
@@ -150,7 +147,7 @@ def tasks(table: Table) -> str:
     extra = [column for column in columns if column.main_score == "recall"]
     headings = ["cache", "bits, packed part", *(f"{column.name}: {column.main_score}" for column in columns)]
     headings += [f"{column.name}: logprob" for column in extra]
-    lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
+    lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
     for row in rows:
         figures = [table.score_texts(row, column)[0] for column in columns]
         figures += [_logprob(row.cells.get(column.name)) for column in extra]
@@ -185,17 +182,15 @@ def lengths(table: Table) -> str:
     columns = table.columns
     headings = [f"{column.name}: {what}" for column in columns for what in ("KL", "99.9 %")]
     lines = [
-        f"| # | cache | bits | {' | '.join(headings)} | same top-1 |",
-        "|---:|---|" + "---:|" * (len(headings) + 2),
+        f"| cache | bits | {' | '.join(headings)} | same top-1 |",
+        "|---|" + "---:|" * (len(headings) + 2),
     ]
     for row in table.rows:
         if not row.lossless:
             figures = [text for column in columns for text in _losses(row.cells.get(column.name))]
             top1 = [cell.scores["top1"] for cell in row.cells.values() if cell.error is None]
             figures.append(f"{statistics.fmean(top1):.3f}" if top1 else MISSING)
-            lines.append(
-                f"| {row.number} | {row.cache} | {table.bits_text(row, 'packed_bits')} | {' | '.join(figures)} |"
-            )
+            lines.append(f"| {row.cache} | {table.bits_text(row, 'packed_bits')} | {' | '.join(figures)} |")
     return "\n".join([*lines, "", _sources(table)])
 
 
