@@ -14,7 +14,7 @@ from kvcache_compress.eval.studies import distortion, neighbors, probe
 from kvcache_compress.eval.tasks import BENCHMARKS
 from kvcache_compress.validation.messages import shortened
 
-from . import compare
+from . import compare, fetch
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Benchmarks and studies of compressed caches.")
 
@@ -37,5 +37,6 @@ for _benchmark in BENCHMARKS:
 _add_command("probe", probe.main)
 _add_command("distortion", distortion.main)
 _add_command("neighbors", neighbors.main)
+_add_command("fetch", fetch.main)
 _add_command("compare", compare.main)
 _add_command("report", report.main)

@@ -14,14 +14,14 @@ Run it by `kvcache-compress eval compare FILE`, or over several processes by
 `accelerate launch --num_processes N -m kvcache_compress.eval compare FILE`: the samples are sharded, the results are
 those of one process. (On CPUs accelerate starts more than one process only by MPI; `torchrun --nproc-per-node N -m ...`
 needs none.) Finished samples are never computed again: an interrupted or enlarged comparison continues. A cell that
-fails (out of memory, missing data, a cache that does not fit) records the reason, and the others go on. Relative paths
-start at the working directory.
+fails (out of memory, missing data, a cache that does not fit) records the reason, and the others go on; where the data
+of every benchmark are missing, nothing runs. Relative paths start at the working directory.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,6 +41,8 @@ from kvcache_compress.eval.tasks.benchmark import Benchmark, make_benchmark
 from kvcache_compress.files.text import read_yaml
 from kvcache_compress.validation.messages import explain
 from kvcache_compress.validation.options import AnyPath, AnyTuple, Seed, StrictOptions
+
+from .fetch import remedy
 
 
 class ModelEntry(StrictOptions):
@@ -126,6 +128,19 @@ class Comparison(StrictOptions):
         check_distinct("benchmarks", list(self.benchmarks))
         return {name: _benchmark(name, options) for name, options in self.benchmarks.items()}
 
+    def missing(self) -> dict[str, list[Path]]:
+        """Files that do not exist, by the benchmark that reads them; those of models and caches under ''."""
+        found = {
+            name: [path for value in vars(benchmark).values() for path in _paths(value) if not path.exists()]
+            for name, benchmark in self.suite().items()
+        }
+        entries: list[ModelEntry | CacheEntry] = [
+            *self.entries(),
+            *(entry for entry in self.caches if not isinstance(entry, str)),
+        ]
+        found[""] = [path for one in entries for path in (one.codebooks, one.statistics) if path and not path.exists()]
+        return {name: paths for name, paths in found.items() if paths}
+
     def entries(self) -> list[ModelEntry]:
         """All models as entries.
 
@@ -190,6 +205,20 @@ def _spec(entry: str | CacheEntry, model: ModelEntry) -> CacheSpec:
         return CacheSpec(name, _missing(error), lambda cache: NotImplemented, description={"missing": str(error)})
 
 
+def _paths(value: Any) -> list[Path]:
+    """Paths in the value of an option."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in items if isinstance(item, Path)]
+
+
+def tell_missing(missing: Mapping[str, Sequence[Path]]) -> str:
+    """One line about missing files, with the command that brings them if there is one."""
+    paths = list(dict.fromkeys(path for of_one in missing.values() for path in of_one))
+    shown = ", ".join(map(str, paths[:2])) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
+    command = remedy(paths)
+    return f"missing {shown}" + (f": `{command}` brings them" if command else "")
+
+
 def _missing(error: ImportError) -> Any:
     def make(model: PreTrainedModel) -> Cache:
         raise error
@@ -218,6 +247,11 @@ def main(
         if output is not None:
             comparison = comparison.model_copy(update={"output": output})
         try:
+            if missing := comparison.missing():
+                if set(comparison.benchmarks) <= set(missing):
+                    raise ValueError(tell_missing(missing))
+                if main_process:
+                    typer.echo(f"warning: {tell_missing(missing)}", err=True)
             cells, problems = compare(comparison, processes, ProgressLine() if main_process else None)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, constants
+from huggingface_hub import constants
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun
 from kvcache_compress.files.text import parse_json, read_text
-
-_HUB_TIMEOUT_S = 5.0
+from kvcache_compress.modeling import loading
 
 
 def read_jsonl(path: Path, columns: Collection[str]) -> list[dict[str, Any]]:
@@ -77,13 +76,9 @@ def load_hub_rows(repo: str, name: str | None, split: str, columns: Collection[s
 
 
 def check_hub(repo: str) -> None:
-    """Raise OSError if the hub is unreachable; tries once, where loading would retry for minutes."""
-    if constants.HF_HUB_OFFLINE:
-        return
-    try:
-        HfApi().dataset_info(repo, timeout=_HUB_TIMEOUT_S)
-    except Exception as error:  # the hub client changes its HTTP library, hence its exceptions, between versions
-        raise OSError(f"{type(error).__name__}: {error}") from error
+    """Raise OSError if the hub is unreachable, unless its local cache is to be used (`HF_HUB_OFFLINE=1`)."""
+    if not constants.HF_HUB_OFFLINE:
+        loading.check_hub(repo, "dataset")
 
 
 def split_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], *, special: bool = True) -> list[list[int]]:

@@ -106,12 +106,21 @@ def model_shape(model: str) -> ModelShape:
         ValueError: The model cannot be compressed, or its config is damaged.
         OSError: There is no model of that name.
     """
+    from kvcache_compress.modeling.loading import check_hub
+
     if model in MODELS:
         return MODELS[model]
     try:
-        found = AutoConfig.from_pretrained(model)
-    except (ValueError, OSError):
+        try:
+            found = AutoConfig.from_pretrained(model, local_files_only=True)
+        except OSError:
+            check_hub(model)
+            found = AutoConfig.from_pretrained(model)
+    except ValueError:
         raise
+    except OSError as error:
+        allowed = f"allowed {', '.join(MODELS)}, a folder with a model's config, or the id of a model on the hub"
+        raise OSError(f"model={quoted(model)}: {allowed}, which did not give it: {one_line(error)}") from error
     except Exception as error:  # Transformers raises exceptions of many types for a damaged config
         raise ValueError(f"model={quoted(model)}: its config cannot be read: {one_line(error)}") from error
     config, layers = decoder_layers(found)

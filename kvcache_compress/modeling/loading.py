@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 from huggingface_hub import HfApi, cached_assets_path
@@ -120,12 +121,20 @@ def _load_from_hub(repo_id: str, dtype: torch.dtype) -> LoadedModel:
         return _load_pretrained(repo_id, dtype, local_files_only=True)
     except OSError:
         logger.debug("%s is not in the hub's local cache", repo_id)
+    check_hub(repo_id)
+    return _load_pretrained(repo_id, dtype)
+
+
+def check_hub(repo_id: str, kind: Literal["model", "dataset"] = "model") -> None:
+    """Raise `OSError` if the hub is unreachable or has no such repository, after one request of some seconds.
+
+    Loading would retry each file five times, half a minute each.
+    """
+    api = HfApi()
     try:
-        # One request without retries: `from_pretrained` would retry each file five times, half a minute each.
-        HfApi().model_info(repo_id, timeout=_HUB_TIMEOUT_S)
+        (api.model_info if kind == "model" else api.dataset_info)(repo_id, timeout=_HUB_TIMEOUT_S)
     except Exception as error:  # the hub client changes its HTTP library, hence its exceptions, between versions
         raise OSError(f"{type(error).__name__}: {error}") from error
-    return _load_pretrained(repo_id, dtype)
 
 
 def _load_pretrained(source: str | Path, dtype: torch.dtype, *, local_files_only: bool = False) -> LoadedModel:

@@ -145,7 +145,7 @@ def load_rows(data: str | None, version: Version, names: Sequence[str] = ()) -> 
     elif is_folder(path):
         rows_by_task = _of_folder(path, tasks, version)
     elif source.count("/") == 1 and not path.suffix.startswith(".json"):
-        rows_by_task = {task: _from_hub(source, _file_stem(task, version)) for task in tasks}
+        rows_by_task = {task: hub_rows(source, _file_stem(task, version)) for task in tasks}
     else:
         raise ValueError(f"data={quoted(source)}: no such file or folder, and no OWNER/NAME of a dataset on the hub")
     if missing := [task.name for task in tasks if task.name in names and task not in rows_by_task]:
@@ -206,7 +206,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _from_hub(name: str, stem: str) -> list[dict[str, Any]]:
+def hub_rows(name: str, stem: str) -> list[dict[str, Any]]:
     """The rows of a configuration of a dataset on the hub."""
     try:
         return _fetch(name, stem)

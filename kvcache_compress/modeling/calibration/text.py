@@ -9,7 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from huggingface_hub import constants
 from transformers import PreTrainedTokenizerBase
+
+from kvcache_compress.modeling.loading import check_hub
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _FILE_NAME = re.compile(r".*\.(txt|text|md|rst|tex|html?|xml|json|jsonl|csv|tsv|parquet|gz|zip|zst)", re.IGNORECASE)
@@ -110,6 +113,8 @@ def _hub_texts(source: str) -> Iterator[str]:
 
     name, _, configuration = source.partition(":")
     try:
+        if not constants.HF_HUB_OFFLINE:
+            check_hub(name, "dataset")
         rows = load_dataset(name, configuration or None, split="train", streaming=True)
         for row in rows:
             if "text" not in row:
