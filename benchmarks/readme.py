@@ -10,6 +10,7 @@ import math
 import re
 import statistics
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +337,18 @@ def render(page: str, texts: dict[str, str]) -> str:
     return page
 
 
+def with_address(page: str, address: str | None) -> str:
+    """A page of the repository's root whose links also work elsewhere, as on PyPI; as it is without an address."""
+    if address is None:
+        return page
+
+    def absolute(match: re.Match[str]) -> str:
+        kind = "raw" if match[1].rpartition(".")[2] in ("png", "svg") else "blob"
+        return f"]({address}/{kind}/main/{match[1]})"
+
+    return re.sub(r"\]\((?![a-z]+:|#)([^()\s]+)\)", absolute, page)
+
+
 def pages() -> dict[Path, str]:
     """The pages as they should be, by path, from the committed results."""
     (table,), (budgets,), (answers,) = (tables(read_cells(folder)) for folder in (COMPARISON, BUDGETS, TASKS))
@@ -359,6 +372,8 @@ def pages() -> dict[Path, str]:
         TUNING_PAGE: {"tuned": tuned_table(ROOT / "benchmarks" / "tuned"), "bytes": bytes_table()},
     }
     found = {path: render(path.read_text(encoding="utf-8"), parts) for path, parts in texts.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found[README] = with_address(found[README], project.get("urls", {}).get("Repository"))
     return found | {LOSSES: json.dumps(losses(budgets), indent=1) + "\n"}
 
 

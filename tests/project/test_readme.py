@@ -107,6 +107,15 @@ def test_cpu_figures_keep_their_bounds(script: dict[str, Any]) -> None:
         assert rows[tokens, "hqq-4"]["ratio"] >= 1.6 * ours["ratio"]
 
 
+def test_links_become_absolute_once_the_project_has_an_address(script: dict[str, Any]) -> None:
+    page = "[a](docs/a.md#b) ![c](docs/images/c.png) [d](#d) [e](https://e.org)"
+    assert script["with_address"](page, None) == page
+    assert script["with_address"](page, "https://host.org/p") == (
+        "[a](https://host.org/p/blob/main/docs/a.md#b) ![c](https://host.org/p/raw/main/docs/images/c.png) "
+        "[d](#d) [e](https://e.org)"
+    )
+
+
 def test_yaml_snippet_is_a_config(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     (text,) = snippets("yaml")
