@@ -9,7 +9,7 @@ OLDEST_TRITON := triton==3.5.1
 CPP := $(wildcard cpu_kernels/*/*.cpp cpu_kernels/*/*.h)
 
 # `build/bench` is a folder, copied anew each time.
-.PHONY: demo test check format venv clean kernels bench-gpu tune-gpu build/bench
+.PHONY: demo test check format venv docs clean kernels bench-gpu tune-gpu build/bench
 
 demo: $(VENV)/.runs
 	-$(BIN)/kvcache-compress build
@@ -29,6 +29,10 @@ format: $(VENV)/.tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
+
+# The documentation site, in build/site; a broken link stops it.
+docs: $(VENV)/.tests
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Machine code of every kernel, compiled ahead of time; no GPU needed.
 kernels: $(VENV)/.tests
@@ -62,7 +66,7 @@ $(VENV)/.runs: $(BIN)/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tests: $(VENV)/.runs
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval,peers,clients]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval,peers,clients,docs]"
 	[ "$$(uname -s)" != Linux ] || $(BIN)/python -m pip install --quiet --no-deps --upgrade \
 		--target $(VENV)/oldest-triton $(OLDEST_TRITON)
 	touch $@

@@ -30,9 +30,8 @@ BUDGETS, TASKS = RESULTS / "budgets", RESULTS / "tasks"
 DISTORTION = RESULTS / "distortion.json"
 CPU = RESULTS / "cpu.json"
 LOSSES = ROOT / "configs" / "measured.json"
-README, RESULTS_PAGE, TUNING_PAGE, CPU_PAGE = (
-    ROOT / name for name in ("README.md", "docs/results.md", "docs/tuning.md", "docs/cpu.md")
-)
+README, RESULTS_PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
+PRESETS_PAGE, TUNING_PAGE, CPU_PAGE = (ROOT / "docs" / "guides" / f"{name}.md" for name in ("presets", "tune", "cpu"))
 LEADING = "wikitext"
 
 PAPER = ("0.36, 1.57", "0.117, 0.56", "0.03, 0.18", "0.009, 0.047")
@@ -57,6 +56,9 @@ BYTES = (
 SENTENCED = ("best-4bit", "turboquant-4bit", "best-2bit", "kivi-4bit", "hqq-4", "quanto-4")
 """Caches whose decode step on a CPU the README names."""
 LLAMA, CONTEXT = "llama-3.1-8b", 131_072
+SIZED = ("best-4bit", "best-3bit", "best-2bit", "best-1.5bit", "turboquant-4bit", "turboquant-2bit", "kivi-4bit")
+CONTEXTS = ("8K", "32K", "128K")
+"""Presets and contexts of the page on presets."""
 
 
 def headline(table: Table) -> str:
@@ -96,18 +98,15 @@ def ladder(table: Table) -> str:
 def perplexity(table: Table) -> str:
     """Table of the leading benchmark, a line per cache, and the source of the figures."""
     cells = _cells(table, LEADING)
-    numbers = {row.cache: row.number for row in table.rows}
     lines = [
-        "| # | cache | bits, packed part | bits, whole cache | perplexity | KL | same top-1 |",
-        "|---|---|---|---|---|---|---|",
+        "| cache | bits, packed part | bits, whole cache | perplexity | KL | same top-1 |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for name, cell in cells.items():
         scores = cell.scores
         kl = f"{scores['kl']:.4f} ± {scores['kl_stderr']:.4f}"
         bits = f"{cell.packed_bits:.2f} | {cell.all_bits:.2f}"
-        lines.append(
-            f"| {numbers[name]} | {name} | {bits} | {scores['perplexity']:.2f} | {kl} | {scores['top1']:.3f} |"
-        )
+        lines.append(f"| {name} | {bits} | {scores['perplexity']:.2f} | {kl} | {scores['top1']:.3f} |")
     cell = next(iter(cells.values()))
     options = cell.benchmark["options"]
     windows = f"{cell.samples} windows of {options['prefix']} + {options['scored']} tokens"
@@ -149,7 +148,7 @@ def tasks(table: Table) -> str:
     extra = [column for column in columns if column.main_score == "recall"]
     headings = ["cache", "bits, packed part", *(f"{column.name}: {column.main_score}" for column in columns)]
     headings += [f"{column.name}: logprob" for column in extra]
-    lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
+    lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
     for row in rows:
         figures = [table.score_texts(row, column)[0] for column in columns]
         figures += [_logprob(row.cells.get(column.name)) for column in extra]
@@ -184,17 +183,15 @@ def lengths(table: Table) -> str:
     columns = table.columns
     headings = [f"{column.name}: {what}" for column in columns for what in ("KL", "99.9 %")]
     lines = [
-        f"| # | cache | bits | {' | '.join(headings)} | same top-1 |",
-        "|---:|---|" + "---:|" * (len(headings) + 2),
+        f"| cache | bits | {' | '.join(headings)} | same top-1 |",
+        "|---|" + "---:|" * (len(headings) + 2),
     ]
     for row in table.rows:
         if not row.lossless:
             figures = [text for column in columns for text in _losses(row.cells.get(column.name))]
             top1 = [cell.scores["top1"] for cell in row.cells.values() if cell.error is None]
             figures.append(f"{statistics.fmean(top1):.3f}" if top1 else MISSING)
-            lines.append(
-                f"| {row.number} | {row.cache} | {table.bits_text(row, 'packed_bits')} | {' | '.join(figures)} |"
-            )
+            lines.append(f"| {row.cache} | {table.bits_text(row, 'packed_bits')} | {' | '.join(figures)} |")
     return "\n".join([*lines, "", _sources(table)])
 
 
@@ -280,6 +277,19 @@ def bytes_table() -> str:
     return "\n".join(lines)
 
 
+def memory_table() -> str:
+    """Table of the estimated sizes of presets' whole caches for one model's shape, by context."""
+    lines = [f"| {LLAMA} | {' | '.join(CONTEXTS)} |", "|---|" + "---:|" * len(CONTEXTS)]
+    layers, _, heads, dim = MODELS[LLAMA]
+    tokens = [parse_size(context, "context") for context in CONTEXTS]
+    full = [2 * BF16_BYTES * layers * heads * dim * count for count in tokens]
+    lines.append(f"| bfloat16 | {' | '.join(size_text(size) for size in full)} |")
+    for name in SIZED:
+        sizes = (total_bytes(load_config(name), layers, heads, dim, count) for count in tokens)
+        lines.append(f"| `{name}` | {' | '.join(size_text(size) for size in sizes)} |")
+    return "\n".join(lines)
+
+
 def distortion_table(result: dict[str, Any]) -> str:
     """Table by bits of the mean squared error of unit vectors, and of error and bias of their inner products."""
     lines = ["| estimator | " + " | ".join(f"{bits} bits" for bits in (1, 2, 3, 4)) + " |", "|---|---:|---:|---:|---:|"]
@@ -302,7 +312,7 @@ def cpu_sentence(result: dict[str, Any]) -> str:
     others = ", ".join(f"{steps[name]:.0f} ms with `{name}`" for name in SENTENCED if name in steps)
     return (
         f"**On a CPU** a decode step of {result['model']} at {tokens:,} tokens takes {steps['full']:.0f} ms with the full "
-        f"cache, {others} ({result['hardware']['threads']} threads; [table and prompts](docs/cpu.md))."
+        f"cache, {others} ({result['hardware']['threads']} threads; [table and prompts](docs/guides/cpu.md))."
     )
 
 
@@ -348,7 +358,6 @@ def pages() -> dict[Path, str]:
             "ladder": ladder(budgets),
             "cpu": cpu_sentence(cpu),
         },
-        CPU_PAGE: {"cpu": cpu_table(cpu)},
         RESULTS_PAGE: {
             "lengths": lengths(budgets),
             "texts": by_text(budgets),
@@ -357,6 +366,8 @@ def pages() -> dict[Path, str]:
             "tasks": tasks(table),
             "distortion": distortion_table(distortion),
         },
+        PRESETS_PAGE: {"ladder": ladder(budgets), "memory": memory_table()},
+        CPU_PAGE: {"cpu": cpu_table(cpu)},
         TUNING_PAGE: {"tuned": tuned_table(ROOT / "benchmarks" / "tuned"), "bytes": bytes_table()},
     }
     found = {path: render(path.read_text(encoding="utf-8"), parts) for path, parts in texts.items()}

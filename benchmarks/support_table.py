@@ -1,4 +1,6 @@
-"""Write `docs/support.md` from the results of the tests: `python benchmarks/support_table.py`; `--check` only compares.
+"""Write `docs/reference/support.md` from the results of the tests; `--check` only compares.
+
+python benchmarks/support_table.py
 
 Needs the development requirements; every family of `tests/support/family_cases.py` runs with every method.
 """
@@ -14,12 +16,12 @@ import transformers
 from kvcache_compress.eval.provenance.results import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "support.md"
+PAGE = ROOT / "docs" / "reference" / "support.md"
 sys.path.append(str(ROOT / "tests"))
 
 from support.family_cases import FAMILIES, METHODS, outcome  # noqa: E402 - found by the line above
 
-INTRODUCTION = """# Support
+INTRODUCTION = """# Models and operations
 
 This table shows the model families that each method supports. `tests/modeling/test_families.py` makes a small random
 model of each family (2 to 4 layers, float32) and feeds it a left-padded batch: a prompt, single steps, several tokens
@@ -52,7 +54,8 @@ def footnote(family: str, method: str) -> str:
 def family_table() -> str:
     """Table with a line per family, and footnotes."""
     notes: list[str] = []
-    lines = ["| family | features | " + " | ".join(METHODS) + " | fused |", "|---" * (len(METHODS) + 3) + "|"]
+    methods = " | ".join(method.replace("_", "_<wbr>") for method in METHODS)
+    lines = [f"| family | {methods} | fused | features |", "|---" * (len(METHODS) + 3) + "|"]
     for family, case in FAMILIES.items():
         cells = []
         for method in METHODS:
@@ -61,11 +64,11 @@ def family_table() -> str:
                 text = footnote(family, method)
                 if text not in notes:
                     notes.append(text)
-                support = f"{'with a rule' if support == 'rules' else 'no'} [^{notes.index(text) + 1}]"
+                support = f"{'with a rule' if support == 'rules' else 'no'}[^{notes.index(text) + 1}]"
             cells.append(support)
         works = [outcome(family, method) for method in METHODS if outcome(family, method).support != "no"]
         fused = "–" if not works else "yes" if all(one.fused for one in works) else "no"
-        lines.append(f"| {family} | {case.about} | {' | '.join(cells)} | {fused} |")
+        lines.append(f"| {family} | {' | '.join(cells)} | {fused} | {case.about} |")
     return "\n".join([*lines, "", *(f"[^{number}]: {text}" for number, text in enumerate(notes, 1))])
 
 
@@ -75,7 +78,7 @@ def operation_table() -> str:
     for path in sorted((ROOT / "tests" / "contract").glob("test_*.py")):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         first = " ".join(text.split("\n\n")[0].split())
-        lines.append(f"| {first} | [{path.name}](../{path.relative_to(ROOT).as_posix()}) |")
+        lines.append(f"| {first} | [{path.name}](../../{path.relative_to(ROOT).as_posix()}) |")
     return "\n".join(lines)
 
 

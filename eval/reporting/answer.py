@@ -23,6 +23,10 @@ A share of the full cache's score; nats if that is a log-probability.
 """
 
 
+SHORT = 10
+"""Rows of a report's first table."""
+
+
 def bound(table: Table, column: Column) -> float | None:
     """Worst value, as in `Table.points`, of a recommended cache; None if the full cache's score is missing or zero."""
     if column.main_score == "kl":
@@ -46,6 +50,36 @@ def recommended(table: Table, bits: Bits) -> list[tuple[float, Point]]:
             best = _best(affordable, table.columns[0])
             by_row.setdefault(best.row.number, (budget, best))
     return list(by_row.values())
+
+
+def shortlist(table: Table) -> list[Row]:
+    """At most `SHORT` caches to look at first, by falling bits: the full one, the recommended ones, the best of each
+    peer and of each method, then others by their loss.
+
+    Left out unless recommended are modes of papers (`-paper` in the name) and other windows (`name@...`) of a cache
+    that is in the table itself.
+    """
+    column = table.columns[0]
+    points = sorted(table.points(column, "packed_bits"), key=lambda p: -p.value if column.higher_is_better else p.value)
+    names = {row.cache for row in table.rows}
+    plain = [p.row for p in points if "-paper" not in p.row.cache and not _is_variant(p.row.cache, names)]
+    best_of_family: dict[str, Row] = {}
+    for row in plain:
+        best_of_family.setdefault(row.family, row)
+    wanted = [
+        *(row for row in table.rows if row.lossless),
+        *(point.row for _, point in recommended(table, "packed_bits")),
+        *sorted(best_of_family.values(), key=lambda row: not row.peer),
+        *plain,
+    ]
+    chosen = {row.number: row for row in wanted}
+    first = list(chosen.values())[:SHORT] or table.rows[:SHORT]
+    return sorted(first, key=lambda row: (not row.lossless, -(row.packed_bits or 0), row.number))
+
+
+def _is_variant(name: str, names: set[str]) -> bool:
+    base, at, _ = name.partition("@")
+    return bool(at) and base in names
 
 
 def summary(table: Table) -> list[str]:

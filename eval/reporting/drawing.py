@@ -67,6 +67,7 @@ class Plot:
         figure: the drawing itself.
         tips: tooltips by element id.
         title: a line to set above the plot.
+        subject: the same in a few words.
     """
 
     kind: str
@@ -75,6 +76,7 @@ class Plot:
     figure: Figure
     tips: dict[str, str] = field(default_factory=dict)
     title: str = ""
+    subject: str = ""
 
     def svg(self) -> str:
         """A self-contained `<svg>` element as wide as its container, with unique ids."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from markupsafe import Markup
 
 from kvcache_compress.eval.runner.cells import Cell
 
-from .answer import recommended, summary
+from .answer import recommended, shortlist, summary
 from .drawing import Plot
 from .plots import Grid, needle_grids, needle_scale, scale_color
 from .table_parts import Column, Row
@@ -51,7 +52,9 @@ def to_html(comparison: Sequence[Table], plots: Sequence[Sequence[Plot]]) -> str
         failed=FAILED,
         missing=MISSING,
         recommended=recommended,
+        shortlist=shortlist,
         summary=summary,
+        by_length=by_length,
         heat_maps=heat_maps,
         scale=[scale_color(i / 8)[0] for i in range(9)],
     )
@@ -61,6 +64,33 @@ def to_html(comparison: Sequence[Table], plots: Sequence[Sequence[Plot]]) -> str
     return template.render(
         comparison=list(zip(comparison, plots, strict=True)), circumstances=circumstances(cells), options=options(cells)
     )
+
+
+def by_length(table: Table, column: Column) -> tuple[list[str], list[tuple[Row, list[str]]]]:
+    """Needles found by prompt length, for the caches of the first table: headings, and each row's figures.
+
+    Figures are counts where every sample is found or not, else means with their standard errors.
+    """
+    grids = {row.number for row, _ in needle_grids(table, column)}
+    rows = [row for row in shortlist(table) if row.number in grids]
+    scores: dict[int, dict[float, list[float]]] = {row.number: {} for row in rows}
+    for row in rows:
+        for record in row.cells[column.name].records:
+            scores[row.number].setdefault(record["length"], []).append(record["score"])
+    lengths = sorted({length for of_row in scores.values() for length in of_row})
+    figures = [(row, [_found(scores[row.number].get(length, []), column) for length in lengths]) for row in rows]
+    return [_compact(length) for length in lengths], figures
+
+
+def _found(scores: list[float], column: Column) -> str:
+    if not scores:
+        return MISSING
+    if set(scores) <= {0, 1}:
+        return f"{sum(scores):.0f} of {len(scores)}"
+    mean = column.text(statistics.fmean(scores))
+    if len(scores) < 2:
+        return mean
+    return f"{mean} ± {column.text(statistics.stdev(scores) / math.sqrt(len(scores)))}"
 
 
 def heat_maps(table: Table, column: Column) -> list[HeatMap]:

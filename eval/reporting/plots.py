@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvcache_compress.eval.runner.cells import cell_path
 
-from .answer import bound, recommended
+from .answer import bound, recommended, shortlist
 from .drawing import COLORS, MARKERS, THEME, Label, Plot, new_figure, place_labels, require_matplotlib, shortened, style
 from .table_parts import Column, Point, Row
 from .tables import Bits, Table
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Grid = dict[tuple[float, float], float]
 """Mean score by length and depth."""
+
+SIZE = 4.8, 4.5
+"""Inches; small, so that text is legible where a page is narrow."""
 
 SCALE = "viridis"
 """Colour map of the heat maps: even steps of lightness, for any colour vision."""
@@ -48,7 +51,7 @@ def pareto_plots(table: Table) -> list[Plot]:
 def pareto(table: Table, column: Column, bits: Bits) -> Plot:
     """Plot measured bits against KL or the difference in score.
 
-    Caches on the Pareto front are labelled by name, the others by their number in the table.
+    Caches on the Pareto front and those of the report's first table have their name, others where there is room.
     """
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -56,9 +59,10 @@ def pareto(table: Table, column: Column, bits: Bits) -> Plot:
     front = [point for point in points if point.on_front]
     styles = family_styles(table)
     part = "packed part" if bits == "packed_bits" else "whole cache"
-    tips = {f"point-{p.row.number}": f"{p.row.number} {_point_text(p, column)}" for p in points}
+    tips = {f"point-{p.row.number}": _point_text(p, column) for p in points}
+    named = {row.number for row in shortlist(table)}
     with style():
-        figure, ax = new_figure(5.4, 4.8)
+        figure, ax = new_figure(*SIZE)
         ax.set_xscale("log", base=2)
         _value_axis(ax, table, column, [point.value for point in points])
         stairs = [(front[0].bits, front[0].value)]
@@ -84,13 +88,17 @@ def pareto(table: Table, column: Column, bits: Bits) -> Plot:
         place_labels(
             figure,
             ax,
-            [Label(p.bits, p.value, _point_label(p), p.on_front) for p in points],
+            [
+                Label(p.bits, p.value, shortened(p.row.cache), needed=p.on_front or p.row.number in named)
+                for p in points
+            ],
             line=stairs,
             upwards=column.higher_is_better,
         )
     title = f"Bits of the {part} against {column.label} of {column.name}"
     alt = f"{title}, {len(points)} caches. On the front: {'; '.join(_point_text(p, column) for p in front)}."
-    return Plot("pareto", _slug(table, column.name, bits), alt, figure, tips, title)
+    subject = column.name if bits == "packed_bits" else f"the {part}"
+    return Plot("pareto", _slug(table, column.name, bits), alt, figure, tips, title, subject)
 
 
 def memory_plots(table: Table) -> list[Plot]:
@@ -114,25 +122,22 @@ def memory_curves(table: Table) -> dict[int, dict[int, float]]:
 
 
 def memory(table: Table, curves: Mapping[int, Mapping[int, float]]) -> Plot:
-    """Plot measured bytes against prompt tokens; recommended caches and the full one are labelled by name."""
+    """Plot measured bytes against prompt tokens for the caches of the report's first table, labelled by name."""
     styles = family_styles(table)
-    rows = [row for row in table.rows if row.number in curves]
-    named = {point.row.number for _, point in recommended(table, "packed_bits")} | {
-        r.number for r in rows if r.lossless
-    }
+    rows = [row for row in shortlist(table) if row.number in curves]
+    chosen = {point.row.number for _, point in recommended(table, "packed_bits")}
     tips, ends = {}, {}
     with style():
-        figure, ax = new_figure(5.4, 4.8)
+        figure, ax = new_figure(*SIZE)
         for row in rows:
             tokens, sizes = list(curves[row.number]), [size / 2**20 for size in curves[row.number].values()]
             color, marker = styles[row.family]
-            look = {"lw": 1.8, "zorder": 3} if row.number in named else {"lw": 0.8, "alpha": 0.5}
+            look = {"lw": 1.8, "zorder": 3} if row.lossless or row.number in chosen else {"lw": 0.8}
             gid = f"line-{row.number}"
             ls = "--" if row.lossless else "-"
             ax.plot(tokens, sizes, color=color, marker=marker, ms=4, markevery=[0, -1], gid=gid, ls=ls, **look)
-            tips[gid] = f"{row.number} {row.cache}: {sizes[-1]:.1f} MiB at {tokens[-1]} tokens"
-            if row.number in named:
-                ends[f"{row.number} {shortened(row.cache, 22)}"] = sizes[-1]
+            tips[gid] = f"{row.cache}: {sizes[-1]:.1f} MiB at {tokens[-1]} tokens"
+            ends[shortened(row.cache, 24)] = sizes[-1]
         ax.set_xlim(left=0)
         ax.set_ylim(bottom=0)
         ax.set_xlabel("prompt tokens")
@@ -140,7 +145,7 @@ def memory(table: Table, curves: Mapping[int, Mapping[int, float]]) -> Plot:
         _end_labels(ax, ends)
         _family_legend(figure, {row.family for row in rows}, styles)
     title = "Memory of the whole cache against prompt length"
-    alt = f"{title}. {'; '.join(tips[f'line-{number}'] for number in sorted(named))}."
+    alt = f"{title}. {'; '.join(tips.values())}."
     return Plot("memory", _slug(table, "memory"), alt, figure, tips, title)
 
 
@@ -178,7 +183,7 @@ def needle_plot(table: Table, column: Column) -> Plot:
             ax.remove()
         for ax, (row, grid) in zip(axes.flat, grids, strict=False):
             _heat_map(ax, grid, top)
-            ax.set_title(shortened(f"{row.number} {row.cache}"), fontsize=8)
+            ax.set_title(shortened(row.cache), fontsize=8)
         figure.supxlabel("prompt length, tokens", fontsize=9)
         figure.supylabel("depth of the needle", fontsize=9)
         colors = ScalarMappable(Normalize(0, top), SCALE)
@@ -280,10 +285,6 @@ def _value_name(table: Table, column: Column) -> str:
 def _is_difference(table: Table, column: Column) -> bool:
     """True if the values of `Table.points` are differences from the full cache."""
     return column.higher_is_better and table.full is not None and table.full.score(column) is not None
-
-
-def _point_label(point: Point) -> str:
-    return f"{point.row.number} {shortened(point.row.cache)}" if point.on_front else str(point.row.number)
 
 
 def _point_text(point: Point, column: Column) -> str:

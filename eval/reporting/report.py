@@ -46,6 +46,7 @@ _FIXED_COLUMNS = (
     "higher_is_better",
     "score",
     "difference",
+    "uncertainty",
     "seconds",
     "prefill_seconds",
     "seed",
@@ -72,9 +73,10 @@ def to_csv(cells: Sequence[Cell]) -> str:
     Columns: `model`, `dtype`, `benchmark`, `kind`, `cache`, `family`, `lossless`, `packed_bits`, `all_bits`,
     `packed_tokens` (the least of any sample), `tokens` (of the prompt) and `total_bytes` (means over samples; it and
     the bits count dense tokens as 16 bits), `samples`, `main_score` (its name), `higher_is_better`, `score` (its
-    value), `difference` (from the full cache), `seconds`, `prefill_seconds`, `seed`, `date`, `commit`, `error`, then
-    `scores.NAME` for every score of any benchmark, empty for the others. `frame.pivot(index="cache",
-    columns="benchmark", values="score")` is the table of one model; `frame.filter(like="scores.")` is all scores.
+    value), `difference` (from the full cache), `uncertainty` (see `Table.uncertainty`), `seconds`, `prefill_seconds`,
+    `seed`, `date`, `commit`, `error`, then `scores.NAME` for every score of any benchmark, empty for the others.
+    `frame.pivot(index="cache", columns="benchmark", values="score")` is the table of one model;
+    `frame.filter(like="scores.")` is all scores.
 
     Raises:
         ValueError: no cells.
@@ -121,13 +123,13 @@ def write_report(folder: Path) -> list[Path]:
 
 
 def _section(table: Table) -> str:
-    headings = ["#", "cache", "bits, packed part", "bits, whole cache", "packed tokens, least"]
-    headings += [column.heading for column in table.columns]
+    headings = ["cache", "bits, packed part", "bits, whole cache", "packed tokens, least"]
+    headings += [column.heading for column in table.shown]
     lines = [
         f"## {_plain(table.title)}",
         "",
         _line(_plain(heading) for heading in headings),
-        _line(["---:", "---", *["---:"] * (len(headings) - 2)]),
+        _line(["---", *["---:"] * (len(headings) - 1)]),
         *(_line(_row_texts(table, row)) for row in table.rows),
         "",
     ]
@@ -139,12 +141,11 @@ def _section(table: Table) -> str:
 
 
 def _row_texts(table: Table, row: Row) -> Iterable[str]:
-    yield str(row.number)
     yield _plain(row.cache)
     yield _plain(table.bits_text(row, "packed_bits"))
     yield _plain(table.bits_text(row, "all_bits"))
     yield MISSING if row.packed_tokens is None else str(row.packed_tokens)
-    for column in table.columns:
+    for column in table.shown:
         score, difference = table.score_texts(row, column)
         yield score if difference is None else f"{score} ({difference})"
 
@@ -175,6 +176,7 @@ def _csv_line(table: Table, row: Row, column: Column) -> dict[str, Any]:
         "higher_is_better": column.higher_is_better,
         "score": row.score(column),
         "difference": table.difference(row, column),
+        "uncertainty": table.uncertainty(row, column),
         **{f"scores.{name}": score for name, score in cell.scores.items()},
     }
 

@@ -38,6 +38,10 @@ class Column:
         rounded = round(difference, self.digits)
         return f"{rounded:+.{self.digits}f}".replace("-", "−") if rounded else "±0"
 
+    def error_text(self, error: float) -> str:
+        """Format a standard error as scores are, with more decimals where it would round to zero."""
+        return self.text(error) if round(error, self.digits) or not error else f"{error:.1g}"
+
     @property
     def label(self) -> str:
         """The main score in words."""
@@ -53,7 +57,7 @@ class Row:
     """A cache.
 
     Attributes:
-        number: of the row, from 1 on; plots use it.
+        number: of the row, from 1 on, by which plots know it.
         family: the cache's method, the peer's backend, or the beginning of its name.
         lossless: compresses nothing on purpose.
         packed_bits, all_bits: bits per compressed number and per number of the whole cache, in the benchmark
@@ -71,6 +75,11 @@ class Row:
     measured_in: str | None
     packed_tokens: int | None
     cells: dict[str, Cell]
+
+    @property
+    def peer(self) -> bool:
+        """True for caches of Transformers that compress."""
+        return any(cell.cache["config"].get("class") == "QuantizedCache" for cell in self.cells.values())
 
     def score(self, column: Column) -> float | None:
         """Main score; None for a failed or missing cell, or a score that is not finite."""

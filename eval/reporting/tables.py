@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from kvcache_compress.eval.runner.cells import Cell
 
@@ -58,6 +59,29 @@ class Table:
         score, reference = row.score(column), full.score(column)
         return None if score is None or reference is None else score - reference
 
+    def uncertainty(self, row: Row, column: Column) -> float | None:
+        """Standard error of `difference`, sample by sample, or of the score itself if there is no full cache's.
+
+        None if it is not known: with one sample, or where the score is no mean of its samples' scores.
+        """
+        cell = row.cells.get(column.name)
+        if cell is None or row.score(column) is None:
+            return None
+        if (known := cell.scores.get(f"{column.main_score}_stderr")) is not None:
+            return known
+        reference = None if self.full is None or self.full is row else self.full.cells.get(column.name)
+        return standard_error(cell, None if reference is None or reference.error is not None else reference)
+
+    @property
+    def shown(self) -> list[Column]:
+        """The leading benchmark, and all others of which every compressing cache's score has a standard error."""
+
+        def known(column: Column) -> bool:
+            rows = [row for row in self.rows if not row.lossless and row.score(column) is not None]
+            return all(self.uncertainty(row, column) is not None for row in rows)
+
+        return [column for column in self.columns if column is self.columns[0] or known(column)]
+
     def outgrown(self, row: Row) -> bool:
         """True if the whole cache took at least as much as the full one at the prompts measured."""
         return not row.lossless and row.all_bits is not None and row.all_bits >= FULL_BITS
@@ -89,18 +113,21 @@ class Table:
         return f"{measured:.2f}" + ("" if row.measured_in == self.columns[0].name else f" ({row.measured_in})")
 
     def score_texts(self, row: Row, column: Column) -> tuple[str, str | None]:
-        """A score (with its standard error, if there is one), `failed` or –, and its difference from the full cache.
+        """A score, `failed` or –, and its difference from the full cache; the standard error is with the latter.
 
-        The difference is None if it adds nothing to the score, as with KL.
+        There is no difference if it adds nothing to the score, as with KL, whose standard error follows itself.
         """
         score = row.score(column)
         if score is None:
             failed = column.name in row.cells and row.cells[column.name].error is not None
             return FAILED if failed else MISSING, None
-        error = row.cells[column.name].scores.get(f"{column.main_score}_stderr")
-        text = column.text(score) + (f" ± {column.text(error)}" if error else "")
+        error = None if row.lossless else self.uncertainty(row, column)
+        suffix = "" if error is None else f" ± {column.error_text(error)}"
         difference = self.difference(row, column)
-        return text, None if difference is None or difference == score else column.difference_text(difference)
+        if difference is None or difference == score:
+            return column.text(score) + suffix, None
+        unchanged = not error and not round(difference, column.digits)
+        return column.text(score), column.difference_text(difference) + ("" if unchanged else suffix)
 
     def score_names(self, column: Column) -> list[str]:
         """All scores of a benchmark, the main one first."""
@@ -116,7 +143,12 @@ class Table:
             "what long prompts approach, the whole cache what these prompts took."
         ]
         if any(self.score_texts(row, column)[1] for row in self.rows for column in self.columns):
-            notes.append("In brackets: the difference from the full cache.")
+            notes.append(
+                "In brackets: the difference from the full cache and its standard error, sample by sample; ±0 if no "
+                "sample differs."
+            )
+        if hidden := [column.name for column in self.columns if column not in self.shown]:
+            notes.append(f"Without a standard error, and so only among all scores: {', '.join(hidden)}.")
         if any(column.name not in row.cells for row in self.rows for column in self.columns):
             notes.append(f"{MISSING} was not measured.")
         for column in self.columns:
@@ -160,6 +192,33 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:
         for index, (bits, loss) in enumerate(points)
         if not any(b <= bits and other <= loss and (b, other) != (bits, loss) for b, other in points)
     }
+
+
+def standard_error(cell: Cell, reference: Cell | None) -> float | None:
+    """Standard error of a cell's main score, or of its difference from a reference's, sample by sample.
+
+    Scores are means over samples or, with several tasks, over tasks of the means over their samples, perhaps in
+    per cent; None for others, and where a task has one sample.
+    """
+    name = cell.benchmark["main_score"]
+
+    def values(one: Cell) -> dict[Any, float]:
+        return {record["id"]: record.get(name, record.get("score", math.nan)) for record in one.records}
+
+    own, others = values(cell), None if reference is None else values(reference)
+    by_task: dict[str, list[str]] = {}
+    for record in cell.records:
+        if others is None or record["id"] in others:
+            by_task.setdefault(record.get("task", ""), []).append(record["id"])
+    if not by_task or any(len(ids) < 2 for ids in by_task.values()):
+        return None
+    mean = statistics.fmean(statistics.fmean(own[one] for one in ids) for ids in by_task.values())
+    scale = next((scale for scale in (1, 100) if math.isclose(scale * mean, cell.score or 0, abs_tol=1e-6)), None)
+    if scale is None:
+        return None
+    changes = ([own[one] - (others[one] if others else 0) for one in ids] for ids in by_task.values())
+    variance = sum(statistics.variance(of_task) / len(of_task) for of_task in changes)
+    return scale * math.sqrt(variance) / len(by_task)
 
 
 def tables(cells: Sequence[Cell]) -> list[Table]:

@@ -111,7 +111,8 @@ class CompressedCache(Cache, ModelListener):
         Args:
             path: the file.
             config: config of the model that filled the cache; its name and shape are compared with the saved ones.
-            codebooks, statistics: CommVQ's and spectral's files, if they have moved since the cache was saved.
+            codebooks: CommVQ's file, if it has moved since the cache was saved.
+            statistics: spectral's file, likewise.
             device: device of the loaded cache, by default the CPU.
             any_model: accept a model of another name.
 

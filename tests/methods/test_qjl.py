@@ -74,7 +74,7 @@ def test_variance_bound_and_tail(make_codec: Make, cosine: float, outliers: int)
     """Gaussian S of m rows: variance (π/2 ‖q‖²‖k‖² - (q·k)²)/m, below (π/2m)‖q‖²‖k‖², and Bernstein's tail.
 
     With outliers each sketch has its own m and its own parts of q and k, and variances add up. Lemma 3.5 has
-    exp(-3/4 m ε² / (1 + ε)), less than a variance of π/2m allows at small ε; see docs/qjl.md.
+    exp(-3/4 m ε² / (1 + ε)), less than a variance of π/2m allows at small ε; see docs/methods/qjl.md.
     """
     rows, dim, sketches = (128, 64), 64, 1500
     generator = torch.Generator().manual_seed(4)

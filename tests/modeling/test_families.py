@@ -1,4 +1,4 @@
-"""Model families, tiny and random, with every method; `docs/support.md` holds the results."""
+"""Model families, tiny and random, with every method; `docs/reference/support.md` holds the results."""
 
 import re
 import runpy
@@ -245,8 +245,8 @@ def test_composite_config() -> None:
 
 
 def test_support_page_is_what_was_found_here() -> None:
-    """`docs/support.md` is up to date for the version of Transformers that the project pins."""
-    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    """`docs/reference/support.md` is up to date for the version of Transformers that the project pins."""
+    page = (ROOT / "docs" / "reference" / "support.md").read_text(encoding="utf-8")
     pinned = re.search(r"^transformers==(.*)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert pinned is not None
     assert f"Transformers {pinned[1]}" in page, "run: python benchmarks/support_table.py"

@@ -1,4 +1,4 @@
-"""`docs/how-it-works.md` follows a key through named functions: a real one takes that way, in that order."""
+"""`docs/dev/how-it-works.md` follows a key through named functions: a real one takes that way, in that order."""
 
 import re
 import sys
@@ -14,7 +14,7 @@ from support.small_model import small_model
 import kvcache_compress
 from kvcache_compress import TurboQuantCache, enable_fused_attention
 
-PAGE = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "dev" / "how-it-works.md").read_text(encoding="utf-8")
 PACKAGE = Path(kvcache_compress.__file__).parent
 TOKEN = 20
 

@@ -1,7 +1,7 @@
 """Model families, tiny and random, and the check that each passes with every method.
 
 `outcome` runs each pair once per process. `tests/modeling/test_families.py` tests the outcomes, and
-`benchmarks/support_table.py` writes them to `docs/support.md`.
+`benchmarks/support_table.py` writes them to `docs/reference/support.md`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from support.comparison_cells import HOSTILE, cell, comparison
 
-from kvcache_compress.eval.reporting.answer import MAX_KL, bound, recommended, summary
+from kvcache_compress.eval.reporting.answer import MAX_KL, SHORT, bound, recommended, shortlist, summary
 from kvcache_compress.eval.reporting.plots import pareto
 from kvcache_compress.eval.reporting.tables import Table, tables
 
@@ -18,6 +18,22 @@ def test_recommended_by_hand() -> None:
     # Whole: 4.5 bits hqq-4; tq-2 (6 bits, 0.04) is worse; 8.5 bits tq-4. HOSTILE, at 20 bits, is in no budget.
     assert [(budget, p.row.cache) for budget, p in recommended(table, "all_bits")] == [(4.5, "hqq-4"), (8.5, "tq-4")]
     assert [table.outgrown(row) for row in table.rows] == [False, True, False, False, False]
+
+
+def test_first_caches_by_hand() -> None:
+    """The full and the recommended ones, the best of each peer and method, and no mode of a paper or other window."""
+    losses = {f"tq-{number}": 0.1 + number for number in range(9)} | {"hqq-4": 5.0, "tq-4": 0.002, "tq-4@sinks=0": 0.05}
+    losses |= {"tq-paper": 0.03, "own": 9.0}
+    cells = [cell("full", "perplexity", 0.0, bits=(16.0, 16.0))]
+    cells += [cell(name, "perplexity", loss, bits=(4.0 + loss / 100, 5.0)) for name, loss in losses.items()]
+    (table,) = tables(cells)
+    first = [row.cache for row in shortlist(table)]
+    assert len(first) == SHORT
+    assert first[0] == "full"
+    assert {"tq-4", "hqq-4", "own", "tq-0"} <= set(first)
+    assert not {"tq-paper", "tq-4@sinks=0", "tq-8"} & set(first)
+    (alone,) = tables([cell("tq-4", "perplexity", "failed"), cell("tq-2", "perplexity", "failed")])
+    assert len(shortlist(alone)) == 2
 
 
 def answer(table: Table) -> str:

@@ -2,7 +2,10 @@
 
 import csv
 import io
+import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.comparison_cells import HOSTILE, cell, comparison, write_comparison
@@ -10,7 +13,8 @@ from typer.testing import CliRunner
 
 from kvcache_compress.eval.cli.app import app
 from kvcache_compress.eval.reporting.report import to_csv, to_markdown
-from kvcache_compress.eval.reporting.tables import pareto_front, tables
+from kvcache_compress.eval.reporting.tables import pareto_front, standard_error, tables
+from kvcache_compress.eval.runner.cells import Cell
 
 
 def test_pareto_front_by_hand() -> None:
@@ -53,14 +57,13 @@ def test_markdown_by_hand() -> None:
     lines = to_markdown(comparison()).splitlines()
     assert lines[0] == "## org/model (float32)"
     assert lines[2:9] == [
-        "| # | cache | bits, packed part | bits, whole cache | packed tokens, least "
-        "| wiki: KL ↓ | a-needle: recall ↑ |",
-        "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
-        "| 1 | full | 16.00 | 16.00 | 0 | 0.0000 | 0.750 |",
-        '| 2 | &lt;script&gt;alert("x")&lt;/script&gt;\\|\\*量子\\* | 2.50 | 20.00 | 900 | 0.0100 | – |',
-        "| 3 | hqq-4 | 4.50 | 4.50 | 900 | 0.0112 | failed |",
-        "| 4 | tq-4 | 4.25 | 8.00 | 900 | 0.0020 | 0.750 (±0) |",
-        "| 5 | tq-2 | 2.25 | 6.00 | 900 | 0.0400 | 0.500 (−0.250) |",
+        "| cache | bits, packed part | bits, whole cache | packed tokens, least | wiki: KL ↓ | a-needle: recall ↑ |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| full | 16.00 | 16.00 | 0 | 0.0000 | 0.750 |",
+        '| &lt;script&gt;alert("x")&lt;/script&gt;\\|\\*量子\\* | 2.50 | 20.00 | 900 | 0.0100 | – |',
+        "| hqq-4 | 4.50 | 4.50 | 900 | 0.0112 | failed |",
+        "| tq-4 | 4.25 | 8.00 | 900 | 0.0020 | 0.750 (±0) |",
+        "| tq-2 | 2.25 | 6.00 | 900 | 0.0400 | 0.500 (−0.250 ± 0.000) |",
     ]
     assert lines[10] == "- failed: a-needle, hqq-4: out of memory: tried &lt;b&gt;8 GiB&lt;/b&gt;"
 
@@ -74,7 +77,49 @@ def test_standard_errors_and_other_sources_of_bits_are_shown() -> None:
     ]
     text = to_markdown(cells)
     assert "| 0.0020 ± 0.0005 | – |" in text
-    assert "| tq-2 | 2.25 (a-needle) | 6.00 (a-needle) | 900 | failed | 0.500 |" in text
+    assert "| tq-2 | 2.25 (a-needle) | 6.00 (a-needle) | 900 | failed | 0.500 ± 0.000 |" in text
+
+
+def sampled(cache: str, scores: list[float], **changes: Any) -> Cell:
+    """A cell with one record per score, of the task `a`, and from the fourth on of the task `b`."""
+    records = [
+        {"id": f"{n}", "tokens": 10, "total_bytes": 1, "length": 10, "depth": 0.5, "score": score}
+        | {"task": "a" if n < 3 else "b"}
+        for n, score in enumerate(scores)
+    ]
+    return cell(cache, "needle", changes.pop("score"), records=records, **changes)
+
+
+def test_standard_error_by_hand() -> None:
+    """Paired by sample, tasks with equal weight, whatever the scale of the score."""
+    full = sampled("full", [1.0, 0.0, 0.5, 1.0, 1.0], score=(0.5 + 1.0) / 2)
+    ours = sampled("tq-4", [0.5, 0.0, 0.5, 1.0, 0.0], score=(1 / 3 + 0.5) / 2)
+    # Differences -1/2, 0, 0 (variance 1/12, of 3) and 0, -1 (variance 1/2, of 2); a mean of two tasks.
+    assert standard_error(ours, full) == pytest.approx(math.sqrt(1 / 36 + 1 / 4) / 2)
+    # Without a reference: 1/2, 0, 1/2 (variance 1/12) and 1, 0 (variance 1/2) give the same here.
+    assert standard_error(ours, None) == pytest.approx(math.sqrt(1 / 36 + 1 / 4) / 2)
+    per_cent = replace(ours, scores={"recall": 100 * (1 / 3 + 0.5) / 2})
+    assert standard_error(per_cent, None) == pytest.approx(100 * math.sqrt(1 / 36 + 1 / 4) / 2)
+    assert standard_error(replace(ours, scores={"recall": 0.3}), None) is None, "no mean of its samples"
+    assert standard_error(sampled("tq-4", [1.0, 0.5], score=0.75), None) == pytest.approx(0.25)
+    assert standard_error(sampled("tq-4", [1.0], score=1.0), None) is None
+    assert standard_error(sampled("tq-4", [1.0, 1.0, 1.0, 0.0], score=0.5), None) is None, "one sample of task b"
+
+
+def test_columns_without_standard_errors_are_among_all_scores_only() -> None:
+    cells = [cell("full", "perplexity", 0.0), cell("tq-4", "perplexity", 0.002)]
+    cells += [sampled("full", [1.0], score=1.0), sampled("tq-4", [0.5], score=0.5)]
+    (table,) = tables(cells)
+    assert [column.name for column in table.shown] == ["wiki"]
+    text = to_markdown(cells)
+    assert "recall" not in text
+    assert "Without a standard error, and so only among all scores: a-needle." in text
+    assert "recall" in to_csv(cells)
+
+
+def test_small_standard_errors_do_not_round_to_zero() -> None:
+    scores = {"kl": 0.0005, "kl_stderr": 0.00003}
+    assert "| 0.0005 ± 3e-05 |" in to_markdown([cell("tq-4", "perplexity", 0.0005, scores=scores)])
 
 
 def test_equal_failures_are_told_once() -> None:
@@ -83,7 +128,7 @@ def test_equal_failures_are_told_once() -> None:
     # In the order of the rows; without figures these go by family and name.
     assert [(f.caches, f.message) for f in table.failures] == [(["hqq-4"], "other"), (["tq-2", "tq-4"], "no hub")]
     assert table.rows[0].packed_bits is None
-    assert "| 1 | hqq-4 | – | – | – | failed |" in to_markdown(cells)
+    assert "| hqq-4 | – | – | – | failed |" in to_markdown(cells)
 
 
 def test_cells_of_unlike_runs_are_doubted() -> None:
@@ -129,10 +174,11 @@ def test_csv_parsed_back() -> None:
         "total_bytes",
         "score",
         "difference",
+        "uncertainty",
         "scores.recall",
     )
     # Prompts of 1000, 1000, 2000 and 2000 tokens; 6 * 1500 bytes; 0.5 - 0.75.
-    assert [float(line[name]) for name in figures] == [2.25, 6.0, 900, 1500, 9000, 0.5, -0.25, 0.5]
+    assert [float(line[name]) for name in figures] == [2.25, 6.0, 900, 1500, 9000, 0.5, -0.25, 0.0, 0.5]
     assert (line["scores.kl"], line["scores.other"], line["error"]) == ("", "1.5", "")
     failed = by_place["hqq-4", "a-needle"]
     assert (failed["score"], failed["packed_bits"], failed["error"]) == ("", "", "out of memory: tried <b>8 GiB</b>")

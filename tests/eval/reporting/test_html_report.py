@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.comparison_cells import HOSTILE, cell, comparison
 
-from kvcache_compress.eval.reporting.html_report import circumstances, heat_maps, options, to_html
+from kvcache_compress.eval.reporting.html_report import by_length, circumstances, heat_maps, options, to_html
 from kvcache_compress.eval.reporting.plots import draw
 from kvcache_compress.eval.reporting.tables import tables
 
@@ -127,6 +127,28 @@ def test_heat_maps_by_hand() -> None:
     bright, dark = drawn.depths[0][1]
     assert bright[1:] == ("#fde725", "#000", "1024 tokens, depth 0: 1.000")
     assert dark[1:] == ("#440154", "#fff", "4000 tokens, depth 0: 0.000")
+
+
+def test_needles_by_length_by_hand() -> None:
+    def records(scores: list[float]) -> list[dict[str, Any]]:
+        return [
+            {"id": f"{n}", "tokens": 10, "total_bytes": 1, "length": 1024 * (n // 2 + 1), "depth": 0.0, "score": score}
+            for n, score in enumerate(scores)
+        ]
+
+    cells = [
+        cell("full", "needle", 1.0, records=records([1.0, 1.0, 1.0, 1.0])),
+        cell("tq-4", "needle", 0.5, records=records([1.0, 0.0, 0.25, 0.75])),
+        cell("tq-2", "needle", 0.5, records=records([0.5])),
+    ]
+    (table,) = tables(cells)
+    lengths, rows = by_length(table, table.columns[0])
+    assert lengths == ["1k", "2k"]
+    assert {row.cache: figures for row, figures in rows} == {
+        "full": ["2 of 2", "2 of 2"],
+        "tq-4": ["1 of 2", "0.500 ± 0.250"],
+        "tq-2": ["0.500", "–"],
+    }
 
 
 def test_circumstances_and_options_are_told_once() -> None:
