@@ -46,7 +46,6 @@ LADDER = {
     "best-4bit": "no visible loss",
     "best-3bit": "the best trade",
     "best-2bit": "half the size of `best-4bit`, without any file",
-    "tuned-2.4": "a little more, tuned for the model",
     "tuned-1.4": "the smallest, tuned for the model",
 }
 """Caches of the README's first table, and what to take them for."""
@@ -55,6 +54,8 @@ BYTES = (
     ("llama-3.1-8b", 4, "128K", ("16GB", "10GB", "8GB", "6GB")),
 )
 """Models, sequences, tokens of each and budgets that the page on tuning shows."""
+SENTENCED = ("best-4bit", "turboquant-4bit", "best-2bit", "kivi-4bit", "hqq-4", "quanto-4")
+"""Caches whose decode step on a CPU the README names."""
 LLAMA, CONTEXT = "llama-3.1-8b", 131_072
 SIZED = ("best-4bit", "best-3bit", "best-2bit", "best-1.5bit", "turboquant-4bit", "turboquant-2bit", "kivi-4bit")
 CONTEXTS = ("8K", "32K", "128K")
@@ -305,6 +306,17 @@ def distortion_table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def cpu_sentence(result: dict[str, Any]) -> str:
+    """Times of a decode step with the longest cache, in a sentence."""
+    tokens = max(row["tokens"] for row in result["rows"])
+    steps = {row["cache"]: row["step_ms"] for row in result["rows"] if row["tokens"] == tokens}
+    others = ", ".join(f"{steps[name]:.0f} ms with `{name}`" for name in SENTENCED if name in steps)
+    return (
+        f"**On a CPU** a decode step of {result['model']} at {tokens:,} tokens takes {steps['full']:.0f} ms with the "
+        f"full cache, {others} ({result['hardware']['threads']} threads; [table and prompts](docs/guides/cpu.md))."
+    )
+
+
 def cpu_table(result: dict[str, Any]) -> str:
     """Table by length of the time of a decode step, and of step and prompt relative to the full cache."""
     lengths = sorted({row["tokens"] for row in result["rows"]})
@@ -357,7 +369,7 @@ def pages() -> dict[Path, str]:
         README: {
             "headline": headline(budgets),
             "ladder": ladder(budgets),
-            "cpu": cpu_table(cpu),
+            "cpu": cpu_sentence(cpu),
         },
         RESULTS_PAGE: {
             "lengths": lengths(budgets),

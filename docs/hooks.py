@@ -70,6 +70,8 @@ def with_site_links(markdown: str, source: str, page: str, address: str | None) 
         text = LINK.sub(rewritten, text)  # an image within a link
         if address is not None:
             target = re.sub(rf"^{re.escape(address)}/(?:blob|raw)/main/", "/", target)
+        if image and re.match(r"https?:", target):
+            return ""  # badges: the site fetches nothing from other hosts
         if re.match(r"[a-z]+:|#", target):
             return f"{image}[{text}]({target})"
         path, hash_sign, anchor = target.partition("#")

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 from kvcache_compress.validation.messages import quoted, shortened
@@ -25,6 +26,11 @@ COMPARED = ("turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "commvq-2bi
 """Presets that are listed beside those by budget."""
 
 
+def _starting() -> Status:
+    """A line on the terminal while PyTorch and Transformers are imported, which takes seconds."""
+    return Console(stderr=True).status("Importing PyTorch and Transformers ...")
+
+
 def _fail(error: Exception) -> None:
     typer.secho(f"error: {shortened(str(error))}", fg="red", err=True)
     raise typer.Exit(1) from None
@@ -39,7 +45,8 @@ def demo(
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=1, max=MOST_TOKENS)] = 32,
 ) -> None:
     """Answer a question about a long text from compressed caches, and measure their time, memory and loss."""
-    from .demo import run_demo
+    with _starting():
+        from .demo import run_demo
 
     try:
         run_demo(console, model, preset or ["best-4bit", "best-2bit"], new_tokens)
@@ -170,13 +177,15 @@ def calibrate(
             raise ValueError(f"--{(*others, 'quick')[0].replace('_', '-')}: not an option of method {method!r}")
         chosen = {name: value for name, value in (common | own[method]).items() if value is not None}
         if method == "commvq":
-            from kvcache_compress.methods.commvq.calibration import CommVQSettings
-            from kvcache_compress.methods.commvq.calibration.command import run_calibration
+            with _starting():
+                from kvcache_compress.methods.commvq.calibration import CommVQSettings
+                from kvcache_compress.methods.commvq.calibration.command import run_calibration
 
             settings = CommVQSettings.quick(**chosen) if quick else CommVQSettings(**chosen)
             run_calibration(console, model, text, output, settings, device)
         else:
-            from kvcache_compress.methods.spectral import calibration
+            with _starting():
+                from kvcache_compress.methods.spectral import calibration
 
             calibration.run_calibration(console, model, text, output, calibration.SpectralSettings(**chosen), device)
     except (ValueError, ImportError, OSError) as error:
@@ -218,7 +227,8 @@ def tune(
     device: Annotated[str | None, typer.Option(help="Device; the accelerator if there is one.")] = None,
 ) -> None:
     """Find the best cache of a model within a budget, layer by layer, and write it as a config; resumable."""
-    from kvcache_compress.eval.tuning.command import run_tuning
+    with _starting():
+        from kvcache_compress.eval.tuning.command import run_tuning
 
     budget: dict[str, Any] = {"bits": bits, "memory": memory, "context": context, "batch": batch}
     sizes: dict[str, Any] = {"windows": windows, "prefix": prefix, "scored": scored}
@@ -260,7 +270,8 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="PNG file for a plot.", dir_okay=False)] = None,
 ) -> None:
     """Time attention over compressed caches on this machine, beside PyTorch's attention over a full cache."""
-    from kvcache_compress.bench.command import run_bench
+    with _starting():
+        from kvcache_compress.bench.command import run_bench
 
     named: dict[str, Any] = {"repeats": repeats, "dtype": dtype, "device": device, "output": output, "plot": plot}
     try:
@@ -315,6 +326,7 @@ def doctor() -> None:
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )
 def evaluation(context: typer.Context) -> None:
-    from kvcache_compress.eval.cli.app import app as evaluations
+    with _starting():
+        from kvcache_compress.eval.cli.app import app as evaluations
 
     evaluations(args=context.args, prog_name="kvcache-compress eval")

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from kvcache_compress.eval.caches.prefill import CacheRun
 from kvcache_compress.files.text import parse_json, read_text
-from kvcache_compress.modeling import loading
+from kvcache_compress.modeling import hub
 
 
 def read_jsonl(path: Path, columns: Collection[str]) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def load_hub_rows(repo: str, name: str | None, split: str, columns: Collection[s
 def check_hub(repo: str) -> None:
     """Raise OSError if the hub is unreachable, unless its local cache is to be used (`HF_HUB_OFFLINE=1`)."""
     if not constants.HF_HUB_OFFLINE:
-        loading.check_hub(repo, "dataset")
+        hub.check_hub(repo, "dataset")
 
 
 def split_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], *, special: bool = True) -> list[list[int]]:

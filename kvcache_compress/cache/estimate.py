@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 from typing import NamedTuple
-
-from transformers import AutoConfig
 
 from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.config import CompressionConfig, LayerPlan
+from kvcache_compress.files.text import is_folder
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
+from kvcache_compress.modeling.hub import from_cache_or_hub
 from kvcache_compress.storage.rope_track import DTYPE as ROPE_DTYPE
 from kvcache_compress.storage.rope_track import rope_rows
 from kvcache_compress.validation.messages import one_line, quoted
@@ -106,21 +107,22 @@ def model_shape(model: str) -> ModelShape:
         ValueError: The model cannot be compressed, or its config is damaged.
         OSError: There is no model of that name.
     """
-    from kvcache_compress.modeling.loading import check_hub
-
     if model in MODELS:
         return MODELS[model]
+    from transformers import AutoConfig
+
     try:
-        try:
-            found = AutoConfig.from_pretrained(model, local_files_only=True)
-        except OSError:
-            check_hub(model)
-            found = AutoConfig.from_pretrained(model)
+        if is_folder(Path(model).expanduser()):
+            found = AutoConfig.from_pretrained(Path(model).expanduser())
+        else:
+            found = from_cache_or_hub(model, lambda local: AutoConfig.from_pretrained(model, local_files_only=local))
     except ValueError:
         raise
     except OSError as error:
-        allowed = f"allowed {', '.join(MODELS)}, a folder with a model's config, or the id of a model on the hub"
-        raise OSError(f"model={quoted(model)}: {allowed}, which did not give it: {one_line(error)}") from error
+        raise ValueError(
+            f"model={quoted(model)}: allowed {', '.join(MODELS)}, a folder with a saved model, or the id of a model on "
+            f"the hub. No such folder is here, and the hub did not give its config: {one_line(error)}"
+        ) from error
     except Exception as error:  # Transformers raises exceptions of many types for a damaged config
         raise ValueError(f"model={quoted(model)}: its config cannot be read: {one_line(error)}") from error
     config, layers = decoder_layers(found)

@@ -7,15 +7,19 @@ numbers stored in the model's own dtype (dense tokens, sides of method `none`) c
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from kvcache_compress.storage.rope_track import RopeTrack
+from kvcache_compress.validation.sizes import size_text
 
 from .layer import CompressedLayer
 
@@ -164,37 +168,36 @@ class MemoryReport:
         return {name: getattr(self, name) for name in names} | {"fields": self.fields()}
 
     def __str__(self) -> str:
-        table = Table(title="cache memory")
-        for heading in (
-            "layer",
-            "method",
-            "dense",
-            "packed",
-            "used KiB",
-            "allocated KiB",
-            "constants KiB",
-            "bits/number",
-        ):
-            table.add_column(heading, justify="left" if heading == "method" else "right")
-        for layer in self.layers:
-            sizes = (layer.used_bytes, layer.allocated_bytes, layer.constant_bytes)
-            counts = (layer.dense_tokens, layer.packed_tokens)
-            row = [str(layer.layer), layer.method, *map(str, counts), *(f"{size / 1024:.1f}" for size in sizes)]
-            table.add_row(*row, f"{layer.bits_per_number:.2f}")
-        table.add_section()
-        sizes = (self.used_bytes, self.allocated_bytes, self.constant_bytes)
-        counts = (self.dense_tokens, self.packed_tokens)
-        total = ["all", "", *map(str, counts), *(f"{size / 1024:.1f}" for size in sizes), f"{self.bits_per_number:.2f}"]
-        table.add_row(*total)
+        """Summary, then a table with a row for each run of layers that are alike, in 80 columns."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("layers", "method", "dense", "packed", "used", "held", "bits"):
+            table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True, overflow="fold")
+        for _, run in groupby(self.layers, key=_likeness):
+            alike = list(run)
+            first, last = alike[0], alike[-1]
+            named = str(first.layer) if first is last else f"{first.layer}-{last.layer}"
+            sums = (sum(getattr(layer, name) for layer in alike) for name in ("used_bytes", "total_bytes"))
+            counts = (str(first.dense_tokens), str(first.packed_tokens))
+            table.add_row(named, first.method, *counts, *map(size_text, sums), f"{first.bits_per_number:.2f}")
         text = io.StringIO()
-        Console(file=text, width=110).print(table)
-        fields = ", ".join(f"{name} {size / 1024:.1f}" for name, size in sorted(self.fields().items()))
+        Console(file=text, width=80).print(table)
+        rows = (line.rstrip() for line in text.getvalue().splitlines())
+        fields = ", ".join(f"{name} {size_text(size)}" for name, size in sorted(self.fields().items()))
+        tokens = max((layer.dense_tokens + layer.packed_tokens for layer in self.layers), default=0)
         return (
-            f"{text.getvalue()}KiB per field: {fields}\n"
-            f"{self.packed_bits_per_number:.2f} bits per packed number, {self.bits_per_number:.2f} per number over all "
-            f"(dense tokens counted at 16); {self.total_bytes / 2**20:.2f} MiB held, {self.ratio:.2f}x smaller than a "
-            f"full cache in {self.dtype or 'the dtype of its model'} ({self.full_bytes / 2**20:.2f} MiB)"
+            f"{size_text(self.total_bytes)} held, {self.ratio:.2f}x smaller than a full cache in "
+            f"{self.dtype or 'the dtype of its model'} ({size_text(self.full_bytes)})\n"
+            f"{self.packed_tokens:,} of {tokens:,} tokens packed, at {self.packed_bits_per_number:.2f} bits per packed "
+            f"number\n{self.bits_per_number:.2f} bits per number over all, dense tokens counted at 16\n"
+            + "\n".join(filter(None, rows))
+            + f"\n{textwrap.fill(f'in use by field: {fields}', 80)}"
         )
+
+
+def _likeness(layer: LayerMemory) -> tuple[Any, ...]:
+    """Everything that a row of the printed table shows of a layer."""
+    bits = layer.total_bytes_at_16, layer.numbers
+    return layer.method, layer.dense_tokens, layer.packed_tokens, layer.used_bytes, layer.total_bytes, *bits
 
 
 def memory_report(layers: Sequence[Any]) -> MemoryReport:

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
-from transformers import PreTrainedConfig
 
 from kvcache_compress.modeling.rope import Rope, RopeLayout
 from kvcache_compress.validation.options import StrictOptions
@@ -20,6 +19,8 @@ from .layout import Field
 from .rotation import hashed_seed
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    StaticCache,
-    StaticLayer,
-)
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Transformers' caches take seconds to import, which commands about sizes and presets need not wait for.
 
 
 def is_full_attention(layer: Any) -> bool:
     """True if this cache layer of Transformers holds all keys and values of a sequence, alone or beside a state."""
+    from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, StaticLayer
+
     return type(layer) in (DynamicLayer, StaticLayer, LinearAttentionAndFullAttentionLayer)
 
 
@@ -27,6 +25,9 @@ def decoder_layers(
     Raises:
         ValueError: The model is an encoder-decoder or has no full attention.
     """
+    from transformers import PreTrainedConfig
+    from transformers.cache_utils import DynamicCache, StaticCache
+
     if not isinstance(model_config, PreTrainedConfig):
         raise ValueError(f"model_config={type(model_config).__name__}: a model's config is needed (model.config)")
     if getattr(model_config, "is_encoder_decoder", False):

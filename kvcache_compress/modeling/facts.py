@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import PurePath
-from typing import Any
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from .decoder import head_dim_of, kv_heads_of
 from .rope import RopeLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def rope_record(config: PreTrainedConfig, layout: RopeLayout) -> dict[str, Any]:

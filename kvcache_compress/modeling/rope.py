@@ -12,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from transformers import PreTrainedConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Rotary factors of a run of tokens: cos and sin per pair, each `[B, T, rotary]`."""

@@ -9,13 +9,15 @@ import copy
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig
 
 from kvcache_compress.codecs.layout import grown_capacity
 from kvcache_compress.modeling.rope import Rope, RopeLayout, rotary_embedding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 DTYPE = torch.float16

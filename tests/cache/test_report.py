@@ -11,6 +11,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from kvcache_compress import CompressedCache, KIVICache, TurboQuantCache
 from kvcache_compress.storage.static import StaticStorage
+from kvcache_compress.validation.sizes import size_text
 
 BATCH, HEADS, DIM, TOKENS = 2, 2, 64, 60
 ROWS = BATCH * HEADS
@@ -96,7 +97,7 @@ def test_layers_that_are_not_ours() -> None:
     assert (empty.total_bytes, empty.full_bytes, empty.packed_tokens) == (0, 0, 0)
     assert math.isnan(empty.ratio)
     assert math.isnan(empty.bits_per_number)
-    assert "cache memory" in str(empty)
+    assert str(empty).startswith("0.00 KiB held")
     report = filled(cache, 64).memory_report()
     dense = filled(DynamicCache(config=config), 64)
     assert report.layers[0].total_bytes == dense.layers[0].keys.nbytes + dense.layers[0].values.nbytes
@@ -161,18 +162,32 @@ def test_room_is_counted_and_bounded() -> None:
     assert report.allocated_bytes > allocated
 
 
-def test_prints_a_table() -> None:
+def test_prints_a_summary_and_a_row_for_layers_that_are_alike() -> None:
     report = filled(TurboQuantCache(CONFIG, bits=4, sink_tokens=4, recent_tokens=8)).memory_report()
     text = str(report)
-    for heading in ("layer", "method", "dense", "packed", "used KiB", "allocated KiB", "bits/number"):
-        assert heading in text
-    row = next(line for line in text.splitlines() if "turboquant" in line)
-    assert [cell.strip() for cell in row.strip("│┃|").split("│")][:4] == ["0", "turboquant", "28", "32"]
-    assert f"{report.used_bytes / 1024:.1f}" in row
-    assert "4.25 bits per packed number" in text
-    assert f"{report.ratio:.2f}x smaller than a full cache in float32 (" in text
-    assert f"{report.bits_per_number:.2f} per number over all (dense tokens counted at 16)" in text
-    assert all(len(line) <= 110 for line in text.splitlines() if "│" in line)
+    first, second, third, headings, *_ = text.splitlines()
+    held, full = size_text(report.total_bytes), size_text(report.full_bytes)
+    assert first == f"{held} held, {report.ratio:.2f}x smaller than a full cache in float32 ({full})"
+    assert second == "32 of 60 tokens packed, at 4.25 bits per packed number"
+    assert third == f"{report.bits_per_number:.2f} bits per number over all, dense tokens counted at 16"
+    assert headings.split() == ["layers", "method", "dense", "packed", "used", "held", "bits"]
+    (row,) = (line for line in text.splitlines() if "turboquant" in line)
+    assert row.split()[:4] == ["0", "turboquant", "28", "32"]
+    assert f"{size_text(report.used_bytes)}  " in row
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_prints_other_layers_apart() -> None:
+    config = LlamaConfig(num_hidden_layers=6, hidden_size=256, num_attention_heads=4, num_key_value_heads=HEADS)
+    rules = {"keys": "spectral", "values": "turboquant", "layers": [{"match": [2, -1], "keys": "kivi"}]}
+    text = str(filled(CompressedCache(config, rules), 256).memory_report())
+    rows = [line.split()[:2] for line in text.splitlines() if "/turboquant" in line]
+    assert rows == [
+        ["0-1", "spectral/turboquant"],
+        ["2", "kivi/turboquant"],
+        ["3-4", "spectral/turboquant"],
+        ["5", "kivi/turboquant"],
+    ]
 
 
 def test_to_dict() -> None:

@@ -1,5 +1,6 @@
 """README: its figures are those of the result files, and its code runs."""
 
+import dataclasses
 import json
 import re
 import runpy
@@ -7,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.paths import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from kvcache_compress import load_config
+from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.config import preset_names
 from kvcache_compress.eval.reporting.tables import Table, tables
 from kvcache_compress.eval.runner.cells import read_cells
+from kvcache_compress.modeling.loading import load_model
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -124,12 +128,34 @@ def test_yaml_snippet_is_a_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_python_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_snippets_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a tenth of the text, as bfloat16 is slow on CPUs."""
+    model, tokenizer = load_model("smollm2-135m", dtype=torch.bfloat16)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: model)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: tokenizer)
     scope: dict[str, object] = {}
     for code in snippets("python"):
-        exec(code, scope)
+        assert "* 120" in code or "filler" not in code
+        exec(code.replace("* 120", "* 12"), scope)
     printed = capsys.readouterr().out
-    assert "bits per packed number" in printed
-    packed = re.search(r"(\d+) tokens packed", printed)
+    assert printed.startswith(snippets("text")[0].splitlines()[0]), "the pass key"
+    assert re.search(r"\d of \d+ tokens packed, at 2.25 bits per packed number", printed)
+    packed = re.search(r"(\d+) tokens packed\n", printed)
     assert packed is not None
     assert int(packed[1]) > 0
+
+
+def test_printed_memory_is_that_of_so_many_tokens() -> None:
+    """The snippet's report, from a layer of SmolLM2's shape that is filled without the model, thirty times."""
+    _, *lines, end = snippets("text")[0].splitlines()
+    assert end == "..."
+    packed, tokens = (int(count.replace(",", "")) for count in lines[1].split()[0:3:2])
+    assert packed < tokens
+    config = LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=1)
+    cache = CompressedCache(config, "best-2bit")
+    x = torch.randn(1, 3, tokens, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for part in x.split([tokens - 6, *[1] * 6], dim=2):
+        cache.update(part, part, 0)
+    report = cache.memory_report()
+    printed = str(dataclasses.replace(report, layers=report.layers * 30))
+    assert printed.splitlines()[: len(lines)] == lines

@@ -18,10 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig
 
 from kvcache_compress.codecs.allocation import allocate
 from kvcache_compress.codecs.base import SIDES, Side
@@ -30,6 +29,9 @@ from kvcache_compress.modeling.model_file import ModelFacts, ModelFile, open_mod
 from kvcache_compress.validation.messages import on_one_line, quoted
 
 from .additive import code_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FORMAT, VERSION = "kvcache_compress.commvq", "1"
 ENCODER = ("weight1", "bias1", "weight2", "bias2", "codebook")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import field_validator
-from transformers import PreTrainedConfig
 
 from kvcache_compress.codecs.base import Codec, CodecContext, Fields, MethodOptions, Rope, RopeUse, Side
 from kvcache_compress.codecs.layout import Field, check_head_dim, code_fields
@@ -38,6 +37,8 @@ from .codebook_file import (
 from .residual import ResidualBooks
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelSide
 

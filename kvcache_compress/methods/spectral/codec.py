@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from pydantic import BeforeValidator, field_validator
-from transformers import PreTrainedConfig
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.backend import quantizer
@@ -42,6 +41,8 @@ from .prefill import prompt_statistics
 from .statistics_file import GROUPS, RANK, check_model, group_size, load_layer, read_statistics
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from kvcache_compress.cpu_kernels.common.operands import CPUSide
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 

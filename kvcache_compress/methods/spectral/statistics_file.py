@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig
 
 from kvcache_compress.modeling.model_file import ModelFacts, ModelFile, open_model_file, write_model_file
 from kvcache_compress.validation.messages import quoted
 
 from .transform import RANK
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FORMAT, VERSION = "kvcache_compress.spectral", "2"
 ADVICE = (

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SINKS, RECENT = 16, 64
 """Tokens at the ends of a calibration window that count as sinks and as recent ones."""
@@ -24,6 +25,8 @@ def observed_attention(model: PreTrainedModel, observer: Observer) -> Iterator[b
     They cannot for models whose attention function Transformers does not look up by name. Eager attention, which is in
     the model's own file, is looked up as well.
     """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     name = str(model.config.get_text_config(decoder=True)._attn_implementation)
     named = ALL_ATTENTION_FUNCTIONS.get(name)
     if named is None and not (name == "eager" and model._can_set_attn_implementation()):

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import constants
 from transformers import PreTrainedTokenizerBase
 
-from kvcache_compress.modeling.loading import check_hub
+from kvcache_compress.modeling.hub import check_hub
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _FILE_NAME = re.compile(r".*\.(txt|text|md|rst|tex|html?|xml|json|jsonl|csv|tsv|parquet|gz|zip|zst)", re.IGNORECASE)

@@ -1,0 +1,43 @@
+"""Reading from the Hugging Face hub or its local cache, without minutes of retries where the hub is out of reach."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+logger = logging.getLogger(__name__)
+_TIMEOUT_S = 5.0
+_Loaded = TypeVar("_Loaded")
+
+
+def from_cache_or_hub(repo_id: str, load: Callable[[bool], _Loaded]) -> _Loaded:
+    """Load a model's parts from the hub's local cache, else from the hub itself.
+
+    Args:
+        repo_id: the model's id on the hub.
+        load: called with True to look into the local cache only, else with False.
+
+    Raises:
+        OSError: neither has the model.
+    """
+    try:
+        return load(True)
+    except OSError:
+        logger.debug("%s is not in the hub's local cache", repo_id)
+    check_hub(repo_id)
+    return load(False)
+
+
+def check_hub(repo_id: str, kind: Literal["model", "dataset"] = "model") -> None:
+    """Raise `OSError` if the hub is out of reach or has no such repository.
+
+    One request without retries: loading would retry each file five times, half a minute each.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        (api.model_info if kind == "model" else api.dataset_info)(repo_id, timeout=_TIMEOUT_S)
+    except Exception as error:  # the hub client changes its HTTP library, hence its exceptions, between versions
+        raise OSError(f"{type(error).__name__}: {error}") from error
