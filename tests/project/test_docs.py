@@ -28,6 +28,7 @@ from kvcache_compress.modeling.loading import load_model
 from kvcache_compress.modeling.model_file import ModelFacts
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+ROOMS = ("kvcache_compress", "eval", "cpu_kernels", "triton_kernels")
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 
 
@@ -130,6 +131,18 @@ def test_python_runs(page: str, scope: dict[str, Any]) -> None:
         if "generate(" in code:
             filled.append(scope["compression"].last_cache if "compression" in code else scope["cache"])
     assert all(cache.packed_tokens > 0 for cache in filled)
+
+
+def test_messages_that_are_explained_exist() -> None:
+    """Each part of a message between its dots is in the source, whose string literals may be split over lines."""
+    source = "".join(path.read_text(encoding="utf-8") for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", source)
+    table = (ROOT / "docs/guides/troubleshoot.md").read_text(encoding="utf-8").split("| message |")[1].split("\n\n")[0]
+    messages = re.findall(r"^\| `([^`]+)`", table, flags=re.MULTILINE)
+    assert len(messages) > 8
+    for message in messages:
+        for part in re.split(r"\s*\.\.\.\s*|=\"triton\"", message):
+            assert part in joined, message
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page, "yaml")])

@@ -1,5 +1,6 @@
 """The HTML report: well-formed, self-contained, escaped, and its recommendation."""
 
+import re
 from collections import Counter
 from html.parser import HTMLParser
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from support.comparison_cells import HOSTILE, cell, comparison
 
+from kvcache_compress.eval.reporting.answer import SHORT
 from kvcache_compress.eval.reporting.html_report import by_length, circumstances, heat_maps, options, to_html
 from kvcache_compress.eval.reporting.plots import draw
 from kvcache_compress.eval.reporting.tables import tables
@@ -103,6 +105,19 @@ def test_answer_comes_first(page: tuple[str, Page]) -> None:
     assert "up to 8.5 bits that lose at most a KL divergence of 0.02 nats per token in wiki." in shown
     assert "1 cell failed" in shown
     assert shown.index(answer) < shown.index("All caches")
+
+
+def test_ten_caches_come_first_and_the_others_are_behind_links() -> None:
+    """The second table and the heat maps are folded; each cache is in the second one."""
+    losses = {"full": 0.0} | {f"tq-{number}": 0.001 * (number + 1) for number in range(14)}
+    cells = [cell(name, "perplexity", loss) for name, loss in losses.items()]
+    text, _ = page_of([*cells, *(cell(name, "needle", 1.0) for name in losses)])
+    rows = [len(re.findall(r'<th scope="row">', part)) for part in re.findall(r"<table>.*?</table>", text, re.DOTALL)]
+    assert rows[:2] == [SHORT, SHORT], "the first caches, and pass keys by length"
+    folded = re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
+    assert folded.count('class="maps"') == 0
+    assert "tq-13" not in re.sub(r"<svg.*?</svg>", "", folded, flags=re.DOTALL)
+    assert text.count('<th scope="row">tq-13</th>') >= 1
 
 
 def test_one_cell_and_only_failures_are_no_error() -> None:
