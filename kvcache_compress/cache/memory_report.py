@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from kvcache_compress.storage.rope_track import RopeTrack
 
@@ -164,6 +162,9 @@ class MemoryReport:
         return {name: getattr(self, name) for name in names} | {"fields": self.fields()}
 
     def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
         table = Table(title="cache memory")
         for heading in (
             "layer",
