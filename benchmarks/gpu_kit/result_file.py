@@ -9,15 +9,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcache_compress.bench.decode import DecodeTime, beside
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.files.atomic import is_replaceable
 from kvcache_compress.files.text import parse_json, read_text
 
-from .jobs import KEYS, NOT_MEASURED, Job, planned_again
+from .jobs import FAILED, KEYS, NOT_MEASURED, UNCHECKED, Checks, Job, planned_again
+from .predicted import predicted_ms
 
 COMPARED = ("sources", "versions", "hardware", "small")
 """Entries that must be equal for a file to be continued; not the commit, as the sources' digest says what ran."""
+COMPARED_WITH_FULL = {
+    "decode": {"milliseconds": "speedup"}, "models": {"tokens_per_second": "speedup"}, "prefill": {"seconds": "ratio"},
+}  # fmt: skip
+"""Figures that are compared with the full cache's of the same size, and the name of their ratio."""
 FOLDERS = ("kvcache_compress", "triton_kernels", "configs", "benchmarks/gpu_kit")
 
 
@@ -50,6 +54,11 @@ class ResultFile:
         self.jobs = [job for job in jobs if job not in self.rows]
         for job in self.jobs:
             self.rows[job] = job.named | {"error": f"{NOT_MEASURED} the run ended before"}
+        self.predicted: dict[Job, dict[str, Any]] = {}
+        accelerator = self.where.get("hardware", {}).get("accelerator")
+        for job in self.rows:
+            if job.part == "decode" and (found := predicted_ms(job.named, accelerator)) is not None:
+                self.predicted[job] = {"predicted_ms": found[0], "predicted_bound": found[1]}
         path.parent.mkdir(parents=True, exist_ok=True)
         self.write()
 
@@ -62,7 +71,7 @@ class ResultFile:
             differs = ", ".join(key for key in COMPARED if contents.get(key) != self.where.get(key))
             if not differs:
                 rows = [(part, row) for part in self.parts for row in contents[part]]
-                self.rows = {Job.of(part, row): row for part, row in rows if not planned_again(row)}
+                self.rows = {Job.of(part, row): _own(row) for part, row in rows if not planned_again(row)}
                 self.runs = contents["runs"] + self.runs
         except (ValueError, TypeError, KeyError, AttributeError):
             self.rows, differs = {}, "no result file"
@@ -90,13 +99,25 @@ class ResultFile:
         self.write()
 
     def contents(self) -> dict[str, Any]:
-        """Contents of the file, with speed-ups and ratios."""
-        finished = all(measured(row) for row in self.rows.values())
-        parts = {part: [row for job, row in self.rows.items() if job.part == part] for part in self.parts}
-        for part, compared in (("decode", _with_speedups), ("prefill", _with_ratios)):
-            if part in parts:
-                parts[part] = compared(parts[part])
+        """Contents of the file, with predictions, comparisons with the full cache, and marks of invalid rows."""
+        finished, checks = all(measured(row) for row in self.rows.values()), Checks(self.rows)
+        parts: dict[str, list[dict[str, Any]]] = {part: [] for part in self.parts}
+        for job, row in self.rows.items():
+            parts[job.part].append(self._completed(job, row, checks))
         return {**self.where, "runs": self.runs, "finished": finished, **parts}
+
+    def _completed(self, job: Job, row: dict[str, Any], checks: Checks) -> dict[str, Any]:
+        more: dict[str, Any] = dict(self.predicted.get(job, {}))
+        if row.get("error") is None and (problem := row.get("invalid") or checks.failure(job)):
+            more["invalid"] = problem
+        full = self.rows.get(_full(job))
+        for figure, name in COMPARED_WITH_FULL.get(job.part, {}).items():
+            if row.get(figure) and full and full.get(figure):
+                ratio = row[figure] / full[figure]
+                more[name] = 1 / ratio if name == "speedup" and job.part == "decode" else ratio
+        if "speedup" in more and job.part == "decode":
+            more["bound"] = full["bits"] / row["bits"]  # type: ignore[index]
+        return row | more
 
     def write(self) -> None:
         """Replace the file atomically."""
@@ -108,21 +129,15 @@ def measured(row: Mapping[str, Any]) -> bool:
     return not str(row.get("error")).startswith(NOT_MEASURED)
 
 
-def _with_speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add speed-ups to decode rows, over the full cache of the same shape, batch and length, if both have figures."""
-    full = {Job.of("decode", row).values[1:]: DecodeTime(**row) for row in rows if row["cache"] == "full"}
-    result = []
-    for row in rows:
-        other = full.get(Job.of("decode", row).values[1:])
-        compared = DecodeTime(**row) if other is None else beside(DecodeTime(**row), other)
-        result.append(row if compared.speedup is None else row | {"speedup": compared.speedup, "bound": compared.bound})
-    return result
+def _own(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the mark of its check, which may be made again."""
+    return {
+        name: None if name == "invalid" and str(mark).startswith((FAILED, UNCHECKED)) else mark
+        for name, mark in row.items()
+    }
 
 
-def _with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add ratios to rows of prompts, to the full cache in chunks of the same size."""
-    full = {row["chunk"]: row.get("seconds") for row in rows if row["cache"] == "full"}
-    return [
-        row | {"ratio": row["seconds"] / full[row["chunk"]]} if row.get("seconds") and full.get(row["chunk"]) else row
-        for row in rows
-    ]
+def _full(job: Job) -> Job:
+    """Job of the full cache that a job is compared with."""
+    values = ("full", *job.values[1:])
+    return Job(job.part, (*values[:-1], "plain") if job.part == "decode" else values)

@@ -8,6 +8,7 @@ changes more than its kernel: the number of splits, hence the memory between ker
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +28,15 @@ from kvcache_compress.codecs.backend import load_part
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.files.text import parse_json, read_text
 
-from .jobs import CHECK_FAILED, NOT_MEASURED, Job
+from .jobs import TUNING, Job, is_missing
 
 BATCH, TOKENS = 8, 32_768
 """Sequences and tokens with which tiles are timed; `SMALL` without a GPU."""
 SMALL = (1, 64)
 INPUTS = 3
 """Number of sets of random codes and queries with which each tile is timed."""
+AT_A_TIME = 6
+"""Tiles of a case that are planned before those of the next one."""
 MARGIN = 0.03
 """Share by which a tile must be faster than the rule's, with all inputs, to be entered in the table."""
 WARPS_AND_STAGES_IN_SMALL = (1, 2)
@@ -81,14 +84,26 @@ class Case:
     kernel: str
     rule: Any
     others: tuple[Any, ...]
+    complete: bool = True
+    """True if `others` are all tiles that both sides support."""
 
     def job(self, part: str, tile: Any, size: tuple[int, int]) -> Job:
         """Job of a tile at `size` sequences and tokens; `part` is `try` or `tile`."""
         return Job(part, (self.cache, self.shape, *size, *tile))
 
 
-def plan_cases(presets: Sequence[str], shapes: Mapping[str, Shape], small: bool = False) -> list[Case]:
-    """Cases to tune: for each kernel and shape, the first preset that runs it."""
+def plan_cases(
+    presets: Sequence[str],
+    shapes: Mapping[str, Shape],
+    small: bool = False,
+    most: int | None = None,
+    capability: str | None = None,
+) -> list[Case]:
+    """Cases to tune: for each kernel and shape, the first preset that runs it.
+
+    Its tiles, at most `most`, begin with that of the table for this compute capability, then those most like the
+    rule's.
+    """
     tiles = load_part("triton_kernels.attention.tiles")
     cases: dict[tuple[str, str], Case] = {}
     for preset in presets:
@@ -102,19 +117,35 @@ def plan_cases(presets: Sequence[str], shapes: Mapping[str, Shape], small: bool 
                 for side in ("keys", "values")
             )  # fmt: skip
             kernel, rule = tiles.kernel_name(keys, values, False), tiles.rule(keys, values, False)
+            known = tiles.tile_shape(keys, values, False, 1, capability)
             others = [tile for tile in tiles.candidates(keys, values) if tile != rule]
             if small:
                 others = [tile for tile in others if tile[1:] == WARPS_AND_STAGES_IN_SMALL]
-            cases.setdefault((kernel, name), Case(preset, name, kernel, rule, tuple(others)))
+            others.sort(key=lambda tile: (tile != known, _distance(tile, rule)))
+            complete = most is None or most >= len(others)
+            cases.setdefault((kernel, name), Case(preset, name, kernel, rule, tuple(others[:most]), complete))
     return list(cases.values())
+
+
+def _distance(tile: Sequence[int], rule: Sequence[int]) -> float:
+    """Doublings between two tiles' tokens and warps, and half as much for each stage of difference."""
+    (tokens, warps, stages), (by_tokens, by_warps, by_stages) = tile, rule
+    return abs(math.log2(tokens / by_tokens)) + abs(math.log2(warps / by_warps)) + abs(stages - by_stages) / 2
+
+
+def plan_tiles(cases: Sequence[Case], size: tuple[int, int]) -> list[Job]:
+    """Jobs of all tiles, tries first; a few tiles of every case before more, so that little time serves all."""
+    ranks = range(0, max((len(case.others) for case in cases), default=0), AT_A_TIME)
+    chosen = [(case, tile) for first in ranks for case in cases for tile in case.others[first : first + AT_A_TIME]]
+    return [case.job(part, tile, size) for part in TUNING for case, tile in chosen]
 
 
 @lru_cache(maxsize=1)
 def _views(
-    preset: str, shape: Shape, batch: int, tokens: int, device: torch.device
+    preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, inputs: int
 ) -> tuple[tuple[Step, torch.Tensor], ...]:
     """Layers and queries of a case, cached because its tiles are tried one after the other."""
-    return tuple(random_view(preset, shape, batch, tokens, device, torch.bfloat16) for _ in range(INPUTS))
+    return tuple(random_view(preset, shape, batch, tokens, device, torch.bfloat16) for _ in range(inputs))
 
 
 def try_tile(
@@ -137,7 +168,7 @@ def try_tile(
     """
     tiles = load_part("triton_kernels.attention.tiles")
     scaling, errors, times = shape.head_dim**-0.5, [], []
-    for view, query in _views(preset, shape, batch, tokens, device)[: INPUTS if timed else 1]:
+    for view, query in _views(preset, shape, batch, tokens, device, INPUTS if timed else 1):
         k_side, v_side = view.keys.codec.kernel_side, view.values.codec.kernel_side
         assert k_side is not None
 
@@ -145,7 +176,10 @@ def try_tile(
             return view.attend(query, None, scaling, None, None)
 
         k_side.use_tile(tiles.Tile(*tile))
-        errors.append(compare_view(view, query, scaling))
+        error, problem = compare_view(view, query, scaling)
+        if problem is not None or error is None:
+            raise ValueError(problem)
+        errors.append(error)
         registers = _registers(k_side)
         if timed:
             ours = timer(attend, device, repeats)
@@ -171,44 +205,31 @@ def _registers(k_side: Any) -> int | None:
     return int(compiled.n_regs)
 
 
-def without_try(job: Job, rows: Mapping[Job, Mapping[str, Any]]) -> str | None:
-    """Reason why a tile may not be timed; None if it is known to be right."""
-    row = rows[Job("try", job.values)]
-    if not _reached(row):
-        return f"{NOT_MEASURED} it was not tried"
-    return None if row.get("error") is None else CHECK_FAILED + str(row["error"])
-
-
-def _reached(row: Mapping[str, Any]) -> bool:
-    """True if a tile was compiled or timed, or ended the process that did so, which counts as a failure."""
-    return not str(row.get("error")).removeprefix(CHECK_FAILED).startswith(NOT_MEASURED)
-
-
 def best_tiles(
     cases: Sequence[Case], rows: Mapping[Job, Mapping[str, Any]], size: tuple[int, int]
 ) -> dict[str, dict[str, Any] | None]:
     """Entries of the table by kernel; None for a kernel whose best tile is the rule's or hardly better.
 
     A tile must be faster than the rule's by `MARGIN` in each case of its kernel, with all inputs. A kernel is left out
-    unless all its tiles were timed or failed, and at least one was timed.
+    if no tile pays that was measured, unless all were.
     """
     entries: dict[str, dict[str, Any] | None] = {}
     for kernel, group in groupby(sorted(cases, key=lambda case: case.kernel), lambda case: case.kernel):
         kernel_cases = list(group)
         first = kernel_cases[0]
         table = {tile: [rows[case.job("tile", tile, size)] for case in kernel_cases] for tile in first.others}
-        if not all(_reached(row) for measured in table.values() for row in measured):
-            continue
-        right = {tile: times for tile, times in table.items() if all(row.get("error") is None for row in times)}
+        reached = {tile: times for tile, times in table.items() if not any(map(is_missing, times))}
+        right = {tile: times for tile, times in reached.items() if all(row.get("error") is None for row in times)}
         if not right:
             continue
         ratios = {tile: max(row["ratio"] for row in times) for tile, times in right.items()}
         best = min(ratios, key=lambda tile: ratios[tile])
-        entries[kernel] = None
         if ratios[best] < 1 - MARGIN:
             figures = ("cache", "shape", "batch", "tokens", "milliseconds", "rule_milliseconds", "ratio")
             measured = [{name: row[name] for name in figures} for row in right[best]]
             entries[kernel] = {"tile": best._asdict(), "rule": first.rule._asdict(), "measured": measured}
+        elif first.complete and len(reached) == len(table):
+            entries[kernel] = None
     return entries
 
 

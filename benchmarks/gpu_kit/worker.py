@@ -6,7 +6,7 @@ writes the file (`benchmarks/gpu.py`).
 
     python -P -m gpu_kit.worker < JOBS
 
-`JOBS` is `{"jobs": [[part, [values]]], "late": [], "seconds": 400, "small": false}`.
+`JOBS` is `{"jobs": [[part, [values]]], "seconds": 400, "small": false}`.
 """
 
 from __future__ import annotations
@@ -17,77 +17,42 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, TextIO
 
 import torch
 
-from kvcache_compress.bench.decode import compressed_time, full_time
+from kvcache_compress.bench.decode import compressed_time, full_time, random_view
 from kvcache_compress.bench.timing import CopyBandwidth, copy_bandwidth
 from kvcache_compress.eval.provenance.results import error_message
 
 from .check import check_kernels
 from .check_static import graph_check
 from .encode import encode_time
-from .jobs import DENSE, SHARES, SIZES, SMALL_SIZES, TUNING, Job, Sizes
-from .models import model_time, random_llama
-from .prompts import longest_context, prefill_time
+from .jobs import MEMORY_SHAPE, MEMORY_TOKENS, SIZES, SMALL_SIZES, TUNING, Job, Sizes
+from .models import longest_context, model_time, prefill_time, random_llama
 from .tune import try_tile
 
 Emit = Callable[[dict[str, Any]], None]
 LONGEST_MESSAGE = 300
 
 
-class Budget:
-    """Time budget of the parts: each gets its share of the time left when it begins, and no more."""
+@dataclass(frozen=True)
+class Profiled:
+    """A layer's attention was called for the profiler, which reads the counters of its second launch."""
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self.end = clock() + seconds
-        self.until = self.end
-
-    def begin(self, part: str, later: Sequence[str]) -> None:
-        """Begin the time of `part`; `later` are the parts after it."""
-        share = SHARES.get(part, 1) / sum(SHARES.get(name, 1) for name in (part, *later))
-        self.until = self.clock() + max(0.0, self.end - self.clock()) * share
-
-    def take_rest(self) -> None:
-        """Allow all remaining time, as no part follows."""
-        self.until = self.end
-
-    def over(self) -> bool:
-        return self.clock() >= self.until
+    cache: str
+    error: str | None = None
 
 
-def run_jobs(
-    jobs: Sequence[Job],
-    measure: Callable[[Job], Any],
-    budget: Budget,
-    emit: Emit,
-    already_late: Sequence[Job] = (),
-) -> bool:
-    """Run jobs part by part, each part within its share of time, and late jobs at the end in the time left.
-
-    Emits `{"begin": job}` before each job and `{"row": ...}` after it; a failed job gives a row with its `error`.
-    `already_late`: jobs of parts that used their share in an earlier process.
+def run_jobs(jobs: Sequence[Job], measure: Callable[[Job], Any], late: Callable[[], bool], emit: Emit) -> bool:
+    """Run jobs until it is late. Emits `{"begin": job}` before each and `{"row": ...}` after it, with its `error`.
 
     Returns:
         False if the device no longer works.
     """
-    late = list(already_late)
-    parts = list(dict.fromkeys(job.part for job in jobs))
-    for place, part in enumerate(parts):
-        budget.begin(part, parts[place + 1 :])
-        for job in jobs:
-            if job.part != part:
-                continue
-            if budget.over():
-                late.append(job)
-            elif not _run(job, measure, emit):
-                return False
-    budget.take_rest()
-    return all(budget.over() or _run(job, measure, emit) for job in late)
+    return all(late() or _run(job, measure, emit) for job in jobs)
 
 
 def _run(job: Job, measure: Callable[[Job], Any], emit: Emit) -> bool:
@@ -137,9 +102,12 @@ class Measurements:
         sizes, named = self.sizes, job.named
         name, shape_name = named["cache"], named.get("shape", "")
         shape = sizes.shapes.get(shape_name)
+        if job.part == "memory":
+            return check_kernels(name, "memory", MEMORY_SHAPE, MEMORY_TOKENS, self.device)
         if shape is not None:
             if job.part == "check":
-                return check_kernels(name, shape_name, shape, named["tokens"], self.device)
+                steps = named["tokens"] != sizes.uneven  # which do not depend on the number of tokens
+                return check_kernels(name, shape_name, shape, named["tokens"], self.device, steps=steps)
             if job.part == "graph":
                 return graph_check(name, shape_name, shape, self.device)
             call = (name, shape_name, shape, named["batch"], named["tokens"], self.device)
@@ -148,11 +116,18 @@ class Measurements:
                 return try_tile(*call, tile, timed=job.part == "tile", repeats=sizes.repeats)
             if job.part == "encode":
                 return encode_time(*call, repeats=max(2, sizes.repeats // 4))
-            return (full_time if name in DENSE else compressed_time)(*call, torch.bfloat16, sizes.repeats)
+            if job.part == "profile":
+                view, query = random_view(name, shape, *call[3:], torch.bfloat16)
+                for _ in range(3):
+                    view.attend(query, None, shape.head_dim**-0.5, None, None)
+                return Profiled(name)
+            if name == "full":
+                return full_time(*call[1:], torch.bfloat16, sizes.repeats)
+            return compressed_time(*call, torch.bfloat16, sizes.repeats, named["call"])
         if job.part == "bandwidth":
             return CopyBandwidth(copy_bandwidth(self.device))
         if job.part == "models":
-            return model_time(self.model, name, named["batch"], named["tokens"])
+            return model_time(self.model, name, named["batch"], named["tokens"], named["loop"])
         if job.part == "prefill":
             return prefill_time(self.model, name, named["tokens"], named["chunk"])
         return longest_context(self.model, name, sizes.piece, sizes.most, self.late)
@@ -161,15 +136,18 @@ class Measurements:
 def main(source: TextIO, out: TextIO) -> int:
     """Run the jobs read from `source`; returns 1 if the device stopped working, so that another process must go on."""
     task = json.load(source)
-    jobs, late = ([Job(part, tuple(values)) for part, values in task[name]] for name in ("jobs", "late"))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    budget = Budget(task["seconds"])
-    measure = Measurements(SMALL_SIZES if task["small"] else SIZES, device, budget.over)
+    end = time.monotonic() + task["seconds"]
+
+    def late() -> bool:
+        return time.monotonic() >= end
 
     def emit(event: dict[str, Any]) -> None:
         print(json.dumps(event), file=out, flush=True)
 
-    return 0 if run_jobs(jobs, measure, budget, emit, late) else 1
+    measure = Measurements(SMALL_SIZES if task["small"] else SIZES, device, late)
+    jobs = [Job(part, tuple(values)) for part, values in task["jobs"]]
+    return 0 if run_jobs(jobs, measure, late, emit) else 1
 
 
 if __name__ == "__main__":

@@ -96,8 +96,9 @@ def run_bench(
     heads = f"{shape.query_heads} query heads, {shape.kv_heads} key/value heads of {shape.head_dim}"
     console.print(f"{heads}. A copy in this memory reads and writes {bandwidth:.1f} GB/s.")
     for row in rows:
-        if row.error is not None:
-            text = f"{row.cache}, batch {row.batch} x {row.tokens} tokens: {row.error}"
+        if row.error is not None or row.invalid is not None:
+            why = row.error or f"the time does not count: {row.invalid}"
+            text = f"{row.cache}, batch {row.batch} x {row.tokens} tokens: {why}"
             console.print(escape(text), style="red")
     if output is not None:
         contents = {**circumstances(place), "dtype": dtype, "copy_gigabytes_per_second": round(bandwidth, 1)}

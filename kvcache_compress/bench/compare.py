@@ -1,4 +1,4 @@
-"""Compare attention, before it is timed, at the same shape with plain attention over decoded keys and values.
+"""Compare attention, before it is timed, with plain attention over decoded keys and values of the same shape.
 
 Only two sequences of the batch are compared, so that 32 of 128K tokens take a fraction of a second: the last one, whose
 codes lie farthest in memory, and a random one. The others must at least be finite.
@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -22,17 +23,26 @@ LIBRARY_BAR = 1e-2
 """The same bound for attention of other libraries, which round weights to bfloat16."""
 
 
-def compare_view(view: Step, query: torch.Tensor, scaling: float) -> float:
-    """Error of attention of queries `[B, Hq, 1, D]` over a layer, also by a repeated launch, as timed ones are.
+class Comparison(NamedTuple):
+    """Relative error of attention, None if there is NaN or infinity, and why its time is not valid, or None."""
 
-    Raises:
-        ValueError: the error is larger than allowed.
+    error: float | None
+    problem: str | None
+
+
+def compare_view(view: Step, query: torch.Tensor, scaling: float, mask: torch.Tensor | None = None) -> Comparison:
+    """Compare attention of queries `[B, Hq, 1, D]` over a layer, with a mask `[B, 1, 1, T]` over its tokens or none.
+
+    The second of two calls is a repeated launch, as timed ones are.
     """
+    slots = view.keys.slots
+    hidden = mask if slots is None else slots.mask(mask, 1)
     return compare(
-        lambda: view.attend(query, None, scaling, None, None)[:, 0],
+        lambda: view.attend(query, mask, scaling, None, None)[:, 0],
         query[:, :, 0],
         lambda rows: (_decoded(view.keys, rows), _decoded(view.values, rows)),
         scaling,
+        mask=None if hidden is None else hidden.expand(len(query), -1, -1, -1),
     )
 
 
@@ -42,34 +52,38 @@ def compare(
     read: Callable[[list[int]], tuple[torch.Tensor, torch.Tensor]],
     scaling: float,
     bar: float = ATTENTION_BAR,
-) -> float:
-    """Relative error of `attend()`, `[B, Hq, D]`, for queries `[B, Hq, D]`; the worse of two calls.
+    mask: torch.Tensor | None = None,
+) -> Comparison:
+    """Compare `attend()`, `[B, Hq, D]`, for queries `[B, Hq, D]`, with plain attention; the worse of two calls counts.
 
     Args:
         read: returns keys and values `[n, H, T, D]` of n rows of the batch, in float32.
         bar: allowed error in addition to rounding of the output.
-
-    Raises:
-        ValueError: the error is larger than allowed.
+        mask: `[B, 1, 1, T]`, True for tokens that are attended to; None for all.
     """
     batch = len(query)
     rows = sorted({int(torch.randint(batch, ())), batch - 1})
-    expected = plain_attention(query[rows].float(), *read(rows), scaling)
+    expected = plain_attention(query[rows].float(), *read(rows), scaling, None if mask is None else mask[rows])
     allowed = allowed_error(expected, query.dtype, bar)
     worst = 0.0
     for _ in range(2):
         ours = attend()
         error = relative_error(ours[rows], expected) if bool(ours.isfinite().all()) else math.nan
         if problem := attention_problem(error, allowed):
-            raise ValueError(problem)
+            return Comparison(error if math.isfinite(error) else None, problem)
         worst = max(worst, error)
-    return worst
+    return Comparison(worst, None)
 
 
-def plain_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+def plain_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention of queries `[B, Hq, D]` over keys and values `[B, H, T, D]`, in plain torch: `[B, Hq, Dv]`."""
     grouped = query.unflatten(1, (keys.shape[1], -1))
-    return ((grouped @ keys.mT * scaling).softmax(-1) @ values).flatten(1, 2)
+    scores = grouped @ keys.mT * scaling
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1) @ values).flatten(1, 2)
 
 
 def _decoded(side: SideSegments, rows: list[int]) -> torch.Tensor:
@@ -79,7 +93,7 @@ def _decoded(side: SideSegments, rows: list[int]) -> torch.Tensor:
     if track is not None:
         track.buffer = track.buffer[rows]
     sinks, tail = side.sinks[rows].float(), side.tail[rows].float()
-    return replace(side, sinks=sinks, tail_buffer=tail, store=store, track=track).dense()
+    return replace(side, sinks=sinks, tail_buffer=tail, store=store, track=track, slots=None).dense()
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -93,7 +107,7 @@ def allowed_error(expected: torch.Tensor, dtype: torch.dtype, bar: float = ATTEN
 
 
 def attention_problem(error: float, allowed: float) -> str | None:
-    """Reason why attention with this error may not be timed, or None."""
+    """Reason why the time of attention with this error is not valid, or None."""
     if error <= allowed:  # False for NaN
         return None
     return f"attention differs by {error:.1e} of its size: allowed {allowed:.1e}"

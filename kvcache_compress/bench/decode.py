@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvcache_compress.attention.handle import Step
 from kvcache_compress.codecs.backend import BackendChoice, interpreting, resolve_backend
 from kvcache_compress.eval.provenance.results import error_message
 from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.slots import Slots
 
 from .compare import LIBRARY_BAR, compare, compare_view
 from .layers import Shape, encoded_side, middle_layer, named_config
-from .peers import PEERS, installed
-from .timing import median_ms
-
-BACKENDS = {"cuda": [SDPBackend.FLASH_ATTENTION], "cpu": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]}
-"""Allowed backends of PyTorch's attention: on a GPU only flash attention is timed."""
+from .peers import OTHERS, peers
+from .timing import kernel_ms, median_ms
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class DecodeTime:
     """Time of decode attention with one cache, shape, batch and length.
 
     Attributes:
-        cache: preset; or, over uncompressed keys and values, `full` for PyTorch's attention, or another library's name.
+        cache: preset; `none` for our kernel over uncompressed keys and values, or `full` for the fastest of others.
         shape: name of the model's shape.
         milliseconds: median time of one layer and step.
         gigabytes_per_second: stored bytes of the layer, divided by that time.
@@ -37,6 +35,10 @@ class DecodeTime:
         speedup: speed-up over `full` at the same batch and length.
         bound: speed-up that the number of bytes would allow.
         attention_error: relative error of some rows, compared before the timing (`compare.py`).
+        kernels: milliseconds of each kernel of the call, by the profiler; None without one.
+        libraries: of `full`, milliseconds of each library, or why there are none.
+        call: `plain`; `mask`, with left padding; or `fixed`, over a static capacity that is filled.
+        invalid: why the time does not count.
         error: why there are no figures.
     """
 
@@ -50,48 +52,48 @@ class DecodeTime:
     speedup: float | None = None
     bound: float | None = None
     attention_error: float | None = None
+    kernels: dict[str, float] | None = None
+    libraries: dict[str, float | str] | None = None
+    call: str = "plain"
+    invalid: str | None = None
     error: str | None = None
 
 
 def full_time(
-    library: str,
-    name: str,
-    shape: Shape,
-    batch: int,
-    tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    repeats: int = 20,
+    name: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, repeats: int = 20
 ) -> DecodeTime:
-    """Time a library's attention with grouped queries over uncompressed keys and values.
-
-    `full` is PyTorch's, flash attention if available; other names are those of `PEERS`.
+    """Time attention with grouped queries over uncompressed keys and values, by the fastest library that is right.
 
     Raises:
-        ValueError: the attention is wrong.
+        ValueError: no library's attention works, or none is right.
     """
     query = torch.randn(batch, shape.query_heads, shape.head_dim, device=device, dtype=dtype)
-    size = (batch, tokens, shape.kv_heads, shape.head_dim)
-    if library == "full":
-        size = (batch, shape.kv_heads, tokens, shape.head_dim)
+    size = (batch, shape.kv_heads, tokens, shape.head_dim)
     keys, values = (torch.randn(size, device=device, dtype=dtype) for _ in range(2))
-    attend = (_torch if library == "full" else PEERS[library])(query, keys, values)
-    # Other libraries use the layout `[B, T, H, D]`.
-    by_head = (keys, values) if library == "full" else (keys.transpose(1, 2), values.transpose(1, 2))
-    with sdpa_kernel(BACKENDS[device.type]):
-        error = compare(
-            attend, query, lambda rows: (by_head[0][rows].float(), by_head[1][rows].float()), shape.head_dim**-0.5,
-            LIBRARY_BAR,
-        )  # fmt: skip
-        time = median_ms(attend, device, repeats)
-    bits = 8.0 * dtype.itemsize
-    stored = keys.nbytes + values.nbytes
-    return DecodeTime(library, name, batch, tokens, time, stored / time / 1e6, bits, attention_error=error)
-
-
-def _torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return lambda: attend(query[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
+    libraries: dict[str, float | str] = {}
+    best: tuple[float, float | None, dict[str, float] | None] | None = None
+    for library, make in peers(device).items():
+        try:
+            given = [x.transpose(1, 2).contiguous() if library in OTHERS else x for x in (keys, values)]
+            attend = make(query, *given)
+            error, problem = compare(
+                attend, query, lambda rows: (keys[rows].float(), values[rows].float()), shape.head_dim**-0.5,
+                LIBRARY_BAR,
+            )  # fmt: skip
+            if problem is not None:
+                raise ValueError(problem)
+            libraries[library] = time = median_ms(attend, device, repeats)
+            if best is None or time < best[0]:
+                best = time, error, _kernels(attend, device)
+        except Exception as failure:
+            libraries[library] = error_message(failure)[:200]
+    if best is None:
+        raise ValueError("; ".join(f"{library}: {why}" for library, why in libraries.items()))
+    time, error, kernels = best
+    return DecodeTime(
+        "full", name, batch, tokens, time, (keys.nbytes + values.nbytes) / time / 1e6, 8.0 * dtype.itemsize,
+        attention_error=error, kernels=kernels, libraries=libraries,
+    )  # fmt: skip
 
 
 def compressed_time(
@@ -103,42 +105,77 @@ def compressed_time(
     device: torch.device,
     dtype: torch.dtype,
     repeats: int = 20,
+    call: str = "plain",
 ) -> DecodeTime:
     """Time fused attention as a model calls it, over `tokens` random packed tokens and the preset's dense windows.
 
     Raises:
-        ValueError: the preset does not support the shape, or attention is wrong.
+        ValueError: the preset does not support the shape.
     """
-    view, query = random_view(preset, shape, batch, tokens, device, dtype)
-    scaling = shape.head_dim**-0.5
-    error = compare_view(view, query, scaling)
-    time = median_ms(lambda: view.attend(query, None, scaling, None, None), device, repeats)
+    view, query = random_view(preset, shape, batch, tokens, device, dtype, fixed=call == "fixed")
+    mask = _left_padding(view) if call == "mask" else None
+
+    def attend() -> torch.Tensor:
+        return view.attend(query, mask, shape.head_dim**-0.5, None, None)
+
+    error, problem = compare_view(view, query, shape.head_dim**-0.5, mask)
+    time = median_ms(attend, device, repeats)
     size = _stored(view.keys) + _stored(view.values)
     numbers = 2 * batch * shape.kv_heads * view.shape("keys")[2] * shape.head_dim
-    return DecodeTime(preset, name, batch, tokens, time, size / time / 1e6, 8 * size / numbers, attention_error=error)
+    return DecodeTime(
+        preset, name, batch, tokens, time, size / time / 1e6, 8 * size / numbers,
+        attention_error=error, kernels=_kernels(attend, device), call=call, invalid=problem,
+    )  # fmt: skip
+
+
+def _kernels(call: Callable[[], Any], device: torch.device) -> dict[str, float] | None:
+    """Milliseconds of a call's kernels; None, with the reason on standard error, where there is no profiler."""
+    try:
+        return kernel_ms(call, device) or None
+    except Exception as error:
+        print(f"no times of kernels: {error_message(error)}", file=sys.stderr)
+        return None
+
+
+def _left_padding(view: Step) -> torch.Tensor:
+    """Mask `[B, 1, 1, T]` that hides a few of the first tokens, more of each sequence of a batch than of the last."""
+    batch, _, tokens, _ = view.shape("keys")
+    hidden = 3 * torch.arange(batch, device=view.device)[:, None]
+    return (torch.arange(tokens, device=view.device) >= hidden)[:, None, None]
 
 
 def random_view(
-    preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, dtype: torch.dtype
+    preset: str,
+    shape: Shape,
+    batch: int,
+    tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    fixed: bool = False,
 ) -> tuple[Step, torch.Tensor]:
-    """Layer with `tokens` random packed tokens and the preset's dense windows, and random queries `[B, Hq, 1, D]`.
+    """A layer with `tokens` random packed tokens, in a full static capacity if `fixed`, and queries `[B, Hq, 1, D]`.
 
     Raises:
         ValueError: the preset does not support the shape.
     """
     plan = middle_layer(named_config(preset))
+    windows = (plan.sink_tokens, plan.recent_tokens)
     keys, values = (
         encoded_side(
             plan.side(side).method, plan.side(side).options(), side, shape.head_dim, dtype,
-            heads=shape.kv_heads, packed=tokens, windows=(plan.sink_tokens, plan.recent_tokens), codes="random",
-            batch=batch, device=device,
+            heads=shape.kv_heads, packed=tokens, windows=windows, codes="random", batch=batch, device=device,
         )
         for side in ("keys", "values")
     )  # fmt: skip
     choice: BackendChoice = "triton" if interpreting() else "auto"
     backend = resolve_backend(choice, device, (keys.codec, values.codec))
     query = torch.randn(batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
-    return Step(keys, values, backend), query
+    if not fixed:
+        return Step(keys, values, backend), query
+    count = tokens + sum(windows)
+    counters = (torch.tensor(number, device=device) for number in (count, tokens))
+    slots = Slots(windows[0], tokens, windows[1], count, *counters)
+    return Step(replace(keys, slots=slots), replace(values, slots=slots), backend, count), query
 
 
 def measure_decode(
@@ -152,17 +189,14 @@ def measure_decode(
 ) -> Iterator[DecodeTime]:
     """Measure full and compressed attention in `dtype` for every combination, and yield each row at once.
 
-    On a GPU, other installed libraries are measured too. A failure becomes a row with its `error`.
+    A failure becomes a row with its `error`.
     """
-    libraries = installed() if device.type == "cuda" else []
     for (name, shape), batch, tokens in itertools.product(shapes.items(), batches, lengths):
         call = (name, shape, batch, tokens, device, dtype, repeats)
-        full = DecodeTime("full", name, batch, tokens)
-        for cache in ("full", *libraries, *presets):
-            measure = compressed_time if cache in presets else full_time
-            row = _or_error(cache, call, lambda: measure(cache, *call))  # noqa: B023 - called at once
-            full = row if cache == "full" else full
-            yield beside(row, full)
+        full = _or_error("full", call, lambda: full_time(*call))  # noqa: B023 - called at once
+        yield beside(full, full)
+        for preset in presets:
+            yield beside(_or_error(preset, call, lambda: compressed_time(preset, *call)), full)  # noqa: B023
 
 
 def beside(row: DecodeTime, full: DecodeTime) -> DecodeTime:

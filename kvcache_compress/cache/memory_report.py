@@ -14,9 +14,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.validation.sizes import size_text
@@ -169,6 +166,10 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """Summary, then a table with a row for each run of layers that are alike, in 80 columns."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in ("layers", "method", "dense", "packed", "used", "held", "bits"):
             table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True, overflow="fold")

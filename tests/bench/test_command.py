@@ -105,6 +105,15 @@ def test_a_failed_measurement_is_a_row_and_an_exit_code(monkeypatch: pytest.Monk
     assert (tmp_path / "plot.png").is_file()
 
 
+def test_a_time_that_does_not_count_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [DecodeTime("kivi-2bit", "smollm2-135m", 1, 64, 1.0, 2.0, 3.0, invalid="attention differs by 0.5")]
+    monkeypatch.setattr(command, "measure_decode", lambda *_: iter(rows))
+    result = runner.invoke(app, FEW)
+    assert result.exit_code == 1
+    text = "kivi-2bit, batch 1 x 64 tokens: the time does not count: attention differs by 0.5"
+    assert text in " ".join(result.output.split())
+
+
 def test_every_tick_of_the_plot_is_a_plain_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """matplotlib labels minor ticks of a narrow range on its own, in a notation that is shown as it is."""
     figures = []

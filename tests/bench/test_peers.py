@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
-from kvcache_compress.bench import decode, peers
+from kvcache_compress.bench import compare, decode, peers
 from kvcache_compress.bench.layers import Shape
 
 CPU = torch.device("cpu")
@@ -60,19 +61,28 @@ def test_other_libraries_are_called_as_they_ask(monkeypatch: pytest.MonkeyPatch)
         ("flash_attn", {"flash_attn_with_kvcache": flash_attn_with_kvcache}),
     ):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__spec__=ModuleSpec(name, None), **stand_in))
-    assert peers.installed() == list(peers.PEERS)
+    assert [*peers.peers(torch.device("cuda"))] == [*peers.ON_GPU, "flash_attn", "flashinfer"]
     query = torch.randn(3, 4, 64, dtype=torch.bfloat16)
     keys, values = (torch.randn(3, 48, 2, 64, dtype=torch.bfloat16) for _ in range(2))
-    expected = decode._torch(query, keys.transpose(1, 2), values.transpose(1, 2))()
-    for attend in peers.PEERS.values():
+    by_head = keys.transpose(1, 2), values.transpose(1, 2)
+    expected = compare.plain_attention(query.float(), *(x.float() for x in by_head), 64**-0.5).to(torch.bfloat16)
+    for attend in peers.OTHERS.values():
         torch.testing.assert_close(attend(query, keys, values)(), expected, atol=2e-2, rtol=2e-2)
     with pytest.raises(ValueError, match="40 tokens for flashinfer: allowed multiples of 16"):
         peers.flashinfer(query, keys[:, :40], values[:, :40])
     rows = decode.measure_decode([], TINY, [1], [64], CPU, 1)
-    assert [row.cache for row in rows] == ["full"]  # on CPUs there is nothing of theirs
+    assert [[*(row.libraries or ())] for row in rows] == [["sdpa"]]  # on CPUs there is nothing of theirs
 
 
-def test_other_libraries_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peers.PEERS, "flash_attn", lambda *given: lambda: grouped(*given))
-    found = decode.full_time("flash_attn", "tiny", TINY["tiny"], 1, 64, CPU, torch.bfloat16, 1)
-    assert (found.cache, found.bits, found.error) == ("flash_attn", 16, None)
+def test_other_libraries_get_tokens_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(peers.OTHERS, "flash_attn", lambda *given: lambda: grouped(*given))
+    monkeypatch.setattr(decode, "peers", lambda _: {"flash_attn": peers.OTHERS["flash_attn"]})
+    found = decode.full_time("tiny", TINY["tiny"], 1, 64, CPU, torch.bfloat16, 1)
+    assert (found.libraries, found.bits) == ({"flash_attn": found.milliseconds}, 16)
+
+
+@pytest.mark.parametrize("grouped_queries", [False, True])
+def test_pytorchs_attention_with_queries_apart_or_grouped(grouped_queries: bool) -> None:
+    query, keys, values = torch.randn(3, 4, 64), torch.randn(3, 2, 48, 64), torch.randn(3, 2, 48, 64)
+    found = peers.sdpa(query, keys, values, [SDPBackend.MATH], grouped_queries)()
+    torch.testing.assert_close(found, compare.plain_attention(query, keys, values, 64**-0.5))

@@ -101,7 +101,7 @@ def test_steps_are_those_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         out = step()
         return lambda: out
 
-    monkeypatch.setattr(check_static, "_record", stale)
+    monkeypatch.setattr(check_static, "record", stale)
     _, problem = check_steps("turboquant-4bit", TINY, CPU, BF16, recorded=True)
     assert str(problem).startswith("static cache, step 6 (recorded): attention differs by")
 

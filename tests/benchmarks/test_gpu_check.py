@@ -14,6 +14,9 @@ from kvcache_compress.bench.layers import Shape
 from kvcache_compress.codecs.backend import load_part
 
 CPU = torch.device("cpu")
+TINY = Shape(2, 1, 32)
+PLAIN = ("uniform-4bit", "tiny", TINY, 64, CPU)
+"""A preset whose steps of static layers are not checked: `test_check_static.py` has those."""
 ONE_OF_EACH_METHOD = (
     "turboquant-2.5bit", "kivi-2bit", "polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-1bit",
 )  # fmt: skip
@@ -23,7 +26,7 @@ ONE_OF_EACH_METHOD = (
 def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     attend = check.Step.attend
     monkeypatch.setattr(check.Step, "attend", lambda *arguments: attend(*arguments) * factor)
-    found = check.check_kernels("turboquant-4bit", "tiny", Shape(4, 2, 64), 64, CPU)
+    found = check.check_kernels(*PLAIN)
     assert (found.error is None) == (factor == 1), found.error
     if found.error is not None:
         assert found.error.startswith("attention differs by")
@@ -42,22 +45,22 @@ def test_every_call_is_compared(monkeypatch: pytest.MonkeyPatch, wrong: int) -> 
         return attend(view, query, *rest) * (1.5 if len(calls) == wrong + 1 else 1)
 
     monkeypatch.setattr(check.Step, "attend", attend_once_wrong)
-    found = check.check_kernels("turboquant-4bit", "tiny", Shape(4, 2, 64), 128, CPU)
+    found = check.check_kernels("uniform-4bit", "tiny", TINY, 128, CPU)
     assert str(found.error).startswith("attention differs by")
     assert calls == [0, 1, 1, 2], "plans before each call"
     assert len(places) == 2
 
 
 def test_groups_are_filled_up() -> None:
-    for name in ("turboquant-4bit", "polarquant-rope-4bit"):
-        found = check.check_kernels(name, "tiny", Shape(4, 2, 64), 64 + 21, CPU)
+    for name in ("uniform-4bit", "kivi-4bit"):
+        found = check.check_kernels(name, "tiny", TINY, 64 + 21, CPU)
         assert (found.tokens, found.error) == (85, None)
 
 
 @pytest.mark.parametrize("wrong", ["later", "elsewhere"])
 def test_appending_to_a_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     module = load_part("triton_kernels.update.append")
-    append, shape = module.append, Shape(4, 2, 64)
+    append, shape = module.append, Shape(4, 2, 32)
     assert check._appends(shape, CPU, torch.bfloat16)
 
     def append_wrongly(keys: torch.Tensor, values: torch.Tensor, *rest: Any) -> None:
@@ -71,7 +74,7 @@ def test_appending_to_a_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch, wr
     assert not check._appends(shape, CPU, torch.bfloat16)
 
 
-FLUSHED = ("kivi-4bit", "tiny", Shape(4, 2, 64), 128, CPU)
+FLUSHED = ("kivi-4bit", "tiny", TINY, 64, CPU)
 
 
 def test_right_flushes_pass() -> None:
@@ -110,12 +113,11 @@ def test_wrong_codes_and_appended_tokens_are_found(monkeypatch: pytest.MonkeyPat
     assert check.differing((other, scalars), (words, next_place)) == 1 / 2000
     two_places = (scalars.view(torch.int16) + 2).view(torch.float16)
     assert check.differing((words, scalars), (words, two_places)) == 0.5
-    call = ("turboquant-4bit", "tiny", Shape(4, 2, 64), 64, CPU)
     monkeypatch.setattr(check, "differing", lambda *_: 0.5)
-    assert check.check_kernels(*call).error == "5.0e-01 of the stored words differ: allowed 0.001"
+    assert check.check_kernels(*PLAIN).error == "5.0e-01 of the stored words differ: allowed 0.001"
     monkeypatch.undo()
     monkeypatch.setattr(check, "_appends", lambda *_: False)
-    assert "appended" in str(check.check_kernels(*call).error)
+    assert "appended" in str(check.check_kernels(*PLAIN).error)
 
 
 @pytest.mark.parametrize("name", ["uniform-4bit", *ONE_OF_EACH_METHOD])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import pytest
 import torch
 from gpu_kit import worker
 from gpu_kit.gpu_table import tables
-from gpu_kit.jobs import KEYS, SHARES, SIZES, Job, needs, plan_jobs, without_check
+from gpu_kit.jobs import CALLS, KEYS, SIZES, TARGETS, Checks, Job, blocked, plan_jobs
 from gpu_kit.result_file import ResultFile, hash_sources
-from gpu_kit.worker import Budget, run_jobs
+from gpu_kit.worker import run_jobs
 
 from kvcache_compress.config import preset_names
 
@@ -42,53 +41,18 @@ def jobs_of(part: str, count: int) -> list[Job]:
     return [Job(part, tuple(f"{part}{index}" for _ in KEYS[part])) for index in range(count)]
 
 
-def timed_run(jobs: list[Job], seconds: float, cost: Callable[[Job], float]) -> list[Job]:
-    """Run jobs on a clock that their costs advance; returns them in the order in which they ran."""
-    clock = Clock()
+def test_no_row_begins_when_it_is_late() -> None:
+    clock, jobs = Clock(), jobs_of("encode", 9)
     events: list[dict[str, Any]] = []
 
     def measure(job: Job) -> Figure:
-        clock.now += cost(job)
-        return Figure(cost(job))
+        clock.now += 2.0
+        return Figure(2.0)
 
-    assert run_jobs(jobs, measure, Budget(seconds, clock), events.append)
-    begun = [event["begin"] for event in events if "begin" in event]
+    assert run_jobs(jobs, measure, lambda: clock.now >= 5, events.append)
+    assert [event["begin"] for event in events if "begin" in event] == jobs[:3]
     rows = [event["row"] for event in events if "row" in event]
-    assert rows == [job.named | {"milliseconds": cost(job), "error": None} for job in begun]
-    return begun
-
-
-def test_a_part_stops_at_its_share_of_the_time() -> None:
-    decode, encode = jobs_of("decode", 100), jobs_of("encode", 3)
-    assert (SHARES["decode"], SHARES["encode"]) == (45, 8)
-    begun = timed_run(decode + encode, 52.5, lambda job: 1.0)
-    assert begun[:45] == decode[:45]
-    assert begun[45:48] == encode
-    assert begun[48:] == decode[45:50], "what encoding left goes to the rows that were late"
-
-
-def test_parts_that_had_their_share_come_last() -> None:
-    clock = Clock()
-    events: list[dict[str, Any]] = []
-
-    def measure(job: Job) -> Figure:
-        clock.now += 1.0
-        return Figure(1.0)
-
-    late, encode = jobs_of("decode", 3), jobs_of("encode", 2)
-    assert run_jobs(encode, measure, Budget(4, clock), events.append, late)
-    assert [event["begin"] for event in events if "begin" in event] == [*encode, *late[:2]]
-
-
-def test_time_that_a_part_does_not_need_is_left_to_those_after_it() -> None:
-    decode, encode = jobs_of("decode", 2), jobs_of("encode", 20)
-    assert timed_run(decode + encode, 20, lambda job: 1.0) == decode + encode[:18]
-
-
-def test_a_long_row_takes_from_the_parts_after_it_and_not_from_the_end() -> None:
-    decode, encode = jobs_of("decode", 3), jobs_of("encode", 3)
-    begun = timed_run(decode + encode, 12, lambda job: 11.0 if job == decode[0] else 0.75)
-    assert begun == [decode[0], encode[0], encode[1]]
+    assert rows == [job.named | {"milliseconds": 2.0, "error": None} for job in jobs[:3]]
 
 
 def test_a_row_that_fails_does_not_lose_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +65,7 @@ def test_a_row_that_fails_does_not_lose_the_others(monkeypatch: pytest.MonkeyPat
 
     def rows() -> tuple[bool, list[str | None]]:
         events: list[dict[str, Any]] = []
-        works = run_jobs(jobs, measure, Budget(60, Clock()), events.append)
+        works = run_jobs(jobs, measure, lambda: False, events.append)
         return works, [event["row"]["error"] for event in events if "row" in event]
 
     works, errors = rows()
@@ -174,22 +138,24 @@ def test_what_a_dead_process_left_is_planned_again(tmp_path: Path) -> None:
 
 def test_tables_show_failures_and_say_why(tmp_path: Path) -> None:
     names = ("full", "kivi-2bit", "kivi-4bit", "qjl-3bit")
-    jobs = [Job("decode", (name, "llama-3.1-8b", 8, 32768)) for name in names]
+    jobs = [Job("decode", (name, "llama-3.1-8b", 8, 32768, "plain")) for name in names]
     found = ResultFile(tmp_path / "gpu.json", WHERE, [Job("bandwidth", ("copy",)), *jobs])
     found.keep(Job("bandwidth", ("copy",)), {"cache": "copy", "gigabytes_per_second": 4000.0, "error": None})
     for job, time, bits in zip(jobs, (1.0, 0.25), (16.0, 3.2), strict=False):
-        found.keep(job, job.named | {"milliseconds": time, "gigabytes_per_second": 3000.0, "bits": bits, "error": None})
+        row = job.named | {"milliseconds": time, "gigabytes_per_second": 3000.0, "bits": bits, "error": None}
+        row |= {"kernels": {"attend_kernel": 0.2}} if bits < 16 else {}
+        found.keep(job, row)
     found.keep(jobs[2], jobs[2].named | {"error": "out of memory: 80 GiB"})
     found.close()
-    text = tables(found.contents())
+    contents = found.contents()
+    text = tables(contents)
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert lines[lines.index("llama-3.1-8b, batch 8 32768") :][1:4] == [
-        "full 1.000 1.00x of 1.00x 3000.0 GB/s 75%", "kivi-2bit 0.250 4.00x of 5.00x 3000.0 GB/s 75%",
-        "kivi-4bit failed",
-    ]  # fmt: skip
-    assert any(line.startswith("decode kivi-4bit") and line.endswith("out of memory: 80 GiB") for line in lines)
-    assert lines[-1] == "decode qjl-3bit llama-3.1-8b 8 32768 time"
-    assert found.contents()["decode"][1]["bound"] == 5
+    table = lines.index("llama-3.1-8b, 8 x 32768 ms speed-up bound GB/s of copy kernel ms predicted bound by")
+    assert lines[table + 1] == "full 1.000 1.00x 1.00x 3000.0 75% - - -"
+    assert lines[table + 2].startswith("kivi-2bit 0.250 4.00x 5.00x 3000.0 75% 0.200")
+    assert lines[table + 3] == "kivi-4bit out of memory: 80 GiB"
+    assert lines[-1] == "decode qjl-3bit llama-3.1-8b 8 32768 plain time"
+    assert contents["decode"][1]["bound"] == 5
 
 
 def test_the_share_that_encoding_adds_to_a_prompt(tmp_path: Path) -> None:
@@ -242,40 +208,63 @@ def test_sources_are_those_that_run(tmp_path: Path) -> None:
     assert first != second == hash_sources(tmp_path)
 
 
-def test_what_is_asked_for_comes_first() -> None:
-    jobs = plan_jobs(preset_names(), [*KEYS], SIZES)
-    assert [part for i, part in enumerate(job.part for job in jobs) if i == 0 or jobs[i - 1].part != part] == [*KEYS]
-    decode = [job.named for job in jobs if job.part == "decode"]
-    assert len(decode) == len({tuple(row.values()) for row in decode}) == 3 * 9 * (1 + len(preset_names()))
-    first = decode[:20]  # full, 4 and 2 bits, KIVI with both, at four sizes
-    assert {row["shape"] for row in first} == {"llama-3.1-8b"}
-    assert {(row["batch"], row["tokens"]) for row in first} == {(8, 32768), (8, 131072), (32, 32768), (32, 131072)}
-    assert {row["cache"] for row in first} == {"full", "turboquant-4bit", "turboquant-2bit", "kivi-4bit", "kivi-2bit"}
-    assert {row["cache"] for row in decode[20 : 4 * (1 + len(preset_names()))]} == {*preset_names()} - {
-        row["cache"] for row in first
-    }
-    checks = [job.values for job in jobs if job.part == "check"]
-    assert checks[0] == ("turboquant-4bit", "llama-3.1-8b", 8192)
-    assert {values[:2] for values in checks} == {(name, shape) for name in preset_names() for shape in SIZES.shapes}
+def test_what_is_worth_most_comes_first() -> None:
+    tiles = {"turboquant-4bit": [(16, 1, 2)]}
+    jobs = plan_jobs(["uniform-4bit", *preset_names()], KEYS, SIZES, tiles)
+    assert len(jobs) == len({*jobs})
+    parts = [job.part for job in jobs]
+    stages = [part for number, part in enumerate(parts) if number == 0 or parts[number - 1] != part]
+    assert stages[:7] == ["bandwidth", "memory", "check", "decode", "profile", "tile", "models"]
+    assert {*stages} == {*KEYS}
+    first = [job.values for job in jobs if job.part == "check"][:4]
+    assert first == [(name, "llama-3.1-8b", 8192) for name in TARGETS]
+    main = [(8, 32768), (32, 32768), (1, 131072), (1, 8192)]
+    decode = [job.values for job in jobs if job.part == "decode"]
+    plain = [(name, "llama-3.1-8b", *size, "plain") for size in main for name in ("full", "none", *TARGETS)]
+    assert decode[: len(plain)] == plain
+    calls = decode[len(plain) : len(plain) + 2 * 4 * 4]
+    assert {values[2:] for values in calls} == {(*size, call) for size in main for call in CALLS}
+    assert len(decode) == 3 * 9 * (3 + len(preset_names())) + len(calls)
+    loops = [job.values[1:] for job in jobs if job.part == "models" and job.values[0] == "full"]
+    assert loops[:4] == [(1, 32768, "graph"), (1, 32768, "eager"), (8, 32768, "graph"), (8, 32768, "eager")]
 
 
 def test_parts_bring_the_checks_that_they_need() -> None:
-    assert plan_jobs(["kivi-2bit"], ["bandwidth"], SIZES) == [Job("bandwidth", ("copy",))]
-    checks = [job.values for job in plan_jobs(["kivi-2bit"], ["models"], SIZES) if job.part == "check"]
+    assert plan_jobs(["kivi-2bit"], ["bandwidth"], SIZES, {}) == [Job("bandwidth", ("copy",))]
+    checks = [job.values for job in plan_jobs(["kivi-2bit"], ["models"], SIZES, {}) if job.part == "check"]
     assert checks == [("kivi-2bit", "llama-3.1-8b", 8192), ("kivi-2bit", "llama-3.1-8b", SIZES.uneven)]
+    checks = [job.values for job in plan_jobs(["kivi-2bit"], ["encode"], SIZES, {}) if job.part == "check"]
+    assert [values[1:] for values in checks] == [(shape, 8192) for shape in SIZES.shapes]
 
 
-def test_only_what_is_right_is_timed() -> None:
-    timed = Job("decode", ("kivi-2bit", "llama-3.1-8b", 8, 32768))
-    model, full = Job("models", ("kivi-2bit", 1, 8192)), Job("models", ("full", 1, 8192))
+def test_what_is_wrong_is_marked_and_what_kills_is_not_begun() -> None:
+    timed = Job("decode", ("kivi-2bit", "llama-3.1-8b", 8, 32768, "plain"))
+    model, full = Job("models", ("kivi-2bit", 1, 8192, "eager")), Job("models", ("full", 1, 8192, "eager"))
+    other = Job("decode", ("kivi-2bit", "qwen2.5-7b", 8, 32768, "plain"))
     right, wrong = (Job("check", ("kivi-2bit", "llama-3.1-8b", tokens)) for tokens in (8192, SIZES.uneven))
-    main = "llama-3.1-8b"
-    assert needs(timed, main) == needs(model, main) == {("kivi-2bit", main)}
-    assert without_check(full, {}, main) is None
+    late, good = right.named | {"error": "not measured: time"}, right.named | {"error": None}
+    bad = wrong.named | {"error": "attention differs by 0.5"}
+    dead = wrong.named | {"error": "the measuring process ended: signal 11"}
     for job in (timed, model):
-        assert without_check(job, {}, main) == "not measured: its kernels were not checked"
-        late = {right: {"error": "not measured: time"}}
-        assert without_check(job, late, main) == "not measured: its kernels were not checked"
-        assert without_check(job, {right: {"error": None}}, main) is None
-        both = {right: {"error": None}, wrong: {"error": "attention differs by 0.5"}}
-        assert without_check(job, both, main) == "not timed: check failed: attention differs by 0.5"
+        assert Checks({right: late}).failure(job) == "its kernels were not checked"
+        assert Checks({right: good}).failure(job) is None
+        assert Checks({right: good, wrong: bad}).failure(job) == "check failed: attention differs by 0.5"
+        assert blocked(job, {right: good, wrong: bad}) is None
+        assert blocked(job, {right: good, wrong: dead}) == f"not timed: check failed: {dead['error']}"
+        memory = {Job("memory", ("kivi-2bit",)): {"cache": "kivi-2bit", "error": "1 errors of memory"}}
+        assert Checks({right: good} | memory).failure(job) == "check failed: 1 errors of memory"
+    for job in (full, other):
+        assert Checks({right: good, wrong: bad}).failure(job) is None
+
+
+def test_a_mark_goes_when_the_check_is_made_again(tmp_path: Path) -> None:
+    check, timed = Job("check", ("kivi-2bit", "small", 64)), Job("encode", ("kivi-2bit", "small", 1, 64))
+    found = ResultFile(tmp_path / "gpu.json", WHERE, [check, timed])
+    found.keep(timed, timed.named | {"milliseconds": 1.0, "gigabytes_per_second": 1.0, "error": None})
+    found.close()
+    assert found.contents()["encode"][0]["invalid"] == "its kernels were not checked"
+    assert "INVALID: its kernels were not checked" in tables(found.contents())
+    found = ResultFile(tmp_path / "gpu.json", WHERE, [check, timed])
+    assert found.jobs == [check]
+    found.keep(check, check.named | {"attention_error": 1e-3, "differing_codes": 0.0, "error": None})
+    assert found.contents()["encode"][0]["invalid"] is None

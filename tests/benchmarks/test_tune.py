@@ -16,10 +16,9 @@ import pytest
 import torch
 import tune as tune_script
 from gpu_kit import tune
-from gpu_kit.jobs import Job
-from gpu_kit.tune import Case, best_tiles, plan_cases, try_tile, update_table, without_try
+from gpu_kit.jobs import Job, blocked
+from gpu_kit.tune import Case, best_tiles, plan_cases, plan_tiles, try_tile, update_table
 from support.paths import ROOT
-from support.scripts import run_script
 
 from kvcache_compress.bench.layers import SHAPES, Shape
 from kvcache_compress.triton_kernels.attention import tiles
@@ -92,7 +91,7 @@ def test_the_fastest_tile_that_is_right_is_chosen(monkeypatch: pytest.MonkeyPatc
     assert (entry["measured"][0]["rule_milliseconds"], entry["accelerator"]) == (1.0, "a GPU")
     monkeypatch.setattr(tiles, "TABLE", path)
     tiles.measured.cache_clear()
-    ((view, _), *_) = tune._views(case.cache, TINY, *SIZE, CPU)
+    ((view, _), *_) = tune._views(case.cache, TINY, *SIZE, CPU, tune.INPUTS)
     sides = [side.codec.kernel_side for side in (view.keys, view.values)]
     sides[0].use_tile(None)
     assert tiles.tile_shape(*sides, False, 4, "9.0") == FAST
@@ -151,10 +150,13 @@ def test_a_kernel_that_was_not_measured_through_keeps_its_entry(tmp_path: Path) 
     before = path.read_text()
     rows = rows_of(case, {FAST: 1, SLOW: 0.9, WRONG: 1})
     rows[case.job("tile", WRONG, SIZE)]["error"] = "not measured: time"
+    assert best_tiles([case], rows, SIZE)["a kernel"]["tile"] == SLOW._asdict(), "what was measured and pays is taken"
+    rows[case.job("tile", SLOW, SIZE)]["ratio"] = 1
     found = best_tiles([case], rows, SIZE)
     assert found == {}
     update_table(path, "9.0", found, WHERE)
     assert path.read_text() == before
+    rows[case.job("tile", SLOW, SIZE)]["ratio"] = 0.9
     for error in ("no result within 150 s", "not timed: check failed: the measuring process ended: signal 9"):
         rows[case.job("tile", WRONG, SIZE)]["error"] = error
         assert best_tiles([case], rows, SIZE)["a kernel"]["tile"] == SLOW._asdict(), "what ends a process has failed"
@@ -168,11 +170,11 @@ def test_a_kernel_that_was_not_measured_through_keeps_its_entry(tmp_path: Path) 
 def test_tiles_that_are_wrong_or_were_not_tried_are_not_timed() -> None:
     case = case_of()
     job, row = case.job("tile", FAST, SIZE), case.job("try", FAST, SIZE)
-    assert without_try(job, {row: {"error": None}}) is None
-    assert without_try(job, {row: {"error": "attention differs"}}) == "not timed: check failed: attention differs"
-    assert without_try(job, {row: {"error": "not measured: time"}}) == "not measured: it was not tried"
+    assert blocked(job, {row: {"error": None}}) is None
+    assert blocked(job, {row: {"error": "attention differs"}}) == "not timed: check failed: attention differs"
+    assert blocked(job, {row: {"error": "not measured: time"}}) == "not measured: it was not tried"
     ended = "the measuring process ended: signal 11"
-    assert without_try(job, {row: {"error": ended}}) == f"not timed: check failed: {ended}"
+    assert blocked(job, {row: {"error": ended}}) == f"not timed: check failed: {ended}"
 
 
 def test_spilled_registers_are_refused() -> None:
@@ -194,34 +196,48 @@ def test_presets_with_the_same_kernel_are_tuned_once() -> None:
     assert len({case.kernel for case in cases}) == 2
 
 
-def test_the_script_in_small_stopped_and_taken_up_again(tmp_path: Path) -> None:
-    output, table = tmp_path / "times.json", tmp_path / "tiles.json"
-    command = [sys.executable, "benchmarks/tune.py", "--small", "--output", str(output), "--table", str(table)]
-    command += ["--preset", "turboquant-4bit"]
-    stopped = run_script(tune_script.main, *command[2:], "--minutes", "0")
-    assert stopped.exit_code == 0, stopped.output
-    said = "turboquant-4bit, small: not all of its tiles were measured, or none was right\n4 rows not measured"
-    assert said in stopped.stdout
-    assert json.loads(table.read_text()) == {}
+def test_few_tiles_of_every_case_come_before_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that are most like the rule's come first, after the one that the table has."""
+    (case,) = plan_cases(["turboquant-4bit"], {"tiny": TINY}, most=4)
+    assert not case.complete
+    assert [*case.others] == [Tile(64, 1, 1), Tile(64, 1, 3), Tile(32, 1, 2), Tile(64, 1, 4)]
+    monkeypatch.setattr(tiles, "measured", lambda: {"9.0": {case.kernel: SLOW}})
+    (case,) = plan_cases(["turboquant-4bit"], {"tiny": TINY}, most=2, capability="9.0")
+    assert [*case.others] == [SLOW, Tile(64, 1, 1)]
+    monkeypatch.setattr(tune, "AT_A_TIME", 2)
+    cases = [case_of("kivi-2bit"), case_of("kivi-4bit", kernel="another")]
+    jobs = plan_tiles(cases, SIZE)
+    assert [job.part for job in jobs] == ["try"] * 6 + ["tile"] * 6
+    named = [(job.values[0], job.values[4:]) for job in jobs[:6]]
+    assert named == [
+        ("kivi-2bit", FAST), ("kivi-2bit", SLOW), ("kivi-4bit", FAST), ("kivi-4bit", SLOW), ("kivi-2bit", WRONG),
+        ("kivi-4bit", WRONG),
+    ]  # fmt: skip
+
+
+def test_the_script_in_small_stopped_and_taken_up_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "benchmarks/tune.py", "--small", "--output", str(tmp_path), "--tiles", "1"]
+    command += ["--preset", "uniform-4bit"]
+    tune_script.main([*command[2:], "--minutes", "0"])
+    said = "uniform-4bit, small: none that was measured pays, and not all were, or none was right\n2 rows not measured"
+    assert said in capsys.readouterr().out
+    assert json.loads((tmp_path / "table.json").read_text()) == {}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(output.read_text())
+    found = json.loads((tmp_path / "tiles.json").read_text())
     assert found["finished"]
     assert len(found["runs"]) == 2
     for part in ("try", "tile"):
-        assert [(row["block"], row["warps"], row["stages"], row["error"]) for row in found[part]] == [
-            (16, 1, 2, None), (32, 1, 2, None)
-        ]  # fmt: skip
+        assert [(row["warps"], row["stages"], row["error"]) for row in found[part]] == [(1, 2, None)]
     assert all(row["milliseconds"] is None and row["attention_error"] > 0 for row in found["try"])
     assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in found["tile"])
     assert "0 rows not measured" in done.stdout
-    assert {*json.loads(table.read_text())} <= {"none"}, "what the interpreter takes is no device's"
+    assert {*json.loads((tmp_path / "table.json").read_text())} <= {"none"}, "the interpreter's times are no device's"
 
 
-def test_without_a_gpu_only_small(tmp_path: Path) -> None:
+def test_without_a_gpu_only_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = run_script(tune_script.main)
-    assert done.exit_code == 2
-    assert "no GPU here" in done.stderr
-    assert "--output and --table are needed" in run_script(tune_script.main, "--small").stderr
+    with pytest.raises(SystemExit, match="2"):
+        tune_script.main(["--output", str(tmp_path)])
+    assert "no GPU here" in capsys.readouterr().err
