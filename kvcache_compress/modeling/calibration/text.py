@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from kvcache_compress.validation.packages import require
+
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _FILE_NAME = re.compile(r".*\.(txt|text|md|rst|tex|html?|xml|json|jsonl|csv|tsv|parquet|gz|zip|zst)", re.IGNORECASE)
 _WHOLE_BYTES = 1 << 22
@@ -36,6 +38,7 @@ def read_windows(
     Raises:
         ValueError: a source is neither a file nor a dataset, windows are too short for text, or there is too little
             text.
+        ImportError: a source is on the hub, and the package datasets is missing.
     """
     if tokens < context:
         raise ValueError(f"tokens={tokens}: allowed at least one window of {context}")
@@ -106,11 +109,10 @@ def _file_texts(path: Path, most: int) -> Iterator[str]:
 
 
 def _hub_texts(source: str) -> Iterator[str]:
-    from datasets import load_dataset
-
+    datasets = require("datasets", "data sets on the hub", "datasets")
     name, _, configuration = source.partition(":")
     try:
-        rows = load_dataset(name, configuration or None, split="train", streaming=True)
+        rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
         for row in rows:
             if "text" not in row:
                 raise ValueError(f"text={source!r}: the dataset has no column 'text', but {', '.join(row)}")
