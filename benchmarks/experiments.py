@@ -93,8 +93,8 @@ def codes(model: ModelOption = "smollm2-135m", text: TextOption = DEFAULT_TEXT, 
         theory = torch.bincount(drawn, minlength=2**bits).double() / drawn.numel()
         measured = []
         for number, layer in enumerate(keys):
-            context = CodecContext("keys", dim, layer.shape[1], 0, number, number, torch.float32, layer.device)
-            options = TurboQuantOptions(bits=bits, codebook="lloyd_max", rotation="haar", center=False)
+            context = CodecContext("keys", dim, layer.shape[1], number, 0, 0, torch.float32, layer.device)
+            options = TurboQuantOptions(bits=bits, codebook="lloyd_max", rotation="haar")
             codec = TurboQuantCodec(options, context)
             codec.prepare(layer)
             planes = codec.encode(layer)[: len(packing.PLANES[bits])]
