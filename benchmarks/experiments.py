@@ -9,12 +9,12 @@ python benchmarks/experiments.py page
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import math
 import runpy
 import statistics
 import tempfile
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +43,8 @@ IMAGE = ROOT / "docs" / "images" / "polar-angles.png"
 LEVELS = 4
 """Levels of the polar transform in the paper's Figure 2."""
 BINS = 48
+WINDOWS = ((16, 64), (0, 0))
+"""Sinks and recent tokens that stay dense, with which `prod` is compared."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 ModelOption = Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a folder.")]
@@ -155,21 +157,21 @@ def prod(
     from kvcache_compress.eval.tasks.perplexity import Perplexity
 
     loaded, tokenizer = load_model(model)
-    specs, wanted = [full_cache()], []
+    specs, wanted = [full_cache()], list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
-        for bits in (3, 4):
-            for estimator in ("mse", "prod"):
-                keys = {"method": "turboquant", "bits": bits, "estimator": estimator}
-                keys |= {"codebook": "lloyd_max"} if estimator == "mse" else {}
-                path = Path(folder) / f"{estimator}-{bits}.yaml"
-                path.write_text(yaml.safe_dump({"keys": keys, "values": {"method": "none"}}), encoding="utf-8")
-                specs.append(preset_cache(str(path)))
-                wanted.append((estimator, bits))
+        for (sinks, recent), bits, estimator in itertools.product(WINDOWS, (3, 4), ("mse", "prod")):
+            keys = {"method": "turboquant", "bits": bits, "estimator": estimator}
+            keys |= {"codebook": "lloyd_max"} if estimator == "mse" else {}
+            config = {"keys": keys, "values": {"method": "none"}, "sink_tokens": sinks, "recent_tokens": recent}
+            path = Path(folder) / f"{estimator}-{bits}-{sinks}.yaml"
+            path.write_text(yaml.safe_dump(config), encoding="utf-8")
+            specs.append(preset_cache(str(path)))
+            wanted.append({"estimator": estimator, "bits": bits, "sinks": sinks, "recent": recent})
         task = Perplexity(texts=tuple(text), windows=windows, prefix=prefix, scored=scored)
         cells = Runner(loaded, tokenizer).run("perplexity", task, specs)[1:]
     rows = [
-        {"estimator": estimator, "bits": bits} | {name: cell.scores[name] for name in ("kl", "kl_stderr", "top1")}
-        for (estimator, bits), cell in zip(wanted, cells, strict=True)
+        row | {name: cell.scores[name] for name in ("kl", "kl_stderr", "top1")}
+        for row, cell in zip(wanted, cells, strict=True)
     ]
     sizes = {"windows": windows, "prefix": prefix, "scored": scored, "texts": [path.name for path in text]}
     _write("prod", {"model": Path(loaded.name_or_path).name, **sizes, "rows": rows})
@@ -209,12 +211,12 @@ def angles_table(result: dict[str, Any]) -> str:
 
 def prod_table(result: dict[str, Any]) -> str:
     """Table by bits of the KL of both estimators."""
-    lines = ["| keys | `mse` | `prod` | `mse`: same top token | `prod` |", "|---|---:|---:|---:|---:|"]
-    for bits in sorted({row["bits"] for row in result["rows"]}):
-        rows = {row["estimator"]: row for row in result["rows"] if row["bits"] == bits}
+    lines = ["| keys | dense | `mse` | `prod` | `mse`: same top token | `prod` |", "|---|---|---:|---:|---:|---:|"]
+    for (sinks, recent), bits in itertools.product(WINDOWS, (3, 4)):
+        rows = {row["estimator"]: row for row in result["rows"] if (row["bits"], row["sinks"]) == (bits, sinks)}
         kl = [f"{rows[name]['kl']:.4f} ± {rows[name]['kl_stderr']:.4f}" for name in ("mse", "prod")]
         top = [f"{rows[name]['top1']:.3f}" for name in ("mse", "prod")]
-        lines.append(f"| {bits} bits | {' | '.join([*kl, *top])} |")
+        lines.append(f"| {bits} bits | {sinks} sinks, {recent} recent | {' | '.join([*kl, *top])} |")
     return "\n".join(lines)
 
 
@@ -257,7 +259,7 @@ def page() -> None:
         panel, top = panels[line][level - 1], 2 * math.pi if level == 1 else math.pi / 2
         edges = [top * index / BINS for index in range(BINS + 1)]
         panel.stairs([BINS / top * share for share in row["shares"]], edges, fill=True, color=COLORS[line], alpha=0.75)
-        middles = [(low + high) / 2 for low, high in pairwise(edges)]
+        middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
         panel.plot(middles, [BINS / top * share for share in row["theory"]], color="black", linewidth=1)
         panel.set_title(f"level {level}, {'preconditioned' if row['preconditioned'] else 'as they are'}", fontsize=9)
         panel.set_yticks([])
