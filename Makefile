@@ -25,6 +25,8 @@ check: $(VENV)/.tests build/bench
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --offline --quiet .github
 	cd build/bench && $(abspath $(BIN))/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
 
 format: $(VENV)/.tests

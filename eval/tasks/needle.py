@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun
 from kvcache_compress.validation.options import AnyList, AnyPath, Seed
+from kvcache_compress.validation.packages import require
 
 from .benchmark import Benchmark, Record, Sample, register_benchmark
 from .haystack import haystack_words, hide
@@ -205,11 +206,8 @@ def word_recall(answer: str, text: str) -> float:
     Raises:
         ImportError: the package rouge-score is not installed.
     """
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise ImportError('the recall of words needs rouge-score: pip install "kvcache-compress[eval]"') from error
-    recall: float = RougeScorer(["rouge1"]).score(answer, text)["rouge1"].recall
+    scorer = require("rouge_score.rouge_scorer", "recalls of words", "rouge-score")
+    recall: float = scorer.RougeScorer(["rouge1"]).score(answer, text)["rouge1"].recall
     return recall
 
 

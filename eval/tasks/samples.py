@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from kvcache_compress.eval.caches.prefill import CacheRun
 from kvcache_compress.files.text import parse_json, read_text
 from kvcache_compress.modeling import hub
+from kvcache_compress.validation.packages import require
 
 
 def read_jsonl(path: Path, columns: Collection[str]) -> list[dict[str, Any]]:
@@ -58,13 +59,13 @@ def load_hub_rows(repo: str, name: str | None, split: str, columns: Collection[s
     Raises:
         OSError: the hub is unreachable. `HF_HUB_OFFLINE=1` takes the copy in its local cache.
         ValueError: no such configuration or split, no rows, or a missing column.
+        ImportError: the package datasets is missing.
     """
-    from datasets import load_dataset
-
+    datasets = require("datasets", "data sets on the hub", "datasets")
     advice = "give a local .jsonl file as data, or set HF_HUB_OFFLINE=1 if the hub's local cache has it"
     try:
         check_hub(repo)
-        rows = [dict(row) for row in load_dataset(repo, name, split=split)]
+        rows = [dict(row) for row in datasets.load_dataset(repo, name, split=split)]
     except ValueError:
         raise
     except Exception as error:  # the hub client changes its HTTP library, hence its exceptions, between versions

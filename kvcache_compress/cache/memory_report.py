@@ -181,7 +181,7 @@ class MemoryReport:
             counts = (str(first.dense_tokens), str(first.packed_tokens))
             table.add_row(named, first.method, *counts, *map(size_text, sums), f"{first.bits_per_number:.2f}")
         text = io.StringIO()
-        Console(file=text, width=80).print(table)
+        Console(file=text, width=80, force_jupyter=False, force_terminal=False).print(table)
         rows = (line.rstrip() for line in text.getvalue().splitlines())
         fields = ", ".join(f"{name} {size_text(size)}" for name, size in sorted(self.fields().items()))
         tokens = max((layer.dense_tokens + layer.packed_tokens for layer in self.layers), default=0)

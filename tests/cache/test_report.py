@@ -241,3 +241,13 @@ def test_constants_are_all_that_a_codec_holds(name: str, tokens: int, kernels: b
     report = cache.memory_report()
     assert (report.packed_tokens > 0) == (tokens == 80)
     assert sum(walk(state, {}) for state in layer.sides.values()) == report.total_bytes
+
+
+def test_text_is_the_same_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich would show the table there instead of writing it, and kernels ask for colours."""
+    cache = TurboQuantCache(CONFIG, bits=4)
+    expected = str(cache.memory_report())
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert str(cache.memory_report()) == expected
+    assert "method" in expected

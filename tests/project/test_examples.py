@@ -1,14 +1,20 @@
-"""Examples: each runs as it is in the repository."""
+"""Examples: the commands of `examples/README.md` and the notebook run, and print what is committed there."""
 
+import json
 import os
-import runpy
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import run_examples
 from support.paths import ROOT
 
 from kvcache_compress import load_config
+
+DOCUMENTED = run_examples.documented()
+NOTEBOOK = run_examples.NOTEBOOK.name
 
 
 def test_the_configuration_plans_a_model() -> None:
@@ -18,22 +24,58 @@ def test_the_configuration_plans_a_model() -> None:
     assert plans[1].recent_tokens == 32
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "printed"),
-    [("generate.py", "bits per packed number"), ("shared_prefix.py", "built of ... granite")],
-)
-def test_examples(name: str, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(ROOT)
-    runpy.run_path(f"examples/{name}", run_name="__main__")
-    assert printed in capsys.readouterr().out
+def test_every_example_is_on_the_page() -> None:
+    assert {Path(command.split()[0]) for command in DOCUMENTED} == {
+        path.relative_to(ROOT) for path in (ROOT / "examples").glob("*.py")
+    }
 
 
-@pytest.mark.slow
-def test_own_method() -> None:
-    """In a process of its own, as other tests here have registered the method."""
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What all commands and the notebook print, in a process without Triton's interpreter."""
+    output = tmp_path_factory.mktemp("examples") / "printed.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "examples/own_method.py"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "3.75 bits per packed number" in done.stdout
+    command = [sys.executable, str(ROOT / "benchmarks" / "run_examples.py"), "--output", str(output)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(output.read_text(encoding="utf-8")))
+
+
+def shape(text: str) -> list[str]:
+    """Lines without the values of numbers, quoted texts, and the widths of columns."""
+    text = re.sub(r"(?<=[ ,:])'[^\n]*?'(?=[,\n])|(?<=[ ,:])\"[^\n]*?\"(?=[,\n])", "'...'", text)
+    lines = re.sub(r"\d[\d,]*(\.\d+)?", "#", text).splitlines()
+    return ["..." if line.startswith("...") else " ".join(line.split()) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [*DOCUMENTED, NOTEBOOK])
+def test_output_is_that_of_the_page(command: str, printed: dict[str, str]) -> None:
+    committed = DOCUMENTED | {NOTEBOOK: run_examples.notebook_text(run_examples.read_notebook())}
+    assert committed[command].strip(), "run: python benchmarks/run_examples.py"
+    assert shape(printed[command]) == shape(committed[command])
+
+
+def numbers(text: str, pattern: str) -> list[float]:
+    """The numbers that a pattern's group finds in a text."""
+    return [float(found) for found in re.findall(pattern, text)]
+
+
+@pytest.mark.slow
+def test_outputs_show_what_examples_are_for(printed: dict[str, str]) -> None:
+    texts = {Path(command.split()[0]).stem: text for command, text in printed.items()}
+    full, packed = numbers(texts["long_document"], r"([\d.]+) MiB")
+    assert packed < 0.7 * full
+    assert "called Amos" in texts["chat"]
+    fed = numbers(texts["chat"], r"(\d+) tokens fed")
+    assert max(fed[1:]) < 0.2 * fed[0], "a later turn fed more than its own tokens"
+    tuned, equal = numbers(texts["tune_and_use"], r"KL ([\d.]+)")
+    assert tuned < equal
+    for kind in ("trained on", "held out"):
+        (line,) = (line for line in texts["calibrate_commvq"].splitlines() if line.startswith(kind))
+        errors = numbers(line, r"([\d.]+)")
+        assert errors == sorted(errors, reverse=True)
+    assert numbers(texts["lm_eval_task"], r"exact_match,none ([\d.]+)")[0] >= 0.5
+    assert "built of ... granite" in texts["shared_prefix"]
+    light, coarse = numbers(texts["quickstart"], r"bit: ([\d.]+)")
+    assert light < coarse < 1

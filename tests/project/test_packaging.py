@@ -1,6 +1,7 @@
-"""Packaging: the wheel installs one top-level package, with the repository's other folders inside it."""
+"""Packaging: one top-level package with the other folders inside it, a core without extras, and agreeing versions."""
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -8,14 +9,29 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from support.paths import ROOT
+from support.saved_model import saved_model
+
+from kvcache_compress import __version__
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+WORKFLOWS = ROOT / ".github" / "workflows"
+BLOCKED = """
+import sys
+for name in ("datasets", "evaluate", "jieba", "jinja2", "matplotlib", "rapidfuzz", "rouge_score", "gguf", "lm_eval",
+             "hqq", "optimum", "faiss"):
+    sys.modules[name] = None  # as if it were not installed
+from kvcache_compress.cli import app
+app(sys.argv[1:])
+"""
 
 
 @pytest.mark.slow
 def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
-    """The wheel has one top-level name: a `triton_kernels` or `eval` would shadow other projects' packages."""
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(ROOT)], check=True, cwd=tmp_path)
+    """The wheel, built from the sdist, has one top-level name: an `eval` would shadow other projects' packages."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"kvcache_compress"}
@@ -35,7 +51,7 @@ def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
 
 def test_every_folder_with_modules_is_a_package_of_the_wheel() -> None:
     """A new room that is missing from the list of packages would work in a checkout, and nowhere else."""
-    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    setuptools = PROJECT["tool"]["setuptools"]
     mapped = [name for name in setuptools["package-dir"].values() if name != "configs"]
     folders = {path.parent.relative_to(ROOT) for top in mapped for path in (ROOT / top).rglob("*.py")}
     names = {".".join(folder.parts).removeprefix("kvcache_compress.") for folder in folders} - {"kvcache_compress"}
@@ -53,8 +69,7 @@ def test_the_folder_refuses_another_name(folder: str) -> None:
 
 def test_imports_by_name_go_one_way_too() -> None:
     """import-linter does not see names like `"attention.tiled"`; `codecs.backend` alone hands out rooms above it."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    contracts = project["tool"]["importlinter"]["contracts"]
+    contracts = PROJECT["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["containers"] == ["kvcache_compress"])
     height = {room: -level for level, layer in enumerate(layers) for room in layer.split(" | ")}
     names = re.compile(rf'f?"({"|".join(height)})\.\w+\.?[\w{{}}.]*"')
@@ -69,3 +84,65 @@ def test_imports_by_name_go_one_way_too() -> None:
             loaded += [(path.name, height[room] - height[name]) for name in found]
     assert len(loaded) > 10
     assert {name for name, rise in loaded if rise < 0} == {"backend.py"}
+
+
+def pins(path: Path) -> dict[str, str]:
+    return dict(re.findall(r"^([\w-]+)==([^\s;]+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE))
+
+
+def test_oldest_versions_are_those_of_the_metadata() -> None:
+    wanted = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["gguf"]]
+    least = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(wanted), flags=re.MULTILINE))
+    found = pins(ROOT / ".github" / "oldest.txt")
+    assert found.keys() == least.keys() - {"triton"}, "torch brings its own triton"
+    assert all(f"{found[name]}.".startswith(f"{least[name]}.") for name in found)
+
+
+def test_hooks_have_the_pinned_versions() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    used = [pin for hook in hooks for pin in hook.get("additional_dependencies", ())]
+    versions = pins(ROOT / "constraints.txt")
+    assert len(used) >= 5
+    assert all(pin == f"{name}=={versions[name]}" for pin in used for name in [pin.partition("==")[0]])
+
+
+@pytest.mark.skipif(shutil.which("sh") is None, reason="no shell")
+@pytest.mark.parametrize(("tag", "passes"), [(f"v{__version__}", True), ("v0.0.0", False)])
+def test_a_release_needs_the_tag_of_its_version(tag: str, passes: bool) -> None:
+    jobs = yaml.safe_load((WORKFLOWS / "release.yml").read_text(encoding="utf-8"))["jobs"]
+    (check,) = (step["run"] for step in jobs["build"]["steps"] if "GITHUB_REF_NAME" in step.get("run", ""))
+    done = subprocess.run(["sh", "-c", check], cwd=ROOT, env={"GITHUB_REF_NAME": tag, "PATH": "/usr/bin:/bin"})
+    assert (done.returncode == 0) == passes
+
+
+def test_actions_are_pinned_to_commits() -> None:
+    """A tag may be moved to other code. zizmor asks for this of other people's actions only."""
+    used = [use for path in WORKFLOWS.iterdir() for use in re.findall(r"uses: (\S+)", path.read_text(encoding="utf-8"))]
+    assert len(used) > 5
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", use) for use in used)
+
+
+def core(*words: str) -> subprocess.CompletedProcess[str]:
+    """A command of an installation without extras."""
+    return subprocess.run([sys.executable, "-c", BLOCKED, *words], capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("words", [("presets",), ("memory", "--preset", "best-3bit"), ("eval", "--help"), ("doctor",)])
+def test_core_runs_without_extras(words: tuple[str, ...]) -> None:
+    done = core(*words)
+    assert done.returncode == 0, done.stderr
+    assert "best-3bit" in done.stdout or words[0] not in ("presets", "memory")
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "datasets"])
+def test_what_needs_an_extra_says_so_in_one_line(package: str, tmp_path: Path) -> None:
+    text = ["--text", "owner/name", "--output", str(tmp_path / "new.safetensors")]
+    command = {
+        "matplotlib": ["eval", "report", "benchmarks/results/tasks"],
+        "datasets": ["calibrate", "--model", saved_model(), *text],
+    }[package]
+    done = core(*command)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert f'need {package}: pip install "kvcache-compress[eval]"' in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from kvcache_compress.eval.tasks.samples import check_columns, check_hub, read_jsonl
 from kvcache_compress.files.text import is_file, is_folder, parse_json, read_text
 from kvcache_compress.validation.messages import quoted
+from kvcache_compress.validation.packages import require
 
 Version = Literal["v1", "e", "v2"]
 
@@ -220,9 +221,9 @@ def hub_rows(name: str, stem: str) -> list[dict[str, Any]]:
 
 
 def _fetch(name: str, stem: str) -> list[dict[str, Any]]:
-    import datasets
     from huggingface_hub import hf_hub_download
 
+    datasets = require("datasets", "data sets on the hub", "datasets")
     check_hub(name)
     configuration: str | None = stem
     if stem == "data":  # v2 has one, or if ready formatted two: with and without a chain of thought

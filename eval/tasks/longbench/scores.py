@@ -6,7 +6,6 @@ et al., 2023, section 4 and table 1; v2: Bai et al., 2024). `best_score` takes t
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 import statistics
@@ -14,6 +13,8 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
+
+from kvcache_compress.validation.packages import require
 
 from .data import GROUPS, TASKS
 
@@ -61,7 +62,7 @@ def rouge_l(prediction: str, answer: str) -> float:
     longest common subsequence of a sentence of one and a sentence of the other, and m, n the numbers of *distinct*
     words: F1 of precision |u| / n and recall |u| / m. Neither case nor punctuation is touched.
     """
-    lcs_ind = _package("rouge_score.rouge_scorer", "rouge-score").lcs_ind
+    lcs_ind = require("rouge_score.rouge_scorer", "LongBench's scores", "rouge-score").lcs_ind
     predicted, wanted = ([part.split() or [""] for part in text.split(".") if part] for text in (prediction, answer))
     if not predicted or not wanted:
         return 0.0
@@ -114,7 +115,7 @@ def code_similarity(prediction: str, answer: str) -> float:
 
     Lines with a backtick, `#` or `//` are fences or comments and are passed over.
     """
-    fuzz = _package("rapidfuzz.fuzz", "rapidfuzz")
+    fuzz = require("rapidfuzz.fuzz", "LongBench's scores", "rapidfuzz")
     lines = prediction.lstrip("\n").split("\n")
     code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(fuzz.ratio(code, answer)) / 100
@@ -206,13 +207,6 @@ def _number(answer: str, prefix: str) -> str:
 
 
 def _jieba() -> ModuleType:
-    jieba = _package("jieba", "jieba")
+    jieba = require("jieba", "LongBench's scores", "jieba")
     jieba.setLogLevel(logging.WARNING)
     return jieba
-
-
-def _package(module: str, package: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f'{package} is not installed: pip install "kvcache-compress[eval]"') from error

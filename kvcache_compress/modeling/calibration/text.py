@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from transformers import PreTrainedTokenizerBase
 
 from kvcache_compress.modeling.hub import check_hub
+from kvcache_compress.validation.packages import require
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _FILE_NAME = re.compile(r".*\.(txt|text|md|rst|tex|html?|xml|json|jsonl|csv|tsv|parquet|gz|zip|zst)", re.IGNORECASE)
@@ -39,6 +40,7 @@ def read_windows(
     Raises:
         ValueError: a source is neither a file nor a dataset, windows are too short for text, or there is too little
             text.
+        ImportError: a source is on the hub, and the package datasets is missing.
     """
     if tokens < context:
         raise ValueError(f"tokens={tokens}: allowed at least one window of {context}")
@@ -109,13 +111,12 @@ def _file_texts(path: Path, most: int) -> Iterator[str]:
 
 
 def _hub_texts(source: str) -> Iterator[str]:
-    from datasets import load_dataset
-
+    datasets = require("datasets", "data sets on the hub", "datasets")
     name, _, configuration = source.partition(":")
     try:
         if not constants.HF_HUB_OFFLINE:
             check_hub(name, "dataset")
-        rows = load_dataset(name, configuration or None, split="train", streaming=True)
+        rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
         for row in rows:
             if "text" not in row:
                 raise ValueError(f"text={source!r}: the dataset has no column 'text', but {', '.join(row)}")

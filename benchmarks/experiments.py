@@ -1,0 +1,272 @@
+"""Experiments of the papers that are small enough for a CPU, and the tables of docs/dev/experiments.md.
+
+python benchmarks/experiments.py codes
+python benchmarks/experiments.py angles
+python benchmarks/experiments.py prod --text TEXT.txt
+python benchmarks/experiments.py page
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+import runpy
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+import yaml
+from transformers import DynamicCache
+
+from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.base import CodecContext
+from kvcache_compress.codecs.lloyd_max import boundaries, lloyd_max_levels
+from kvcache_compress.codecs.rotation import random_rotation
+from kvcache_compress.eval.provenance.artifacts import save_figure, write_json
+from kvcache_compress.eval.provenance.results import write_atomically
+from kvcache_compress.eval.reporting.drawing import COLORS, new_figure
+from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT
+from kvcache_compress.methods.polarquant.codebooks import angle_density
+from kvcache_compress.methods.polarquant.tree import adjacent_order, angles
+from kvcache_compress.methods.turboquant.codec import TurboQuantCodec, TurboQuantOptions
+from kvcache_compress.modeling.loading import load_model
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "experiments"
+PAGE = ROOT / "docs" / "dev" / "experiments.md"
+IMAGE = ROOT / "docs" / "images" / "polar-angles.png"
+LEVELS = 4
+"""Levels of the polar transform in the paper's Figure 2."""
+BINS = 48
+WINDOWS = ((16, 64), (0, 0))
+"""Sinks and recent tokens that stay dense, with which `prod` is compared."""
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+ModelOption = Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a folder.")]
+TextOption = Annotated[Path, typer.Option(help="Text that the model reads.")]
+
+
+def _write(name: str, result: dict[str, Any]) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    write_json(RESULTS / f"{name}.json", result, torch.device("cpu"))
+
+
+@torch.no_grad()
+def cached_keys(model_name: str, text: Path, tokens: int) -> tuple[str, list[torch.Tensor]]:
+    """Name of the model, and the keys `[1, H, T, D]` of each of its layers after reading a text's first tokens."""
+    model, tokenizer = load_model(model_name)
+    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[:, :tokens]
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return Path(model.name_or_path).name, [layer.keys.float() for layer in cache.layers]
+
+
+def entropy(shares: torch.Tensor) -> float:
+    """Bits of a symbol with these probabilities."""
+    return -(shares[shares > 0] * shares[shares > 0].log2()).sum().item()
+
+
+def prefix_code_bits(shares: list[float]) -> float:
+    """Mean length of the best prefix code (Huffman's): the sum of the weights of all joined nodes."""
+    heap, length = sorted(shares), 0.0
+    while len(heap) > 1:
+        joined = heapq.heappop(heap) + heapq.heappop(heap)
+        length += joined
+        heapq.heappush(heap, joined)
+    return length
+
+
+@app.command()
+def codes(model: ModelOption = "smollm2-135m", text: TextOption = DEFAULT_TEXT, tokens: int = 512) -> None:
+    """Entropy of TurboQuant's Lloyd-Max codes, in theory and on a model's keys (section 3.1, Entropy Encoding)."""
+    name, keys = cached_keys(model, text, tokens)
+    dim = keys[0].shape[-1]
+    rows = []
+    for bits in (1, 2, 3, 4):
+        levels = lloyd_max_levels(dim, bits)
+        # A coordinate of a random direction; the draws cost less than the integral, and are reproducible.
+        x = torch.randn(1 << 18, dim, generator=torch.Generator().manual_seed(bits), dtype=torch.float32)
+        drawn = torch.bucketize((x[:, 0] / x.norm(dim=1)).double(), boundaries(levels))
+        theory = torch.bincount(drawn, minlength=2**bits).double() / drawn.numel()
+        measured = []
+        for number, layer in enumerate(keys):
+            context = CodecContext("keys", dim, layer.shape[1], number, 0, 0, torch.float32, layer.device)
+            options = TurboQuantOptions(bits=bits, codebook="lloyd_max", rotation="haar")
+            codec = TurboQuantCodec(options, context)
+            codec.prepare(layer)
+            planes = codec.encode(layer)[: len(packing.PLANES[bits])]
+            counts = torch.bincount(packing.unpack(planes, bits).flatten(), minlength=2**bits)
+            measured.append(counts.double() / counts.sum())
+        rows.append(
+            {
+                "bits": bits,
+                "entropy": entropy(theory),
+                "prefix_code": prefix_code_bits(theory.tolist()),
+                "measured": [entropy(shares) for shares in measured],
+                "measured_prefix_code": [prefix_code_bits(shares.tolist()) for shares in measured],
+            }
+        )
+    _write("codes", {"model": name, "text": text.name, "tokens": tokens, "head_dim": dim, "rows": rows})
+
+
+@app.command("angles")
+def angle_histograms(model: ModelOption = "smollm2-135m", text: TextOption = DEFAULT_TEXT, tokens: int = 512) -> None:
+    """Angles of keys with and without preconditioning (recursive PolarQuant, Figure 2), by level."""
+    name, keys = cached_keys(model, text, tokens)
+    dim = keys[0].shape[-1]
+    rows = []
+    for preconditioned in (True, False):
+        by_level: list[list[torch.Tensor]] = [[] for _ in range(LEVELS)]
+        for number, layer in enumerate(keys):
+            y = layer @ random_rotation("haar", dim, number).to(layer.dtype).T if preconditioned else layer
+            for level, found in enumerate(angles(y[..., adjacent_order(dim, LEVELS)], LEVELS)):
+                top = 2 * math.pi if level == 0 else math.pi / 2
+                by_level[level].append(torch.histc(found, BINS, 0, top).double() / found.numel())
+        for level, shares in enumerate(by_level):
+            top = 2 * math.pi if level == 0 else math.pi / 2
+            middles = (torch.arange(BINS, dtype=torch.float64) + 0.5) * top / BINS
+            theory = angle_density(level + 1, middles) * top / BINS
+            rows.append(
+                {
+                    "preconditioned": preconditioned,
+                    "level": level + 1,
+                    "shares": torch.stack(shares).mean(0).tolist(),
+                    "theory": theory.tolist(),
+                    "distance": [(share - theory).abs().sum().item() / 2 for share in shares],
+                }
+            )
+    _write("angles", {"model": name, "text": text.name, "tokens": tokens, "head_dim": dim, "rows": rows})
+
+
+@app.command()
+def prod(
+    text: Annotated[list[Path], typer.Option(help="Text file; repeatable.")],
+    model: ModelOption = "smollm2-135m",
+    windows: int = 3,
+    prefix: int = 512,
+    scored: int = 128,
+) -> None:
+    """KL of keys by TurboQuant's `prod` and `mse` at equal bits, end to end, with dense values."""
+    from kvcache_compress.eval.caches.caches import full_cache, preset_cache
+    from kvcache_compress.eval.runner.runner import Runner
+    from kvcache_compress.eval.tasks.perplexity import Perplexity
+
+    loaded, tokenizer = load_model(model)
+    specs, wanted = [full_cache()], list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as folder:
+        for (sinks, recent), bits, estimator in itertools.product(WINDOWS, (3, 4), ("mse", "prod")):
+            keys = {"method": "turboquant", "bits": bits, "estimator": estimator}
+            keys |= {"codebook": "lloyd_max"} if estimator == "mse" else {}
+            config = {"keys": keys, "values": {"method": "none"}, "sink_tokens": sinks, "recent_tokens": recent}
+            path = Path(folder) / f"{estimator}-{bits}-{sinks}.yaml"
+            path.write_text(yaml.safe_dump(config), encoding="utf-8")
+            specs.append(preset_cache(str(path)))
+            wanted.append({"estimator": estimator, "bits": bits, "sinks": sinks, "recent": recent})
+        task = Perplexity(texts=tuple(text), windows=windows, prefix=prefix, scored=scored)
+        cells = Runner(loaded, tokenizer).run("perplexity", task, specs)[1:]
+    rows = [
+        row | {name: cell.scores[name] for name in ("kl", "kl_stderr", "top1")}
+        for row, cell in zip(wanted, cells, strict=True)
+    ]
+    sizes = {"windows": windows, "prefix": prefix, "scored": scored, "texts": [path.name for path in text]}
+    _write("prod", {"model": Path(loaded.name_or_path).name, **sizes, "rows": rows})
+
+
+def codes_table(result: dict[str, Any]) -> str:
+    """Table by bits of the entropy of a code, and of what coding would save."""
+    lines = [
+        "| bits | entropy | prefix code | saved | on keys: entropy | prefix code |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        keys = [
+            f"{statistics.fmean(row[name]):.3f} ({min(row[name]):.3f} to {max(row[name]):.3f})"
+            for name in ("measured", "measured_prefix_code")
+        ]
+        saved = f"{100 * (1 - row['prefix_code'] / row['bits']):.1f} %"
+        lines.append(
+            f"| {row['bits']} | {row['entropy']:.3f} | {row['prefix_code']:.3f} | {saved} | {' | '.join(keys)} |"
+        )
+    return "\n".join(lines)
+
+
+def angles_table(result: dict[str, Any]) -> str:
+    """Table of the distance between the distribution of angles and Lemma 2's, by level."""
+    lines = ["| level | preconditioned | as they are |", "|---:|---:|---:|"]
+    for level in range(1, LEVELS + 1):
+        figures = [
+            f"{statistics.fmean(row['distance']):.3f} ({min(row['distance']):.3f} to {max(row['distance']):.3f})"
+            for wanted in (True, False)
+            for row in result["rows"]
+            if (row["level"], row["preconditioned"]) == (level, wanted)
+        ]
+        lines.append(f"| {level} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def prod_table(result: dict[str, Any]) -> str:
+    """Table by bits of the KL of both estimators."""
+    lines = ["| keys | dense | `mse` | `prod` | `mse`: same top token | `prod` |", "|---|---|---:|---:|---:|---:|"]
+    for (sinks, recent), bits in itertools.product(WINDOWS, (3, 4)):
+        rows = {row["estimator"]: row for row in result["rows"] if (row["bits"], row["sinks"]) == (bits, sinks)}
+        kl = [f"{rows[name]['kl']:.4f} ± {rows[name]['kl_stderr']:.4f}" for name in ("mse", "prod")]
+        top = [f"{rows[name]['top1']:.3f}" for name in ("mse", "prod")]
+        lines.append(f"| {bits} bits | {sinks} sinks, {recent} recent | {' | '.join([*kl, *top])} |")
+    return "\n".join(lines)
+
+
+def neighbors_table(result: dict[str, Any]) -> str:
+    """Table of recalls and times by index."""
+    lines = [
+        "| bits | index | stored bits | recall 1@1 | 1@8 | set-up | indexing |",
+        "|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in sorted(result["rows"], key=lambda row: row["bits"]):
+        times = f"{row['setup_seconds']:.2f} s | {row['index_seconds']:.2f} s"
+        recall = f"{row['recall']['1']:.3f} | {row['recall']['8']:.3f}"
+        lines.append(f"| {row['bits']} | {row['method']} | {row['stored_bits']:.2f} | {recall} | {times} |")
+    return "\n".join(lines)
+
+
+TABLES = {"codes": codes_table, "angles": angles_table, "prod": prod_table, "neighbors": neighbors_table}
+
+
+def rendered() -> str:
+    """The page with its tables from the committed results."""
+    render = runpy.run_path(str(ROOT / "benchmarks" / "readme.py"))["render"]
+    texts = {}
+    for name, table in TABLES.items():
+        result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        texts[name] = f"{table(result)}\n\n`{result['command']}`"
+    page: str = render(PAGE.read_text(encoding="utf-8"), texts)
+    return page
+
+
+@app.command()
+def page() -> None:
+    """Write the page's tables, and the plot of the angles."""
+    write_atomically(PAGE, rendered())
+    result = json.loads((RESULTS / "angles.json").read_text(encoding="utf-8"))
+    figure, _ = new_figure(2.4 * LEVELS + 0.4, 4.0, axes=False)
+    panels = figure.subplots(2, LEVELS, sharex="col")
+    for row in result["rows"]:
+        line, level = int(not row["preconditioned"]), row["level"]
+        panel, top = panels[line][level - 1], 2 * math.pi if level == 1 else math.pi / 2
+        edges = [top * index / BINS for index in range(BINS + 1)]
+        panel.stairs([BINS / top * share for share in row["shares"]], edges, fill=True, color=COLORS[line], alpha=0.75)
+        middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
+        panel.plot(middles, [BINS / top * share for share in row["theory"]], color="black", linewidth=1)
+        panel.set_title(f"level {level}, {'preconditioned' if row['preconditioned'] else 'as they are'}", fontsize=9)
+        panel.set_yticks([])
+        panel.tick_params(labelsize=8)
+    figure.supxlabel("angle (line: Lemma 2)", fontsize=10)
+    save_figure(figure, IMAGE)
+
+
+if __name__ == "__main__":
+    app()
