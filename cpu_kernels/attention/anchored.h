@@ -6,7 +6,7 @@
 #include <bit>
 #include <vector>
 
-#include "attention/products.h"
+#include "common/products.h"
 #include "decode/digits.h"
 
 namespace kvcache_compress {

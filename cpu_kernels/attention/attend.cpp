@@ -38,9 +38,9 @@ class Basis {
   }
 
   // x[D] += the vector with these coordinates in code space.
-  void add(int64_t head, const std::vector<float>& coordinates, std::vector<float>& x) const {
+  void add(int64_t head, const float* coordinates, std::vector<float>& x) const {
     if (data_ == nullptr) {
-      std::transform(x.begin(), x.end(), coordinates.begin(), x.begin(), std::plus<float>());
+      std::transform(x.begin(), x.end(), coordinates, x.begin(), std::plus<float>());
       return;
     }
     std::vector<float> axis(dim_);
@@ -99,10 +99,13 @@ class Attention {
     const int64_t wanted = TASKS_PER_THREAD * torch::stable::get_num_threads() / blocks();
     const int64_t most = std::max<int64_t>(1, layer.packed / MIN_SPLIT_TOKENS);
     splits_ = layer.packed == 0 ? 0 : std::clamp<int64_t>(wanted, 1, most);
+    const CodeSums* by_code = layer.values.packed->code_sums();
+    if (by_code != nullptr && rows_ <= CodeSums::MAX_ROWS && layer.packed >= by_code->worthwhile) by_code_ = by_code;
     width_ = std::max(layer.values.packed->width, layer.values.sinks.width);
+    numbers_ = rows_ * width_;
+    if (by_code_ != nullptr) numbers_ = std::max(numbers_, by_code_->codes * CodeSums::lanes(rows_));
     partials_.resize(tasks() * rows_);
-    sums_.reset(new float[partials_.size() * width_]);
-    for (size_t i = 0; i < partials_.size(); ++i) partials_[i].sums = sums_.get() + i * width_;
+    sums_.reset(new float[tasks() * numbers_]);
   }
 
   int64_t blocks() const { return step_.batch * step_.heads * row_blocks_; }
@@ -113,47 +116,51 @@ class Attention {
     const Rows rows = rows_of(task / (splits_ + 1));
     const int64_t split = task % (splits_ + 1);
     Partial* partials = &partials_[task * rows_];
-    std::fill_n(partials->sums, rows.count * width_, 0.0f);
+    float* sums = &sums_[task * numbers_];
+    std::fill_n(sums, numbers_, 0.0f);
     std::vector<float> q = queries(rows);
     if (split == splits_) {
       const Run sinks{layer_.keys.sinks, layer_.values.sinks, 0, layer_.sinks, 0};
       const Run tail{layer_.keys.tail, layer_.values.tail, 0, layer_.tail, layer_.sinks + layer_.packed};
-      attend_run(step_, rows, {q.data()}, sinks, partials);
-      attend_run(step_, rows, {q.data()}, tail, partials);
+      attend_run(step_, rows, {q.data()}, sinks, partials, sums, width_);
+      attend_run(step_, rows, {q.data()}, tail, partials, sums, width_);
       return;
     }
     const std::vector<float> bias = mean_scores(rows, q);
     q = layer_.keys.basis.map(rows.head.head, std::move(q), rows.count);
     const int64_t unit = layer_.anchored ? layer_.anchored->group() : 1, units = layer_.packed / unit;
     const int64_t first = units * split / splits_ * unit, last = units * (split + 1) / splits_ * unit;
-    const Run run{*layer_.keys.packed, *layer_.values.packed, first, last, layer_.sinks};
+    const Run run{*layer_.keys.packed, *layer_.values.packed, first, last, layer_.sinks, by_code_};
     const AnchoredQueries* anchored = layer_.anchored ? &*layer_.anchored : nullptr;
-    attend_run(step_, rows, {q.data(), bias.empty() ? nullptr : bias.data(), anchored}, run, partials);
+    attend_run(step_, rows, {q.data(), bias.empty() ? nullptr : bias.data(), anchored}, run, partials, sums, width_);
   }
 
   // Merges the splits of a block into its rows of `out` [B, n, Hq, D]; the logits `s_aux` [Hq] join the denominator.
   void merge(int64_t block, const float* s_aux, Tensor& out) const {
     const Rows rows = rows_of(block);
     const auto narrow = conversion(out.scalar_type()).narrow;
-    std::vector<float> coordinates(layer_.values.packed->width), result(layer_.values.sinks.width);
+    std::vector<float> shares((splits_ + 1) * rows.count), totals(rows.count);
     for (int64_t r = 0; r < rows.count; ++r) {
-      const auto [query_head, query] = query_of(rows, r);
-      const float logit = s_aux == nullptr ? -INF : s_aux[query_head] * LOG2E;
+      const float logit = s_aux == nullptr ? -INF : s_aux[query_of(rows, r).first] * LOG2E;
       const Partial* splits = &partials_[block * (splits_ + 1) * rows_ + r];
       float top = std::max(logit, LOWEST);
       for (int64_t split = 0; split <= splits_; ++split) top = std::max(top, splits[split * rows_].top);
-      float total = std::exp2(logit - top);
-      std::fill(coordinates.begin(), coordinates.end(), 0.0f);
-      std::fill(result.begin(), result.end(), 0.0f);
+      totals[r] = std::exp2(logit - top);
       for (int64_t split = 0; split <= splits_; ++split) {
-        const Partial& part = splits[split * rows_];
-        const float share = std::exp2(part.top - top);
-        auto& sums = split == splits_ ? result : coordinates;
-        for (size_t c = 0; c < sums.size(); ++c) sums[c] += share * part.sums[c];
-        total += share * part.total;
+        const float share = std::exp2(splits[split * rows_].top - top);
+        shares[split * rows.count + r] = share;
+        totals[r] += share * splits[split * rows_].total;
       }
-      layer_.values.basis.add(rows.head.head, coordinates, result);
-      for (float& x : result) x /= std::max(total, std::numeric_limits<float>::min());
+    }
+    const std::vector<float> packed = packed_sums(block, rows, shares.data());
+    const float* dense = &sums_[(block * (splits_ + 1) + splits_) * numbers_];
+    std::vector<float> result(layer_.values.sinks.width);
+    const int64_t width = layer_.values.packed->width;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const auto [query_head, query] = query_of(rows, r);
+      for (size_t d = 0; d < result.size(); ++d) result[d] = shares[splits_ * rows.count + r] * dense[r * width_ + d];
+      layer_.values.basis.add(rows.head.head, &packed[r * width], result);
+      for (float& x : result) x /= std::max(totals[r], std::numeric_limits<float>::min());
       const int64_t row = (rows.head.batch * step_.count + query) * step_.query_heads() + query_head;
       const int64_t bytes = out.size(3) * out.element_size();
       narrow(result.data(), out.size(3), static_cast<char*>(out.mutable_data_ptr()) + row * bytes);
@@ -169,6 +176,26 @@ class Attention {
   std::pair<int64_t, int64_t> query_of(const Rows& rows, int64_t r) const {
     const int64_t row = rows.first + r;
     return {rows.head.head * step_.groups + row / step_.count, row % step_.count};
+  }
+
+  // Sums of a block's packed values over its splits, in code space, [rows][width]; `shares` is [splits + 1][rows].
+  std::vector<float> packed_sums(int64_t block, const Rows& rows, const float* shares) const {
+    const int64_t width = layer_.values.packed->width, lanes = CodeSums::lanes(rows.count);
+    std::vector<float> packed(rows.count * width), by_code(by_code_ == nullptr ? 0 : by_code_->codes * lanes);
+    for (int64_t split = 0; split < splits_; ++split, shares += rows.count) {
+      const float* sums = &sums_[(block * (splits_ + 1) + split) * numbers_];
+      if (by_code_ == nullptr) {
+        for (int64_t r = 0; r < rows.count; ++r) {
+          for (int64_t c = 0; c < width; ++c) packed[r * width + c] += shares[r] * sums[r * width_ + c];
+        }
+        continue;
+      }
+      for (int64_t c = 0; c < by_code_->codes; ++c) {
+        for (int64_t r = 0; r < rows.count; ++r) by_code[c * lanes + r] += shares[r] * sums[c * lanes + r];
+      }
+    }
+    if (by_code_ != nullptr) by_code_->multiply(rows.head, by_code.data(), rows.count, packed.data());
+    return packed;
   }
 
   // Query rows times the scale, padded to the width of a decoded dense key.
@@ -203,9 +230,11 @@ class Attention {
   const Tensor& query_;
   void (*widen_)(const void*, int64_t, float*);
   float scale_;
+  const CodeSums* by_code_ = nullptr;  // of the packed values, if they are summed by code
   int64_t rows_, row_blocks_, splits_, width_;
+  int64_t numbers_;                // sums of a task, [row][width] or [code][lane]
   std::vector<Partial> partials_;  // [block][split][row]
-  std::unique_ptr<float[]> sums_;
+  std::unique_ptr<float[]> sums_;  // [block][split][numbers]
 };
 
 Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_t>& k_numbers,

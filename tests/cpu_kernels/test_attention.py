@@ -43,6 +43,16 @@ CALLS = CASES | {
             "as-calibrated": {"key_shape": (11, 64), "value_shape": (21, 64), "weighed": True},
         }.items()
     },
+    **{
+        f"commvq-by-code-{rows}-rows": Case(commvq(64), commvq(64, **shape), groups=groups, count=count, packed=1100)
+        for rows, groups, count, shape in (
+            (1, 1, 1, {"value_shape": (21, 64)}),
+            (4, 4, 1, {"value_shape": (21, 64), "shared": True}),
+            (6, 3, 2, {"value_shape": (3, 8), "groups": 4}),
+            (8, 8, 1, {"value_shape": (7, 32)}),
+        )
+    },
+    "commvq-by-code-masked": Case(commvq(64), commvq(64), packed=1100, mask="bool", rows_differ=True, s_aux=True),
 }
 
 
@@ -96,6 +106,21 @@ def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callab
     query = torch.randn(2, 6, 1, 64)
     out = launch.attend(query, keys, values, None, scaling=0.125)
     assert error(out, plain_attention(query, keys, values, None, Case(), None)) <= BARS[F32]
+
+
+def test_few_rows_sum_values_by_code(make_side: Callable[..., SideSegments]) -> None:
+    """Up to eight rows of many tokens add in another order than nine, which decode the values, or than few tokens."""
+    keys, values = segments(Case(tq(4), commvq(64), packed=1100), make_side)
+    query = torch.randn(2, 2, 9, 64)
+    mask = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool)
+
+    def attend(count: int, packed: int) -> torch.Tensor:
+        before = [replace(side, packed=packed) for side in (keys, values)]
+        return launch.attend(query[:, :, :count], *before, mask[..., 1100 - packed :], scaling=0.125)[:, :8]
+
+    for packed, by_code in ((1100, True), (100, False)):
+        torch.testing.assert_close(attend(8, packed), attend(9, packed), atol=1e-6, rtol=1e-5)
+        assert torch.equal(attend(8, packed), attend(9, packed)) != by_code
 
 
 @pytest.mark.parametrize("bits", [0, 192])
