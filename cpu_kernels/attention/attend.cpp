@@ -20,9 +20,9 @@ constexpr int64_t TASKS_PER_THREAD = 8;
 // Basis of code space, [1 or H, W, D]; empty if code space is the head's space. Of keys it is float32 and contiguous.
 class Basis {
  public:
-  explicit Basis(const Tensor& rows) {
+  explicit Basis(const View& rows) {
     if (rows.numel() == 0) return;
-    data_ = static_cast<const char*>(rows.const_data_ptr());
+    data_ = rows.const_data_ptr<char>();
     width_ = rows.size(1), dim_ = rows.size(2);
     head_ = rows.size(0) == 1 ? 0 : rows.stride(0) * rows.element_size();
     row_ = rows.stride(1) * rows.element_size();
@@ -37,16 +37,18 @@ class Basis {
     return mapped;
   }
 
-  // x[D] += the vector with these coordinates in code space.
-  void add(int64_t head, const float* coordinates, std::vector<float>& x) const {
+  // Adds vectors with these coordinates in code space, [rows][W], to `x` [rows][D].
+  void add(int64_t head, const float* coordinates, int64_t rows, std::vector<float>& x) const {
     if (data_ == nullptr) {
       std::transform(x.begin(), x.end(), coordinates, x.begin(), std::plus<float>());
       return;
     }
-    std::vector<float> axis(dim_);
-    for (int64_t w = 0; w < width_; ++w) {
-      widen_(data_ + head * head_ + w * row_, dim_, axis.data());
-      for (int64_t d = 0; d < dim_; ++d) x[d] += axis[d] * coordinates[w];
+    constexpr int64_t BLOCK = 32;  // axes
+    std::vector<float> axes(BLOCK * dim_);
+    for (int64_t w = 0; w < width_; w += BLOCK) {
+      const int64_t count = std::min(BLOCK, width_ - w);
+      for (int64_t i = 0; i < count; ++i) widen_(data_ + head * head_ + (w + i) * row_, dim_, &axes[i * dim_]);
+      add_weighted(coordinates + w, width_, axes.data(), count, dim_, rows, x.data(), dim_);
     }
   }
 
@@ -92,7 +94,7 @@ class Attention {
       : step_(step),
         layer_(layer),
         query_(query),
-        widen_(conversion(query.scalar_type()).widen),
+        widen_(conversion(query_.scalar_type()).widen),
         scale_(static_cast<float>(scaling) * LOG2E) {
     rows_ = std::min(step.rows(), MAX_ROWS);
     row_blocks_ = (step.rows() + rows_ - 1) / rows_;
@@ -136,7 +138,7 @@ class Attention {
   }
 
   // Merges the splits of a block into its rows of `out` [B, n, Hq, D]; the logits `s_aux` [Hq] join the denominator.
-  void merge(int64_t block, const float* s_aux, Tensor& out) const {
+  void merge(int64_t block, const float* s_aux, const View& out) const {
     const Rows rows = rows_of(block);
     const auto narrow = conversion(out.scalar_type()).narrow;
     std::vector<float> shares((splits_ + 1) * rows.count), totals(rows.count);
@@ -154,16 +156,19 @@ class Attention {
     }
     const std::vector<float> packed = packed_sums(block, rows, shares.data());
     const float* dense = &sums_[(block * (splits_ + 1) + splits_) * numbers_];
-    std::vector<float> result(layer_.values.sinks.width);
-    const int64_t width = layer_.values.packed->width;
+    const int64_t width = layer_.values.sinks.width, bytes = out.size(3) * out.element_size();
+    std::vector<float> result(rows.count * width);
     for (int64_t r = 0; r < rows.count; ++r) {
+      const float share = shares[splits_ * rows.count + r];
+      for (int64_t d = 0; d < width; ++d) result[r * width + d] = share * dense[r * width_ + d];
+    }
+    layer_.values.basis.add(rows.head.head, packed.data(), rows.count, result);
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const float total = std::max(totals[r], std::numeric_limits<float>::min());
+      for (int64_t d = 0; d < width; ++d) result[r * width + d] /= total;
       const auto [query_head, query] = query_of(rows, r);
-      for (size_t d = 0; d < result.size(); ++d) result[d] = shares[splits_ * rows.count + r] * dense[r * width_ + d];
-      layer_.values.basis.add(rows.head.head, &packed[r * width], result);
-      for (float& x : result) x /= std::max(totals[r], std::numeric_limits<float>::min());
       const int64_t row = (rows.head.batch * step_.count + query) * step_.query_heads() + query_head;
-      const int64_t bytes = out.size(3) * out.element_size();
-      narrow(result.data(), out.size(3), static_cast<char*>(out.mutable_data_ptr()) + row * bytes);
+      narrow(&result[r * width], out.size(3), static_cast<char*>(out.data) + row * bytes);
     }
   }
 
@@ -201,7 +206,7 @@ class Attention {
   // Query rows times the scale, padded to the width of a decoded dense key.
   std::vector<float> queries(const Rows& rows) const {
     const int64_t width = layer_.keys.sinks.width;
-    const auto* data = static_cast<const char*>(query_.const_data_ptr());
+    const auto* data = query_.const_data_ptr<char>();
     std::vector<float> q(rows.count * width);
     for (int64_t r = 0; r < rows.count; ++r) {
       const auto [head, query] = query_of(rows, r);
@@ -227,7 +232,7 @@ class Attention {
 
   const Step& step_;
   const Layer& layer_;
-  const Tensor& query_;
+  const View query_;
   void (*widen_)(const void*, int64_t, float*);
   float scale_;
   const CodeSums* by_code_ = nullptr;  // of the packed values, if they are summed by code
@@ -237,11 +242,20 @@ class Attention {
   std::unique_ptr<float[]> sums_;  // [block][split][numbers]
 };
 
-Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_t>& k_numbers,
-              const std::vector<Tensor>& k_tensors, StringHandle v_form, const std::vector<int64_t>& v_numbers,
-              const std::vector<Tensor>& v_tensors, std::optional<Tensor> mask, std::optional<Tensor> s_aux,
-              int64_t packed, double scaling, double softcap) {
-  const Side keys(k_form, k_numbers, k_tensors), values(v_form, v_numbers, v_tensors);
+Tensor describe(StringHandle form, const std::vector<int64_t>& options, int64_t fields,
+                const std::vector<Tensor>& tensors) {
+  const std::string name = text(form);
+  named("form", name, FORMS);
+  const std::vector<int64_t> words = Side::described(name, options, fields, tensors);
+  const auto count = static_cast<int64_t>(words.size());
+  Tensor description = torch::stable::new_empty(tensors[0], {count}, ScalarType::Long);
+  std::copy(words.begin(), words.end(), description.mutable_data_ptr<int64_t>());
+  return description;
+}
+
+Tensor attend(const Tensor& query, const Tensor& key_side, const Tensor& value_side, std::optional<Tensor> mask,
+              std::optional<Tensor> s_aux, int64_t packed, int64_t tail, double scaling, double softcap) {
+  const Side keys(key_side), values(value_side);
   STD_TORCH_CHECK(query.size(0) == keys.sinks.size(0), "queries of ", query.size(0), " sequences for a cache of ",
                   keys.sinks.size(0));
   STD_TORCH_CHECK(query.size(1) % keys.sinks.size(1) == 0, query.size(1), " query heads for ", keys.sinks.size(1),
@@ -252,7 +266,7 @@ Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_
   STD_TORCH_CHECK(
       keys.basis.numel() == 0 || (keys.basis.scalar_type() == ScalarType::Float && keys.basis.is_contiguous()),
       "a basis of keys must be float32 and contiguous");
-  const int64_t heads = keys.sinks.size(1), sinks = keys.sinks.size(2), tail = keys.tail.size(2);
+  const int64_t heads = keys.sinks.size(1), sinks = keys.sinks.size(2);
   Step step{query.size(0),          heads, query.size(1) / heads, query.size(2), sinks + packed + tail,
             float(softcap) * LOG2E, {}};
   if (mask) step.mask.emplace(*mask);
@@ -260,14 +274,15 @@ Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_
   Layer layer{Segments(keys), Segments(values), sinks, packed, tail, mean, {}};
   if (keys.form == "digits") layer.anchored.emplace(keys);
   Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(2), query.size(1), values.sinks.size(3)});
-  if (out.numel() == 0) return out;
+  const View out_view(out);
+  if (out_view.numel() == 0) return out;
   const float* s_aux_data = s_aux ? s_aux->const_data_ptr<float>() : nullptr;
   Attention attention(step, layer, query, scaling);
   torch::stable::parallel_for(0, attention.tasks(), 1, [&](int64_t task, int64_t end) {
     for (; task < end; ++task) attention.attend(task);
   });
   torch::stable::parallel_for(0, attention.blocks(), 1, [&](int64_t block, int64_t end) {
-    for (; block < end; ++block) attention.merge(block, s_aux_data, out);
+    for (; block < end; ++block) attention.merge(block, s_aux_data, out_view);
   });
   return out;
 }
@@ -276,9 +291,13 @@ Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_
 }  // namespace kvcache_compress
 
 STABLE_TORCH_LIBRARY(kvcache_compress_cpu, m) {
+  m.def("describe(str form, int[] options, int fields, Tensor[] tensors) -> Tensor");
   m.def(
-      "attend(Tensor query, str k_form, int[] k_numbers, Tensor[] k_tensors, str v_form, int[] v_numbers, "
-      "Tensor[] v_tensors, Tensor? mask, Tensor? s_aux, int packed, float scaling, float softcap) -> Tensor");
+      "attend(Tensor query, Tensor keys, Tensor values, Tensor? mask, Tensor? s_aux, int packed, int tail, "
+      "float scaling, float softcap) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) { m.impl("attend", TORCH_BOX(&kvcache_compress::attend)); }
+STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {
+  m.impl("describe", TORCH_BOX(&kvcache_compress::describe));
+  m.impl("attend", TORCH_BOX(&kvcache_compress::attend));
+}

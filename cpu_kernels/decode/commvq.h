@@ -27,7 +27,7 @@ inline void each_run_of_registers(int64_t n, Call call, int64_t first = 0) {
 // of bytes over the rows of all heads.
 class Codebooks {
  public:
-  Codebooks(const Tensor& books, const Tensor& places, int64_t groups, int64_t parts)
+  Codebooks(const View& books, const View& places, int64_t groups, int64_t parts)
       : groups(groups),
         books_(books.const_data_ptr<Half>()),
         places_(places.const_data_ptr<int32_t>()),

@@ -1,7 +1,6 @@
 // Decoders of stored tokens, tile by tile, to float32 in the code space of their side.
 #pragma once
 
-#include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
@@ -13,9 +12,6 @@
 
 namespace kvcache_compress {
 
-using torch::headeronly::BFloat16;
-using torch::headeronly::ScalarType;
-
 constexpr int64_t CODES_PER_WORD = 8;
 
 // Converts `n` numbers of a stored dtype to float32, and back.
@@ -23,7 +19,7 @@ template <class Number>
 void widen(const void* from, int64_t n, float* to) {
   const auto* x = static_cast<const Number*>(from);
   int64_t i = 0;
-  if constexpr (std::is_same_v<Number, Half>) {
+  if constexpr (!std::is_same_v<Number, double>) {
     for (; i + LANES <= n; i += LANES) store(to + i, load(x + i));
   }
   for (; i < n; ++i) to[i] = static_cast<float>(x[i]);
@@ -98,7 +94,7 @@ class Decoder {
 // Uncompressed tokens [B, H, T, D]; their code space is D wide, rounded up to a multiple of LANES.
 class DenseDecoder : public Decoder {
  public:
-  explicit DenseDecoder(const Tensor& x)
+  explicit DenseDecoder(const View& x)
       : data_(static_cast<const char*>(x.const_data_ptr())),
         bytes_(x.element_size()),
         batch_(x.stride(0)),
@@ -134,7 +130,7 @@ struct Words {
 // A field of a store, [B, H, rows, numbers].
 class Field {
  public:
-  explicit Field(const Tensor& x)
+  explicit Field(const View& x)
       : data_(static_cast<const char*>(x.const_data_ptr())),
         batch_(x.stride(0) * x.element_size()),
         head_(x.stride(1) * x.element_size()),

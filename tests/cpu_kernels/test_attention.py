@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import BARS, CASES, F32, Case, error, kivi, make_mask, plain_attention, segments, tq
+from support.attention_cases import BARS, CASES, F32, NONE, Case, error, kivi, make_mask, plain_attention, segments, tq
 from support.commvq_files import codebook_file
 from support.method_cases import declared
 
@@ -192,6 +195,37 @@ def test_what_does_not_fit_is_refused(make_side: Callable[..., SideSegments]) ->
     values.codec.cpu_side = replace(values.codec.cpu_side, options=(4, 1))
     with pytest.raises(RuntimeError, match="2 options for the form 'groups', which has 3"):
         launch.attend(torch.randn(2, 6, 1, 64), keys, values, None, scaling=0.125)
+
+
+def test_sides_are_described_anew_when_a_tensor_is_replaced(make_side: Callable[..., SideSegments]) -> None:
+    """The description is kept while the tensors are the same, and neither outlives them nor goes along in copies."""
+    keys, values = segments(Case(NONE, tq(4)), make_side)
+    query = torch.randn(2, 6, 1, 64)
+
+    def check(keys: SideSegments, values: SideSegments) -> None:
+        out = launch.attend(query, keys, values, None, scaling=0.125)
+        assert error(out, plain_attention(query, keys, values, None, Case(), None)) <= BARS[F32]
+
+    check(keys, values)
+    kept = keys.store.described
+    check(replace(keys, tail_tokens=keys.tail_tokens - 1), replace(values, tail_tokens=values.tail_tokens - 1))
+    assert keys.store.described is kept is not None
+    twin = copy.deepcopy(keys)
+    assert twin.store.described is None
+    check(twin, values)
+    assert pickle.loads(pickle.dumps(kept)) is None
+    for change in (
+        {"sinks": torch.randn_like(keys.sinks)},
+        {"tail_buffer": torch.randn_like(keys.tail_buffer)},
+    ):
+        check(replace(keys, **change), values)
+    buffer = weakref.ref(values.store.buffers[0])
+    fields = values.store.read(0, 32)
+    values.store.append(tuple(field.clone() for field in fields), 32, growing=False)
+    keys.store.append(keys.store.read(0, 32), 32, growing=False)
+    del fields
+    assert buffer() is None
+    check(*(replace(side, packed=side.packed + 32) for side in (keys, values)))
 
 
 def test_integer_mask_is_added(make_side: Callable[..., SideSegments]) -> None:
