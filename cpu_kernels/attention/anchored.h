@@ -6,7 +6,7 @@
 #include <bit>
 #include <vector>
 
-#include "attention/products.h"
+#include "common/products.h"
 #include "decode/digits.h"
 
 namespace kvcache_compress {
@@ -25,7 +25,7 @@ class AnchoredQueries {
         weights(side.tables[7]),
         order_(side.tables[5]),
         channels_(side.tables[6]) {
-    for (const Tensor* x : {&directions, &means, &places, &weights, &order_, &channels_}) {
+    for (const View* x : {&directions, &means, &places, &weights, &order_, &channels_}) {
       STD_TORCH_CHECK(x->is_contiguous(), "contiguous tables are needed");
     }
     const auto* channels = channels_.const_data_ptr<int64_t>();
@@ -43,7 +43,7 @@ class AnchoredQueries {
   const int64_t* channels(const Head& head) const { return channels_.const_data_ptr<int64_t>() + head.head * width(); }
 
   // A head's part of a table.
-  static const float* of(const Tensor& table, const Head& head) {
+  static const float* of(const View& table, const Head& head) {
     return table.const_data_ptr<float>() + head.head * table.stride(0);
   }
 
@@ -57,11 +57,11 @@ class AnchoredQueries {
     return x;
   }
 
-  const Tensor directions, means, places, weights;
+  const View directions, means, places, weights;
   std::vector<Field> anchors;  // one or none
 
  private:
-  const Tensor order_, channels_;
+  const View order_, channels_;
   int64_t coded_;
 };
 

@@ -20,9 +20,9 @@ constexpr int64_t TASKS_PER_THREAD = 8;
 // Basis of code space, [1 or H, W, D]; empty if code space is the head's space. Of keys it is float32 and contiguous.
 class Basis {
  public:
-  explicit Basis(const Tensor& rows) {
+  explicit Basis(const View& rows) {
     if (rows.numel() == 0) return;
-    data_ = static_cast<const char*>(rows.const_data_ptr());
+    data_ = rows.const_data_ptr<char>();
     width_ = rows.size(1), dim_ = rows.size(2);
     head_ = rows.size(0) == 1 ? 0 : rows.stride(0) * rows.element_size();
     row_ = rows.stride(1) * rows.element_size();
@@ -37,16 +37,18 @@ class Basis {
     return mapped;
   }
 
-  // x[D] += the vector with these coordinates in code space.
-  void add(int64_t head, const std::vector<float>& coordinates, std::vector<float>& x) const {
+  // Adds vectors with these coordinates in code space, [rows][W], to `x` [rows][D].
+  void add(int64_t head, const float* coordinates, int64_t rows, std::vector<float>& x) const {
     if (data_ == nullptr) {
-      std::transform(x.begin(), x.end(), coordinates.begin(), x.begin(), std::plus<float>());
+      std::transform(x.begin(), x.end(), coordinates, x.begin(), std::plus<float>());
       return;
     }
-    std::vector<float> axis(dim_);
-    for (int64_t w = 0; w < width_; ++w) {
-      widen_(data_ + head * head_ + w * row_, dim_, axis.data());
-      for (int64_t d = 0; d < dim_; ++d) x[d] += axis[d] * coordinates[w];
+    constexpr int64_t BLOCK = 32;  // axes
+    std::vector<float> axes(BLOCK * dim_);
+    for (int64_t w = 0; w < width_; w += BLOCK) {
+      const int64_t count = std::min(BLOCK, width_ - w);
+      for (int64_t i = 0; i < count; ++i) widen_(data_ + head * head_ + (w + i) * row_, dim_, &axes[i * dim_]);
+      add_weighted(coordinates + w, width_, axes.data(), count, dim_, rows, x.data(), dim_);
     }
   }
 
@@ -92,17 +94,20 @@ class Attention {
       : step_(step),
         layer_(layer),
         query_(query),
-        widen_(conversion(query.scalar_type()).widen),
+        widen_(conversion(query_.scalar_type()).widen),
         scale_(static_cast<float>(scaling) * LOG2E) {
     rows_ = std::min(step.rows(), MAX_ROWS);
     row_blocks_ = (step.rows() + rows_ - 1) / rows_;
     const int64_t wanted = TASKS_PER_THREAD * torch::stable::get_num_threads() / blocks();
     const int64_t most = std::max<int64_t>(1, layer.packed / MIN_SPLIT_TOKENS);
     splits_ = layer.packed == 0 ? 0 : std::clamp<int64_t>(wanted, 1, most);
+    const CodeSums* by_code = layer.values.packed->code_sums();
+    if (by_code != nullptr && rows_ <= CodeSums::MAX_ROWS && layer.packed >= by_code->worthwhile) by_code_ = by_code;
     width_ = std::max(layer.values.packed->width, layer.values.sinks.width);
+    numbers_ = rows_ * width_;
+    if (by_code_ != nullptr) numbers_ = std::max(numbers_, by_code_->codes * CodeSums::lanes(rows_));
     partials_.resize(tasks() * rows_);
-    sums_.reset(new float[partials_.size() * width_]);
-    for (size_t i = 0; i < partials_.size(); ++i) partials_[i].sums = sums_.get() + i * width_;
+    sums_.reset(new float[tasks() * numbers_]);
   }
 
   int64_t blocks() const { return step_.batch * step_.heads * row_blocks_; }
@@ -113,50 +118,57 @@ class Attention {
     const Rows rows = rows_of(task / (splits_ + 1));
     const int64_t split = task % (splits_ + 1);
     Partial* partials = &partials_[task * rows_];
-    std::fill_n(partials->sums, rows.count * width_, 0.0f);
+    float* sums = &sums_[task * numbers_];
+    std::fill_n(sums, numbers_, 0.0f);
     std::vector<float> q = queries(rows);
     if (split == splits_) {
       const Run sinks{layer_.keys.sinks, layer_.values.sinks, 0, layer_.sinks, 0};
       const Run tail{layer_.keys.tail, layer_.values.tail, 0, layer_.tail, layer_.sinks + layer_.packed};
-      attend_run(step_, rows, {q.data()}, sinks, partials);
-      attend_run(step_, rows, {q.data()}, tail, partials);
+      attend_run(step_, rows, {q.data()}, sinks, partials, sums, width_);
+      attend_run(step_, rows, {q.data()}, tail, partials, sums, width_);
       return;
     }
     const std::vector<float> bias = mean_scores(rows, q);
     q = layer_.keys.basis.map(rows.head.head, std::move(q), rows.count);
     const int64_t unit = layer_.anchored ? layer_.anchored->group() : 1, units = layer_.packed / unit;
     const int64_t first = units * split / splits_ * unit, last = units * (split + 1) / splits_ * unit;
-    const Run run{*layer_.keys.packed, *layer_.values.packed, first, last, layer_.sinks};
+    const Run run{*layer_.keys.packed, *layer_.values.packed, first, last, layer_.sinks, by_code_};
     const AnchoredQueries* anchored = layer_.anchored ? &*layer_.anchored : nullptr;
-    attend_run(step_, rows, {q.data(), bias.empty() ? nullptr : bias.data(), anchored}, run, partials);
+    attend_run(step_, rows, {q.data(), bias.empty() ? nullptr : bias.data(), anchored}, run, partials, sums, width_);
   }
 
   // Merges the splits of a block into its rows of `out` [B, n, Hq, D]; the logits `s_aux` [Hq] join the denominator.
-  void merge(int64_t block, const float* s_aux, Tensor& out) const {
+  void merge(int64_t block, const float* s_aux, const View& out) const {
     const Rows rows = rows_of(block);
     const auto narrow = conversion(out.scalar_type()).narrow;
-    std::vector<float> coordinates(layer_.values.packed->width), result(layer_.values.sinks.width);
+    std::vector<float> shares((splits_ + 1) * rows.count), totals(rows.count);
     for (int64_t r = 0; r < rows.count; ++r) {
-      const auto [query_head, query] = query_of(rows, r);
-      const float logit = s_aux == nullptr ? -INF : s_aux[query_head] * LOG2E;
+      const float logit = s_aux == nullptr ? -INF : s_aux[query_of(rows, r).first] * LOG2E;
       const Partial* splits = &partials_[block * (splits_ + 1) * rows_ + r];
       float top = std::max(logit, LOWEST);
       for (int64_t split = 0; split <= splits_; ++split) top = std::max(top, splits[split * rows_].top);
-      float total = std::exp2(logit - top);
-      std::fill(coordinates.begin(), coordinates.end(), 0.0f);
-      std::fill(result.begin(), result.end(), 0.0f);
+      totals[r] = std::exp2(logit - top);
       for (int64_t split = 0; split <= splits_; ++split) {
-        const Partial& part = splits[split * rows_];
-        const float share = std::exp2(part.top - top);
-        auto& sums = split == splits_ ? result : coordinates;
-        for (size_t c = 0; c < sums.size(); ++c) sums[c] += share * part.sums[c];
-        total += share * part.total;
+        const float share = std::exp2(splits[split * rows_].top - top);
+        shares[split * rows.count + r] = share;
+        totals[r] += share * splits[split * rows_].total;
       }
-      layer_.values.basis.add(rows.head.head, coordinates, result);
-      for (float& x : result) x /= std::max(total, std::numeric_limits<float>::min());
+    }
+    const std::vector<float> packed = packed_sums(block, rows, shares.data());
+    const float* dense = &sums_[(block * (splits_ + 1) + splits_) * numbers_];
+    const int64_t width = layer_.values.sinks.width, bytes = out.size(3) * out.element_size();
+    std::vector<float> result(rows.count * width);
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const float share = shares[splits_ * rows.count + r];
+      for (int64_t d = 0; d < width; ++d) result[r * width + d] = share * dense[r * width_ + d];
+    }
+    layer_.values.basis.add(rows.head.head, packed.data(), rows.count, result);
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const float total = std::max(totals[r], std::numeric_limits<float>::min());
+      for (int64_t d = 0; d < width; ++d) result[r * width + d] /= total;
+      const auto [query_head, query] = query_of(rows, r);
       const int64_t row = (rows.head.batch * step_.count + query) * step_.query_heads() + query_head;
-      const int64_t bytes = out.size(3) * out.element_size();
-      narrow(result.data(), out.size(3), static_cast<char*>(out.mutable_data_ptr()) + row * bytes);
+      narrow(&result[r * width], out.size(3), static_cast<char*>(out.data) + row * bytes);
     }
   }
 
@@ -171,10 +183,30 @@ class Attention {
     return {rows.head.head * step_.groups + row / step_.count, row % step_.count};
   }
 
+  // Sums of a block's packed values over its splits, in code space, [rows][width]; `shares` is [splits + 1][rows].
+  std::vector<float> packed_sums(int64_t block, const Rows& rows, const float* shares) const {
+    const int64_t width = layer_.values.packed->width, lanes = CodeSums::lanes(rows.count);
+    std::vector<float> packed(rows.count * width), by_code(by_code_ == nullptr ? 0 : by_code_->codes * lanes);
+    for (int64_t split = 0; split < splits_; ++split, shares += rows.count) {
+      const float* sums = &sums_[(block * (splits_ + 1) + split) * numbers_];
+      if (by_code_ == nullptr) {
+        for (int64_t r = 0; r < rows.count; ++r) {
+          for (int64_t c = 0; c < width; ++c) packed[r * width + c] += shares[r] * sums[r * width_ + c];
+        }
+        continue;
+      }
+      for (int64_t c = 0; c < by_code_->codes; ++c) {
+        for (int64_t r = 0; r < rows.count; ++r) by_code[c * lanes + r] += shares[r] * sums[c * lanes + r];
+      }
+    }
+    if (by_code_ != nullptr) by_code_->multiply(rows.head, by_code.data(), rows.count, packed.data());
+    return packed;
+  }
+
   // Query rows times the scale, padded to the width of a decoded dense key.
   std::vector<float> queries(const Rows& rows) const {
     const int64_t width = layer_.keys.sinks.width;
-    const auto* data = static_cast<const char*>(query_.const_data_ptr());
+    const auto* data = query_.const_data_ptr<char>();
     std::vector<float> q(rows.count * width);
     for (int64_t r = 0; r < rows.count; ++r) {
       const auto [head, query] = query_of(rows, r);
@@ -200,19 +232,30 @@ class Attention {
 
   const Step& step_;
   const Layer& layer_;
-  const Tensor& query_;
+  const View query_;
   void (*widen_)(const void*, int64_t, float*);
   float scale_;
+  const CodeSums* by_code_ = nullptr;  // of the packed values, if they are summed by code
   int64_t rows_, row_blocks_, splits_, width_;
+  int64_t numbers_;                // sums of a task, [row][width] or [code][lane]
   std::vector<Partial> partials_;  // [block][split][row]
-  std::unique_ptr<float[]> sums_;
+  std::unique_ptr<float[]> sums_;  // [block][split][numbers]
 };
 
-Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_t>& k_numbers,
-              const std::vector<Tensor>& k_tensors, StringHandle v_form, const std::vector<int64_t>& v_numbers,
-              const std::vector<Tensor>& v_tensors, std::optional<Tensor> mask, std::optional<Tensor> s_aux,
-              int64_t packed, double scaling, double softcap) {
-  const Side keys(k_form, k_numbers, k_tensors), values(v_form, v_numbers, v_tensors);
+Tensor describe(StringHandle form, const std::vector<int64_t>& options, int64_t fields,
+                const std::vector<Tensor>& tensors) {
+  const std::string name = text(form);
+  named("form", name, FORMS);
+  const std::vector<int64_t> words = Side::described(name, options, fields, tensors);
+  const auto count = static_cast<int64_t>(words.size());
+  Tensor description = torch::stable::new_empty(tensors[0], {count}, ScalarType::Long);
+  std::copy(words.begin(), words.end(), description.mutable_data_ptr<int64_t>());
+  return description;
+}
+
+Tensor attend(const Tensor& query, const Tensor& key_side, const Tensor& value_side, std::optional<Tensor> mask,
+              std::optional<Tensor> s_aux, int64_t packed, int64_t tail, double scaling, double softcap) {
+  const Side keys(key_side), values(value_side);
   STD_TORCH_CHECK(query.size(0) == keys.sinks.size(0), "queries of ", query.size(0), " sequences for a cache of ",
                   keys.sinks.size(0));
   STD_TORCH_CHECK(query.size(1) % keys.sinks.size(1) == 0, query.size(1), " query heads for ", keys.sinks.size(1),
@@ -223,7 +266,7 @@ Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_
   STD_TORCH_CHECK(
       keys.basis.numel() == 0 || (keys.basis.scalar_type() == ScalarType::Float && keys.basis.is_contiguous()),
       "a basis of keys must be float32 and contiguous");
-  const int64_t heads = keys.sinks.size(1), sinks = keys.sinks.size(2), tail = keys.tail.size(2);
+  const int64_t heads = keys.sinks.size(1), sinks = keys.sinks.size(2);
   Step step{query.size(0),          heads, query.size(1) / heads, query.size(2), sinks + packed + tail,
             float(softcap) * LOG2E, {}};
   if (mask) step.mask.emplace(*mask);
@@ -231,14 +274,15 @@ Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_
   Layer layer{Segments(keys), Segments(values), sinks, packed, tail, mean, {}};
   if (keys.form == "digits") layer.anchored.emplace(keys);
   Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(2), query.size(1), values.sinks.size(3)});
-  if (out.numel() == 0) return out;
+  const View out_view(out);
+  if (out_view.numel() == 0) return out;
   const float* s_aux_data = s_aux ? s_aux->const_data_ptr<float>() : nullptr;
   Attention attention(step, layer, query, scaling);
   torch::stable::parallel_for(0, attention.tasks(), 1, [&](int64_t task, int64_t end) {
     for (; task < end; ++task) attention.attend(task);
   });
   torch::stable::parallel_for(0, attention.blocks(), 1, [&](int64_t block, int64_t end) {
-    for (; block < end; ++block) attention.merge(block, s_aux_data, out);
+    for (; block < end; ++block) attention.merge(block, s_aux_data, out_view);
   });
   return out;
 }
@@ -247,9 +291,13 @@ Tensor attend(const Tensor& query, StringHandle k_form, const std::vector<int64_
 }  // namespace kvcache_compress
 
 STABLE_TORCH_LIBRARY(kvcache_compress_cpu, m) {
+  m.def("describe(str form, int[] options, int fields, Tensor[] tensors) -> Tensor");
   m.def(
-      "attend(Tensor query, str k_form, int[] k_numbers, Tensor[] k_tensors, str v_form, int[] v_numbers, "
-      "Tensor[] v_tensors, Tensor? mask, Tensor? s_aux, int packed, float scaling, float softcap) -> Tensor");
+      "attend(Tensor query, Tensor keys, Tensor values, Tensor? mask, Tensor? s_aux, int packed, int tail, "
+      "float scaling, float softcap) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) { m.impl("attend", TORCH_BOX(&kvcache_compress::attend)); }
+STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {
+  m.impl("describe", TORCH_BOX(&kvcache_compress::describe));
+  m.impl("attend", TORCH_BOX(&kvcache_compress::attend));
+}

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvcache_compress.cpu_kernels import build
-from kvcache_compress.cpu_kernels.common.operands import Form
+from kvcache_compress.cpu_kernels.common.operands import CPUSide
 
 if TYPE_CHECKING:
+    from kvcache_compress.codecs.base import Fields
     from kvcache_compress.storage.segments import SideSegments
+
+
+@dataclass(slots=True)
+class DescribedSide:
+    """What the operator reads of one side: addresses and shapes of its tensors, which this object keeps alive.
+
+    A copy of a store describes its own tensors anew.
+    """
+
+    description: torch.Tensor
+    sinks: torch.Tensor
+    tail: torch.Tensor
+    buffers: Fields
+    rope_rows: torch.Tensor | None
+    cpu_side: CPUSide
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def attend(
@@ -33,26 +53,36 @@ def attend(
         mask = mask.expand(*query.shape[:3], keys.shape[2])
     return build.operators().attend.default(
         query if query.stride(3) == 1 else query.contiguous(),
-        *_operands(keys),
-        *_operands(values),
+        _described(keys),
+        _described(values),
         mask,
         None if s_aux is None else s_aux.float().contiguous(),
         keys.packed,
+        keys.tail_tokens,
         scaling,
         softcap or 0.0,
     )
 
 
-def _operands(side: SideSegments) -> tuple[Form, list[int], list[torch.Tensor]]:
-    """Three arguments of the operator for a side: see `Side` in `side.h`."""
-    cpu_side, fields = side.codec.cpu_side, _fields(side)
-    tensors = [side.sinks, side.tail, *cpu_side.code_space, *fields, *cpu_side.tables]
-    return cpu_side.form, [len(fields), *cpu_side.options], tensors
-
-
-def _fields(side: SideSegments) -> list[torch.Tensor]:
-    """Stored fields, and cos and sin of the groups' first tokens, `[B, H, groups, 2 * rotary]`, if it uses them."""
-    if side.track is None:
-        return side.store.buffers
-    heads = side.sinks.shape[1]
-    return [*side.store.buffers, side.track.buffer[:, None].expand(-1, heads, -1, -1)]
+def _described(side: SideSegments) -> torch.Tensor:
+    """Description of a side for the operator, made anew only if one of its tensors was replaced."""
+    store, cpu_side = side.store, side.codec.cpu_side
+    rope_rows = None if side.track is None else side.track.buffer
+    known = store.described
+    if (
+        known is not None
+        and known.sinks is side.sinks
+        and known.tail is side.tail_buffer
+        and known.buffers is store.buffers
+        and known.rope_rows is rope_rows
+        and known.cpu_side is cpu_side
+    ):
+        return known.description
+    fields = store.buffers
+    if rope_rows is not None:
+        # Cos and sin of the groups' first tokens, `[B, H, groups, 2 * rotary]`.
+        fields = (*fields, rope_rows[:, None].expand(-1, side.sinks.shape[1], -1, -1))
+    tensors = [side.sinks, side.tail_buffer, *cpu_side.code_space, *fields, *cpu_side.tables]
+    description = build.operators().describe.default(cpu_side.form, cpu_side.options, len(fields), tensors)
+    store.described = DescribedSide(description, side.sinks, side.tail_buffer, store.buffers, rope_rows, cpu_side)
+    return description

@@ -68,41 +68,22 @@ struct Rows {
   int64_t first, count;
 };
 
-// Tokens [first, last) of a segment whose first token has this `position` in the sequence.
+// Tokens [first, last) of a segment whose first token has this `position` in the sequence. With `by_code` their values
+// are summed by code.
 struct Run {
   const Decoder &keys, &values;
   int64_t first, last, position;
+  const CodeSums* by_code = nullptr;
 };
 
-// Partial softmax of a row over the tokens so far: the largest logit, and relative to it the sum of the weights and the
-// weighted sum of the values.
+// Partial softmax of a row over the tokens so far: the largest logit, and relative to it the sum of the weights.
 struct Partial {
   float top = -INF, total = 0;
-  float* sums = nullptr;
 };
 
-// sums[r][c] += sum over tokens t of weights[r * stride + t] * v[t * width + c], for VECTORS * LANES channels c.
-template <int ROWS, int VECTORS>
-inline void add_weighted(const float* weights, int64_t stride, const float* v, int64_t count, int64_t width,
-                         float* const (&sums)[ROWS]) {
-  Floats x[ROWS][VECTORS];
-  for (int r = 0; r < ROWS; ++r) {
-    for (int i = 0; i < VECTORS; ++i) x[r][i] = load(sums[r] + i * LANES);
-  }
-  for (int64_t t = 0; t < count; ++t) {
-    for (int i = 0; i < VECTORS; ++i) {
-      const Floats y = load(v + t * width + i * LANES);
-      for (int r = 0; r < ROWS; ++r) x[r][i] += y * weights[r * stride + t];
-    }
-  }
-  for (int r = 0; r < ROWS; ++r) {
-    for (int i = 0; i < VECTORS; ++i) store(sums[r] + i * LANES, x[r][i]);
-  }
-}
-
-// Turns the logits of a row into weights relative to the largest logit so far, and rescales the sums if it rises. The
-// buffer's capacity is a multiple of LANES.
-inline void weigh(float* logits, int64_t count, int64_t width, Partial& part) {
+// Turns the logits of a row into weights relative to the largest logit so far, and returns what the row's sums are to
+// be multiplied by because it has risen. The buffer's capacity is a multiple of LANES.
+inline float weigh(float* logits, int64_t count, Partial& part) {
   std::fill(logits + count, logits + whole_lanes(count), -INF);
   Floats tops = Floats{} - INF;
   for (int64_t t = 0; t < count; t += LANES) {
@@ -111,11 +92,11 @@ inline void weigh(float* logits, int64_t count, int64_t width, Partial& part) {
   }
   float top = part.top;
   for (int lane = 0; lane < LANES; ++lane) top = std::max(top, tops[lane]);
+  float shrink = 1;
   if (top > part.top) {
-    const float shrink = std::exp2(part.top - top);
+    shrink = std::exp2(part.top - top);
     part.top = top;
     part.total *= shrink;
-    for (int64_t c = 0; c < width; ++c) part.sums[c] *= shrink;
   }
   Floats total = {};
   for (int64_t t = 0; t < count; t += LANES) {
@@ -124,6 +105,7 @@ inline void weigh(float* logits, int64_t count, int64_t width, Partial& part) {
     total += weights;
   }
   for (int lane = 0; lane < LANES; ++lane) part.total += total[lane];
+  return shrink;
 }
 
 // Queries of rows in the code space of a run's keys, [rows][run.keys.width], and a term for all logits of a row, if
@@ -133,9 +115,12 @@ struct Queries {
   const AnchoredQueries* anchored = nullptr;
 };
 
-// Adds a run of tokens to the partial softmax `parts` of rows.
-inline void attend_run(const Step& step, const Rows& rows, const Queries& queries, const Run& run, Partial* parts) {
-  const int64_t k_width = run.keys.width, v_width = run.values.width, widest = std::max(k_width, v_width);
+// Adds a run of tokens to the partial softmax `parts` of rows, and their values, weighted, to `sums`: [rows], `apart`
+// numbers from one row to the next, or [codes][lanes] of `run.by_code`.
+inline void attend_run(const Step& step, const Rows& rows, const Queries& queries, const Run& run, Partial* parts,
+                       float* sums, int64_t apart) {
+  const int64_t k_width = run.keys.width, v_width = run.by_code == nullptr ? run.values.width : 0;
+  const int64_t widest = std::max(k_width, v_width);
   const int64_t most = std::clamp(TILE_NUMBERS / widest / LANES * LANES, LANES, MAX_TILE);
   const std::unique_ptr<float[]> decoded(new float[most * widest]), logits(new float[rows.count * MAX_TILE]);
   std::optional<MappedQueries> mapped;
@@ -160,22 +145,21 @@ inline void attend_run(const Step& step, const Rows& rows, const Queries& querie
         const int64_t visible = std::clamp<int64_t>(step.tokens - step.count + query + 1 - position, 0, count);
         std::fill(row + visible, row + count, -INF);
       }
-      weigh(row, count, v_width, parts[r]);
+      if (const float shrink = weigh(row, count, parts[r]); shrink != 1) {
+        if (run.by_code == nullptr) {
+          for (int64_t c = 0; c < v_width; ++c) sums[r * apart + c] *= shrink;
+        } else {
+          const int64_t lanes = CodeSums::lanes(rows.count);
+          for (int64_t c = 0; c < run.by_code->codes; ++c) sums[c * lanes + r] *= shrink;
+        }
+      }
+    }
+    if (run.by_code != nullptr) {
+      run.by_code->add(rows.head, t, count, logits.get(), MAX_TILE, rows.count, sums);
+      continue;
     }
     run.values.decode(rows.head, t, count, decoded.get());
-    each_block(rows.count, [&]<int ROWS>(int64_t first) {
-      const float* weights = logits.get() + first * MAX_TILE;
-      float* sums[ROWS];
-      for (int r = 0; r < ROWS; ++r) sums[r] = parts[first + r].sums;
-      int64_t c = 0;
-      const auto add = [&]<int VECTORS>() {
-        add_weighted<ROWS, VECTORS>(weights, MAX_TILE, decoded.get() + c, count, v_width, sums);
-        for (float*& x : sums) x += VECTORS * LANES;
-        c += VECTORS * LANES;
-      };
-      while (c + 4 * LANES <= v_width) add.template operator()<4>();
-      while (c < v_width) add.template operator()<1>();
-    });
+    add_weighted(logits.get(), MAX_TILE, decoded.get(), count, v_width, rows.count, sums, apart);
   }
 }
 

@@ -1,6 +1,7 @@
 // Vectors of eight numbers: the operations that the decoders and the attention loop need.
 #pragma once
 
+#include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
@@ -12,6 +13,7 @@
 
 namespace kvcache_compress {
 
+using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
 constexpr int64_t LANES = 8;
@@ -37,6 +39,11 @@ inline Floats load(const Half* from) {
   for (int lane = 0; lane < LANES; ++lane) x[lane] = static_cast<float>(from[lane]);
   return x;
 #endif
+}
+
+inline Floats load(const BFloat16* from) {
+  using Words = uint16_t __attribute__((vector_size(2 * LANES)));
+  return (Floats)(__builtin_convertvector(load<Words>(from), Ints) << 16);
 }
 
 // Loads the first `count` numbers only, followed by zeros.

@@ -3,6 +3,7 @@
 
 #include <bit>
 
+#include "common/products.h"
 #include "decode/decode.h"
 
 namespace kvcache_compress {
@@ -26,7 +27,7 @@ inline void each_run_of_registers(int64_t n, Call call, int64_t first = 0) {
 // of bytes over the rows of all heads.
 class Codebooks {
  public:
-  Codebooks(const Tensor& books, const Tensor& places, int64_t groups, int64_t parts)
+  Codebooks(const View& books, const View& places, int64_t groups, int64_t parts)
       : groups(groups),
         books_(books.const_data_ptr<Half>()),
         places_(places.const_data_ptr<int32_t>()),
@@ -50,23 +51,28 @@ class Codebooks {
   // Numbers of a row.
   int64_t width() const { return row_; }
 
-  // Offsets, in a head's books, of the rows that the codes of tokens name: [count][G][terms], `stride` per token. One
-  // more token has zeros, for the prefetch while the last one is summed.
-  std::vector<int64_t> find(const Field& codes, const Head& head, int64_t first, int64_t count) const {
+  int64_t centres() const { return centres_; }
+
+  // Offsets, in a head's books, of the rows that the codes of tokens name, if a row takes `width` numbers:
+  // [count][G][terms], `stride` per token. One more token has zeros, for the prefetch while the last one is summed.
+  std::vector<uint32_t> find(const Field& codes, const Head& head, int64_t first, int64_t count, uint32_t width) const {
     const int64_t each = stride(head), used = groups * terms(head), bytes = (used * bits_ + 7) / 8;
-    std::vector<int64_t> rows((count + 1) * each), starts(each);
-    for (int64_t i = 0; i < used; ++i) starts[i] = i / parts_ * centres_ * row_;
-    std::vector<uint8_t> run(each * bits_ / 8 + 8);
-    const uint32_t mask = (1u << bits_) - 1, width = row_;
+    std::vector<uint32_t> rows((count + 1) * each), starts(each);
+    for (int64_t i = 0; i < used; ++i) starts[i] = i / parts_ * centres_ * width;
+    const int64_t apart = each * bits_ / 8 + 8;
+    const std::vector<uint8_t> runs = copied(codes, head, first, count, bytes, apart);
+    const uint64_t mask = (uint64_t{1} << bits_) - 1, bits = bits_;
+    const Longs shifts = {0, bits, 2 * bits, 3 * bits};
     for (int64_t t = 0; t < count; ++t) {
-      copy_run(codes, head, first + t, bytes, run.data());
-      int64_t* to = &rows[t * each];
+      const uint8_t* run = &runs[t * apart];
+      uint32_t* to = &rows[t * each];
       for (int64_t i = 0, byte = 0; i < each; i += LANES, byte += bits_) {
         uint64_t eight;
-        std::memcpy(&eight, &run[byte], 8);
-        for (int lane = 0; lane < LANES; ++lane) {
-          const uint32_t code = static_cast<uint32_t>(eight >> (lane * bits_)) & mask;
-          to[i + lane] = starts[i + lane] + uint64_t{code} * width;
+        std::memcpy(&eight, run + byte, 8);
+        for (int half = 0; half < 2; ++half, eight >>= 4 * bits_) {
+          const Longs four = ((Longs{} + eight) >> shifts) & mask;
+          const auto places = __builtin_convertvector(four, Words) * width + load<Words>(&starts[i + 4 * half]);
+          std::memcpy(to + i + 4 * half, &places, sizeof places);
         }
       }
     }
@@ -76,14 +82,23 @@ class Codebooks {
   int64_t groups;
 
  private:
-  // Copies the bytes of a head's codes, which may lie in the rows of several heads.
-  void copy_run(const Field& codes, const Head& head, int64_t token, int64_t bytes, uint8_t* to) const {
-    const int64_t row = codes.numbers;
-    for (int64_t from = places_[3 * head.head + 2], end = from + bytes; from < end;) {
+  using Longs = uint64_t __attribute__((vector_size(32)));
+  using Words = uint32_t __attribute__((vector_size(16)));
+
+  // Copies the bytes of a head's codes, which may lie in the rows of several heads: [count][apart].
+  std::vector<uint8_t> copied(const Field& codes, const Head& head, int64_t first, int64_t count, int64_t bytes,
+                              int64_t apart) const {
+    std::vector<uint8_t> runs(count * apart);
+    const int64_t row = codes.numbers, begin = places_[3 * head.head + 2];
+    for (int64_t from = begin, end = begin + bytes; from < end;) {
       const int64_t here = std::min(end - from, row - from % row);
-      to = std::copy_n(codes.row<uint8_t>({head.batch, from / row}, token) + from % row, here, to);
+      for (int64_t t = 0; t < count; ++t) {
+        const uint8_t* x = codes.row<uint8_t>({head.batch, from / row}, first + t) + from % row;
+        std::copy_n(x, here, &runs[t * apart + from - begin]);
+      }
       from += here;
     }
+    return runs;
   }
 
   const Half* books_;
@@ -91,34 +106,93 @@ class Codebooks {
   int64_t parts_, centres_, row_, bits_;
 };
 
-// Values in the residual form (section 4.2): `scale * sum of rows`.
-// Fields: codes, scale. Option: groups. Tables: books, [S, N, w], and places.
-class AdditiveDecoder : public Decoder {
+// Values in the residual form (section 4.2): `scale * sum of rows`. A few rows of queries sum them by code (equation
+// 22). Fields: codes, scale. Option: groups. Tables: books, [S, N, w], and places.
+class AdditiveDecoder : public Decoder, public CodeSums {
  public:
   explicit AdditiveDecoder(const Side& side)
       : codes_(side.fields[0]), scales_(side.fields[1]), books_(side.tables[0], side.tables[1], side.options[0], 1) {
     width = books_.groups * books_.width();
+    for (int64_t head = 0; head < side.tables[1].size(0); ++head) codes = std::max(codes, codes_of({0, head}));
+    worthwhile = 8 * books_.centres();
   }
 
+  const CodeSums* code_sums() const override { return this; }
+
   void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
-    const std::vector<int64_t> rows = books_.find(codes_, head, first, count);
+    const std::vector<uint32_t> rows = books_.find(codes_, head, first, count, books_.width());
     const int64_t stride = books_.stride(head), summed = books_.terms(head);
     for (int64_t t = 0; t < count; ++t) {
       const float scale = *scales_.row<Half>(head, first + t);
       for (int64_t group = 0; group < books_.groups; ++group) {
-        const int64_t* terms = &rows[t * stride + group * summed];
+        const uint32_t* terms = &rows[t * stride + group * summed];
         float* to = tile + t * width + group * books_.width();
         each_run_of_registers<8>(books_.width(), [&]<int COUNT>(int64_t at, int64_t lanes) {
-          add<COUNT>(books_.of(head) + at, terms, summed, stride, scale, lanes, to + at);
+          add_rows<COUNT>(books_.of(head) + at, terms, summed, stride, scale, lanes, to + at);
         });
       }
     }
   }
 
+  void add(const Head& head, int64_t first, int64_t count, const float* weights, int64_t stride, int64_t rows,
+           float* sums) const override {
+    if (lanes(rows) == LANES) {
+      add_weights<Floats>(head, first, count, weights, stride, rows, sums);
+    } else {
+      add_weights<HalfFloats>(head, first, count, weights, stride, rows, sums);
+    }
+  }
+
+  void multiply(const Head& head, const float* sums, int64_t rows, float* values) const override {
+    constexpr int64_t BLOCK = 32;  // codebook rows
+    const int64_t group_codes = codes_of(head) / books_.groups, group_width = books_.width(), apart = lanes(rows);
+    const int64_t padded = whole_lanes(group_width);
+    std::vector<float> decoded(BLOCK * padded), weights(rows * BLOCK), summed(rows * padded);
+    for (int64_t group = 0; group < books_.groups; ++group) {
+      std::fill(summed.begin(), summed.end(), 0.0f);
+      for (int64_t code = group * group_codes; code < (group + 1) * group_codes; code += BLOCK) {
+        const int64_t count = std::min(BLOCK, (group + 1) * group_codes - code);
+        for (int64_t i = 0; i < count; ++i) {
+          widen<Half>(books_.of(head) + (code + i) * group_width, group_width, &decoded[i * padded]);
+          for (int64_t r = 0; r < rows; ++r) weights[r * BLOCK + i] = sums[(code + i) * apart + r];
+        }
+        add_weighted(weights.data(), BLOCK, decoded.data(), count, padded, rows, summed.data(), padded);
+      }
+      for (int64_t r = 0; r < rows; ++r) {
+        const float* from = &summed[r * padded];
+        float* to = values + r * width + group * group_width;
+        for (int64_t c = 0; c < group_width; ++c) to[c] += from[c];
+      }
+    }
+  }
+
  private:
+  using HalfFloats = float __attribute__((vector_size(2 * LANES)));
+
+  int64_t codes_of(const Head& head) const { return books_.groups * books_.terms(head) * books_.centres(); }
+
+  // `Vector` has the rows' weights of a token.
+  template <class Vector>
+  void add_weights(const Head& head, int64_t first, int64_t count, const float* weights, int64_t stride, int64_t rows,
+                   float* sums) const {
+    constexpr int64_t WIDTH = sizeof(Vector) / sizeof(float);
+    const std::vector<uint32_t> found = books_.find(codes_, head, first, count, WIDTH);
+    const int64_t each = books_.stride(head), used = books_.groups * books_.terms(head);
+    for (int64_t t = 0; t < count; ++t) {
+      const float scale = *scales_.row<Half>(head, first + t);
+      Vector scaled = {};
+      for (int64_t r = 0; r < rows; ++r) scaled[r] = weights[r * stride + t] * scale;
+      const uint32_t* places = &found[t * each];
+      for (int64_t i = 0; i < used; ++i) {
+        const Vector sum = load<Vector>(sums + places[i]) + scaled;
+        std::memcpy(sums + places[i], &sum, sizeof sum);
+      }
+    }
+  }
+
   template <int COUNT>
-  void add(const Half* from, const int64_t* rows, int64_t terms, int64_t stride, float scale, int64_t lanes,
-           float* to) const {
+  void add_rows(const Half* from, const uint32_t* rows, int64_t terms, int64_t stride, float scale, int64_t lanes,
+                float* to) const {
     const int64_t n = COUNT > 1 ? LANES : lanes;
     Floats sums[COUNT] = {};
     for (int64_t i = 0; i < terms; ++i) {
@@ -151,7 +225,7 @@ class ComplexDecoder : public Decoder {
     const int64_t pairs = width / 2, group_pairs = books_.width() / 2, rotary = rope_.numbers / 2;
     std::vector<float> gain(pairs + LANES, 1.0f), cosine(pairs + LANES, 1.0f), sine(pairs + LANES);
     for (int64_t i = 0; i < pairs && weights_ != nullptr; ++i) gain[i] = 1.0f / weights_[head.head * pairs + i];
-    const std::vector<int64_t> rows = books_.find(codes_, head, first, count);
+    const std::vector<uint32_t> rows = books_.find(codes_, head, first, count, books_.width());
     const int64_t stride = books_.stride(head), summed = books_.terms(head);
     for (int64_t t = 0; t < count; ++t) {
       const Half* factors = rope_.row<Half>(head, first + t);
@@ -159,7 +233,7 @@ class ComplexDecoder : public Decoder {
       widen<Half>(factors + rotary, rotary, sine.data());
       const float scale = *scales_.row<Half>(head, first + t);
       for (int64_t group = 0; group < books_.groups; ++group) {
-        const int64_t* terms = &rows[t * stride + group * summed];
+        const uint32_t* terms = &rows[t * stride + group * summed];
         each_run_of_registers<4>(group_pairs, [&]<int COUNT>(int64_t at, int64_t lanes) {
           const int64_t n = COUNT > 1 ? LANES : lanes;
           Floats real[COUNT] = {}, imaginary[COUNT] = {};
@@ -179,12 +253,12 @@ class ComplexDecoder : public Decoder {
  private:
   // Adds up c[a] + i c[b] for a run of pairs of a group; `from` is the books' column of the first pair.
   template <int COUNT>
-  [[gnu::always_inline]] void add(const Half* from, const int64_t* rows, int64_t terms, int64_t stride, int64_t n,
+  [[gnu::always_inline]] void add(const Half* from, const uint32_t* rows, int64_t terms, int64_t stride, int64_t n,
                                   Floats (&real)[COUNT], Floats (&imaginary)[COUNT]) const {
     const int64_t half = books_.width() / 2;
     for (int64_t i = 0; i < terms; i += 2) {
       const Half *b = from + rows[i], *a = from + rows[i + 1];
-      for (const int64_t next : {rows[i + stride], rows[i + 1 + stride]}) {
+      for (const uint32_t next : {rows[i + stride], rows[i + 1 + stride]}) {
         __builtin_prefetch(from + next);
         __builtin_prefetch(from + next + half);
       }

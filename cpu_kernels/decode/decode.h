@@ -1,7 +1,6 @@
 // Decoders of stored tokens, tile by tile, to float32 in the code space of their side.
 #pragma once
 
-#include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
@@ -13,9 +12,6 @@
 
 namespace kvcache_compress {
 
-using torch::headeronly::BFloat16;
-using torch::headeronly::ScalarType;
-
 constexpr int64_t CODES_PER_WORD = 8;
 
 // Converts `n` numbers of a stored dtype to float32, and back.
@@ -23,7 +19,7 @@ template <class Number>
 void widen(const void* from, int64_t n, float* to) {
   const auto* x = static_cast<const Number*>(from);
   int64_t i = 0;
-  if constexpr (std::is_same_v<Number, Half>) {
+  if constexpr (!std::is_same_v<Number, double>) {
     for (; i + LANES <= n; i += LANES) store(to + i, load(x + i));
   }
   for (; i < n; ++i) to[i] = static_cast<float>(x[i]);
@@ -61,6 +57,27 @@ struct Head {
   int64_t batch, head;
 };
 
+// Sums of values by code: the weights of all tokens that have a code are added up, and what the code stands for is
+// multiplied by them once. The sums of up to `lanes` rows of queries lie side by side, [codes][lanes].
+class CodeSums {
+ public:
+  static constexpr int64_t MAX_ROWS = LANES;
+
+  virtual ~CodeSums() = default;
+
+  static int64_t lanes(int64_t rows) { return rows > LANES / 2 ? LANES : LANES / 2; }
+
+  // Adds the weights of tokens [first, first + count) of a head, [rows] `stride` apart, to `sums`.
+  virtual void add(const Head& head, int64_t first, int64_t count, const float* weights, int64_t stride, int64_t rows,
+                   float* sums) const = 0;
+
+  // Adds the values that the sums of a head stand for to `values` [rows][width].
+  virtual void multiply(const Head& head, const float* sums, int64_t rows, float* values) const = 0;
+
+  int64_t codes = 0;       // of the head with the most
+  int64_t worthwhile = 0;  // tokens from which on this is faster than decoding them
+};
+
 class Decoder {
  public:
   virtual ~Decoder() = default;
@@ -68,13 +85,16 @@ class Decoder {
   // Decodes tokens [first, first + count) of a head into `tile` [count][width].
   virtual void decode(const Head& head, int64_t first, int64_t count, float* tile) const = 0;
 
+  // Sums of these values by code, or null if there are none.
+  virtual const CodeSums* code_sums() const { return nullptr; }
+
   int64_t width = 0;
 };
 
 // Uncompressed tokens [B, H, T, D]; their code space is D wide, rounded up to a multiple of LANES.
 class DenseDecoder : public Decoder {
  public:
-  explicit DenseDecoder(const Tensor& x)
+  explicit DenseDecoder(const View& x)
       : data_(static_cast<const char*>(x.const_data_ptr())),
         bytes_(x.element_size()),
         batch_(x.stride(0)),
@@ -110,7 +130,7 @@ struct Words {
 // A field of a store, [B, H, rows, numbers].
 class Field {
  public:
-  explicit Field(const Tensor& x)
+  explicit Field(const View& x)
       : data_(static_cast<const char*>(x.const_data_ptr())),
         batch_(x.stride(0) * x.element_size()),
         head_(x.stride(1) * x.element_size()),

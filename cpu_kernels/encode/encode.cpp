@@ -88,7 +88,7 @@ std::vector<Tensor> quantize_groups(const Tensor& x, const Tensor& scale, const 
   const int64_t heads = x.size(1), count = x.size(2), width = x.size(3);
   STD_TORCH_CHECK(scale.size(2) * tokens == count && scale.size(3) * channels == width, scale.size(2), "x",
                   scale.size(3), " groups for ", count, "x", width, " numbers");
-  const Field numbers(x), scales(scale), zeros(zero);
+  const Field numbers{View(x)}, scales{View(scale)}, zeros{View(zero)};
   std::vector<Tensor> fields;
   with_bits(bits, [&]<int BITS>() {
     const PlaneWriter<BITS> planes(x);

@@ -89,7 +89,7 @@ def plain_attention(
 def _decoded(side: SideSegments, rows: list[int]) -> torch.Tensor:
     """Decode the given batch rows of a side to float32."""
     store, track = copy.copy(side.store), copy.copy(side.track)
-    store.buffers = [buffer[rows] for buffer in store.buffers]
+    store.buffers = tuple(buffer[rows] for buffer in store.buffers)
     if track is not None:
         track.buffer = track.buffer[rows]
     sinks, tail = side.sinks[rows].float(), side.tail[rows].float()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvcache_compress.codecs.base import Fields
 from kvcache_compress.codecs.layout import Field, grown_capacity
+
+if TYPE_CHECKING:
+    from kvcache_compress.cpu_kernels.attention.launch import DescribedSide
 
 
 def _writable(buffer: torch.Tensor) -> torch.Tensor:
@@ -29,9 +33,12 @@ class PackedStore:
         self.tokens = 0
         self.capacity = 0
         self.is_static = False
-        self.buffers: list[torch.Tensor] = [
+        self.buffers: Fields = tuple(
             torch.empty(batch, heads, 0, *field.shape, dtype=field.dtype, device=device) for field in fields
-        ]
+        )
+        """One buffer per field; another tuple whenever one of them is replaced."""
+        self.described: DescribedSide | None = None
+        """Description of the side for the C++ attention, kept while its tensors stay the same."""
 
     def make_static(self, capacity: int) -> None:
         """Allocate `capacity` tokens, a multiple of `group`, once and for all; spare capacity is zero."""
@@ -62,16 +69,18 @@ class PackedStore:
     def writable_buffers(self, tokens: int, growing: bool) -> Fields:
         """Return the buffers with capacity for `tokens` more; the caller writes them and adds to `self.tokens`."""
         self.ensure_capacity(tokens, growing)
-        self.buffers = [_writable(buffer) for buffer in self.buffers]
-        return tuple(self.buffers)
+        self.buffers = tuple(_writable(buffer) for buffer in self.buffers)
+        return self.buffers
 
     def _grow(self, capacity: int) -> None:
-        for index, (field, old) in enumerate(zip(self.fields, self.buffers, strict=True)):
+        self.described = None  # It would keep the old buffers.
+        for index, field in enumerate(self.fields):
+            old = self.buffers[index]
             batch, heads = old.shape[:2]
             new = old.new_empty(batch, heads, capacity // field.tokens, *field.shape)
             used = self.tokens // field.tokens
             new[:, :, :used] = old[:, :, :used]
-            self.buffers[index] = new
+            self.buffers = (*self.buffers[:index], new, *self.buffers[index + 1 :])
         self.capacity = capacity
 
     def read(self, start: int, stop: int) -> Fields:
@@ -89,7 +98,8 @@ class PackedStore:
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every buffer by `change(buffer)`: batch selection, moves between devices."""
-        self.buffers = [change(buffer).contiguous() for buffer in self.buffers]
+        self.described = None
+        self.buffers = tuple(change(buffer).contiguous() for buffer in self.buffers)
 
     def bytes_used(self) -> dict[str, int]:
         rows = self.buffers[0].shape[0] * self.buffers[0].shape[1]

@@ -160,7 +160,7 @@ class StepBuffers:
             leaving = kernels.write_slots(
                 list(fresh.values()), list(self.sinks.values()), list(self.tail.values()),
                 [state.codec.group for state in states], [triton_encoder(state.codec) for state in states],
-                [tuple(state.store.buffers) for state in states], self.counts, counter,
+                [state.store.buffers for state in states], self.counts, counter,
                 recent=windows.recent, flush=windows.flush, capacity=self.capacity,
                 packed_capacity=windows.packed_capacity, longest=LONGEST, rope=sides["keys"].rope_rows,
             )  # fmt: skip
@@ -168,7 +168,7 @@ class StepBuffers:
             if left:
                 kernels.store_groups(
                     [encoded(state.codec, x, self._rope(state, count)) for state, x, _ in left],
-                    [tuple(state.store.buffers) for state, _, _ in left],
+                    [state.store.buffers for state, _, _ in left],
                     [groups for _, _, groups in left],
                     [state.store.capacity // state.codec.group for state, _, _ in left],
                 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import BARS, CASES, F32, Case, error, kivi, make_mask, plain_attention, segments, tq
+from support.attention_cases import BARS, CASES, F32, NONE, Case, error, kivi, make_mask, plain_attention, segments, tq
 from support.commvq_files import codebook_file
 from support.method_cases import declared
 
@@ -43,6 +46,16 @@ CALLS = CASES | {
             "as-calibrated": {"key_shape": (11, 64), "value_shape": (21, 64), "weighed": True},
         }.items()
     },
+    **{
+        f"commvq-by-code-{rows}-rows": Case(commvq(64), commvq(64, **shape), groups=groups, count=count, packed=1100)
+        for rows, groups, count, shape in (
+            (1, 1, 1, {"value_shape": (21, 64)}),
+            (4, 4, 1, {"value_shape": (21, 64), "shared": True}),
+            (6, 3, 2, {"value_shape": (3, 8), "groups": 4}),
+            (8, 8, 1, {"value_shape": (7, 32)}),
+        )
+    },
+    "commvq-by-code-masked": Case(commvq(64), commvq(64), packed=1100, mask="bool", rows_differ=True, s_aux=True),
 }
 
 
@@ -96,6 +109,21 @@ def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callab
     query = torch.randn(2, 6, 1, 64)
     out = launch.attend(query, keys, values, None, scaling=0.125)
     assert error(out, plain_attention(query, keys, values, None, Case(), None)) <= BARS[F32]
+
+
+def test_few_rows_sum_values_by_code(make_side: Callable[..., SideSegments]) -> None:
+    """Up to eight rows of many tokens add in another order than nine, which decode the values, or than few tokens."""
+    keys, values = segments(Case(tq(4), commvq(64), packed=1100), make_side)
+    query = torch.randn(2, 2, 9, 64)
+    mask = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool)
+
+    def attend(count: int, packed: int) -> torch.Tensor:
+        before = [replace(side, packed=packed) for side in (keys, values)]
+        return launch.attend(query[:, :, :count], *before, mask[..., 1100 - packed :], scaling=0.125)[:, :8]
+
+    for packed, by_code in ((1100, True), (100, False)):
+        torch.testing.assert_close(attend(8, packed), attend(9, packed), atol=1e-6, rtol=1e-5)
+        assert torch.equal(attend(8, packed), attend(9, packed)) != by_code
 
 
 @pytest.mark.parametrize("bits", [0, 192])
@@ -167,6 +195,37 @@ def test_what_does_not_fit_is_refused(make_side: Callable[..., SideSegments]) ->
     values.codec.cpu_side = replace(values.codec.cpu_side, options=(4, 1))
     with pytest.raises(RuntimeError, match="2 options for the form 'groups', which has 3"):
         launch.attend(torch.randn(2, 6, 1, 64), keys, values, None, scaling=0.125)
+
+
+def test_sides_are_described_anew_when_a_tensor_is_replaced(make_side: Callable[..., SideSegments]) -> None:
+    """The description is kept while the tensors are the same, and neither outlives them nor goes along in copies."""
+    keys, values = segments(Case(NONE, tq(4)), make_side)
+    query = torch.randn(2, 6, 1, 64)
+
+    def check(keys: SideSegments, values: SideSegments) -> None:
+        out = launch.attend(query, keys, values, None, scaling=0.125)
+        assert error(out, plain_attention(query, keys, values, None, Case(), None)) <= BARS[F32]
+
+    check(keys, values)
+    kept = keys.store.described
+    check(replace(keys, tail_tokens=keys.tail_tokens - 1), replace(values, tail_tokens=values.tail_tokens - 1))
+    assert keys.store.described is kept is not None
+    twin = copy.deepcopy(keys)
+    assert twin.store.described is None
+    check(twin, values)
+    assert pickle.loads(pickle.dumps(kept)) is None
+    for change in (
+        {"sinks": torch.randn_like(keys.sinks)},
+        {"tail_buffer": torch.randn_like(keys.tail_buffer)},
+    ):
+        check(replace(keys, **change), values)
+    buffer = weakref.ref(values.store.buffers[0])
+    fields = values.store.read(0, 32)
+    values.store.append(tuple(field.clone() for field in fields), 32, growing=False)
+    keys.store.append(keys.store.read(0, 32), 32, growing=False)
+    del fields
+    assert buffer() is None
+    check(*(replace(side, packed=side.packed + 32) for side in (keys, values)))
 
 
 def test_integer_mask_is_added(make_side: Callable[..., SideSegments]) -> None:

@@ -219,7 +219,7 @@ def check_wide_numbers() -> None:
     for given in (x, x, wide, wide, x):
 
         def call(given: torch.Tensor = given) -> None:
-            encode.encode(encoder, given, tuple(state.store.buffers), 0)
+            encode.encode(encoder, given, state.store.buffers, 0)
 
         (ours,) = launches_of(call)
         known = dict(plan._plans)
@@ -246,7 +246,7 @@ def main() -> None:
     layer.grow(1, 1)
     assert layer.step()
     for side in (layer.keys, layer.values):  # the same tokens in other memory, with more capacity
-        side.store.buffers = [torch.zeros_like(x).repeat(1, 1, 2, *[1] * (x.ndim - 3)) for x in side.store.buffers]
+        side.store.buffers = tuple(torch.zeros_like(x).repeat(1, 1, 2, *[1] * (x.ndim - 3)) for x in side.store.buffers)
     assert layer.step()
     layer.keys, layer.values = (replace(side, packed=576) for side in (layer.keys, layer.values))
     assert layer.step()  # the same number of splits, with more tokens
