@@ -228,9 +228,14 @@ def neighbors_table(result: dict[str, Any]) -> str:
     ]
     for row in sorted(result["rows"], key=lambda row: row["bits"]):
         times = f"{row['setup_seconds']:.2f} s | {row['index_seconds']:.2f} s"
-        recall = f"{row['recall']['1']:.3f} | {row['recall']['8']:.3f}"
+        recall = " | ".join(_share(row["recall"][count], result["queries"]) for count in ("1", "8"))
         lines.append(f"| {row['bits']} | {row['method']} | {row['stored_bits']:.2f} | {recall} | {times} |")
     return "\n".join(lines)
+
+
+def _share(share: float, count: int) -> str:
+    """A share of `count` draws with its standard error."""
+    return f"{share:.3f} ± {math.sqrt(share * (1 - share) / count):.3f}"
 
 
 TABLES = {"codes": codes_table, "angles": angles_table, "prod": prod_table, "neighbors": neighbors_table}

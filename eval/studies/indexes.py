@@ -16,7 +16,7 @@ CENTROIDS = 256
 """Centroids of product quantization per group of coordinates."""
 BLOCK_VECTORS = 8192
 TURBOQUANTS: dict[str, dict[str, Any]] = {
-    "TurboQuant mse (paper)": {"scalar": "norm", "rotation": "haar"},
+    "TurboQuant mse (paper)": {"codebook": "lloyd_max", "scalar": "norm", "rotation": "haar"},
     "TurboQuant prod (paper)": {"estimator": "prod", "sketch": "gaussian", "rotation": "haar"},
     "TurboQuant unbiased": {"scalar": "unbiased"},
 }
