@@ -96,7 +96,7 @@ SIZES = Sizes(
 )  # fmt: skip
 SMALL_SIZES = Sizes(
     {"small": Shape(4, 2, 32)}, ((1, 64),), (1,), (64,), 64 + 21, 64, (2, 64, 64), (1,), (128,), 128, (128, 64), 128,
-    256, 2,
+    256, 1,
 )  # fmt: skip
 MEMORY_SHAPE, MEMORY_TOKENS = Shape(4, 2, 128), 128
 """Size of the runs under a memory checker, which takes many times as long; the kernels are those of the model."""

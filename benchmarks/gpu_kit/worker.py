@@ -115,7 +115,7 @@ class Measurements:
                 tile = (named["block"], named["warps"], named["stages"])
                 return try_tile(*call, tile, timed=job.part == "tile", repeats=sizes.repeats)
             if job.part == "encode":
-                return encode_time(*call, repeats=max(2, sizes.repeats // 4))
+                return encode_time(*call, repeats=max(1, sizes.repeats // 4))
             if job.part == "profile":
                 view, query = random_view(name, shape, *call[3:], torch.bfloat16)
                 for _ in range(3):

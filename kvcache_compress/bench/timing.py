@@ -30,9 +30,10 @@ def median_ms(
 ) -> float:
     """Median milliseconds of a call; on a GPU by its events, and with an L2 cache full of other, unchanged data.
 
+    `warmup`: calls before them, but no more than `repeats`.
     `flushes`: number of times that `FLUSH_BYTES` are read before a call, more for calls that keep Python longer.
     """
-    for _ in range(warmup):
+    for _ in range(min(warmup, repeats)):
         call()
     times = []
     other = _other_data(device)
