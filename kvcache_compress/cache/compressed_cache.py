@@ -172,8 +172,8 @@ class CompressedCache(Cache, ModelListener):
                 raise ValueError("offloading=True: allowed False where the model is compiled")
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         try:
-            if self._offloading is None:
-                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            if self._offloading is None:  # what the base class does, a call less per layer
+                return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
             with self._offloading.at_work(self.layers, layer_idx):
                 return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except Exception:
