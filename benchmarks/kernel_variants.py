@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from kvcache_compress.bench.layers import build_codec, encoded_side, middle_layer
 from kvcache_compress.codecs.base import Codec, MethodOptions, Side
+from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.registry import get_method
 from kvcache_compress.storage.checks import LONGEST, PackableChecks
@@ -103,6 +104,12 @@ def attention_variants() -> dict[str, Variant]:
 def segments(variant: Variant, side: Side) -> SideSegments:
     method, options = variant.keys if side == "keys" else variant.values
     return encoded_side(method, options, side, variant.head_dim, variant.dtype)
+
+
+def stored_bytes(variant: Variant) -> float:
+    """Stored bytes of a packed token's key and value in one head."""
+    both: tuple[Side, Side] = ("keys", "values")
+    return sum(bytes_per_token(segments(variant, side).codec.fields) for side in both)
 
 
 def attention_arguments(variant: Variant, target: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -212,9 +212,9 @@ def _phases(side: KernelSide, rows: int, tile_rows: int, softcap: float | None) 
     return max(1, tile_rows // next_power_of_2(rows))
 
 
-def split_sizes(packed: int, tile: Tile, programs: int, device: torch.device) -> tuple[int, int]:
+def split_sizes(packed: int, tile: Tile, programs: int, processors: int) -> tuple[int, int]:
     """Tokens per split (a multiple of the tile's) and number of splits: as many as fill the GPU, none too short."""
-    wanted = _processors(device) * max(1, RESIDENT_WARPS // tile.warps) // programs
+    wanted = processors * max(1, RESIDENT_WARPS // tile.warps) // programs
     wanted = max(1, min(MAX_SPLITS, wanted, packed // MIN_SPLIT_TOKENS))
     blocks = -(-packed // tile.tokens)
     split_blocks = max(1, -(-blocks // wanted))
@@ -229,7 +229,7 @@ def sizes_of(query: torch.Tensor, keys: SideSegments, values: SideSegments, capa
     exact = query.dtype == torch.float32
     tile = tile_shape(keys.codec.kernel_side, values.codec.kernel_side, exact, rows, capability)
     programs = batch * heads * -(-rows // _tile_rows(tile, rows))
-    split_tokens, splits = split_sizes(keys.packed, tile, programs, query.device)
+    split_tokens, splits = split_sizes(keys.packed, tile, programs, _processors(query.device))
     even = keys.slots is None and keys.packed % tile.tokens == split_tokens % tile.tokens == 0
     return Sizes(split_tokens, splits, even, tile)
 

@@ -60,7 +60,7 @@ def test_a_query_of_zeros(make_side: Callable[..., SideSegments]) -> None:
 @pytest.mark.parametrize("programs", [1, 8, 64, 4096])
 def test_splits_cover_the_tokens_and_are_not_short(packed: int, programs: int) -> None:
     tile = launch.Tile(32, 1, 2)
-    size, splits = launch.split_sizes(packed, tile, programs, torch.device("cpu"))
+    size, splits = launch.split_sizes(packed, tile, programs, 8)
     assert size % tile.tokens == 0
     assert (splits - 1) * size < packed <= splits * size
     assert splits <= launch.MAX_SPLITS
@@ -69,7 +69,5 @@ def test_splits_cover_the_tokens_and_are_not_short(packed: int, programs: int) -
 
 
 def test_fewer_programs_make_more_splits() -> None:
-    splits = [
-        launch.split_sizes(131072, launch.Tile(32, 1, 2), programs, torch.device("cpu"))[1] for programs in (1, 8)
-    ]
+    splits = [launch.split_sizes(131072, launch.Tile(32, 1, 2), programs, 8)[1] for programs in (1, 8)]
     assert splits[0] > splits[1] > 1
