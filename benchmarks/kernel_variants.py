@@ -62,6 +62,7 @@ def attention_variants() -> dict[str, Variant]:
         variants[name] = Variant((plan.keys.method, plan.keys.options()), (plan.values.method, plan.values.options()))
     del variants["turboquant-mixed"]
     uniform, four = side_of("turboquant", bits=4, codebook="uniform"), side_of("turboquant", bits=4)
+    uniform_two = side_of("turboquant", bits=2, codebook="uniform")
     scalar = {bits: side_of("turboquant", bits=bits, codebook="lloyd_max") for bits in (1, 2, 2.5, 3)}
     prod = {bits: side_of("turboquant", bits=bits, estimator="prod") for bits in (2, 2.5, 3)}
     kivi_side, none = side_of("kivi", bits=4), side_of("none")
@@ -72,6 +73,7 @@ def attention_variants() -> dict[str, Variant]:
         variants[f"{name}, fixed"] = replace(variants[name], fixed=True, even=False)
     return variants | {
         "uniform-4bit": Variant(uniform, uniform),
+        "uniform-2bit": Variant(uniform_two, uniform_two),
         "lloyd-max-2bit": Variant(scalar[2], scalar[2]),
         "lloyd-max-3bit": Variant(scalar[3], scalar[3]),
         "lloyd-max-2.5bit": Variant(scalar[2.5], scalar[2.5]),

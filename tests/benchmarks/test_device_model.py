@@ -52,7 +52,7 @@ def test_resident_warps(figures: dict[str, Any], warps: int, expected: int) -> N
 
 
 def test_a_short_cache_leaves_processors_idle() -> None:
-    """8 heads of 512 tokens are 16 programs: each runs alone."""
+    """8 heads of 512 tokens are 32 programs of four turns: each runs alone."""
     prediction = predict(row(clocks=1000, alu=10), 1, tokens=512, heads=8)
     assert prediction.bound == "latency"
-    assert prediction.microseconds == pytest.approx(256 / 32 * 1000 / 1750)
+    assert prediction.microseconds == pytest.approx(4 * 1000 / 1750)
