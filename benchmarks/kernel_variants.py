@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from kvcache_compress.bench.layers import build_codec, encoded_side, middle_layer
 from kvcache_compress.codecs.base import Codec, MethodOptions, Side
+from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.registry import get_method
 from kvcache_compress.storage.checks import LONGEST, PackableChecks
@@ -61,6 +62,7 @@ def attention_variants() -> dict[str, Variant]:
         variants[name] = Variant((plan.keys.method, plan.keys.options()), (plan.values.method, plan.values.options()))
     del variants["turboquant-mixed"]
     uniform, four = side_of("turboquant", bits=4, codebook="uniform"), side_of("turboquant", bits=4)
+    uniform_two = side_of("turboquant", bits=2, codebook="uniform")
     scalar = {bits: side_of("turboquant", bits=bits, codebook="lloyd_max") for bits in (1, 2, 2.5, 3)}
     prod = {bits: side_of("turboquant", bits=bits, estimator="prod") for bits in (2, 2.5, 3)}
     kivi_side, none = side_of("kivi", bits=4), side_of("none")
@@ -71,6 +73,7 @@ def attention_variants() -> dict[str, Variant]:
         variants[f"{name}, fixed"] = replace(variants[name], fixed=True, even=False)
     return variants | {
         "uniform-4bit": Variant(uniform, uniform),
+        "uniform-2bit": Variant(uniform_two, uniform_two),
         "lloyd-max-2bit": Variant(scalar[2], scalar[2]),
         "lloyd-max-3bit": Variant(scalar[3], scalar[3]),
         "lloyd-max-2.5bit": Variant(scalar[2.5], scalar[2.5]),
@@ -103,6 +106,12 @@ def attention_variants() -> dict[str, Variant]:
 def segments(variant: Variant, side: Side) -> SideSegments:
     method, options = variant.keys if side == "keys" else variant.values
     return encoded_side(method, options, side, variant.head_dim, variant.dtype)
+
+
+def stored_bytes(variant: Variant) -> float:
+    """Stored bytes of a packed token's key and value in one head."""
+    both: tuple[Side, Side] = ("keys", "values")
+    return sum(bytes_per_token(segments(variant, side).codec.fields) for side in both)
 
 
 def attention_arguments(variant: Variant, target: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

@@ -3,6 +3,7 @@
     python benchmarks/machine_code.py --output benchmarks/results/kernels.json   # all variants, about forty minutes
     python benchmarks/machine_code.py --table                                    # the committed figures as Markdown
     python benchmarks/machine_code.py --check                                    # compile again and compare
+    python benchmarks/machine_code.py --update --only kivi-2bit --target sm_90   # replace some of the committed figures
 
 The tracked figure is instructions per element: SASS instructions of the loop over packed tokens times the lanes that
 execute them, divided by the cached numbers that one iteration consumes, `BLOCK * (Dk + Dv)`. The rescaling of the sums,
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import device_model
 import torch
 import typer
 from kernel_variants import (
@@ -30,10 +32,11 @@ from kernel_variants import (
     encode_launches,
     encode_variants,
     step_launches,
+    stored_bytes,
 )
 
 from kvcache_compress.eval.provenance.results import write_atomically
-from kvcache_compress.triton_kernels import aot
+from kvcache_compress.triton_kernels import aot, sass
 from kvcache_compress.triton_kernels.attention import kernel as attention
 from kvcache_compress.triton_kernels.attention.query import map_query_kernel
 from kvcache_compress.triton_kernels.decode import commvq
@@ -47,6 +50,7 @@ KNOWN_STACK = {
     "prod-2.5bit, float32": 48,
     "lloyd-max-2.5bit, D=256": 88,
     "kivi-4bit, D=256": 32,
+    "qjl-3bit": 8,
     "spectral-2bit": 112,
     "spectral-2bit, mask": 112,
     "spectral-2bit, fixed": 112,
@@ -63,7 +67,35 @@ sm_100 only), spill registers; so do spectral's queries, mapped anew for each gr
 of an encoder are not a spill (158 registers, no load or store of the stack by its name): only their address is taken,
 once. On sm_80 the step that encodes trellis codes keeps three numbers on the stack from its start to its end, and
 attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on sm_100. KIVI at D = 256 keeps six to
-eight numbers: it takes 4.1 instructions per number with 8 query rows, 4.7 with 16."""
+eight numbers: it takes 4.1 instructions per number with 8 query rows, 4.7 with 16. QJL's 512 signs per key keep
+two, with any tile and number of stages."""
+
+
+LATENCY = 700
+"""Clocks until a read of memory is there, under load: an assumption of the clocks in `LoopFigures`."""
+
+
+@dataclass(frozen=True)
+class LoopFigures:
+    """One turn of the loop over packed tokens, as a warp executes it.
+
+    Attributes:
+        tokens, block: packed tokens of a turn and of a tile.
+        bytes: stored bytes of a token's keys and values in one head.
+        warps, stages: of a program, and of the pipeline.
+        instructions: instructions, and `pipes`: those of each pipe (`triton_kernels/sass.py`).
+        clocks: clocks of a warp alone, and `clocks_without_memory`: the same if memory answered at once.
+    """
+
+    tokens: int
+    block: int
+    bytes: float
+    warps: int
+    stages: int
+    instructions: int
+    pipes: dict[str, int]
+    clocks: int
+    clocks_without_memory: int
 
 
 @dataclass(frozen=True)
@@ -74,14 +106,15 @@ class Figures:
     stack_bytes: int
     shared_bytes: int
     instructions_per_element: float | None = None
+    loop: LoopFigures | None = None
 
 
 Table = dict[str, dict[str, Figures]]
 """Figures by variant and target."""
 
 
-def packed_loop(arguments: dict[str, Any], code: aot.MachineCode, target: str) -> float | None:
-    """Instructions per cached element of the loop over packed tokens, inner loops over rounds included."""
+def packed_loop(arguments: dict[str, Any], stored: float, code: aot.MachineCode, target: str) -> LoopFigures | None:
+    """The loop over packed tokens of `stored` bytes each, inner loops over rounds included."""
     if not code.loops:
         return None
     alone = aot.compile_for(
@@ -91,9 +124,11 @@ def packed_loop(arguments: dict[str, Any], code: aot.MachineCode, target: str) -
     candidates = [loop for loop in code.loops if len(loop.inner) == len(turns)]
     if len(alone) != 1 or not candidates or len(alone[0].inner) != len(turns):
         return None
-    loop = min(candidates, key=lambda loop: abs(loop.instructions - alone[0].instructions))
-    length = loop.instructions + sum(count * inner for count, inner in zip(turns, loop.inner, strict=True))
-    return round(length * 32 * code.warps / (tokens_per_turn(arguments) * (arguments["K"].dim + arguments["V"].dim)), 2)
+    path = min(candidates, key=lambda loop: abs(loop.instructions - alone[0].instructions)).path(turns)
+    return LoopFigures(
+        tokens_per_turn(arguments), arguments["BLOCK"], stored, code.warps, arguments["num_stages"],
+        len(path), sass.pipes(path), sass.clocks(path, LATENCY), sass.clocks(path, 0),
+    )  # fmt: skip
 
 
 def tokens_per_turn(arguments: dict[str, Any]) -> int:
@@ -128,12 +163,16 @@ def measure(targets: list[str], only: list[str]) -> Table:
     """Compile the variants named in `only` (all if it is empty) for `targets`."""
     table: Table = {}
 
-    def add(name: str, target: str, kernel: Any, arguments: dict[str, Any]) -> None:
+    def add(name: str, target: str, kernel: Any, arguments: dict[str, Any], stored: float = 0) -> None:
         if arguments.get("PRECISION") == exact_precision(amd=False):
             arguments = arguments | {"PRECISION": exact_precision(amd=target.startswith("gfx"))}
         code = aot.compile_for(kernel, arguments, target)
-        density = packed_loop(arguments, code, target) if kernel is attention.attend_kernel else None
-        table.setdefault(name, {})[target] = Figures(code.registers, code.stack_bytes, code.shared_bytes, density)
+        loop = packed_loop(arguments, stored, code, target) if kernel is attention.attend_kernel else None
+        density = None
+        if loop is not None:
+            numbers = loop.tokens * (arguments["K"].dim + arguments["V"].dim)
+            density = round(loop.instructions * 32 * loop.warps / numbers, 2)
+        table.setdefault(name, {})[target] = Figures(code.registers, code.stack_bytes, code.shared_bytes, density, loop)
 
     for target in targets:
         for name, variant in attention_variants().items():
@@ -142,7 +181,7 @@ def measure(targets: list[str], only: list[str]) -> Table:
                 kernels = attention.attend_kernel, attention.merge_kernel, map_query_kernel
                 arguments = attention_arguments(variant, target)
                 for part, kernel, inputs in zip(names, kernels, arguments, strict=True):
-                    add(part, target, kernel, inputs)
+                    add(part, target, kernel, inputs, stored_bytes(variant))
         for name, call in step_launches().items():
             if not only or name in only:
                 add(name, target, *call)
@@ -173,7 +212,11 @@ def problems(table: Table, committed: Table) -> list[str]:
 def load(path: Path) -> Table:
     kernels = json.loads(path.read_text())["kernels"]
     return {
-        name: {target: Figures(**figures) for target, figures in targets.items()} for name, targets in kernels.items()
+        name: {
+            target: Figures(**figures | {"loop": (loop := figures.get("loop")) and LoopFigures(**loop)})
+            for target, figures in targets.items()
+        }
+        for name, targets in kernels.items()
     }
 
 
@@ -184,10 +227,15 @@ def save(table: Table, path: Path) -> None:
         "hardware": "none: compiled ahead of time",
         "versions": {"python": platform.python_version(), **versions},
         "kernels": {
-            name: {target: asdict(figures) for target, figures in targets.items()} for name, targets in table.items()
+            name: {target: _without_none(asdict(figures)) for target, figures in targets.items()}
+            for name, targets in table.items()
         },
     }
     write_atomically(path, json.dumps(content, indent=1) + "\n")
+
+
+def _without_none(figures: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def markdown(table: Table) -> str:
@@ -205,8 +253,35 @@ def markdown(table: Table) -> str:
     return "\n".join(lines)
 
 
+def pipes_table(table: Table, target: str = "sm_90") -> str:
+    """Markdown table, a line per loop over packed tokens on one target: what it takes of a processor, and its speed.
+
+    Numbers of a pipe are instructions per cached number, so that a budget is `lanes per clock / that`.
+    """
+    shapes = {"1 x 8K": (1, 8192), "1 x 128K": (1, 131072), "8 x 32K": (8, 32768), "32 x 32K": (32, 32768)}
+    kinds = [*sass.PIPES, "other"]
+    columns = ["kernel", "registers", "warps", "stages", *kinds, "clocks", *shapes, "bound"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name, targets in table.items():
+        figures = targets.get(target)
+        if figures is None or figures.loop is None or not figures.instructions_per_element:
+            continue
+        loop, row = figures.loop, asdict(figures)
+        per_number = figures.instructions_per_element / loop.instructions
+        cells = [name, figures.registers, device_model.resident_warps(row, loop.warps), loop.stages]
+        cells += [f"{count * per_number:.2f}" for count in loop.pipes.values()]
+        cells.append(f"{loop.clocks_without_memory} / {loop.clocks}")
+        for batch, tokens in shapes.values():
+            stored = batch * device_model.HEADS * tokens * loop.bytes
+            prediction = device_model.predict(row, stored, tokens=tokens, heads=device_model.HEADS, batch=batch)
+            cells.append(f"{prediction.share:.0%}")
+        lines.append(f"| {' | '.join(map(str, [*cells, prediction.bound]))} |")
+    return "\n".join(lines)
+
+
 def main(
     output: Annotated[Path | None, typer.Option(help="Compile everything and write the figures here.")] = None,
+    update: Annotated[bool, typer.Option("--update", help="Replace committed figures by what is compiled.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Compile and compare with the committed figures.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Print the committed figures as Markdown.")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Names of the variants to compile.")] = None,
@@ -214,7 +289,8 @@ def main(
 ) -> None:
     """Compile the kernels ahead of time and record registers, stack, shared memory and instructions per element."""
     if table:
-        print(markdown(load(RESULTS)))
+        committed = load(RESULTS)
+        print(f"{markdown(committed)}\n\n{pipes_table(committed)}")
         return
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise typer.BadParameter("TRITON_INTERPRET=1 is set: the interpreter has no machine code")
@@ -222,6 +298,9 @@ def main(
     measured = measure(target or list(aot.TARGETS), only or [])
     if output is not None:
         save(measured, output)
+    if update:
+        committed = load(RESULTS)
+        save(committed | {name: committed.get(name, {}) | targets for name, targets in measured.items()}, RESULTS)
     if check:
         committed = load(RESULTS)
         messages = problems(measured, committed)

@@ -16,6 +16,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from .sass import Loop, loops, read
+
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -26,18 +28,6 @@ _POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Loop:
-    """SASS instructions that a warp executes per iteration of a loop, and per iteration of each loop inside it.
-
-    The longest run that a conditional branch inside each loop can skip is not counted: in the attention kernel, the
-    rescaling of the sums when a larger logit arrives, which few tiles of a sequence trigger.
-    """
-
-    instructions: int
-    inner: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +102,7 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: t
     if counts is None:
         raise RuntimeError(f"cuobjdump gave no resource usage for {target}: {usage[-200:]}")
     registers, stack, local = (int(number) for number in counts.groups())
-    return MachineCode(registers, stack + local, compiled.metadata.shared, _loops(sass), warps)
+    return MachineCode(registers, stack + local, compiled.metadata.shared, loops(read(sass)), warps)
 
 
 def _divisible(value: Any) -> bool:
@@ -135,49 +125,3 @@ def _dump(cubin: bytes, option: str) -> str:
         file.write(cubin)
         file.flush()
         return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
-
-
-def _loops(sass: str) -> tuple[Loop, ...]:
-    matches = (re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", line) for line in sass.splitlines())
-    code = [(int(match[1], 16), match[2]) for match in matches if match]
-    targets = {at: int(jump[1], 16) for at, text in code if (jump := re.search(r"BRA.*?0x([0-9a-f]+)", text))}
-    backward = {(to, at) for at, to in targets.items() if to < at}
-    loops = []
-    for outer in sorted(backward):
-        if any(_within(outer, other) for other in backward):
-            continue
-        inside = sorted(loop for loop in backward if _within(loop, outer))
-        innermost = [loop for loop in inside if not any(_within(other, loop) for other in inside)]
-        skipped = [
-            _longest(
-                [
-                    (at, targets[at])
-                    for at, text in code
-                    if text.startswith("@")
-                    and start <= at < targets.get(at, 0) <= stop
-                    and not any(_within(loop, (at, targets[at])) or start < loop[0] <= at <= loop[1] for loop in inside)
-                ]
-            )
-            for start, stop in (outer, *innermost)
-        ]
-        lengths = [
-            sum(start <= at <= stop and not low < at < high for at, _ in code)
-            for (start, stop), (low, high) in zip(innermost, skipped[1:], strict=True)
-        ]
-        low, high = skipped[0]
-        total = sum(
-            outer[0] <= at <= outer[1]
-            and not low < at < high
-            and not any(start <= at <= stop for start, stop in innermost)
-            for at, _ in code
-        )
-        loops.append(Loop(total, tuple(lengths)))
-    return tuple(loops)
-
-
-def _longest(jumps: list[tuple[int, int]]) -> tuple[int, int]:
-    return max(jumps, key=lambda jump: jump[1] - jump[0], default=(0, 0))
-
-
-def _within(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
-    return inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]

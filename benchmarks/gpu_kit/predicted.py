@@ -7,13 +7,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import device_model
+
 from kvcache_compress.bench.layers import SHAPES, middle_layer, named_config
 from kvcache_compress.codecs.layout import bytes_per_token
-
-try:
-    import device_model
-except ImportError:
-    device_model = None  # type: ignore[assignment]
 
 KERNEL = "attend_kernel"
 """Name of the kernel whose time is predicted: queries are mapped before it, and its splits merged after it."""
@@ -45,4 +42,4 @@ def predicted_ms(row: Mapping[str, Any], accelerator: str | None = None) -> tupl
 
 @cache
 def _kernels() -> dict[str, Any]:
-    return {} if device_model is None else device_model.rows()
+    return device_model.rows()

@@ -248,6 +248,8 @@ def main() -> None:
     for side in (layer.keys, layer.values):  # the same tokens in other memory, with more capacity
         side.store.buffers = tuple(torch.zeros_like(x).repeat(1, 1, 2, *[1] * (x.ndim - 3)) for x in side.store.buffers)
     assert layer.step()
+    layer.keys, layer.values = (replace(side, packed=384) for side in (layer.keys, layer.values))
+    assert not layer.step()  # other splits
     layer.keys, layer.values = (replace(side, packed=576) for side in (layer.keys, layer.values))
     assert layer.step()  # the same number of splits, with more tokens
     layer.keys, layer.values = (replace(side, packed=480) for side in (layer.keys, layer.values))

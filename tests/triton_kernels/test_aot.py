@@ -18,7 +18,7 @@ SCRIPT = ROOT / "benchmarks" / "machine_code.py"
 VARIANTS = ["turboquant-4bit", "prod-2.5bit", "kivi-4bit, D=256", "encode values of turboquant-4bit"]
 # One of each other method, with its encoders; for one target only, as they take long to compile.
 METHODS = ["polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit"]
-SPILLING = {"encode keys of polarquant-3.4bit", "spectral-2bit"}
+SPILLING = {"encode keys of polarquant-3.4bit", "spectral-2bit", "qjl-3bit"}
 """Variants that use the stack; `KNOWN_STACK` in the script bounds how much."""
 MASKED = [f"{name}, {path}" for name in ("turboquant-4bit", "turboquant-2bit") for path in ("mask", "fixed")]
 
@@ -36,6 +36,7 @@ BUDGET = {
     "turboquant-4bit": 3,
     "turboquant-4bit, mask": 3.2,
     "turboquant-4bit, fixed": 3.3,
+    "uniform-2bit": 1.6,
     "lloyd-max-3bit": 3,
     "lloyd-max-2bit": 2.5,
     "lloyd-max-2.5bit": 3,
@@ -101,6 +102,27 @@ def test_every_method_compiles_on_the_oldest_triton(tmp_path: Path, oldest_trito
     written = json.loads(output.read_text())
     assert written["versions"]["triton"].startswith("3.5.")
     assert set(names) <= set(written["kernels"])
+
+
+# Integer and logic instructions per element on sm_90, which run at half rate (docs/dev/kernels.md#the-budget).
+INTEGER_BUDGET = {
+    "turboquant-4bit": 2.2,
+    "turboquant-4bit, mask": 2.3,
+    "turboquant-4bit, fixed": 2.4,
+    "uniform-4bit": 1.1,
+    "uniform-2bit": 0.87,
+    "kivi-4bit": 1.4,
+    "kivi-2bit": 0.9,
+}
+
+
+@pytest.mark.parametrize("name", INTEGER_BUDGET)
+def test_committed_integer_instructions_are_within_the_budget(name: str) -> None:
+    figures = machine_code.load(machine_code.RESULTS)[name]["sm_90"]
+    assert figures.loop is not None
+    assert figures.instructions_per_element is not None
+    share = figures.loop.pipes["alu"] / figures.loop.instructions
+    assert 0 < share * figures.instructions_per_element <= INTEGER_BUDGET[name]
 
 
 @pytest.mark.parametrize("name", BUDGET)

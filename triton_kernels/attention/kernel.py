@@ -1,7 +1,7 @@
 """Decode attention over `sinks | packed | tail`: one split-KV kernel for any pair of codecs, and its merge.
 
 A program of `attend_kernel` takes up to `M` query rows of one key/value head (of all query heads in its group) and one
-split of the packed tokens; the last program takes the dense segments. It keeps the reference m, sum l and accumulators
+split of the packed tokens; the first program takes the dense segments. It keeps the reference m, sum l and accumulators
 of an online softmax (FlashDecoding); m is the largest logit, or up to `HEADROOM` above it. `merge_kernel` combines the
 splits by log-sum-exp, maps the packed sum out of code space and adds the dense one:
 
@@ -55,13 +55,36 @@ class Rows(NamedTuple):
 
 
 @triton.jit
+def query_tile(p_mapped, o_r, m_r, WIDTH: tl.constexpr):
+    """Load a tile `[WIDTH, M]` of queries `o_r` `[M / 8, 8]`, stored as `operand_place` says.
+
+    A lane loads what it holds as an operand of the tensor cores. In the order of columns the compiler would move the
+    queries between lanes in every turn of the loop.
+    """
+    M: tl.constexpr = 8 * o_r.shape[0]
+    o_w = tl.arange(0, WIDTH // 16)[:, None, None] * 16 + tl.arange(0, 4)[None, :, None] * 4
+    o_w += tl.arange(0, 4)[None, None, :]
+    o_q = o_r[:, :, None, None, None] + o_w[None, None, :, :, :]
+    b_q = tl.load(p_mapped + o_q, mask=m_r[:, :, None, None, None], other=0.0)
+    b_q = tl.permute(tl.reshape(b_q, [M // 8, 8, WIDTH // 16, 4, 2, 2]), [0, 1, 2, 4, 3, 5])
+    return tl.trans(tl.reshape(b_q, [M, WIDTH]))
+
+
+@triton.jit
+def operand_place(o_w):
+    """Place of column `o_w` of mapped queries in memory: of each 16 columns, those of a lane lie side by side.
+
+    The lanes of a row of the tensor cores' operand hold columns 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 in turn.
+    """
+    return o_w // 16 * 16 + o_w % 8 // 2 * 4 + o_w % 16 // 8 * 2 + o_w % 2
+
+
+@triton.jit
 def _query_tiles(p_mapped, o_r, m_r, SIDE: tl.constexpr):
     b_tiles = ()
     base = 0
     for i in tl.static_range(len(SIDE.widths)):
-        o_w = base + tl.arange(0, SIDE.widths[i])
-        b_tile = tl.load(p_mapped + o_r[None, :] * SIDE.width + o_w[:, None], mask=m_r[None, :], other=0.0)
-        b_tiles = b_tiles + (b_tile,)
+        b_tiles = b_tiles + (query_tile(p_mapped + base, o_r * SIDE.width, m_r, SIDE.widths[i]),)
         base += SIDE.widths[i]
     return b_tiles
 
@@ -167,7 +190,8 @@ def _dense_segment(
     """
     o_k, o_v = tl.arange(0, K.padded), tl.arange(0, V.padded)
     m_k, m_v = (o_k < K.dim)[None, :], (o_v < V.dim)[None, :]
-    for start in range(0, tokens, DENSE_BLOCK):
+    # Two stages: with more the compiler keeps the next values in registers, and each turn takes a third longer.
+    for start in tl.range(0, tokens, DENSE_BLOCK, num_stages=2):
         o_t = start + tl.arange(0, DENSE_BLOCK)
         m_t = o_t < tokens
         b_k = tl.load(p_k + o_t[:, None] * K.dim + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)
@@ -283,8 +307,10 @@ def attend_kernel(
     With TURN, queries are mapped by it for each group of tokens, and `PHASES` groups at a time: in these many copies of
     the query rows, which share out the groups among them.
     """
-    i_s, i_h, i_b = tl.program_id(0), tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
+    i_h, i_b = tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - 1
+    # The dense segments, number `splits`, come first: their program is the longest where splits are short.
+    i_s = (tl.program_id(0) + splits) % (splits + 1)
     i_bh = i_b.to(tl.int64) * (tl.num_programs(1) // ROW_BLOCKS) + i_h
     n_rows = G * N
     o_r = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M)
@@ -321,7 +347,8 @@ def attend_kernel(
         o_keys, o_values = i_bh * k_capacity, i_bh * v_capacity
         first = i_s * split_tokens
         if TURN is None:
-            b_q = _query_tiles(p_mapped, o_r, m_r, K)
+            o_row = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+            b_q = _query_tiles(p_mapped, o_row, o_row < n_rows, K)
             for start in range(first, stop, BLOCK):
                 b_m, b_l, b_acc = _packed_tile(
                     b_q, keys[FIELDS:], values[FIELDS:], k_tables, v_tables, k_words, v_words, p_rope, rows,
@@ -417,9 +444,12 @@ def merge_kernel(
     if HAS_MAP:
         for start in range(0, W, CHUNK):
             o_w = start + tl.arange(0, CHUNK)
-            b_acc = tl.load(p_acc + o_s[:, None] * (rows * W) + o_w[None, :], mask=(o_s < splits)[:, None], other=0.0)
+            m_w = o_w < W
+            m_a = (o_s < splits)[:, None] & m_w[None, :]
+            b_acc = tl.load(p_acc + o_s[:, None] * (rows * W) + o_w[None, :], mask=m_a, other=0.0)
             b_sum = tl.sum(b_acc * b_weight[:, None], 0)
-            b_map = tl.load(p_map + i_h * s_map + o_w[:, None] * DV + o_v[None, :], mask=m_v[None, :], other=0.0)
+            m_o = m_w[:, None] & m_v[None, :]
+            b_map = tl.load(p_map + i_h * s_map + o_w[:, None] * DV + o_v[None, :], mask=m_o, other=0.0)
             b_out += tl.sum(b_map * b_sum[:, None], 0)
     else:
         # In chunks too: all splits at once would spill registers.

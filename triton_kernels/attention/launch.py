@@ -23,9 +23,10 @@ MAX_TILE_ROWS = 32
 """Query rows per program of more than two warps (else 16): more would spill registers, so codes are read again."""
 RESIDENT_WARPS = 8
 """Warps of the attention kernel resident on a multiprocessor: 65,536 registers at 255 per thread."""
-MAX_SPLITS = 128
-MIN_SPLIT_TOKENS = 256
-"""Shorter splits would write and merge as much as they read."""
+MAX_SPLITS = 127
+"""With the dense segments, a power of two, to which the merge pads."""
+MIN_SPLIT_TOKENS = 128
+"""Shorter splits would write and merge as much as they read, and end before the dense segments do."""
 SCRATCH = ("p_mapped", "p_rows", "p_acc", "p_dense", "p_stats")
 """Buffers that one kernel fills for the next."""
 INTERPRETING = interpreting()
@@ -185,13 +186,16 @@ def merge_arguments(
     heads, dv = keys.sinks.shape[1], values.sinks.shape[3]
     output_map = values.codec.kernel_side.output_map
     shared = output_map is None or output_map.shape[0] == 1
+    padded = next_power_of_2(dv)
+    # Few and wide chunks: each waits for memory and for sums over threads.
+    chunk, warps = (64, 4) if output_map is None else (max(16, min(128, 16384 // padded)), 8)
     arguments = dict(  # noqa: C408 - named as the kernel's parameters are
         p_acc=attended["p_acc"], p_dense=attended["p_dense"], p_stats=attended["p_stats"],
         p_map=attended["p_acc"] if output_map is None else output_map,
         p_s_aux=attended["p_acc"] if s_aux is None else s_aux, p_out=out,
         splits=splits, s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
-        W=attended["V"].width, DV=dv, DV_PAD=next_power_of_2(dv),
-        S_PAD=max(16, next_power_of_2(splits + 1)), CHUNK=16,
+        W=attended["V"].width, DV=dv, DV_PAD=padded,
+        S_PAD=max(16, next_power_of_2(splits + 1)), CHUNK=chunk, num_warps=warps,
         HAS_MAP=output_map is not None, HAS_S_AUX=s_aux is not None, enable_fp_fusion=True,
     )  # fmt: skip
     return (query_heads // heads * count, batch * heads), arguments
@@ -212,9 +216,9 @@ def _phases(side: KernelSide, rows: int, tile_rows: int, softcap: float | None) 
     return max(1, tile_rows // next_power_of_2(rows))
 
 
-def split_sizes(packed: int, tile: Tile, programs: int, device: torch.device) -> tuple[int, int]:
+def split_sizes(packed: int, tile: Tile, programs: int, processors: int) -> tuple[int, int]:
     """Tokens per split (a multiple of the tile's) and number of splits: as many as fill the GPU, none too short."""
-    wanted = _processors(device) * max(1, RESIDENT_WARPS // tile.warps) // programs
+    wanted = processors * max(1, RESIDENT_WARPS // tile.warps) // programs
     wanted = max(1, min(MAX_SPLITS, wanted, packed // MIN_SPLIT_TOKENS))
     blocks = -(-packed // tile.tokens)
     split_blocks = max(1, -(-blocks // wanted))
@@ -229,7 +233,7 @@ def sizes_of(query: torch.Tensor, keys: SideSegments, values: SideSegments, capa
     exact = query.dtype == torch.float32
     tile = tile_shape(keys.codec.kernel_side, values.codec.kernel_side, exact, rows, capability)
     programs = batch * heads * -(-rows // _tile_rows(tile, rows))
-    split_tokens, splits = split_sizes(keys.packed, tile, programs, query.device)
+    split_tokens, splits = split_sizes(keys.packed, tile, programs, _processors(query.device))
     even = keys.slots is None and keys.packed % tile.tokens == split_tokens % tile.tokens == 0
     return Sizes(split_tokens, splits, even, tile)
 

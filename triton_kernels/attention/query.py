@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kvcache_compress.triton_kernels.common.operands import KernelSide, launch_options, next_power_of_2
 
-from .kernel import LOG2E
+from .kernel import LOG2E, operand_place
 
 M = tl.constexpr(16)
 """Query rows per program."""
@@ -40,6 +40,7 @@ class Mapping(NamedTuple):
     bias: bool
     normalise: bool
     exact: bool
+    operands: bool
 
 
 @triton.jit
@@ -77,7 +78,8 @@ def map_query(
         b_mapped = tl.load(p_q + o_r[:, None] * D + o_w[None, :], mask=m_r[:, None], other=0.0).to(tl.float32)
     b_mapped = b_mapped / b_top[:, None]
     p_mapped += i_bh * rows * W
-    tl.store(p_mapped + o_r[:, None] * W + o_w[None, :], b_mapped.to(p_mapped.dtype.element_ty), mask=m_r[:, None])
+    o_place = operand_place(o_w) if MAPPING.operands else o_w
+    tl.store(p_mapped + o_r[:, None] * W + o_place[None, :], b_mapped.to(p_mapped.dtype.element_ty), mask=m_r[:, None])
     if i_w == 0:
         b_bias = tl.zeros([M], tl.float32)
         if MAPPING.bias:
@@ -106,7 +108,8 @@ def map_query_arguments(
     exact = query.dtype == torch.float32
     matrix = side.query_map
     assert matrix is None or matrix.is_contiguous()
-    chunk = min(width & -width, 64)
+    # Many small programs that read their part of A at once: each waits for memory.
+    chunk = 16
     padded, columns = next_power_of_2(dim), 0 if matrix is None else matrix.shape[-1]
     mapping = Mapping(
         dim,
@@ -114,11 +117,12 @@ def map_query_arguments(
         width,
         columns,
         chunk,
-        min(32, padded),
+        min(128, padded),
         matrix is not None,
         side.bias,
         not exact,
         side.turn is not None,
+        side.turn is None,
     )
     arguments: dict[str, Any] = dict(
         p_q=query, p_map=query if matrix is None else matrix, p_bound=query if matrix is None else side.query_bound(),

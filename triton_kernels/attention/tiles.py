@@ -68,7 +68,7 @@ def rule(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
         return Tile(16, 8, 2)
     widest = max(*k_side.widths, *v_side.widths)
     warps = max(k_side.warps, v_side.warps, widest // 16 if widest > 128 else 1)
-    return Tile(min(k_side.tokens, v_side.tokens), min(warps, 8), 2)
+    return Tile(min(k_side.tokens, v_side.tokens), min(warps, 8), 3)
 
 
 def candidates(k_side: KernelSide, v_side: KernelSide) -> list[Tile]:

@@ -36,6 +36,40 @@ def load_columns(p_words, o_row, o_t, m_t, WORDS: tl.constexpr):
 
 
 @triton.jit
+def load_scales(p_scales, o_row, o_t, m_t):
+    """Load a number per token, `[T]`, zero where `m_t` is false.
+
+    Numbers of 8 and 16 bits are read as words of 32: the compiler copies nothing narrower to shared memory ahead of
+    time, and in each turn a warp would wait for memory. The last word may end up to three bytes behind the buffer,
+    where PyTorch's allocations have room.
+    """
+    WIDTH: tl.constexpr = p_scales.dtype.element_ty.primitive_bitwidth
+    if WIDTH == 32:
+        b_scales = tl.load(p_scales + o_row + o_t, mask=m_t, other=0.0)
+    else:
+        SHIFT: tl.constexpr = 1 if WIDTH == 16 else 2
+        o_n = o_row + o_t
+        p_words = p_scales.to(tl.pointer_type(tl.int32), bitcast=True)
+        b_words = tl.load(p_words + (o_n >> SHIFT), mask=m_t, other=0)
+        b_words = b_words >> ((o_n & (2**SHIFT - 1)) * WIDTH).to(tl.int32)
+        if WIDTH == 16:
+            b_scales = b_words.to(tl.int16).to(p_scales.dtype.element_ty, bitcast=True)
+        else:
+            b_scales = (b_words & 255).to(p_scales.dtype.element_ty)
+    return b_scales
+
+
+@triton.jit
+def load_row(p_numbers, COUNT: tl.constexpr):
+    """Load `COUNT` neighbouring 16-bit numbers as words of 32 (see `load_scales`): `[1, COUNT]`."""
+    p_twos = p_numbers.to(tl.pointer_type(tl.int32), bitcast=True)
+    b_twos = tl.load(p_twos + tl.arange(0, COUNT // 2)[None, :])
+    b_first = b_twos.to(tl.int16).to(p_numbers.dtype.element_ty, bitcast=True)
+    b_second = (b_twos >> 16).to(tl.int16).to(p_numbers.dtype.element_ty, bitcast=True)
+    return tl.reshape(tl.join(b_first, b_second), [1, COUNT])
+
+
+@triton.jit
 def load_registers(p_words, o_row, o_t, m_t, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
     """Load the words of trellis codes (see `codecs/trellis.py`), each above the word before it: int32 `[T, PADDED]`."""
     o_c = tl.arange(0, PADDED)

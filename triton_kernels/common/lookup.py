@@ -18,7 +18,12 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words, words_per_token
 
-from .codes import load_columns, load_words
+from .codes import load_columns, load_words, tile_width
+
+UNIT = tl.constexpr(2.0**-24)
+"""What 1 in the lowest bit of float16 stands for."""
+HEADROOM = 2.0**8
+"""Largest mapped query where codes stay in place: queries of different fields differ by up to 256."""
 
 
 def text(*lines: str) -> tl.constexpr:
@@ -158,6 +163,20 @@ def _trellis(bits: int) -> tl.constexpr:
     return text(*lines)
 
 
+def _two_even_bits() -> tl.constexpr:
+    """Unpack two-bit codes to numbers, exactly: in the mantissa of 1024, of which a power of two, less its share."""
+    lines = ["shr.u32 r0, $8, 10", "mov.b32 r1, 0xe400e400"]
+    for field in range(8):
+        place = 2 * (field % 5)
+        lines += [f"lop3.b32 r2, {'r0' if field > 4 else '$8'}, {0x30003 << place:#x}, 0x64006400, 0xea"]
+        if place:
+            factor, share = (15 - place << 10) * 0x10001, (0x8000 | 25 - place << 10) * 0x10001
+            lines += [f"mov.b32 r3, {factor:#x}", f"mov.b32 r4, {share:#x}", f"fma.rn.f16x2 ${field}, r2, r3, r4"]
+        else:
+            lines += [f"add.rn.f16x2 ${field}, r2, r1"]
+    return text(*lines)
+
+
 def _four_bits() -> tl.constexpr:
     lines = []
     for half, places in ((0, "0x5140"), (1, "0x7362")):
@@ -193,15 +212,53 @@ def _four_even_bits() -> tl.constexpr:
     return text(*lines)
 
 
+@triton.constexpr_function
+def place(field, bits):
+    """Bit of a float16 number's mantissa, which has ten, at which `placed` leaves the code of a field."""
+    return bits * (field % (10 // bits))
+
+
+def _placed(bits: int) -> tl.constexpr:
+    """Mask codes where they lie: half-precision numbers below the normal ones, `code · 2^(place - 24)`."""
+    lines, fields = [], list(range(8))
+    if bits == 1:
+        lines = [
+            "lop3.b32 r0, $10, $11, 0x0f0f, 0xe4",
+            "prmt.b32 r0, $8, $9, r0",  # bytes A B A B
+            "prmt.b32 r0, r0, 0, 0x1100",
+        ]
+        runs = {"r0": fields}
+    elif bits == 2:
+        lines = ["shr.u32 r0, $8, 10"]
+        runs = {"$8": fields[:5], "r0": fields[5:]}
+    else:
+        lines = [
+            "prmt.b32 r0, $8, $9, 0x5410",  # halves of A and B
+            "prmt.b32 r1, $8, $9, 0x7632",
+            "shr.u32 r2, r0, 8",
+            "shr.u32 r3, r1, 8",
+        ]
+        runs = {"r0": fields[:2], "r2": fields[2:4], "r1": fields[4:6], "r3": fields[6:]}
+    for register, run in runs.items():
+        for field in run:
+            mask = (2**bits - 1) * 0x10001 << bits * (field % (10 // bits))
+            lines.append(f"and.b32 ${field}, {register}, {mask:#x}")
+    return text(*lines)
+
+
 HALF = text("prmt.b32 r0, $3, $4, 0x0072", "prmt.b32 $0, $1, $2, r0")
 HALF_REGISTERS = registers(1, 4)
 ONE_BIT, ONE_BIT_REGISTERS = _one_bit(), registers(8, 4)
 TWO_BITS, TWO_BITS_REGISTERS = _two_bits(), registers(8, 5)
+TWO_EVEN_BITS, TWO_EVEN_BITS_REGISTERS = _two_even_bits(), registers(8, 1)
 THREE_BITS, THREE_BITS_REGISTERS = _three_bits(), registers(8, 13)
 TRELLIS_TWO, TRELLIS_TWO_REGISTERS = _trellis(2), registers(8, 10)
 TRELLIS_THREE, TRELLIS_THREE_REGISTERS = _trellis(3), registers(8, 14)
 FOUR_BITS, FOUR_BITS_REGISTERS = _four_bits(), registers(8, 10)
 FOUR_EVEN_BITS, FOUR_EVEN_BITS_REGISTERS = _four_even_bits(), registers(8, 2)
+
+PLACED_ONE, PLACED_TWO, PLACED_FOUR = _placed(1), _placed(2), _placed(4)
+PLACED_TWO_REGISTERS = registers(8, 1)
 
 
 @triton.constexpr_function
@@ -352,6 +409,95 @@ def levels(
 
 
 @triton.jit
+def placed(
+    p_low, words, o_row, o_t, m_t,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr,
+    VALUES: tl.constexpr,
+):  # fmt: skip
+    """Tiles of codes of one, two or four bits as numbers in place, `code · 2^(place - 24)`; see `levels`.
+
+    It takes one instruction per two codes, and one or less to put the next fields in place.
+    """
+    COLUMNS: tl.constexpr = VALUES and PADDED >= 16 and PADDED == WORDS and BITS > 1
+    if BITS == 1:
+        b_words = load_bytes(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+    elif COLUMNS:
+        b_words = load_columns(p_low, o_row, o_t, m_t, WORDS)
+    elif BITS == 2 and PADDED < 16:
+        b_words = load_halves(p_low, words[len(words) - 1], o_row, o_t, m_t, WORDS, PADDED, COUNT)
+    else:
+        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+    if BITS == 1:
+        b_codes = tl.inline_asm_elementwise(
+            PLACED_ONE, ONE_BIT_REGISTERS, [b_words, words[len(words) - 1]],
+            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif BITS == 2:
+        b_codes = tl.inline_asm_elementwise(
+            PLACED_TWO, PLACED_TWO_REGISTERS, [b_words], dtype=(tl.float16,) * 8, is_pure=True, pack=2
+        )
+    else:
+        b_codes = tl.inline_asm_elementwise(
+            PLACED_FOUR, FOUR_EVEN_BITS_REGISTERS, [b_words], dtype=(tl.float16,) * 8, is_pure=True, pack=2
+        )
+    if COLUMNS:
+        b_codes = turned(b_codes)
+    if PADDED < 16:
+        b_codes = joined(b_codes)
+    return b_codes
+
+
+@triton.jit
+def placed_codes(b_codes, PADDED: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Tiles of `placed` from the codes that `load_codes` returns, as multiples of `UNIT`: the portable path."""
+    WIDTH: tl.constexpr = tile_width(PADDED)
+    b_tiles = ()
+    for i in tl.static_range(len(b_codes)):
+        o_field = i * (WIDTH // PADDED) + tl.arange(0, WIDTH) // PADDED
+        b_tiles = b_tiles + ((b_codes[i] << place(o_field, BITS)[None, :]).to(DTYPE),)
+    return b_tiles
+
+
+@triton.jit
+def middle_tile(TOKENS: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """Tile of constants that is multiplied with what `in_place` adds for the middle code."""
+    return tl.full([TOKENS, 16], 2.0**BITS * (UNIT if FAST else 1.0), DTYPE)
+
+
+def in_place(rows: torch.Tensor, bits: int, keys: bool) -> torch.Tensor:
+    """Rows of a map `[H, W, D]` for codes in place, and 16 more for the middle code: `[H, W + 16, D]`.
+
+    Rows are of levels a distance of 1 apart, in the order of codes. The middle of queries is divided into shares of
+    different lengths, so that they are not all rounded alike.
+    """
+    fields = torch.arange(8, device=rows.device).repeat_interleave(rows.shape[1] // 8)
+    places = torch.tensor([place(field, bits) for field in range(8)], device=rows.device)[fields]
+    shares = torch.arange(1.0, 17.0, device=rows.device) / 136 if keys else torch.eye(16, device=rows.device)[0]
+    middle = -(2**bits - 1) / 2 * 2.0**-bits * rows.sum(1, keepdim=True) * shares[:, None]
+    return torch.cat([rows * 2.0 ** -places[:, None], middle], 1)
+
+
+@triton.jit
+def two_bit_codes(p_low, words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr):
+    """Tiles of two-bit codes as float16 numbers, without a table: one integer instruction per two codes."""
+    if PADDED < 16:
+        b_words = load_halves(p_low, words[len(words) - 1], o_row, o_t, m_t, WORDS, PADDED, WORDS)
+    elif WORDS % 2:
+        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, WORDS)
+    else:
+        # As words of 16 bits the compiler would load values into registers, and wait for them in every turn.
+        p_twos = p_low.to(tl.pointer_type(tl.int32), bitcast=True)
+        b_twos = load_words(p_twos, o_row, o_t, m_t, WORDS // 2, PADDED // 2, WORDS // 2)
+        b_words = tl.reshape(tl.join(b_twos.to(tl.int16), (b_twos >> 16).to(tl.int16)), [o_t.shape[0], PADDED])
+    b_codes = tl.inline_asm_elementwise(
+        TWO_EVEN_BITS, TWO_EVEN_BITS_REGISTERS, [b_words], dtype=(tl.float16,) * 8, is_pure=True, pack=2
+    )
+    if PADDED < 16:
+        b_codes = joined(b_codes)
+    return b_codes
+
+
+@triton.jit
 def turned(b_tiles):
     """Transpose each tile."""
     b_turned = ()
@@ -398,8 +544,8 @@ def even_tables(bits: int) -> list[torch.Tensor]:
 
 
 def even_words(bits: int, width: int, device: torch.device) -> tuple[torch.Tensor | None, int]:
-    """`KernelSide.words` and `places` for one component of even codes."""
-    parts, count = even_tables(bits), places_needed(width, bits)
+    """`KernelSide.words` and `places` for one component of even codes; those of two bits need no table."""
+    parts, count = even_tables(bits) if bits == 3 else [], places_needed(width, bits)
     if count:
         parts.append(places(count))
     return (torch.cat(parts).to(device) if parts else None), count

@@ -67,6 +67,7 @@ class KernelSide:
     most_tokens: most tokens per tile that the functions support.
     tile: keys only, the tile set by `use_tile`.
     query_map: float32 `[H or 1, D, sum(widths) (+ 1)]`, contiguous, queries to code space; None is the identity.
+    headroom: largest mapped query.
     bias: True if the last column of `query_map` is a term added to all scores of a query.
     output_map: float32 `[H or 1, sum(widths), D]`, code space to outputs; None is the identity.
     turn: keys only, a device function that maps the queries once more for each group of tokens, see `dense.py`.
@@ -86,6 +87,7 @@ class KernelSide:
     most_tokens: int = 128
     tile: Tile | None = None
     query_map: torch.Tensor | None = None
+    headroom: float = 1.0
     bias: bool = False
     output_map: torch.Tensor | None = None
     turn: Any = None
@@ -126,10 +128,10 @@ class KernelSide:
         return tables, form
 
     def query_bound(self) -> torch.Tensor:
-        """Largest 1-norm of a column of `query_map`, a bound on mapped queries of magnitude 1. Float32 `[]`."""
+        """Factor of queries of magnitude 1 by which they are at most `headroom` when mapped, inverted. Float32 `[]`."""
         if self._bound is None:
             assert self.query_map is not None
-            self._bound = self.query_map[..., : sum(self.widths)].abs().sum(-2).max()
+            self._bound = self.query_map[..., : sum(self.widths)].abs().sum(-2).max() / self.headroom
         return self._bound
 
     def tensors(self) -> tuple[torch.Tensor, ...]:

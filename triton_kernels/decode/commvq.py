@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words, words_per_token
-from kvcache_compress.triton_kernels.common.codes import load_codes
+from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def score(
         b_turned_im = (b_re * b_sin + b_im * b_cos).to(b_q[0].dtype)
         b_s = tl.dot(b_turned_re, b_q[2 * i_g], b_s, input_precision=PRECISION)
         b_s = tl.dot(b_turned_im, b_q[2 * i_g + 1], b_s, input_precision=PRECISION)
-    b_scale = tl.load(fields[1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
+    b_scale = load_scales(fields[1], o_row, o_t, m_t).to(tl.float32)
     return b_s * b_scale[:, None]
 
 
@@ -205,7 +205,7 @@ def accumulate(
     n_whole = n_rounds // TURN * TURN
     p_rows = tables[0] + tl.load(tables[1] + 3 * i_h) * BOOK
     o_w = tl.arange(0, b_acc[0].shape[0])
-    b_scale = tl.load(fields[1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
+    b_scale = load_scales(fields[1], o_row, o_t, m_t).to(tl.float32)
     b_weights = (b_p * b_scale[:, None]).to(DTYPE)
     b_sums = ()
     for i_g in tl.static_range(GROUPS):
@@ -234,7 +234,7 @@ def accumulate_bits(
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Weighted sums of the bits of all heads, for values in the encoder form (section 4.1); tiles are by head."""
-    b_scale = tl.load(fields[1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
+    b_scale = load_scales(fields[1], o_row, o_t, m_t).to(tl.float32)
     b_weights = (b_p * b_scale[:, None]).to(DTYPE)
     b_sums = ()
     HEADS: tl.constexpr = META.heads

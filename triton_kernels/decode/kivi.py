@@ -53,6 +53,14 @@ def per_unit(b_scale, BITS: tl.constexpr):
 
 
 @triton.jit
+def half_of_word(p_halves, o_row, o_t, m_t, COUNT: tl.constexpr, AT: tl.constexpr):
+    """Number `AT` of the `COUNT` that each token has, `[T]`, out of words of 32 bits (see `codes.load_scales`)."""
+    p_twos = p_halves.to(tl.pointer_type(tl.int32), bitcast=True)
+    b_twos = tl.load(p_twos + o_row * (COUNT // 2) + (o_t * (COUNT // 2) + AT // 2), mask=m_t, other=0)
+    return (b_twos >> 16 * (AT % 2)).to(tl.int16).to(p_halves.dtype.element_ty, bitcast=True)
+
+
+@triton.jit
 def decoded(fields, words, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
     """Tiles of decoded tokens (see `codes.py`)."""
     BITS: tl.constexpr = META.bits
@@ -63,20 +71,23 @@ def decoded(fields, words, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.conste
     FITS: tl.constexpr = META.fits
     SCALE: tl.constexpr = 1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2
     SPAN: tl.constexpr = WORDS * tile_width(PADDED) // PADDED
-    if FAST and FITS:
+    if FAST and FITS and BITS == 2:
+        b_codes = lookup.two_bit_codes(fields[0], words, o_row, o_t, m_t, WORDS, PADDED)
+    elif FAST and FITS:
         b_codes = lookup.levels(
             fields[0], fields[SCALE - 1], words, o_row, o_t, m_t, 0, BITS, True, WORDS, PADDED, WORDS
         )
     else:
         b_codes = load_codes(fields[0], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED, WORDS)
+    GROUPS: tl.constexpr = 8 * WORDS // CHANNELS
     b_tiles = ()
     for i in tl.static_range(len(b_codes)):
         o_d, m_d = tile_channels(i, WORDS, PADDED)
         if divides(o_t.shape[0], TOKENS):
-            o_g = (o_row // TOKENS + tl.zeros([1], tl.int32))[:, None] * (8 * WORDS // CHANNELS)
+            o_g = (o_row // TOKENS + tl.zeros([1], tl.int32))[:, None] * GROUPS
             m_s = (tl.full([1], True, tl.int1))[:, None]
         else:
-            o_g = ((o_row + o_t) // TOKENS)[:, None] * (8 * WORDS // CHANNELS)
+            o_g = ((o_row + o_t) // TOKENS)[:, None] * GROUPS
             m_s = m_t[:, None]
         if divides(SPAN, CHANNELS):
             o_s = o_g + i * SPAN // CHANNELS
@@ -84,9 +95,15 @@ def decoded(fields, words, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.conste
             o_s = o_g + (o_d // CHANNELS)[None, :]
             if PADDED != WORDS:
                 m_s = m_s & m_d[None, :]
-        b_scale = tl.load(fields[SCALE] + o_s, mask=m_s, other=0.0)
-        b_zero = tl.load(fields[SCALE + 1] + o_s, mask=m_s, other=0.0)
-        if FAST and FITS:
+        if TOKENS == 1 and divides(SPAN, CHANNELS) and GROUPS % 2 == 0:
+            b_scale = half_of_word(fields[SCALE], o_row, o_t, m_t, GROUPS, i * SPAN // CHANNELS)[:, None]
+            b_zero = half_of_word(fields[SCALE + 1], o_row, o_t, m_t, GROUPS, i * SPAN // CHANNELS)[:, None]
+        else:
+            b_scale = tl.load(fields[SCALE] + o_s, mask=m_s, other=0.0)
+            b_zero = tl.load(fields[SCALE + 1] + o_s, mask=m_s, other=0.0)
+        if FAST and FITS and BITS == 2:
+            b_tile = lookup.scaled(b_codes[i], b_scale, b_zero)
+        elif FAST and FITS:
             b_tile = lookup.scaled(b_codes[i], per_unit(b_scale, BITS), middle(b_scale, b_zero, BITS))
         else:
             b_tile = (b_codes[i].to(tl.float32) * b_scale.to(tl.float32) + b_zero.to(tl.float32)).to(DTYPE)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.triton_kernels.common import lookup
+from kvcache_compress.triton_kernels.common.codes import load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, with_mean
 
 from . import polar_columns
@@ -100,11 +101,17 @@ def halves(b_x):
 
 
 @triton.jit
-def stored_radii(fields, tables, i_h, o_i, m_i, META: tl.constexpr):
-    """Load the radii at `o_i` as float32; 8-bit ones through their head's table."""
-    b_radii = tl.load(fields[META.radii] + o_i, mask=m_i, other=0)
+def single_radius(fields, tables, i_h, o_row, o_t, m_t, META: tl.constexpr):
+    """Load the only radius of each token as float32, `[T]`."""
+    return decoded_radii(load_scales(fields[META.radii], o_row, o_t, m_t), tables, i_h, META)
+
+
+@triton.jit
+def decoded_radii(b_radii, tables, i_h, META: tl.constexpr):
+    """Stored radii as float32; 8-bit ones through their head's table."""
     if META.coded:
-        b_radii = tl.load(tables[1] + i_h * 256 + b_radii.to(tl.int32))
+        p_table = tables[1].to(tl.pointer_type(tl.float32), bitcast=True) + i_h * 256
+        b_radii = tl.load(p_table + b_radii.to(tl.int32))
     return b_radii.to(tl.float32)
 
 
@@ -117,12 +124,13 @@ def tree_tile(fields, tables, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: t
     DEPTH: tl.constexpr = len(META.bits)
     SINGLE: tl.constexpr = ROOTS == 1
     if SINGLE:
-        b_scale = stored_radii(fields, tables, i_h, o_row + o_t, m_t, META)
+        b_scale = single_radius(fields, tables, i_h, o_row, o_t, m_t, META)
     else:
         o_r = tl.arange(0, ROOTS // ODD * PAD)
         o_i = o_r // PAD * ODD + o_r % PAD
         m_r = m_t[:, None] & (o_r % PAD < ODD)[None, :]
-        b_r = stored_radii(fields, tables, i_h, (o_row + o_t)[:, None] * ROOTS + o_i[None, :], m_r, META)
+        b_r = tl.load(fields[META.radii] + (o_row + o_t)[:, None] * ROOTS + o_i[None, :], mask=m_r, other=0)
+        b_r = decoded_radii(b_r, tables, i_h, META)
         b_scale = tl.full([o_t.shape[0]], 1.0, tl.float32)
     for i in tl.static_range(DEPTH):
         b_codes = level_codes(fields, o_row, o_t, m_t, META, DEPTH - 1 - i)
@@ -144,7 +152,7 @@ def tiles(
     if FAST and META.fast:
         b_tiles = polar_columns.column_tiles(fields, tables[2 if META.coded else 1], words, o_row, o_t, m_t, META)
         if META.roots == 1:
-            b_scale = stored_radii(fields, tables, i_h, o_row + o_t, m_t, META)
+            b_scale = single_radius(fields, tables, i_h, o_row, o_t, m_t, META)
         else:
             b_scale = tl.full([o_t.shape[0]], 1.0, tl.float32)
     else:
@@ -223,7 +231,9 @@ def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
     basis[:, channel // odd * pad + channel % odd] = own
     tables = (torch.cat([book.points for book in codec.books]),)
     if codec.radius_table is not None:
-        tables += (codec.radius_table,)
+        tables += (
+            codec.radius_table.float().contiguous().view(torch.int32),
+        )  # not cast: numbers of 32 bits are prefetched
     fast = polar_columns.fits(tree, codec.options.radius_bits)
     keys = codec.context.side == "keys"
     if fast:

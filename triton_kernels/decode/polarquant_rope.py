@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words, words_per_token
 from kvcache_compress.triton_kernels.common import directions, lookup
-from kvcache_compress.triton_kernels.common.codes import load_codes, tile_channels
+from kvcache_compress.triton_kernels.common.codes import load_codes, load_row, load_scales, tile_channels
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order, with_mean
 
 if TYPE_CHECKING:
@@ -62,9 +62,13 @@ def radii(
         b_scale = tl.full([1, 1], 1.0, b_steps.dtype)
     else:
         tl.static_assert(b_steps.shape[0] <= TOKENS)
-        o_d, m_d = tile_channels(i, WORDS, PADDED)
         p_scale += o_row // TOKENS * (8 * WORDS)
-        b_scale = tl.load(p_scale + o_d[None, :], mask=m_d[None, :], other=0.0).to(b_steps.dtype)
+        if WORDS == PADDED and p_scale.dtype.element_ty.primitive_bitwidth == 16:
+            WIDTH: tl.constexpr = b_steps.shape[1]
+            b_scale = load_row(p_scale + i * WIDTH, WIDTH).to(b_steps.dtype)
+        else:
+            o_d, m_d = tile_channels(i, WORDS, PADDED)
+            b_scale = tl.load(p_scale + o_d[None, :], mask=m_d[None, :], other=0.0).to(b_steps.dtype)
     b_zero = b_scale * OFFSET
     b_scale *= 1 / UNIT
     return lookup.scaled(b_steps, b_scale, b_zero) if FAST else b_steps * b_scale + b_zero
@@ -153,7 +157,7 @@ def score(
     else:
         b_s = unpacked_scores(b_q, fields, tables[0], p_scale, o_row, o_t, m_t, META, AT, SCALE, PRECISION)
     if META.match:
-        b_s *= tl.load(fields[len(fields) - 1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)[:, None]
+        b_s *= load_scales(fields[len(fields) - 1], o_row, o_t, m_t).to(tl.float32)[:, None]
     return b_s
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import CODES_PER_WORD, words_per_token
 from kvcache_compress.triton_kernels.common import lookup
-from kvcache_compress.triton_kernels.common.codes import load_codes
+from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, with_mean
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ CHUNK_WORDS = 16
 class Chunks(NamedTuple):
     """Constants of the chunks: field and words of its sketch, first word, number of words, and that number padded.
 
-    last: True for the last chunk of a sketch; tile: its first tile; fits: True if `lookup.py` can unpack it.
+    last: True for the last chunk of a sketch; tile: its first tile; placed: True if the bits stay in place
+    (`lookup.placed`), as where chunks fill a sketch; a tile of constants after the last one makes up for their middle.
     """
 
     field: tuple[int, ...]
@@ -38,7 +39,7 @@ class Chunks(NamedTuple):
     padded: tuple[int, ...]
     last: tuple[bool, ...]
     tile: tuple[int, ...]
-    fits: tuple[bool, ...]
+    placed: tuple[bool, ...]
 
 
 @triton.jit
@@ -46,19 +47,24 @@ def signs(
     fields, words, o_row, o_t, m_t,
     META: tl.constexpr, AT: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Signs of a chunk as tiles of ±1/2 (see `codes.py`)."""
+    """Signs of a chunk as tiles of ±1/2 (see `codes.py`), or bits in place."""
     WORDS: tl.constexpr = META.words[AT]
     PADDED: tl.constexpr = META.padded[AT]
     COUNT: tl.constexpr = META.count[AT]
-    FITS: tl.constexpr = META.fits[AT]
+    PLACED: tl.constexpr = META.placed[AT]
     p_words = fields[META.field[AT]] + META.first[AT]
-    if FAST and FITS:
-        b_signs = lookup.levels(p_words, p_words, words, o_row, o_t, m_t, 0, 1, True, WORDS, PADDED, COUNT)
+    if FAST and PLACED:
+        b_signs = lookup.placed(p_words, words, o_row, o_t, m_t, 1, WORDS, PADDED, COUNT, False)
     else:
         b_bits = load_codes(p_words, p_words, o_row, o_t, m_t, 1, WORDS, PADDED, COUNT)
-        b_signs = ()
-        for j in tl.static_range(len(b_bits)):
-            b_signs = b_signs + (b_bits[j].to(DTYPE) - 0.5,)
+        if PLACED:
+            b_signs = lookup.placed_codes(b_bits, PADDED, 1, DTYPE)
+        else:
+            b_signs = ()
+            for j in tl.static_range(len(b_bits)):
+                b_signs = b_signs + (b_bits[j].to(DTYPE) - 0.5,)
+    if PLACED and META.last[AT]:
+        b_signs = b_signs + (lookup.middle_tile(o_t.shape[0], 1, DTYPE, FAST),)
     return b_signs
 
 
@@ -75,7 +81,9 @@ def score(
         for j in tl.static_range(len(b_signs)):
             b_sketch = tl.dot(b_signs[j], b_q[META.tile[i] + j], b_sketch, input_precision=PRECISION)
         if META.last[i]:
-            b_scale = tl.load(fields[META.field[i] + 1] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
+            b_scale = load_scales(fields[META.field[i] + 1], o_row, o_t, m_t).to(tl.float32)
+            if META.placed[i] and FAST:
+                b_scale *= 1 / lookup.UNIT
             b_s += b_sketch * b_scale[:, None]
             b_sketch = tl.zeros_like(b_s)
     return b_s
@@ -87,17 +95,26 @@ def qjl_side(codec: QJLCodec) -> KernelSide:
     basis = codec.ready_basis()
     for index, part in enumerate(codec.instances):
         words = words_per_token(part.rows)
-        rows = basis[:, part.span].unflatten(1, (CODES_PER_WORD, words))
+        rows = 2 * basis[:, part.span].unflatten(1, (CODES_PER_WORD, words))
+        placed = words % CHUNK_WORDS == 0
+        middle = []
         for first in range(0, words, CHUNK_WORDS):
             count = min(CHUNK_WORDS, words - first)
             padded = max(2, triton.next_power_of_2(count))
-            fits = words % 4 == 0 and padded == CHUNK_WORDS
-            meta.append((2 * index, words, first, count, padded, first + count == words, len(widths), fits))
+            last = first + count == words
+            meta.append((2 * index, words, first, count, padded, last, len(widths), placed))
             chunk = rows.new_zeros(len(rows), CODES_PER_WORD, padded, rows.shape[-1])
             chunk[:, :, :count] = rows[:, :, first : first + count]
-            parts.append(chunk.flatten(1, 2))
+            chunk = chunk.flatten(1, 2)
             widths += code_tiles(CODES_PER_WORD * count)
-    query_map = with_mean(2 * torch.cat(parts, 1).mT, codec.mean)
+            if placed:
+                chunk, share = lookup.in_place(chunk, 1, keys=True).split([chunk.shape[1], 16], 1)
+                middle.append(share)
+            parts.append(chunk)
+        if placed:
+            parts.append(torch.stack(middle).sum(0))
+            widths.append(16)
+    query_map = with_mean(torch.cat(parts, 1).mT, codec.mean)
     return KernelSide(
         score,
         None,
@@ -106,5 +123,6 @@ def qjl_side(codec: QJLCodec) -> KernelSide:
         words=lookup.places(CHUNK_WORDS).to(basis.device),
         places=CHUNK_WORDS,
         query_map=query_map.contiguous(),
+        headroom=lookup.HEADROOM,
         bias=codec.mean is not None,
     )

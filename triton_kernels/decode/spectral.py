@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from kvcache_compress.codecs.layout import words_per_token
 from kvcache_compress.triton_kernels.common import lookup
-from kvcache_compress.triton_kernels.common.codes import load_codes
+from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def score(
     SCALE: tl.constexpr = META.scale
     MEANS: tl.constexpr = len(b_q) - 2
     DTYPE: tl.constexpr = b_q[0].dtype
-    b_scale = tl.load(fields[SCALE] + o_row + o_t, mask=m_t, other=0.0).to(tl.float32)
+    b_scale = load_scales(fields[SCALE], o_row, o_t, m_t).to(tl.float32)
     if not FAST:
         b_scale *= UNIT
     o_place = (o_row % GROUP).to(tl.int32) + o_t

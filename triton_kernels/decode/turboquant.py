@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import PLANES, padded_words, words_per_token
 from kvcache_compress.triton_kernels.common import lookup
-from kvcache_compress.triton_kernels.common.codes import load_codes
+from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order, with_mean
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ class Components(NamedTuple):
     """Constants of the components: bits of a code, words of a token, the same padded (`codes.py`), first field.
 
     even: True if levels are evenly spaced; trellis: True for trellis codes; first: start of their table in the words,
-    or -1 if `lookup.py` cannot unpack them; tile: the component's first tile.
+    or -1 if `lookup.py` cannot unpack them; tile: the component's first tile; placed: True if even codes stay in place
+    (`lookup.placed`): what their middle stands for is added by a further tile of constants.
     """
 
     bits: tuple[int, ...]
@@ -38,6 +39,7 @@ class Components(NamedTuple):
     trellis: tuple[bool, ...]
     first: tuple[int, ...]
     tile: tuple[int, ...]
+    placed: tuple[bool, ...]
 
 
 @triton.jit
@@ -45,7 +47,10 @@ def component_levels(
     fields, tables, words, o_row, o_t, m_t,
     META: tl.constexpr, PART: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of a component's levels (see `codes.py`), and the scale per token; even levels need no lookup."""
+    """Tiles of a component's levels (see `codes.py`), and the scale per token.
+
+    Codes in place come times `lookup.UNIT` in the fast path.
+    """
     BITS: tl.constexpr = META.bits[PART]
     WORDS: tl.constexpr = META.words[PART]
     PADDED: tl.constexpr = META.padded[PART]
@@ -53,9 +58,12 @@ def component_levels(
     EVEN: tl.constexpr = META.even[PART]
     TRELLIS: tl.constexpr = META.trellis[PART]
     FIRST: tl.constexpr = META.first[PART]
+    PLACED: tl.constexpr = META.placed[PART]
     SCALE: tl.constexpr = AT + (1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2)
-    b_scale = tl.load(fields[SCALE] + o_row + o_t, mask=m_t, other=0.0)
-    if FAST and FIRST >= 0 and TRELLIS:
+    b_scale = load_scales(fields[SCALE], o_row, o_t, m_t)
+    if FAST and PLACED:
+        b_levels = lookup.placed(fields[AT], words, o_row, o_t, m_t, BITS, WORDS, PADDED, WORDS, VALUES)
+    elif FAST and FIRST >= 0 and TRELLIS:
         b_levels = lookup.trellis_levels(
             fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, FIRST, BITS, WORDS, PADDED
         )
@@ -66,12 +74,17 @@ def component_levels(
     else:
         b_levels = ()
         b_codes = load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED, WORDS, TRELLIS)
-        for i in tl.static_range(len(b_codes)):
-            if EVEN:
-                b_tile = (b_codes[i].to(DTYPE) - (2**BITS - 1) / 2) * lookup.unit(BITS)
-            else:
-                b_tile = tl.load(tables[PART] + b_codes[i])
-            b_levels = b_levels + (b_tile.to(DTYPE),)
+        if PLACED:
+            b_levels = lookup.placed_codes(b_codes, PADDED, BITS, DTYPE)
+        else:
+            for i in tl.static_range(len(b_codes)):
+                if EVEN:
+                    b_tile = (b_codes[i].to(DTYPE) - (2**BITS - 1) / 2) * lookup.unit(BITS)
+                else:
+                    b_tile = tl.load(tables[PART] + b_codes[i])
+                b_levels = b_levels + (b_tile.to(DTYPE),)
+    if PLACED:
+        b_levels = b_levels + (lookup.middle_tile(o_t.shape[0], BITS, DTYPE, FAST),)
     return b_levels, b_scale
 
 
@@ -85,6 +98,8 @@ def score(
     for i in tl.static_range(len(META.bits)):
         b_levels, b_scale = component_levels(fields, tables, words, o_row, o_t, m_t, META, i, b_q[0].dtype, FAST, False)
         b_scale = b_scale.to(tl.float32)
+        if META.placed[i] and FAST:
+            b_scale *= 1 / lookup.UNIT
         if b_q[0].dtype == tl.float32:
             # Chained: independent sums would load the operands of all components at once and spill registers.
             for j in tl.static_range(len(b_levels)):
@@ -113,39 +128,49 @@ def accumulate(
             b_weights = (b_p * b_scale.to(tl.float32)[:, None]).to(DTYPE)
         for j in tl.static_range(len(b_levels)):
             b_tile = tl.trans(b_levels[j])
-            b_sums = b_sums + (tl.dot(b_tile, b_weights, b_acc[META.tile[i] + j], input_precision=PRECISION),)
+            b_sum = b_acc[META.tile[i] + j]
+            if META.placed[i] and not FAST:
+                b_sum += lookup.UNIT * tl.dot(b_tile, b_weights, input_precision=PRECISION)
+            else:
+                b_sum = tl.dot(b_tile, b_weights, b_sum, input_precision=PRECISION)
+            b_sums = b_sums + (b_sum,)
     return b_sums
 
 
 def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
     """Kernel operands of a prepared TurboQuant codec."""
     keys = codec.context.side == "keys"
-    meta, words, tiles, units = [], [], [], []
+    meta, words, tiles, rows = [], [], [], []
     at, places = 0, 0
-    for component in codec.components:
+    widths = tuple(component.width for component in codec.components)
+    basis = codec.ready_basis()
+    for component, part in zip(codec.components, basis.split(widths, 1), strict=True):
         width, bits, levels = component.width, component.bits, component.levels
         trellis = component.trellis
         even = (bits == 1 and not trellis) or codec.options.codebook == "uniform"
-        unit = float(levels[1] - levels[0]) / lookup.unit(bits) if even else 1.0
-        first = -1
+        unit, first = 1.0, -1
         needed = lookup.places_needed(width, bits, trellis)
         if lookup.fits(width, bits, trellis) and (needed in (0, places) or not places):
             first = sum(map(len, words))
-            if bits in (2, 3) or not even:
-                words.append(lookup.byte_table(levels / unit, bits + trellis))
             places = needed or places
-        meta.append((bits, words_per_token(width), padded_words(width), at, even, trellis, first, len(tiles)))
+        placed = even and first >= 0 and bits in (1, 2, 4)
+        if even:
+            unit = float(levels[1] - levels[0]) / (1 if placed else lookup.unit(bits))
+        if first >= 0 and not placed and (bits == 3 or not even):
+            words.append(lookup.byte_table(levels / unit, bits + trellis))
+        meta.append((bits, words_per_token(width), padded_words(width), at, even, trellis, first, len(tiles), placed))
         tiles += code_tiles(width)
-        units.append(unit)
+        part = unit * in_code_order(part, (width,))
+        if placed:
+            tiles.append(16)
+            part = lookup.in_place(part, bits, keys)
+            if not keys:
+                part = part / lookup.UNIT.value
+        rows.append(part)
         at += len(PLANES[bits]) + 1
     if places:
         words.append(lookup.places(places).to(codec.context.device))
-    widths = tuple(component.width for component in codec.components)
-    basis = codec.ready_basis()
-    if units != [1.0] * len(units):
-        parts = basis.split(widths, 1)
-        basis = torch.cat([unit * part for unit, part in zip(units, parts, strict=True)], 1)
-    basis = in_code_order(basis, widths)
+    basis = torch.cat(rows, 1)
     return KernelSide(
         score,
         accumulate,
@@ -154,9 +179,10 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
         tables=tuple(component.levels for component in codec.components),
         words=torch.cat(words) if words else None,
         places=places,
-        tokens=16 if len(meta) > 2 else 64 if sum(tiles) <= 64 else 32,
+        tokens=16 if len(meta) > 2 else 64 if sum(tiles) <= 80 or (len(meta) == 1 and placed) else 32,
         warps=max(sum(widths) // 256 if len(meta) > 2 else 1, *map(lookup.warps, widths)),
         query_map=with_mean(basis.mT, codec.mean) if keys else None,
         bias=codec.mean is not None,
         output_map=None if keys else basis.contiguous(),
+        headroom=lookup.HEADROOM,
     )

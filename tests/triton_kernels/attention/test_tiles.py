@@ -71,6 +71,7 @@ def test_an_entry_is_taken_for_its_kernel_and_device_alone(use_table: Callable[.
 
 def test_the_name_of_a_kernel_is_what_it_is_compiled_for() -> None:
     meta = "bits=(4,), words=(8,), padded=(8,), field=(0,), even=(False,), trellis=(False,), first=(0,), tile=(0,)"
+    meta += ", placed=(False,)"
     expected = f"float16: turboquant.score({meta}) 4x16; turboquant.accumulate({meta}) 4x16"
     assert tiles.kernel_name(*sides("turboquant-4bit"), exact=False) == expected
 

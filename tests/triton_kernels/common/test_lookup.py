@@ -121,3 +121,51 @@ def test_what_fits() -> None:
     assert not lookup.fits(32, 4), "of four words per token a thread of the tensor cores has no pair"
     assert not lookup.fits(128, 5)
     assert all(len(PLANES[bits]) == 1 or bits == 3 for bits in PLANES if lookup.fits(128, bits))
+
+
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+def test_text_leaves_codes_in_place(width: int, bits: int, keys: bool) -> None:
+    """As bits of float16 below its normal numbers, a code at `place` is that power of two times the smallest one."""
+    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(bits), device="cpu")
+    planes = tuple(plane.cpu() for plane in packing.pack(codes, bits))
+    text, constraints = {
+        1: (lookup.PLACED_ONE, lookup.ONE_BIT_REGISTERS),
+        2: (lookup.PLACED_TWO, lookup.PLACED_TWO_REGISTERS),
+        4: (lookup.PLACED_FOUR, lookup.FOUR_EVEN_BITS_REGISTERS),
+    }[bits]
+    inputs = operands(bits, planes, [], keys)
+    assert len(inputs) == constraints.value.count(",r")
+    outputs = ptx.run(text.value, inputs, 8)
+    fields = codes.view(TOKENS, 8, words_per_token(width))
+    for field, output in enumerate(outputs):
+        numbers = (fields[:, field] << lookup.place(field, bits)).to(torch.int16)
+        assert numbers.max() < 1024, "no bit of the exponent"
+        assert np.array_equal(output, ptx.held(numbers, keys)[0])
+
+
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+def test_text_gives_two_bit_codes_as_numbers(width: int) -> None:
+    codes = torch.randint(0, 4, (TOKENS, width), generator=torch.Generator().manual_seed(width), device="cpu")
+    inputs = operands(2, tuple(plane.cpu() for plane in packing.pack(codes, 2)), [], keys=False)
+    assert len(inputs) == lookup.TWO_EVEN_BITS_REGISTERS.value.count(",r")
+    outputs = ptx.run(lookup.TWO_EVEN_BITS.value, inputs, 8)
+    fields = codes.view(TOKENS, 8, words_per_token(width))
+    for field, output in enumerate(outputs):
+        assert np.array_equal(output, ptx.held(fields[:, field].half().view(torch.int16), False)[0])
+
+
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_maps_of_codes_in_place_give_levels(bits: int, keys: bool) -> None:
+    """Placed codes and the constants of the middle, multiplied with the map, are levels times the basis."""
+    generator = torch.Generator().manual_seed(bits)
+    rows = torch.randn(1, 64, 64, generator=generator, dtype=torch.float64)
+    codes = torch.randint(0, 2**bits, (64,), generator=generator)
+    fields = torch.arange(8).repeat_interleave(8)
+    placed = codes * 2.0 ** torch.tensor([lookup.place(int(field), bits) for field in fields])
+    operand = torch.cat([placed, torch.full((16,), 2.0**bits)]).double()
+    expected = (codes - (2**bits - 1) / 2).double() @ rows[0]
+    found = operand @ lookup.in_place(rows, bits, keys)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
