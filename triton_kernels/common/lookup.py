@@ -212,8 +212,7 @@ def _four_even_bits() -> tl.constexpr:
     return text(*lines)
 
 
-@triton.constexpr_function
-def place(field, bits):
+def place(field: int, bits: int) -> int:
     """Bit of a float16 number's mantissa, which has ten, at which `placed` leaves the code of a field."""
     return bits * (field % (10 // bits))
 
@@ -454,7 +453,7 @@ def placed_codes(b_codes, PADDED: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.co
     b_tiles = ()
     for i in tl.static_range(len(b_codes)):
         o_field = i * (WIDTH // PADDED) + tl.arange(0, WIDTH) // PADDED
-        b_tiles = b_tiles + ((b_codes[i] << place(o_field, BITS)[None, :]).to(DTYPE),)
+        b_tiles = b_tiles + ((b_codes[i] << (BITS * (o_field % (10 // BITS)))[None, :]).to(DTYPE),)
     return b_tiles
 
 
