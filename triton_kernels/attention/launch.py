@@ -188,7 +188,7 @@ def merge_arguments(
     shared = output_map is None or output_map.shape[0] == 1
     padded = next_power_of_2(dv)
     # Few and wide chunks: each waits for memory and for sums over threads.
-    chunk, warps = (64, 4) if output_map is None else (max(16, min(128, 16384 // padded)), 8)
+    chunk, warps = (min(64, 8192 // padded), 4) if output_map is None else (min(128, 16384 // padded), 8)
     arguments = dict(  # noqa: C408 - named as the kernel's parameters are
         p_acc=attended["p_acc"], p_dense=attended["p_dense"], p_stats=attended["p_stats"],
         p_map=attended["p_acc"] if output_map is None else output_map,
