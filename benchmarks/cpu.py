@@ -22,7 +22,7 @@ from kvcache_compress.eval.provenance.results import circumstances, write_atomic
 from kvcache_compress.modeling.loading import load_model
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cpu.json"
-CACHES = ("full", "turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "kivi-4bit", "qjl-3bit", "hqq-4", "quanto-4")
+CACHES = ("full", "turboquant-4bit", "best-4bit", "best-3bit", "best-2bit", "kivi-4bit", "hqq-4", "quanto-4")
 
 
 def main(

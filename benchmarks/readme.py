@@ -54,7 +54,7 @@ BYTES = (
     ("llama-3.1-8b", 4, "128K", ("16GB", "10GB", "8GB", "6GB")),
 )
 """Models, sequences, tokens of each and budgets that the page on tuning shows."""
-SENTENCED = ("best-4bit", "turboquant-4bit", "best-2bit", "kivi-4bit", "hqq-4", "quanto-4")
+SENTENCED = ("turboquant-4bit", "kivi-4bit", "hqq-4", "quanto-4")
 """Caches whose decode step on a CPU the README names."""
 LLAMA, CONTEXT = "llama-3.1-8b", 131_072
 SIZED = ("best-4bit", "best-3bit", "best-2bit", "best-1.5bit", "turboquant-4bit", "turboquant-2bit", "kivi-4bit")
@@ -73,8 +73,8 @@ def headline(table: Table) -> str:
         f"At 128K tokens the key/value cache of Llama-3.1-8B takes {full / 2**30:.0f} GiB in bfloat16, more than its "
         f"weights, and every decode step reads all of it; `best-3bit` keeps it in {sizes['best-3bit'] / 2**30:.1f} GiB "
         f"and `best-2bit` in {sizes['best-2bit'] / 2**30:.1f}. The loss of `best-3bit`, measured on SmolLM2-135M over "
-        f"six kinds of text, is a KL divergence of {ours.score:.4f} nats per token; that of Transformers' own 4-bit "
-        f"cache (hqq) is {peer.score:.4f}."
+        f"six kinds of text, is a KL divergence of {ours.score:.4f} nats per token, against {peer.score:.4f} for "
+        f"Transformers' own 4-bit cache (hqq)."
     )
 
 
@@ -209,7 +209,7 @@ def losses(table: Table) -> dict[str, dict[str, float]]:
     rows.sort(key=lambda row: row.cache not in BUDGET_NAMES)
     cells = {row.cache: row.cells[table.columns[0].name] for row in rows}
     return {
-        name: {score: float(f"{cell.scores[score]:.3g}") for score in ("kl", "kl_999")} for name, cell in cells.items()
+        name: {score: float(f"{cell.scores[score]:.4g}") for score in ("kl", "kl_999")} for name, cell in cells.items()
     }
 
 
@@ -307,13 +307,16 @@ def distortion_table(result: dict[str, Any]) -> str:
 
 
 def cpu_sentence(result: dict[str, Any]) -> str:
-    """Times of a decode step with the longest cache, in a sentence."""
+    """Times of a decode step with the longest cache, and of prompts, in a paragraph."""
     tokens = max(row["tokens"] for row in result["rows"])
-    steps = {row["cache"]: row["step_ms"] for row in result["rows"] if row["tokens"] == tokens}
-    others = ", ".join(f"{steps[name]:.0f} ms with `{name}`" for name in SENTENCED if name in steps)
+    rows = {row["cache"]: row for row in result["rows"] if row["tokens"] == tokens}
+    others = ", ".join(f"{rows[name]['step_ms']:.0f} with `{name}`" for name in SENTENCED)
+    model, _, dtype = result["model"].partition(", ")
     return (
-        f"**On a CPU** a decode step of {result['model']} at {tokens:,} tokens takes {steps['full']:.0f} ms with the "
-        f"full cache, {others} ({result['hardware']['threads']} threads; [table and prompts](docs/guides/cpu.md))."
+        f"**On a CPU** a decode step of {model} in {dtype} takes {rows['full']['step_ms']:.0f} ms with the full cache "
+        f"at {tokens:,} tokens, {others} ({result['hardware']['threads']} threads; [table](docs/guides/cpu.md)). "
+        "Steps with `best-*` take 1.1 times as long as TurboQuant's, and their prompts longer "
+        "([spectral](docs/methods/spectral.md))."
     )
 
 

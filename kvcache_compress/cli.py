@@ -76,7 +76,8 @@ def presets(
         loss = [f"{losses[name][score]:.{digits}f}" if name in losses else "-" for score, digits in SCORES.items()]
         table.add_row(name, *bits, *loss, about)
     console.print(table)
-    console.print("KL: SmolLM2-135M, 1,024 tokens of six kinds of text. On your own model:")
+    console.print("D: head dimension. KL: SmolLM2-135M, 1,024 tokens of six kinds of text.")
+    console.print("On your own model:")
     console.print("kvcache-compress tune --verify PRESET --model MODEL --text FILE")
     if not everything:
         console.print("All presets: kvcache-compress presets --all")
@@ -87,8 +88,11 @@ def memory(
     model: Annotated[
         str | None, typer.Option(help="llama-3.1-8b, qwen2.5-7b, smollm2-135m, or a hub id or a folder.")
     ] = None,
-    preset: Annotated[list[str] | None, typer.Option(help="Preset or YAML file; repeatable; all by default.")] = None,
+    preset: Annotated[list[str] | None, typer.Option(help="Preset or YAML file; repeatable.")] = None,
     context: Annotated[str, typer.Option("--context", "--tokens", help="Tokens of each sequence.")] = "128K",
+    everything: Annotated[
+        bool, typer.Option("--all", help="All presets, also the papers' and single methods'.")
+    ] = False,
     batch: Annotated[int, typer.Option(help="Sequences.", min=1, max=MOST_TOKENS)] = 1,
     layers: Annotated[int, typer.Option(help="Without --model: layers.", min=1, max=1024)] = 32,
     kv_heads: Annotated[int, typer.Option(help="Without --model: key/value heads.", min=1, max=1024)] = 8,
@@ -106,13 +110,15 @@ def memory(
         if model is not None:
             layers, _, kv_heads, head_dim = model_shape(model)
         shape = (layers, kv_heads, head_dim)
-        title = f"{tokens} tokens x {batch}, bfloat16: {shape[0]} full-attention layers, {shape[1]} heads of {shape[2]}"
-        table = Table(title=title)
+        named = model or ("llama-3.1-8b" if (layers, kv_heads, head_dim) == (32, 8, 128) else "this shape")
+        console.print(f"{named}: {layers} full-attention layers with {kv_heads} key/value heads of {head_dim}")
+        console.print(f"{tokens:,} tokens" + (f" in each of {batch} sequences" if batch > 1 else ""))
+        table = Table()
         for heading in ("cache", "memory", "times smaller"):
             table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=True)
         full = 2 * 2 * shape[0] * shape[1] * shape[2] * tokens * batch
         table.add_row("bfloat16", size_text(full), "1.00")
-        for name in preset or [*BUDGETS, *preset_names()]:
+        for name in preset or [*BUDGETS, *(preset_names() if everything else COMPARED)]:
             config = load_config(name)
             try:
                 size = total_bytes(config, *shape, tokens, batch)
@@ -219,7 +225,7 @@ def tune(
     ] = None,
     windows: Annotated[int, typer.Option(help="Windows of each text to measure on.", min=1)] = 2,
     prefix: Annotated[int, typer.Option(help="Tokens to prefill.", min=1)] = 1024,
-    scored: Annotated[int, typer.Option(help="Tokens to score after them.", min=1)] = 96,
+    scored: Annotated[int, typer.Option(help="Tokens to score after them; --verify scores 256.", min=1)] = 96,
     verify: Annotated[str | None, typer.Option(help="Preset or YAML file to certify, instead of tuning.")] = None,
     codebooks: Annotated[Path | None, typer.Option(help="CommVQ's file for this model.")] = None,
     statistics: Annotated[Path | None, typer.Option(help="Spectral's file for this model, if not measured.")] = None,

@@ -92,25 +92,28 @@ def run_tuning(
     def config_of(preset: str) -> CompressionConfig:
         return load_config(preset).with_files(codebooks=codebooks, statistics=statistics)
 
+    if bits is not None and bits <= 0:
+        raise ValueError(f"--bits {bits:g}: use a number above 0")
+    chosen = [config_of(preset) for preset in ([verify] if verify is not None else [base, *also])]
     asked = None if memory is None else (parse_size(memory, "memory"), parse_size(context or "", "context"))
     texts = texts or (DEFAULT_TEXT,)
     loaded, tokenizer = load(model, dtype, device)
     certified_on = ", ".join(map(_named, check_texts or texts))
     if verify is not None:
         checks = [sample for text in check_texts or texts for sample in _cut(loaded, tokenizer, text, prefix, CHECKS)]
-        (certificate,) = certify(_windows(loaded, checks), [config_of(verify)])
+        (certificate,) = certify(_windows(loaded, checks), chosen)
         console.print(_table(f"{verify}, {certified_on}", {verify: certificate}))
         return
     measured, checks = _samples(loaded, tokenizer, texts, check_texts, windows, prefix, scored)
     assert output is not None
     started = time.perf_counter()
-    config = config_of(base).model_copy(update={"layers": []})
+    config = chosen[0].model_copy(update={"layers": []})
     if memory is None or sinks or recent:
         ends = [(s, r) for s in sinks or (config.sink_tokens,) for r in recent or (config.recent_tokens,)]
     else:
         ends = [(s, r) for s in SINKS for r in RECENT]
     config = config.changed(sink_tokens=ends[0][0], recent_tokens=ends[0][1]) if len(ends) == 1 else config
-    presets = [config, *map(config_of, also)]
+    presets = [config, *chosen[1:]]
     choices, references = _choices(presets, levels)
     head_dim, heads, _ = head_shape(loaded.config.get_text_config(decoder=True))
     wanted = f"{bits:g} bits" if memory is None else f"{memory} for {batch} x {context} tokens"

@@ -183,13 +183,14 @@ class MemoryReport:
         text = io.StringIO()
         Console(file=text, width=80, force_jupyter=False, force_terminal=False).print(table)
         rows = (line.rstrip() for line in text.getvalue().splitlines())
-        fields = ", ".join(f"{name} {size_text(size)}" for name, size in sorted(self.fields().items()))
+        fields = ", ".join(f"{name} {size_text(size)}" for name, size in sorted(self.fields().items()) if size)
         tokens = max((layer.dense_tokens + layer.packed_tokens for layer in self.layers), default=0)
         return (
             f"{size_text(self.total_bytes)} held, {self.ratio:.2f}x smaller than a full cache in "
             f"{self.dtype or 'the dtype of its model'} ({size_text(self.full_bytes)})\n"
-            f"{self.packed_tokens:,} of {tokens:,} tokens packed, at {self.packed_bits_per_number:.2f} bits per packed "
-            f"number\n{self.bits_per_number:.2f} bits per number over all, dense tokens counted at 16\n"
+            f"{self.packed_tokens:,} of {tokens:,} tokens packed"
+            + (f", at {self.packed_bits_per_number:.2f} bits per packed number\n" if self.packed_numbers else "\n")
+            + f"{self.bits_per_number:.2f} bits per number over all, dense tokens counted at 16\n"
             + "\n".join(filter(None, rows))
             + f"\n{textwrap.fill(f'in use by field: {fields}', 80)}"
         )

@@ -98,6 +98,7 @@ def test_layers_that_are_not_ours() -> None:
     assert math.isnan(empty.ratio)
     assert math.isnan(empty.bits_per_number)
     assert str(empty).startswith("0.00 KiB held")
+    assert "0 of 0 tokens packed\n" in str(empty)
     report = filled(cache, 64).memory_report()
     dense = filled(DynamicCache(config=config), 64)
     assert report.layers[0].total_bytes == dense.layers[0].keys.nbytes + dense.layers[0].values.nbytes

@@ -34,7 +34,7 @@ def test_help_does_not_wait_for_torch() -> None:
 
 
 @pytest.mark.parametrize("terminal", [{"COLUMNS": "200"}, {"COLUMNS": "80"}, {"TERM": "dumb"}])
-@pytest.mark.parametrize("command", [["presets", "--all"], ["memory"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["presets", "--all"], ["memory", "--all"]], ids=" ".join)
 def test_presets_are_listed_unabridged_on_any_terminal(command: list[str], terminal: dict[str, str]) -> None:
     output = runner.invoke(app, command, env=terminal).output
     assert all(name in output for name in preset_names())
@@ -65,12 +65,16 @@ def test_memory_of_the_default_shape() -> None:
     result = runner.invoke(app, ["memory", "--tokens", "131072"])
     assert result.exit_code == 0
     assert "16.00" in result.output  # GiB of Llama-3.1-8B's bfloat16 cache at 128K
+    assert result.output.startswith(
+        "llama-3.1-8b: 32 full-attention layers with 8 key/value heads of 128\n131,072 tokens"
+    )
+    assert "turboquant-paper" not in result.output
 
 
 def test_memory_of_models_that_bench_knows() -> None:
     """`memory` and `bench` know the same models by name; no folder and no repository of the hub is called so."""
     output = runner.invoke(app, ["memory", "--model", "smollm2-135m"]).output
-    assert "30 full-attention layers, 3 heads of 64" in " ".join(output.split())
+    assert "smollm2-135m: 30 full-attention layers with 3 key/value heads of 64" in " ".join(output.split())
     for name, (_, query_heads, kv_heads, head_dim) in MODELS.items():
         assert attention_shape(name) == SHAPES[name] == Shape(query_heads, kv_heads, head_dim)
         assert all(name in runner.invoke(app, [command, "--help"]).output for command in ("memory", "bench"))

@@ -139,7 +139,7 @@ def test_python_snippets_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         exec(code.replace("* 120", "* 12"), scope)
     printed = capsys.readouterr().out
     assert printed.startswith(snippets("text")[0].splitlines()[0]), "the pass key"
-    assert re.search(r"\d of \d+ tokens packed, at 2.25 bits per packed number", printed)
+    assert re.search(r"\d of \d+ tokens packed, at 3.25 bits per packed number", printed)
     packed = re.search(r"(\d+) tokens packed\n", printed)
     assert packed is not None
     assert int(packed[1]) > 0
@@ -152,7 +152,7 @@ def test_printed_memory_is_that_of_so_many_tokens() -> None:
     packed, tokens = (int(count.replace(",", "")) for count in lines[1].split()[0:3:2])
     assert packed < tokens
     config = LlamaConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=1)
-    cache = CompressedCache(config, "best-2bit")
+    cache = CompressedCache(config, "best-3bit")
     x = torch.randn(1, 3, tokens, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     for part in x.split([tokens - 6, *[1] * 6], dim=2):
         cache.update(part, part, 0)
