@@ -111,7 +111,9 @@ def memory(
             layers, _, kv_heads, head_dim = model_shape(model)
         shape = (layers, kv_heads, head_dim)
         named = model or ("llama-3.1-8b" if (layers, kv_heads, head_dim) == (32, 8, 128) else "this shape")
-        console.print(f"{named}: {layers} full-attention layers with {kv_heads} key/value heads of {head_dim}")
+        console.print(
+            f"{named}: {layers} full-attention layers with {kv_heads} key/value heads of {head_dim}", soft_wrap=True
+        )
         console.print(f"{tokens:,} tokens" + (f" in each of {batch} sequences" if batch > 1 else ""))
         table = Table()
         for heading in ("cache", "memory", "times smaller"):

@@ -95,7 +95,7 @@ def test_the_kit_in_small_on_a_bare_python(tmp_path: Path, bare: dict[str, str])
     assert longest["full"]["cache_gib"] * 2**30 == 2 * 2 * 258 * 2 * 32 * 2
     assert longest["turboquant-4bit"]["cache_gib"] < longest["full"]["cache_gib"]
     assert [(row["cache"], row["error"]) for row in found["graph"]] == [("turboquant-4bit", None)]
-    assert [(row["block"], row["error"]) for row in found["tile"]] == [(32, None)]
+    assert [(row["block"], row["error"]) for row in found["tile"]] == [(64, None)]
     for part, tool in (("memory", "compute-sanitizer"), ("profile", "ncu")):
         if shutil.which(tool) is None:
             assert [row["error"] for row in found[part]] == [f"not measured: {tool} is not installed"]

@@ -27,7 +27,7 @@ from kvcache_compress.triton_kernels.attention.tiles import Tile
 CPU = torch.device("cpu")
 TINY = Shape(4, 2, 64)
 SIZE = (1, 64)
-RULE, FAST, SLOW, WRONG = Tile(64, 1, 2), Tile(32, 2, 3), Tile(16, 1, 1), Tile(16, 8, 4)
+RULE, FAST, SLOW, WRONG = Tile(64, 1, 3), Tile(32, 2, 3), Tile(16, 1, 1), Tile(16, 8, 4)
 WHERE = {"accelerator": "a GPU", "date": "today"}
 
 
@@ -200,10 +200,10 @@ def test_few_tiles_of_every_case_come_before_more(monkeypatch: pytest.MonkeyPatc
     """Tiles that are most like the rule's come first, after the one that the table has."""
     (case,) = plan_cases(["turboquant-4bit"], {"tiny": TINY}, most=4)
     assert not case.complete
-    assert [*case.others] == [Tile(64, 1, 1), Tile(64, 1, 3), Tile(32, 1, 2), Tile(64, 1, 4)]
+    assert [*case.others] == [Tile(64, 1, 2), Tile(64, 1, 4), Tile(32, 1, 3), Tile(64, 1, 1)]
     monkeypatch.setattr(tiles, "measured", lambda: {"9.0": {case.kernel: SLOW}})
     (case,) = plan_cases(["turboquant-4bit"], {"tiny": TINY}, most=2, capability="9.0")
-    assert [*case.others] == [SLOW, Tile(64, 1, 1)]
+    assert [*case.others] == [SLOW, Tile(64, 1, 2)]
     monkeypatch.setattr(tune, "AT_A_TIME", 2)
     cases = [case_of("kivi-2bit"), case_of("kivi-4bit", kernel="another")]
     jobs = plan_tiles(cases, SIZE)

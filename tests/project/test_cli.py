@@ -149,7 +149,7 @@ def test_demo_runs() -> None:
 
 
 def test_memory_where_a_preset_does_not_fit() -> None:
-    result = runner.invoke(app, ["memory", "--head-dim", "80"])
+    result = runner.invoke(app, ["memory", "--all", "--head-dim", "80"])
     assert result.exit_code == 0
     assert "kivi-2bit: group_size=32" in result.output
     assert "turboquant-4bit" in result.output
