@@ -64,7 +64,7 @@ def run_notebook() -> nbformat.NotebookNode:
 
 
 def notebook_text(notebook: nbformat.NotebookNode) -> str:
-    """What the notebook's cells print."""
+    """Output of the notebook's cells."""
     outputs = (output for cell in notebook.cells for output in cell.get("outputs", ()))
     return "".join(output["text"] for output in outputs if output.get("name") == "stdout")
 

@@ -38,7 +38,7 @@ Keep = Callable[[Job, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Workers:
-    """How workers are started.
+    """Command, environment and time limit with which workers are started.
 
     command: the worker, after a tool that runs it, if any.
     row_seconds: longest silence; no row takes that long, so a worker that is silent for longer hangs.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DescribedSide:
-    """What the operator reads of one side: addresses and shapes of its tensors, which this object keeps alive.
+    """Description of one side for the operator: addresses and shapes of its tensors, which this object keeps alive.
 
     A copy of a store describes its own tensors anew.
     """

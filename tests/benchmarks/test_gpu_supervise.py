@@ -76,7 +76,7 @@ def stages(tmp_path: Path, jobs: list[Job]) -> ResultFile:
 
 
 def test_a_checker_that_does_not_start_leaves_its_rows_unchecked(tmp_path: Path) -> None:
-    """What is not checked, or wrong, is timed and marked; what killed its check is not begun."""
+    """Rows without a check, or with a failed one, are timed and marked; those whose check was killed are not begun."""
     names = ("unchecked", "wrong", "killed", "right")
     checks = [Job("check", (name, "main", 8)) for name in names]
     encode = [Job("encode", (name, "main", 1, 8)) for name in names]

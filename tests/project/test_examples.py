@@ -32,7 +32,7 @@ def test_every_example_is_on_the_page() -> None:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What all commands and the notebook print, in a process without Triton's interpreter."""
+    """Output of all commands and of the notebook, in a process without Triton's interpreter."""
     output = tmp_path_factory.mktemp("examples") / "printed.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(ROOT / "benchmarks" / "run_examples.py"), "--output", str(output)]

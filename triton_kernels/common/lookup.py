@@ -21,7 +21,7 @@ from kvcache_compress.codecs.layout import padded_words, words_per_token
 from .codes import load_columns, load_words, tile_width
 
 UNIT = tl.constexpr(2.0**-24)
-"""What 1 in the lowest bit of float16 stands for."""
+"""Value of the lowest bit of a float16 number, the smallest above zero."""
 HEADROOM = 2.0**8
 """Largest mapped query where codes stay in place: queries of different fields differ by up to 256."""
 
