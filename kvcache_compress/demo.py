@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from kvcache_compress.attention.interface import enable_fused_attention
 from kvcache_compress.cache.compressed_cache import CompressedCache
+from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 from kvcache_compress.validation.sizes import size_text
 
@@ -94,12 +95,14 @@ def _losses(
 ) -> dict[str, tuple[str, str]]:
     """KL and share of equal most likely tokens of each preset, on one window of the built-in text."""
     from kvcache_compress.eval.caches.caches import full_cache, preset_cache
+    from kvcache_compress.eval.runner.progress import ProgressLine
     from kvcache_compress.eval.runner.runner import Runner
     from kvcache_compress.eval.tasks.perplexity import Perplexity
 
     console.print("Measuring what is lost ...")
     specs = [full_cache(), *(preset_cache(name) for name in presets)]
-    cells = Runner(model, tokenizer).run("perplexity", Perplexity(windows=1, scored=128), specs)
+    runner = Runner(model, tokenizer, on_progress=ProgressLine())
+    cells = runner.run("perplexity", Perplexity(windows=1, scored=128), specs)
     for cell in cells:
         if cell.error is not None:
             raise ValueError(f"{cell.cache['name']}: {cell.error}")
@@ -128,7 +131,7 @@ def _generate(
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
+        **{cache_argument(): cache},
         max_new_tokens=new_tokens,
         do_sample=False,
         streamer=stream,

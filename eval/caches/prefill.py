@@ -27,6 +27,7 @@ from kvcache_compress.attention.interface import attends_fused
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.codecs.base import PromptQueries
 from kvcache_compress.modeling.calibration.observed_attention import observed_attention
+from kvcache_compress.modeling.decoder import cache_argument
 
 from .caches import CacheSpec, Measured, full_cache
 from .decode_once import decode_once
@@ -232,7 +233,7 @@ class CacheRun:
             output: torch.Tensor = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
+                **{cache_argument(): cache},
                 generation_config=rest,
                 logits_processor=LogitsProcessorList([lambda _, scores: self._finite(scores)]),
             )
@@ -317,7 +318,8 @@ def _check_length(model: PreTrainedModel, tokens: int) -> None:
 
 def _pass(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, *, last: bool = False) -> torch.Tensor:
     """One forward pass of tokens `[rows, S]`: logits `[rows, S, V]`, or of the last token alone."""
-    logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=int(last)).logits
+    how = {cache_argument(): cache, "use_cache": True, "logits_to_keep": int(last)}
+    logits: torch.Tensor = model(input_ids=ids, **how).logits
     return logits
 
 

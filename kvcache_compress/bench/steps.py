@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 from kvcache_compress.attention.interface import disable_fused_attention, enable_fused_attention
 from kvcache_compress.eval.caches.caches import CacheSpec
 from kvcache_compress.eval.provenance.results import error_message
+from kvcache_compress.modeling.decoder import cache_argument
 
 WARM_UP_TOKENS = 256
 
@@ -57,7 +58,7 @@ def measure_steps(
     def forward(name: str, tokens: torch.Tensor, into: dict[str, list[float]]) -> None:
         begun = time.perf_counter()
         try:
-            model(tokens, past_key_values=caches[name], logits_to_keep=1)
+            model(tokens, **{cache_argument(): caches[name]}, logits_to_keep=1)
         except Exception as error:
             errors[name] = error_message(error)
         into[name].append(time.perf_counter() - begun)

@@ -20,6 +20,7 @@ from kvcache_compress.attention.interface import attends_fused, disable_fused_at
 from kvcache_compress.attention.position_hooks import PositionHooks, register_position_hooks
 from kvcache_compress.config import CompressionConfig, load_config
 from kvcache_compress.modeling.adapters import compressible
+from kvcache_compress.modeling.decoder import cache_argument
 
 from .compressed_cache import CompressedCache
 
@@ -67,7 +68,7 @@ def compress(
     """Make `model.generate` use a compressed cache within the block, wherever it would create a cache itself.
 
     Pipelines and other clients that only call `generate` work unchanged; a `cache_implementation` that they ask for is
-    ignored. Calls with `past_key_values` or `use_cache=False` are left alone, and so are calls that `generate` makes of
+    ignored. Calls with a cache or `use_cache=False` are left alone, and so are calls that `generate` makes of
     itself: drafts of early exit have a dense cache. Any thread may call `generate`. Blocks of one thread can be nested,
     and the innermost one applies.
 
@@ -151,12 +152,13 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
         asked = [kwargs.get("use_cache"), *(one.use_cache for one in settings)]
         running.generate = True
         try:
-            own = kwargs.get("past_key_values") is not None
+            own = any(kwargs.get(name) is not None for name in ("past_key_values", cache_argument()))
             if own or next((one for one in asked if one is not None), True) is False:
                 return generate(*args, **kwargs)
             block = opened[-1]
             block.cache = CompressedCache(model.config, block.compression)
-            kwargs["past_key_values"] = block.cache
+            kwargs.pop("past_key_values", None)
+            kwargs[cache_argument()] = block.cache
             kwargs.pop("cache_implementation", None)
             if any(one.cache_implementation for one in settings):  # `generate` refuses both at once.
                 kwargs["cache_implementation"] = None

@@ -121,7 +121,7 @@ def model_shape(model: str) -> ModelShape:
     except OSError as error:
         raise ValueError(
             f"model={quoted(model)}: allowed {', '.join(MODELS)}, a folder with a saved model, or the id of a model on "
-            f"the hub. No such folder is here, and the hub did not give its config: {one_line(error)}"
+            f"the hub. No such folder is here, and the hub did not give its config: {' '.join(str(error).split())}"
         ) from error
     except Exception as error:  # Transformers raises exceptions of many types for a damaged config
         raise ValueError(f"model={quoted(model)}: its config cannot be read: {one_line(error)}") from error

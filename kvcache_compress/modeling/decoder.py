@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # Transformers' caches take seconds to import, which commands about sizes and presets need not wait for.
+
+
+@functools.cache
+def cache_argument() -> str:
+    """Name of the argument of models and of `generate` for a cache.
+
+    It is `cache` from Transformers 5.24 on, where `past_key_values` still works, with a warning.
+    """
+    from transformers import GenerationMixin
+
+    known = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return "cache" if "cache" in known else "past_key_values"
 
 
 def is_full_attention(layer: Any) -> bool:

@@ -35,9 +35,12 @@ def check_hub(repo_id: str, kind: Literal["model", "dataset"] = "model") -> None
     One request without retries: loading would retry each file five times, half a minute each.
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
     try:
         (api.model_info if kind == "model" else api.dataset_info)(repo_id, timeout=_TIMEOUT_S)
+    except HfHubHTTPError as error:
+        raise OSError(f"the hub answered {error.response.status_code} ({type(error).__name__})") from error
     except Exception as error:  # the hub client changes its HTTP library, hence its exceptions, between versions
-        raise OSError(f"{type(error).__name__}: {error}") from error
+        raise OSError(f"the hub is out of reach ({' '.join(str(error).split()) or type(error).__name__})") from error

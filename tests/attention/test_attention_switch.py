@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention.interface import ATTENTION_NAME, attention_forward
+from kvcache_compress.modeling.decoder import cache_argument
 
 TURBOQUANT: dict[str, Any] = {
     "keys": {"method": "turboquant", "bits": 4},
@@ -253,9 +254,10 @@ def test_compress_nested(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
 def test_compress_leaves_own_caches_alone(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     expected = generate(model, prompt)
     with compress(model, TURBOQUANT) as handle:
-        own = DynamicCache()
-        assert torch.equal(generate(model, prompt, past_key_values=own), expected)
-        assert own.get_seq_length() > 60
+        for name in {"past_key_values", cache_argument()}:
+            own = DynamicCache()
+            assert torch.equal(generate(model, prompt, **{name: own}), expected)
+            assert own.get_seq_length() > 60
         assert torch.equal(generate(model, prompt, use_cache=False), expected)
         settings = copy.deepcopy(model.generation_config)
         settings.use_cache = False

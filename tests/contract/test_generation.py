@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
+from kvcache_compress.modeling.decoder import cache_argument
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -89,7 +90,7 @@ def test_left_padded_batch(case: Any, ids: torch.Tensor, how: dict[str, Any]) ->
 
 def contrastive(model: Any, input_ids: torch.Tensor, generation_config: Any, **given: Any) -> torch.Tensor:
     """Use the cache as contrastive search does: each row tries several tokens, of which one is kept."""
-    cache, rows, tried = given["past_key_values"], len(input_ids), 3
+    cache, rows, tried = given[cache_argument()], len(input_ids), 3
     logits = model(input_ids=input_ids, past_key_values=cache).logits[:, -1]
     for _ in range(generation_config.max_new_tokens):
         tokens = logits.topk(tried).indices.reshape(-1, 1)

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvcache_compress.codecs.base import SIDES, Side
-from kvcache_compress.modeling.decoder import head_dim_of, is_full_attention
+from kvcache_compress.modeling.decoder import cache_argument, head_dim_of, is_full_attention
 from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.modeling.rope import RopeLayout, layer_has_rope, rope_layout, rotary_embedding
 
@@ -77,7 +77,7 @@ def collect(
         factors = layout.factors((cos.to(model.device), sin.to(model.device)))
         for window in windows:
             cache = DynamicCache(config=config)
-            decoder(input_ids=window[None].to(model.device), past_key_values=cache, use_cache=True)
+            decoder(input_ids=window[None].to(model.device), **{cache_argument(): cache}, use_cache=True)
             for layer in layers:
                 states = cache.layers[layer]
                 unrotated = _interleaved(layout.unrotate(states.keys, factors), layout)

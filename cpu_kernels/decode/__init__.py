@@ -1,0 +1,1 @@
+"""Headers that decode codes, each included by the attention over them."""
