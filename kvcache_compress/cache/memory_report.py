@@ -183,7 +183,9 @@ class MemoryReport:
         text = io.StringIO()
         Console(file=text, width=80, force_jupyter=False, force_terminal=False).print(table)
         rows = (line.rstrip() for line in text.getvalue().splitlines())
-        fields = ", ".join(f"{name} {size_text(size)}" for name, size in sorted(self.fields().items()) if size)
+        rest = {"tables and maps": self.constant_bytes, "unused capacity": self.allocated_bytes - self.used_bytes}
+        parts = [*sorted(self.fields().items()), *rest.items()]
+        held = ", ".join(f"{name} {size_text(size)}" for name, size in parts if size)
         tokens = max((layer.dense_tokens + layer.packed_tokens for layer in self.layers), default=0)
         return (
             f"{size_text(self.total_bytes)} held, {self.ratio:.2f}x smaller than a full cache in "
@@ -192,7 +194,7 @@ class MemoryReport:
             + (f", at {self.packed_bits_per_number:.2f} bits per packed number\n" if self.packed_numbers else "\n")
             + f"{self.bits_per_number:.2f} bits per number over all, dense tokens counted at 16\n"
             + "\n".join(filter(None, rows))
-            + f"\n{textwrap.fill(f'in use by field: {fields}', 80)}"
+            + f"\n{textwrap.fill(f'held by part: {held}', 80)}"
         )
 
 

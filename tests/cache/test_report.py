@@ -176,6 +176,10 @@ def test_prints_a_summary_and_a_row_for_layers_that_are_alike() -> None:
     assert row.split()[:4] == ["0", "turboquant", "28", "32"]
     assert f"{size_text(report.used_bytes)}  " in row
     assert all(len(line) <= 80 for line in text.splitlines())
+    _, parts = " ".join(text.splitlines()).split("held by part: ")
+    scales = {"KiB": 2**10, "MiB": 2**20}
+    sizes = [float(part.split()[-2]) * scales[part.split()[-1]] for part in parts.split(", ")]
+    assert sum(sizes) == pytest.approx(report.total_bytes, rel=1e-3), "the parts are all that is held"
 
 
 def test_prints_other_layers_apart() -> None:
