@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -66,17 +67,19 @@ def presets(
     from .config import BUDGETS, load_config, measured_losses, preset_names
 
     losses = measured_losses()
-    table = Table(title="presets: bits per packed number, everything counted; KL in nats per token")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("preset", "D=64", "D=128", "KL", "99.9 %", "description"):
-        table.add_column(heading, no_wrap=heading != "description")
+        text = heading in ("preset", "description")
+        table.add_column(heading, justify="left" if text else "right", no_wrap=heading != "description")
     for name in [*BUDGETS, *preset_names()] if everything else [*BUDGETS, *COMPARED]:
         config = load_config(name)
-        about = f"= {BUDGETS[name]}" if name in BUDGETS else summary(name)
+        about = summary(BUDGETS.get(name, name))
         bits = [f"{packed_bits(config, dim):.2f}" for dim in (64, 128)]
         loss = [f"{losses[name][score]:.{digits}f}" if name in losses else "-" for score, digits in SCORES.items()]
         table.add_row(name, *bits, *loss, about)
     console.print(table)
-    console.print("D: head dimension. KL: SmolLM2-135M, 1,024 tokens of six kinds of text.")
+    console.print("D: bits per packed number at this head dimension, everything counted.")
+    console.print("KL: nats per token, SmolLM2-135M, 1,024 tokens of six kinds of text.")
     console.print("On your own model:")
     console.print("kvcache-compress tune --verify PRESET --model MODEL --text FILE")
     if not everything:
