@@ -66,7 +66,7 @@ def presets(
 
     from .config import BUDGETS, load_config, measured_losses, preset_names
 
-    losses = measured_losses()
+    losses, aliases = measured_losses(), {preset: budget for budget, preset in BUDGETS.items()}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("preset", "D=64", "D=128", "KL", "99.9 %", "description"):
         text = heading in ("preset", "description")
@@ -75,7 +75,8 @@ def presets(
         config = load_config(name)
         about = summary(BUDGETS.get(name, name))
         bits = [f"{packed_bits(config, dim):.2f}" for dim in (64, 128)]
-        loss = [f"{losses[name][score]:.{digits}f}" if name in losses else "-" for score, digits in SCORES.items()]
+        same = next((known for known in (name, aliases.get(name)) if known in losses), None)
+        loss = [f"{losses[same][score]:.{digits}f}" if same else "-" for score, digits in SCORES.items()]
         table.add_row(name, *bits, *loss, about)
     console.print(table)
     console.print("D: bits per packed number at this head dimension, everything counted.")
@@ -135,6 +136,7 @@ def memory(
     except (ValueError, OSError) as error:
         _fail(error)
     console.print(table)
+    console.print("A growing cache also holds room for its next tokens, up to an eighth more.")
 
 
 @app.command()

@@ -85,7 +85,8 @@ def run_demo(console: Console, model_name: str, presets: Sequence[str], new_toke
         table.add_row(run.name, size_text(run.held), f"{run.first:.1f} s", f"{1000 * run.step:.0f} ms", *loss)
     console.print(table)
     console.print(
-        "Memory with 16 bits for each uncompressed number. KL: mean divergence of the next-token distribution from the "
+        "Memory with 16 bits for each uncompressed number; the dense windows, tables and room for more tokens in it "
+        "weigh less in longer texts. KL: mean divergence of the next-token distribution from the "
         "full cache's, in nats, and share of equal most likely tokens, on 128 tokens after the text's first 1,024."
     )
 

@@ -101,7 +101,7 @@ def run_tuning(
     certified_on = ", ".join(map(_named, check_texts or texts))
     if verify is not None:
         checks = [sample for text in check_texts or texts for sample in _cut(loaded, tokenizer, text, prefix, CHECKS)]
-        (certificate,) = certify(_windows(loaded, checks), chosen)
+        (certificate,) = certify(_windows(loaded, checks), chosen, ProgressLine())
         console.print(_table(f"{verify}, {certified_on}", {verify: certificate}))
         return
     measured, checks = _samples(loaded, tokenizer, texts, check_texts, windows, prefix, scored)
@@ -127,7 +127,7 @@ def run_tuning(
     tuned = tune(found, config, choices, budget)
     console.print("certifying on text that took no part")
     caches = {"tuned": tuned.config, "equal bits everywhere": tuned.uniform}
-    results = dict(zip(caches, certify(_windows(loaded, checks), list(caches.values())), strict=True))
+    results = dict(zip(caches, certify(_windows(loaded, checks), list(caches.values()), ProgressLine()), strict=True))
     minutes = (time.perf_counter() - started) / 60
     header = _header(loaded, wanted, ", ".join(map(_named, texts)), certified_on, results)
     with whole_file(output) as unfinished:

@@ -18,7 +18,7 @@ from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
 from kvcache_compress.eval.studies.probe_layers import Window
 from kvcache_compress.eval.studies.probe_rules import Plans, with_plans
 
-from .sensitivity import Sensitivity, Sides
+from .sensitivity import Progress, Sensitivity, Sides
 
 STEPS = 64
 """Steps per byte in which costs are counted, rounded up: groups of up to 128 tokens share bytes."""
@@ -104,8 +104,8 @@ def _refusal(found: Sensitivity, base: CompressionConfig, choices: Sides, budget
     cheapest = _cheapest(base.changed(sink_tokens=sinks, recent_tokens=recent), choices, dim)
     missing = -8 * budget.spare(cheapest) / (2 * dim * budget.shape.layers)
     return (
-        f"budget: the fewest bits, with {sinks + recent} tokens per sequence that stay dense, take {missing:.2f} bits "
-        "per number more; allowed are a larger budget, or fewer bits (--level)"
+        f"budget: even the fewest bits take {missing:.2f} per number more ({sinks + recent} tokens of each sequence stay "
+        "dense); allowed are a larger budget, or fewer bits (--level)"
     )
 
 
@@ -221,20 +221,24 @@ class Certificate:
     bits: float
 
 
-def certify(windows: Sequence[Callable[[], Window]], configs: Sequence[CompressionConfig]) -> list[Certificate]:
-    """Measure caches of some configs on windows, each of which is prefilled once.
+def certify(
+    windows: Sequence[Callable[[], Window]], configs: Sequence[CompressionConfig], on_progress: Progress
+) -> list[Certificate]:
+    """Measure caches of some configs on windows, each of which is prefilled once; report the windows done.
 
     Raises:
         ValueError: a config does not fit the model, or packs nothing.
     """
     found: list[list[_Scores]] = [[] for _ in configs]
-    for make in windows:
+    for done, make in enumerate(windows):
+        on_progress(done, len(windows), "windows")
         window = make()
         for records, config in zip(found, configs, strict=True):
             nll, kl, same, measured = window.certify(config)
             if not measured.packed_tokens:
                 raise ValueError("nothing is packed after this prefix: allowed are a longer one, or fewer dense tokens")
             records.append(_Scores(nll, kl, same, measured.packed_bits))
+    on_progress(len(windows), len(windows), "windows")
     return [_certificate(records) for records in found]
 
 

@@ -39,7 +39,9 @@ class Compression:
     def last_cache(self) -> CompressedCache:
         """The cache of the latest `generate` call; raises `RuntimeError` before the first one."""
         if self.cache is None:
-            raise RuntimeError("no cache yet: call model.generate inside the compress block first")
+            raise RuntimeError(
+                "no cache yet: no call of generate in this block made one (those with a cache or use_cache=False do not)"
+            )
         return self.cache
 
 

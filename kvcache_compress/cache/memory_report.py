@@ -166,6 +166,8 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """Summary, then a table with a row for each run of layers that are alike, in 80 columns."""
+        if not self.numbers:
+            return "nothing held: the cache is empty"
         from rich import box
         from rich.console import Console
         from rich.table import Table
