@@ -3,11 +3,17 @@
 python benchmarks/experiments.py codes
 python benchmarks/experiments.py angles
 python benchmarks/experiments.py prod --text TEXT.txt
+python benchmarks/experiments.py commvq --text TEXT.txt
+python benchmarks/experiments.py scores
+python benchmarks/experiments.py generation
+python benchmarks/experiments.py bands --data multi_news.jsonl
+python benchmarks/experiments.py likelihood
 python benchmarks/experiments.py page
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import json
@@ -15,9 +21,13 @@ import math
 import runpy
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import experiments_likelihood
+import experiments_tasks
+import experiments_times
 import torch
 import typer
 import yaml
@@ -238,7 +248,32 @@ def _share(share: float, count: int) -> str:
     return f"{share:.3f} ± {math.sqrt(share * (1 - share) / count):.3f}"
 
 
-TABLES = {"codes": codes_table, "angles": angles_table, "prod": prod_table, "neighbors": neighbors_table}
+def _add_command(run: Callable[..., dict[str, Any]]) -> None:
+    """Register a command that writes what an experiment of another file returns."""
+
+    @app.command(run.__name__)
+    @functools.wraps(run)
+    def command(**values: Any) -> None:
+        _write(run.__name__, run(**values))
+
+
+for _run in (
+    experiments_tasks.commvq,
+    experiments_times.scores,
+    experiments_times.generation,
+    experiments_tasks.bands,
+    experiments_likelihood.likelihood,
+):
+    _add_command(_run)
+
+TABLES = {
+    "codes": codes_table,
+    "angles": angles_table,
+    "prod": prod_table,
+    "neighbors": neighbors_table,
+    "commvq": experiments_tasks.commvq_table,
+    "scores": experiments_times.scores_table,
+}
 
 
 def rendered() -> str:
