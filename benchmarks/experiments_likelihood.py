@@ -28,9 +28,9 @@ STEPS = {"choice": 1, "rolling": 16}
 def likelihood(
     text: Annotated[Path, typer.Option(help="Text that contexts and answers are cut from.")] = DEFAULT_TEXT,
     model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a folder.")] = "smollm2-135m",
-    questions: int = 16,
+    questions: int = 12,
     context: Annotated[int, typer.Option(help="Words of a context.")] = 400,
-    answer: Annotated[int, typer.Option(help="Words of an answer.")] = 12,
+    answer: Annotated[int, typer.Option(help="Words of an answer.")] = 10,
     rolling: Annotated[int, typer.Option(help="Words of the text whose perplexity is measured.")] = 1400,
     window: Annotated[int, typer.Option(help="Most tokens of a pass, so of a rolling window.")] = 1024,
 ) -> dict[str, Any]:

@@ -34,12 +34,11 @@ ANGLES = 32
 """Angle codes of a pair in the lookup, 5 bits."""
 
 SIZES: dict[str, Any] = {
-    "num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 1024, "max_position_embeddings": 32_768,
+    "num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 128, "vocab_size": 1024, "max_position_embeddings": 32_768,
 }  # fmt: skip
-"""A Llama with a quarter of Llama-3.1-8B's width and heads, and four layers."""
-CACHES = ("full", "kivi-2bit", "quanto-4", "polarquant-paper-online", "polarquant-paper-offline", "polarquant-3.4bit",
-          "turboquant-3bit", "best-2bit")  # fmt: skip
+"""A Llama of an eighth of Llama-3.1-8B's width and heads, and two layers."""
+CACHES = ("full", "kivi-2bit", "quanto-4", "polarquant-paper-online", "polarquant-paper-offline", "turboquant-3bit")
 
 
 def scores(
