@@ -273,6 +273,7 @@ TABLES = {
     "neighbors": neighbors_table,
     "commvq": experiments_tasks.commvq_table,
     "scores": experiments_times.scores_table,
+    "generation": experiments_times.generation_table,
 }
 
 

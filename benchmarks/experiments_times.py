@@ -44,7 +44,7 @@ CACHES = ("full", "kivi-2bit", "quanto-4", "polarquant-paper-online", "polarquan
 def scores(
     tokens: Annotated[list[int], typer.Option(help="Numbers of keys.")] = [1024, 8192, 32_768],  # noqa: B006
     queries: Annotated[list[int], typer.Option(help="Queries of each key head.")] = [1, 4],  # noqa: B006
-    turns: int = 25,
+    turns: int = 40,
 ) -> dict[str, Any]:
     """Scores of packed keys alone, by kernel and by table lookup, against a dense product (PolarQuant, Table 4)."""
     torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def scores(
         sides = {preset: _side(preset, "keys", HEAD_DIM, count) for preset in KEYS}
         for each in queries:
             query = torch.randn(1, HEADS * each, 1, HEAD_DIM)
-            calls = _dense_calls(query.view(1, HEADS, each, HEAD_DIM), dense)
+            calls = _torch_calls(query.view(1, HEADS, each, HEAD_DIM), dense)
             for preset, keys in sides.items():
                 _check(query, keys, values)
                 calls[preset] = partial(attend, query, keys, values, scaling=1.0)
@@ -74,24 +74,31 @@ def _side(preset: str, side: Any, head_dim: int, tokens: int) -> SideSegments:
     return encoded_side(method, options, side, head_dim, torch.float32, **sizes, codes="random", backend="cpp")
 
 
-def _dense_calls(query: torch.Tensor, keys: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
-    """Scores in torch of queries `[1, H, n, D]`: dense products with keys `[1, H, T, D]`, and a lookup of angles.
-
-    The lookup is PolarQuant's on RoPE pairs, with its codes unpacked beforehand: of each pair, the query's product with
-    the unit vector of the angle's code, times the radius.
-    """
+def _torch_calls(query: torch.Tensor, keys: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
+    """Scores in torch of queries `[1, H, n, D]`: products with keys `[1, H, T, D]`, and lookups of as many codes."""
     query16, keys16 = query.bfloat16(), keys.bfloat16()
-    pairs, tokens = HEAD_DIM // 2, keys.shape[2]
-    codes = torch.randint(ANGLES, (HEADS, pairs, tokens))
-    radii = torch.rand(HEADS, pairs, tokens)
+    shape = HEADS, HEAD_DIM // 2, keys.shape[2]
+    codes, radii = torch.randint(ANGLES, shape), torch.rand(shape)
     angles = torch.arange(ANGLES) * 2 * torch.pi / ANGLES
     points = torch.stack([angles.cos(), angles.sin()])
+    return {
+        "float32": lambda: query @ keys.mT,
+        "bfloat16": lambda: query16 @ keys16.mT,
+        "lookup": lambda: look_up(query[0], codes, radii, points),
+    }
 
-    def lookup() -> torch.Tensor:
-        tables = query.view(HEADS, -1, 2, pairs).transpose(2, 3) @ points  # [H, n, pairs, codes]
-        return torch.stack([(tables[:, row].gather(2, codes) * radii).sum(1) for row in range(query.shape[2])], 1)
 
-    return {"float32": lambda: query @ keys.mT, "bfloat16": lambda: query16 @ keys16.mT, "lookup": lookup}
+def look_up(query: torch.Tensor, codes: torch.Tensor, radii: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """PolarQuant's table lookup on RoPE pairs, of codes unpacked beforehand: scores `[H, n, T]`.
+
+    Args:
+        query: `[H, n, D]`; pair j is channels j and j + D / 2.
+        codes, radii: of the keys, `[H, D / 2, T]`.
+        points: unit vectors of the codes, `[2, codes]`.
+    """
+    tables = torch.stack(query.chunk(2, -1), -1) @ points  # [H, n, pairs, codes]
+    by_query = [(table.gather(2, codes) * radii).sum(1) for table in tables.unbind(1)]
+    return torch.stack(by_query, 1)
 
 
 def _check(query: torch.Tensor, keys: SideSegments, values: SideSegments) -> None:
@@ -124,7 +131,7 @@ def _in_turns(calls: dict[str, Callable[[], torch.Tensor]], turns: int) -> dict[
 def generation(
     tokens: int = 16_384,
     steps: int = 1024,
-    prefills: Annotated[int, typer.Option(help="Prompts per cache; the fastest counts.")] = 1,
+    prefills: Annotated[int, typer.Option(help="Prompts per cache; the fastest counts.")] = 3,
 ) -> dict[str, Any]:
     """Seconds of a prompt of 16,384 tokens and of 1,024 steps after it (recursive PolarQuant, Table 2)."""
     torch.set_num_threads(1)
