@@ -41,7 +41,8 @@ class CachedLM(HFLM):
 
     Attributes:
         packed_tokens: tokens stored compressed after the context of each answer scored so far, or after each batch that
-            was generated. 0 for a context that fits the cache's dense windows: such an answer tests nothing.
+            was generated. 0 for a context that fits the cache's dense windows: a short answer then tests nothing. (A
+            rolling window has a context of one token, and is packed as it goes.)
 
     Raises:
         ImportError: a peer's package is not installed; of the module: lm-eval is not.
