@@ -63,3 +63,18 @@ def test_questions_have_the_words_that_follow_among_four_answers() -> None:
         assert not any(choice in row["text"] for choice in row["choices"])
     with pytest.raises(ValueError, match="questions=40: the text of 200 words allows fewer"):
         experiments_likelihood.continuations(words, questions=40, context=50, answer=5)
+
+
+def test_claims_about_times_hold() -> None:
+    decode = {row["cache"]: row["decode_seconds"] for row in rows("generation")}
+    assert decode["quanto-4"] > 1.5 * decode["full"]
+    assert all(
+        0.35 < seconds / decode["full"] < 0.7 for name, seconds in decode.items() if name[:2] in ("ki", "po", "tu")
+    )
+    assert decode["polarquant-paper-online"] == pytest.approx(decode["polarquant-paper-offline"], rel=0.05)
+    ratios: dict[str, list[float]] = {}
+    for row in rows("scores"):
+        ratios.setdefault(row["way"], []).append(row["ratio"])
+    assert min(ratios["lookup"]) > 2.5
+    assert min(ratios["commvq-2bit"]) > 2
+    assert max(ratios["turboquant-2bit"]) < 1
