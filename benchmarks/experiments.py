@@ -274,6 +274,7 @@ TABLES = {
     "commvq": experiments_tasks.commvq_table,
     "scores": experiments_times.scores_table,
     "generation": experiments_times.generation_table,
+    "likelihood": experiments_likelihood.likelihood_table,
 }
 
 

@@ -78,3 +78,17 @@ def test_claims_about_times_hold() -> None:
     assert min(ratios["lookup"]) > 2.5
     assert min(ratios["commvq-2bit"]) > 2
     assert max(ratios["turboquant-2bit"]) < 1
+
+
+def test_claims_about_likelihoods_hold() -> None:
+    by_cache = {row["cache"]: row for row in rows("likelihood")}
+    dense, full = by_cache[None], by_cache["full"]
+    pairs = zip(itertools.chain(*full["scores"]), itertools.chain(*dense["scores"]), strict=True)
+    assert all(abs(ours - theirs) < 1e-3 for ours, theirs in pairs)
+    right = {name: experiments_likelihood.right_scores(row) for name, row in by_cache.items()}
+    change = {name: statistics.fmean(of) - statistics.fmean(right[None]) for name, of in right.items()}
+    assert abs(change["turboquant-4bit"]) < 0.01
+    assert -0.5 < change["turboquant-2bit"] < -0.3
+    rise = {name: row["word_perplexity"] / dense["word_perplexity"] - 1 for name, row in by_cache.items()}
+    assert 0.02 < rise["turboquant-2bit"] < 0.035
+    assert 0.15 < rise["kivi-2bit"] < 0.175
