@@ -6,7 +6,6 @@ python benchmarks/experiments.py prod --text TEXT.txt
 python benchmarks/experiments.py commvq --text TEXT.txt
 python benchmarks/experiments.py scores
 python benchmarks/experiments.py generation
-python benchmarks/experiments.py bands --data multi_news.jsonl
 python benchmarks/experiments.py likelihood
 python benchmarks/experiments.py page
 """
@@ -25,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import experiments_commvq
 import experiments_likelihood
-import experiments_tasks
 import experiments_times
 import torch
 import typer
@@ -258,10 +257,9 @@ def _add_command(run: Callable[..., dict[str, Any]]) -> None:
 
 
 for _run in (
-    experiments_tasks.commvq,
+    experiments_commvq.commvq,
     experiments_times.scores,
     experiments_times.generation,
-    experiments_tasks.bands,
     experiments_likelihood.likelihood,
 ):
     _add_command(_run)
@@ -271,7 +269,7 @@ TABLES = {
     "angles": angles_table,
     "prod": prod_table,
     "neighbors": neighbors_table,
-    "commvq": experiments_tasks.commvq_table,
+    "commvq": experiments_commvq.commvq_table,
     "scores": experiments_times.scores_table,
     "generation": experiments_times.generation_table,
     "likelihood": experiments_likelihood.likelihood_table,
