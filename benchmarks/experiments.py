@@ -3,11 +3,16 @@
 python benchmarks/experiments.py codes
 python benchmarks/experiments.py angles
 python benchmarks/experiments.py prod --text TEXT.txt
+python benchmarks/experiments.py commvq --text TEXT.txt
+python benchmarks/experiments.py scores
+python benchmarks/experiments.py generation
+python benchmarks/experiments.py likelihood
 python benchmarks/experiments.py page
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import json
@@ -15,9 +20,13 @@ import math
 import runpy
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import experiments_commvq
+import experiments_likelihood
+import experiments_times
 import torch
 import typer
 import yaml
@@ -238,7 +247,33 @@ def _share(share: float, count: int) -> str:
     return f"{share:.3f} ± {math.sqrt(share * (1 - share) / count):.3f}"
 
 
-TABLES = {"codes": codes_table, "angles": angles_table, "prod": prod_table, "neighbors": neighbors_table}
+def _add_command(run: Callable[..., dict[str, Any]]) -> None:
+    """Register a command that writes what an experiment of another file returns."""
+
+    @app.command(run.__name__)
+    @functools.wraps(run)
+    def command(**values: Any) -> None:
+        _write(run.__name__, run(**values))
+
+
+for _run in (
+    experiments_commvq.commvq,
+    experiments_times.scores,
+    experiments_times.generation,
+    experiments_likelihood.likelihood,
+):
+    _add_command(_run)
+
+TABLES = {
+    "codes": codes_table,
+    "angles": angles_table,
+    "prod": prod_table,
+    "neighbors": neighbors_table,
+    "commvq": experiments_commvq.commvq_table,
+    "scores": experiments_times.scores_table,
+    "generation": experiments_times.generation_table,
+    "likelihood": experiments_likelihood.likelihood_table,
+}
 
 
 def rendered() -> str:

@@ -1,7 +1,8 @@
 """Run a generation task of lm-eval with a compressed cache: `python examples/lm_eval_task.py`.
 
 Needs `pip install "kvcache-compress[clients]"`. The task is written here, so that nothing is fetched; `--task gsm8k`
-takes one of lm-eval's own. Tasks that score given answers use no cache.
+takes one of lm-eval's own. Tasks that score given answers need
+`kvcache_compress.eval.runner.harness.CachedLM` instead.
 """
 
 import argparse

@@ -206,7 +206,8 @@ class CacheRun:
 
     def _force(self, cache: Cache, rows: int, tokens: torch.Tensor, step: int) -> torch.Tensor:
         logits = [self._ask(cache, rows)]
-        for part in tokens[None].to(self.prefill.ids.device).split(step, dim=1):
+        fed = tokens[None].to(self.prefill.ids.device)
+        for part in fed.split(step, dim=1) if len(tokens) else ():
             logits.append(_pass(self.prefill.model, cache, part.expand(rows, -1)))
         return self._finite(torch.cat(logits, 1).float())
 

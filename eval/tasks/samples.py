@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import constants
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcache_compress.eval.caches.prefill import CacheRun
+from kvcache_compress.eval.caches.prefill import STEP_TOKENS, CacheRun
 from kvcache_compress.files.text import parse_json, read_text
 from kvcache_compress.modeling import hub
 from kvcache_compress.validation.packages import require
@@ -167,10 +167,13 @@ class ForcedAnswer:
         return float(self.greedy.all())
 
 
-def force_answer(run: CacheRun, ids: Sequence[int]) -> ForcedAnswer:
-    """Force the answer with these token ids through a cache; uses up the run."""
+def force_answer(run: CacheRun, ids: Sequence[int], step: int = STEP_TOKENS) -> ForcedAnswer:
+    """Force the answer with these token ids through a cache, `step` per pass; uses up the run.
+
+    The answer's last token is not fed, as nothing follows it.
+    """
     targets = torch.tensor(ids)
-    logits = run.forced(targets)[:-1]
+    logits = run.forced(targets[:-1], step)
     targets = targets.to(logits.device)
     logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     return ForcedAnswer(logprobs.cpu(), (logits.argmax(-1) == targets).cpu())

@@ -104,8 +104,8 @@ def _refusal(found: Sensitivity, base: CompressionConfig, choices: Sides, budget
     cheapest = _cheapest(base.changed(sink_tokens=sinks, recent_tokens=recent), choices, dim)
     missing = -8 * budget.spare(cheapest) / (2 * dim * budget.shape.layers)
     return (
-        f"budget: even the fewest bits take {missing:.2f} per number more ({sinks + recent} tokens of each sequence stay "
-        "dense); allowed are a larger budget, or fewer bits (--level)"
+        f"budget: even the fewest bits take {missing:.2f} per number more ({sinks + recent} tokens of each sequence "
+        "stay dense); allowed are a larger budget, or fewer bits (--level)"
     )
 
 

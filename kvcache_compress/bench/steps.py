@@ -27,6 +27,7 @@ class StepTime:
         tokens: tokens of the prompt.
         step_ms: median time of a decode step.
         ratio: time of a step relative to the first cache's in the same turn, median over the turns.
+        decode_seconds: time of all steps together, the slow ones among them in which tokens are packed.
         prefill_seconds: time of the prompt in one piece.
         prefill_ratio: that time relative to the first cache's.
         error: why there are no figures.
@@ -36,6 +37,7 @@ class StepTime:
     tokens: int
     step_ms: float | None = None
     ratio: float | None = None
+    decode_seconds: float | None = None
     prefill_seconds: float | None = None
     prefill_ratio: float | None = None
     error: str | None = None
@@ -86,6 +88,7 @@ def measure_steps(
             ids.shape[1],
             1e3 * statistics.median(times[name]),
             statistics.median(x / y for x, y in zip(times[name], times[first], strict=True)),
+            sum(times[name]),
             min(prompts[name]),
             min(prompts[name]) / min(prompts[first]),
         )

@@ -40,7 +40,7 @@ class Compression:
         """The cache of the latest `generate` call; raises `RuntimeError` before the first one."""
         if self.cache is None:
             raise RuntimeError(
-                "no cache yet: no call of generate in this block made one (those with a cache or use_cache=False do not)"
+                "no cache yet: no call of generate in this block made one (nor do use_cache=False or your own cache)"
             )
         return self.cache
 

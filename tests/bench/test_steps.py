@@ -48,7 +48,7 @@ def test_every_cache_gets_the_prompt_and_all_steps() -> None:
     rows = measure_steps(model, specs, ids, steps=3, prefills=2)
     assert [(row.cache, row.tokens, row.error) for row in rows] == [(spec.name, 120, None) for spec in specs]
     assert rows[0].ratio == rows[0].prefill_ratio == 1
-    assert all(row.step_ms > 0 and row.prefill_seconds > 0 for row in rows)
+    assert all(0 < row.step_ms < 1e3 * row.decode_seconds and row.prefill_seconds > 0 for row in rows)
     # Each is warmed up, then each takes the prompt twice, and the steps.
     assert [cache.get_seq_length() for cache in made] == [120] * 4 + [123] * 2
     assert made[-1].packed_tokens > 0

@@ -249,7 +249,7 @@ def test_constants_are_all_that_a_codec_holds(name: str, tokens: int, kernels: b
 
 def test_text_is_the_same_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     """rich would show the table there instead of writing it, and kernels ask for colours."""
-    cache = TurboQuantCache(CONFIG, bits=4)
+    cache = filled(TurboQuantCache(CONFIG, bits=4), 128)
     expected = str(cache.memory_report())
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -1,10 +1,12 @@
 """`docs/dev/experiments.md`: its tables are those of the result files, and what it says of them holds."""
 
+import itertools
 import json
 import statistics
 from typing import Any
 
 import experiments
+import experiments_likelihood
 import pytest
 
 
@@ -36,3 +38,57 @@ def test_prod_loses_more_than_twice_as_much() -> None:
     kl = {(row["sinks"], row["bits"], row["estimator"]): row["kl"] for row in rows("prod")}
     for sinks, _ in experiments.WINDOWS:
         assert all(kl[sinks, bits, "prod"] > 2 * kl[sinks, bits, "mse"] for bits in (3, 4))
+
+
+def test_commvq_loses_less_with_more_pairs_centres_and_rounds() -> None:
+    losses = {(row["g"], row["centres"]): row["held_out"] for row in rows("commvq")}
+    mean = {pair: [statistics.fmean(of_round) for of_round in zip(*of, strict=True)] for pair, of in losses.items()}
+    for by_round in mean.values():
+        assert all(later < earlier for earlier, later in itertools.pairwise(by_round))
+    for layers in (mean, {pair: of[0] for pair, of in losses.items()}):
+        for rounds in (1, 8):
+            by_pairs = [layers[pair][rounds - 1] for pair in ((8, 2), (16, 4), (32, 16))]
+            assert by_pairs == sorted(by_pairs, reverse=True)
+        assert layers[32, 4][15] > layers[32, 16][7]
+
+
+def test_questions_have_the_words_that_follow_among_four_answers() -> None:
+    words = [f"w{number}" for number in range(200)]
+    found = experiments_likelihood.continuations(words, questions=6, context=50, answer=5)
+    assert [row["label"] for row in found] == [0, 1, 2, 3, 0, 1]
+    for row in found:
+        follows = int(row["text"].split()[-1][1:]) + 1
+        assert row["choices"][row["label"]] == " ".join(words[follows : follows + 5])
+        assert len(set(row["choices"])) == 4
+        assert not any(choice in row["text"] for choice in row["choices"])
+    with pytest.raises(ValueError, match="questions=40: the text of 200 words allows fewer"):
+        experiments_likelihood.continuations(words, questions=40, context=50, answer=5)
+
+
+def test_claims_about_times_hold() -> None:
+    decode = {row["cache"]: row["decode_seconds"] for row in rows("generation")}
+    assert decode["quanto-4"] > 1.5 * decode["full"]
+    assert all(
+        0.35 < seconds / decode["full"] < 0.7 for name, seconds in decode.items() if name[:2] in ("ki", "po", "tu")
+    )
+    assert decode["polarquant-paper-online"] == pytest.approx(decode["polarquant-paper-offline"], rel=0.05)
+    ratios: dict[str, list[float]] = {}
+    for row in rows("scores"):
+        ratios.setdefault(row["way"], []).append(row["ratio"])
+    assert min(ratios["lookup"]) > 2.5
+    assert min(ratios["commvq-2bit"]) > 2
+    assert max(ratios["turboquant-2bit"]) < 1
+
+
+def test_claims_about_likelihoods_hold() -> None:
+    by_cache = {row["cache"]: row for row in rows("likelihood")}
+    dense, full = by_cache[None], by_cache["full"]
+    pairs = zip(itertools.chain(*full["scores"]), itertools.chain(*dense["scores"]), strict=True)
+    assert all(abs(ours - theirs) < 1e-3 for ours, theirs in pairs)
+    right = {name: experiments_likelihood.right_scores(row) for name, row in by_cache.items()}
+    change = {name: statistics.fmean(of) - statistics.fmean(right[None]) for name, of in right.items()}
+    assert abs(change["turboquant-4bit"]) < 0.01
+    assert -0.5 < change["turboquant-2bit"] < -0.3
+    rise = {name: row["word_perplexity"] / dense["word_perplexity"] - 1 for name, row in by_cache.items()}
+    assert 0.02 < rise["turboquant-2bit"] < 0.035
+    assert 0.15 < rise["kivi-2bit"] < 0.175

@@ -56,10 +56,10 @@ class GivenRun:
         self.config: GenerationConfig | None = None
         self.prefill = SimpleNamespace(model=SimpleNamespace(generation_config=None))
 
-    def forced(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forced(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
         self.fed = tokens.tolist()
         assert self.logits is not None
-        return self.logits
+        return self.logits[: len(tokens) + 1]
 
     def generate(self, config: GenerationConfig) -> torch.Tensor:
         self.config = config

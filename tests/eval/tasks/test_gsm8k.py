@@ -117,7 +117,7 @@ def test_likelihood_by_hand() -> None:
         "number_logprob": pytest.approx(math.log(0.6 * 0.8) / 2),
         "number_exact": 1,
     }
-    assert run.fed == [0, 1, 1]
+    assert run.fed == [0, 1]  # nothing follows the last token
 
 
 def test_main_score_is_in_the_summary() -> None:

@@ -111,10 +111,10 @@ def test_answers_follow_after_a_space() -> None:
 
 
 def test_forced_answer_by_hand() -> None:
-    logits = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.2, 0.2], [0.1, 0.1, 0.8]]).log()
+    logits = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.2, 0.2]]).log()
     run = GivenRun(logits=logits + 2)
-    answer = force_answer(run, [2, 1])  # the last row comes after the answer
-    assert run.fed == [2, 1]
+    answer = force_answer(run, [2, 1])
+    assert run.fed == [2]  # nothing follows the last token
     assert answer.logprobs.tolist() == pytest.approx([math.log(0.5), math.log(0.2)])
     assert answer.greedy.tolist() == [True, False]
     assert answer.logprob == pytest.approx((math.log(0.5) + math.log(0.2)) / 2)

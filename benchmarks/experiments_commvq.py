@@ -1,0 +1,84 @@
+"""CommVQ's loss of keys by pairs per group, centres and rounds.
+
+Run by `benchmarks/experiments.py`: `commvq` returns what goes to a result file, `commvq_table` the page's table.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from kvcache_compress.methods.commvq.calibration.calibrate import CommVQSettings, split_windows, train_side
+from kvcache_compress.methods.commvq.calibration.collect import calibrated_layers, collect, read_layer
+from kvcache_compress.methods.commvq.codebook_file import code_bits
+from kvcache_compress.modeling.calibration.text import read_windows
+from kvcache_compress.modeling.facts import head_shape
+from kvcache_compress.modeling.loading import load_model
+
+GRID = ((8, 2, 8), (16, 4, 8), (32, 4, 16), (32, 16, 8), (32, 64, 11))
+"""Pairs g that share a code, centres N and rounds R of each calibration; losses are read after every round."""
+SHOWN = ((8, 2, 1), (16, 4, 1), (32, 16, 1), (8, 2, 8), (16, 4, 8), (32, 4, 16), (32, 16, 8), (32, 64, 1), (32, 64, 3),
+         (32, 64, 5), (32, 64, 8), (32, 64, 11))  # fmt: skip
+PAPER = {(8, 2, 1): 0.2699, (16, 4, 1): 0.2011, (32, 16, 1): 0.1265, (8, 2, 8): 0.0798, (16, 4, 8): 0.0790,
+         (32, 16, 8): 0.0254}  # fmt: skip
+"""Mean squared errors of CommVQ's Tables 9 and 10."""
+ModelOption = Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a folder.")]
+
+
+def commvq(
+    text: Annotated[list[str], typer.Option(help="Text file; repeatable.")],
+    model: ModelOption = "smollm2-135m",
+    tokens: int = 18_432,
+    context: int = 1024,
+    every: Annotated[int, typer.Option(help="Train the keys of every so many layers, from the first.")] = 5,
+) -> dict[str, Any]:
+    """CommVQ's loss of keys by pairs per group g, centres N and rounds R (appendix A.4), as in the paper."""
+    loaded, tokenizer = load_model(model)
+    config = loaded.config.get_text_config(decoder=True)
+    head_dim, heads, _ = head_shape(config)
+    layers = calibrated_layers(config)[::every]
+    training, held_out = split_windows(read_windows(text, tokenizer, tokens, context)[0])
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [Path(folder) / name for name in ("training", "held_out")]
+        for windows, path in zip((training, held_out), folders, strict=True):
+            collect(loaded, windows, path, layers, costs=False)
+        for pairs, centres, rounds in GRID:
+            sizes = {"key_rounds": rounds, "centres": centres, "groups": head_dim // (2 * pairs)}
+            settings = CommVQSettings.quick(
+                tokens=tokens, context=context, share_rounds=False, weigh_pairs=False, **sizes
+            )
+            found: dict[str, list[list[float]]] = {"rounds": [], "held_out": []}
+            seconds = 0.0
+            for layer in layers:
+                states = [read_layer(path, layer, "keys", heads, head_dim) for path in folders]
+                _, losses = train_side(*states, torch.empty(heads, 0), "keys", layer, settings)
+                seconds += losses["seconds"]
+                for kind, by_layer in found.items():
+                    by_layer.append([round(statistics.fmean(of), 5) for of in zip(*losses[kind], strict=True)])
+            bits = code_bits("keys", centres) / (2 * pairs)
+            rows.append({"g": pairs, "centres": centres, "bits_per_round": bits, "seconds": seconds} | found)
+    sizes = {"tokens": tokens, "context": context, "layers": layers, "head_dim": head_dim}
+    return {"model": Path(loaded.name_or_path).name, "texts": [Path(path).name for path in text], **sizes, "rows": rows}
+
+
+def commvq_table(result: dict[str, Any]) -> str:
+    """Table of losses by g, N and R: the paper's, those of the first layer, and those of all layers."""
+    lines = [
+        "| g | N | R | bits | paper, first layer | first layer | on held-out text | all layers | on held-out text |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    rows = {(row["g"], row["centres"]): row for row in result["rows"]}
+    for pairs, centres, rounds in SHOWN:
+        row = rows[pairs, centres]
+        losses = [[layer[rounds - 1] for layer in row[kind]] for kind in ("rounds", "held_out")]
+        figures = [f"{x:.4f}" for x in (*(of[0] for of in losses), *map(statistics.fmean, losses))]
+        paper = f"{PAPER[pairs, centres, rounds]:.4f}" if (pairs, centres, rounds) in PAPER else "–"
+        bits = f"{rounds * row['bits_per_round']:.3f}"
+        lines.append(f"| {pairs} | {centres} | {rounds} | {bits} | {paper} | {' | '.join(figures)} |")
+    return "\n".join(lines)

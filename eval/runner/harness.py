@@ -1,0 +1,92 @@
+"""lm-eval's tasks with a cache under test, those that score given answers among them; needs lm-eval.
+
+`HFLM` scores an answer in one pass over context and answer, in which no token attends to a cache. Here the cache is
+filled with the context but for its last token; that token and then the answer go through the cache, as in generation.
+
+    lm = CachedLM(cache="turboquant-4bit", pretrained=model, tokenizer=tokenizer)
+    simple_evaluate(lm, tasks=["hellaswag"])
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvcache_compress.eval.caches.caches import CacheSpec
+from kvcache_compress.eval.caches.prefill import prefill
+from kvcache_compress.eval.caches.resolve import resolve_cache
+from kvcache_compress.eval.tasks.samples import force_answer
+from kvcache_compress.modeling.decoder import cache_argument
+from kvcache_compress.validation.packages import require
+
+if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
+else:
+    HFLM = require("lm_eval.models.huggingface", "lm-eval's tasks", "lm_eval", "clients").HFLM
+
+
+class CachedLM(HFLM):
+    """Model of lm-eval whose answers are scored and generated with their context in a cache under test.
+
+    Rolling likelihoods (perplexity of a text) go through the cache from a window's first token on.
+
+    Args:
+        cache: anything that `resolve_cache` takes, or a spec.
+        step: tokens of an answer per forward pass. With 1, as in generation, each sees those before it as they are
+            stored; those of one pass see each other uncompressed.
+        options: of `HFLM`: `pretrained`, `tokenizer`, `max_length`, and so on. Answers are scored one by one, whatever
+            `batch_size` is.
+
+    Attributes:
+        packed_tokens: tokens stored compressed after the context of each answer scored so far, or after each batch that
+            was generated. 0 for a context that fits the cache's dense windows: a short answer then tests nothing. (A
+            rolling window has a context of one token, and is packed as it goes.)
+
+    Raises:
+        ImportError: a peer's package is not installed; of the module: lm-eval is not.
+        ValueError: no such cache, or less than one token per pass.
+    """
+
+    def __init__(self, *, cache: str | CacheSpec, step: int = 1, **options: Any) -> None:
+        if step < 1:
+            raise ValueError(f"step={step}: allowed at least 1")
+        super().__init__(**options)
+        self.spec = cache if isinstance(cache, CacheSpec) else resolve_cache(cache)
+        self.step = step
+        self.packed_tokens: list[int] = []
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], *ignored: Any, **options: Any
+    ) -> list[tuple[float, bool]]:
+        """Sum of log-probabilities, and whether greedy decoding gives the answer, for each (text, context, answer).
+
+        Answers of one context share its prefill. A context that is too long loses its first tokens, as in `HFLM`.
+        """
+        scored = []
+        for context, same in itertools.groupby(requests, self._fitting_context):
+            members, ids = list(same), torch.tensor([context])
+            kept = max(1, len(context) - 1)
+            shared = prefill(self.model, ids[:, :kept], ids[:, kept:])
+            shared.keep = len(members) > 1
+            for text, *_, answer_ids in members:
+                run = shared.run(self.spec)
+                self.packed_tokens.append(run.measured.packed_tokens)
+                answer = force_answer(run, answer_ids, self.step)
+                scored.append((answer.logprobs.sum().item(), bool(answer.exact)))
+                if text is not None:
+                    self.cache_hook.add_partial("loglikelihood", text, scored[-1])
+        return scored
+
+    def _fitting_context(self, request: tuple[Any, list[int], list[int]]) -> list[int]:
+        """Last tokens of the context that leave room for the answer; the answer's last token is not fed."""
+        context, answer = request[1:]
+        return context[-max(1, self.max_length + 1 - len(answer)) :]
+
+    def _model_generate(self, context: Any, max_length: int, stop: list[str], **options: Any) -> Any:
+        cache = self.spec.make(self.model)
+        output = super()._model_generate(context, max_length, stop, **{cache_argument(): cache}, **options)
+        self.packed_tokens.append(self.spec.measure(cache).packed_tokens)
+        return output
