@@ -27,7 +27,7 @@ import device_model
 import torch
 import typer
 from kernel_variants import (
-    attention_arguments,
+    attention_launches,
     attention_variants,
     encode_launches,
     encode_variants,
@@ -38,7 +38,6 @@ from kernel_variants import (
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.triton_kernels import aot, sass
 from kvcache_compress.triton_kernels.attention import kernel as attention
-from kvcache_compress.triton_kernels.attention.query import map_query_kernel
 from kvcache_compress.triton_kernels.decode import commvq
 from kvcache_compress.triton_kernels.encode.launch import exact_precision
 
@@ -176,12 +175,9 @@ def measure(targets: list[str], only: list[str]) -> Table:
 
     for target in targets:
         for name, variant in attention_variants().items():
-            names = name, f"merge {name}", f"map query {name}"
-            if not only or any(part in only for part in names):
-                kernels = attention.attend_kernel, attention.merge_kernel, map_query_kernel
-                arguments = attention_arguments(variant, target)
-                for part, kernel, inputs in zip(names, kernels, arguments, strict=True):
-                    add(part, target, kernel, inputs, stored_bytes(variant))
+            if not only or any(f"{part}{name}" in only for part in ("", "merge ", "map query ", "fold ")):
+                for part, call in attention_launches(variant, target).items():
+                    add(f"{part}{name}", target, *call, stored_bytes(variant))
         for name, call in step_launches().items():
             if not only or name in only:
                 add(name, target, *call)

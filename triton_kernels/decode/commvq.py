@@ -21,6 +21,8 @@ from kvcache_compress.codecs.layout import padded_words, words_per_token
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order
 
+from .commvq_sums import sums_side
+
 if TYPE_CHECKING:
     from kvcache_compress.methods.commvq.codec import CommVQCodec
 
@@ -270,7 +272,11 @@ def commvq_side(codec: CommVQCodec) -> KernelSide:
         output_map = None
         if padded != width:
             output_map = _spread(torch.arange(codec.context.head_dim), groups, padded).to(books.books.device)
-        return KernelSide(score, accumulate, form, widths, tables, tokens=TOKENS, warps=8, output_map=output_map)
+        few_rows = sums_side(books)
+        return KernelSide(
+            score, accumulate, form, widths, tables,
+            tokens=TOKENS, warps=8, output_map=output_map, few_rows=few_rows,
+        )  # fmt: skip
     assert codec.context.rope is not None
     channels = torch.tensor(codec.context.rope.order).view(2, groups, width).transpose(0, 1)
     query_map = _spread(channels, 2 * groups, padded).mT.contiguous().to(books.books.device)
