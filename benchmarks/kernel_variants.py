@@ -75,6 +75,7 @@ def attention_variants() -> dict[str, Variant]:
     return variants | {
         "uniform-4bit": Variant(uniform, uniform),
         "uniform-2bit": Variant(uniform_two, uniform_two),
+        "uniform-4bit and commvq-2bit": Variant(uniform, side_of("commvq", bits=2)),
         "lloyd-max-2bit": Variant(scalar[2], scalar[2]),
         "lloyd-max-3bit": Variant(scalar[3], scalar[3]),
         "lloyd-max-2.5bit": Variant(scalar[2.5], scalar[2.5]),

@@ -166,11 +166,17 @@ def score(
     for i_g in tl.static_range(GROUPS):
         b_re = tl.zeros([o_t.shape[0], b_q[0].shape[0]], tl.float32)
         b_im = tl.zeros([o_t.shape[0], b_q[0].shape[0]], tl.float32)
+        i_code = i_g * n_rounds
+        m_run = tl.where(n_whole > 0, m_t, False)
+        b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_run, i_first, i_code, TURN, 2 * BITS, META, WHOLE)
         for i_r in range(0, n_whole, TURN):
-            i_code = i_g * n_rounds + i_r
-            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, TURN, 2 * BITS, META, WHOLE)
+            # Codes are read a turn ahead, so that rows wait for their own memory only.
+            i_code += TURN
+            m_run = tl.where(i_r + TURN < n_whole, m_t, False)
+            b_next = load_run(fields[0], i_h, s_head, o_row, o_t, m_run, i_first, i_code, TURN, 2 * BITS, META, WHOLE)
             b_re, b_im = add_complex_rounds(b_re, b_im, p_rows, b_run, o_j, TURN, BITS, PAIRS, DTYPE)
             p_rows += TURN * BOOK
+            b_run = b_next
         for i_r in range(n_whole, n_rounds):
             i_code = i_g * n_rounds + i_r
             b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, 1, 2 * BITS, META, False)

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
 UNITS = tl.constexpr(8)
 """Units that are summed at a time, one per warp."""
-TOKENS = 128
-"""Tokens per tile."""
-AT_ONCE = tl.constexpr(64)
-"""Most tokens whose ones and zeros are made at once: those of more would spill registers."""
+TOKENS = 64
+"""Tokens per tile: the ones and zeros of more would spill registers."""
 LEAST_CENTRES = 16
 """Sums of a code, at least: the rows of the tensor cores' tile."""
 MOST_SUMS = 4096
@@ -84,19 +82,25 @@ def _place(i_byte, i_h, s_head, o_row, META: tl.constexpr):
 
 
 @triton.jit
-def add_sums(
-    b_weights, fields, tables, words, i_h, s_head, o_row, m_t, b_acc,
-    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+def accumulate_sums(
+    b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
+    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Add weights `[T, M]` to the sums of their tokens' codes; arguments as of `accumulate_sums`."""
+    """Weights summed by code; tiles are the first or the second codes of `UNITS` units, `[UNITS * centres, M]`.
+
+    With FAST all operands of the tensor cores are made where they are used. The compiler moves them to that layout
+    only if they come from loads and constants alone, so places and shifts are read from tables.
+    """
     BITS: tl.constexpr = META.bits
     ROW: tl.constexpr = META.row
     N: tl.constexpr = META.centres
-    T: tl.constexpr = b_weights.shape[0]
-    M: tl.constexpr = b_weights.shape[1]
+    T: tl.constexpr = o_t.shape[0]
+    M: tl.constexpr = b_p.shape[1]
+    b_scale = load_scales(fields[1], o_row, o_t, m_t).to(tl.float32)
+    b_weights = (b_p * b_scale[:, None]).to(DTYPE)
     b_weights = tl.broadcast_to(b_weights[None, :, :], [UNITS, T, M])
     i_first = tl.load(tables[0] + 3 * i_h + 2)
-    o_unit, o_token = tl.arange(0, UNITS)[:, None, None], tl.arange(0, T)[None, None, :]
+    o_unit, o_token = tl.arange(0, UNITS)[:, None, None], o_t[None, None, :]
     m_token = m_t[None, None, :]
     if FAST:
         b_centre = tl.reshape(words[0], [1, N, 1]).to(tl.int16).to(tl.float16, bitcast=True)
@@ -134,40 +138,11 @@ def add_sums(
                     dtype=tl.float16, is_pure=True, pack=2,
                 )  # fmt: skip
             else:
-                b_reached = (b_codes[i] >= b_centre).to(b_weights.dtype)
+                b_reached = (b_codes[i] >= b_centre).to(DTYPE)
             b_sum = tl.reshape(b_acc[2 * j + i], [UNITS, N, M])
             b_sum = tl.dot(b_reached, b_weights, b_sum, input_precision=PRECISION)
             b_sums = b_sums + (tl.reshape(b_sum, [UNITS * N, M]),)
     return b_sums
-
-
-@triton.jit
-def accumulate_sums(
-    b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Weights summed by code; tiles are the first or the second codes of `UNITS` units, `[UNITS * centres, M]`.
-
-    With FAST all operands of the tensor cores are made where they are used. The compiler moves them to that layout
-    only if they come from loads and constants alone, so places and shifts are read from tables.
-    """
-    T: tl.constexpr = o_t.shape[0]
-    b_scale = load_scales(fields[1], o_row, o_t, m_t).to(tl.float32)
-    b_weights = (b_p * b_scale[:, None]).to(DTYPE)
-    if T <= AT_ONCE:
-        b_acc = add_sums(
-            b_weights, fields, tables, words, i_h, s_head, o_row, m_t, b_acc, META, PRECISION, FAST
-        )  # fmt: skip
-    else:
-        M: tl.constexpr = b_p.shape[1]
-        b_both = tl.split(tl.permute(tl.reshape(b_weights, [2, AT_ONCE, M]), [1, 2, 0]))
-        m_both = tl.split(tl.trans(tl.reshape(m_t, [2, AT_ONCE])))
-        for i in tl.static_range(2):
-            b_acc = add_sums(
-                b_both[i], fields, tables, words, i_h, s_head, o_row + i * AT_ONCE, m_both[i], b_acc,
-                META, PRECISION, FAST,
-            )  # fmt: skip
-    return b_acc
 
 
 @triton.jit(do_not_specialize=("splits",))

@@ -88,7 +88,7 @@ def unpacked(packed: torch.Tensor, count: int, bits: int) -> torch.Tensor:
 
 
 CASES = {
-    "one tile of two halves": Case(values=values(value_shape=(21, 64)), packed=256, block=128, split=(128, 2)),
+    "the largest tile": Case(values=values(value_shape=(21, 64)), packed=128, block=64, split=(64, 2)),
     "masks": Case(
         values=values(value_shape=(7, 64)), groups=2, count=3, mask="bool", hidden=44, packed=97, split=(64, 2)
     ),
