@@ -50,6 +50,7 @@ KNOWN_STACK = {
     "lloyd-max-2.5bit, D=256": 88,
     "kivi-4bit, D=256": 32,
     "qjl-3bit": 8,
+    "commvq-2bit": 64,
     "commvq-paper": 64,
     "spectral-2bit": 112,
     "spectral-2bit, mask": 112,
@@ -68,8 +69,8 @@ of an encoder are not a spill (158 registers, no load or store of the stack by i
 once. On sm_80 the step that encodes trellis codes keeps three numbers on the stack from its start to its end, and
 attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on sm_100. KIVI at D = 256 keeps six to
 eight numbers: it takes 4.1 instructions per number with 8 query rows, 4.7 with 16. QJL's 512 signs per key keep
-two, with any tile and number of stages. With the paper's encoder of values CommVQ keeps ten numbers, outside of its
-loops over rounds."""
+two, with any tile and number of stages. So does CommVQ, outside of its loops over rounds: on sm_90 with the paper's
+encoder of values, on sm_80 at 2 bits."""
 
 
 LATENCY = 700
