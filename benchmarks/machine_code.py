@@ -69,8 +69,8 @@ of an encoder are not a spill (158 registers, no load or store of the stack by i
 once. On sm_80 the step that encodes trellis codes keeps three numbers on the stack from its start to its end, and
 attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on sm_100. KIVI at D = 256 keeps six to
 eight numbers: it takes 4.1 instructions per number with 8 query rows, 4.7 with 16. QJL's 512 signs per key keep
-two, with any tile and number of stages. So does CommVQ, outside of its loops over rounds: on sm_90 with the paper's
-encoder of values, on sm_80 at 2 bits."""
+two, with any tile and number of stages. CommVQ keeps ten with the paper's encoder of values on sm_90, outside of its
+loops over rounds; at 2 bits it uses the stack on sm_80 alone."""
 
 
 LATENCY = 700
