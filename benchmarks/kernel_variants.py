@@ -23,7 +23,8 @@ from kvcache_compress.storage.side import SideState, Windows, encoded
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.triton_kernels import aot
 from kvcache_compress.triton_kernels.attention import launch
-from kvcache_compress.triton_kernels.attention.query import map_query_arguments
+from kvcache_compress.triton_kernels.attention.kernel import attend_kernel, merge_kernel
+from kvcache_compress.triton_kernels.attention.query import map_query_arguments, map_query_kernel
 from kvcache_compress.triton_kernels.encode.launch import flush
 from kvcache_compress.triton_kernels.update.append import append_arguments, append_inputs, append_kernel
 
@@ -74,6 +75,7 @@ def attention_variants() -> dict[str, Variant]:
     return variants | {
         "uniform-4bit": Variant(uniform, uniform),
         "uniform-2bit": Variant(uniform_two, uniform_two),
+        "uniform-4bit and commvq-2bit": Variant(uniform, side_of("commvq", bits=2)),
         "lloyd-max-2bit": Variant(scalar[2], scalar[2]),
         "lloyd-max-3bit": Variant(scalar[3], scalar[3]),
         "lloyd-max-2.5bit": Variant(scalar[2.5], scalar[2.5]),
@@ -114,23 +116,33 @@ def stored_bytes(variant: Variant) -> float:
     return sum(bytes_per_token(segments(variant, side).codec.fields) for side in both)
 
 
-def attention_arguments(variant: Variant, target: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Arguments of `attend_kernel`, of `merge_kernel` for many splits, and of `map_query_kernel`, as for `target`."""
+def attention_launches(variant: Variant, target: str) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Kernels of an attention call and their arguments, as for `target`; merges are for many splits.
+
+    Their names are put before the variant's: none for `attend_kernel`, and `fold ` where sums are folded before the
+    merge.
+    """
     keys, values = segments(variant, "keys"), segments(variant, "values")
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
     _, mapping = map_query_arguments(query, keys.codec.kernel_side, 2, 0.1)
-    sizes = launch.sizes_of(query, keys, values, aot.capability(target))
+    amd = target.startswith("gfx")
+    sizes = launch.sizes_of(query, keys, values, aot.capability(target), amd)
     mask = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool) if variant.mask or variant.fixed else None
     inputs = launch.attend_inputs(query, keys, values, mask, sizes.split_tokens)
     _, attend = launch.attend_arguments(
         query, keys, values, *inputs, mapping, sizes,
-        scaling=0.1, softcap=None, mask_packed=not variant.fixed, amd=target.startswith("gfx"),
+        scaling=0.1, softcap=None, mask_packed=not variant.fixed, amd=amd,
     )  # fmt: skip
     attend["EVEN"] &= variant.even
     if variant.fixed:
         attend |= {"BOUNDED": True, "p_packed": torch.zeros((), dtype=torch.int64)}
     out = torch.empty(1, variant.count, 2 * variant.groups, variant.head_dim, dtype=variant.dtype)
-    return attend, launch.merge_arguments(query, keys, values, None, attend, launch.MAX_SPLITS, out)[1], mapping
+    shape = attend["p_acc"].shape
+    merged = attend | {"p_acc": attend["p_acc"].new_empty(*shape[:2], launch.MAX_SPLITS, *shape[3:])}
+    calls = {"": (attend_kernel, attend), "map query ": (map_query_kernel, mapping)}
+    for kernel, _, arguments in launch.merge_calls(query, keys, values, None, merged, out, amd):
+        calls["merge " if kernel is merge_kernel else "fold "] = kernel, arguments
+    return calls
 
 
 def step_append_arguments() -> dict[str, Any]:

@@ -27,7 +27,7 @@ import device_model
 import torch
 import typer
 from kernel_variants import (
-    attention_arguments,
+    attention_launches,
     attention_variants,
     encode_launches,
     encode_variants,
@@ -38,7 +38,6 @@ from kernel_variants import (
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.triton_kernels import aot, sass
 from kvcache_compress.triton_kernels.attention import kernel as attention
-from kvcache_compress.triton_kernels.attention.query import map_query_kernel
 from kvcache_compress.triton_kernels.decode import commvq
 from kvcache_compress.triton_kernels.encode.launch import exact_precision
 
@@ -51,6 +50,8 @@ KNOWN_STACK = {
     "lloyd-max-2.5bit, D=256": 88,
     "kivi-4bit, D=256": 32,
     "qjl-3bit": 8,
+    "commvq-2bit": 64,
+    "commvq-paper": 64,
     "spectral-2bit": 112,
     "spectral-2bit, mask": 112,
     "spectral-2bit, fixed": 112,
@@ -68,7 +69,8 @@ of an encoder are not a spill (158 registers, no load or store of the stack by i
 once. On sm_80 the step that encodes trellis codes keeps three numbers on the stack from its start to its end, and
 attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on sm_100. KIVI at D = 256 keeps six to
 eight numbers: it takes 4.1 instructions per number with 8 query rows, 4.7 with 16. QJL's 512 signs per key keep
-two, with any tile and number of stages."""
+two, with any tile and number of stages. CommVQ keeps ten with the paper's encoder of values on sm_90, outside of its
+loops over rounds; at 2 bits it uses the stack on sm_80 alone."""
 
 
 LATENCY = 700
@@ -176,12 +178,9 @@ def measure(targets: list[str], only: list[str]) -> Table:
 
     for target in targets:
         for name, variant in attention_variants().items():
-            names = name, f"merge {name}", f"map query {name}"
-            if not only or any(part in only for part in names):
-                kernels = attention.attend_kernel, attention.merge_kernel, map_query_kernel
-                arguments = attention_arguments(variant, target)
-                for part, kernel, inputs in zip(names, kernels, arguments, strict=True):
-                    add(part, target, kernel, inputs, stored_bytes(variant))
+            if not only or any(f"{part}{name}" in only for part in ("", "merge ", "map query ", "fold ")):
+                for part, call in attention_launches(variant, target).items():
+                    add(f"{part}{name}", target, *call, stored_bytes(variant))
         for name, call in step_launches().items():
             if not only or name in only:
                 add(name, target, *call)

@@ -116,6 +116,7 @@ def plan_cases(
                 ).codec.kernel_side
                 for side in ("keys", "values")
             )  # fmt: skip
+            values = values.for_rows(shape.query_heads // shape.kv_heads, exact=False)
             kernel, rule = tiles.kernel_name(keys, values, False), tiles.rule(keys, values, False)
             known = tiles.tile_shape(keys, values, False, 1, capability)
             others = [tile for tile in tiles.candidates(keys, values) if tile != rule]
@@ -171,6 +172,8 @@ def try_tile(
     for view, query in _views(preset, shape, batch, tokens, device, INPUTS if timed else 1):
         k_side, v_side = view.keys.codec.kernel_side, view.values.codec.kernel_side
         assert k_side is not None
+        assert v_side is not None
+        v_side = v_side.for_rows(shape.query_heads // shape.kv_heads, exact=False)
 
         def attend(view: Step = view, query: torch.Tensor = query) -> torch.Tensor:
             return view.attend(query, None, scaling, None, None)

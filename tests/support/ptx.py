@@ -139,8 +139,12 @@ INSTRUCTIONS = {
     "sub.u32": lambda a, b: a - b,
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
+    "shf.r.wrap.b32": lambda a, b, c: ((a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)) >> (c & 31)).astype(
+        np.uint32
+    ),
     "neg.f16x2": lambda a: a ^ np.uint32(0x80008000),
     "add.rn.f16x2": lambda a, b: _packed(_halves(a).astype(np.float64) + _halves(b)),
+    "add.sat.f16x2": lambda a, b: _packed((_halves(a).astype(np.float64) + _halves(b)).clip(0, 1)),
     "mul.rn.f16x2": lambda a, b: _packed(_halves(a).astype(np.float64) * _halves(b)),
     "fma.rn.f16x2": lambda a, b, c: _packed(_halves(a).astype(np.float64) * _halves(b) + _halves(c)),
 }

@@ -9,7 +9,7 @@ import torch
 
 from kvcache_compress.codecs.backend import interpreting
 from kvcache_compress.triton_kernels.common.operands import KernelSide, launch_options, next_power_of_2
-from kvcache_compress.triton_kernels.common.plan import AMD, Plan, addresses, kept
+from kvcache_compress.triton_kernels.common.plan import AMD, KernelCall, Plan, addresses, kept
 
 from .kernel import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, merge_kernel
 from .query import map_query_arguments, map_query_kernel
@@ -28,7 +28,8 @@ MAX_SPLITS = 127
 MIN_SPLIT_TOKENS = 128
 """Shorter splits would write and merge as much as they read, and end before the dense segments do."""
 SCRATCH = ("p_mapped", "p_rows", "p_acc", "p_dense", "p_stats")
-"""Buffers that one kernel fills for the next."""
+FOLDED = ("p_parts", "p_part_stats")
+"""Buffers that one kernel fills for the next; `FOLDED` are those of a launch before the merge, if there is one."""
 INTERPRETING = interpreting()
 """Triton's interpreter has no assembly, and truncates to bfloat16 where hardware rounds."""
 
@@ -57,7 +58,7 @@ def attend(
     With slots (`keys.slots`), `mask` is over tokens, as `Slots.mask` takes it.
     """
     query = query.contiguous()
-    k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
+    k_side, v_side = keys.codec.kernel_side, value_side(query, keys, values)
     call = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.slots is None)
     sizes = k_side.sizes.get((keys.packed, call))
     if sizes is None:
@@ -89,13 +90,14 @@ def attend(
             query, keys, values, inputs, mask_kind, mapping, sizes,
             scaling=scaling, softcap=softcap, mask_packed=not causal,
         )  # fmt: skip
-        merge_grid, merging = merge_arguments(query, keys, values, s_aux, arguments, sizes.splits, out)
+        merging = merge_calls(query, keys, values, s_aux, arguments, out)
         calls = (
             (map_query_kernel, map_grid, mapping) if slot_mask is None else slot_mask.call(map_grid, mapping, inputs),
             (attend_kernel, grid, arguments),
-            (merge_kernel, (*merge_grid, 1), merging),
+            *merging,
         )
         scratch = {name: arguments[name] for name in SCRATCH}
+        scratch |= {name: call[name] for *_, call in merging[:-1] for name in FOLDED}
         plan = kept(k_side.plans, key, Plan(calls, changing, scratch, repeat=repeatable and not AMD))
     plan.run(changing, pointers, query.device)
     return out.to(query.dtype) if INTERPRETING else out
@@ -145,7 +147,7 @@ def attend_arguments(
     heads = keys.sinks.shape[1]
     groups, dv = query_heads // heads, values.sinks.shape[3]
     rows = groups * count
-    k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
+    k_side, v_side = keys.codec.kernel_side, value_side(query, keys, values, amd)
     exact = query.dtype == torch.float32
     operand = torch.float32 if exact else torch.float16
     tile = sizes.tile
@@ -172,33 +174,46 @@ def attend_arguments(
     return (sizes.splits + 1, heads * row_blocks, batch), arguments
 
 
-def merge_arguments(
+def merge_calls(
     query: torch.Tensor,
     keys: SideSegments,
     values: SideSegments,
     s_aux: torch.Tensor | None,
     attended: dict[str, Any],
-    splits: int,
     out: torch.Tensor,
-) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid and arguments of `merge_kernel` for the buffers that `attend_kernel` filled, and `out` `[B, n, Hq, Dv]`."""
+    amd: bool = AMD,
+) -> list[KernelCall]:
+    """Launches of `merge_kernel`, and of what the values need before, for the buffers that `attend_kernel` fills.
+
+    `attended` are its arguments, and `out` is `[B, n, Hq, Dv]`.
+    """
     batch, query_heads, count, _ = query.shape
     heads, dv = keys.sinks.shape[1], values.sinks.shape[3]
-    output_map = values.codec.kernel_side.output_map
+    side = value_side(query, keys, values, amd)
+    p_acc, p_stats, calls = attended["p_acc"], attended["p_stats"], []
+    if side.fold is not None:
+        calls = [side.fold(attended)]
+        p_acc, p_stats = (calls[0][2][name] for name in FOLDED)
+    splits, output_map = p_acc.shape[2], side.output_map
     shared = output_map is None or output_map.shape[0] == 1
     padded = next_power_of_2(dv)
     # Few and wide chunks: each waits for memory and for sums over threads.
     chunk, warps = (min(64, 8192 // padded), 4) if output_map is None else (min(128, 16384 // padded), 8)
     arguments = dict(  # noqa: C408 - named as the kernel's parameters are
-        p_acc=attended["p_acc"], p_dense=attended["p_dense"], p_stats=attended["p_stats"],
-        p_map=attended["p_acc"] if output_map is None else output_map,
-        p_s_aux=attended["p_acc"] if s_aux is None else s_aux, p_out=out,
+        p_acc=p_acc, p_dense=attended["p_dense"], p_stats=p_stats,
+        p_map=p_acc if output_map is None else output_map, p_s_aux=p_acc if s_aux is None else s_aux, p_out=out,
         splits=splits, s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
-        W=attended["V"].width, DV=dv, DV_PAD=padded,
+        W=p_acc.shape[4], DV=dv, DV_PAD=padded,
         S_PAD=max(16, next_power_of_2(splits + 1)), CHUNK=chunk, num_warps=warps,
         HAS_MAP=output_map is not None, HAS_S_AUX=s_aux is not None, enable_fp_fusion=True,
     )  # fmt: skip
-    return (query_heads // heads * count, batch * heads), arguments
+    return [*calls, (merge_kernel, (query_heads // heads * count, batch * heads, 1), arguments)]
+
+
+def value_side(query: torch.Tensor, keys: SideSegments, values: SideSegments, amd: bool = AMD) -> KernelSide:
+    """Kernel operands of the values for these queries."""
+    rows = query.shape[1] // keys.sinks.shape[1] * query.shape[2]
+    return values.codec.kernel_side.for_rows(rows, query.dtype == torch.float32, amd)
 
 
 def _tile_rows(tile: Tile, rows: int, amd: bool = AMD) -> int:
@@ -225,13 +240,15 @@ def split_sizes(packed: int, tile: Tile, programs: int, processors: int) -> tupl
     return split_blocks * tile.tokens, -(-blocks // split_blocks)
 
 
-def sizes_of(query: torch.Tensor, keys: SideSegments, values: SideSegments, capability: str | None) -> Sizes:
+def sizes_of(
+    query: torch.Tensor, keys: SideSegments, values: SideSegments, capability: str | None, amd: bool = AMD
+) -> Sizes:
     """Tile and splits for a call's packed tokens on a device of this compute capability."""
     batch, query_heads, count, _ = query.shape
     heads = keys.sinks.shape[1]
     rows = query_heads // heads * count
     exact = query.dtype == torch.float32
-    tile = tile_shape(keys.codec.kernel_side, values.codec.kernel_side, exact, rows, capability)
+    tile = tile_shape(keys.codec.kernel_side, value_side(query, keys, values, amd), exact, rows, capability)
     programs = batch * heads * -(-rows // _tile_rows(tile, rows))
     split_tokens, splits = split_sizes(keys.packed, tile, programs, _processors(query.device))
     even = keys.slots is None and keys.packed % tile.tokens == split_tokens % tile.tokens == 0

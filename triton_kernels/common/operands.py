@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,10 +11,14 @@ import torch
 from kvcache_compress.codecs.layout import code_order, padded_width, padded_words
 
 from .codes import tile_width
-from .plan import AMD, Plan
+from .plan import AMD, KernelCall, Plan
 
 if TYPE_CHECKING:
     from kvcache_compress.triton_kernels.attention.tiles import Tile
+
+
+FEW_ROWS = 8
+"""Columns of the tensor cores' tile on NVIDIA."""
 
 
 def next_power_of_2(n: int) -> int:
@@ -70,6 +75,9 @@ class KernelSide:
     headroom: largest mapped query.
     bias: True if the last column of `query_map` is a term added to all scores of a query.
     output_map: float32 `[H or 1, sum(widths), D]`, code space to outputs; None is the identity.
+    fold: values only, makes the launch between attention and merge that takes the sums out of code space, in place of
+        `output_map`, from the arguments of `attend_kernel` (`commvq_sums.fold_call`).
+    few_rows: values only, the side in another form for at most 8 query rows in 16 bits on NVIDIA, if that is faster.
     turn: keys only, a device function that maps the queries once more for each group of tokens, see `dense.py`.
     group: tokens that share the cos and sin of the first of them, and what `turn` returns.
     plans, sizes: keys only, launches that later steps repeat and sizes of splits, by what calls have in common.
@@ -90,6 +98,8 @@ class KernelSide:
     headroom: float = 1.0
     bias: bool = False
     output_map: torch.Tensor | None = None
+    fold: Callable[[dict[str, Any]], KernelCall] | None = None
+    few_rows: KernelSide | None = None
     turn: Any = None
     group: int = 1
     plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
@@ -127,6 +137,12 @@ class KernelSide:
         )
         return tables, form
 
+    def for_rows(self, rows: int, exact: bool, amd: bool = AMD) -> KernelSide:
+        """The form of the side for `rows` query rows of a head; `exact` for float32."""
+        if self.few_rows is None or rows > FEW_ROWS or exact or amd:
+            return self
+        return self.few_rows
+
     def query_bound(self) -> torch.Tensor:
         """Factor of queries of magnitude 1 by which they are at most `headroom` when mapped, inverted. Float32 `[]`."""
         if self._bound is None:
@@ -138,7 +154,8 @@ class KernelSide:
         """All tensors that this side holds on the device."""
         maps = (self.query_map, self.output_map, self.words, self._bound)
         cast = (table for tables in self._cast.values() for table in tables)
-        return (*self.tables, *cast, *(table for table in maps if table is not None))
+        others = () if self.few_rows is None else self.few_rows.tensors()
+        return (*self.tables, *cast, *others, *(table for table in maps if table is not None))
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,7 +73,7 @@ class Launch:
         self.kernel, self.grid, arguments = call
         sources = {id(x): name for name, x in inputs.items() if isinstance(x, torch.Tensor)}
         self.changing = {
-            name: name if name in inputs else sources[id(x)]
+            name: name if name in inputs and inputs[name] is x else sources.get(id(x), name)
             for name, x in arguments.items()
             if name in inputs or id(x) in sources
         }

@@ -21,6 +21,8 @@ from kvcache_compress.codecs.layout import padded_words, words_per_token
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order
 
+from .commvq_sums import sums_side
+
 if TYPE_CHECKING:
     from kvcache_compress.methods.commvq.codec import CommVQCodec
 
@@ -164,11 +166,17 @@ def score(
     for i_g in tl.static_range(GROUPS):
         b_re = tl.zeros([o_t.shape[0], b_q[0].shape[0]], tl.float32)
         b_im = tl.zeros([o_t.shape[0], b_q[0].shape[0]], tl.float32)
+        i_code = i_g * n_rounds
+        m_run = tl.where(n_whole > 0, m_t, False)
+        b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_run, i_first, i_code, TURN, 2 * BITS, META, WHOLE)
         for i_r in range(0, n_whole, TURN):
-            i_code = i_g * n_rounds + i_r
-            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, TURN, 2 * BITS, META, WHOLE)
+            # Codes are read a turn ahead, so that rows wait for their own memory only.
+            i_code += TURN
+            m_run = tl.where(i_r + TURN < n_whole, m_t, False)
+            b_next = load_run(fields[0], i_h, s_head, o_row, o_t, m_run, i_first, i_code, TURN, 2 * BITS, META, WHOLE)
             b_re, b_im = add_complex_rounds(b_re, b_im, p_rows, b_run, o_j, TURN, BITS, PAIRS, DTYPE)
             p_rows += TURN * BOOK
+            b_run = b_next
         for i_r in range(n_whole, n_rounds):
             i_code = i_g * n_rounds + i_r
             b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, 1, 2 * BITS, META, False)
@@ -270,7 +278,11 @@ def commvq_side(codec: CommVQCodec) -> KernelSide:
         output_map = None
         if padded != width:
             output_map = _spread(torch.arange(codec.context.head_dim), groups, padded).to(books.books.device)
-        return KernelSide(score, accumulate, form, widths, tables, tokens=TOKENS, warps=8, output_map=output_map)
+        few_rows = sums_side(books)
+        return KernelSide(
+            score, accumulate, form, widths, tables,
+            tokens=TOKENS, warps=8, output_map=output_map, few_rows=few_rows,
+        )  # fmt: skip
     assert codec.context.rope is not None
     channels = torch.tensor(codec.context.rope.order).view(2, groups, width).transpose(0, 1)
     query_map = _spread(channels, 2 * groups, padded).mT.contiguous().to(books.books.device)
