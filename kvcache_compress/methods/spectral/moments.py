@@ -8,9 +8,10 @@ that look at the sinks alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -24,8 +25,10 @@ SAMPLED = 160
 """Query positions looked at per window."""
 RUN_NUMBERS = 1 << 23
 """Most numbers of a temporary tensor, so that windows of any length can be measured."""
-CACHED_NUMBERS = 1 << 18
+CACHED_NUMBERS = 1 << 19
 """The same for the largest of them on CPUs, where they stay in the second-level cache."""
+
+Costs: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,26 @@ def place_factors(rope: Rope) -> Rope:
     return cos / length, sin / length
 
 
+def attention_costs(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    at: torch.Tensor,
+    scaling: float,
+    sinks: int,
+    recent: int,
+    group: int,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of p (1 - p) by key, `[H, n * group]`, and by query and group, `[H, R, n]`; arguments as `attention_paid`.
+
+    Groups begin after the sinks; the last may be cut.
+    """
+    paid = attention_paid(query, keys, at, scaling, sinks=sinks, recent=recent, **options)[..., sinks:]
+    costs = (1 - paid).mul_(paid)
+    costs = functional.pad(costs, (0, -costs.shape[-1] % group))
+    return costs.sum(1), costs.unflatten(-1, (-1, group)).sum(-1)
+
+
 @dataclass(frozen=True)
 class Window:
     """Keys of a sequence in a layer, and queries that attend to them.
@@ -60,6 +83,7 @@ class Window:
     at: int64 `[R]`, their positions.
     mask: added to the scores if float, allows attention if bool, `[Hq or 1, R, T]`; None masks the future alone.
     scaling, softcap, s_aux: as in `attention.reference.attend`.
+    costs: `attention_costs`, or another backend's function like it without options.
     """
 
     keys: torch.Tensor
@@ -74,6 +98,7 @@ class Window:
     mask: torch.Tensor | None = None
     softcap: float | None = None
     s_aux: torch.Tensor | None = None
+    costs: Costs = attention_costs
 
     @property
     def groups(self) -> int:
@@ -111,7 +136,17 @@ class Window:
         return (slice(start, start + step) for start in range(0, heads, step))
 
     def anchored(self, heads: slice) -> torch.Tensor:
-        """Keys of some heads, each group turned back by its anchor: `[H, n, group, D]`, zero-padded."""
+        """Keys of some heads, each group turned back by its anchor: `[H, n, group, D]`, zero-padded.
+
+        Keys that make a single run are turned once.
+        """
+        return self._anchored[heads] if self.keys.numel() <= RUN_NUMBERS else self._turned_back(heads)
+
+    @cached_property
+    def _anchored(self) -> torch.Tensor:
+        return self._turned_back(slice(None))
+
+    def _turned_back(self, heads: slice) -> torch.Tensor:
         keys = self.keys[heads, self.sinks :].float()
         missing = self.groups * self.group - keys.shape[1]
         keys = functional.pad(keys, (0, 0, 0, missing)) if missing else keys
@@ -121,8 +156,8 @@ class Window:
         return self.rope.layout.unrotate(keys, by_group(self.rope.anchors, slice(None)))
 
     def known_only(self, x: torch.Tensor) -> torch.Tensor:
-        """Set tokens `[H, n, group, D]` that do not count to zero, in place where their number allows."""
-        return x if self.known is None else x.masked_fill_(~self.known, 0.0)
+        """Set tokens `[H, n, group, D]` that do not count to zero."""
+        return x if self.known is None else x.masked_fill(~self.known, 0.0)
 
     def weights(self, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums of p (1 - p) by key, `[H, n * group]`, and by query and group, `[H, R * G, n]`."""
@@ -138,21 +173,22 @@ class Window:
             mask = mask.unflatten(0, (self.keys.shape[0], each))[heads].transpose(1, 2).flatten(1, 2)
         elif mask is not None and mask.shape[1] > 1:
             mask = mask.repeat_interleave(each, 1)
+        plain = self.softcap is None and mask is None and aux is None
+        costs = self.costs if plain else attention_costs
         step = max(1, self.run_numbers // max(1, len(keys) * each * tokens))
         for start in range(0, count, step):
             # Whole groups of the keys that none of these queries is before.
             groups = -(-(max(places[start : start + step]) + 1 - self.sinks) // self.group)
             rows, seen = slice(start * each, (start + step) * each), min(tokens, self.sinks + groups * self.group)
-            paid = attention_paid(
-                query[:, rows], keys[:, :seen], at[rows], self.scaling, None if aux is None else aux[:, rows],
-                softcap=self.softcap, mask=None if mask is None else mask[:, rows if mask.shape[1] > 1 else slice(1), :seen],
-                sinks=self.sinks, recent=self.recent,
-            )[..., self.sinks :]  # fmt: skip
-            costs = (1 - paid).mul_(paid)
-            by_key[:, : costs.shape[-1]] += costs.sum(1)
-            missing = groups * self.group - costs.shape[-1]
-            costs = functional.pad(costs, (0, missing)) if missing else costs
-            by_query[:, rows, :groups] = costs.unflatten(-1, (groups, self.group)).sum(-1)
+            options: dict[str, Any] = {}
+            if not plain:
+                options = {"softcap": self.softcap, "s_aux": None if aux is None else aux[:, rows]}
+                options["mask"] = None if mask is None else mask[:, rows if mask.shape[1] > 1 else slice(1), :seen]
+            of_keys, of_queries = costs(
+                query[:, rows], keys[:, :seen], at[rows], self.scaling, self.sinks, self.recent, self.group, **options
+            )
+            by_key[:, : of_keys.shape[1]] += of_keys
+            by_query[:, rows, :groups] = of_queries
         return by_key, by_query
 
 
@@ -236,13 +272,14 @@ class KeyMoments:
             return ((query * by_query.sum(-1, keepdim=True)).mT @ query).double()
         found = torch.zeros_like(self.queries[heads], device=query.device)
         each, places = query.shape[1] // len(window.at), window.at.tolist()
-        columns, step = query.mT[:, None], max(1, window.run_numbers // query.numel())
+        columns, weights = query.mT.contiguous()[:, None], by_query.mT.contiguous()
+        step = max(1, window.run_numbers // query.numel())
         for start in range(0, window.groups, step):
             # Queries before these groups pay them nothing; their positions ascend as a rule.
             first = window.sinks + start * window.group
             rows = slice(each * next((i for i, at in enumerate(places) if at >= first), 0), None)
             groups = slice(start, start + step)
-            weighted = columns[..., rows] * by_query[:, rows, groups].mT[:, :, None]
+            weighted = columns[..., rows] * weights[:, groups, None, rows]
             moment = (weighted.flatten(1, 2) @ query[:, rows]).view(*weighted.shape[:3], -1)
             for _ in range(2):
                 moment = rope.layout.rotate_query(moment, by_group(rope.anchors, groups)).mT
