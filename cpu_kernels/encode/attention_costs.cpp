@@ -1,5 +1,5 @@
-// What errors of keys cost attention, the twin of `attention_costs` in methods/spectral/moments.py: p (1 - p), summed by
-// key and by query and group.
+// What errors of keys cost attention, the twin of `attention_costs` in methods/spectral/moments.py: p (1 - p), summed
+// by key and by query and group.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>

@@ -135,8 +135,8 @@ std::vector<Tensor> quantize_digits(const Tensor& y, const Tensor& deviation, co
           std::fill_n(words.begin(), count, Ints{});
           for (int64_t i = 0; i < part.count; ++i) {
             const int64_t digit = head * digits + i;
-            const Ints value = found[part.channels[digit] * SPAN + v] >> static_cast<int>(part.shifts[digit]) &
-                               ((1 << part.bits) - 1);
+            const Ints value =
+                found[part.channels[digit] * SPAN + v] >> static_cast<int>(part.shifts[digit]) & ((1 << part.bits) - 1);
             words[i % count] |= value << static_cast<int>(i / count * part.bits);
           }
           for (int64_t t = 0; t < LANES; ++t) {

@@ -33,8 +33,8 @@ constexpr int subset_of(int state) {
 constexpr Row LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // Costs of the four subsets in the order of the new states 2m for 16 m from a multiple of 16 on: `subset_of` depends on
-// the lowest two bits of m, and exchanges subsets by 2 with bit 3 of m. `FLIPPED` is 1 for bit 0 of the state or the bit
-// that left the register.
+// the lowest two bits of m, and exchanges subsets by 2 with bit 3 of m. `FLIPPED` is 1 for bit 0 of the state or the
+// bit that left the register.
 template <int FLIPPED>
 Row by_state(Fours costs) {
   const Row order = (LANE % 4) ^ FLIPPED ^ LANE / 8 * 2;
