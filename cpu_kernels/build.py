@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020a000000000000")
 _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
+_VECTOR_FLAGS = {
+    "AVX2": _AVX2_FLAGS,
+    "AVX512": (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+}
+"""Flags by the vector instructions that PyTorch finds; results are the same to the bit."""
 
 
 @cache
@@ -117,8 +122,7 @@ def _command() -> list[str]:
         raise OSError(f"CXX={compiler!r}: {error}") from None
     if not words:
         raise OSError(f"CXX={compiler!r}: no compiler")
-    avx2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return [*words, *_FLAGS, *(_AVX2_FLAGS if avx2 else ())]
+    return [*words, *_FLAGS, *_VECTOR_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
 
 
 def _compiled(command: Sequence[str], folder: Path, start: str) -> Path:

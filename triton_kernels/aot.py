@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from .common.plan import check_lanes
 from .sass import Loop, loops, read
 
 TARGETS = {
@@ -87,9 +88,7 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: t
         attributes |= {path: [["tt.divisibility", 16]] for path, item in items if specialize and _divisible(item)}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=TARGETS[target], options=options)
-    # `polar_columns.lane_table` holds a different number in each lane, unknown to Triton: moving it would be wrong.
-    if "%laneid" in compiled.asm.get("ptx", "") and re.search(r"convert_layout .*<1x1xi32", compiled.asm["ttgir"]):
-        raise RuntimeError(f"{kernel.__name__} moves a tile [1, 1] between lanes on {target}")
+    check_lanes(f"{kernel.__name__} for {target}", compiled.asm)
     warps = compiled.metadata.num_warps
     if "cubin" not in compiled.asm:
         registers, stack = (

@@ -10,7 +10,7 @@ namespace kvcache_compress {
 namespace {
 
 using Doubles = double __attribute__((vector_size(8 * LANES)));
-constexpr int64_t MOST_POINTS = 64;
+constexpr int64_t MOST_POINTS = 64, SPAN = 4;
 
 Doubles widened(Floats x) { return __builtin_convertvector(x, Doubles); }
 
@@ -53,80 +53,100 @@ std::vector<Tensor> quantize_digits(const Tensor& y, const Tensor& deviation, co
   auto* stored = static_cast<float*>(scales.mutable_data_ptr());
   const int64_t tries = factors.size();
 
+  // Encodes blocks of LANES tokens, `SPAN` of one head at a time, so that a channel's tables are made once for all.
   const auto encode = [&](int64_t block, int64_t end) {
-    std::vector<Floats> x(dim), steps(tries);
-    std::vector<Doubles> cross(tries), square(tries);
-    std::vector<Ints> found(dim), words(digits / CODES_PER_WORD);
-    for (; block < end; ++block) {
+    std::vector<Floats> x(dim * SPAN), steps(tries * SPAN);
+    std::vector<Doubles> cross(tries * SPAN), square(tries * SPAN);
+    std::vector<Ints> found(dim * SPAN), words(digits / CODES_PER_WORD);
+    int64_t span;
+    for (; block < end; block += span) {
       const int64_t first = block * LANES, head = first / tokens % heads;
+      span = std::min({SPAN, end - block, (tokens - first % tokens) / LANES});
       const int64_t* own = kinds + head * dim;
       const float* sigma = deviations + head * dim;
-      Doubles energy = {}, spread = {};
       double coded = 0;
-      for (int64_t c = 0; c < dim; ++c) {
-        for (int64_t t = 0; t < LANES; ++t) x[c][t] = numbers[(first + t) * dim + c];
-        const Floats z = x[c] / sigma[c];
-        energy += widened(x[c]) * widened(x[c]), spread += widened(z) * widened(z);
-        coded += bits[own[c]] > 0;
-      }
-      Floats rms;
-      for (int64_t t = 0; t < LANES; ++t) {
-        rms[t] = std::max(static_cast<float>(std::sqrt(spread[t] / std::max(coded, 1.0))), 1e-12f);
-      }
-      for (int64_t i = 0; i < tries; ++i) {
-        steps[i] = rms * static_cast<float>(factors[i]);
-        cross[i] = square[i] = Doubles{};
+      for (int64_t c = 0; c < dim; ++c) coded += bits[own[c]] > 0;
+      Doubles energy[SPAN];
+      for (int64_t v = 0; v < span; ++v) {
+        Doubles spread = {};
+        energy[v] = Doubles{};
+        for (int64_t c = 0; c < dim; ++c) {
+          Floats& number = x[c * SPAN + v];
+          for (int64_t t = 0; t < LANES; ++t) number[t] = numbers[(first + v * LANES + t) * dim + c];
+          const Floats z = number / sigma[c];
+          energy[v] += widened(number) * widened(number), spread += widened(z) * widened(z);
+        }
+        Floats rms;
+        for (int64_t t = 0; t < LANES; ++t) {
+          rms[t] = std::max(static_cast<float>(std::sqrt(spread[t] / std::max(coded, 1.0))), 1e-12f);
+        }
+        for (int64_t i = v * tries; i < (v + 1) * tries; ++i) {
+          steps[i] = rms * static_cast<float>(factors[i - v * tries]);
+          cross[i] = square[i] = Doubles{};
+        }
       }
       for (int64_t c = 0; c < dim; ++c) {
         if (bits[own[c]] == 0) continue;
         with_bits(bits[own[c]], [&]<int BITS>() {
           const Nearest<BITS> nearest(limits + own[c] * (MOST_POINTS - 1));
-          const Table<1 << BITS> table(levels + own[c] * MOST_POINTS);
-          const Floats z = x[c] / sigma[c];
-          const Doubles wide = widened(x[c]);
-          for (int64_t i = 0; i < tries; ++i) {
-            const Doubles point = widened(table[nearest(z / steps[i])] * sigma[c]);
-            cross[i] += wide * point, square[i] += point * point;
+          float scaled[1 << BITS];
+          for (int i = 0; i < 1 << BITS; ++i) scaled[i] = levels[own[c] * MOST_POINTS + i] * sigma[c];
+          const Table<1 << BITS> table(scaled);
+          for (int64_t v = 0; v < span; ++v) {
+            const Floats z = x[c * SPAN + v] / sigma[c];
+            const Doubles wide = widened(x[c * SPAN + v]);
+            for (int64_t i = v * tries; i < (v + 1) * tries; ++i) {
+              const Doubles point = widened(table[nearest(z / steps[i])]);
+              cross[i] += wide * point, square[i] += point * point;
+            }
           }
         });
       }
-      Floats step = steps[0], scale;
-      for (int64_t t = 0; t < LANES; ++t) {
-        int64_t best = 0;
-        double least = 0;
-        for (int64_t i = 0; i < tries; ++i) {
-          const double error = energy[t] - cross[i][t] * cross[i][t] / std::max(square[i][t], 1e-30);
-          if (i == 0 || error < least) best = i, least = error;
+      Floats chosen[SPAN];
+      for (int64_t v = 0; v < span; ++v) {
+        Floats scale;
+        for (int64_t t = 0; t < LANES; ++t) {
+          int64_t best = 0;
+          double least = 0;
+          for (int64_t i = v * tries; i < (v + 1) * tries; ++i) {
+            const double error = energy[v][t] - cross[i][t] * cross[i][t] / std::max(square[i][t], 1e-30);
+            if (i == v * tries || error < least) best = i, least = error;
+          }
+          chosen[v][t] = steps[best][t];
+          scale[t] = static_cast<float>(energy[v][t] / std::max(cross[best][t], 1e-30));
         }
-        step[t] = steps[best][t];
-        scale[t] = static_cast<float>(energy[t] / std::max(cross[best][t], 1e-30));
+        store(stored + first + v * LANES, scale);
       }
-      store(stored + first, scale);
       for (int64_t c = 0; c < dim; ++c) {
         if (bits[own[c]] == 0) continue;
         with_bits(bits[own[c]], [&]<int BITS>() {
-          const Ints rank = Nearest<BITS>(limits + own[c] * (MOST_POINTS - 1))(x[c] / sigma[c] / step);
-          for (int64_t t = 0; t < LANES; ++t) {
-            found[c][t] = static_cast<int32_t>(code_of[own[c] * MOST_POINTS + rank[t]]);
+          const Nearest<BITS> nearest(limits + own[c] * (MOST_POINTS - 1));
+          for (int64_t v = 0; v < span; ++v) {
+            const Ints rank = nearest(x[c * SPAN + v] / sigma[c] / chosen[v]);
+            for (int64_t t = 0; t < LANES; ++t) {
+              found[c * SPAN + v][t] = static_cast<int32_t>(code_of[own[c] * MOST_POINTS + rank[t]]);
+            }
           }
         });
       }
       for (const Digits& part : planes) {
         const int64_t count = part.count / CODES_PER_WORD;
-        std::fill_n(words.begin(), count, Ints{});
-        for (int64_t i = 0; i < part.count; ++i) {
-          const int64_t digit = head * digits + i;
-          const Ints value =
-              found[part.channels[digit]] >> static_cast<int>(part.shifts[digit]) & ((1 << part.bits) - 1);
-          words[i % count] |= value << static_cast<int>(i / count * part.bits);
-        }
-        for (int64_t t = 0; t < LANES; ++t) {
-          const int64_t row = (first + t) * count;
-          for (int64_t i = 0; i < count; ++i) {
-            if (part.bits == 2) {
-              static_cast<int16_t*>(part.plane.mutable_data_ptr())[row + i] = static_cast<int16_t>(words[i][t]);
-            } else {
-              static_cast<uint8_t*>(part.plane.mutable_data_ptr())[row + i] = static_cast<uint8_t>(words[i][t]);
+        for (int64_t v = 0; v < span; ++v) {
+          std::fill_n(words.begin(), count, Ints{});
+          for (int64_t i = 0; i < part.count; ++i) {
+            const int64_t digit = head * digits + i;
+            const Ints value =
+                found[part.channels[digit] * SPAN + v] >> static_cast<int>(part.shifts[digit]) & ((1 << part.bits) - 1);
+            words[i % count] |= value << static_cast<int>(i / count * part.bits);
+          }
+          for (int64_t t = 0; t < LANES; ++t) {
+            const int64_t row = (first + v * LANES + t) * count;
+            for (int64_t i = 0; i < count; ++i) {
+              if (part.bits == 2) {
+                static_cast<int16_t*>(part.plane.mutable_data_ptr())[row + i] = static_cast<int16_t>(words[i][t]);
+              } else {
+                static_cast<uint8_t*>(part.plane.mutable_data_ptr())[row + i] = static_cast<uint8_t>(words[i][t]);
+              }
             }
           }
         }

@@ -12,7 +12,13 @@ namespace {
 
 using Fours = int32_t __attribute__((vector_size(16)));
 
-constexpr int MEMORY = 6, STATES = 1 << MEMORY, VECTORS = STATES / LANES;
+#ifdef __AVX512F__
+using Row = int32_t __attribute__((vector_size(64)));
+#else
+using Row = Ints;
+#endif
+
+constexpr int MEMORY = 6, STATES = 1 << MEMORY, WIDTH = sizeof(Row) / 4, VECTORS = STATES / WIDTH;
 constexpr int64_t WARM_UP = 16;
 constexpr double STEPS = 256;
 constexpr int32_t UNREACHABLE = 1 << 29;
@@ -23,6 +29,28 @@ constexpr int subset_of(int state) {
   return (high & 1) << 1 | (low & 1);
 }
 
+#ifdef __AVX512F__
+constexpr Row LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// Costs of the four subsets in the order of the new states 2m for 16 m from a multiple of 16 on: `subset_of` depends on
+// the lowest two bits of m, and exchanges subsets by 2 with bit 3 of m. `FLIPPED` is 1 for bit 0 of the state or the
+// bit that left the register.
+template <int FLIPPED>
+Row by_state(Fours costs) {
+  const Row order = (LANE % 4) ^ FLIPPED ^ LANE / 8 * 2;
+  return (Row)_mm512_permutexvar_epi32((__m512i)order, _mm512_castsi128_si512((__m128i)costs));
+}
+
+// Writes even[0], odd[0], even[1], odd[1], ...
+void interleave(Row even, Row odd, Row* to) {
+  const Row low = LANE / 2 + LANE % 2 * WIDTH, high = low + WIDTH / 2;
+  to[0] = (Row)_mm512_permutex2var_epi32((__m512i)even, (__m512i)low, (__m512i)odd);
+  to[1] = (Row)_mm512_permutex2var_epi32((__m512i)even, (__m512i)high, (__m512i)odd);
+}
+
+// One bit per number: whether it is less.
+uint64_t less(Row x, Row than) { return _mm512_cmplt_epi32_mask((__m512i)x, (__m512i)than); }
+#else
 // Costs of the four subsets in the order of the new states 2m for eight m from a multiple of eight on: `subset_of`
 // depends on the lowest two bits of m, and `flipped` exchanges subsets as bit 3 of m (2), bit 0 of the state or the bit
 // that left the register (1 each) do.
@@ -39,7 +67,7 @@ Ints by_state(Fours costs) {
 }
 
 // Writes even[0], odd[0], even[1], odd[1], ...
-void interleave(Ints even, Ints odd, Ints* to) {
+void interleave(Row even, Row odd, Row* to) {
 #ifdef __AVX2__
   const __m256i low = _mm256_unpacklo_epi32((__m256i)even, (__m256i)odd);
   const __m256i high = _mm256_unpackhi_epi32((__m256i)even, (__m256i)odd);
@@ -49,23 +77,24 @@ void interleave(Ints even, Ints odd, Ints* to) {
 #endif
 }
 
-// The sign bits of eight numbers.
-uint64_t signs(Ints x) {
+// One bit per number: whether it is less.
+uint64_t less(Row x, Row than) {
 #ifdef __AVX2__
-  return static_cast<uint32_t>(_mm256_movemask_ps((__m256)x));
+  return static_cast<uint32_t>(_mm256_movemask_ps((__m256)(x < than)));
 #else
   uint64_t bits = 0;
-  for (int lane = 0; lane < LANES; ++lane) bits |= static_cast<uint64_t>(x[lane] < 0) << lane;
+  for (int lane = 0; lane < LANES; ++lane) bits |= static_cast<uint64_t>(x[lane] < than[lane]) << lane;
   return bits;
 #endif
 }
+#endif
 
 template <int BITS>
 class Trellis {
   static constexpr int CHOICES = 1 << (BITS - 1);
 
  public:
-  using Costs = Ints[VECTORS];
+  using Costs = Row[VECTORS];
 
   Trellis(const float* levels, float steps) {
     for (int i = 0; i < 4 * CHOICES; ++i)
@@ -79,17 +108,21 @@ class Trellis {
     Fours nearest = levels_[0];
     for (int i = 0; i + 1 < CHOICES; ++i) nearest = 2 * x > middles_[i] ? levels_[i + 1] : nearest;
     const Fours metric = nearest * (nearest - 2 * x);
-    const Ints spread[4] = {by_state<0>(metric), by_state<1>(metric), by_state<2>(metric), by_state<3>(metric)};
+#ifdef __AVX512F__
+    const Row spread[2] = {by_state<0>(metric), by_state<1>(metric)};
+#else
+    const Row spread[4] = {by_state<0>(metric), by_state<1>(metric), by_state<2>(metric), by_state<3>(metric)};
+#endif
+    constexpr int KINDS = sizeof spread / sizeof(Row) / 2;
     Costs next;
     uint64_t even_bits = 0, odd_bits = 0;
 #pragma GCC unroll 4
     for (int i = 0; i < VECTORS / 2; ++i) {
-      const Ints same = spread[i % 2 * 2], other = spread[i % 2 * 2 + 1];
-      const Ints lower = costs[i], upper = costs[i + VECTORS / 2];
-      const Ints even[2] = {lower + same, upper + other}, odd[2] = {lower + other, upper + same};
-      const Ints from_upper[2] = {even[1] < even[0], odd[1] < odd[0]};
-      even_bits |= signs(from_upper[0]) << (LANES * i), odd_bits |= signs(from_upper[1]) << (LANES * i);
-      interleave(from_upper[0] ? even[1] : even[0], from_upper[1] ? odd[1] : odd[0], &next[2 * i]);
+      const Row same = spread[i % KINDS * 2], other = spread[i % KINDS * 2 + 1];
+      const Row lower = costs[i], upper = costs[i + VECTORS / 2];
+      const Row even[2] = {lower + same, upper + other}, odd[2] = {lower + other, upper + same};
+      even_bits |= less(even[1], even[0]) << (WIDTH * i), odd_bits |= less(odd[1], odd[0]) << (WIDTH * i);
+      interleave(even[1] < even[0] ? even[1] : even[0], odd[1] < odd[0] ? odd[1] : odd[0], &next[2 * i]);
     }
     std::copy_n(next, VECTORS, costs);
     return even_bits | odd_bits << (STATES / 2);
@@ -146,12 +179,12 @@ std::vector<Tensor> quantize_trellis(const Tensor& z, const Tensor& norm, const 
         }
         int last = 0;
         for (int state = 1; state < STATES; ++state) {
-          if (costs[state / LANES][state % LANES] < costs[last / LANES][last % LANES]) last = state;
+          if (costs[state / WIDTH][state % WIDTH] < costs[last / WIDTH][last % WIDTH]) last = state;
         }
         for (int64_t i = 2 * warm; i-- > warm;) last = trellis.back(last, from_upper[i]).first;
 
-        for (Ints& cost : costs) cost = Ints{} + UNREACHABLE;
-        costs[last / LANES][last % LANES] = 0;
+        for (Row& cost : costs) cost = Row{} + UNREACHABLE;
+        costs[last / WIDTH][last % WIDTH] = 0;
         for (int64_t i = 0; i < width; ++i) from_upper[i] = trellis.step(costs, x[i]);
         double square = 0, cross = 0, point = 0;
         for (int64_t i = width, state = last; i-- > 0;) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,16 @@ def quantize_digits(
     operator = build.operators().quantize_digits.default
     stored = digits.channels, digits.shifts, digits.twos
     return tuple(operator(y.contiguous(), deviation, digits.kind, *tables, *stored, factors))
+
+
+def attention_costs(
+    query: torch.Tensor, keys: torch.Tensor, at: torch.Tensor, scaling: float, sinks: int, recent: int, group: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Twin of `attention_costs` in `methods/spectral/moments.py` for float32 queries `[H, R, D]`, up to rounding."""
+    logits = (query * (scaling * math.log2(math.e))) @ keys.mT
+    groups = -(-(keys.shape[1] - sinks) // group)
+    by_key, by_query = build.operators().attention_costs.default(logits, at, sinks, recent, group, groups)
+    return by_key, by_query
 
 
 def complex_step(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

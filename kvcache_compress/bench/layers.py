@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from kvcache_compress.cache.estimate import MODELS
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.codecs.base import Backend, Codec, CodecContext, MethodOptions, Side
-from kvcache_compress.config import CompressionConfig, LayerPlan, load_config
+from kvcache_compress.config import CompressionConfig, LayerPlan, get_method, load_config
 from kvcache_compress.methods.commvq.codebook_file import (
     CENTRES,
     describe_model,
@@ -24,7 +24,6 @@ from kvcache_compress.methods.commvq.codebook_file import (
     write_codebooks,
 )
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.registry import get_method
 from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.storage.segments import SideSegments

@@ -55,14 +55,21 @@ class RopeLayout:
     def pairs(self) -> int:
         return len(self.order) // 2
 
+    @cached_property
+    def _in_order(self) -> bool:
+        """True if all real parts come first as it is, as in most models: no channel has to move."""
+        return self.order == tuple(range(len(self.order)))
+
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Real and imaginary parts `[..., pairs]` of `x` `[..., head_dim]`."""
-        real, imaginary = x[..., _index(self.order, x.device)].chunk(2, -1)
+        """Real and imaginary parts `[..., pairs]` of `x` `[..., head_dim]`; views of it where they lie side by side."""
+        ordered = x if self._in_order else x[..., _index(self.order, x.device)]
+        real, imaginary = ordered.chunk(2, -1)
         return real, imaginary
 
     def join(self, real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
-        """Inverse of `split`."""
-        return torch.cat([real, imaginary], -1)[..., _index(self._places, real.device)]
+        """Inverse of `split`, as a new tensor."""
+        joined = torch.cat([real, imaginary], -1)
+        return joined if self._in_order else joined[..., _index(self._places, real.device)]
 
     def factors(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Rope:
         """Select the factors of each rotary pair from the model's own `(cos, sin)`, each `[B, T, C]`."""
@@ -87,8 +94,11 @@ class RopeLayout:
     def _turn(self, x: torch.Tensor, rope: Rope, sign: float) -> torch.Tensor:
         real, imaginary = self.split(x.float())
         cos, sin = (factor.float().unsqueeze(1) for factor in rope)
+        sin = sin * sign
         a, b = real[..., : self.rotary], imaginary[..., : self.rotary]
-        turned = (a * cos - b * sin * sign, a * sin * sign + b * cos)
+        turned = (a * cos).sub_(b * sin), (a * sin).add_(b * cos)
+        if self.rotary == self.pairs:
+            return self.join(*turned)
         rest = (real[..., self.rotary :], imaginary[..., self.rotary :])
         return self.join(torch.cat([turned[0], rest[0]], -1), torch.cat([turned[1], rest[1]], -1))
 

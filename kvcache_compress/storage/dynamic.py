@@ -49,6 +49,8 @@ class DynamicStorage:
         self.leads_track = leads_track
         self.waiting = False
         """True if tokens are due to be packed and a codec needs the last ones' queries: `take_queries` must follow."""
+        self._checked = False
+        """True if the last step's tokens and all before them were found packable, though they wait."""
         if windows.capacity is not None:
             for state in sides.values():
                 state.store.make_static(windows.packed_capacity + windows.group)
@@ -110,6 +112,7 @@ class DynamicStorage:
             ValueError: a vector to be encoded is not finite.
         """
         length, count = self.tokens, keys.shape[2]
+        self._checked = False
         self.checks.raise_for_known()
         if not length:
             self._begin({"keys": keys, "values": values})
@@ -148,7 +151,8 @@ class DynamicStorage:
         """
         tails = {side: state.tail.view() for side, state in self.sides.items()}
         leaving = self.windows.leaving(tails["keys"].shape[2])
-        self._check_packable(tails, leaving)
+        if not self._checked:
+            self._check_packable(tails, leaving)
         for state in self.sides.values():
             if state.lacks_queries():
                 state.take_queries(queries, self.windows.recent)
@@ -203,7 +207,7 @@ class DynamicStorage:
         leaving = self.windows.leaving(tails["keys"].shape[2])
         if leaving:
             self._check_packable(tails, leaving)
-            self.waiting = self.lacks_queries(tails)
+            self._checked = self.waiting = self.lacks_queries(tails)
         if leaving and not self.waiting:
             self._add(keys[:, :, :sinks], values[:, :, :sinks], sinks)
             self._flush_tails(tails, leaving, growing=self.flushes_steps)

@@ -26,7 +26,7 @@ from kvcache_compress import (
     TurboQuantCache,
     load_config,
 )
-from kvcache_compress.registry import get_method
+from kvcache_compress.config import get_method
 
 ODD: tuple[Any, ...] = (-1, 0, 7, 2**40, 1.5, float("nan"), float("inf"), "x", "", None, [], {}, [1, 2], True)
 

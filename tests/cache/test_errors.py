@@ -25,7 +25,7 @@ from kvcache_compress import (
     enable_fused_attention,
 )
 from kvcache_compress.codecs import backend
-from kvcache_compress.registry import get_method, register_method
+from kvcache_compress.config import get_method, register_method
 from kvcache_compress.storage.packed_store import TailBuffer
 
 TURBOQUANT: dict[str, Any] = {"keys": {"method": "turboquant"}, "values": {"method": "turboquant"}}

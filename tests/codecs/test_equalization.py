@@ -9,7 +9,7 @@ import torch
 
 from kvcache_compress.codecs.base import Codec, CodecContext, Prompt, PromptQueries
 from kvcache_compress.codecs.equalization import channel_factors
-from kvcache_compress.registry import get_method
+from kvcache_compress.config import get_method
 
 HEADS, DIM = 2, 32
 METHODS: list[tuple[str, dict[str, Any]]] = [

@@ -18,8 +18,8 @@ from kvcache_compress import (
     TurboQuantCache,
     load_config,
 )
+from kvcache_compress.config import get_method, method_names
 from kvcache_compress.eval.caches.caches import preset_cache
-from kvcache_compress.registry import get_method, method_names
 
 IDLE = [
     ({"method": "turboquant", "bits": 2, "outlier_fraction": 0.25}, "outlier_fraction", "fractional bits"),

@@ -27,6 +27,7 @@ from kvcache_compress.methods.commvq.codebook_file import CENTRES, rounds_for
 from kvcache_compress.methods.polarquant import pairs as polar_pairs
 from kvcache_compress.methods.polarquant import tree as polar_tree
 from kvcache_compress.methods.polarquant.codebooks import offline_codebook, online_codebook
+from kvcache_compress.methods.spectral.moments import attention_costs
 
 pytestmark = pytest.mark.usefixtures("built")
 
@@ -306,3 +307,15 @@ def test_what_does_not_fit_is_refused() -> None:
     }.items():
         with pytest.raises(RuntimeError, match=message):
             call()
+
+
+@pytest.mark.parametrize("tokens", [21, 100, 345])
+def test_costs_of_attention(tokens: int) -> None:
+    """Sums of p (1 - p) by key and by query and group, of queries at any positions and a last group that is cut."""
+    query, keys = torch.randn(2, 12, 16), torch.randn(2, tokens, 16)
+    at = torch.randint(16, tokens, (12,)).index_fill(0, torch.tensor([3]), tokens - 1)
+    arguments = query, keys, at, 1.5, 4, 10, 32
+    found, expected = encode.attention_costs(*arguments), attention_costs(*arguments)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert theirs.sum() > 0
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -8,7 +8,7 @@ import torch
 from support.method_cases import half_layout
 
 from kvcache_compress.codecs.base import Codec, CodecContext
-from kvcache_compress.registry import get_method
+from kvcache_compress.config import get_method
 
 
 @pytest.fixture

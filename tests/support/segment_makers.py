@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from kvcache_compress.codecs.base import Codec, CodecContext, Side
+from kvcache_compress.config import get_method
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.registry import get_method
 from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.segments import SideSegments
 from support.method_cases import half_layout, random_track

@@ -8,7 +8,8 @@ includes the size of each tensor's memory, so nothing is repeated there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -62,6 +63,25 @@ def _address(x: Any) -> Any:
     return x.data_ptr() if isinstance(x, torch.Tensor) else x
 
 
+def check_lanes(name: str, asm: Mapping[str, Any]) -> None:
+    """Raise `RuntimeError` if a compiled kernel moves tables that differ from lane to lane, which would be wrong.
+
+    `polar_columns.lane_table` holds a different number in each lane, unknown to Triton.
+    """
+    if "%laneid" in asm.get("ptx", "") and re.search(r"convert_layout .*<1x1xi32", asm["ttgir"]):
+        raise RuntimeError(f"{name} moves a tile [1, 1] between lanes")
+
+
+_checked: set[str] = set()
+
+
+def _check_once(compiled: Any) -> None:
+    """Check what the device's own compiler made of a kernel, once."""
+    if compiled is not None and compiled.hash not in _checked:
+        check_lanes(compiled.name, compiled.asm)
+        _checked.add(compiled.hash)
+
+
 class Launch:
     """A kernel with its grid and constant arguments: launched by Triton once, then in its compiled form."""
 
@@ -83,9 +103,15 @@ class Launch:
         self.compiled: Any = None
 
     def first(self, inputs: dict[str, Any]) -> None:
-        """Launch it by Triton, with tensors, and keep the compiled kernel."""
+        """Launch it by Triton, with tensors, and keep the compiled kernel.
+
+        Raises:
+            RuntimeError: the compiled kernel is wrong, see `check_lanes`.
+        """
         changing = {name: inputs[source] for name, source in self.changing.items()}
-        self.compiled = self.kernel[self.grid](**self.constant, **changing)
+        compiled = self.kernel[self.grid](**self.constant, **changing)
+        _check_once(compiled)
+        self.compiled = compiled
 
     def again(self, pointers: dict[str, Any], stream: int, profiled: bool) -> None:
         """Launch the compiled kernel with addresses; through Triton if a profiler's hooks need it."""

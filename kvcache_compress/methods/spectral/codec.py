@@ -36,7 +36,7 @@ from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 from kvcache_compress.registry import register_method
 
 from .digits import MOST_BITS, SEARCHED, DigitCodes, digit_codes, digit_counts, quantize, tables, two_bit_levels
-from .moments import GroupRope, place_factors
+from .moments import GroupRope, attention_costs, place_factors
 from .prefill import prompt_statistics
 from .statistics_file import GROUPS, RANK, check_model, group_size, load_layer, read_statistics
 
@@ -141,7 +141,8 @@ class SpectralCodec(LinearCodec):
         self._set(*self._measured(prompt, rope))
 
     def _measured(self, prompt: Prompt, rope: GroupRope | None, quiet: bool = False) -> tuple[Statistics, DigitCodes]:
-        tensors = prompt_statistics(prompt, self.group, rope, quiet=quiet)
+        costs = quantizer(self.backend, attention_costs, None, "attention_costs")
+        tensors = prompt_statistics(prompt, self.group, rope, costs=costs, quiet=quiet)
         digits = digit_codes(tensors["deviation"], self.counts)
         return _coded(tensors, digits), digits
 
@@ -227,11 +228,13 @@ class SpectralCodec(LinearCodec):
         return cos, sin
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        x, anchors = x.float(), self._anchors(rope)
+        x, anchors, means = x.float().unflatten(2, (-1, self.group)), self._anchors(rope), self._mean_table()[:, None]
         if anchors is not None and self.context.rope is not None:
-            x = self.context.rope.unrotate(x, self._by_token(anchors))
-        x = (x.unflatten(2, (-1, self.group)) - self._mean_table()[:, None]).flatten(2, 3)
-        y = x @ self.encoding
+            cos, sin = (factor[:, :, None] for factor in anchors)
+            x = self.context.rope.unrotate(x, (cos, sin)).sub_(means)
+        else:
+            x = x - means
+        y = x.flatten(2, 3) @ self.encoding
         encode = quantizer(self.backend, quantize, None, "quantize_digits")
         *planes, scale = encode(y, self.deviation, self.ready_digits(), tables(y.device), SEARCHED)
         return *planes, scale.clamp(max=SCALE_MAX).to(torch.float16).unflatten(2, (-1, self.group))

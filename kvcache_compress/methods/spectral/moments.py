@@ -8,8 +8,10 @@ that look at the sinks alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import functional
@@ -23,6 +25,10 @@ SAMPLED = 160
 """Query positions looked at per window."""
 RUN_NUMBERS = 1 << 23
 """Most numbers of a temporary tensor, so that windows of any length can be measured."""
+CACHED_NUMBERS = 1 << 19
+"""The same for the largest of them on CPUs, where they stay in the second-level cache."""
+
+Costs: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,26 @@ def place_factors(rope: Rope) -> Rope:
     return cos / length, sin / length
 
 
+def attention_costs(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    at: torch.Tensor,
+    scaling: float,
+    sinks: int,
+    recent: int,
+    group: int,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of p (1 - p) by key, `[H, n * group]`, and by query and group, `[H, R, n]`; arguments as `attention_paid`.
+
+    Groups begin after the sinks; the last may be cut.
+    """
+    paid = attention_paid(query, keys, at, scaling, sinks=sinks, recent=recent, **options)[..., sinks:]
+    costs = (1 - paid).mul_(paid)
+    costs = functional.pad(costs, (0, -costs.shape[-1] % group))
+    return costs.sum(1), costs.unflatten(-1, (-1, group)).sum(-1)
+
+
 @dataclass(frozen=True)
 class Window:
     """Keys of a sequence in a layer, and queries that attend to them.
@@ -57,6 +83,7 @@ class Window:
     at: int64 `[R]`, their positions.
     mask: added to the scores if float, allows attention if bool, `[Hq or 1, R, T]`; None masks the future alone.
     scaling, softcap, s_aux: as in `attention.reference.attend`.
+    costs: `attention_costs`, or another backend's function like it without options.
     """
 
     keys: torch.Tensor
@@ -71,29 +98,36 @@ class Window:
     mask: torch.Tensor | None = None
     softcap: float | None = None
     s_aux: torch.Tensor | None = None
+    costs: Costs = attention_costs
 
     @property
     def groups(self) -> int:
         """Number of groups, the last of which may have fewer tokens."""
         return -(-(self.keys.shape[1] - self.sinks) // self.group)
 
-    def in_groups(self, x: torch.Tensor) -> torch.Tensor:
-        """Leave out the sinks of `x` `[..., T]` and divide it into groups, zero-padded: `[..., n, group]`."""
-        missing = self.sinks + self.groups * self.group - x.shape[-1]
-        x = x[..., self.sinks :]
-        x = functional.pad(x, (0, missing)) if missing else x
-        return x.unflatten(-1, (self.groups, self.group))
+    @property
+    def run_numbers(self) -> int:
+        """Most numbers of a temporary tensor on this device."""
+        return CACHED_NUMBERS if self.keys.device.type == "cpu" else RUN_NUMBERS
 
-    def known(self) -> torch.Tensor:
-        """True for tokens that count, bool `[n, group]`."""
-        counted = self.counted
-        if counted is None:
-            counted = torch.ones(self.keys.shape[1], dtype=torch.bool, device=self.keys.device)
-        return self.in_groups(counted)
+    @cached_property
+    def known(self) -> torch.Tensor | None:
+        """True for tokens that count, bool `[n, group, 1]`; None if all do and the last group is whole."""
+        tokens, whole = self.keys.shape[1] - self.sinks, self.groups * self.group
+        if self.counted is None and tokens == whole:
+            return None
+        known = torch.zeros(whole, dtype=torch.bool, device=self.keys.device)
+        known[:tokens] = True if self.counted is None else self.counted[self.sinks :]
+        return known.view(self.groups, self.group, 1)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that count."""
+        return self.keys.shape[1] - self.sinks if self.known is None else int(self.known.sum())
 
     def queries(self, heads: slice) -> torch.Tensor:
-        """Queries of some key heads, one query head after the other, float32 `[H, G * R, D]`."""
-        return self.query.unflatten(0, (self.keys.shape[0], -1))[heads].flatten(1, 2).float()
+        """Queries of some key heads, those of one position after the other, float32 `[H, R * G, D]`."""
+        return self.query.unflatten(0, (self.keys.shape[0], -1))[heads].transpose(1, 2).flatten(1, 2).float()
 
     def runs_of_heads(self) -> Iterator[slice]:
         """Runs of heads of which keys make no more than `RUN_NUMBERS`."""
@@ -102,35 +136,66 @@ class Window:
         return (slice(start, start + step) for start in range(0, heads, step))
 
     def anchored(self, heads: slice) -> torch.Tensor:
-        """Keys of some heads, each group turned back by its anchor: `[H, n, group, D]`."""
-        keys = self.in_groups(self.keys[heads].float().mT).permute(0, 2, 3, 1)
+        """Keys of some heads, each group turned back by its anchor: `[H, n, group, D]`, zero-padded.
+
+        Keys that make a single run are turned once.
+        """
+        return self._anchored[heads] if self.keys.numel() <= RUN_NUMBERS else self._turned_back(heads)
+
+    @cached_property
+    def _anchored(self) -> torch.Tensor:
+        return self._turned_back(slice(None))
+
+    def _turned_back(self, heads: slice) -> torch.Tensor:
+        keys = self.keys[heads, self.sinks :].float()
+        missing = self.groups * self.group - keys.shape[1]
+        keys = functional.pad(keys, (0, 0, 0, missing)) if missing else keys
+        keys = keys.unflatten(1, (self.groups, self.group))
         if self.rope is None:
             return keys
-        by_group = keys.transpose(1, 2)  # each place in a group is a head of its own, whose tokens are the groups
-        turned = self.rope.layout.unrotate(by_group.flatten(0, 1)[None], self.rope.anchors)
-        return turned[0].view(by_group.shape).transpose(1, 2)
+        return self.rope.layout.unrotate(keys, by_group(self.rope.anchors, slice(None)))
+
+    def known_only(self, x: torch.Tensor) -> torch.Tensor:
+        """Set tokens `[H, n, group, D]` that do not count to zero."""
+        return x if self.known is None else x.masked_fill(~self.known, 0.0)
 
     def weights(self, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums of p (1 - p) by key, `[H, n, group]`, and by query and group, `[H, G * R, n]`."""
+        """Sums of p (1 - p) by key, `[H, n * group]`, and by query and group, `[H, R * G, n]`."""
         keys, query = self.keys[heads].float(), self.queries(heads)
-        count, sampled = query.shape[1], max(1, len(self.at))
-        by_key = keys.new_zeros(len(keys), self.groups, self.group)
-        by_group = keys.new_zeros(len(keys), count, self.groups)
-        aux, mask = self.s_aux, self.mask
-        if aux is not None:
-            aux = aux.view(self.keys.shape[0], -1)[heads].repeat_interleave(sampled, 1)
+        count, tokens = len(self.at), keys.shape[1]
+        each = query.shape[1] // max(1, count)
+        by_key = keys.new_zeros(len(keys), self.groups * self.group)
+        by_query = keys.new_zeros(len(keys), query.shape[1], self.groups)
+        places, at = self.at.tolist(), self.at.repeat_interleave(each)
+        aux = None if self.s_aux is None else self.s_aux.view(self.keys.shape[0], each)[heads].repeat(1, count)
+        mask = self.mask
         if mask is not None and len(mask) > 1:
-            mask = mask.unflatten(0, (self.keys.shape[0], -1))[heads].flatten(1, 2)
-        for rows in torch.arange(count, device=keys.device).split(max(1, RUN_NUMBERS // max(1, keys[..., 0].numel()))):
-            paid = attention_paid(
-                query[:, rows], keys, self.at[rows % sampled], self.scaling, None if aux is None else aux[:, rows],
-                softcap=self.softcap, mask=None if mask is None else mask[:, rows % mask.shape[1]],
-                sinks=self.sinks, recent=self.recent,
-            )  # fmt: skip
-            grouped = self.in_groups((1 - paid).mul_(paid))
-            by_key += grouped.sum(1)
-            by_group[:, rows] = grouped.sum(-1)
-        return by_key, by_group
+            mask = mask.unflatten(0, (self.keys.shape[0], each))[heads].transpose(1, 2).flatten(1, 2)
+        elif mask is not None and mask.shape[1] > 1:
+            mask = mask.repeat_interleave(each, 1)
+        plain = self.softcap is None and mask is None and aux is None
+        costs = self.costs if plain else attention_costs
+        step = max(1, self.run_numbers // max(1, len(keys) * each * tokens))
+        for start in range(0, count, step):
+            # Whole groups of the keys that none of these queries is before.
+            groups = -(-(max(places[start : start + step]) + 1 - self.sinks) // self.group)
+            rows, seen = slice(start * each, (start + step) * each), min(tokens, self.sinks + groups * self.group)
+            options: dict[str, Any] = {}
+            if not plain:
+                options = {"softcap": self.softcap, "s_aux": None if aux is None else aux[:, rows]}
+                options["mask"] = None if mask is None else mask[:, rows if mask.shape[1] > 1 else slice(1), :seen]
+            of_keys, of_queries = costs(
+                query[:, rows], keys[:, :seen], at[rows], self.scaling, self.sinks, self.recent, self.group, **options
+            )
+            by_key[:, : of_keys.shape[1]] += of_keys
+            by_query[:, rows, :groups] = of_queries
+        return by_key, by_query
+
+
+def by_group(factors: Rope, groups: slice) -> Rope:
+    """Cos and sin of some groups, `[n, rotary]`, by which `RopeLayout` turns vectors `[H, n, *, D]` group by group."""
+    cos, sin = (factor[0, groups] for factor in factors)
+    return cos, sin
 
 
 @dataclass
@@ -148,13 +213,12 @@ class MeanSums:
         return cls(torch.zeros(heads, head_dim, dtype=torch.float64, device=device))
 
     def add(self, window: Window) -> None:
-        known = window.known()
         for heads in window.runs_of_heads():
-            x = torch.where(known[..., None], window.anchored(heads), 0.0).sum(1)
+            x = window.known_only(window.anchored(heads)).sum(1)
             if window.rope is not None:
                 x = window.rope.layout.unrotate(x[None], window.rope.places)[0]
             self.keys[heads] += x.double().sum(1).to(self.keys.device)
-        self.tokens += int(known.sum())
+        self.tokens += window.tokens
 
     def table(self, group: int, rope: GroupRope | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Factors of the table of means, see `mean_table`."""
@@ -189,40 +253,37 @@ class KeyMoments:
 
     def add(self, window: Window, table: torch.Tensor) -> None:
         """Add a window, of whose keys the `table` of means `[H, group, D]` is subtracted."""
-        known, table = window.known(), table.to(window.keys.device)
+        table = table.to(window.keys.device)
         for heads in window.runs_of_heads():
-            x = torch.where(known[..., None], window.anchored(heads) - table[heads, None], 0.0)
-            keys = x.flatten(1, 2).double()
-            self.plain[heads] += (keys.mT @ keys).to(self.plain.device)
+            keys = window.known_only(window.anchored(heads) - table[heads, None]).flatten(1, 2)
+            self.plain[heads] += (keys.mT @ keys).to(self.plain)
             if len(window.at):
-                by_key, by_group = window.weights(heads)
-                by_key = by_key.flatten(1)[..., None].double()
-                self.keys[heads] += ((keys * by_key).mT @ keys).to(self.keys.device)
-                self.queries[heads] += self._turned_queries(window, heads, by_group).to(self.queries.device)
-                self.weight[heads] += by_key.sum((1, 2)).to(self.weight.device)
-        self.tokens += int(known.sum())
+                by_key, by_query = window.weights(heads)
+                self.keys[heads] += ((keys * by_key[..., None]).mT @ keys).to(self.keys)
+                self.queries[heads] += self._turned_queries(window, heads, by_query).to(self.queries)
+                self.weight[heads] += by_key.double().sum(1).to(self.weight)
+        self.tokens += window.tokens
         self.sampled += len(window.at) * window.query.shape[0] // window.keys.shape[0]
 
-    def _turned_queries(self, window: Window, heads: slice, by_group: torch.Tensor) -> torch.Tensor:
+    def _turned_queries(self, window: Window, heads: slice, by_query: torch.Tensor) -> torch.Tensor:
         """Second moment `[H, D, D]`, float64, of queries turned to each group's anchor, weighted by `[H, R, n]`."""
         query, rope = window.queries(heads), window.rope
         if rope is None:
-            return (query * by_group.sum(-1, keepdim=True)).double().mT @ query.double()
-        # As in `RopeLayout.rotate_query`, but channels are put in order in the sum alone.
-        a, b = (x[:, :, None] for x in rope.layout.split(query))
-        rotary = rope.layout.rotary
-        rest = [x[..., rotary:].expand(-1, -1, window.groups, -1) for x in (a, b)]
-        a, b = a[..., :rotary], b[..., :rotary]
+            return ((query * by_query.sum(-1, keepdim=True)).mT @ query).double()
         found = torch.zeros_like(self.queries[heads], device=query.device)
-        step = max(1, RUN_NUMBERS // query.numel())
+        each, places = query.shape[1] // len(window.at), window.at.tolist()
+        columns, weights = query.mT.contiguous()[:, None], by_query.mT.contiguous()
+        step = max(1, window.run_numbers // query.numel())
         for start in range(0, window.groups, step):
+            # Queries before these groups pay them nothing; their positions ascend as a rule.
+            first = window.sinks + start * window.group
+            rows = slice(each * next((i for i, at in enumerate(places) if at >= first), 0), None)
             groups = slice(start, start + step)
-            cos, sin = (factor[0, groups].float() for factor in rope.anchors)
-            real, imaginary = (x[:, :, groups] for x in rest)
-            turned = torch.cat([a * cos + b * sin, real, b * cos - a * sin, imaginary], -1).flatten(1, 2)
-            found += ((turned * by_group[..., groups].flatten(1)[..., None]).mT @ turned).double()
-        for _ in range(2):
-            found = rope.layout.join(*found.chunk(2, -1)).mT
+            weighted = columns[..., rows] * weights[:, groups, None, rows]
+            moment = (weighted.flatten(1, 2) @ query[:, rows]).view(*weighted.shape[:3], -1)
+            for _ in range(2):
+                moment = rope.layout.rotate_query(moment, by_group(rope.anchors, groups)).mT
+            found += moment.sum(1)
         return found
 
     def means(self) -> Moments:

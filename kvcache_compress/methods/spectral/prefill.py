@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -11,7 +11,7 @@ import torch
 
 from kvcache_compress.codecs.base import Prompt, PromptQueries
 
-from .moments import SAMPLED, GroupRope, KeyMoments, MeanSums, Window
+from .moments import RUN_NUMBERS, SAMPLED, Costs, GroupRope, KeyMoments, MeanSums, Window, attention_costs
 from .transform import Moments, spectral_basis
 
 logger = logging.getLogger(__name__)
@@ -54,20 +54,25 @@ def _warn_of_poor_statistics(prompt: Prompt, sums: KeyMoments) -> None:
 
 
 def prompt_statistics(
-    prompt: Prompt, group: int, rope: GroupRope | None, *, quiet: bool = False
+    prompt: Prompt, group: int, rope: GroupRope | None, *, costs: Costs = attention_costs, quiet: bool = False
 ) -> dict[str, torch.Tensor]:
     """Measure the tensors that `statistics_file.py` lists for a layer, and the basis's `inverse`; all float32.
 
-    Poor statistics are warned of once, unless `quiet`.
+    `costs` as in `Window`. Poor statistics are warned of once, unless `quiet`.
     """
     _, heads, _, head_dim = prompt.keys.shape
     device = prompt.keys.device
+    # Twice for the two passes, unless it takes little memory to keep what they share.
+    windows: Iterable[Window] = _windows(prompt, group, rope, costs)
+    again: Iterable[Window] = _windows(prompt, group, rope, costs)
+    if prompt.keys.numel() <= RUN_NUMBERS:
+        windows = again = list(windows)
     sums = MeanSums.zeros(heads, head_dim, device)
-    for window in _windows(prompt, group, rope):
+    for window in windows:
         sums.add(window)
     places, means = sums.table(group, rope)
     moments = KeyMoments.zeros(heads, head_dim, device)
-    for window in _windows(prompt, group, rope):
+    for window in again:
         moments.add(window, (places @ means).float())
     if not quiet:
         _warn_of_poor_statistics(prompt, moments)
@@ -77,7 +82,7 @@ def prompt_statistics(
     return {name: x.float().contiguous() for name, x in found.items()}
 
 
-def _windows(prompt: Prompt, group: int, rope: GroupRope | None) -> Iterator[Window]:
+def _windows(prompt: Prompt, group: int, rope: GroupRope | None, costs: Costs) -> Iterator[Window]:
     """Each row of the batch as a window of its own."""
     sinks, seen = prompt.sinks.shape[2], prompt.queries
     tokens = sinks + prompt.keys.shape[2]
@@ -89,7 +94,9 @@ def _windows(prompt: Prompt, group: int, rope: GroupRope | None) -> Iterator[Win
         if rope is not None:
             cos, sin = (factor[min(row, len(factor) - 1)][None] for factor in rope.anchors)
             own = GroupRope(rope.layout, (cos, sin), rope.places)
-        window = Window(torch.cat([first, keys], 1), group, sinks, prompt.recent, own, keys[:, :0], at, 1.0)
+        window = Window(
+            torch.cat([first, keys], 1), group, sinks, prompt.recent, own, keys[:, :0], at, 1.0, costs=costs
+        )
         if seen is not None:
             mask, counted = _row_mask(seen, row, at, tokens)
             window = replace(

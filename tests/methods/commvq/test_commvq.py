@@ -23,6 +23,7 @@ from kvcache_compress import (
     load_config,
     register_position_hooks,
 )
+from kvcache_compress.config import get_method
 from kvcache_compress.methods.commvq import additive
 from kvcache_compress.methods.commvq.codebook_file import (
     describe_model,
@@ -31,7 +32,6 @@ from kvcache_compress.methods.commvq.codebook_file import (
     write_codebooks,
 )
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
-from kvcache_compress.registry import get_method
 from kvcache_compress.storage.rope_track import _warn_of_positions
 
 

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from kvcache_compress import CompressedCache, SpectralCache, enable_fused_attention
 from kvcache_compress.cli import app
 from kvcache_compress.codecs.base import Codec, CodecContext
+from kvcache_compress.config import get_method
 from kvcache_compress.methods.spectral.calibration import SpectralSettings, calibrate_spectral
 from kvcache_compress.methods.spectral.codec import SpectralOptions
 from kvcache_compress.methods.spectral.digits import (
@@ -37,7 +38,6 @@ from kvcache_compress.methods.spectral.transform import mean_table, spectral_bas
 from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS, attention_paid
 from kvcache_compress.modeling.model_file import ModelFacts
 from kvcache_compress.modeling.rope import Rope
-from kvcache_compress.registry import get_method
 
 
 def _options(bits: float) -> Callable[[int], dict[str, Any]]:
