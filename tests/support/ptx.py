@@ -1,6 +1,6 @@
 """Interpreter for the few PTX instructions of the kernels' fast path, to run them without a GPU.
 
-Semantics as in NVIDIA's PTX ISA (sections on `prmt`, `lop3`, `shl`, `shr`, `shfl` and half precision arithmetic). A
+Semantics as in NVIDIA's PTX ISA (sections on `prmt`, `lop3`, `shl`, `shr`, `shf`, `shfl` and half precision arithmetic). A
 register is a uint32 array, one entry per thread.
 """
 
@@ -139,6 +139,7 @@ INSTRUCTIONS = {
     "sub.u32": lambda a, b: a - b,
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
+    "shf.l.wrap.b32": lambda a, b, shift: b << shift | a >> np.uint32(32) - shift,
     "neg.f16x2": lambda a: a ^ np.uint32(0x80008000),
     "add.rn.f16x2": lambda a, b: _packed(_halves(a).astype(np.float64) + _halves(b)),
     "mul.rn.f16x2": lambda a, b: _packed(_halves(a).astype(np.float64) * _halves(b)),

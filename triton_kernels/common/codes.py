@@ -69,10 +69,18 @@ def load_row(p_numbers, COUNT: tl.constexpr):
     return tl.reshape(tl.join(b_first, b_second), [1, COUNT])
 
 
+@triton.constexpr_function
+def in_halves(bits, padded, trellis):
+    """True if a tile has the even words first, then the odd ones: trellis codes of two bits, by words of 32."""
+    return trellis and bits == 2 and padded >= 16
+
+
 @triton.jit
 def load_registers(p_words, o_row, o_t, m_t, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
     """Load the words of trellis codes (see `codecs/trellis.py`), each above the word before it: int32 `[T, PADDED]`."""
     o_c = tl.arange(0, PADDED)
+    if in_halves(BITS, PADDED, True):
+        o_c = o_c % (PADDED // 2) * 2 + o_c // (PADDED // 2)
     o_before = tl.where(o_c == 0, WORDS - 1, o_c - 1)
     p_token = p_words + o_row * WORDS + o_t[:, None] * WORDS
     m_w = m_t[:, None] & (o_c < WORDS)[None, :]

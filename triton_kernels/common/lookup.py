@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words, words_per_token
 
-from .codes import load_columns, load_words, tile_width
+from .codes import in_halves, load_columns, load_words, tile_width
 
 UNIT = tl.constexpr(2.0**-24)
 """Value of the lowest bit of a float16 number, the smallest above zero."""
@@ -163,6 +163,33 @@ def _trellis(bits: int) -> tl.constexpr:
     return text(*lines)
 
 
+def _trellis_words() -> tl.constexpr:
+    """Unpack trellis codes of two bits, 16 to a word of 32; each word comes with the one before it.
+
+    Nibbles of three bits index the levels: the parity of the stream of even bits with its delays of 1 and 6, the odd
+    bit, and the parity of the delays of 2 and 4.
+    """
+    lines = []
+    for word, before, even, odd in (("$16", "$18", "r4", "r5"), ("$17", "$19", "r6", "r7")):
+        for register, shift in (("r0", 2), ("r1", 12), ("r2", 4), ("r3", 8)):
+            lines.append(f"shf.l.wrap.b32 {register}, {before}, {word}, {shift}")
+        lines += [
+            "lop3.b32 r0, r0, r1, 0x55555555, 0x28",
+            f"xor.b32 r0, r0, {word}",  # the first parity of each number, and its odd bit
+            "lop3.b32 r1, r2, r3, 0x55555555, 0x28",
+            "shl.b32 r2, r1, 2",
+            f"lop3.b32 {even}, r0, r2, 0x33333333, 0xe4",
+            "shr.u32 r0, r0, 2",
+            f"lop3.b32 {odd}, r0, r1, 0x33333333, 0xe4",
+        ]
+    for parity, words in ((0, "r4, r6"), (1, "r5, r7")):
+        for half, places in ((0, "0x5140"), (8, "0x7362")):
+            lines += [f"prmt.b32 r0, {words}, {places}", "shr.u32 r1, r0, 16"]  # bytes of A and B alternate
+            for selectors, first in (("r0", half + parity), ("r1", half + parity + 4)):
+                lines += pairs(selectors, ("$20", "$22", "$24", "$26"), (f"${first}", f"${first + 2}"))
+    return text(*lines)
+
+
 def _two_even_bits() -> tl.constexpr:
     """Unpack two-bit codes to numbers, exactly: in the mantissa of 1024, of which a power of two, less its share."""
     lines = ["shr.u32 r0, $8, 10", "mov.b32 r1, 0xe400e400"]
@@ -252,6 +279,7 @@ TWO_BITS, TWO_BITS_REGISTERS = _two_bits(), registers(8, 5)
 TWO_EVEN_BITS, TWO_EVEN_BITS_REGISTERS = _two_even_bits(), registers(8, 1)
 THREE_BITS, THREE_BITS_REGISTERS = _three_bits(), registers(8, 13)
 TRELLIS_TWO, TRELLIS_TWO_REGISTERS = _trellis(2), registers(8, 10)
+TRELLIS_WORDS, TRELLIS_WORDS_REGISTERS = _trellis_words(), registers(16, 12)
 TRELLIS_THREE, TRELLIS_THREE_REGISTERS = _trellis(3), registers(8, 14)
 FOUR_BITS, FOUR_BITS_REGISTERS = _four_bits(), registers(8, 10)
 FOUR_EVEN_BITS, FOUR_EVEN_BITS_REGISTERS = _four_even_bits(), registers(8, 2)
@@ -306,11 +334,8 @@ def load_halves(p_words, b_places, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED:
 
 
 @triton.jit
-def load_pairs(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr):
-    """Load the words of a two-bit plane, int32 `[T, PADDED]`, each above the one before it, in a circle.
-
-    Of a 32-bit word's two, the upper has the lower before it already.
-    """
+def load_twos(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr):
+    """Load the words of a two-bit plane as words of 32 bits, and those before them in a circle: `[T, PADDED / 2]`."""
     p_twos = p_words.to(tl.pointer_type(tl.int32), bitcast=True) + o_row * (WORDS // 2) + o_t[:, None] * (WORDS // 2)
     o_c = tl.arange(0, PADDED // 2)
     o_before = tl.where(o_c == 0, WORDS // 2 - 1, o_c - 1)
@@ -318,7 +343,16 @@ def load_pairs(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constex
     if PADDED != WORDS:
         m_w = m_w & (o_c < WORDS // 2)[None, :]
     b_twos = tl.load(p_twos + o_c[None, :], mask=m_w, other=0)
-    b_before = tl.load(p_twos + o_before[None, :], mask=m_w, other=0)
+    return b_twos, tl.load(p_twos + o_before[None, :], mask=m_w, other=0)
+
+
+@triton.jit
+def load_pairs(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr):
+    """Load the words of a two-bit plane, int32 `[T, PADDED]`, each above the one before it, in a circle.
+
+    Of a 32-bit word's two, the upper has the lower before it already.
+    """
+    b_twos, b_before = load_twos(p_words, o_row, o_t, m_t, WORDS, PADDED)
     b_first = (b_twos << 16) | ((b_before >> 16) & 0xFFFF)
     return tl.reshape(tl.join(b_first, b_twos), [o_t.shape[0], PADDED])
 
@@ -329,14 +363,25 @@ def trellis_levels(
     FIRST: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Tiles of float16 levels of trellis codes of two or three bits; see `levels`."""
-    b_words = load_pairs(p_low, o_row, o_t, m_t, WORDS, PADDED)
-    if BITS == 2:
+    if in_halves(BITS, PADDED, True):
+        b_words, b_before = load_twos(p_low, o_row, o_t, m_t, WORDS, PADDED)
+        b_halves = tl.inline_asm_elementwise(
+            TRELLIS_WORDS, TRELLIS_WORDS_REGISTERS,
+            [b_words, b_before, words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
+            dtype=(tl.float16,) * 16, is_pure=True, pack=2,
+        )  # fmt: skip
+        b_levels = ()
+        for i in tl.static_range(8):
+            b_levels = b_levels + joined((b_halves[i], b_halves[i + 8]))
+    elif BITS == 2:
+        b_words = load_pairs(p_low, o_row, o_t, m_t, WORDS, PADDED)
         b_levels = tl.inline_asm_elementwise(
             TRELLIS_TWO, TRELLIS_TWO_REGISTERS,
             [b_words, words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
             dtype=(tl.float16,) * 8, is_pure=True, pack=2,
         )  # fmt: skip
     else:
+        b_words = load_pairs(p_low, o_row, o_t, m_t, WORDS, PADDED)
         b_high = load_bytes(p_high, o_row, o_t, m_t, WORDS, PADDED, WORDS)
         b_levels = tl.inline_asm_elementwise(
             TRELLIS_THREE, TRELLIS_THREE_REGISTERS,
@@ -567,6 +612,13 @@ def places(words: int) -> torch.Tensor:
     byte = torch.arange(words, dtype=torch.int32) % 4
     half = 0x5410 + 0x2222 * (byte % 2)
     return byte | (4 + byte) << 4 | byte << 8 | (4 + byte) << 12 | half << 16
+
+
+def trellis_table(levels: torch.Tensor, bits: int, padded: int) -> torch.Tensor:
+    """`byte_table` of the levels of trellis codes; where their words are read by 32 bits, bits 1 and 2 swap places."""
+    if in_halves(bits, padded, True):
+        levels = levels[[0, 1, 4, 5, 2, 3, 6, 7]]
+    return byte_table(levels, bits + 1)
 
 
 def byte_table(levels: torch.Tensor, bits: int) -> torch.Tensor:
