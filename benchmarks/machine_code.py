@@ -164,7 +164,7 @@ def inner_turns(arguments: dict[str, Any]) -> list[int]:
 
 
 def measure(targets: list[str], only: list[str]) -> Table:
-    """Compile the variants named in `only`, or all if it is empty, for `targets`: all of them several targets at a time."""
+    """Compile the variants named in `only` for `targets`, or else all variants for several targets at a time."""
     workers = min(len(targets), os.cpu_count() or 1)
     if only or workers == 1:
         tables = [measure_target(target, only) for target in targets]

@@ -1,7 +1,7 @@
 """Interpreter for the few PTX instructions of the kernels' fast path, to run them without a GPU.
 
-Semantics as in NVIDIA's PTX ISA (sections on `prmt`, `lop3`, `shl`, `shr`, `shf`, `shfl` and half precision arithmetic). A
-register is a uint32 array, one entry per thread.
+Semantics as in NVIDIA's PTX ISA (sections on `prmt`, `lop3`, `shl`, `shr`, `shf`, `shfl` and half precision
+arithmetic). A register is a uint32 array, one entry per thread.
 """
 
 from __future__ import annotations

@@ -239,7 +239,8 @@ def _four_even_bits() -> tl.constexpr:
     return text(*lines)
 
 
-def place(field: int, bits: int) -> int:
+@triton.constexpr_function
+def place(field, bits):
     """Bit of a float16 number's mantissa, which has ten, at which `placed` leaves the code of a field."""
     return bits * (field % (10 // bits))
 
