@@ -53,8 +53,7 @@ KNOWN_STACK = {
     "prod-2.5bit, D=256": 528,
     "prod-2.5bit, float32": 48,
     "lloyd-max-2.5bit, D=256": 88,
-    "kivi-4bit, D=256": 32,
-    "qjl-3bit": 8,
+    "kivi-4bit, D=256": 40,
     "spectral-2bit": 112,
     "spectral-2bit, mask": 112,
     "spectral-2bit, fixed": 112,
@@ -70,9 +69,8 @@ KNOWN_STACK = {
 sm_100 only), spill registers; so do spectral's queries, mapped anew for each group (docs/dev/methods.md). The 8 bytes
 of an encoder are not a spill (158 registers, no load or store of the stack by its name): only their address is taken,
 once. On sm_80 the step that encodes trellis codes keeps three numbers on the stack from its start to its end, and
-attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on sm_100. KIVI at D = 256 keeps six to
-eight numbers: it takes 4.1 instructions per number with 8 query rows, 4.7 with 16. QJL's 512 signs per key keep
-two, with any tile and number of stages."""
+attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on sm_100. KIVI at D = 256 keeps eight to
+ten numbers, none of them in its loops."""
 
 
 LATENCY = 700

@@ -183,7 +183,8 @@ def score(
     DTYPE: tl.constexpr = b_q[0].dtype
     BLOCK: tl.constexpr = o_t.shape[0]
     b_s = tl.zeros([BLOCK, b_q[0].shape[1]], tl.float32)
-    if META.folded and divides(BLOCK, META.tokens):
+    # Products of float32 take no tensor cores: those with zero points would cost as much as the others.
+    if META.folded and divides(BLOCK, META.tokens) and DTYPE != tl.float32:
         b_codes = codes_in_place(fields, words, o_row, o_t, m_t, META, DTYPE, FAST, False)
         b_zeros = tl.zeros_like(b_s)
         o_group = o_row // META.tokens * (8 * META.words)
@@ -216,6 +217,11 @@ def accumulate(
         TILES: tl.constexpr = len(b_acc) - 1
         b_codes = codes_in_place(fields, words, o_row, o_t, m_t, META, DTYPE, FAST, True)
         b_p = (b_p * weight_unit(META.bits)).to(DTYPE)
+        p_twos = fields[2].to(tl.pointer_type(tl.int32), bitcast=True) + o_row * (GROUPS // 2)
+        o_w = tl.arange(0, 8) % (GROUPS // 2)
+        b_twos = tl.load(p_twos + (o_t[:, None] * (GROUPS // 2) + o_w[None, :]), mask=m_t[:, None], other=0)
+        b_zeros = lookup.joined(numbers_of(b_twos, fields[2].dtype.element_ty))[0].to(DTYPE)
+        b_zero_sum = tl.dot(tl.trans(b_zeros), b_p, b_acc[TILES], input_precision=PRECISION)
         for i in tl.static_range(TILES):
             if i * GROUPS % TILES == 0:
                 b_scale = half_of_word(fields[1], o_row, o_t, m_t, GROUPS, i * GROUPS // TILES).to(DTYPE)
@@ -223,14 +229,12 @@ def accumulate(
             b_tile = tl.trans(b_codes[i])
             if FAST and META.fits:
                 b_sum = tl.dot(b_tile, b_weights, b_acc[i], input_precision=PRECISION)
+            elif DTYPE == tl.float32:
+                b_sum = tl.dot(b_tile, lookup.UNIT * b_weights, b_acc[i], input_precision=PRECISION)
             else:
                 b_sum = b_acc[i] + lookup.UNIT * tl.dot(b_tile, b_weights, input_precision=PRECISION)
             b_sums = b_sums + (b_sum,)
-        p_twos = fields[2].to(tl.pointer_type(tl.int32), bitcast=True) + o_row * (GROUPS // 2)
-        o_w = tl.arange(0, 8) % (GROUPS // 2)
-        b_twos = tl.load(p_twos + (o_t[:, None] * (GROUPS // 2) + o_w[None, :]), mask=m_t[:, None], other=0)
-        b_zeros = lookup.joined(numbers_of(b_twos, fields[2].dtype.element_ty))[0].to(DTYPE)
-        b_sums = b_sums + (tl.dot(tl.trans(b_zeros), b_p, b_acc[TILES], input_precision=PRECISION),)
+        b_sums = b_sums + (b_zero_sum,)
     else:
         b_v = decoded(fields, words, o_row, o_t, m_t, META, DTYPE, FAST)
         for i in tl.static_range(len(b_v)):
