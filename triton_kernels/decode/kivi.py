@@ -184,7 +184,7 @@ def score(
     BLOCK: tl.constexpr = o_t.shape[0]
     b_s = tl.zeros([BLOCK, b_q[0].shape[1]], tl.float32)
     # Products of float32 take no tensor cores: those with zero points would cost as much as the others.
-    if META.folded and divides(BLOCK, META.tokens) and DTYPE != tl.float32:
+    if META.folded and divides(BLOCK, META.tokens) and b_q[0].dtype != tl.float32:
         b_codes = codes_in_place(fields, words, o_row, o_t, m_t, META, DTYPE, FAST, False)
         b_zeros = tl.zeros_like(b_s)
         o_group = o_row // META.tokens * (8 * META.words)
@@ -229,8 +229,8 @@ def accumulate(
             b_tile = tl.trans(b_codes[i])
             if FAST and META.fits:
                 b_sum = tl.dot(b_tile, b_weights, b_acc[i], input_precision=PRECISION)
-            elif DTYPE == tl.float32:
-                b_sum = tl.dot(b_tile, lookup.UNIT * b_weights, b_acc[i], input_precision=PRECISION)
+            elif b_weights.dtype == tl.float32:
+                b_sum = tl.dot(b_tile, b_weights * lookup.UNIT, b_acc[i], input_precision=PRECISION)
             else:
                 b_sum = b_acc[i] + lookup.UNIT * tl.dot(b_tile, b_weights, input_precision=PRECISION)
             b_sums = b_sums + (b_sum,)
