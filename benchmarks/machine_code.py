@@ -1,6 +1,6 @@
 """Track the machine code of every kernel, compiled ahead of time; needs no GPU.
 
-    python benchmarks/machine_code.py --output benchmarks/results/kernels.json   # all variants, see below
+    python benchmarks/machine_code.py --output benchmarks/results/kernels.json   # all variants
     python benchmarks/machine_code.py --table                                    # the committed figures as Markdown
     python benchmarks/machine_code.py --check                                    # compile again and compare
     python benchmarks/machine_code.py --update --only kivi-2bit --target sm_90   # replace some of the committed figures
