@@ -1,6 +1,6 @@
 """Track the machine code of every kernel, compiled ahead of time; needs no GPU.
 
-    python benchmarks/machine_code.py --output benchmarks/results/kernels.json   # all variants, about forty minutes
+    python benchmarks/machine_code.py --output benchmarks/results/kernels.json   # all variants
     python benchmarks/machine_code.py --table                                    # the committed figures as Markdown
     python benchmarks/machine_code.py --check                                    # compile again and compare
     python benchmarks/machine_code.py --update --only kivi-2bit --target sm_90   # replace some of the committed figures
@@ -11,14 +11,18 @@ which a branch skips unless a larger logit arrives, is not counted. The kernel a
 to tell them apart it is compiled a second time with no sinks and no tail, as constants, which leaves only the packed
 loop; the loop of the real kernel with the closest length is the packed one. CommVQ's has inner loops over rounds, whose
 instructions are counted once per round.
+
+Kernels whose source has not changed, and their machine code, come from Triton's cache (`TRITON_CACHE_DIR`).
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,8 +52,7 @@ KNOWN_STACK = {
     "prod-2.5bit, D=256": 528,
     "prod-2.5bit, float32": 48,
     "lloyd-max-2.5bit, D=256": 88,
-    "kivi-4bit, D=256": 32,
-    "qjl-3bit": 8,
+    "kivi-4bit, D=256": 40,
     "commvq-2bit": 64,
     "commvq-paper": 64,
     "spectral-2bit": 112,
@@ -67,9 +70,8 @@ KNOWN_STACK = {
 sm_100 only), spill registers; so do spectral's queries, mapped anew for each group (docs/dev/methods.md). The 8 bytes
 of an encoder are not a spill (158 registers, no load or store of the stack by its name): only their address is taken,
 once. On sm_80 the step that encodes trellis codes keeps three numbers on the stack from its start to its end, and
-attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on sm_100. KIVI at D = 256 keeps six to
-eight numbers: it takes 4.1 instructions per number with 8 query rows, 4.7 with 16. QJL's 512 signs per key keep
-two, with any tile and number of stages. CommVQ keeps ten with the paper's encoder of values on sm_90, outside of its
+attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on sm_100. KIVI at D = 256 keeps eight to
+ten numbers, none of them in its loops. CommVQ keeps ten with the paper's encoder of values on sm_90, outside of its
 loops over rounds; at 2 bits it uses the stack on sm_80 alone."""
 
 
@@ -162,10 +164,25 @@ def inner_turns(arguments: dict[str, Any]) -> list[int]:
 
 
 def measure(targets: list[str], only: list[str]) -> Table:
-    """Compile the variants named in `only` (all if it is empty) for `targets`."""
-    table: Table = {}
+    """Compile the variants named in `only` for `targets`, or else all variants for several targets at a time."""
+    workers = min(len(targets), os.cpu_count() or 1)
+    if only or workers == 1:
+        tables = [measure_target(target, only) for target in targets]
+    else:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            tables = list(pool.map(measure_target, targets, [only] * len(targets)))
+    return {
+        name: {target: table[name] for target, table in zip(targets, tables, strict=True) if name in table}
+        for name in dict.fromkeys(name for table in tables for name in table)
+    }
 
-    def add(name: str, target: str, kernel: Any, arguments: dict[str, Any], stored: float = 0) -> None:
+
+def measure_target(target: str, only: list[str]) -> dict[str, Figures]:
+    """Figures by variant on one target."""
+    torch.manual_seed(0)
+    table: dict[str, Figures] = {}
+
+    def add(name: str, kernel: Any, arguments: dict[str, Any], stored: float = 0) -> None:
         if arguments.get("PRECISION") == exact_precision(amd=False):
             arguments = arguments | {"PRECISION": exact_precision(amd=target.startswith("gfx"))}
         code = aot.compile_for(kernel, arguments, target)
@@ -174,20 +191,19 @@ def measure(targets: list[str], only: list[str]) -> Table:
         if loop is not None:
             numbers = loop.tokens * (arguments["K"].dim + arguments["V"].dim)
             density = round(loop.instructions * 32 * loop.warps / numbers, 2)
-        table.setdefault(name, {})[target] = Figures(code.registers, code.stack_bytes, code.shared_bytes, density, loop)
+        table[name] = Figures(code.registers, code.stack_bytes, code.shared_bytes, density, loop)
 
-    for target in targets:
-        for name, variant in attention_variants().items():
-            if not only or any(f"{part}{name}" in only for part in ("", "merge ", "map query ", "fold ")):
-                for part, call in attention_launches(variant, target).items():
-                    add(f"{part}{name}", target, *call, stored_bytes(variant))
-        for name, call in step_launches().items():
-            if not only or name in only:
-                add(name, target, *call)
-        for name, encoder in encode_variants().items():
-            if not only or name in only:
-                for number, (kernel, arguments) in enumerate(encode_launches(*encoder)):
-                    add(name if number == 0 else f"{name}, {number + 1}", target, kernel, arguments)
+    for name, variant in attention_variants().items():
+        if not only or any(f"{part}{name}" in only for part in ("", "merge ", "map query ", "fold ")):
+            for part, call in attention_launches(variant, target).items():
+                add(f"{part}{name}", *call, stored_bytes(variant))
+    for name, call in step_launches().items():
+        if not only or name in only:
+            add(name, *call)
+    for name, encoder in encode_variants().items():
+        if not only or name in only:
+            for number, (kernel, arguments) in enumerate(encode_launches(*encoder)):
+                add(name if number == 0 else f"{name}, {number + 1}", kernel, arguments)
     return table
 
 
@@ -293,7 +309,6 @@ def main(
         return
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise typer.BadParameter("TRITON_INTERPRET=1 is set: the interpreter has no machine code")
-    torch.manual_seed(0)
     measured = measure(target or list(aot.TARGETS), only or [])
     if output is not None:
         save(measured, output)

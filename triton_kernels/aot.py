@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.cache import get_cache_manager
 
 from .common.plan import check_lanes
 from .sass import Loop, loops, read
@@ -96,12 +97,12 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: t
             for name in ("vgpr_count", "private_segment_fixed_size")
         )
         return MachineCode(registers, stack, compiled.metadata.shared, (), warps)
-    usage, sass = _dump(compiled.asm["cubin"], "--dump-resource-usage"), _dump(compiled.asm["cubin"], "--dump-sass")
-    counts = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    listing = _listing(compiled)
+    counts = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", listing)
     if counts is None:
-        raise RuntimeError(f"cuobjdump gave no resource usage for {target}: {usage[-200:]}")
+        raise RuntimeError(f"cuobjdump gave no resource usage for {target}: {listing[:200]}")
     registers, stack, local = (int(number) for number in counts.groups())
-    return MachineCode(registers, stack + local, compiled.metadata.shared, loops(read(sass)), warps)
+    return MachineCode(registers, stack + local, compiled.metadata.shared, loops(read(listing)), warps)
 
 
 def _divisible(value: Any) -> bool:
@@ -118,9 +119,17 @@ def _type_of(value: Any) -> Any:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def _dump(cubin: bytes, option: str) -> str:
+def _listing(compiled: Any) -> str:
+    """Resource usage and machine code as `cuobjdump` prints them, kept beside the kernel in Triton's cache."""
+    cache = get_cache_manager(compiled.hash)
+    kept = cache.get_file("listing.sass")
+    if kept is not None:
+        return Path(kept).read_text(encoding="utf-8")
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compiled.asm["cubin"])
         file.flush()
-        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+        options = "--dump-resource-usage", "--dump-sass"
+        listing = subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
+    cache.put(listing, "listing.sass", binary=False)
+    return listing

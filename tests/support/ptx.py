@@ -1,7 +1,7 @@
 """Interpreter for the few PTX instructions of the kernels' fast path, to run them without a GPU.
 
-Semantics as in NVIDIA's PTX ISA (sections on `prmt`, `lop3`, `shl`, `shr`, `shfl` and half precision arithmetic). A
-register is a uint32 array, one entry per thread.
+Semantics as in NVIDIA's PTX ISA (sections on `prmt`, `lop3`, `shl`, `shr`, `shf`, `shfl` and half precision
+arithmetic). A register is a uint32 array, one entry per thread.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ INSTRUCTIONS = {
     "shf.r.wrap.b32": lambda a, b, c: ((a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)) >> (c & 31)).astype(
         np.uint32
     ),
+    "shf.l.wrap.b32": lambda a, b, shift: b << shift | a >> np.uint32(32) - shift,
     "neg.f16x2": lambda a: a ^ np.uint32(0x80008000),
     "add.rn.f16x2": lambda a, b: _packed(_halves(a).astype(np.float64) + _halves(b)),
     "add.sat.f16x2": lambda a, b: _packed((_halves(a).astype(np.float64) + _halves(b)).clip(0, 1)),

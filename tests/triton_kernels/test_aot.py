@@ -18,7 +18,7 @@ SCRIPT = ROOT / "benchmarks" / "machine_code.py"
 VARIANTS = ["turboquant-4bit", "prod-2.5bit", "kivi-4bit, D=256", "encode values of turboquant-4bit"]
 # One of each other method, with its encoders; for one target only, as they take long to compile.
 METHODS = ["polarquant-3.4bit", "polarquant-rope-4bit", "qjl-3bit", "commvq-2bit"]
-SPILLING = {"encode keys of polarquant-3.4bit", "spectral-2bit", "qjl-3bit"}
+SPILLING = {"encode keys of polarquant-3.4bit", "spectral-2bit"}
 """Variants that use the stack; `KNOWN_STACK` in the script bounds how much."""
 MASKED = [f"{name}, {path}" for name in ("turboquant-4bit", "turboquant-2bit") for path in ("mask", "fixed")]
 
@@ -72,7 +72,7 @@ def test_machine_code_is_as_committed(tmp_path: Path) -> None:
     assert {"merge turboquant-4bit", *VARIANTS} <= set(kernels)
     for name, targets in kernels.items():
         assert set(targets) == {"sm_80", "sm_90", "sm_100", "gfx942"}
-        most = 32 if name == "kivi-4bit, D=256" else 0  # see KNOWN_STACK
+        most = 40 if name == "kivi-4bit, D=256" else 0  # see KNOWN_STACK
         assert all(targets[target]["stack_bytes"] <= most for target in ("sm_80", "sm_90", "sm_100"))
     assert 0 < kernels["turboquant-4bit"]["sm_90"]["instructions_per_element"] < BUDGET["turboquant-4bit"]
 
@@ -112,7 +112,7 @@ INTEGER_BUDGET = {
     "uniform-4bit": 1.1,
     "uniform-2bit": 0.87,
     "kivi-4bit": 1.4,
-    "kivi-2bit": 0.9,
+    "kivi-2bit": 1.0,  # three bits per number with scales and zero points, which leave room for 1.16
 }
 
 

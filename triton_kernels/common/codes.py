@@ -69,10 +69,25 @@ def load_row(p_numbers, COUNT: tl.constexpr):
     return tl.reshape(tl.join(b_first, b_second), [1, COUNT])
 
 
+@triton.constexpr_function
+def in_halves(bits, padded, trellis):
+    """True if a tile has the even words first, then the odd ones: trellis codes that are read by words of 32 bits."""
+    return trellis and bits > 1 and padded >= 16
+
+
+@triton.jit
+def trellis_columns(BITS: tl.constexpr, PADDED: tl.constexpr):
+    """Words of trellis codes in the order of a tile's columns."""
+    o_c = tl.arange(0, PADDED)
+    if in_halves(BITS, PADDED, True):
+        o_c = o_c % (PADDED // 2) * 2 + o_c // (PADDED // 2)
+    return o_c
+
+
 @triton.jit
 def load_registers(p_words, o_row, o_t, m_t, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
     """Load the words of trellis codes (see `codecs/trellis.py`), each above the word before it: int32 `[T, PADDED]`."""
-    o_c = tl.arange(0, PADDED)
+    o_c = trellis_columns(BITS, PADDED)
     o_before = tl.where(o_c == 0, WORDS - 1, o_c - 1)
     p_token = p_words + o_row * WORDS + o_t[:, None] * WORDS
     m_w = m_t[:, None] & (o_c < WORDS)[None, :]
@@ -120,7 +135,11 @@ def load_codes(
     else:
         b_low = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT).to(tl.int32)
     b_high = b_low
-    if BITS == 3 or BITS > 4:
+    if TRELLIS and BITS == 3:
+        o_c = trellis_columns(BITS, PADDED)
+        m_w = m_t[:, None] & (o_c < WORDS)[None, :]
+        b_high = tl.load(p_high + o_row * WORDS + (o_t[:, None] * WORDS + o_c[None, :]), mask=m_w, other=0).to(tl.int32)
+    elif BITS == 3 or BITS > 4:
         b_high = load_words(p_high, o_row, o_t, m_t, WORDS, PADDED, COUNT).to(tl.int32)
     FIELDS: tl.constexpr = tile_width(PADDED) // PADDED
     b_codes = ()

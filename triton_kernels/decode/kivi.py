@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Grouped(NamedTuple):
     """Bits of a code, words of a token, the same padded (`codes.py`), tokens and channels that share a scale.
 
-    fits: True if `lookup.py` can unpack the codes.
+    fits: True if `lookup.py` can unpack the codes; folded: True if scales are multiplied with queries or weights
+    instead of codes, which stay in place (`lookup.placed`) in the fast path.
     """
 
     bits: int
@@ -29,11 +30,33 @@ class Grouped(NamedTuple):
     tokens: int
     channels: int
     fits: bool
+    folded: bool
 
 
 @triton.constexpr_function
 def divides(part, total):
     return total % part == 0
+
+
+@triton.constexpr_function
+def weight_unit(bits):
+    """Factor of weights that are multiplied with scales of values, so that fewer leave float16's normal numbers.
+
+    A weight is at most 1, and a scale at most `2 √½ LONGEST / (2^bits - 1)` or `LONGEST`: none gets too large.
+    """
+    return 2.0 ** (bits - 1)
+
+
+@triton.jit
+def in_place(i: tl.constexpr, META: tl.constexpr, DTYPE: tl.constexpr):
+    """Factors of tile `i`'s channels that undo the places of their codes: `[channels]`."""
+    WIDTH: tl.constexpr = tile_width(META.padded)
+    if META.padded == WIDTH:
+        b_factor = tl.full([WIDTH], 2.0 ** -lookup.place(i, META.bits), DTYPE)
+    else:
+        o_field = i * (WIDTH // META.padded) + tl.arange(0, WIDTH) // META.padded
+        b_factor = (1.0 / (1 << META.bits * (o_field % (10 // META.bits))).to(tl.float32)).to(DTYPE)
+    return b_factor
 
 
 @triton.jit
@@ -112,15 +135,73 @@ def decoded(fields, words, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.conste
 
 
 @triton.jit
+def numbers_of(b_twos, DTYPE: tl.constexpr):
+    """The two 16-bit numbers of each word of 32 bits."""
+    return b_twos.to(tl.int16).to(DTYPE, bitcast=True), (b_twos >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def channel_row(p_numbers, i: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
+    """Load the 16-bit numbers of tile `i`'s channels, `[1, channels]`, as words of 32 (see `codes.load_scales`)."""
+    WIDTH: tl.constexpr = tile_width(PADDED)
+    if WORDS % 2 == 0:
+        o_p = i * WIDTH + tl.arange(0, WIDTH // 2) * 2
+        p_twos = p_numbers.to(tl.pointer_type(tl.int32), bitcast=True) + o_p // PADDED * (WORDS // 2)
+        if PADDED == WORDS:
+            b_twos = tl.load(p_twos + o_p % PADDED // 2)
+        else:
+            b_twos = tl.load(p_twos + o_p % PADDED // 2, mask=o_p % PADDED < WORDS, other=0)
+        b_first, b_second = numbers_of(b_twos[None, :], p_numbers.dtype.element_ty)
+        b_row = tl.reshape(tl.join(b_first, b_second), [1, WIDTH])
+    else:
+        o_d, m_d = tile_channels(i, WORDS, PADDED)
+        b_row = tl.load(p_numbers + o_d[None, :], mask=m_d[None, :], other=0.0)
+    return b_row
+
+
+@triton.jit
+def codes_in_place(
+    fields, words, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr, VALUES: tl.constexpr
+):
+    """Tiles of codes in place (see `lookup.placed`), as multiples of `lookup.UNIT` if they are numbers of DTYPE."""
+    if FAST and META.fits:
+        b_codes = lookup.placed(
+            fields[0], words, o_row, o_t, m_t, META.bits, META.words, META.padded, META.words, VALUES
+        )
+    else:
+        b_codes = load_codes(fields[0], fields[0], o_row, o_t, m_t, META.bits, META.words, META.padded, META.words)
+        b_codes = lookup.placed_codes(b_codes, META.padded, META.bits, DTYPE)
+    return b_codes
+
+
+@triton.jit
 def score(
     b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """s = q · (code * scale + zero)"""
-    b_k = decoded(fields, words, o_row, o_t, m_t, META, b_q[0].dtype, FAST)
-    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
-    for i in tl.static_range(len(b_k)):
-        b_s = tl.dot(b_k[i], b_q[i], b_s, input_precision=PRECISION)
+    """s = q · (code * scale + zero); where a tile of tokens lies in one group, Σ (q scale) code + q · zero"""
+    DTYPE: tl.constexpr = b_q[0].dtype
+    BLOCK: tl.constexpr = o_t.shape[0]
+    b_s = tl.zeros([BLOCK, b_q[0].shape[1]], tl.float32)
+    # Products of float32 take no tensor cores: those with zero points would cost as much as the others.
+    if META.folded and divides(BLOCK, META.tokens) and b_q[0].dtype != tl.float32:
+        b_codes = codes_in_place(fields, words, o_row, o_t, m_t, META, DTYPE, FAST, False)
+        b_zeros = tl.zeros_like(b_s)
+        o_group = o_row // META.tokens * (8 * META.words)
+        for i in tl.static_range(len(b_codes)):
+            b_scale = channel_row(fields[1] + o_group, i, META.words, META.padded).to(DTYPE)
+            b_zero = channel_row(fields[2] + o_group, i, META.words, META.padded).to(DTYPE)
+            b_query = b_q[i] * in_place(i, META, DTYPE)[:, None] * tl.trans(b_scale)
+            b_s = tl.dot(b_codes[i], b_query, b_s, input_precision=PRECISION)
+            b_zero = tl.broadcast_to(b_zero, [BLOCK, b_zero.shape[1]])
+            b_zeros = tl.dot(b_zero, b_q[i], b_zeros, input_precision=PRECISION)
+        if FAST and META.fits:
+            b_s *= 1 / lookup.UNIT
+        b_s += b_zeros
+    else:
+        b_k = decoded(fields, words, o_row, o_t, m_t, META, DTYPE, FAST)
+        for i in tl.static_range(len(b_k)):
+            b_s = tl.dot(b_k[i], b_q[i], b_s, input_precision=PRECISION)
     return b_s
 
 
@@ -129,27 +210,72 @@ def accumulate(
     b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
     META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """acc += p (code * scale + zero)"""
-    b_v = decoded(fields, words, o_row, o_t, m_t, META, DTYPE, FAST)
+    """acc += p (code * scale + zero); if folded, acc += (p scale) code and, for each group, a sum of p zero"""
     b_sums = ()
-    for i in tl.static_range(len(b_v)):
-        b_sums = b_sums + (tl.dot(tl.trans(b_v[i]), b_p.to(DTYPE), b_acc[i], input_precision=PRECISION),)
+    if META.folded:
+        GROUPS: tl.constexpr = 8 * META.words // META.channels
+        TILES: tl.constexpr = len(b_acc) - 1
+        b_codes = codes_in_place(fields, words, o_row, o_t, m_t, META, DTYPE, FAST, True)
+        b_p = (b_p * weight_unit(META.bits)).to(DTYPE)
+        p_twos = fields[2].to(tl.pointer_type(tl.int32), bitcast=True) + o_row * (GROUPS // 2)
+        o_w = tl.arange(0, 8) % (GROUPS // 2)
+        b_twos = tl.load(p_twos + (o_t[:, None] * (GROUPS // 2) + o_w[None, :]), mask=m_t[:, None], other=0)
+        b_zeros = lookup.joined(numbers_of(b_twos, fields[2].dtype.element_ty))[0].to(DTYPE)
+        b_zero_sum = tl.dot(tl.trans(b_zeros), b_p, b_acc[TILES], input_precision=PRECISION)
+        for i in tl.static_range(TILES):
+            if i * GROUPS % TILES == 0:
+                b_scale = half_of_word(fields[1], o_row, o_t, m_t, GROUPS, i * GROUPS // TILES).to(DTYPE)
+                b_weights = lookup.product(b_p, b_scale[:, None]) if FAST else b_p * b_scale[:, None]
+            b_tile = tl.trans(b_codes[i])
+            if FAST and META.fits:
+                b_sum = tl.dot(b_tile, b_weights, b_acc[i], input_precision=PRECISION)
+            elif b_weights.dtype == tl.float32:
+                b_sum = tl.dot(b_tile, b_weights * lookup.UNIT, b_acc[i], input_precision=PRECISION)
+            else:
+                b_sum = b_acc[i] + lookup.UNIT * tl.dot(b_tile, b_weights, input_precision=PRECISION)
+            b_sums = b_sums + (b_sum,)
+        b_sums = b_sums + (b_zero_sum,)
+    else:
+        b_v = decoded(fields, words, o_row, o_t, m_t, META, DTYPE, FAST)
+        for i in tl.static_range(len(b_v)):
+            b_sums = b_sums + (tl.dot(tl.trans(b_v[i]), b_p.to(DTYPE), b_acc[i], input_precision=PRECISION),)
     return b_sums
 
 
 def kivi_side(codec: KIVICodec) -> KernelSide:
-    """Kernel operands of a KIVI codec: code space is the head's space, padded."""
-    width, group = codec.context.head_dim, codec.options.group_size
+    """Kernel operands of a KIVI codec: code space is the head's space, padded, and with folded values sums by group."""
+    width, group, device = codec.context.head_dim, codec.options.group_size, codec.context.device
     keys, bits = codec.context.side == "keys", codec.options.bits
     tokens, channels = (group, 1) if keys else (1, group)
-    fits = lookup.fits(width, bits)
-    meta = Grouped(bits, words_per_token(width), padded_words(width), tokens, channels, fits)
-    side = KernelSide(score, accumulate, meta, code_tiles(width))
+    fits, words, padded = lookup.fits(width, bits), words_per_token(width), padded_words(width)
+    tiles = code_tiles(width)
+    groups = width // group
+    folded = bits in (1, 2, 4) and (keys or (words == padded and groups % 2 == 0 and len(tiles) % groups == 0))
+    side = KernelSide(score, accumulate, Grouped(bits, words, padded, tokens, channels, fits, folded), tiles)
     if fits:
-        side.words, side.places = lookup.even_words(bits, width, codec.context.device)
+        side.words, side.places = lookup.even_words(bits, width, device)
         side.warps = lookup.warps(width)
-    if padded_width(width) != width:
-        identity = torch.eye(width, device=codec.context.device).unsqueeze(0)
-        side.output_map = in_code_order(identity, (width,)).contiguous()
+    identity = in_code_order(torch.eye(width, device=device).unsqueeze(0), (width,))
+    if folded and not keys:
+        side.widths = (*tiles, 16)
+        side.output_map = torch.cat(
+            [_places_undone(identity, bits), _zeros_of_groups(identity, groups)], 1
+        ) / weight_unit(bits)
+    elif padded_width(width) != width:
+        side.output_map = identity.contiguous()
         side.query_map = side.output_map.mT.contiguous()
     return side
+
+
+def _places_undone(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows `[1, W, D]` of a map from codes in place, as the fast path holds them."""
+    field = torch.arange(rows.shape[1], device=rows.device) * 8 // rows.shape[1]
+    place = bits * (field % (10 // bits))
+    return rows * (2.0**-place / lookup.UNIT.value)[:, None]
+
+
+def _zeros_of_groups(rows: torch.Tensor, groups: int) -> torch.Tensor:
+    """Rows `[1, 16, D]` of a map from the sums of zero points: those of even groups first, then of odd ones."""
+    group = torch.arange(rows.shape[2], device=rows.device) * groups // rows.shape[2]
+    column = group // 2 + group % 2 * 8
+    return (torch.arange(16, device=rows.device)[:, None] == column).to(rows)[None]

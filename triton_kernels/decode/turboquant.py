@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import PLANES, padded_words, words_per_token
 from kvcache_compress.triton_kernels.common import lookup
-from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
+from kvcache_compress.triton_kernels.common.codes import in_halves, load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order, with_mean
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
     basis = codec.ready_basis()
     for component, part in zip(codec.components, basis.split(widths, 1), strict=True):
         width, bits, levels = component.width, component.bits, component.levels
-        trellis = component.trellis
+        trellis, padded = component.trellis, padded_words(width)
         even = (bits == 1 and not trellis) or codec.options.codebook == "uniform"
         unit, first = 1.0, -1
         needed = lookup.places_needed(width, bits, trellis)
@@ -157,10 +157,13 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
         if even:
             unit = float(levels[1] - levels[0]) / (1 if placed else lookup.unit(bits))
         if first >= 0 and not placed and (bits == 3 or not even):
-            words.append(lookup.byte_table(levels / unit, bits + trellis))
-        meta.append((bits, words_per_token(width), padded_words(width), at, even, trellis, first, len(tiles), placed))
+            table = lookup.trellis_table(levels, bits, padded) if trellis else lookup.byte_table(levels / unit, bits)
+            words.append(table)
+        meta.append((bits, words_per_token(width), padded, at, even, trellis, first, len(tiles), placed))
         tiles += code_tiles(width)
         part = unit * in_code_order(part, (width,))
+        if in_halves(bits, padded, trellis):
+            part = part.unflatten(1, (8, padded // 2, 2)).transpose(2, 3).flatten(1, 3)
         if placed:
             tiles.append(16)
             part = lookup.in_place(part, bits, keys)

@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 from support import ptx
-from support.attention_cases import BARS, F16, PAIRS, Case, error, kivi, make_mask, plain_attention, segments, tq
+from support.attention_cases import (
+    BARS,
+    F16,
+    PAIRS,
+    Case,
+    error,
+    kivi,
+    make_mask,
+    plain_attention,
+    segments,
+    tq,
+    trellis,
+)
 from support.commvq_files import codebook_file
 from support.segment_makers import DEVICE
 from triton.runtime.interpreter import InterpreterBuilder
@@ -73,6 +85,11 @@ CASES |= {
         head_dim=128,
         dtype=F16,
     ),
+    **{f"trellis-{dim}": Case(*PAIRS["trellis"], head_dim=dim, dtype=F16) for dim in (64, 96, 128)},
+    "trellis-3-2-256": Case(trellis(3), trellis(2), head_dim=256, dtype=F16),
+    "kivi-1-1-128": Case(kivi(1), kivi(1, 64), head_dim=128, dtype=F16),
+    "kivi-groups-of-16-128": Case(kivi(4, 16), kivi(4, 16), head_dim=128, dtype=F16),
+    "kivi-256": Case(kivi(4, 64), kivi(2), head_dim=256, dtype=F16),
     "4-bit-96": Case(head_dim=96, dtype=F16),
     "3-bit-256": Case(tq(3), tq(2), head_dim=256, dtype=F16),
     "rope-5-3-256": Case(*ROPE["rope-5-3"], head_dim=256, dtype=F16),
@@ -89,6 +106,8 @@ CASES |= {
     "hidden-qjl-96": Case(("qjl", {"sketch_ratio": 3}), tq(4), head_dim=96, **HIDDEN),
     "hidden-4-bit-80": Case(tq(4), tq(2), head_dim=80, **HIDDEN),
     "hidden-4-bit-112": Case(tq(4), tq(1), head_dim=112, **HIDDEN),
+    "hidden-trellis-128": Case(trellis(2), trellis(2), head_dim=128, **HIDDEN),
+    "hidden-kivi-128": Case(kivi(4), kivi(4), head_dim=128, **WHOLE),
     "hidden-kivi-96": Case(kivi(2), kivi(3), head_dim=96, **WHOLE),
     "hidden-values-of-128": Case(tq(3), tq(2.5), value_dim=128, **HIDDEN),
     "additive": Case(**HIDDEN | {"mask": "float"}),

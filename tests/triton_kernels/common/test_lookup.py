@@ -99,6 +99,31 @@ def test_text_gives_the_levels_of_trellis_codes(width: int, bits: int, keys: boo
         assert np.array_equal(output, ptx.held(expected[:, field], keys)[0])
 
 
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("width", [96, 128, 256])
+def test_text_gives_the_levels_of_trellis_codes_in_words_of_32_bits(width: int, bits: int, keys: bool) -> None:
+    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(width), device="cpu")
+    planes = tuple(plane.cpu() for plane in packing.pack(codes, bits))
+    levels = trellis.trellis_levels(width, bits).half()
+    twos = planes[0].contiguous().view(torch.int32)
+    held = ptx.held(twos, keys) + ptx.held(twos.roll(1, -1), keys)
+    if bits == 3:
+        held.append(halves(planes[1].contiguous().view(torch.int16), keys))
+    held += ptx.constants(lookup.trellis_table(levels, bits, 16).tolist(), len(held[0]))
+    inputs = {f"${16 + i}": register for i, register in enumerate(held)}
+    text, constraints = {
+        2: (lookup.TWO_WORDS, lookup.TWO_WORDS_REGISTERS),
+        3: (lookup.THREE_WORDS, lookup.THREE_WORDS_REGISTERS),
+    }[bits]
+    assert len(inputs) == constraints.value.count(",r")
+    outputs = ptx.run(text.value, inputs, 16)
+    looked_up = packing.channel_order(trellis.look_up(planes, bits, levels))
+    expected = looked_up.view(torch.int16).view(TOKENS, 8, words_per_token(width) // 2, 2)
+    for field, output in enumerate(outputs):
+        assert np.array_equal(output, ptx.held(expected[:, field % 8, :, field // 8], keys)[0])
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_tables_are_bytes_of_levels(bits: int) -> None:
     levels = lloyd_max_levels(128, bits)
