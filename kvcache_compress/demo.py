@@ -57,6 +57,8 @@ def run_demo(console: Console, model_name: str, presets: Sequence[str], new_toke
     configs = {name: load_config(name) for name in presets}
     console.print(f"[bold]Loading {model_name}[/bold] (the first time takes half a minute) ...")
     model, tokenizer = load_model(model_name)
+    for config in configs.values():
+        CompressedCache(model.config, config)  # refuses models without attention before anything runs
     enable_fused_attention(model)
     prompt = _prompt(tokenizer, DEFAULT_TEXT.read_text(encoding="utf-8"))
     check_fits(model, prompt.shape[1] + new_tokens, "the text, the question and the new tokens")
