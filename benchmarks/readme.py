@@ -54,7 +54,7 @@ BYTES = (
     ("llama-3.1-8b", 4, "128K", ("16GB", "10GB", "8GB", "6GB")),
 )
 """Models, sequences, tokens of each and budgets that the page on tuning shows."""
-SENTENCED = ("turboquant-4bit", "kivi-4bit", "hqq-4", "quanto-4")
+SENTENCED = ("best-3bit", "turboquant-4bit", "kivi-4bit", "hqq-4", "quanto-4")
 """Caches whose decode step on a CPU the README names."""
 LLAMA, CONTEXT = "llama-3.1-8b", 131_072
 SIZED = ("best-4bit", "best-3bit", "best-2bit", "best-1.5bit", "turboquant-4bit", "turboquant-2bit", "kivi-4bit")
@@ -315,8 +315,8 @@ def cpu_sentence(result: dict[str, Any]) -> str:
     return (
         f"**On a CPU** a decode step of {model} in {dtype} takes {rows['full']['step_ms']:.0f} ms with the full cache "
         f"at {tokens:,} tokens, {others} ({result['hardware']['threads']} threads; [table](docs/guides/cpu.md)). "
-        "Steps with `best-*` take 1.1 times as long as TurboQuant's, and their prompts longer "
-        "([spectral](docs/methods/spectral.md))."
+        f"Its prompt takes {rows['best-3bit']['prefill_ratio']:.1f} times as long with `best-3bit` "
+        "([more](docs/methods/spectral.md))."
     )
 
 
