@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,12 @@ SCORES = {"kl": 4, "kl_999": 3}
 """Measured losses of presets that are shown, and their decimals."""
 COMPARED = ("turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "commvq-2bit")
 """Presets that are listed beside those by budget."""
+
+
+@app.callback()
+def _short_warnings() -> None:
+    """Print warnings as one line, without a line of source."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
 
 
 def _starting() -> Status:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -167,7 +168,8 @@ def terminal_table(cells: Sequence[Cell]) -> Table:
     """A line per cache: measured bits, scores, least number of packed tokens, seconds."""
     head = cells[0]
     names = [name for name in head.scores if "." not in name][:6]
-    table = Table(title=f"{head.model}, {head.benchmark['name']}: {head.samples} samples")
+    title = f"{head.model}, {head.benchmark['name']}: {head.samples} samples"
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("cache", overflow="fold")
     for heading in ("bits packed", "bits all", *names, "packed tokens", "seconds"):
         table.add_column(heading, justify="right")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -42,7 +43,7 @@ from .probe_layers import Probe, probe_layers
 
 def terminal_table(probe: Probe, title: str) -> Table:
     """Table with a line per side of a layer, the most harmful first."""
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in (
         "layer",
         "side",

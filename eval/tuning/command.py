@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import yaml
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -239,7 +240,7 @@ def _yaml(config: CompressionConfig) -> str:
 
 
 def _table(title: str, results: dict[str, Certificate]) -> Table:
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("cache", "bits", "KL", "99.9 %", "same top", "perplexity"):
         table.add_column(heading, justify="left" if heading == "cache" else "right", no_wrap=heading != "cache")
     for name, found in results.items():

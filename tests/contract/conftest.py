@@ -140,6 +140,8 @@ class OracleLayer(DynamicLayer):
                 rope = self.rope.keys[:, 0, first :: codec.group], self.rope.values[:, 0, first :: codec.group]
                 places = self.rotary.places(codec.group)
                 keys = x[:, :, :first], x[:, :, first:]
+                # Statistics of the backends agree up to rounding, which may put a number on the other side of a level.
+                codec.backend = resolve_backend(self.config.backend, x.device, self.codecs)
                 codec.observe(Prompt(*keys, self.plan.recent_tokens, rope, places, queries))
             else:
                 codec.prepare(x[:, :, first:])

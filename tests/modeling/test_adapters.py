@@ -15,6 +15,7 @@ from kvcache_compress import (
 )
 from kvcache_compress.attention.interface import ATTENTION_NAME
 from kvcache_compress.attention.path import record_paths
+from kvcache_compress.modeling.decoder import cache_argument
 
 peft = pytest.importorskip("peft", reason="peft is not installed (extra `clients`)")
 CONFIG = method_config("turboquant")
@@ -41,7 +42,14 @@ def adapted(kind: str, options: dict[str, Any]) -> Any:
 
 @pytest.fixture(params=ADAPTERS)
 def model(request: pytest.FixtureRequest) -> Any:
-    return adapted(*ADAPTERS[request.param])
+    made = adapted(*ADAPTERS[request.param])
+    if made.active_peft_config.is_prompt_learning:
+        # PEFT 0.21 looks for the cache under its name before Transformers 5.24, and adds the virtual tokens again.
+        ids = torch.ones(1, 4, dtype=torch.long)
+        plain = made.generate(input_ids=ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+        if plain[cache_argument()].get_seq_length() != 4 + VIRTUAL + 1:
+            pytest.skip("this PEFT repeats its virtual tokens in each step, with any cache")
+    return made
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_bfloat16(family: str, method: str) -> None:
     small = build(family).bfloat16()
     unfused, fused, _, cache = family_cases.both_ways(small, method_config(family, method))
     assert cache.packed_tokens > 0
-    assert all(layer.dtype == torch.bfloat16 for layer in cache.layers)
+    assert all(layer.keys.dtype == torch.bfloat16 for layer in cache.layers)
     error = (logits(small, DynamicCache(config=small.config)) - family_cases.exact(family)).norm()
     assert (fused - unfused).norm() < error
 

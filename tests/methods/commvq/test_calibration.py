@@ -34,6 +34,7 @@ from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule,
 from kvcache_compress.methods.commvq.codebook_file import read_header
 from kvcache_compress.modeling.calibration import command
 from kvcache_compress.modeling.calibration.text import read_windows
+from kvcache_compress.modeling.decoder import cache_argument
 
 LAYERS, HEADS, HEAD_DIM, CONTEXT = 3, 2, 16, 64
 SHORT = Schedule(soft_steps=2, soft_vectors=128, hard_steps=2, hard_vectors=512, full_steps=1)
@@ -110,7 +111,7 @@ def test_collecting_holds_one_window(model: LlamaForCausalLM, tmp_path: Path) ->
     alive, most = weakref.WeakSet[DynamicCache](), [0]
 
     def count(module: Any, given: Any, options: dict[str, Any]) -> None:
-        alive.add(options["past_key_values"])
+        alive.add(options[cache_argument()])
         most.append(len(alive))
         assert options["input_ids"].shape == (1, CONTEXT)
 
