@@ -34,7 +34,7 @@ def likelihood(
     rolling: Annotated[int, typer.Option(help="Words of the text whose perplexity is measured.")] = 1400,
     window: Annotated[int, typer.Option(help="Most tokens of a pass, so of a rolling window.")] = 1024,
 ) -> dict[str, Any]:
-    """Which words go on, of four, and a text's perplexity: lm-eval in one pass, and token by token through caches."""
+    """Choices among four words and a text's perplexity by lm-eval: in one pass, and through caches token by token."""
     from datasets import disable_progress_bars
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM

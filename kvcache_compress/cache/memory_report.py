@@ -167,7 +167,7 @@ class MemoryReport:
     def __str__(self) -> str:
         """Summary, then a table with a row for each run of layers that are alike, in 80 columns."""
         if not self.numbers:
-            return "nothing held: the cache is empty"
+            return f"no tokens; {size_text(self.total_bytes)} held"
         from rich import box
         from rich.console import Console
         from rich.table import Table

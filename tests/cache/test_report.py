@@ -97,7 +97,7 @@ def test_layers_that_are_not_ours() -> None:
     assert (empty.total_bytes, empty.full_bytes, empty.packed_tokens) == (0, 0, 0)
     assert math.isnan(empty.ratio)
     assert math.isnan(empty.bits_per_number)
-    assert str(empty) == "nothing held: the cache is empty"
+    assert str(empty) == "no tokens; 0.00 KiB held"
     report = filled(cache, 64).memory_report()
     dense = filled(DynamicCache(config=config), 64)
     assert report.layers[0].total_bytes == dense.layers[0].keys.nbytes + dense.layers[0].values.nbytes
