@@ -31,6 +31,7 @@ import device_model
 import torch
 import typer
 from kernel_variants import (
+    NAMES,
     attention_launches,
     attention_variants,
     encode_launches,
@@ -55,11 +56,6 @@ KNOWN_STACK = {
     "kivi-4bit, D=256": 40,
     "commvq-2bit": 64,
     "commvq-paper": 64,
-    "spectral-2bit": 112,
-    "spectral-2bit, mask": 112,
-    "spectral-2bit, fixed": 112,
-    "spectral-3bit": 112,
-    "spectral-4bit": 104,
     "encode keys of polarquant-3.4bit": 8,
     "encode values of polarquant-3.4bit": 8,
     "turboquant-3.5bit": 8,
@@ -67,12 +63,11 @@ KNOWN_STACK = {
     "write slots turboquant-2bit": 16,
 }
 """Stack bytes allowed by variant. Queries and sums of two or four components, 512 numbers in all, or 256 in float32 (on
-sm_100 only), spill registers; so do spectral's queries, mapped anew for each group (docs/dev/methods.md). The 8 bytes
-of an encoder are not a spill (158 registers, no load or store of the stack by its name): only their address is taken,
-once. On sm_80 the step that encodes trellis codes keeps three numbers on the stack from its start to its end, and
-attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on sm_100. KIVI at D = 256 keeps eight to
-ten numbers, none of them in its loops. CommVQ keeps ten with the paper's encoder of values on sm_90, outside of its
-loops over rounds; at 2 bits it uses the stack on sm_80 alone."""
+sm_100 only), spill registers. The 8 bytes of an encoder are not a spill (158 registers, no load or store of the stack
+by its name): only their address is taken, once. On sm_80 the step that encodes trellis codes keeps three numbers on
+the stack from its start to its end, and attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on
+sm_100. KIVI at D = 256 keeps eight to ten numbers, none of them in its loops. CommVQ keeps ten with the paper's encoder
+of values on sm_90, outside of its loops over rounds; at 2 bits it uses the stack on sm_80 alone."""
 
 
 LATENCY = 700
@@ -130,27 +125,16 @@ def packed_loop(arguments: dict[str, Any], stored: float, code: aot.MachineCode,
         return None
     path = min(candidates, key=lambda loop: abs(loop.instructions - alone[0].instructions)).path(turns)
     return LoopFigures(
-        tokens_per_turn(arguments), arguments["BLOCK"], stored, code.warps, arguments["num_stages"],
+        arguments["BLOCK"], arguments["BLOCK"], stored, code.warps, arguments["num_stages"],
         len(path), sass.pipes(path), sass.clocks(path, LATENCY), sass.clocks(path, 0),
     )  # fmt: skip
-
-
-def tokens_per_turn(arguments: dict[str, Any]) -> int:
-    """Packed tokens of one iteration of the loop: a tile, or the groups for which queries are mapped together."""
-    if arguments["TURN"] is None:
-        return int(arguments["BLOCK"])
-    return int(arguments["PHASES"] * arguments["K"].group)
 
 
 def inner_turns(arguments: dict[str, Any]) -> list[int]:
     """Iterations of the loops inside the one over packed tokens.
 
     CommVQ has two per group of keys and of values, over runs of rounds and over the rounds left, here as many as fit.
-
-    With queries mapped for each group of tokens, the loop over tiles is such a loop.
     """
-    if arguments["TURN"] is not None:
-        return [tokens_per_turn(arguments) // arguments["BLOCK"]]
     turns = []
     for function, side, codes in ((commvq.score, "K", 2), (commvq.accumulate, "V", 1)):
         if function in (arguments["SCORE"], arguments["ACCUMULATE"]):
@@ -194,7 +178,7 @@ def measure_target(target: str, only: list[str]) -> dict[str, Figures]:
         table[name] = Figures(code.registers, code.stack_bytes, code.shared_bytes, density, loop)
 
     for name, variant in attention_variants().items():
-        if not only or any(f"{part}{name}" in only for part in ("", "merge ", "map query ", "fold ")):
+        if not only or any(f"{part}{name}" in only for part in ("", *NAMES.values())):
             for part, call in attention_launches(variant, target).items():
                 add(f"{part}{name}", *call, stored_bytes(variant))
     for name, call in step_launches().items():

@@ -24,6 +24,7 @@ from kvcache_compress.triton_kernels.common import plan
 from kvcache_compress.triton_kernels.common.plan import Plan
 from kvcache_compress.triton_kernels.encode import launch as encode
 from support.fake_driver import Launched, launches_of, use_fake_driver
+from support.spectral_files import statistics_file
 
 KERNELS = (launch.map_query_kernel, launch.attend_kernel, launch.merge_kernel)
 OUTPUTS = {"p_mapped", "p_rows", "p_acc", "p_dense", "p_stats", "p_out"}
@@ -32,6 +33,11 @@ ENCODED = ["turboquant-4bit", "polarquant-rope-4bit", "qjl-3bit", "polarquant-3.
 """Presets whose kernels encode and write in one launch."""
 APART = {"keys": {"method": "turboquant", "bits": 3, "estimator": "prod"}, "values": {"method": "turboquant"}}
 """Config with keys that PyTorch's operators encode."""
+TURNED = {
+    "keys": {"method": "spectral", "statistics": statistics_file(DIM, 32)},
+    "values": {"method": "turboquant"},
+}
+"""Config whose queries a launch of its own turns to each group of tokens."""
 
 
 def address(x: Any) -> Any:
@@ -121,6 +127,9 @@ def decoding(capacity: int | None, chosen: str | dict[str, Any] = "turboquant-4b
     layer = cache.layers[1]
     prompt, step = (torch.zeros(1, 2, tokens, DIM, dtype=torch.bfloat16) for tokens in (700, 1))
     cache.update(prompt, prompt, 1)
+    if chosen is TURNED:  # a file's tensors begin anywhere in memory, those on a GPU at multiples of 16 bytes
+        codec: Any = layer.sides["keys"].codec
+        codec.means, codec.places = codec.means.clone(), codec.places.clone()
     use_backend(layer, "triton")  # only now: a prompt needs results, and the fake driver computes none
     query = torch.zeros(1, 6, 1, DIM, dtype=torch.bfloat16)
     module = SimpleNamespace(config=config, is_causal=True)
@@ -155,6 +164,9 @@ def check_launches_of_static_layers() -> None:
         decode()
         for _ in range(layer.flush_tokens):  # one of these steps encodes
             assert traced(decode) == (four, []), preset
+    _, decode = decoding(1024, TURNED)
+    decode()
+    assert traced(decode)[0] == [*four[:2], "turn_kernel", *four[2:]]
 
     layer, decode = decoding(1024, APART)
     sides = layer.sides
@@ -203,10 +215,12 @@ def check_arguments_of_a_step(capacity: int | None, chosen: str | dict[str, Any]
             decode()
     expected = {"attend_kernel", "merge_kernel"}
     expected |= {"write_slots_kernel", "map_step_kernel"} if capacity else {"append_kernel", "map_query_kernel"}
-    if capacity and chosen not in ENCODED:
+    if chosen is TURNED:
+        expected.add("turn_kernel")
+    if capacity and chosen is APART:
         expected.add("store_groups_kernel")
     if not capacity:
-        expected.add("flush_kernel" if chosen in ENCODED else "encode_kernel")
+        expected.add("encode_kernel" if chosen is APART else "flush_kernel")
     assert seen == expected, seen
 
 
@@ -273,7 +287,7 @@ def main() -> None:
     check_launches_of_static_layers()
     # Kernels do not run here, so their outputs stay as allocated; zeros pass the check for NaN.
     with mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros):
-        for chosen in (*ENCODED, APART):
+        for chosen in (*ENCODED, APART, TURNED):
             for capacity in (None, 1024):
                 check_arguments_of_a_step(capacity, chosen)
     check_wide_numbers()

@@ -212,8 +212,7 @@ def _packed_tile(
     b_q, k_fields, v_fields, k_tables, v_tables, k_words, v_words, p_rope, rows,
     start, stop, n_sinks, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
     SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    FAST: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the packed tokens `[start, start + BLOCK)`, before `stop`."""
     # Logits are computed relative to the reference, unless a cap or an additive mask may put them far from it.
@@ -230,7 +229,7 @@ def _packed_tile(
         o_keys + start, o_t, m_t, K_META, PRECISION, FAST,
     )  # fmt: skip
     b_base = tl.zeros_like(b_m) if ABSOLUTE else _finite(b_m)
-    b_offset = b_bias - b_base if BIAS else -b_base
+    b_offset = b_bias - b_base if K.bias else -b_base
     b_s = b_s * b_factor[None, :] + b_offset[None, :]
     b_s = _logits(b_s, rows, o_t, m_t, n_sinks + start, MASKING, KIND, False, EVEN)
     b_tops = tl.max(tl.reshape(b_s, [BLOCK // 8, 8, b_m.shape[0]]), 0)
@@ -255,32 +254,6 @@ def _packed_tile(
     return b_m, b_l, b_acc
 
 
-@triton.constexpr_function
-def _by_phase(shape, phases):
-    return [*shape[:-1], phases, shape[-1] // phases]
-
-
-@triton.jit
-def _phase_sum(b_x, PHASES: tl.constexpr):
-    """Sum of `b_x` `[..., M]` over the phases of each row, in all of them."""
-    SPLIT: tl.constexpr = _by_phase(b_x.shape, PHASES)
-    b_sum = tl.sum(tl.reshape(b_x, SPLIT), len(SPLIT) - 2, keep_dims=True)
-    return tl.reshape(tl.broadcast_to(b_sum, SPLIT), b_x.shape)
-
-
-@triton.jit
-def _merged_phases(b_m, b_l, b_acc, PHASES: tl.constexpr):
-    """Merge the phases of each row by log-sum-exp; all of them get the result."""
-    SPLIT: tl.constexpr = _by_phase(b_m.shape, PHASES)
-    b_top = tl.max(tl.reshape(b_m, SPLIT), 0, keep_dims=True)
-    b_top = tl.reshape(tl.broadcast_to(b_top, SPLIT), b_m.shape)
-    b_weight = tl.exp2(b_m - _finite(b_top))
-    b_merged = ()
-    for i in tl.static_range(len(b_acc)):
-        b_merged = b_merged + (_phase_sum(b_acc[i] * b_weight[None, :], PHASES),)
-    return b_top, _phase_sum(b_l * b_weight, PHASES), b_merged
-
-
 # Triton recompiles for integers that are 1 or divisible by 16, and these come and go as tokens arrive. They are not in
 # the sides' tuples because `do_not_specialize` cannot name members of tuples.
 _GROWING = (
@@ -291,12 +264,12 @@ _GROWING = (
 
 @triton.jit(do_not_specialize=_GROWING)
 def attend_kernel(
-    p_q, p_mapped, p_rows, keys, values, k_tables, v_tables, p_rope, p_mask, p_packed, p_acc, p_dense, p_stats,
+    p_q, p_mapped, p_rows, p_shift, keys, values, k_tables, v_tables, p_rope, p_mask, p_packed, p_acc, p_dense, p_stats,
     n_sinks, n_packed, n_tail, k_capacity, v_capacity, k_tail_capacity, v_tail_capacity, rope_capacity, split_tokens,
     s_mask_b, s_mask_h, s_mask_n, s_mask_t, scaling, softcap, G, N,
     SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr,
     M: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, ROW_BLOCKS: tl.constexpr,
-    PRECISION: tl.constexpr, FAST: tl.constexpr, TURN: tl.constexpr, PHASES: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Attend `M` query rows to one split of the packed tokens, or to the dense segments (FlashDecoding).
 
@@ -304,8 +277,7 @@ def attend_kernel(
 
     `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`, with `capacity` packed tokens and
     `tail_capacity` tokens in the tail; `k_tables` and `v_tables` its constant tensors, `K` and `V` its `SideForm`.
-    With TURN, queries are mapped by it for each group of tokens, and `PHASES` groups at a time: in these many copies of
-    the query rows, which share out the groups among them.
+    Turned queries have rows of their own for each group of tokens, and a constant each in `p_shift` (`spectral.py`).
     """
     i_h, i_b = tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - 1
@@ -314,11 +286,7 @@ def attend_kernel(
     i_bh = i_b.to(tl.int64) * (tl.num_programs(1) // ROW_BLOCKS) + i_h
     n_rows = G * N
     o_r = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M)
-    o_phase = tl.arange(0, M) // (M // PHASES)
-    if PHASES > 1:
-        o_r %= M // PHASES
     m_r = o_r < n_rows
-    m_own = m_r & (o_phase == 0)
     o_m = i_b.to(tl.int64) * s_mask_b
     if not MASKING.shared:
         o_m += (i_h * G + o_r // N).to(tl.int64) * s_mask_h + o_r % N * s_mask_n
@@ -326,13 +294,17 @@ def attend_kernel(
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_total = tl.zeros([M], tl.float32)
     if i_s < splits:
-        DTYPE: tl.constexpr = p_mapped.dtype.element_ty
         # Eight partial sums, of every eighth token each: sums over different threads wait until after the loop.
         b_l = tl.zeros([8, M], tl.float32)
         p_rows += i_bh * n_rows * 2
         b_factor = tl.load(p_rows + o_r * 2, mask=m_r, other=0.0)
         b_bias = tl.load(p_rows + o_r * 2 + 1, mask=m_r, other=0.0)
-        p_mapped += i_bh * n_rows * K.width
+        if K.turned:
+            n_groups = k_capacity // K.group
+            p_mapped += i_bh * n_groups * n_rows * K.width
+            p_shift += i_bh * n_groups * n_rows
+        else:
+            p_mapped += i_bh * n_rows * K.width
         b_acc = _zero_tiles(M, V)
         k_words = _words(k_tables, K.words, K.places)
         v_words = _words(v_tables, V.words, V.places)
@@ -346,49 +318,27 @@ def attend_kernel(
         stop = tl.minimum(i_s * split_tokens + split_tokens, n_filled)
         o_keys, o_values = i_bh * k_capacity, i_bh * v_capacity
         first = i_s * split_tokens
-        if TURN is None:
-            o_row = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        o_row = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        if not K.turned:
             b_q = _query_tiles(p_mapped, o_row, o_row < n_rows, K)
-            for start in range(first, stop, BLOCK):
-                b_m, b_l, b_acc = _packed_tile(
-                    b_q, keys[FIELDS:], values[FIELDS:], k_tables, v_tables, k_words, v_words, p_rope, rows,
-                    start, stop, n_sinks, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l,
-                    b_acc, SCORE, ACCUMULATE, K, V, MASKING, K.bias, BLOCK, EVEN, DTYPE, PRECISION, FAST,
-                )  # fmt: skip
-        else:
-            # Rows of different phases see the groups of a run in turn: one product maps queries for all of them.
-            RUN: tl.constexpr = PHASES * K.group
-            K_META: tl.constexpr = K.meta
-            K_WIDTH: tl.constexpr = K.width
-            for run in range(first // RUN * RUN, stop, RUN):
-                # Never anything but 0, but not to the compiler, which would keep in registers and in shared memory what
-                # is the same in each turn.
-                zero = (run >> 31) * 64
-                o_row = zero + (tl.arange(0, M // 8)[:, None] * 8 + tl.arange(0, 8)[None, :])
-                o_g = tl.minimum(run // K.group + o_row // (M // PHASES), (stop - 1) // K.group)
-                o_row = tl.program_id(1) % ROW_BLOCKS * M + o_row % (M // PHASES)
-                b_q = TURN(
-                    p_mapped, k_tables, p_rope, i_h, o_row, o_row < n_rows, o_g, zero,
-                    K_WIDTH, K_META, DTYPE, PRECISION, FAST,
-                )  # fmt: skip
-                for start in range(tl.maximum(run, first), tl.minimum(run + RUN, stop), BLOCK):
-                    b_offset = b_bias
-                    if PHASES > 1:
-                        b_offset = tl.where(o_phase == (start - run) // K.group, 0.0, float("-inf"))
-                    b_m, b_l, b_acc = _packed_tile(
-                        b_q, keys[FIELDS:], values[FIELDS:], k_tables, v_tables, k_words, v_words, p_rope, rows,
-                        start, stop, n_sinks, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_offset, b_m,
-                        b_l, b_acc, SCORE, ACCUMULATE, K, V, MASKING, K.bias or PHASES > 1, BLOCK, EVEN, DTYPE,
-                        PRECISION, FAST,
-                    )  # fmt: skip
+        for start in range(first, stop, BLOCK):
+            if K.turned:
+                o_group = start // K.group * n_rows
+                b_group = _query_tiles(p_mapped + o_group * K.width, o_row, o_row < n_rows, K)
+                b_group = b_group + (tl.load(p_shift + o_group + o_r, mask=m_r, other=0.0),)
+            else:
+                b_group = b_q
+            b_m, b_l, b_acc = _packed_tile(
+                b_group, keys[FIELDS:], values[FIELDS:], k_tables, v_tables, k_words, v_words, p_rope, rows,
+                start, stop, n_sinks, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
+                SCORE, ACCUMULATE, K, V, MASKING, BLOCK, EVEN, DTYPE, PRECISION, FAST,
+            )  # fmt: skip
         b_total = tl.sum(b_l, 0)
-        if PHASES > 1:
-            b_m, b_total, b_acc = _merged_phases(b_m, b_total, b_acc, PHASES)
         p_acc += ((i_bh * splits + i_s) * n_rows) * V.width
         base = 0
         for i in tl.static_range(len(V.widths)):
             o_w = base + tl.arange(0, V.widths[i])
-            tl.store(p_acc + o_r[None, :] * V.width + o_w[:, None], b_acc[i], mask=m_own[None, :])
+            tl.store(p_acc + o_r[None, :] * V.width + o_w[:, None], b_acc[i], mask=m_r[None, :])
             base += V.widths[i]
     else:
         o_k, o_v = tl.arange(0, K.padded), tl.arange(0, V.padded)
@@ -405,10 +355,10 @@ def attend_kernel(
             rows, n_sinks + n_packed, scaling, b_m, b_total, b_dense, K, V, MASKING, MASKING.causal, PRECISION, FAST,
         )  # fmt: skip
         p_dense += i_bh * n_rows * V.dim
-        tl.store(p_dense + o_r[None, :] * V.dim + o_v[:, None], b_dense, mask=m_own[None, :] & (o_v < V.dim)[:, None])
+        tl.store(p_dense + o_r[None, :] * V.dim + o_v[:, None], b_dense, mask=m_r[None, :] & (o_v < V.dim)[:, None])
     p_stats += ((i_bh * (splits + 1) + i_s) * n_rows + o_r) * 2
-    tl.store(p_stats, b_m, mask=m_own)
-    tl.store(p_stats + 1, b_total, mask=m_own)
+    tl.store(p_stats, b_m, mask=m_r)
+    tl.store(p_stats + 1, b_total, mask=m_r)
 
 
 @triton.jit(do_not_specialize=("splits",))

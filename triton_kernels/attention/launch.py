@@ -6,9 +6,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import triton.language as tl
 
 from kvcache_compress.codecs.backend import interpreting
-from kvcache_compress.triton_kernels.common.operands import KernelSide, launch_options, next_power_of_2
+from kvcache_compress.triton_kernels.common.operands import KernelSide, dot_precision, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import AMD, KernelCall, Plan, addresses, kept
 
 from .kernel import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, merge_kernel
@@ -27,9 +28,13 @@ MAX_SPLITS = 127
 """With the dense segments, a power of two, to which the merge pads."""
 MIN_SPLIT_TOKENS = 128
 """Shorter splits would write and merge as much as they read, and end before the dense segments do."""
-SCRATCH = ("p_mapped", "p_rows", "p_acc", "p_dense", "p_stats")
-FOLDED = ("p_parts", "p_part_stats")
-"""Buffers that one kernel fills for the next; `FOLDED` are those of a launch before the merge, if there is one."""
+MAPPED, ATTENDED, FOLDED = (
+    ("p_mapped", "p_rows", "p_turned", "p_shift"),
+    ("p_acc", "p_dense", "p_stats"),
+    ("p_parts", "p_part_stats"),
+)
+"""Buffers that one kernel fills for the next: of queries (the last two if they are turned), of attention, and of a
+launch before the merge, if there is one."""
 INTERPRETING = interpreting()
 """Triton's interpreter has no assembly, and truncates to bfloat16 where hardware rounds."""
 
@@ -80,23 +85,20 @@ def attend(
         call, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
         inputs["p_mask"].device, inputs["s_mask_t"], inputs["s_mask_h"] == 0, scaling, softcap,
         None if s_aux is None else (s_aux.dtype, s_aux.device), repeatable,
-        None if slot_mask is None else slot_mask.key,
+        None if slot_mask is None else slot_mask.key, k_side.turn and keys.store.capacity,
     )  # fmt: skip
     plan = k_side.plans.get(key)
     if plan is None:
-        map_grid, mapping = map_query_arguments(query, k_side, keys.sinks.shape[1], scaling)
+        mapping, mapped = query_calls(query, keys, inputs, slot_mask, scaling=scaling, bounded=slot_mask is not None)
         causal = slot_mask is not None and slot_mask.kind == CAUSAL
         grid, arguments = attend_arguments(
-            query, keys, values, inputs, mask_kind, mapping, sizes,
+            query, keys, values, inputs, mask_kind, mapped, sizes,
             scaling=scaling, softcap=softcap, mask_packed=not causal,
         )  # fmt: skip
         merging = merge_calls(query, keys, values, s_aux, arguments, out)
-        calls = (
-            (map_query_kernel, map_grid, mapping) if slot_mask is None else slot_mask.call(map_grid, mapping, inputs),
-            (attend_kernel, grid, arguments),
-            *merging,
-        )
-        scratch = {name: arguments[name] for name in SCRATCH}
+        calls = [*mapping, (attend_kernel, grid, arguments), *merging]
+        scratch = {name: mapped[name] for name in MAPPED if name in mapped}
+        scratch |= {name: arguments[name] for name in ATTENDED}
         scratch |= {name: call[name] for *_, call in merging[:-1] for name in FOLDED}
         plan = kept(k_side.plans, key, Plan(calls, changing, scratch, repeat=repeatable and not AMD))
     plan.run(changing, pointers, query.device)
@@ -123,6 +125,33 @@ def attend_inputs(
     return inputs, mask_kind
 
 
+def query_calls(
+    query: torch.Tensor,
+    keys: SideSegments,
+    inputs: dict[str, Any],
+    slot_mask: SlotMask | None = None,
+    *,
+    scaling: float,
+    bounded: bool,
+    amd: bool = AMD,
+) -> tuple[list[KernelCall], dict[str, Any]]:
+    """Launches that map the queries, and the arguments of all of them, results included (`MAPPED`).
+
+    `inputs` come from `attend_inputs`; bounded: True if the number of packed tokens is in memory.
+    """
+    side = keys.codec.kernel_side
+    grid, mapped = map_query_arguments(query, side, keys.sinks.shape[1], scaling)
+    calls = [(map_query_kernel, grid, mapped) if slot_mask is None else slot_mask.call(grid, mapped, inputs)]
+    if side.turn is not None:
+        calls.append(side.turn(side, mapped, inputs, bounded, _fast(query.dtype, amd), amd))
+        mapped = mapped | calls[1][2]
+    return calls, mapped
+
+
+def _fast(dtype: torch.dtype, amd: bool) -> bool:
+    return not (dtype == torch.float32 or amd or INTERPRETING)
+
+
 def attend_arguments(
     query: torch.Tensor,
     keys: SideSegments,
@@ -139,9 +168,9 @@ def attend_arguments(
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Grid and arguments of `attend_kernel`, its result buffers included.
 
-    `query` is contiguous, `inputs` and `mask_kind` come from `attend_inputs`, `mapped` holds the arguments of
-    `map_query_kernel`, results included; `mask_packed`: False if the mask hides no packed token that the count of
-    them in memory does not; `amd` for AMD GPUs.
+    `query` is contiguous, `inputs` and `mask_kind` come from `attend_inputs`, `mapped` from `query_calls`;
+    `mask_packed`: False if the mask hides no packed token that the count of them in memory does not; `amd` for AMD
+    GPUs.
     """
     batch, query_heads, count, dk = query.shape
     heads = keys.sinks.shape[1]
@@ -153,12 +182,13 @@ def attend_arguments(
     tile = sizes.tile
     tile_rows = _tile_rows(tile, rows, amd)
     row_blocks = -(-rows // tile_rows)
-    fast = not (exact or amd or INTERPRETING)
+    fast = _fast(query.dtype, amd)
     k_tables, k_form = k_side.operands(operand, fast, dk, 0 if keys.track is None else keys.track.buffer.shape[2])
     v_tables, v_form = v_side.operands(operand, fast, dv, 0)
     shared = count == 1 and inputs["s_mask_h"] == 0
     arguments = inputs | dict(
-        p_mapped=mapped["p_mapped"], p_rows=mapped["p_rows"], k_tables=k_tables, v_tables=v_tables,
+        p_mapped=mapped.get("p_turned", mapped["p_mapped"]), p_rows=mapped["p_rows"],
+        p_shift=mapped.get("p_shift", mapped["p_rows"]), k_tables=k_tables, v_tables=v_tables,
         p_acc=query.new_empty(batch, heads, sizes.splits, rows, v_form.width, dtype=torch.float32),
         p_dense=query.new_empty(batch, heads, rows, dv, dtype=torch.float32),
         p_stats=query.new_empty(batch, heads, sizes.splits + 1, rows, 2, dtype=torch.float32),
@@ -166,8 +196,7 @@ def attend_arguments(
         G=groups, N=count, SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K=k_form, V=v_form,
         MASKING=Masking(mask_kind, softcap is not None, count > 1, shared, mask_packed),
         M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks,
-        PRECISION="ieee" if exact or amd else "tf32", FAST=fast,
-        TURN=k_side.turn, PHASES=_phases(k_side, rows, tile_rows, softcap),
+        DTYPE=tl.float32 if exact else tl.float16, PRECISION=dot_precision(exact, amd), FAST=fast,
         num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(amd),
     )  # fmt: skip
@@ -219,16 +248,6 @@ def value_side(query: torch.Tensor, keys: SideSegments, values: SideSegments, am
 def _tile_rows(tile: Tile, rows: int, amd: bool = AMD) -> int:
     """Query rows per program: columns of the tensor cores' tile, of which there are 8, on AMD 16."""
     return min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16 if amd else 8, next_power_of_2(rows)))
-
-
-def _phases(side: KernelSide, rows: int, tile_rows: int, softcap: float | None) -> int:
-    """Copies of the query rows among those of a program: each sees every so many groups, which are mapped together.
-
-    A cap on logits would lift those of the other groups, which are minus infinity.
-    """
-    if side.turn is None or softcap is not None:
-        return 1
-    return max(1, tile_rows // next_power_of_2(rows))
 
 
 def split_sizes(packed: int, tile: Tile, programs: int, processors: int) -> tuple[int, int]:

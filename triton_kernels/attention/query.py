@@ -104,7 +104,7 @@ def map_query_arguments(
     `p_mapped` is `[B, H, Hq / H * n, W]`, float32 where the query is, else float16; `p_rows` holds factor and bias.
     """
     batch, query_heads, count, dim = query.shape
-    rows, width = query_heads // heads * count, sum(side.widths)
+    rows, width = query_heads // heads * count, side.mapped_width
     exact = query.dtype == torch.float32
     matrix = side.query_map
     assert matrix is None or matrix.is_contiguous()

@@ -34,6 +34,11 @@ def launch_options(amd: bool = AMD, fusion: bool = True) -> dict[str, Any]:
     return {"enable_fp_fusion": fusion} | ({} if amd else {"maxnreg": 255})
 
 
+def dot_precision(exact: bool, amd: bool) -> str:
+    """Precision of float32 products in attention: TF32 holds 16-bit numbers exactly; `exact` for float32 queries."""
+    return "ieee" if exact or amd else "tf32"
+
+
 class SideForm(NamedTuple):
     """Compile-time constants of a side in the attention kernel.
 
@@ -41,7 +46,7 @@ class SideForm(NamedTuple):
     words, places: how many of `KernelSide.words` are tiles of their own, and how many share the last tiles.
     dim, padded: head dimension of dense tokens, and the next power of two.
     bias: keys only, True if a term is added to all scores of a query; rope: numbers of cos and sin per group, or 0.
-    group: packed tokens to a row of cos and sin.
+    group: packed tokens to a row of cos and sin; turned: True if each group has queries of its own.
     """
 
     meta: tuple[Any, ...]
@@ -54,6 +59,7 @@ class SideForm(NamedTuple):
     bias: bool
     rope: int
     group: int
+    turned: bool
 
 
 @dataclass(eq=False)
@@ -78,8 +84,9 @@ class KernelSide:
     fold: values only, makes the launch between attention and merge that takes the sums out of code space, in place of
         `output_map`, from the arguments of `attend_kernel` (`commvq_sums.fold_call`).
     few_rows: values only, the side in another form for at most 8 query rows in 16 bits on NVIDIA, if that is faster.
-    turn: keys only, a device function that maps the queries once more for each group of tokens, see `dense.py`.
-    group: tokens that share the cos and sin of the first of them, and what `turn` returns.
+    turn: keys only, makes the launch between the map and attention that maps the queries once more for each group of
+        tokens, from the side and the arguments of both (`spectral.turn_call`).
+    group: tokens that share the cos and sin of the first of them, and turned queries.
     plans, sizes: keys only, launches that later steps repeat and sizes of splits, by what calls have in common.
     """
 
@@ -100,7 +107,7 @@ class KernelSide:
     output_map: torch.Tensor | None = None
     fold: Callable[[dict[str, Any]], KernelCall] | None = None
     few_rows: KernelSide | None = None
-    turn: Any = None
+    turn: Callable[..., KernelCall] | None = None
     group: int = 1
     plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     sizes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -133,8 +140,9 @@ class KernelSide:
             tables, words, places = (*tables, self.words), len(self.words) - self.places, self.places
         padded = max(16, next_power_of_2(dim))
         form = SideForm(
-            self.meta, self.widths, sum(self.widths), words, places, dim, padded, self.bias, rope, self.group
-        )
+            self.meta, self.widths, sum(self.widths), words, places, dim, padded, self.bias, rope, self.group,
+            self.turn is not None,
+        )  # fmt: skip
         return tables, form
 
     def for_rows(self, rows: int, exact: bool, amd: bool = AMD) -> KernelSide:
@@ -143,11 +151,16 @@ class KernelSide:
             return self
         return self.few_rows
 
+    @property
+    def mapped_width(self) -> int:
+        """Columns of a mapped query, before it is turned to groups."""
+        return sum(self.widths) if self.query_map is None else self.query_map.shape[-1] - self.bias
+
     def query_bound(self) -> torch.Tensor:
         """Factor of queries of magnitude 1 by which they are at most `headroom` when mapped, inverted. Float32 `[]`."""
         if self._bound is None:
             assert self.query_map is not None
-            self._bound = self.query_map[..., : sum(self.widths)].abs().sum(-2).max() / self.headroom
+            self._bound = self.query_map[..., : self.mapped_width].abs().sum(-2).max() / self.headroom
         return self._bound
 
     def tensors(self) -> tuple[torch.Tensor, ...]:

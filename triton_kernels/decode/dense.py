@@ -1,7 +1,8 @@
 """Device functions of uncompressed tokens: the simplest example of the contract that all device functions follow.
 
 SCORE(b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t, META, PRECISION, FAST) -> [T, M] float32
-    b_q: tuple of query tiles `[width, M]`, one per entry of `KernelSide.widths`, in the operands' dtype;
+    b_q: tuple of query tiles `[width, M]`, one per entry of `KernelSide.widths`, in the operands' dtype; turned queries
+    (`spectral.py`) are those of the tile's group, and followed by their constants `[M]`;
     fields: tuple of pointers to the store's buffers, in the order of `Codec.fields`;
     words: `KernelSide.words`, as tiles; empty unless FAST;
     p_rope: float16 `[tokens, 2 * rotary]`, cos and sin from the tile's first token on, if the codec uses them;
@@ -11,9 +12,6 @@ SCORE(b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t, META, PR
 ACCUMULATE(b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc, META, DTYPE, PRECISION, FAST)
     -> tuple of [width, M]
     b_p: float32 weights `[T, M]`; b_acc: the float32 sums so far; DTYPE: the operands' dtype.
-TURN(p_q, tables, p_rope, i_h, o_r, m_r, o_g, zero, WIDTH, META, DTYPE, PRECISION, FAST) -> `b_q` of SCORE
-    for keys whose queries depend on the group of tokens, see `spectral.py`. Rows `o_r` `[M / 8, 8]` of the mapped
-    queries at `p_q`, each for group `o_g` of the batch row's cos and sin at `p_rope`; zero is added to addresses.
 PRECISION: of float32 operands in `tl.dot`; 16-bit ones are not affected.
 FAST: True if 16-bit operands may be unpacked by NVIDIA assembly (`lookup.py`); the other path is portable.
 """

@@ -14,7 +14,7 @@ so that the table is exact in float16. The portable path turns, maps and scores 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -24,13 +24,18 @@ from torch.nn import functional
 from kvcache_compress.codecs.layout import words_per_token
 from kvcache_compress.triton_kernels.common import lookup
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
-from kvcache_compress.triton_kernels.common.operands import KernelSide
+from kvcache_compress.triton_kernels.common.operands import KernelSide, dot_precision, launch_options, next_power_of_2
+from kvcache_compress.triton_kernels.common.plan import KernelCall
 
 if TYPE_CHECKING:
     from kvcache_compress.methods.spectral.codec import SpectralCodec
 
 TILE = tl.constexpr(16)
 """Columns of a tile: the depth of the tensor cores' operands."""
+PAIRS_AT_ONCE = 64
+"""Pairs of group and query row per program of `turn_kernel`."""
+CHUNK = tl.constexpr(32)
+"""Columns of code space that it makes at a time."""
 WIDEST = 2.0**12
 """Largest magnitude of a mapped query before it is turned, of queries up to 1: far below what float16 can hold."""
 HIGHEST = 2.0**14
@@ -71,14 +76,6 @@ class Digits(NamedTuple):
     columns: int
 
 
-TURN = lookup.text(
-    "mul.rn.f16x2 r0, $3, $5",
-    "fma.rn.f16x2 $0, $2, $4, r0",
-    "mul.rn.f16x2 r0, $2, $5",
-    "neg.f16x2 r0, r0",
-    "fma.rn.f16x2 $1, $3, $4, r0",
-)
-TURN_REGISTERS = lookup.registers(2, 4)
 BIT = lookup.text(
     "prmt.b32 r0, $8, 0, $10",  # bytes A and B of a word of four, as halves
     *(f"and.b32 ${j}, r0, {0x00010001 << j:#x}" for j in range(8)),
@@ -86,89 +83,85 @@ BIT = lookup.text(
 BIT_REGISTERS = lookup.registers(8, 4)
 
 
-@triton.jit
-def query_operand(b_x):
-    """Order `b_x` `[M / 8, 8, 4, 4]`, rows by pairs of channels, as the tensor cores hold it: `[TILE, M]`."""
-    M: tl.constexpr = b_x.shape[0] * 8
-    b_x = tl.reshape(b_x, [M // 8, 8, 4, 2, 2])
-    return tl.trans(tl.reshape(tl.permute(b_x, [0, 1, 3, 2, 4]), [M, TILE]))
-
-
-@triton.jit
-def turned(
-    p_q, p_rope, o_r, m_r, o_g, TILES: tl.constexpr, ROTARY: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr
-):
-    """Load queries `o_r` `[M / 8, 8]`, turned back by the rotations of groups `o_g`: real and imaginary tiles."""
-    o_p = (tl.arange(0, 4)[:, None] * 4 + tl.arange(0, 4)[None, :])[None, None, :, :]
-    p_q += o_r[:, :, None, None] * (2 * TILES * TILE) + o_p
-    p_rope += o_g[:, :, None, None] * (2 * ROTARY) + o_p
-    b_tiles = ()
-    for i in tl.static_range(TILES):
-        b_x = tl.load(p_q + 2 * i * TILE, mask=m_r[:, :, None, None], other=0.0)
-        b_y = tl.load(p_q + (2 * i + 1) * TILE, mask=m_r[:, :, None, None], other=0.0)
-        if TILE * i < ROTARY:
-            p_cos = p_rope + i * TILE
-            if TILE * (i + 1) <= ROTARY:
-                b_cos, b_sin = tl.load(p_cos), tl.load(p_cos + ROTARY)
-            else:
-                m_p = i * TILE + o_p < ROTARY
-                b_cos, b_sin = tl.load(p_cos, mask=m_p, other=1.0), tl.load(p_cos + ROTARY, mask=m_p, other=0.0)
-            if FAST:
-                b_x, b_y = tl.inline_asm_elementwise(
-                    TURN, TURN_REGISTERS, [b_x, b_y, b_cos, b_sin],
-                    dtype=(tl.float16,) * 2, is_pure=True, pack=2,
-                )  # fmt: skip
-            else:
-                b_cos, b_sin = b_cos.to(tl.float32), b_sin.to(tl.float32)
-                b_a, b_b = b_x.to(tl.float32), b_y.to(tl.float32)
-                b_x, b_y = b_a * b_cos + b_b * b_sin, b_b * b_cos - b_a * b_sin
-        b_tiles = b_tiles + (query_operand(b_x.to(DTYPE)), query_operand(b_y.to(DTYPE)))
-    return b_tiles
-
-
-@triton.jit
-def map_tiles(p_map, zero):
-    """Load a block of the map: from two tiles of the query to one of columns, both `[columns, pairs of channels]`.
-
-    A lane loads what it holds as an operand of the tensor cores, so no number moves between threads.
-    """
-    o_lane, o_e = zero + tl.arange(0, 32)[None, :, None], tl.arange(0, 8)[None, None, :]
-    b_map = tl.load(p_map + (tl.arange(0, 2)[:, None, None] * 256 + o_lane * 8 + o_e))
-    b_map = tl.permute(tl.reshape(b_map, [2, 8, 4, 2, 2, 2]), [0, 1, 4, 2, 5, 3])
-    return tl.split(tl.reshape(b_map, [TILE, TILE, 2]))
-
-
-@triton.jit
-def turn(
-    p_q, tables, p_rope, i_h, o_r, m_r, o_g, zero,
-    WIDTH: tl.constexpr, META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+@triton.jit(do_not_specialize=("n_packed", "k_capacity", "rope_capacity"))
+def turn_kernel(
+    p_mapped, p_rope, p_packed, p_map, p_factors, p_turned, p_shift, n_packed, k_capacity, rope_capacity, rows,
+    HALF: tl.constexpr, META: tl.constexpr, M: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
-    """Map queries, turned to the anchors of their groups: tiles of code space, one of the means, and a constant `[M]`.
+    """Map the queries of a head, turned to the anchors of its groups, `M` pairs of group and query row per program.
 
-    In the fast path a digit of one bit is 0 or 1, and the constant makes it ±0.5.
+    p_turned: `[B, H, groups, rows, columns]` in code space and the means' columns, each 16 in the order in which
+    `query_tile` reads them; p_shift: float32 `[B, H, groups, rows]`, in the fast path the constant that makes digits of
+    one bit, which are 0 or 1 there, ±0.5.
     """
-    PAIRS: tl.constexpr = WIDTH // (2 * TILE)
     COLUMNS: tl.constexpr = META.columns
-    EXACT: tl.constexpr = DTYPE if FAST else tl.float32
-    b_q = turned(p_q, p_rope, o_r, m_r, o_g, PAIRS, META.rotary, EXACT, FAST)
-    p_map = tables[MAP] + i_h * (COLUMNS * WIDTH)
-    p_factors = tables[FACTORS].to(tl.pointer_type(tl.float32), bitcast=True)
-    p_factors += i_h * (3 * COLUMNS) + zero + tl.arange(0, TILE)
-    b_mapped = ()
-    b_zero = tl.zeros([TILE, b_q[0].shape[1]], tl.float32)
-    for i in tl.static_range(COLUMNS // TILE):
-        b_tile = tl.zeros([TILE, b_q[0].shape[1]], tl.float32)
-        for j in tl.static_range(PAIRS):
-            b_x, b_y = map_tiles(p_map + (i * PAIRS + j) * (2 * TILE * TILE), zero)
-            b_tile = tl.dot(b_x.to(EXACT), b_q[2 * j], b_tile, input_precision=PRECISION)
-            b_tile = tl.dot(b_y.to(EXACT), b_q[2 * j + 1], b_tile, input_precision=PRECISION)
-        b_tile *= tl.load(p_factors + (COLUMNS if FAST else 0) + i * TILE)[:, None]
-        if FAST and i >= META.ones and (i + 1) * TILE < COLUMNS:
-            b_zero += b_tile * tl.load(p_factors + 2 * COLUMNS + i * TILE)[:, None]
-        b_mapped = b_mapped + (b_tile.to(EXACT),)
-        if i % 2 == 1:
-            tl.debug_barrier()
-    return b_mapped + (tl.sum(b_zero, 0),)
+    ROTARY: tl.constexpr = META.rotary
+    GROUP: tl.constexpr = META.group
+    DTYPE: tl.constexpr = p_turned.dtype.element_ty
+    i_h, i_b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_bh = i_b * tl.num_programs(1) + i_h
+    if BOUNDED:
+        n_packed = tl.minimum(n_packed, tl.load(p_packed).to(tl.int32))
+    n_pairs = n_packed // GROUP * rows
+    start = tl.program_id(0) * M
+    if start >= n_pairs:
+        return
+    o_r, o_p, o_w = start + tl.arange(0, M), tl.arange(0, HALF), tl.arange(0, CHUNK)
+    m_r = o_r < n_pairs
+    o_near = tl.minimum(o_r, n_pairs - 1)
+    p_q = p_mapped + ((i_bh * rows + o_near % rows) * (2 * HALF))[:, None] + o_p[None, :]
+    b_x, b_y = tl.load(p_q).to(DTYPE), tl.load(p_q + HALF).to(DTYPE)
+    if ROTARY:
+        p_cos = p_rope + ((i_b * rope_capacity + o_near // rows) * (2 * ROTARY))[:, None] + o_p[None, :]
+        b_cos = tl.load(p_cos, mask=(o_p < ROTARY)[None, :], other=1.0).to(DTYPE)
+        b_sin = tl.load(p_cos + ROTARY, mask=(o_p < ROTARY)[None, :], other=0.0).to(DTYPE)
+        b_x, b_y = b_x * b_cos + b_y * b_sin, b_y * b_cos - b_x * b_sin
+    o_map = i_h * (2 * HALF * COLUMNS) + o_p[:, None] * COLUMNS + o_w[None, :]
+    o_factor = i_h * (3 * COLUMNS) + o_w
+    p_factor = p_factors.to(tl.pointer_type(tl.float32), bitcast=True) + o_factor
+    first = i_bh * (k_capacity // GROUP) * rows
+    p_out = p_turned + (first + o_r)[:, None] * COLUMNS + o_w[None, :]
+    b_shift = tl.zeros([M, CHUNK], tl.float32)
+    for column in tl.range(0, COLUMNS, CHUNK, num_stages=3):
+        m_w = column + o_w < COLUMNS
+        p_tile = p_map + o_map + column
+        b_tile = tl.dot(b_x, tl.load(p_tile, mask=m_w[None, :], other=0.0).to(DTYPE), input_precision=PRECISION)
+        b_map = tl.load(p_tile + HALF * COLUMNS, mask=m_w[None, :], other=0.0).to(DTYPE)
+        b_tile = tl.dot(b_y, b_map, b_tile, input_precision=PRECISION)
+        b_tile *= tl.load(p_factor + (COLUMNS if FAST else 0) + column, mask=m_w, other=0.0)[None, :]
+        if FAST:
+            b_shift += b_tile * tl.load(p_factor + 2 * COLUMNS + column, mask=m_w, other=0.0)[None, :]
+        b_tile = tl.permute(tl.reshape(b_tile.to(DTYPE), [M, CHUNK // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
+        tl.store(p_out + column, tl.reshape(b_tile, [M, CHUNK]), mask=m_r[:, None] & m_w[None, :])
+    tl.store(p_shift + first + o_r, tl.sum(b_shift, 1), mask=m_r)
+
+
+def turn_call(
+    side: KernelSide, mapping: dict[str, Any], inputs: dict[str, Any], bounded: bool, fast: bool, amd: bool
+) -> KernelCall:
+    """Launch of `turn_kernel` for the queries of `map_query_kernel`, result buffers included.
+
+    `mapping` are the arguments of the latter, `inputs` the changing ones of `attend_kernel`; bounded: True if the
+    number of packed tokens is in memory; amd: for AMD's GPUs.
+    """
+    mapped, rows, capacity = mapping["p_mapped"], mapping["rows"], inputs["k_capacity"]
+    batch, heads, _, width = mapped.shape
+    meta = side.meta
+    assert isinstance(meta, Digits)
+    groups = capacity // meta.group
+    tables = side.tables_as(mapped.dtype)
+    arguments = dict(
+        p_mapped=mapped, p_map=tables[MAP.value], p_factors=tables[FACTORS.value],
+        p_turned=mapped.new_empty(
+            batch, heads, groups, rows, meta.columns, dtype=mapped.dtype if fast else torch.float32
+        ),
+        p_shift=mapped.new_empty(batch, heads, groups, rows, dtype=torch.float32),
+        rows=rows, HALF=width // 2, META=meta, M=PAIRS_AT_ONCE, BOUNDED=bounded,
+        PRECISION=dot_precision(mapped.dtype == torch.float32, amd), FAST=fast, num_warps=4, **launch_options(amd),
+    )  # fmt: skip
+    arguments |= {name: inputs[name] for name in ("p_rope", "p_packed", "n_packed", "k_capacity", "rope_capacity")}
+    return turn_kernel, (-(-groups * rows // PAIRS_AT_ONCE), heads, batch), arguments
 
 
 @triton.jit
@@ -220,7 +213,10 @@ def score(
     b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
     META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """s[t] = scale[t] Σ_w (A q_g)_w L[digit_w[t]] + places[b] · (means q_g), in `UNIT`, of what `turn` returns."""
+    """s[t] = scale[t] Σ_w (A q_g)_w L[digit_w[t]] + places[b] · (means q_g), in `UNIT`.
+
+    b_q: the group's queries as `turn_kernel` makes them, and their constant.
+    """
     GROUP: tl.constexpr = META.group
     SCALE: tl.constexpr = META.scale
     MEANS: tl.constexpr = len(b_q) - 2
@@ -230,12 +226,13 @@ def score(
         b_scale *= UNIT
     o_place = (o_row % GROUP).to(tl.int32) + o_t
     p_places = tables[PLACES] + (i_h * GROUP + o_place)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    b_s = tl.broadcast_to(b_q[MEANS + 1][None, :], [o_t.shape[0], b_q[0].shape[1]])
+    b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
     for i in tl.static_range(len(META.bits)):
         b_levels = part_levels(fields, tables, words, o_row, o_t, m_t, META, i, DTYPE, FAST)
         for j in tl.static_range(len(b_levels)):
             b_s = tl.dot(b_levels[j], b_q[META.tile[i] + j], b_s, input_precision=PRECISION)
-    return tl.dot(tl.load(p_places).to(DTYPE), b_q[MEANS], b_s * b_scale[:, None], input_precision=PRECISION)
+    b_s = (b_s + b_q[MEANS + 1][None, :]) * b_scale[:, None]
+    return tl.dot(tl.load(p_places).to(DTYPE), b_q[MEANS], b_s, input_precision=PRECISION)
 
 
 def spectral_side(codec: SpectralCodec) -> KernelSide:
@@ -271,11 +268,12 @@ def spectral_side(codec: SpectralCodec) -> KernelSide:
     places_of = tuple(ahead + sizes.index(part[4]) if fits else -1 for part, fits in zip(of_parts, fast, strict=True))
     bits_of, words_of, at_of, count_of, padded_of, field_of, tile_of = zip(*of_parts, strict=True)
     unit, means, places = _scaled(codec.directions, codec.means, codec.places)
-    factors.append(torch.full((len(means), 3, means.shape[1]), SMALL.value, device=device))
+    of_means = torch.tensor([SMALL.value, SMALL.value, 0.0], device=device)
+    factors.append(of_means[:, None].expand(len(means), 3, means.shape[1]))
     rope, half = codec.context.rope, dim // 2
     order = torch.tensor(rope.order if rope else range(dim), device=device).view(2, half)
-    spread = functional.pad(torch.eye(dim, device=device)[order], (0, 0, 0, -half % TILE.value))
-    spread = spread.unflatten(1, (-1, TILE.value)).transpose(0, 1).flatten(0, 2)
+    spread = functional.pad(torch.eye(dim, device=device)[order], (0, 0, 0, max(16, next_power_of_2(half)) - half))
+    spread = spread.flatten(0, 1)
     matrix = torch.cat([*(part / unit for part in rows), means], 1)
     meta = Digits(
         bits_of, words_of, at_of, count_of, padded_of, field_of, places_of, tile_of, scale=len(planes), tables=ahead,
@@ -285,9 +283,9 @@ def spectral_side(codec: SpectralCodec) -> KernelSide:
         score,
         None,
         meta,
-        (TILE.value,) * (len(spread) // TILE.value),
+        (TILE.value,) * (matrix.shape[1] // TILE.value),
         tables=(
-            _as_operands(matrix @ spread.mT),
+            spread @ matrix.mT,
             places,
             codec.digit_levels[0],
             torch.cat(factors, 2).contiguous().view(torch.int32),
@@ -298,7 +296,7 @@ def spectral_side(codec: SpectralCodec) -> KernelSide:
         most_tokens=codec.group,
         warps=lookup.warps(dim),
         query_map=(unit / UNIT.value * spread.mT[None]).contiguous(),
-        turn=turn,
+        turn=turn_call,
         group=codec.group,
     )
 
@@ -324,13 +322,3 @@ def _scaled(
     unit = max(float(directions.abs().sum(-1).max()), float(places.abs().max()) * length / HIGHEST) / WIDEST
     unit = 2.0 ** math.ceil(math.log2(unit))  # as others would round the directions
     return unit, means * (WIDEST / length), places * (SMALL.value * length / WIDEST / unit)
-
-
-def _as_operands(x: torch.Tensor) -> torch.Tensor:
-    """Order a map `[H, columns, channels]` in blocks as `map_tiles` reads them.
-
-    Of a block, 16 columns by two tiles of 16 channels, a lane gets its operands in loads of 16 bytes: of a column, two
-    registers with two channels each, of both tiles.
-    """
-    x = x.unflatten(2, (-1, 2, 4, 2, 2)).unflatten(1, (-1, 2, 8))
-    return x.permute(0, 1, 4, 2, 3, 6, 5, 7, 8).contiguous()

@@ -38,7 +38,7 @@ def spectral(bits: float, group: int = 32) -> tuple[str, Callable[[int], dict[st
     return "spectral", lambda head_dim: {"bits": bits, "statistics": statistics_file(head_dim, group)}
 
 
-# Splits begin within groups and runs of groups; several groups are mapped together unless the rows fill a tile.
+# Splits begin within groups, too.
 CASES = {
     "one-query": Case(spectral(3), tq(3), groups=1, packed=160, split=(96, 2)),
     "two": Case(spectral(2), tq(2), groups=2, packed=160, split=(32, 5)),
