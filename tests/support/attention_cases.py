@@ -52,6 +52,7 @@ class Case:
     s_aux: bool = False
     packed: int = 64
     sinks: int = 3
+    tail: int = 5
     block: int = 32
     split: tuple[int, int] = (32, 2)
 
@@ -156,6 +157,8 @@ CASES |= {
     "nothing-packed": Case(packed=0, split=(16, 0)),
     "one-packed": Case(packed=1, split=(16, 1)),
     "no-sinks": Case(sinks=0),
+    "long-windows": Case(sinks=70, tail=150),
+    "long-windows-causal": Case(sinks=33, tail=100, count=3, mask="bool"),
     "split-of-one-token": Case(packed=33, split=(32, 2)),
     "empty-splits": Case(packed=33, split=(32, 4), mask="bool"),
     "many-splits": Case(tq(2), kivi(4), packed=96, block=16, split=(16, 6), count=3),
@@ -167,7 +170,7 @@ CASES |= {
 
 
 def segments(case: Case, make_side: Callable[..., SideSegments]) -> tuple[SideSegments, SideSegments]:
-    common = {"sinks": case.sinks, "dtype": case.dtype}
+    common = {"sinks": case.sinks, "tail": case.tail, "dtype": case.dtype}
     keys = make_side(*case.keys, "keys", case.head_dim, case.packed, **common)
     values = make_side(*case.values, "values", case.value_dim or case.head_dim, case.packed, **common)
     return keys, values

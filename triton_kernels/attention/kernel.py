@@ -1,11 +1,11 @@
 """Decode attention over `sinks | packed | tail`: one split-KV kernel for any pair of codecs, and its merge.
 
 A program of `attend_kernel` takes up to `M` query rows of one key/value head (of all query heads in its group) and one
-split of the packed tokens; the first program takes the dense segments. It keeps the reference m, sum l and accumulators
-of an online softmax (FlashDecoding); m is the largest logit, or up to `HEADROOM` above it. `merge_kernel` combines the
-splits by log-sum-exp, maps the packed sum out of code space and adds the dense one:
+split of the packed tokens; the first programs share out the dense segments. It keeps the reference m, sum l and
+accumulators of an online softmax (FlashDecoding); m is the largest logit, or up to `HEADROOM` above it. `merge_kernel`
+combines the splits by log-sum-exp, maps the packed sum out of code space and adds the dense ones:
 
-    out = (Σ_s 2^(m_s - m) acc_s) A + 2^(m_d - m) acc_d,  divided by  Σ_s 2^(m_s - m) l_s + 2^(m_d - m) l_d
+    out = (Σ_s 2^(m_s - m) acc_s) A + Σ_d 2^(m_d - m) acc_d,  divided by  Σ_s 2^(m_s - m) l_s + Σ_d 2^(m_d - m) l_d
 """
 
 import math
@@ -19,6 +19,8 @@ HEADROOM = tl.constexpr(4)
 """Margin, in units of log 2, by which the softmax reference is set above the largest logit when it must rise."""
 DENSE_BLOCK = tl.constexpr(16)
 """Tokens per tile of the dense segments."""
+DENSE = tl.constexpr(4)
+"""Programs that share out the tiles of the dense segments, usually up to seven."""
 NO_MASK, BOOL_MASK, FLOAT_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SINKS, TAIL, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Indices into a side's tuple of memory: its dense segments, then its packed fields."""
@@ -179,11 +181,11 @@ def _softmax_step(b_s, b_m, b_l):
 
 @triton.jit
 def _dense_segment(
-    b_q, p_k, p_v, tokens, rows, first, scaling, b_m, b_l, b_acc,
+    b_q, p_k, p_v, tokens, rows, first, i_tile, scaling, b_m, b_l, b_acc,
     K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over dense tokens.
+    """Online softmax over every `DENSE`-th tile of dense tokens, from tile `i_tile` on.
 
     With FAST, 16-bit queries and keys are multiplied as 16-bit operands, which loses nothing. Weights are multiplied in
     TF32, which holds 16-bit values exactly and keeps more bits of the weights than 16 bits do; float32 needs `ieee`.
@@ -191,7 +193,7 @@ def _dense_segment(
     o_k, o_v = tl.arange(0, K.padded), tl.arange(0, V.padded)
     m_k, m_v = (o_k < K.dim)[None, :], (o_v < V.dim)[None, :]
     # Two stages: with more the compiler keeps the next values in registers, and each turn takes a third longer.
-    for start in tl.range(0, tokens, DENSE_BLOCK, num_stages=2):
+    for start in tl.range(i_tile * DENSE_BLOCK, tokens, DENSE * DENSE_BLOCK, num_stages=2):
         o_t = start + tl.arange(0, DENSE_BLOCK)
         m_t = o_t < tokens
         b_k = tl.load(p_k + o_t[:, None] * K.dim + o_k[None, :], mask=m_t[:, None] & m_k, other=0.0)
@@ -280,9 +282,9 @@ def attend_kernel(
     Turned queries have rows of their own for each group of tokens, and a constant each in `p_shift` (`spectral.py`).
     """
     i_h, i_b = tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
-    splits = tl.num_programs(0) - 1
-    # The dense segments, number `splits`, come first: their program is the longest where splits are short.
-    i_s = (tl.program_id(0) + splits) % (splits + 1)
+    splits = tl.num_programs(0) - DENSE
+    # The dense segments, from number `splits` on, come first: their programs are the longest where splits are short.
+    i_s = (tl.program_id(0) + splits) % (splits + DENSE)
     i_bh = i_b.to(tl.int64) * (tl.num_programs(1) // ROW_BLOCKS) + i_h
     n_rows = G * N
     o_r = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M)
@@ -346,17 +348,19 @@ def attend_kernel(
         m_q = m_r[None, :] & (o_k < K.dim)[:, None]
         b_query = tl.load(p_q + o_r[None, :] * K.dim + o_k[:, None], mask=m_q, other=0.0)
         b_dense = _zero_tile(M, V.padded)
+        i_d = i_s - splits
         b_m, b_total, b_dense = _dense_segment(
             b_query, keys[SINKS] + i_bh * n_sinks * K.dim, values[SINKS] + i_bh * n_sinks * V.dim, n_sinks,
-            rows, 0, scaling, b_m, b_total, b_dense, K, V, MASKING, False, PRECISION, FAST,
+            rows, 0, i_d, scaling, b_m, b_total, b_dense, K, V, MASKING, False, PRECISION, FAST,
         )  # fmt: skip
         b_m, b_total, b_dense = _dense_segment(
             b_query, keys[TAIL] + i_bh * k_tail_capacity * K.dim, values[TAIL] + i_bh * v_tail_capacity * V.dim, n_tail,
-            rows, n_sinks + n_packed, scaling, b_m, b_total, b_dense, K, V, MASKING, MASKING.causal, PRECISION, FAST,
+            rows, n_sinks + n_packed, (i_d + DENSE - 1) % DENSE, scaling, b_m, b_total, b_dense,
+            K, V, MASKING, MASKING.causal, PRECISION, FAST,
         )  # fmt: skip
-        p_dense += i_bh * n_rows * V.dim
+        p_dense += (i_bh * DENSE + i_d) * n_rows * V.dim
         tl.store(p_dense + o_r[None, :] * V.dim + o_v[:, None], b_dense, mask=m_r[None, :] & (o_v < V.dim)[:, None])
-    p_stats += ((i_bh * (splits + 1) + i_s) * n_rows + o_r) * 2
+    p_stats += ((i_bh * (splits + DENSE) + i_s) * n_rows + o_r) * 2
     tl.store(p_stats, b_m, mask=m_r)
     tl.store(p_stats + 1, b_total, mask=m_r)
 
@@ -375,10 +379,14 @@ def merge_kernel(
     rows = G * N
     i_h = i_bh % H
     o_s, o_v = tl.arange(0, S_PAD), tl.arange(0, DV_PAD)
-    m_s, m_v = o_s <= splits, o_v < DV
-    p_stats += (i_bh * (splits + 1) * rows + i_r) * 2
+    m_s, m_v = o_s < splits + DENSE, o_v < DV
+    p_stats += (i_bh * (splits + DENSE) * rows + i_r) * 2
     b_m = tl.load(p_stats + o_s * rows * 2, mask=m_s, other=float("-inf"))
     b_l = tl.load(p_stats + o_s * rows * 2 + 1, mask=m_s, other=0.0)
+    o_d = tl.arange(0, DENSE)
+    b_dense_m = tl.load(p_stats + (splits + o_d) * rows * 2)
+    p_dense += (i_bh * DENSE * rows + i_r) * DV
+    b_dense = tl.load(p_dense + o_d[:, None] * (rows * DV) + o_v[None, :], mask=m_v[None, :], other=0.0)
     b_top = tl.max(b_m, 0)
     if HAS_S_AUX:
         b_s_aux = tl.load(p_s_aux + i_h * G + i_r // N).to(tl.float32) * LOG2E
@@ -388,8 +396,7 @@ def merge_kernel(
     b_total = tl.sum(b_weight * b_l, 0)
     if HAS_S_AUX:
         b_total += tl.exp2(b_s_aux - b_top)
-    b_dense_weight = tl.sum(tl.where(o_s == splits, b_weight, 0.0), 0)
-    b_out = tl.load(p_dense + (i_bh * rows + i_r) * DV + o_v, mask=m_v, other=0.0) * b_dense_weight
+    b_out = tl.sum(b_dense * tl.exp2(b_dense_m - b_top)[:, None], 0)
     p_acc += (i_bh * splits * rows + i_r) * W
     if HAS_MAP:
         for start in range(0, W, CHUNK):

@@ -12,7 +12,7 @@ from kvcache_compress.codecs.backend import interpreting
 from kvcache_compress.triton_kernels.common.operands import KernelSide, dot_precision, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import AMD, KernelCall, Plan, addresses, kept
 
-from .kernel import BOOL_MASK, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, merge_kernel
+from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, merge_kernel
 from .query import map_query_arguments, map_query_kernel
 from .slot_mask import CAUSAL, SlotMask
 from .tiles import Tile, capability_of, tile_shape
@@ -24,8 +24,8 @@ MAX_TILE_ROWS = 32
 """Query rows per program of more than two warps (else 16): more would spill registers, so codes are read again."""
 RESIDENT_WARPS = 8
 """Warps of the attention kernel resident on a multiprocessor: 65,536 registers at 255 per thread."""
-MAX_SPLITS = 127
-"""With the dense segments, a power of two, to which the merge pads."""
+MAX_SPLITS = 128 - DENSE.value
+"""With the programs of the dense segments, a power of two, to which the merge pads."""
 MIN_SPLIT_TOKENS = 128
 """Shorter splits would write and merge as much as they read, and end before the dense segments do."""
 MAPPED, ATTENDED, FOLDED = (
@@ -190,8 +190,8 @@ def attend_arguments(
         p_mapped=mapped.get("p_turned", mapped["p_mapped"]), p_rows=mapped["p_rows"],
         p_shift=mapped.get("p_shift", mapped["p_rows"]), k_tables=k_tables, v_tables=v_tables,
         p_acc=query.new_empty(batch, heads, sizes.splits, rows, v_form.width, dtype=torch.float32),
-        p_dense=query.new_empty(batch, heads, rows, dv, dtype=torch.float32),
-        p_stats=query.new_empty(batch, heads, sizes.splits + 1, rows, 2, dtype=torch.float32),
+        p_dense=query.new_empty(batch, heads, DENSE.value, rows, dv, dtype=torch.float32),
+        p_stats=query.new_empty(batch, heads, sizes.splits + DENSE.value, rows, 2, dtype=torch.float32),
         n_sinks=keys.sinks.shape[2], scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
         G=groups, N=count, SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K=k_form, V=v_form,
         MASKING=Masking(mask_kind, softcap is not None, count > 1, shared, mask_packed),
@@ -200,7 +200,7 @@ def attend_arguments(
         num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(amd),
     )  # fmt: skip
-    return (sizes.splits + 1, heads * row_blocks, batch), arguments
+    return (sizes.splits + DENSE.value, heads * row_blocks, batch), arguments
 
 
 def merge_calls(
@@ -233,7 +233,7 @@ def merge_calls(
         p_map=p_acc if output_map is None else output_map, p_s_aux=p_acc if s_aux is None else s_aux, p_out=out,
         splits=splits, s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
         W=p_acc.shape[4], DV=dv, DV_PAD=padded,
-        S_PAD=max(16, next_power_of_2(splits + 1)), CHUNK=chunk, num_warps=warps,
+        S_PAD=max(16, next_power_of_2(splits + DENSE.value)), CHUNK=chunk, num_warps=warps,
         HAS_MAP=output_map is not None, HAS_S_AUX=s_aux is not None, enable_fp_fusion=True,
     )  # fmt: skip
     return [*calls, (merge_kernel, (query_heads // heads * count, batch * heads, 1), arguments)]

@@ -149,7 +149,7 @@ def accumulate_sums(
 def fold_kernel(
     p_acc, p_stats, p_books, p_places, p_parts, p_part_stats, splits, H, rows, W,
     CENTRES: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D_PAD: tl.constexpr,
-    M: tl.constexpr, S_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    M: tl.constexpr, DENSE: tl.constexpr, S_PAD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits' sums and multiply them by the codebooks: a part of the output for each program's codes.
 
@@ -159,7 +159,7 @@ def fold_kernel(
     i_h = i_bh % H
     o_s, o_r, o_n, o_v = tl.arange(0, S_PAD), tl.arange(0, M), tl.arange(0, N), tl.arange(0, D_PAD)
     m_r = o_r < rows
-    p_stats += i_bh * (splits + 1) * rows * 2
+    p_stats += i_bh * (splits + DENSE) * rows * 2
     m_s = (o_s < splits)[:, None] & m_r[None, :]
     o_stats = (o_s[:, None] * rows + o_r[None, :]) * 2
     b_m = tl.load(p_stats + o_stats, mask=m_s, other=float("-inf"))
@@ -191,29 +191,31 @@ def fold_kernel(
     D: tl.constexpr = GROUPS * WIDTH
     p_parts += ((i_bh * parts + i_p) * rows + o_r) * D
     tl.store(p_parts[:, None] + o_v[None, :], b_out, mask=m_r[:, None] & (o_v < D)[None, :])
-    p_part_stats += i_bh * (parts + 1) * rows * 2 + o_r * 2
+    p_part_stats += i_bh * (parts + DENSE) * rows * 2 + o_r * 2
     tl.store(p_part_stats + i_p * rows * 2, b_top, mask=m_r)
     tl.store(p_part_stats + i_p * rows * 2 + 1, tl.where(i_p == 0, b_total, 0.0), mask=m_r)
     if i_p == 0:
-        for i in tl.static_range(2):
-            b_dense = tl.load(p_stats + (splits * rows + o_r) * 2 + i, mask=m_r, other=0.0)
-            tl.store(p_part_stats + parts * rows * 2 + i, b_dense, mask=m_r)
+        for i in tl.static_range(2 * DENSE):
+            o_i = i // 2 * rows * 2 + i % 2
+            b_dense = tl.load(p_stats + (splits * rows + o_r) * 2 + o_i, mask=m_r, other=0.0)
+            tl.store(p_part_stats + parts * rows * 2 + o_i, b_dense, mask=m_r)
 
 
 def fold_call(books: ResidualBooks, attended: dict[str, Any]) -> KernelCall:
     """Launch of `fold_kernel` for what `attend_kernel` fills, result buffers included.
 
-    p_parts, p_part_stats: float32 `[B, H, parts, rows, D]` and `[B, H, parts + 1, rows, 2]`.
+    p_parts, p_part_stats: float32 `[B, H, parts, rows, D]` and `[B, H, parts + dense, rows, 2]`.
     """
     p_acc, (centres, width) = attended["p_acc"], books.books.shape[1:]
     batch, heads, splits, rows, sums = p_acc.shape
+    dense = attended["p_dense"].shape[2]
     parts, dim = min(MOST_PARTS, books.groups * max(books.rounds)), books.groups * width
     arguments = dict(  # noqa: C408 - named as the kernel's parameters are
         p_acc=p_acc, p_stats=attended["p_stats"], p_books=books.books, p_places=books.places,
         p_parts=p_acc.new_empty(batch, heads, parts, rows, dim),
-        p_part_stats=p_acc.new_empty(batch, heads, parts + 1, rows, 2),
+        p_part_stats=p_acc.new_empty(batch, heads, parts + dense, rows, 2),
         splits=splits, H=heads, rows=rows, W=sums, CENTRES=centres, N=max(LEAST_CENTRES, centres),
-        GROUPS=books.groups, WIDTH=width, D_PAD=max(16, next_power_of_2(dim)), M=FEW_ROWS,
+        GROUPS=books.groups, WIDTH=width, D_PAD=max(16, next_power_of_2(dim)), M=FEW_ROWS, DENSE=dense,
         S_PAD=next_power_of_2(splits), CHUNK=8, num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip
     return fold_kernel, (parts, batch * heads, 1), arguments
