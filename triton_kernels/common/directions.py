@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import lookup
+from . import assembly, lookup
 from .codes import load_words
 
 
@@ -34,9 +34,9 @@ def _four_bits() -> tl.constexpr:
         for part, selectors, signs in ((0, "r3", "0x5140"), (2, "r5", "0x7362")):
             field = 4 * half + part
             lines += [f"prmt.b32 r6, r4, r0, {signs}"]
-            lines += lookup.pairs(selectors, cos, (f"${field}", f"${field + 1}"), "r6")
-            lines += lookup.pairs(selectors, sin, (f"${8 + field}", f"${9 + field}"), "r6")
-    return lookup.text(*lines)
+            lines += assembly.pairs(selectors, cos, (f"${field}", f"${field + 1}"), "r6")
+            lines += assembly.pairs(selectors, sin, (f"${8 + field}", f"${9 + field}"), "r6")
+    return assembly.text(*lines)
 
 
 def _five_bits() -> tl.constexpr:
@@ -61,13 +61,13 @@ def _five_bits() -> tl.constexpr:
         for part, selectors, signs in ((0, "r3", "0x5140"), (2, "r5", "0x7362")):
             field = 4 * half + part
             lines += [f"prmt.b32 r6, r4, r0, {signs}", f"shl.b32 r7, r9, {7 - field}", "xor.b32 r6, r6, r7"]
-            lines += lookup.pairs(selectors, cos, (f"${field}", f"${field + 1}"), "r6")
-            lines += lookup.pairs(selectors, sin, (f"${8 + field}", f"${9 + field}"), "r7")
-    return lookup.text(*lines)
+            lines += assembly.pairs(selectors, cos, (f"${field}", f"${field + 1}"), "r6")
+            lines += assembly.pairs(selectors, sin, (f"${8 + field}", f"${9 + field}"), "r7")
+    return assembly.text(*lines)
 
 
-FOUR_BITS, FOUR_BITS_REGISTERS = _four_bits(), lookup.registers(16, 18)
-FIVE_BITS, FIVE_BITS_REGISTERS = _five_bits(), lookup.registers(16, 22)
+FOUR_BITS, FOUR_BITS_REGISTERS = _four_bits(), assembly.registers(16, 18)
+FIVE_BITS, FIVE_BITS_REGISTERS = _five_bits(), assembly.registers(16, 22)
 
 
 def fits(points: torch.Tensor, width: int) -> bool:
@@ -78,14 +78,14 @@ def fits(points: torch.Tensor, width: int) -> bool:
 
 def tables(points: torch.Tensor) -> torch.Tensor:
     """Lookup tables that `directions` expects at the start of `words`: int32 `[8]`."""
-    return torch.cat([lookup.byte_table(-part, 3) for part in points[:8].T.cpu()])
+    return torch.cat([assembly.byte_table(-part, 3) for part in points[:8].T.cpu()])
 
 
 @triton.jit
 def unjoined(
     p_low, p_high, words, o_row, o_t, m_t, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Eight tiles of cos and eight of sin, float16 `[T, PADDED]`; the last of `words` are `lookup.places`."""
+    """Eight tiles of cos and eight of sin, float16 `[T, PADDED]`; the last of `words` are `assembly.places`."""
     b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, WORDS)
     if BITS == 4:
         b_both = tl.inline_asm_elementwise(
@@ -94,7 +94,7 @@ def unjoined(
             dtype=(tl.float16,) * 16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        b_high = lookup.load_bytes(p_high, o_row, o_t, m_t, WORDS, PADDED, WORDS)
+        b_high = assembly.load_bytes(p_high, o_row, o_t, m_t, WORDS, PADDED, WORDS)
         b_both = tl.inline_asm_elementwise(
             FIVE_BITS, FIVE_BITS_REGISTERS,
             [b_words, b_high, words[len(words) - 1],
@@ -111,5 +111,5 @@ def directions(
     """Tiles of cos, then tiles of sin, in code order."""
     b_both = unjoined(p_low, p_high, words, o_row, o_t, m_t, BITS, WORDS, PADDED)
     if PADDED < 16:
-        b_both = lookup.joined(b_both)
+        b_both = assembly.joined(b_both)
     return b_both

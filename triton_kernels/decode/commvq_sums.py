@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_compress.triton_kernels.common import lookup
+from kvcache_compress.triton_kernels.common import assembly
 from kvcache_compress.triton_kernels.common.codes import load_scales
 from kvcache_compress.triton_kernels.common.operands import FEW_ROWS, KernelSide, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import KernelCall
@@ -54,7 +54,7 @@ def _unpack(bits: int) -> str:
     """Assembly: both codes of a unit plus 1024, of two tokens, from the words of the unit's bytes and their places."""
     mask = (1 << bits) - 1
     mask |= mask << 16
-    return lookup.text(
+    return assembly.text(
         "prmt.b32 r0, $2, $4, $6",
         "prmt.b32 r1, $3, $5, $7",
         "prmt.b32 r0, r0, r1, 0x5410",
@@ -67,9 +67,9 @@ def _unpack(bits: int) -> str:
 
 UNPACK = tl.constexpr(tuple(map(_unpack, range(1, 9))))
 """Assembly by bits less one."""
-UNPACK_REGISTERS = lookup.registers(2, 7)
-REACHES = lookup.text("add.sat.f16x2 $0, $1, $2")
-REACHES_REGISTERS = lookup.registers(1, 2)
+UNPACK_REGISTERS = assembly.registers(2, 7)
+REACHES = assembly.text("add.sat.f16x2 $0, $1, $2")
+REACHES_REGISTERS = assembly.registers(1, 2)
 
 
 @triton.jit

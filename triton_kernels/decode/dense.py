@@ -13,7 +13,7 @@ ACCUMULATE(b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc, META
     -> tuple of [width, M]
     b_p: float32 weights `[T, M]`; b_acc: the float32 sums so far; DTYPE: the operands' dtype.
 PRECISION: of float32 operands in `tl.dot`; 16-bit ones are not affected.
-FAST: True if 16-bit operands may be unpacked by NVIDIA assembly (`lookup.py`); the other path is portable.
+FAST: True if 16-bit operands may be unpacked by NVIDIA assembly (`assembly.py`); the other path is portable.
 """
 
 from typing import NamedTuple

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_width, padded_words, words_per_token
-from kvcache_compress.triton_kernels.common import lookup
+from kvcache_compress.triton_kernels.common import assembly, in_place, lookup
 from kvcache_compress.triton_kernels.common.codes import load_codes, tile_channels, tile_width
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order
 
@@ -21,7 +21,7 @@ class Grouped(NamedTuple):
     """Bits of a code, words of a token, the same padded (`codes.py`), tokens and channels that share a scale.
 
     fits: True if `lookup.py` can unpack the codes; folded: True if scales are multiplied with queries or weights
-    instead of codes, which stay in place (`lookup.placed`) in the fast path.
+    instead of codes, which stay in place (`in_place.placed`) in the fast path.
     """
 
     bits: int
@@ -48,11 +48,11 @@ def weight_unit(bits):
 
 
 @triton.jit
-def in_place(i: tl.constexpr, META: tl.constexpr, DTYPE: tl.constexpr):
+def place_factors(i: tl.constexpr, META: tl.constexpr, DTYPE: tl.constexpr):
     """Factors of tile `i`'s channels that undo the places of their codes: `[channels]`."""
     WIDTH: tl.constexpr = tile_width(META.padded)
     if META.padded == WIDTH:
-        b_factor = tl.full([WIDTH], 2.0 ** -lookup.place(i, META.bits), DTYPE)
+        b_factor = tl.full([WIDTH], 2.0 ** -in_place.place(i, META.bits), DTYPE)
     else:
         o_field = i * (WIDTH // META.padded) + tl.arange(0, WIDTH) // META.padded
         b_factor = (1.0 / (1 << META.bits * (o_field % (10 // META.bits))).to(tl.float32)).to(DTYPE)
@@ -62,7 +62,7 @@ def in_place(i: tl.constexpr, META: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def middle(b_scale, b_zero, BITS: tl.constexpr):
     """Decoded value of the middle of the code range, in float16."""
-    return lookup.scaled(b_scale, tl.full(b_scale.shape, (2**BITS - 1) / 2, tl.float16), b_zero)
+    return assembly.scaled(b_scale, tl.full(b_scale.shape, (2**BITS - 1) / 2, tl.float16), b_zero)
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def per_unit(b_scale, BITS: tl.constexpr):
     if lookup.unit(BITS) == 1:
         b_step = b_scale
     else:
-        b_step = lookup.product(b_scale, tl.full(b_scale.shape, 1 / lookup.unit(BITS), tl.float16))
+        b_step = assembly.product(b_scale, tl.full(b_scale.shape, 1 / lookup.unit(BITS), tl.float16))
     return b_step
 
 
@@ -125,9 +125,9 @@ def decoded(fields, words, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.conste
             b_scale = tl.load(fields[SCALE] + o_s, mask=m_s, other=0.0)
             b_zero = tl.load(fields[SCALE + 1] + o_s, mask=m_s, other=0.0)
         if FAST and FITS and BITS == 2:
-            b_tile = lookup.scaled(b_codes[i], b_scale, b_zero)
+            b_tile = assembly.scaled(b_codes[i], b_scale, b_zero)
         elif FAST and FITS:
-            b_tile = lookup.scaled(b_codes[i], per_unit(b_scale, BITS), middle(b_scale, b_zero, BITS))
+            b_tile = assembly.scaled(b_codes[i], per_unit(b_scale, BITS), middle(b_scale, b_zero, BITS))
         else:
             b_tile = (b_codes[i].to(tl.float32) * b_scale.to(tl.float32) + b_zero.to(tl.float32)).to(DTYPE)
         b_tiles = b_tiles + (b_tile,)
@@ -163,14 +163,14 @@ def channel_row(p_numbers, i: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.cons
 def codes_in_place(
     fields, words, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr, VALUES: tl.constexpr
 ):
-    """Tiles of codes in place (see `lookup.placed`), as multiples of `lookup.UNIT` if they are numbers of DTYPE."""
+    """Tiles of codes in place (see `in_place.placed`), as multiples of `in_place.UNIT` if they are numbers of DTYPE."""
     if FAST and META.fits:
-        b_codes = lookup.placed(
+        b_codes = in_place.placed(
             fields[0], words, o_row, o_t, m_t, META.bits, META.words, META.padded, META.words, VALUES
         )
     else:
         b_codes = load_codes(fields[0], fields[0], o_row, o_t, m_t, META.bits, META.words, META.padded, META.words)
-        b_codes = lookup.placed_codes(b_codes, META.padded, META.bits, DTYPE)
+        b_codes = in_place.placed_codes(b_codes, META.padded, META.bits, DTYPE)
     return b_codes
 
 
@@ -191,12 +191,12 @@ def score(
         for i in tl.static_range(len(b_codes)):
             b_scale = channel_row(fields[1] + o_group, i, META.words, META.padded).to(DTYPE)
             b_zero = channel_row(fields[2] + o_group, i, META.words, META.padded).to(DTYPE)
-            b_query = b_q[i] * in_place(i, META, DTYPE)[:, None] * tl.trans(b_scale)
+            b_query = b_q[i] * place_factors(i, META, DTYPE)[:, None] * tl.trans(b_scale)
             b_s = tl.dot(b_codes[i], b_query, b_s, input_precision=PRECISION)
             b_zero = tl.broadcast_to(b_zero, [BLOCK, b_zero.shape[1]])
             b_zeros = tl.dot(b_zero, b_q[i], b_zeros, input_precision=PRECISION)
         if FAST and META.fits:
-            b_s *= 1 / lookup.UNIT
+            b_s *= 1 / in_place.UNIT
         b_s += b_zeros
     else:
         b_k = decoded(fields, words, o_row, o_t, m_t, META, DTYPE, FAST)
@@ -220,19 +220,19 @@ def accumulate(
         p_twos = fields[2].to(tl.pointer_type(tl.int32), bitcast=True) + o_row * (GROUPS // 2)
         o_w = tl.arange(0, 8) % (GROUPS // 2)
         b_twos = tl.load(p_twos + (o_t[:, None] * (GROUPS // 2) + o_w[None, :]), mask=m_t[:, None], other=0)
-        b_zeros = lookup.joined(numbers_of(b_twos, fields[2].dtype.element_ty))[0].to(DTYPE)
+        b_zeros = assembly.joined(numbers_of(b_twos, fields[2].dtype.element_ty))[0].to(DTYPE)
         b_zero_sum = tl.dot(tl.trans(b_zeros), b_p, b_acc[TILES], input_precision=PRECISION)
         for i in tl.static_range(TILES):
             if i * GROUPS % TILES == 0:
                 b_scale = half_of_word(fields[1], o_row, o_t, m_t, GROUPS, i * GROUPS // TILES).to(DTYPE)
-                b_weights = lookup.product(b_p, b_scale[:, None]) if FAST else b_p * b_scale[:, None]
+                b_weights = assembly.product(b_p, b_scale[:, None]) if FAST else b_p * b_scale[:, None]
             b_tile = tl.trans(b_codes[i])
             if FAST and META.fits:
                 b_sum = tl.dot(b_tile, b_weights, b_acc[i], input_precision=PRECISION)
             elif b_weights.dtype == tl.float32:
-                b_sum = tl.dot(b_tile, b_weights * lookup.UNIT, b_acc[i], input_precision=PRECISION)
+                b_sum = tl.dot(b_tile, b_weights * in_place.UNIT, b_acc[i], input_precision=PRECISION)
             else:
-                b_sum = b_acc[i] + lookup.UNIT * tl.dot(b_tile, b_weights, input_precision=PRECISION)
+                b_sum = b_acc[i] + in_place.UNIT * tl.dot(b_tile, b_weights, input_precision=PRECISION)
             b_sums = b_sums + (b_sum,)
         b_sums = b_sums + (b_zero_sum,)
     else:
@@ -254,7 +254,7 @@ def kivi_side(codec: KIVICodec) -> KernelSide:
     side = KernelSide(score, accumulate, Grouped(bits, words, padded, tokens, channels, fits, folded), tiles)
     if fits:
         side.words, side.places = lookup.even_words(bits, width, device)
-        side.warps = lookup.warps(width)
+        side.warps = assembly.warps(width)
     identity = in_code_order(torch.eye(width, device=device).unsqueeze(0), (width,))
     if folded and not keys:
         side.widths = (*tiles, 16)
@@ -271,7 +271,7 @@ def _places_undone(rows: torch.Tensor, bits: int) -> torch.Tensor:
     """Rows `[1, W, D]` of a map from codes in place, as the fast path holds them."""
     field = torch.arange(rows.shape[1], device=rows.device) * 8 // rows.shape[1]
     place = bits * (field % (10 // bits))
-    return rows * (2.0**-place / lookup.UNIT.value)[:, None]
+    return rows * (2.0**-place / in_place.UNIT.value)[:, None]
 
 
 def _zeros_of_groups(rows: torch.Tensor, groups: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_compress.triton_kernels.common import lookup
+from kvcache_compress.triton_kernels.common import assembly
 from kvcache_compress.triton_kernels.common.codes import load_words
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _three_levels(bits: int) -> tl.constexpr:
     lines += _level(["r3", "r4"], 2, tables[2], "$9", 8, ["$8"])
     lines += _level(["r5", "r6", "r7", "r8"], bits, tables[1], second, 4, ["r3", "r4"])
     lines += _level([f"${i}" for i in range(8)], 4, tables[0], first, 4, ["r5", "r6", "r7", "r8"])
-    return lookup.text(HALVES, *lines)
+    return assembly.text(HALVES, *lines)
 
 
 def _lanes(bits: int) -> tl.constexpr:
@@ -86,15 +86,15 @@ def _lanes(bits: int) -> tl.constexpr:
             for to, low, high in zip(chosen, entries[::2], entries[1::2], strict=True)
         ]
         entries = chosen
-    return lookup.text(".reg .pred p0", *lines, "mov.b32 $0, r0")
+    return assembly.text(".reg .pred p0", *lines, "mov.b32 $0, r0")
 
 
-LEVEL_4, LEVEL_4_REGISTERS = lookup.text(HALVES, *_level(["$0"], 2, "$2", "$1", 0, ["$3"])), lookup.registers(1, 3)
+LEVEL_4, LEVEL_4_REGISTERS = assembly.text(HALVES, *_level(["$0"], 2, "$2", "$1", 0, ["$3"])), assembly.registers(1, 3)
 # Indexed by bits - 2.
 THREE_LEVELS = tl.constexpr(tuple(_three_levels(bits).value for bits in (2, 3)))
-THREE_LEVELS_REGISTERS = tl.constexpr(tuple(lookup.registers(8, 5 + bits).value for bits in (2, 3)))
+THREE_LEVELS_REGISTERS = tl.constexpr(tuple(assembly.registers(8, 5 + bits).value for bits in (2, 3)))
 LANES = tl.constexpr(tuple(_lanes(bits).value for bits in (2, 3, 4)))
-LANES_REGISTERS = tl.constexpr(tuple(lookup.registers(1, 2**bits).value for bits in (2, 3, 4)))
+LANES_REGISTERS = tl.constexpr(tuple(assembly.registers(1, 2**bits).value for bits in (2, 3, 4)))
 
 
 def fits(tree: PolarTree, radius_bits: int) -> bool:

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_compress.triton_kernels.common import lookup
+from kvcache_compress.triton_kernels.common import assembly
 from kvcache_compress.triton_kernels.common.codes import load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, with_mean
 
@@ -196,7 +196,7 @@ def accumulate(
     if META.roots != 1:
         b_weights = b_p.to(DTYPE)
     elif FAST:
-        b_weights = lookup.product(b_p.to(DTYPE), b_scale.to(DTYPE)[:, None])
+        b_weights = assembly.product(b_p.to(DTYPE), b_scale.to(DTYPE)[:, None])
     else:
         b_weights = (b_p * b_scale[:, None]).to(DTYPE)
     b_sums = ()

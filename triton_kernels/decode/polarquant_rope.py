@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words, words_per_token
-from kvcache_compress.triton_kernels.common import directions, lookup
+from kvcache_compress.triton_kernels.common import assembly, directions, lookup
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_row, load_scales, tile_channels
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order, with_mean
 
@@ -71,7 +71,7 @@ def radii(
             b_scale = tl.load(p_scale + o_d[None, :], mask=m_d[None, :], other=0.0).to(b_steps.dtype)
     b_zero = b_scale * OFFSET
     b_scale *= 1 / UNIT
-    return lookup.scaled(b_steps, b_scale, b_zero) if FAST else b_steps * b_scale + b_zero
+    return assembly.scaled(b_steps, b_scale, b_zero) if FAST else b_steps * b_scale + b_zero
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def looked_up_scores(
         b_radii = radii(
             b_steps[j], p_scale, o_row, j, META.words, META.padded, lookup.unit(BITS), OFFSET, META.tokens, True
         )
-        b_x, b_y = lookup.product(b_points[j], b_radii), lookup.product(b_points[TILES + j], b_radii)
+        b_x, b_y = assembly.product(b_points[j], b_radii), assembly.product(b_points[TILES + j], b_radii)
         b_s = tl.dot(b_x, b_q[j], b_s, input_precision=PRECISION)
         b_s = tl.dot(b_y, b_q[TILES + j], b_s, input_precision=PRECISION)
     return b_s
@@ -186,5 +186,5 @@ def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
     if fast:
         side.places = padded_words(pairs)
         words = [directions.tables(codec.points), *lookup.even_tables(options.radius_bits)]
-        side.words = torch.cat([*words, lookup.places(side.places)]).to(codec.points.device)
+        side.words = torch.cat([*words, assembly.places(side.places)]).to(codec.points.device)
     return side

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import CODES_PER_WORD, words_per_token
-from kvcache_compress.triton_kernels.common import lookup
+from kvcache_compress.triton_kernels.common import assembly, in_place
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, with_mean
 
@@ -29,7 +29,8 @@ class Chunks(NamedTuple):
     """Constants of the chunks: field and words of its sketch, first word, number of words, and that number padded.
 
     last: True for the last chunk of a sketch; tile: its first tile; placed: True if the bits stay in place
-    (`lookup.placed`), as where chunks fill a sketch; a tile of constants after the last one makes up for their middle.
+    (`in_place.placed`), as where chunks fill a sketch; a tile of constants after the last one makes up for their
+    middle.
     """
 
     field: tuple[int, ...]
@@ -54,17 +55,17 @@ def signs(
     PLACED: tl.constexpr = META.placed[AT]
     p_words = fields[META.field[AT]] + META.first[AT]
     if FAST and PLACED:
-        b_signs = lookup.placed(p_words, words, o_row, o_t, m_t, 1, WORDS, PADDED, COUNT, False)
+        b_signs = in_place.placed(p_words, words, o_row, o_t, m_t, 1, WORDS, PADDED, COUNT, False)
     else:
         b_bits = load_codes(p_words, p_words, o_row, o_t, m_t, 1, WORDS, PADDED, COUNT)
         if PLACED:
-            b_signs = lookup.placed_codes(b_bits, PADDED, 1, DTYPE)
+            b_signs = in_place.placed_codes(b_bits, PADDED, 1, DTYPE)
         else:
             b_signs = ()
             for j in tl.static_range(len(b_bits)):
                 b_signs = b_signs + (b_bits[j].to(DTYPE) - 0.5,)
     if PLACED and META.last[AT]:
-        b_signs = b_signs + (lookup.middle_tile(o_t.shape[0], 1, DTYPE, FAST),)
+        b_signs = b_signs + (in_place.middle_tile(o_t.shape[0], 1, DTYPE, FAST),)
     return b_signs
 
 
@@ -83,7 +84,7 @@ def score(
         if META.last[i]:
             b_scale = load_scales(fields[META.field[i] + 1], o_row, o_t, m_t).to(tl.float32)
             if META.placed[i] and FAST:
-                b_scale *= 1 / lookup.UNIT
+                b_scale *= 1 / in_place.UNIT
             b_s += b_sketch * b_scale[:, None]
             b_sketch = tl.zeros_like(b_s)
     return b_s
@@ -108,7 +109,7 @@ def qjl_side(codec: QJLCodec) -> KernelSide:
             chunk = chunk.flatten(1, 2)
             widths += code_tiles(CODES_PER_WORD * count)
             if placed:
-                chunk, share = lookup.in_place(chunk, 1, keys=True).split([chunk.shape[1], 16], 1)
+                chunk, share = in_place.in_place(chunk, 1, keys=True).split([chunk.shape[1], 16], 1)
                 middle.append(share)
             parts.append(chunk)
         if placed:
@@ -120,9 +121,9 @@ def qjl_side(codec: QJLCodec) -> KernelSide:
         None,
         Chunks(*zip(*meta, strict=True)),
         tuple(widths),
-        words=lookup.places(CHUNK_WORDS).to(basis.device),
+        words=assembly.places(CHUNK_WORDS).to(basis.device),
         places=CHUNK_WORDS,
         query_map=query_map.contiguous(),
-        headroom=lookup.HEADROOM,
+        headroom=in_place.HEADROOM,
         bias=codec.mean is not None,
     )

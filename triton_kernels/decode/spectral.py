@@ -22,7 +22,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from kvcache_compress.codecs.layout import words_per_token
-from kvcache_compress.triton_kernels.common import lookup
+from kvcache_compress.triton_kernels.common import assembly, lookup
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, dot_precision, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import KernelCall
@@ -53,7 +53,7 @@ class Digits(NamedTuple):
 
     bits, words, at, count, padded: by part, bits of a digit, words of a token in its plane, first word and number of
         words of the part, and the same padded (`codes.py`).
-    field, fast, tile: by part, the plane's field, the place of the part's `lookup.places` in the words or -1 if
+    field, fast, tile: by part, the plane's field, the place of the part's `assembly.places` in the words or -1 if
         `lookup.py` cannot unpack it, and its first tile.
     scale: field of the scales; tables: words that hold the table of digits of two bits; ones: first tile of one bit.
     group, rotary: tokens per group, and pairs of channels that RoPE rotates.
@@ -76,11 +76,11 @@ class Digits(NamedTuple):
     columns: int
 
 
-BIT = lookup.text(
+BIT = assembly.text(
     "prmt.b32 r0, $8, 0, $10",  # bytes A and B of a word of four, as halves
     *(f"and.b32 ${j}, r0, {0x00010001 << j:#x}" for j in range(8)),
 )
-BIT_REGISTERS = lookup.registers(8, 4)
+BIT_REGISTERS = assembly.registers(8, 4)
 
 
 @triton.jit(do_not_specialize=("n_packed", "k_capacity", "rope_capacity"))
@@ -184,12 +184,12 @@ def part_levels(
     p_words = fields[FIELD] + AT
     if FAST and PLACE >= 0:
         if BITS == 1:
-            b_fours = lookup.load_bytes(p_words, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+            b_fours = assembly.load_bytes(p_words, o_row, o_t, m_t, WORDS, PADDED, COUNT)
             b_levels = tl.inline_asm_elementwise(
                 BIT, BIT_REGISTERS, [b_fours, words[PLACE]], dtype=(tl.float16,) * 8, is_pure=True, pack=2
             )
             if PADDED < TILE:
-                b_levels = lookup.joined(b_levels)
+                b_levels = assembly.joined(b_levels)
         else:
             b_words = words[:TABLES] + (words[PLACE],)
             b_levels = lookup.levels(p_words, p_words, b_words, o_row, o_t, m_t, 0, BITS, False, WORDS, PADDED, COUNT)
@@ -263,7 +263,7 @@ def spectral_side(codec: SpectralCodec) -> KernelSide:
         digit += width
     fast = [_fits(*part[:5]) for part in of_parts]
     sizes = sorted({part[4] for part, fits in zip(of_parts, fast, strict=True) if fits}, reverse=True)
-    tables = [lookup.byte_table(SMALL.value * codec.digit_levels[0].cpu(), 2)] if codec.counts.twos else []
+    tables = [assembly.byte_table(SMALL.value * codec.digit_levels[0].cpu(), 2)] if codec.counts.twos else []
     ahead = sum(map(len, tables))
     places_of = tuple(ahead + sizes.index(part[4]) if fits else -1 for part, fits in zip(of_parts, fast, strict=True))
     bits_of, words_of, at_of, count_of, padded_of, field_of, tile_of = zip(*of_parts, strict=True)
@@ -294,7 +294,7 @@ def spectral_side(codec: SpectralCodec) -> KernelSide:
         places=sum(sizes),
         tokens=min(codec.group, 64 if dim <= 64 else 32),
         most_tokens=codec.group,
-        warps=lookup.warps(dim),
+        warps=assembly.warps(dim),
         query_map=(unit / UNIT.value * spread.mT[None]).contiguous(),
         turn=turn_call,
         group=codec.group,
@@ -302,9 +302,9 @@ def spectral_side(codec: SpectralCodec) -> KernelSide:
 
 
 def _places(words: int) -> torch.Tensor:
-    """`lookup.places`, with selectors of bytes A and B as halves in the low half instead, int32 `[words]`."""
+    """`assembly.places`, with selectors of bytes A and B as halves in the low half instead, int32 `[words]`."""
     first = torch.arange(words, dtype=torch.int32) % 4 // 2 * 2
-    return lookup.places(words) & -0x10000 | first | 4 << 4 | first + 1 << 8 | 4 << 12
+    return assembly.places(words) & -0x10000 | first | 4 << 4 | first + 1 << 8 | 4 << 12
 
 
 def _fits(bits: int, words: int, at: int, count: int, padded: int) -> bool:

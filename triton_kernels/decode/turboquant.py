@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import PLANES, padded_words, words_per_token
-from kvcache_compress.triton_kernels.common import lookup
+from kvcache_compress.triton_kernels.common import assembly, in_place, lookup
 from kvcache_compress.triton_kernels.common.codes import in_halves, load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order, with_mean
+from kvcache_compress.triton_kernels.decode import trellis_codes
 
 if TYPE_CHECKING:
     from kvcache_compress.methods.turboquant.codec import TurboQuantCodec
@@ -28,7 +29,7 @@ class Components(NamedTuple):
 
     even: True if levels are evenly spaced; trellis: True for trellis codes; first: start of their table in the words,
     or -1 if `lookup.py` cannot unpack them; tile: the component's first tile; placed: True if even codes stay in place
-    (`lookup.placed`): what their middle stands for is added by a further tile of constants.
+    (`in_place.placed`): what their middle stands for is added by a further tile of constants.
     """
 
     bits: tuple[int, ...]
@@ -49,7 +50,7 @@ def component_levels(
 ):  # fmt: skip
     """Tiles of a component's levels (see `codes.py`), and the scale per token.
 
-    Codes in place come times `lookup.UNIT` in the fast path.
+    Codes in place come times `in_place.UNIT` in the fast path.
     """
     BITS: tl.constexpr = META.bits[PART]
     WORDS: tl.constexpr = META.words[PART]
@@ -62,9 +63,9 @@ def component_levels(
     SCALE: tl.constexpr = AT + (1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2)
     b_scale = load_scales(fields[SCALE], o_row, o_t, m_t)
     if FAST and PLACED:
-        b_levels = lookup.placed(fields[AT], words, o_row, o_t, m_t, BITS, WORDS, PADDED, WORDS, VALUES)
+        b_levels = in_place.placed(fields[AT], words, o_row, o_t, m_t, BITS, WORDS, PADDED, WORDS, VALUES)
     elif FAST and FIRST >= 0 and TRELLIS:
-        b_levels = lookup.trellis_levels(
+        b_levels = trellis_codes.trellis_levels(
             fields[AT], fields[SCALE - 1], words, o_row, o_t, m_t, FIRST, BITS, WORDS, PADDED
         )
     elif FAST and FIRST >= 0:
@@ -75,7 +76,7 @@ def component_levels(
         b_levels = ()
         b_codes = load_codes(fields[AT], fields[SCALE - 1], o_row, o_t, m_t, BITS, WORDS, PADDED, WORDS, TRELLIS)
         if PLACED:
-            b_levels = lookup.placed_codes(b_codes, PADDED, BITS, DTYPE)
+            b_levels = in_place.placed_codes(b_codes, PADDED, BITS, DTYPE)
         else:
             for i in tl.static_range(len(b_codes)):
                 if EVEN:
@@ -84,7 +85,7 @@ def component_levels(
                     b_tile = tl.load(tables[PART] + b_codes[i])
                 b_levels = b_levels + (b_tile.to(DTYPE),)
     if PLACED:
-        b_levels = b_levels + (lookup.middle_tile(o_t.shape[0], BITS, DTYPE, FAST),)
+        b_levels = b_levels + (in_place.middle_tile(o_t.shape[0], BITS, DTYPE, FAST),)
     return b_levels, b_scale
 
 
@@ -99,7 +100,7 @@ def score(
         b_levels, b_scale = component_levels(fields, tables, words, o_row, o_t, m_t, META, i, b_q[0].dtype, FAST, False)
         b_scale = b_scale.to(tl.float32)
         if META.placed[i] and FAST:
-            b_scale *= 1 / lookup.UNIT
+            b_scale *= 1 / in_place.UNIT
         if b_q[0].dtype == tl.float32:
             # Chained: independent sums would load the operands of all components at once and spill registers.
             for j in tl.static_range(len(b_levels)):
@@ -123,14 +124,14 @@ def accumulate(
     for i in tl.static_range(len(META.bits)):
         b_levels, b_scale = component_levels(fields, tables, words, o_row, o_t, m_t, META, i, DTYPE, FAST, True)
         if FAST:
-            b_weights = lookup.product(b_p.to(DTYPE), b_scale[:, None])
+            b_weights = assembly.product(b_p.to(DTYPE), b_scale[:, None])
         else:
             b_weights = (b_p * b_scale.to(tl.float32)[:, None]).to(DTYPE)
         for j in tl.static_range(len(b_levels)):
             b_tile = tl.trans(b_levels[j])
             b_sum = b_acc[META.tile[i] + j]
             if META.placed[i] and not FAST:
-                b_sum += lookup.UNIT * tl.dot(b_tile, b_weights, input_precision=PRECISION)
+                b_sum += in_place.UNIT * tl.dot(b_tile, b_weights, input_precision=PRECISION)
             else:
                 b_sum = tl.dot(b_tile, b_weights, b_sum, input_precision=PRECISION)
             b_sums = b_sums + (b_sum,)
@@ -157,7 +158,11 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
         if even:
             unit = float(levels[1] - levels[0]) / (1 if placed else lookup.unit(bits))
         if first >= 0 and not placed and (bits == 3 or not even):
-            table = lookup.trellis_table(levels, bits, padded) if trellis else lookup.byte_table(levels / unit, bits)
+            table = (
+                trellis_codes.trellis_table(levels, bits, padded)
+                if trellis
+                else assembly.byte_table(levels / unit, bits)
+            )
             words.append(table)
         meta.append((bits, words_per_token(width), padded, at, even, trellis, first, len(tiles), placed))
         tiles += code_tiles(width)
@@ -166,13 +171,13 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
             part = part.unflatten(1, (8, padded // 2, 2)).transpose(2, 3).flatten(1, 3)
         if placed:
             tiles.append(16)
-            part = lookup.in_place(part, bits, keys)
+            part = in_place.in_place(part, bits, keys)
             if not keys:
-                part = part / lookup.UNIT.value
+                part = part / in_place.UNIT.value
         rows.append(part)
         at += len(PLANES[bits]) + 1
     if places:
-        words.append(lookup.places(places).to(codec.context.device))
+        words.append(assembly.places(places).to(codec.context.device))
     basis = torch.cat(rows, 1)
     return KernelSide(
         score,
@@ -183,9 +188,9 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
         words=torch.cat(words) if words else None,
         places=places,
         tokens=16 if len(meta) > 2 else 64 if sum(tiles) <= 80 or (len(meta) == 1 and placed) else 32,
-        warps=max(sum(widths) // 256 if len(meta) > 2 else 1, *map(lookup.warps, widths)),
+        warps=max(sum(widths) // 256 if len(meta) > 2 else 1, *map(assembly.warps, widths)),
         query_map=with_mean(basis.mT, codec.mean) if keys else None,
         bias=codec.mean is not None,
         output_map=None if keys else basis.contiguous(),
-        headroom=lookup.HEADROOM,
+        headroom=in_place.HEADROOM,
     )

@@ -12,7 +12,7 @@ from support import ptx
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import Codec
 from kvcache_compress.codecs.layout import words_per_token
-from kvcache_compress.triton_kernels.common import directions, lookup
+from kvcache_compress.triton_kernels.common import assembly, directions
 
 TOKENS = 64
 TEXTS = {
@@ -38,7 +38,7 @@ def test_text_gives_cos_and_sin_of_the_codes(
     held = ptx.held(low, keys)
     for plane in high:
         held += ptx.held(plane.contiguous().view(torch.int32).repeat_interleave(4, -1), keys)
-        held += ptx.held(lookup.places(plane.shape[-1]).expand(TOKENS, -1), keys)
+        held += ptx.held(assembly.places(plane.shape[-1]).expand(TOKENS, -1), keys)
     held += ptx.constants(directions.tables(points).tolist(), len(held[0]))
     text, constraints = TEXTS[bits]
     assert len(held) == constraints.value.count(",r")

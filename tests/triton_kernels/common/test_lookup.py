@@ -10,7 +10,8 @@ from support import ptx
 from kvcache_compress.codecs import packing, trellis
 from kvcache_compress.codecs.layout import PLANES, words_per_token
 from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward
-from kvcache_compress.triton_kernels.common import lookup
+from kvcache_compress.triton_kernels.common import assembly, in_place, lookup
+from kvcache_compress.triton_kernels.decode import trellis_codes
 
 TOKENS = 64
 TEXTS = {
@@ -30,8 +31,8 @@ def halves(plane: torch.Tensor, keys: bool) -> ptx.Register:
     (both,) = ptx.held(plane, keys)
     if plane.shape[-1] < 16:
         twos = plane.contiguous().view(torch.int32).repeat_interleave(2, -1)
-        registers = ptx.held(twos, keys) + ptx.held(lookup.places(plane.shape[-1]).expand(TOKENS, -1), keys)
-        (picked,) = ptx.run(lookup.HALF.value, {f"${1 + i}": register for i, register in enumerate(registers)}, 1)
+        registers = ptx.held(twos, keys) + ptx.held(assembly.places(plane.shape[-1]).expand(TOKENS, -1), keys)
+        (picked,) = ptx.run(assembly.HALF.value, {f"${1 + i}": register for i, register in enumerate(registers)}, 1)
         assert np.array_equal(picked, both)
     return both
 
@@ -45,7 +46,7 @@ def operands(bits: int, planes: tuple[torch.Tensor, ...], table: list[int], keys
         held.append(halves(planes[0], keys))
     if bits in (1, 3):
         held += ptx.held(planes[-1].contiguous().view(torch.int32).repeat_interleave(4, -1), keys)
-        held += ptx.held(lookup.places(planes[0].shape[-1]).expand(TOKENS, -1), keys)
+        held += ptx.held(assembly.places(planes[0].shape[-1]).expand(TOKENS, -1), keys)
     held += ptx.constants(table, len(held[0]))
     return {f"${8 + i}": register for i, register in enumerate(held)}
 
@@ -62,7 +63,7 @@ def test_text_gives_the_levels_of_the_codes(width: int, bits: int, even: bool, k
         levels = outward(levels)
     if even:
         levels = (torch.arange(2**bits) - (2**bits - 1) / 2).half() * lookup.unit(bits)
-    table = [] if even and bits in (1, 4) else lookup.byte_table(levels, bits).tolist()
+    table = [] if even and bits in (1, 4) else assembly.byte_table(levels, bits).tolist()
     inputs = operands(bits, planes, table, keys)
     text, constraints = TEXTS[bits, even]
     assert len(inputs) == constraints.value.count(",r")
@@ -83,11 +84,11 @@ def test_text_gives_the_levels_of_trellis_codes(width: int, bits: int, keys: boo
     held = ptx.held(words << 16 | words.roll(1, -1), keys)  # as `load_pairs` returns them
     if bits == 3:
         held += ptx.held(planes[1].contiguous().view(torch.int32).repeat_interleave(4, -1), keys)
-        held += ptx.held(lookup.places(words.shape[-1]).expand(TOKENS, -1), keys)
-    held += ptx.constants(lookup.byte_table(levels, bits + 1).tolist(), len(held[0]))
+        held += ptx.held(assembly.places(words.shape[-1]).expand(TOKENS, -1), keys)
+    held += ptx.constants(assembly.byte_table(levels, bits + 1).tolist(), len(held[0]))
     texts = {
-        2: (lookup.TRELLIS_TWO, lookup.TRELLIS_TWO_REGISTERS),
-        3: (lookup.TRELLIS_THREE, lookup.TRELLIS_THREE_REGISTERS),
+        2: (trellis_codes.TRELLIS_TWO, trellis_codes.TRELLIS_TWO_REGISTERS),
+        3: (trellis_codes.TRELLIS_THREE, trellis_codes.TRELLIS_THREE_REGISTERS),
     }
     text, constraints = texts[bits]
     inputs = {f"${8 + i}": register for i, register in enumerate(held)}
@@ -110,11 +111,11 @@ def test_text_gives_the_levels_of_trellis_codes_in_words_of_32_bits(width: int, 
     held = ptx.held(twos, keys) + ptx.held(twos.roll(1, -1), keys)
     if bits == 3:
         held.append(halves(planes[1].contiguous().view(torch.int16), keys))
-    held += ptx.constants(lookup.trellis_table(levels, bits, 16).tolist(), len(held[0]))
+    held += ptx.constants(trellis_codes.trellis_table(levels, bits, 16).tolist(), len(held[0]))
     inputs = {f"${16 + i}": register for i, register in enumerate(held)}
     text, constraints = {
-        2: (lookup.TWO_WORDS, lookup.TWO_WORDS_REGISTERS),
-        3: (lookup.THREE_WORDS, lookup.THREE_WORDS_REGISTERS),
+        2: (trellis_codes.TWO_WORDS, trellis_codes.TWO_WORDS_REGISTERS),
+        3: (trellis_codes.THREE_WORDS, trellis_codes.THREE_WORDS_REGISTERS),
     }[bits]
     assert len(inputs) == constraints.value.count(",r")
     outputs = ptx.run(text.value, inputs, 16)
@@ -127,7 +128,7 @@ def test_text_gives_the_levels_of_trellis_codes_in_words_of_32_bits(width: int, 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_tables_are_bytes_of_levels(bits: int) -> None:
     levels = lloyd_max_levels(128, bits)
-    table = lookup.byte_table(levels, bits)
+    table = assembly.byte_table(levels, bits)
     upper = levels.half()[-len(table) * 2 :]
     low, high = table.view(torch.uint8).view(2, -1)
     assert torch.equal((low.int() | high.int() << 8).to(torch.int16).view(torch.float16), upper)
@@ -156,16 +157,16 @@ def test_text_leaves_codes_in_place(width: int, bits: int, keys: bool) -> None:
     codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(bits), device="cpu")
     planes = tuple(plane.cpu() for plane in packing.pack(codes, bits))
     text, constraints = {
-        1: (lookup.PLACED_ONE, lookup.ONE_BIT_REGISTERS),
-        2: (lookup.PLACED_TWO, lookup.PLACED_TWO_REGISTERS),
-        4: (lookup.PLACED_FOUR, lookup.FOUR_EVEN_BITS_REGISTERS),
+        1: (in_place.PLACED_ONE, lookup.ONE_BIT_REGISTERS),
+        2: (in_place.PLACED_TWO, in_place.PLACED_TWO_REGISTERS),
+        4: (in_place.PLACED_FOUR, lookup.FOUR_EVEN_BITS_REGISTERS),
     }[bits]
     inputs = operands(bits, planes, [], keys)
     assert len(inputs) == constraints.value.count(",r")
     outputs = ptx.run(text.value, inputs, 8)
     fields = codes.view(TOKENS, 8, words_per_token(width))
     for field, output in enumerate(outputs):
-        numbers = (fields[:, field] << lookup.place(field, bits)).to(torch.int16)
+        numbers = (fields[:, field] << in_place.place(field, bits)).to(torch.int16)
         assert numbers.max() < 1024, "no bit of the exponent"
         assert np.array_equal(output, ptx.held(numbers, keys)[0])
 
@@ -189,8 +190,8 @@ def test_maps_of_codes_in_place_give_levels(bits: int, keys: bool) -> None:
     rows = torch.randn(1, 64, 64, generator=generator, dtype=torch.float64)
     codes = torch.randint(0, 2**bits, (64,), generator=generator)
     fields = torch.arange(8).repeat_interleave(8)
-    placed = codes * 2.0 ** torch.tensor([lookup.place(int(field), bits) for field in fields])
+    placed = codes * 2.0 ** torch.tensor([in_place.place(int(field), bits) for field in fields])
     operand = torch.cat([placed, torch.full((16,), 2.0**bits)]).double()
     expected = (codes - (2**bits - 1) / 2).double() @ rows[0]
-    found = operand @ lookup.in_place(rows, bits, keys)[0]
+    found = operand @ in_place.in_place(rows, bits, keys)[0]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,138 @@
+"""Building blocks of the fast path on NVIDIA GPUs: assembly over packed half-precision numbers, and what it loads.
+
+`prmt.b32` looks up four bytes at once in a table of eight, with packed nibbles as selectors. A level takes two lookups,
+one per byte; another `prmt` interleaves four low and four high bytes into two pairs of levels, half2. A block takes any
+two words A and B of a thread and returns pairs (A_j, B_j) of their fields j.
+`tests/triton_kernels/common/test_lookup.py` runs the assembly without a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcache_compress.codecs.layout import padded_words
+
+from .codes import load_words
+
+
+def text(*lines: str) -> tl.constexpr:
+    """Block of assembly with its own registers r0 to r15."""
+    return tl.constexpr("{\n.reg .b32 r<16>;\n" + "\n".join(f"{line};" for line in lines) + "\n}")
+
+
+def registers(outputs: int, inputs: int) -> tl.constexpr:
+    """Register constraints of a block of assembly."""
+    return tl.constexpr(",".join(["=&r"] * outputs + ["r"] * inputs))
+
+
+def pairs(selectors: str, table: tuple[str, str, str, str], outputs: tuple[str, str], signs: str = "") -> list[str]:
+    """Instructions that look up codes [A_i, A_j, B_i, B_j], the low 16 bits of `selectors`, as two pairs of levels.
+
+    outputs: registers of the pairs (A_i, B_i) and (A_j, B_j).
+
+    table: low bytes of the first four levels, low bytes of the others, then their high bytes likewise.
+    signs: a register with the sign bits of the four levels, inverted, where the table holds magnitudes.
+    """
+    low, low_rest, high, high_rest = table
+    return [
+        f"prmt.b32 r14, {low}, {low_rest}, {selectors}",
+        f"prmt.b32 r15, {high}, {high_rest}, {selectors}",
+        *([f"lop3.b32 r15, r15, {signs}, 0x80808080, 0xd2"] if signs else []),
+        f"prmt.b32 {outputs[0]}, r14, r15, 0x6240",
+        f"prmt.b32 {outputs[1]}, r14, r15, 0x7351",
+    ]
+
+
+HALF = text("prmt.b32 r0, $3, $4, 0x0072", "prmt.b32 $0, $1, $2, r0")
+HALF_REGISTERS = registers(1, 4)
+
+
+@triton.jit
+def load_bytes(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
+    """Load the words of a one-bit plane, int32 `[T, PADDED]`: column c holds four neighbours, its own in byte `c % 4`.
+
+    Loaded as bytes they would make the tensor cores' operands four tokens deep and move every other operand.
+    """
+    p_fours = p_words.to(tl.pointer_type(tl.int32), bitcast=True)
+    b_fours = load_words(p_fours, o_row, o_t, m_t, WORDS // 4, PADDED // 4, COUNT // 4)
+    b_fours = tl.broadcast_to(b_fours[:, :, None], [o_t.shape[0], PADDED // 4, 4])
+    return tl.reshape(b_fours, [o_t.shape[0], PADDED])
+
+
+@triton.jit
+def load_halves(p_words, b_places, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
+    """Load the words of a two-bit plane, int16 `[T, PADDED]`, as 32-bit words.
+
+    With few words per token the compiler would load them one by one, and move every level instead of the words.
+    """
+    if PADDED >= 16:
+        b_words = load_words(p_words, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+    else:
+        p_twos = p_words.to(tl.pointer_type(tl.int32), bitcast=True)
+        b_twos = load_words(p_twos, o_row, o_t, m_t, WORDS // 2, PADDED // 2, COUNT // 2)
+        b_twos = tl.broadcast_to(b_twos[:, :, None], [o_t.shape[0], PADDED // 2, 2])
+        b_words = tl.inline_asm_elementwise(
+            HALF, HALF_REGISTERS, [tl.reshape(b_twos, [o_t.shape[0], PADDED]), b_places],
+            dtype=tl.int16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return b_words
+
+
+@triton.jit
+def turned(b_tiles):
+    """Transpose each tile."""
+    b_turned = ()
+    for i in tl.static_range(len(b_tiles)):
+        b_turned = b_turned + (tl.trans(b_tiles[i]),)
+    return b_turned
+
+
+@triton.jit
+def joined(b_tiles):
+    """Join pairs of tiles narrower than `tile_width` side by side, without moving numbers between threads."""
+    b_pairs = ()
+    for i in tl.static_range(len(b_tiles) // 2):
+        b_pair = tl.permute(tl.join(b_tiles[2 * i], b_tiles[2 * i + 1]), [0, 2, 1])
+        b_pairs = b_pairs + (tl.reshape(b_pair, [b_pair.shape[0], 2 * b_pair.shape[2]]),)
+    return b_pairs
+
+
+@triton.jit
+def scaled(b_levels, b_scale, b_zero):
+    """`levels * scale + zero` in float16, two at a time; scale and zero broadcast to the levels' shape."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [b_levels, b_scale, b_zero],
+        dtype=tl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def product(b_x, b_y):
+    """`x * y` in float16, two at a time; y broadcasts to the shape of x."""
+    return tl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [b_x, b_y], dtype=tl.float16, is_pure=True, pack=2
+    )  # fmt: skip
+
+
+def warps(width: int) -> int:
+    """Warps that it takes to hold the sums of `width` channels in registers."""
+    return max(1, padded_words(width) // 16)
+
+
+def places(words: int) -> torch.Tensor:
+    """`prmt` selectors of narrow words within 32-bit words, int32 `[words]`.
+
+    The low half selects bytes A B A B: nibbles 0 and 2 are taken from A's entry, 1 and 3 from B's. The high half
+    selects halves A B: the low byte from A's entry, the high byte from B's.
+    """
+    byte = torch.arange(words, dtype=torch.int32) % 4
+    half = 0x5410 + 0x2222 * (byte % 2)
+    return byte | (4 + byte) << 4 | byte << 8 | (4 + byte) << 12 | half << 16
+
+
+def byte_table(levels: torch.Tensor, bits: int) -> torch.Tensor:
+    """`prmt` tables of levels by code, int32: low bytes, then high bytes; for four bits of the levels above zero."""
+    halves = levels[len(levels) // 2 :].half() if bits == 4 else levels.half()
+    return halves.view(torch.uint8).view(-1, 2).T.contiguous().view(torch.int32).flatten()

@@ -1,0 +1,127 @@
+"""Codes of even levels as numbers where they lie in a word, without a lookup.
+
+Masked in a word of 16 bits, a code is a half-precision number below the normal ones, `code · 2^(place - 24)`. Maps of
+queries and outputs take in the places and the middle of the codes (`in_place`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .assembly import joined, load_bytes, load_halves, registers, text, turned
+from .codes import load_columns, load_words, tile_width
+from .lookup import FOUR_EVEN_BITS_REGISTERS, ONE_BIT_REGISTERS
+
+UNIT = tl.constexpr(2.0**-24)
+"""Value of the lowest bit of a float16 number, the smallest above zero."""
+HEADROOM = 2.0**8
+"""Largest mapped query where codes stay in place: queries of different fields differ by up to 256."""
+
+
+@triton.constexpr_function
+def place(field, bits):
+    """Bit of a float16 number's mantissa, which has ten, at which `placed` leaves the code of a field."""
+    return bits * (field % (10 // bits))
+
+
+def _placed(bits: int) -> tl.constexpr:
+    """Mask codes where they lie: half-precision numbers below the normal ones, `code · 2^(place - 24)`."""
+    lines, fields = [], list(range(8))
+    if bits == 1:
+        lines = [
+            "lop3.b32 r0, $10, $11, 0x0f0f, 0xe4",
+            "prmt.b32 r0, $8, $9, r0",  # bytes A B A B
+            "prmt.b32 r0, r0, 0, 0x1100",
+        ]
+        runs = {"r0": fields}
+    elif bits == 2:
+        lines = ["shr.u32 r0, $8, 10"]
+        runs = {"$8": fields[:5], "r0": fields[5:]}
+    else:
+        lines = [
+            "prmt.b32 r0, $8, $9, 0x5410",  # halves of A and B
+            "prmt.b32 r1, $8, $9, 0x7632",
+            "shr.u32 r2, r0, 8",
+            "shr.u32 r3, r1, 8",
+        ]
+        runs = {"r0": fields[:2], "r2": fields[2:4], "r1": fields[4:6], "r3": fields[6:]}
+    for register, run in runs.items():
+        for field in run:
+            mask = (2**bits - 1) * 0x10001 << bits * (field % (10 // bits))
+            lines.append(f"and.b32 ${field}, {register}, {mask:#x}")
+    return text(*lines)
+
+
+PLACED_ONE, PLACED_TWO, PLACED_FOUR = _placed(1), _placed(2), _placed(4)
+PLACED_TWO_REGISTERS = registers(8, 1)
+
+
+@triton.jit
+def placed(
+    p_low, words, o_row, o_t, m_t,
+    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr,
+    VALUES: tl.constexpr,
+):  # fmt: skip
+    """Tiles of codes of one, two or four bits as numbers in place, `code · 2^(place - 24)`; see `levels`.
+
+    It takes one instruction per two codes, and one or less to put the next fields in place.
+    """
+    COLUMNS: tl.constexpr = VALUES and PADDED >= 16 and PADDED == WORDS and BITS > 1
+    if BITS == 1:
+        b_words = load_bytes(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+    elif COLUMNS:
+        b_words = load_columns(p_low, o_row, o_t, m_t, WORDS)
+    elif BITS == 2 and PADDED < 16:
+        b_words = load_halves(p_low, words[len(words) - 1], o_row, o_t, m_t, WORDS, PADDED, COUNT)
+    else:
+        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+    if BITS == 1:
+        b_codes = tl.inline_asm_elementwise(
+            PLACED_ONE, ONE_BIT_REGISTERS, [b_words, words[len(words) - 1]],
+            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif BITS == 2:
+        b_codes = tl.inline_asm_elementwise(
+            PLACED_TWO, PLACED_TWO_REGISTERS, [b_words], dtype=(tl.float16,) * 8, is_pure=True, pack=2
+        )
+    else:
+        b_codes = tl.inline_asm_elementwise(
+            PLACED_FOUR, FOUR_EVEN_BITS_REGISTERS, [b_words], dtype=(tl.float16,) * 8, is_pure=True, pack=2
+        )
+    if COLUMNS:
+        b_codes = turned(b_codes)
+    if PADDED < 16:
+        b_codes = joined(b_codes)
+    return b_codes
+
+
+@triton.jit
+def placed_codes(b_codes, PADDED: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Tiles of `placed` from the codes that `load_codes` returns, as multiples of `UNIT`: the portable path."""
+    WIDTH: tl.constexpr = tile_width(PADDED)
+    b_tiles = ()
+    for i in tl.static_range(len(b_codes)):
+        o_field = i * (WIDTH // PADDED) + tl.arange(0, WIDTH) // PADDED
+        b_tiles = b_tiles + ((b_codes[i] << (BITS * (o_field % (10 // BITS)))[None, :]).to(DTYPE),)
+    return b_tiles
+
+
+@triton.jit
+def middle_tile(TOKENS: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr):
+    """Tile of constants that is multiplied with what `in_place` adds for the middle code."""
+    return tl.full([TOKENS, 16], 2.0**BITS * (UNIT if FAST else 1.0), DTYPE)
+
+
+def in_place(rows: torch.Tensor, bits: int, keys: bool) -> torch.Tensor:
+    """Rows of a map `[H, W, D]` for codes in place, and 16 more for the middle code: `[H, W + 16, D]`.
+
+    Rows are of levels a distance of 1 apart, in the order of codes. The middle of queries is divided into shares of
+    different lengths, so that they are not all rounded alike.
+    """
+    fields = torch.arange(8, device=rows.device).repeat_interleave(rows.shape[1] // 8)
+    places = torch.tensor([place(field, bits) for field in range(8)], device=rows.device)[fields]
+    shares = torch.arange(1.0, 17.0, device=rows.device) / 136 if keys else torch.eye(16, device=rows.device)[0]
+    middle = -(2**bits - 1) / 2 * 2.0**-bits * rows.sum(1, keepdim=True) * shares[:, None]
+    return torch.cat([rows * 2.0 ** -places[:, None], middle], 1)
