@@ -348,14 +348,14 @@ def attend_kernel(
         m_q = m_r[None, :] & (o_k < K.dim)[:, None]
         b_query = tl.load(p_q + o_r[None, :] * K.dim + o_k[:, None], mask=m_q, other=0.0)
         b_dense = _zero_tile(M, V.padded)
-        i_d = i_s - splits
+        i_d = (i_s - splits) & (DENSE - 1)  # masked, so that the compiler knows that it is not negative
         b_m, b_total, b_dense = _dense_segment(
             b_query, keys[SINKS] + i_bh * n_sinks * K.dim, values[SINKS] + i_bh * n_sinks * V.dim, n_sinks,
             rows, 0, i_d, scaling, b_m, b_total, b_dense, K, V, MASKING, False, PRECISION, FAST,
         )  # fmt: skip
         b_m, b_total, b_dense = _dense_segment(
             b_query, keys[TAIL] + i_bh * k_tail_capacity * K.dim, values[TAIL] + i_bh * v_tail_capacity * V.dim, n_tail,
-            rows, n_sinks + n_packed, (i_d + DENSE - 1) % DENSE, scaling, b_m, b_total, b_dense,
+            rows, n_sinks + n_packed, (i_d + DENSE - 1) & (DENSE - 1), scaling, b_m, b_total, b_dense,
             K, V, MASKING, MASKING.causal, PRECISION, FAST,
         )  # fmt: skip
         p_dense += (i_bh * DENSE + i_d) * n_rows * V.dim
