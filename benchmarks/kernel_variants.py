@@ -24,7 +24,9 @@ from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.triton_kernels import aot
 from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.attention.kernel import attend_kernel, merge_kernel
-from kvcache_compress.triton_kernels.attention.query import map_query_arguments, map_query_kernel
+from kvcache_compress.triton_kernels.attention.query import map_query_kernel
+from kvcache_compress.triton_kernels.attention.scores import scores_kernel
+from kvcache_compress.triton_kernels.decode.commvq_sums import fold_kernel
 from kvcache_compress.triton_kernels.encode.launch import flush
 from kvcache_compress.triton_kernels.update.append import append_arguments, append_inputs, append_kernel
 
@@ -76,6 +78,7 @@ def attention_variants() -> dict[str, Variant]:
         "uniform-4bit": Variant(uniform, uniform),
         "uniform-2bit": Variant(uniform_two, uniform_two),
         "uniform-4bit and commvq-2bit": Variant(uniform, side_of("commvq", bits=2)),
+        "commvq-2bit, 3 queries": replace(variants["commvq-2bit"], count=3),
         "lloyd-max-2bit": Variant(scalar[2], scalar[2]),
         "lloyd-max-3bit": Variant(scalar[3], scalar[3]),
         "lloyd-max-2.5bit": Variant(scalar[2.5], scalar[2.5]),
@@ -116,21 +119,24 @@ def stored_bytes(variant: Variant) -> float:
     return sum(bytes_per_token(segments(variant, side).codec.fields) for side in both)
 
 
+NAMES = {map_query_kernel: "map query ", scores_kernel: "scores ", fold_kernel: "fold ", merge_kernel: "merge "}
+"""What stands before a variant's name where the figures are those of another kernel than `attend_kernel`."""
+
+
 def attention_launches(variant: Variant, target: str) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Kernels of an attention call and their arguments, as for `target`; merges are for many splits.
 
-    Their names are put before the variant's: none for `attend_kernel`, and `fold ` where sums are folded before the
-    merge.
+    Their keys are put before the variant's name, see `NAMES`.
     """
     keys, values = segments(variant, "keys"), segments(variant, "values")
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
-    _, mapping = map_query_arguments(query, keys.codec.kernel_side, 2, 0.1)
     amd = target.startswith("gfx")
     sizes = launch.sizes_of(query, keys, values, aot.capability(target), amd)
     mask = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool) if variant.mask or variant.fixed else None
     inputs = launch.attend_inputs(query, keys, values, mask, sizes.split_tokens)
+    mapping, mapped = launch.query_calls(query, keys, inputs[0], scaling=0.1, bounded=variant.fixed, amd=amd)
     _, attend = launch.attend_arguments(
-        query, keys, values, *inputs, mapping, sizes,
+        query, keys, values, *inputs, mapped, sizes,
         scaling=0.1, softcap=None, mask_packed=not variant.fixed, amd=amd,
     )  # fmt: skip
     attend["EVEN"] &= variant.even
@@ -139,10 +145,10 @@ def attention_launches(variant: Variant, target: str) -> dict[str, tuple[Any, di
     out = torch.empty(1, variant.count, 2 * variant.groups, variant.head_dim, dtype=variant.dtype)
     shape = attend["p_acc"].shape
     merged = attend | {"p_acc": attend["p_acc"].new_empty(*shape[:2], launch.MAX_SPLITS, *shape[3:])}
-    calls = {"": (attend_kernel, attend), "map query ": (map_query_kernel, mapping)}
-    for kernel, _, arguments in launch.merge_calls(query, keys, values, None, merged, out, amd):
-        calls["merge " if kernel is merge_kernel else "fold "] = kernel, arguments
-    return calls
+    merging = launch.merge_calls(query, keys, values, None, merged, out, amd)
+    return {"": (attend_kernel, attend)} | {
+        NAMES[kernel]: (kernel, arguments) for kernel, _, arguments in (*mapping, *merging)
+    }
 
 
 def step_append_arguments() -> dict[str, Any]:

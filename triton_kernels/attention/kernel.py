@@ -208,6 +208,20 @@ def _dense_segment(
 
 
 @triton.jit
+def load_scores(
+    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
+    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Scores that `scores_kernel` has left, summed over their parts; `b_q`: pointers `[M]` by part, and query rows."""
+    PARTS: tl.constexpr = len(b_q) - 1
+    o_s = ((o_row + o_t) * b_q[PARTS])[:, None]
+    b_s = tl.load(b_q[0][None, :] + o_s, mask=m_t[:, None], other=0.0)
+    for i in tl.static_range(1, PARTS):
+        b_s += tl.load(b_q[i][None, :] + o_s, mask=m_t[:, None], other=0.0)
+    return b_s
+
+
+@triton.jit
 def _packed_tile(
     b_q, k_fields, v_fields, k_tables, v_tables, k_words, v_words, p_rope, rows,
     start, stop, n_sinks, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
@@ -296,7 +310,7 @@ def attend_kernel(
     s_mask_b, s_mask_h, s_mask_n, s_mask_t, scaling, softcap, G, N,
     SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr,
     M: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, ROW_BLOCKS: tl.constexpr,
-    PRECISION: tl.constexpr, FAST: tl.constexpr, TURN: tl.constexpr, PHASES: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, TURN: tl.constexpr, PHASES: tl.constexpr,
 ):  # fmt: skip
     """Attend `M` query rows to one split of the packed tokens, or to the dense segments (FlashDecoding).
 
@@ -304,6 +318,7 @@ def attend_kernel(
 
     `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`, with `capacity` packed tokens and
     `tail_capacity` tokens in the tail; `k_tables` and `v_tables` its constant tensors, `K` and `V` its `SideForm`.
+    With `K.parts`, `p_mapped` are the scores that `scores_kernel` made, and SCORE is `load_scores`.
     With TURN, queries are mapped by it for each group of tokens, and `PHASES` groups at a time: in these many copies of
     the query rows, which share out the groups among them.
     """
@@ -326,13 +341,13 @@ def attend_kernel(
     b_m = tl.full([M], float("-inf"), tl.float32)
     b_total = tl.zeros([M], tl.float32)
     if i_s < splits:
-        DTYPE: tl.constexpr = p_mapped.dtype.element_ty
         # Eight partial sums, of every eighth token each: sums over different threads wait until after the loop.
         b_l = tl.zeros([8, M], tl.float32)
         p_rows += i_bh * n_rows * 2
         b_factor = tl.load(p_rows + o_r * 2, mask=m_r, other=0.0)
         b_bias = tl.load(p_rows + o_r * 2 + 1, mask=m_r, other=0.0)
-        p_mapped += i_bh * n_rows * K.width
+        if K.parts == 0:
+            p_mapped += i_bh * n_rows * K.width
         b_acc = _zero_tiles(M, V)
         k_words = _words(k_tables, K.words, K.places)
         v_words = _words(v_tables, V.words, V.places)
@@ -348,7 +363,14 @@ def attend_kernel(
         first = i_s * split_tokens
         if TURN is None:
             o_row = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
-            b_q = _query_tiles(p_mapped, o_row, o_row < n_rows, K)
+            if K.parts == 0:
+                b_q = _query_tiles(p_mapped, o_row, o_row < n_rows, K)
+            else:
+                s_part = tl.num_programs(1).to(tl.int64) * tl.num_programs(2) * k_capacity * n_rows
+                b_q = ()
+                for i in tl.static_range(K.parts):
+                    b_q = b_q + (p_mapped + i * s_part + tl.minimum(o_r, n_rows - 1),)
+                b_q = b_q + (n_rows,)
             for start in range(first, stop, BLOCK):
                 b_m, b_l, b_acc = _packed_tile(
                     b_q, keys[FIELDS:], values[FIELDS:], k_tables, v_tables, k_words, v_words, p_rope, rows,

@@ -41,7 +41,7 @@ class SideForm(NamedTuple):
     words, places: how many of `KernelSide.words` are tiles of their own, and how many share the last tiles.
     dim, padded: head dimension of dense tokens, and the next power of two.
     bias: keys only, True if a term is added to all scores of a query; rope: numbers of cos and sin per group, or 0.
-    group: packed tokens to a row of cos and sin.
+    group: packed tokens to a row of cos and sin; parts: as in `KernelSide`.
     """
 
     meta: tuple[Any, ...]
@@ -54,6 +54,7 @@ class SideForm(NamedTuple):
     bias: bool
     rope: int
     group: int
+    parts: int
 
 
 @dataclass(eq=False)
@@ -77,7 +78,9 @@ class KernelSide:
     output_map: float32 `[H or 1, sum(widths), D]`, code space to outputs; None is the identity.
     fold: values only, makes the launch between attention and merge that takes the sums out of code space, in place of
         `output_map`, from the arguments of `attend_kernel` (`commvq_sums.fold_call`).
-    few_rows: values only, the side in another form for at most 8 query rows in 16 bits on NVIDIA, if that is faster.
+    few_rows: the side in another form for at most 8 query rows in 16 bits on NVIDIA, if that is faster.
+    parts: keys only, number of partial scores of a token that a launch before attention makes (`scores.py`), or 0; then
+        `score` scores one of these parts.
     turn: keys only, a device function that maps the queries once more for each group of tokens, see `dense.py`.
     group: tokens that share the cos and sin of the first of them, and what `turn` returns.
     plans, sizes: keys only, launches that later steps repeat and sizes of splits, by what calls have in common.
@@ -100,6 +103,7 @@ class KernelSide:
     output_map: torch.Tensor | None = None
     fold: Callable[[dict[str, Any]], KernelCall] | None = None
     few_rows: KernelSide | None = None
+    parts: int = 0
     turn: Any = None
     group: int = 1
     plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
@@ -110,6 +114,8 @@ class KernelSide:
     def use_tile(self, tile: Tile | None) -> None:
         """Make attention use this tile from now on, or its own choice with None; keys only."""
         self.tile = tile
+        if self.few_rows is not None:
+            self.few_rows.tile = tile
         self.sizes.clear()
         self.plans.clear()
 
@@ -133,8 +139,9 @@ class KernelSide:
             tables, words, places = (*tables, self.words), len(self.words) - self.places, self.places
         padded = max(16, next_power_of_2(dim))
         form = SideForm(
-            self.meta, self.widths, sum(self.widths), words, places, dim, padded, self.bias, rope, self.group
-        )
+            self.meta, self.widths, sum(self.widths), words, places, dim, padded, self.bias, rope, self.group,
+            self.parts,
+        )  # fmt: skip
         return tables, form
 
     def for_rows(self, rows: int, exact: bool, amd: bool = AMD) -> KernelSide:
