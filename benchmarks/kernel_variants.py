@@ -25,6 +25,7 @@ from kvcache_compress.triton_kernels import aot
 from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.attention.kernel import attend_kernel, merge_kernel
 from kvcache_compress.triton_kernels.attention.query import map_query_kernel
+from kvcache_compress.triton_kernels.attention.scores import scores_kernel
 from kvcache_compress.triton_kernels.decode.commvq_sums import fold_kernel
 from kvcache_compress.triton_kernels.decode.spectral import turn_kernel
 from kvcache_compress.triton_kernels.encode.launch import flush
@@ -78,6 +79,7 @@ def attention_variants() -> dict[str, Variant]:
         "uniform-4bit": Variant(uniform, uniform),
         "uniform-2bit": Variant(uniform_two, uniform_two),
         "uniform-4bit and commvq-2bit": Variant(uniform, side_of("commvq", bits=2)),
+        "commvq-2bit, 3 queries": replace(variants["commvq-2bit"], count=3),
         "lloyd-max-2bit": Variant(scalar[2], scalar[2]),
         "lloyd-max-3bit": Variant(scalar[3], scalar[3]),
         "lloyd-max-2.5bit": Variant(scalar[2.5], scalar[2.5]),
@@ -118,7 +120,13 @@ def stored_bytes(variant: Variant) -> float:
     return sum(bytes_per_token(segments(variant, side).codec.fields) for side in both)
 
 
-NAMES = {map_query_kernel: "map query ", turn_kernel: "turn ", fold_kernel: "fold ", merge_kernel: "merge "}
+NAMES = {
+    map_query_kernel: "map query ",
+    turn_kernel: "turn ",
+    scores_kernel: "scores ",
+    fold_kernel: "fold ",
+    merge_kernel: "merge ",
+}
 """What stands before a variant's name where the figures are those of another kernel than `attend_kernel`."""
 
 

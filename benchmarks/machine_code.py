@@ -43,6 +43,7 @@ from kernel_variants import (
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.triton_kernels import aot, sass
 from kvcache_compress.triton_kernels.attention import kernel as attention
+from kvcache_compress.triton_kernels.attention import scores
 from kvcache_compress.triton_kernels.decode import commvq
 from kvcache_compress.triton_kernels.encode.launch import exact_precision
 
@@ -54,8 +55,9 @@ KNOWN_STACK = {
     "prod-2.5bit, float32": 48,
     "lloyd-max-2.5bit, D=256": 88,
     "kivi-4bit, D=256": 40,
-    "commvq-2bit": 64,
-    "commvq-paper": 64,
+    "uniform-4bit and commvq-2bit": 8,
+    "commvq-2bit, 3 queries": 8,
+    "commvq-paper": 16,
     "encode keys of polarquant-3.4bit": 8,
     "encode values of polarquant-3.4bit": 8,
     "turboquant-3.5bit": 8,
@@ -66,8 +68,9 @@ KNOWN_STACK = {
 sm_100 only), spill registers. The 8 bytes of an encoder are not a spill (158 registers, no load or store of the stack
 by its name): only their address is taken, once. On sm_80 the step that encodes trellis codes keeps three numbers on
 the stack from its start to its end, and attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on
-sm_100. KIVI at D = 256 keeps eight to ten numbers, none of them in its loops. CommVQ keeps ten with the paper's encoder
-of values on sm_90, outside of its loops over rounds; at 2 bits it uses the stack on sm_80 alone."""
+sm_100. KIVI at D = 256 keeps eight to ten numbers, none of them in its loops. CommVQ keeps three with the paper's
+encoder of values on sm_90, and one or two on sm_80 with keys of another method, and on sm_100 where keys are scored
+within attention."""
 
 
 LATENCY = 700
@@ -112,20 +115,27 @@ Table = dict[str, dict[str, Figures]]
 """Figures by variant and target."""
 
 
-def packed_loop(arguments: dict[str, Any], stored: float, code: aot.MachineCode, target: str) -> LoopFigures | None:
+def packed_loop(
+    kernel: Any, arguments: dict[str, Any], stored: float, code: aot.MachineCode, target: str
+) -> LoopFigures | None:
     """The loop over packed tokens of `stored` bytes each, inner loops over rounds included."""
-    if not code.loops:
-        return None
-    alone = aot.compile_for(
-        attention.attend_kernel, {**arguments, "n_sinks": 0, "n_tail": 0}, target, constant=("n_sinks", "n_tail")
-    ).loops
     turns = inner_turns(arguments)
     candidates = [loop for loop in code.loops if len(loop.inner) == len(turns)]
-    if len(alone) != 1 or not candidates or len(alone[0].inner) != len(turns):
+    if not candidates:
         return None
-    path = min(candidates, key=lambda loop: abs(loop.instructions - alone[0].instructions)).path(turns)
+    if kernel is scores.scores_kernel:
+        path = max(candidates, key=lambda loop: loop.instructions).path(turns)
+    else:
+        alone = aot.compile_for(
+            kernel, {**arguments, "n_sinks": 0, "n_tail": 0}, target, constant=("n_sinks", "n_tail")
+        ).loops
+        if len(alone) != 1 or len(alone[0].inner) != len(turns):
+            return None
+        path = min(candidates, key=lambda loop: abs(loop.instructions - alone[0].instructions)).path(turns)
+    # Where a launch scores one part of the keys of a tile, that is as much as all parts of a share of its tokens.
+    block, parts = arguments["BLOCK"], arguments["K"].parts if kernel is scores.scores_kernel else 1
     return LoopFigures(
-        arguments["BLOCK"], arguments["BLOCK"], stored, code.warps, arguments["num_stages"],
+        block // parts, block, stored, code.warps, arguments["num_stages"],
         len(path), sass.pipes(path), sass.clocks(path, LATENCY), sass.clocks(path, 0),
     )  # fmt: skip
 
@@ -133,18 +143,23 @@ def packed_loop(arguments: dict[str, Any], stored: float, code: aot.MachineCode,
 def inner_turns(arguments: dict[str, Any]) -> list[int]:
     """Iterations of the loops inside the one over packed tokens.
 
-    CommVQ has two per group of keys and of values, over runs of rounds and over the rounds left, here as many as fit.
+    CommVQ has two per part of keys and group of values, over runs of rounds and over the rounds left, here as many as
+    fit.
     """
     turns = []
-    for function, side, codes in ((commvq.score, "K", 2), (commvq.accumulate, "V", 1)):
-        if function in (arguments["SCORE"], arguments["ACCUMULATE"]):
-            books = arguments[side].meta
-            rounds, turn = (
-                8 * books.row // (codes * books.bits * books.groups),
-                commvq.rounds_at_once(codes * books.bits),
-            )
-            turns += [rounds // turn, rounds % turn] * books.groups
+    if arguments["SCORE"] in (commvq.score, commvq.score_part):
+        books = arguments["K"].meta
+        parts = books.parts if arguments["SCORE"] is commvq.score else 1
+        turns += _turns(books, 2 * books.bits, books.parts // books.split) * parts
+    if arguments.get("ACCUMULATE") is commvq.accumulate:
+        books = arguments["V"].meta
+        turns += _turns(books, books.bits, books.groups) * books.groups
     return turns
+
+
+def _turns(books: Any, bits: int, groups: int) -> list[int]:
+    rounds, turn = 8 * books.row // (bits * groups), commvq.rounds_at_once(bits)
+    return [rounds // turn, rounds % turn]
 
 
 def measure(targets: list[str], only: list[str]) -> Table:
@@ -170,10 +185,11 @@ def measure_target(target: str, only: list[str]) -> dict[str, Figures]:
         if arguments.get("PRECISION") == exact_precision(amd=False):
             arguments = arguments | {"PRECISION": exact_precision(amd=target.startswith("gfx"))}
         code = aot.compile_for(kernel, arguments, target)
-        loop = packed_loop(arguments, stored, code, target) if kernel is attention.attend_kernel else None
+        looped = kernel in (attention.attend_kernel, scores.scores_kernel)
+        loop = packed_loop(kernel, arguments, stored, code, target) if looped else None
         density = None
         if loop is not None:
-            numbers = loop.tokens * (arguments["K"].dim + arguments["V"].dim)
+            numbers = loop.tokens * sum(arguments[side].dim for side in ("K", "V") if side in arguments)
             density = round(loop.instructions * 32 * loop.warps / numbers, 2)
         table[name] = Figures(code.registers, code.stack_bytes, code.shared_bytes, density, loop)
 
@@ -270,6 +286,9 @@ def pipes_table(table: Table, target: str = "sm_90") -> str:
         cells = [name, figures.registers, device_model.resident_warps(row, loop.warps), loop.stages]
         cells += [f"{count * per_number:.2f}" for count in loop.pipes.values()]
         cells.append(f"{loop.clocks_without_memory} / {loop.clocks}")
+        if name.startswith(NAMES[scores.scores_kernel]):  # the model knows the splits of attention only
+            lines.append(f"| {' | '.join(map(str, [*cells, *('–' for _ in shapes), '–']))} |")
+            continue
         for batch, tokens in shapes.values():
             stored = batch * device_model.HEADS * tokens * loop.bytes
             prediction = device_model.predict(row, stored, tokens=tokens, heads=device_model.HEADS, batch=batch)

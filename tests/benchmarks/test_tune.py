@@ -179,7 +179,9 @@ def test_tiles_that_are_wrong_or_were_not_tried_are_not_timed() -> None:
 
 def test_spilled_registers_are_refused() -> None:
     compiled = SimpleNamespace(n_regs=255, n_spills=0)
-    plan = SimpleNamespace(launches=[SimpleNamespace(compiled=one) for one in (None, compiled, None)])
+    kernels = {"map_query_kernel": None, "scores_kernel": None, "attend_kernel": compiled, "merge_kernel": None}
+    launches = [SimpleNamespace(kernel=SimpleNamespace(__name__=name), compiled=one) for name, one in kernels.items()]
+    plan = SimpleNamespace(launches=launches)
     side = SimpleNamespace(plans={"key": plan})
     assert tune._registers(side) == 255
     compiled.n_spills = 12

@@ -12,8 +12,9 @@ from kvcache_compress.codecs.backend import interpreting
 from kvcache_compress.triton_kernels.common.operands import KernelSide, dot_precision, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import AMD, KernelCall, Plan, addresses, kept
 
-from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, merge_kernel
+from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, load_scores, merge_kernel
 from .query import map_query_arguments, map_query_kernel
+from .scores import scores_call
 from .slot_mask import CAUSAL, SlotMask
 from .tiles import Tile, capability_of, tile_shape
 
@@ -29,12 +30,12 @@ MAX_SPLITS = 128 - DENSE.value
 MIN_SPLIT_TOKENS = 128
 """Shorter splits would write and merge as much as they read, and end before the dense segments do."""
 MAPPED, ATTENDED, FOLDED = (
-    ("p_mapped", "p_rows", "p_turned", "p_shift"),
+    ("p_mapped", "p_rows", "p_turned", "p_shift", "p_scores"),
     ("p_acc", "p_dense", "p_stats"),
     ("p_parts", "p_part_stats"),
 )
-"""Buffers that one kernel fills for the next: of queries (the last two if they are turned), of attention, and of a
-launch before the merge, if there is one."""
+"""Buffers that one kernel fills for the next: before attention (turned queries or scores if these have a launch of
+their own), of attention, and before the merge, if there is such a launch."""
 INTERPRETING = interpreting()
 """Triton's interpreter has no assembly, and truncates to bfloat16 where hardware rounds."""
 
@@ -63,7 +64,7 @@ def attend(
     With slots (`keys.slots`), `mask` is over tokens, as `Slots.mask` takes it.
     """
     query = query.contiguous()
-    k_side, v_side = keys.codec.kernel_side, value_side(query, keys, values)
+    k_side, v_side = form_of(keys, query, keys), form_of(values, query, keys)
     call = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.slots is None)
     sizes = k_side.sizes.get((keys.packed, call))
     if sizes is None:
@@ -85,7 +86,7 @@ def attend(
         call, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
         inputs["p_mask"].device, inputs["s_mask_t"], inputs["s_mask_h"] == 0, scaling, softcap,
         None if s_aux is None else (s_aux.dtype, s_aux.device), repeatable,
-        None if slot_mask is None else slot_mask.key, k_side.turn and keys.store.capacity,
+        None if slot_mask is None else slot_mask.key, (k_side.turn or k_side.parts) and keys.store.capacity,
     )  # fmt: skip
     plan = k_side.plans.get(key)
     if plan is None:
@@ -135,21 +136,30 @@ def query_calls(
     bounded: bool,
     amd: bool = AMD,
 ) -> tuple[list[KernelCall], dict[str, Any]]:
-    """Launches that map the queries, and the arguments of all of them, results included (`MAPPED`).
+    """Launches before attention, and the arguments of all of them, results included (`MAPPED`).
 
     `inputs` come from `attend_inputs`; bounded: True if the number of packed tokens is in memory.
     """
-    side = keys.codec.kernel_side
+    side = form_of(keys, query, keys, amd)
     grid, mapped = map_query_arguments(query, side, keys.sinks.shape[1], scaling)
     calls = [(map_query_kernel, grid, mapped) if slot_mask is None else slot_mask.call(grid, mapped, inputs)]
+    fast = _fast(query.dtype, amd)
     if side.turn is not None:
-        calls.append(side.turn(side, mapped, inputs, bounded, _fast(query.dtype, amd), amd))
+        calls.append(side.turn(side, mapped, inputs, bounded, fast, amd))
+        mapped = mapped | calls[1][2]
+    if side.parts:
+        calls.append(scores_call(side, mapped, inputs, rope=_rope_numbers(keys), bounded=bounded, fast=fast))
         mapped = mapped | calls[1][2]
     return calls, mapped
 
 
 def _fast(dtype: torch.dtype, amd: bool) -> bool:
     return not (dtype == torch.float32 or amd or INTERPRETING)
+
+
+def _rope_numbers(keys: SideSegments) -> int:
+    """Numbers of cos and sin per group of tokens that the keys read."""
+    return 0 if keys.track is None else keys.track.buffer.shape[2]
 
 
 def attend_arguments(
@@ -176,24 +186,25 @@ def attend_arguments(
     heads = keys.sinks.shape[1]
     groups, dv = query_heads // heads, values.sinks.shape[3]
     rows = groups * count
-    k_side, v_side = keys.codec.kernel_side, value_side(query, keys, values, amd)
+    k_side, v_side = form_of(keys, query, keys, amd), form_of(values, query, keys, amd)
     exact = query.dtype == torch.float32
     operand = torch.float32 if exact else torch.float16
     tile = sizes.tile
     tile_rows = _tile_rows(tile, rows, amd)
     row_blocks = -(-rows // tile_rows)
     fast = _fast(query.dtype, amd)
-    k_tables, k_form = k_side.operands(operand, fast, dk, 0 if keys.track is None else keys.track.buffer.shape[2])
+    k_tables, k_form = k_side.operands(operand, fast, dk, _rope_numbers(keys))
     v_tables, v_form = v_side.operands(operand, fast, dv, 0)
     shared = count == 1 and inputs["s_mask_h"] == 0
     arguments = inputs | dict(
-        p_mapped=mapped.get("p_turned", mapped["p_mapped"]), p_rows=mapped["p_rows"],
+        p_mapped=mapped.get("p_scores", mapped.get("p_turned", mapped["p_mapped"])), p_rows=mapped["p_rows"],
         p_shift=mapped.get("p_shift", mapped["p_rows"]), k_tables=k_tables, v_tables=v_tables,
         p_acc=query.new_empty(batch, heads, sizes.splits, rows, v_form.width, dtype=torch.float32),
         p_dense=query.new_empty(batch, heads, DENSE.value, rows, dv, dtype=torch.float32),
         p_stats=query.new_empty(batch, heads, sizes.splits + DENSE.value, rows, 2, dtype=torch.float32),
         n_sinks=keys.sinks.shape[2], scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
-        G=groups, N=count, SCORE=k_side.score, ACCUMULATE=v_side.accumulate, K=k_form, V=v_form,
+        G=groups, N=count, SCORE=load_scores if k_side.parts else k_side.score, ACCUMULATE=v_side.accumulate,
+        K=k_form, V=v_form,
         MASKING=Masking(mask_kind, softcap is not None, count > 1, shared, mask_packed),
         M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks,
         DTYPE=tl.float32 if exact else tl.float16, PRECISION=dot_precision(exact, amd), FAST=fast,
@@ -218,7 +229,7 @@ def merge_calls(
     """
     batch, query_heads, count, _ = query.shape
     heads, dv = keys.sinks.shape[1], values.sinks.shape[3]
-    side = value_side(query, keys, values, amd)
+    side = form_of(values, query, keys, amd)
     p_acc, p_stats, calls = attended["p_acc"], attended["p_stats"], []
     if side.fold is not None:
         calls = [side.fold(attended)]
@@ -239,10 +250,10 @@ def merge_calls(
     return [*calls, (merge_kernel, (query_heads // heads * count, batch * heads, 1), arguments)]
 
 
-def value_side(query: torch.Tensor, keys: SideSegments, values: SideSegments, amd: bool = AMD) -> KernelSide:
-    """Kernel operands of the values for these queries."""
+def form_of(side: SideSegments, query: torch.Tensor, keys: SideSegments, amd: bool = AMD) -> KernelSide:
+    """Kernel operands of a side for these queries."""
     rows = query.shape[1] // keys.sinks.shape[1] * query.shape[2]
-    return values.codec.kernel_side.for_rows(rows, query.dtype == torch.float32, amd)
+    return side.codec.kernel_side.for_rows(rows, query.dtype == torch.float32, amd)
 
 
 def _tile_rows(tile: Tile, rows: int, amd: bool = AMD) -> int:
@@ -267,7 +278,8 @@ def sizes_of(
     heads = keys.sinks.shape[1]
     rows = query_heads // heads * count
     exact = query.dtype == torch.float32
-    tile = tile_shape(keys.codec.kernel_side, value_side(query, keys, values, amd), exact, rows, capability)
+    k_side, v_side = form_of(keys, query, keys, amd), form_of(values, query, keys, amd)
+    tile = tile_shape(k_side, v_side, exact, rows, capability)
     programs = batch * heads * -(-rows // _tile_rows(tile, rows))
     split_tokens, splits = split_sizes(keys.packed, tile, programs, _processors(query.device))
     even = keys.slots is None and keys.packed % tile.tokens == split_tokens % tile.tokens == 0

@@ -47,6 +47,7 @@ class SideForm(NamedTuple):
     dim, padded: head dimension of dense tokens, and the next power of two.
     bias: keys only, True if a term is added to all scores of a query; rope: numbers of cos and sin per group, or 0.
     group: packed tokens to a row of cos and sin; turned: True if each group has queries of its own.
+    parts: as in `KernelSide`.
     """
 
     meta: tuple[Any, ...]
@@ -60,6 +61,7 @@ class SideForm(NamedTuple):
     rope: int
     group: int
     turned: bool
+    parts: int
 
 
 @dataclass(eq=False)
@@ -83,9 +85,11 @@ class KernelSide:
     output_map: float32 `[H or 1, sum(widths), D]`, code space to outputs; None is the identity.
     fold: values only, makes the launch between attention and merge that takes the sums out of code space, in place of
         `output_map`, from the arguments of `attend_kernel` (`commvq_sums.fold_call`).
-    few_rows: values only, the side in another form for at most 8 query rows in 16 bits on NVIDIA, if that is faster.
+    few_rows: the side in another form for at most 8 query rows in 16 bits on NVIDIA, if that is faster.
     turn: keys only, makes the launch between the map and attention that maps the queries once more for each group of
         tokens, from the side and the arguments of both (`spectral.turn_call`).
+    parts: keys only, number of partial scores of a token that a launch before attention makes (`scores.py`), or 0; then
+        `score` scores one of these parts.
     group: tokens that share the cos and sin of the first of them, and turned queries.
     plans, sizes: keys only, launches that later steps repeat and sizes of splits, by what calls have in common.
     """
@@ -108,6 +112,7 @@ class KernelSide:
     fold: Callable[[dict[str, Any]], KernelCall] | None = None
     few_rows: KernelSide | None = None
     turn: Callable[..., KernelCall] | None = None
+    parts: int = 0
     group: int = 1
     plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     sizes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -117,6 +122,8 @@ class KernelSide:
     def use_tile(self, tile: Tile | None) -> None:
         """Make attention use this tile from now on, or its own choice with None; keys only."""
         self.tile = tile
+        if self.few_rows is not None:
+            self.few_rows.tile = tile
         self.sizes.clear()
         self.plans.clear()
 
@@ -141,7 +148,7 @@ class KernelSide:
         padded = max(16, next_power_of_2(dim))
         form = SideForm(
             self.meta, self.widths, sum(self.widths), words, places, dim, padded, self.bias, rope, self.group,
-            self.turn is not None,
+            self.turn is not None, self.parts,
         )  # fmt: skip
         return tables, form
 
