@@ -119,9 +119,9 @@ def fills(width, columns):
 
 
 @triton.jit
-def load_part(p_rows, b_index, o_w, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
-    """Load rows `b_index` `[T]` of values' codebook: `[T, padded]`, columns `o_w`, zero from `WIDTH` on."""
-    o_c = b_index.to(tl.int32)[:, None] * WIDTH + o_w[None, :]
+def load_part(p_rows, b_index, o_w, WIDTH: tl.constexpr, STRIDE: tl.constexpr, DTYPE: tl.constexpr):
+    """Load rows `b_index` `[T]` of a codebook: `[T, padded]`, columns `o_w`, zero from `WIDTH` on."""
+    o_c = b_index.to(tl.int32)[:, None] * STRIDE + o_w[None, :]
     if fills(WIDTH, o_w.shape[0]):
         return tl.load(p_rows + o_c).to(DTYPE)
     return tl.load(p_rows + o_c, mask=(o_w < WIDTH)[None, :], other=0.0).to(DTYPE)
@@ -173,7 +173,7 @@ def add_rounds(
         o_c = j * o_w.shape[0] + o_w
         for i in tl.static_range(COUNT):
             b_code = (b_run >> (BITS * i)) & (2**BITS - 1)
-            b_row = load_part(p_rows + i * (2**BITS * WIDTH), b_code, o_c, WIDTH, DTYPE)
+            b_row = load_part(p_rows + i * (2**BITS * WIDTH), b_code, o_c, WIDTH, WIDTH, DTYPE)
             b_sum = b_row if i == 0 else b_sum + b_row  # noqa: F821 - bound by turn 0
         b_sums = b_sums + (b_parts[j] + b_sum,)
     return b_sums

@@ -9,7 +9,17 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.triton_kernels.common.operands import launch_options
-from kvcache_compress.triton_kernels.decode.commvq import complex_point, load_part
+from kvcache_compress.triton_kernels.decode.commvq import load_part
+
+
+@triton.jit
+def complex_point(p_rows, b_a, b_b, o_j, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
+    """Points `c[a] + i c[b]` of one round, real and imaginary parts `[T, padded]`."""
+    b_re = load_part(p_rows, b_a, o_j, PAIRS, 2 * PAIRS, DTYPE)
+    b_im = load_part(p_rows + PAIRS, b_a, o_j, PAIRS, 2 * PAIRS, DTYPE)
+    b_re -= load_part(p_rows + PAIRS, b_b, o_j, PAIRS, 2 * PAIRS, DTYPE)
+    b_im += load_part(p_rows, b_b, o_j, PAIRS, 2 * PAIRS, DTYPE)
+    return b_re, b_im
 
 
 @triton.jit
