@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvcache_compress.codecs.base import Codec, CodecContext, Prompt, PromptQueries
-from kvcache_compress.codecs.equalization import channel_factors
+from kvcache_compress.codecs.centering import centred
+from kvcache_compress.codecs.equalization import channel_factors, channel_rms
 from kvcache_compress.config import get_method
 
 HEADS, DIM = 2, 32
@@ -46,11 +47,17 @@ def score_error(made: Codec, keys: torch.Tensor, queries: torch.Tensor) -> float
     return (scores - grouped @ keys.mT).square().mean().item()
 
 
+def factors_of(
+    keys: torch.Tensor, mean: torch.Tensor | None = None, queries: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    return channel_factors(channel_rms(centred(keys, mean)), keys.shape[0] * keys.shape[2], queries)
+
+
 def test_even_channels_are_left_alone() -> None:
     keys, queries = states()
-    assert channel_factors(keys, None, queries) is None
-    assert channel_factors(0 * keys, None, queries) is None
-    assert channel_factors(keys[:, :, :20] * torch.linspace(0.01, 1, DIM), None, queries) is None
+    assert factors_of(keys, None, queries) is None
+    assert factors_of(0 * keys, None, queries) is None
+    assert factors_of(keys[:, :, :20] * torch.linspace(0.01, 1, DIM), None, queries) is None
 
 
 @pytest.mark.parametrize("factor", [16.0, 1 / 16])
@@ -58,7 +65,7 @@ def test_factors_undo_the_scale(factor: float) -> None:
     """The factor is the scale, up to the chance of 512 tokens; the mean of keys is left out, and so are other heads."""
     keys, queries = states(factor)
     mean = torch.full((HEADS, DIM), 50.0)
-    factors = channel_factors(keys + mean[:, None], mean, queries)
+    factors = factors_of(keys + mean[:, None], mean, queries)
     assert factors is not None
     assert torch.allclose(factors[0, [3, 20]], torch.tensor(factor), rtol=0.2)
     factors[0, [3, 20]] = 1
@@ -68,13 +75,13 @@ def test_factors_undo_the_scale(factor: float) -> None:
 def test_keys_alone() -> None:
     """Without queries, or with few, large keys get their size as a factor; small ones, which may not matter, none."""
     keys, queries = states(16.0)
-    alone = channel_factors(keys, None)
+    alone = factors_of(keys)
     assert alone is not None
     assert torch.allclose(alone[0, [3, 20]], torch.tensor(16.0), rtol=0.2)
-    few = channel_factors(keys, None, queries[:, :, :8])
+    few = factors_of(keys, None, queries[:, :, :8])
     assert few is not None
     assert torch.equal(alone, few)
-    assert channel_factors(states(1 / 16)[0], None) is None
+    assert factors_of(states(1 / 16)[0]) is None
 
 
 def test_dead_channels() -> None:
@@ -82,7 +89,7 @@ def test_dead_channels() -> None:
     keys, queries = states(16.0)
     keys[:, 0, :, 5] = 0
     queries[:, :2, :, 6] = 0
-    factors = channel_factors(keys, None, queries)
+    factors = factors_of(keys, None, queries)
     assert factors is not None
     assert factors[0, 5] == 1 / 256
     assert factors[0, 6] == 256
