@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvcache_compress.codecs import linear
 from kvcache_compress.codecs.base import Codec, CodecContext, Prompt, PromptQueries
-from kvcache_compress.codecs.centering import centred
+from kvcache_compress.codecs.centering import centred, mean_key
 from kvcache_compress.codecs.equalization import channel_factors, channel_rms
 from kvcache_compress.config import get_method
 
@@ -108,6 +109,20 @@ def test_scores_lose_as_little_as_of_even_keys(name: str, options: dict[str, Any
     plain, cured, hard = errors
     assert cured < 1.25 * plain
     assert hard > 2 * plain
+
+
+@pytest.mark.parametrize("center", ["auto", "on", "off"])
+def test_even_keys_are_measured_once(center: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found while asking for queries serves the statistics of the same tokens, and of no others."""
+    keys, _ = states()
+    keys[:, 0] += 3
+    made = codec("turboquant", center=center)
+    assert not made.needs_queries(keys)
+    monkeypatch.delattr(linear, "channel_rms")
+    mean = mean_key(keys, center)
+    assert mean is None if center == "off" else mean is not None and torch.equal(made.measure(keys)["mean"], mean)
+    with pytest.raises(NameError):
+        made.measure(keys.clone())
 
 
 def test_off() -> None:
