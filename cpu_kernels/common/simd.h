@@ -80,6 +80,15 @@ inline Ints moved_up(Ints x) {
 #endif
 }
 
+// Products of the low and of the high 16 bits of each word, as signed numbers, added up.
+inline Ints dot_halves(Ints x, Ints y) {
+#ifdef __AVX2__
+  return (Ints)_mm256_madd_epi16((__m256i)x, (__m256i)y);
+#else
+  return (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
+
 // Stores the first `count` numbers only.
 inline void store(float* to, Floats x, int64_t count) {
   std::memcpy(to, &x, count < LANES ? count * sizeof(float) : sizeof x);
@@ -95,6 +104,9 @@ class Table {
   }
 
   Floats operator[](Ints codes) const {
+#if defined(__AVX512VL__)
+    if constexpr (VECTORS == 2) return _mm256_permutex2var_ps(levels_[0], (__m256i)codes, levels_[1]);
+#endif
 #ifdef __AVX2__
     Floats looked_up = _mm256_permutevar8x32_ps(levels_[0], (__m256i)codes);
     for (int i = 1; i < VECTORS; ++i) {

@@ -33,20 +33,36 @@ std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const T
     const Nearest<BITS> nearest(bounds);
     const Table<COUNT> table(points);
     const auto steps = static_cast<float>(SEARCH_STEPS * std::sqrt(static_cast<double>(width)));
-    int32_t units[COUNT];
-    for (int i = 0; i < COUNT; ++i) units[i] = static_cast<int32_t>(points[i] * steps);
-    const Table<COUNT> unit_table(reinterpret_cast<const float*>(units));
+    // Levels in steps, in ascending order, in the low and in the high half of a word.
+    int32_t low[COUNT], high[COUNT];
+    for (int i = 0; i < COUNT; ++i) {
+      const auto units = static_cast<int32_t>(points[code_of(i)] * steps);
+      low[i] = units & 0xffff, high[i] = units << 16;
+    }
+    const Table<COUNT> low_table(reinterpret_cast<const float*>(low)), high_table(reinterpret_cast<const float*>(high));
     const PlaneWriter<BITS> planes(z);
-    // The scale of the numbers whose levels come closest to their direction.
-    const auto searched = [&](const float* from) {
+    // The scale of the numbers whose levels come closest to their direction. `units` has room for them in steps.
+    const auto searched = [&](const float* from, Ints* units) {
+      const int64_t paired = width / (2 * LANES) * (2 * LANES);
+      const auto in_steps = [&](int64_t channel) {
+        return __builtin_convertvector(load(from + channel) * steps, Ints);
+      };
+      for (int64_t channel = 0; channel < paired; channel += 2 * LANES) {
+        units[channel / (2 * LANES)] = (in_steps(channel) & 0xffff) | in_steps(channel + LANES) << 16;
+      }
       double best = -1;
       float found = 1;
       for (const float scale : SEARCHED) {
         Ints cross = {}, square = {};
-        for (int64_t channel = 0; channel < width; channel += LANES) {
-          const Floats x = load(from + channel);
-          const Ints level = (Ints)unit_table[code_of(nearest(x * scale))];
-          cross += __builtin_convertvector(x * steps, Ints) * level, square += level * level;
+        const auto add = [&](Ints number, Ints level) {
+          cross += dot_halves(number, level), square += dot_halves(level, level);
+        };
+        for (int64_t channel = 0; channel < paired; channel += 2 * LANES) {
+          const Floats x = load(from + channel), y = load(from + channel + LANES);
+          add(units[channel / (2 * LANES)], (Ints)low_table[nearest(x * scale)] | (Ints)high_table[nearest(y * scale)]);
+        }
+        if (paired < width) {
+          add(in_steps(paired) & 0xffff, (Ints)low_table[nearest(load(from + paired) * scale)]);
         }
         const double product = sum(cross), closeness = product * product / sum(square);
         if (closeness > best) best = closeness, found = scale;
@@ -54,9 +70,10 @@ std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const T
       return found;
     };
     each_range(z, [&](int64_t vector, int64_t end) {
+      std::vector<Ints> units(width / (2 * LANES));
       for (; vector < end; ++vector) {
         const float* from = numbers + vector * width;
-        const float scale = BITS > 1 && kind != Scalar::NORM ? searched(from) : 1.0f;
+        const float scale = BITS > 1 && kind != Scalar::NORM ? searched(from, units.data()) : 1.0f;
         Floats square = {}, cross = {}, point = {};
         planes.pack(vector, [&] [[gnu::always_inline]] (int64_t channel, int64_t lanes) {
           const Floats x = load_lanes(from + channel, lanes);

@@ -33,10 +33,13 @@ def mean_key(x: torch.Tensor, center: str) -> torch.Tensor | None:
         return None
     x = x.float()
     mean = x.mean(dim=(0, 2))
-    if center == "auto":
-        share = mean.square().sum(-1) / x.square().sum(-1).mean(dim=(0, 2)).clamp_min(1e-30)
-        mean = torch.where(share[:, None] > CENTER_SHARE, mean, 0.0)
-    return mean
+    return large_mean(mean, x.square().sum(-1).mean(dim=(0, 2))) if center == "auto" else mean
+
+
+def large_mean(mean: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
+    """Mean `[H, D]` of keys of mean squared norms `energy` `[H]`, but zero in heads where it is small."""
+    share = mean.square().sum(-1) / energy.clamp_min(1e-30)
+    return torch.where(share[:, None] > CENTER_SHARE, mean, 0.0)
 
 
 def centred(x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from pydantic import BeforeValidator
 
 from .base import CodecContext, Side
-from .centering import centred, switch_from_yaml
+from .centering import switch_from_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -38,27 +38,24 @@ def chosen_equalize(equalize: Equalize | None, context: CodecContext) -> bool:
     return (equalize or "auto") == "auto" and context.side == "keys" and context.sink_tokens > 0
 
 
-def has_outliers(keys: torch.Tensor, mean: torch.Tensor | None) -> bool:
-    """True if a channel of keys `[B, H, T, D]`, less their `mean` `[H, D]`, is far larger or smaller than others."""
-    return bool(_is_outlier(_relative(_rms(centred(keys, mean)))).any())
+def has_outliers(size: torch.Tensor) -> bool:
+    """True if the RMS `size` `[H, D]` of a channel is far larger or smaller than the others' of its head."""
+    return bool(_is_outlier(_relative(size)).any())
 
 
-def channel_factors(
-    keys: torch.Tensor, mean: torch.Tensor | None, queries: torch.Tensor | None = None
-) -> torch.Tensor | None:
+def channel_factors(size: torch.Tensor, count: int, queries: torch.Tensor | None = None) -> torch.Tensor | None:
     """Factors of the channels, float32 `[H, D]`, 1 but for outliers; None if there are none.
 
     Args:
-        keys: `[B, H, T, D]`, from which the `mean` `[H, D]`, if any, is subtracted.
+        size: RMS of the centred keys' channels, `[H, D]`, over `count` tokens.
         queries: `[B, Hq, n, D]`; without them, or with few, channels of large keys get their size as a factor, which
             helps less.
     """
-    heads, count = keys.shape[1], keys.shape[0] * keys.shape[2]
-    size = _rms(centred(keys, mean))
-    if count < FEWEST or not _is_outlier(_relative(size)).any():
+    heads = len(size)
+    if count < FEWEST or not has_outliers(size):
         return None
     if queries is not None and queries.shape[0] * queries.shape[1] * queries.shape[2] >= FEWEST * heads:
-        asked = _rms(queries.float().unflatten(1, (heads, -1)).transpose(1, 2).flatten(0, 1))
+        asked = channel_rms(queries.float().unflatten(1, (heads, -1)).transpose(1, 2).flatten(0, 1))
         relative = _relative((size / asked.clamp_min(1e-30)).sqrt())
         outlier = _is_outlier(relative)
     else:
@@ -87,7 +84,7 @@ def check_equalize(method: str, equalize: Equalize | None, side: Side) -> None:
         raise ValueError(f"equalize={equalize!r} for values of {method}: allowed 'off' (only keys can be equalized)")
 
 
-def _rms(x: torch.Tensor) -> torch.Tensor:
+def channel_rms(x: torch.Tensor) -> torch.Tensor:
     """Root mean square of each channel of float32 tokens `[B, H, T, D]`, `[H, D]`."""
     return x.square().mean(dim=(0, 2)).sqrt()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import reduce
@@ -11,8 +12,8 @@ import torch
 
 from . import packing
 from .base import Codec, CodecContext, Fields, Rope, Statistics
-from .centering import Center, centred, chosen_center, mean_key
-from .equalization import channel_factors, chosen_equalize, has_outliers
+from .centering import Center, centred, chosen_center, large_mean, mean_key
+from .equalization import channel_factors, channel_rms, chosen_equalize, has_outliers
 
 T = TypeVar("T")
 
@@ -28,6 +29,13 @@ class Part(NamedTuple):
     rows: slice
     coordinates: torch.Tensor
     scale: torch.Tensor | None = None
+
+
+class Moments(NamedTuple):
+    """Mean of each channel of keys, if they are to be centred, and RMS of the channels less it: float32 `[H, D]`."""
+
+    mean: torch.Tensor | None
+    size: torch.Tensor
 
 
 class LinearCodec(Codec):
@@ -51,6 +59,7 @@ class LinearCodec(Codec):
         """float32 `[H, head_dim]`, subtracted from tokens before they are encoded, or None."""
         self.factors: torch.Tensor | None = None
         """float32 `[H, head_dim]`, by which tokens are divided after that, or None."""
+        self._known_moments: tuple[weakref.ref[torch.Tensor], Moments] | None = None
         self._query_basis: torch.Tensor | None = None
         """Basis times the factors, once it has been asked for."""
 
@@ -78,20 +87,31 @@ class LinearCodec(Codec):
         """True where keys have outlier channels: their factors follow from the queries as well."""
         if not self.equalized or keys is None:
             return self.equalized
-        return has_outliers(keys, self._whole_mean(keys))
+        _, size = moments = self._moments(keys)
+        outliers = has_outliers(size)
+        self._known_moments = None if outliers else (weakref.ref(keys), moments)
+        return outliers
 
-    def _whole_mean(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Mean `[H, head_dim]` of tokens in all heads, large or not; None if they are not to be centred."""
-        return None if self.center == "off" else mean_key(x, "on")
+    def _moments(self, keys: torch.Tensor) -> Moments:
+        """Measure the channels of keys; `needs_queries` has done so for the tokens of `prepare`, where it was False."""
+        if self._known_moments is not None and self._known_moments[0]() is keys:
+            return self._known_moments[1]
+        mean = mean_key(keys, "off" if self.center == "off" else "on")
+        return Moments(mean, channel_rms(centred(keys, mean)))
 
     def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure the keys' `mean` `[H, head_dim]`, if centred, and `factors` `[H, head_dim]` of outlier channels."""
-        factors = channel_factors(x, self._whole_mean(x), queries) if self.equalized else None
-        if factors is None:
+        factors = None
+        if not self.equalized:
             mean = mean_key(x, self.center)
-        else:  # whether a mean is large is a question of equalized keys
-            mean = mean_key(x.float() / factors[:, None], self.center)
-            mean = None if mean is None else mean * factors
+        else:
+            mean, size = self._moments(x)
+            factors = channel_factors(size, x.shape[0] * x.shape[2], queries)
+            if factors is not None:  # whether a mean is large is a question of equalized keys
+                mean = mean_key(x.float() / factors[:, None], self.center)
+                mean = None if mean is None else mean * factors
+            elif mean is not None and self.center == "auto":
+                mean = large_mean(mean, (size.square() + mean.square()).sum(-1))
         found = {"mean": mean, "factors": factors}
         return {name: x for name, x in found.items() if x is not None}
 
@@ -101,7 +121,8 @@ class LinearCodec(Codec):
 
     def set_statistics(self, statistics: Statistics) -> None:
         super().set_statistics(statistics)
-        self.mean, self.factors, self._query_basis = statistics.get("mean"), statistics.get("factors"), None
+        self.mean, self.factors = statistics.get("mean"), statistics.get("factors")
+        self._known_moments = self._query_basis = None
 
     def equalize(self, x: torch.Tensor, statistics: Statistics) -> torch.Tensor:
         """Return tokens `[B, H, T, head_dim]` less the mean and divided by the factors; float32."""

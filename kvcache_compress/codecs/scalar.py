@@ -40,7 +40,7 @@ def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: in
     codes = order[torch.bucketize(z.contiguous(), bounds)]
     if scalar != "norm" and bits > 1:
         steps = SEARCH_STEPS * math.sqrt(z.shape[-1])
-        units, level_units = (z * steps).long(), (levels * steps).long()
+        units, level_units = (z * steps).nan_to_num(0).long(), (levels * steps).long()
         best: torch.Tensor | None = None
         for factor in SEARCHED:
             tried = order[torch.bucketize(z * factor, bounds)]

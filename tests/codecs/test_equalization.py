@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvcache_compress.codecs import linear
 from kvcache_compress.codecs.base import Codec, CodecContext, Prompt, PromptQueries
-from kvcache_compress.codecs.equalization import channel_factors
+from kvcache_compress.codecs.centering import centred, mean_key
+from kvcache_compress.codecs.equalization import channel_factors, channel_rms
 from kvcache_compress.config import get_method
 
 HEADS, DIM = 2, 32
@@ -46,11 +48,17 @@ def score_error(made: Codec, keys: torch.Tensor, queries: torch.Tensor) -> float
     return (scores - grouped @ keys.mT).square().mean().item()
 
 
+def factors_of(
+    keys: torch.Tensor, mean: torch.Tensor | None = None, queries: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    return channel_factors(channel_rms(centred(keys, mean)), keys.shape[0] * keys.shape[2], queries)
+
+
 def test_even_channels_are_left_alone() -> None:
     keys, queries = states()
-    assert channel_factors(keys, None, queries) is None
-    assert channel_factors(0 * keys, None, queries) is None
-    assert channel_factors(keys[:, :, :20] * torch.linspace(0.01, 1, DIM), None, queries) is None
+    assert factors_of(keys, None, queries) is None
+    assert factors_of(0 * keys, None, queries) is None
+    assert factors_of(keys[:, :, :20] * torch.linspace(0.01, 1, DIM), None, queries) is None
 
 
 @pytest.mark.parametrize("factor", [16.0, 1 / 16])
@@ -58,7 +66,7 @@ def test_factors_undo_the_scale(factor: float) -> None:
     """The factor is the scale, up to the chance of 512 tokens; the mean of keys is left out, and so are other heads."""
     keys, queries = states(factor)
     mean = torch.full((HEADS, DIM), 50.0)
-    factors = channel_factors(keys + mean[:, None], mean, queries)
+    factors = factors_of(keys + mean[:, None], mean, queries)
     assert factors is not None
     assert torch.allclose(factors[0, [3, 20]], torch.tensor(factor), rtol=0.2)
     factors[0, [3, 20]] = 1
@@ -68,13 +76,13 @@ def test_factors_undo_the_scale(factor: float) -> None:
 def test_keys_alone() -> None:
     """Without queries, or with few, large keys get their size as a factor; small ones, which may not matter, none."""
     keys, queries = states(16.0)
-    alone = channel_factors(keys, None)
+    alone = factors_of(keys)
     assert alone is not None
     assert torch.allclose(alone[0, [3, 20]], torch.tensor(16.0), rtol=0.2)
-    few = channel_factors(keys, None, queries[:, :, :8])
+    few = factors_of(keys, None, queries[:, :, :8])
     assert few is not None
     assert torch.equal(alone, few)
-    assert channel_factors(states(1 / 16)[0], None) is None
+    assert factors_of(states(1 / 16)[0]) is None
 
 
 def test_dead_channels() -> None:
@@ -82,7 +90,7 @@ def test_dead_channels() -> None:
     keys, queries = states(16.0)
     keys[:, 0, :, 5] = 0
     queries[:, :2, :, 6] = 0
-    factors = channel_factors(keys, None, queries)
+    factors = factors_of(keys, None, queries)
     assert factors is not None
     assert factors[0, 5] == 1 / 256
     assert factors[0, 6] == 256
@@ -101,6 +109,20 @@ def test_scores_lose_as_little_as_of_even_keys(name: str, options: dict[str, Any
     plain, cured, hard = errors
     assert cured < 1.25 * plain
     assert hard > 2 * plain
+
+
+@pytest.mark.parametrize("center", ["auto", "on", "off"])
+def test_even_keys_are_measured_once(center: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found while asking for queries serves the statistics of the same tokens, and of no others."""
+    keys, _ = states()
+    keys[:, 0] += 3
+    made = codec("turboquant", center=center)
+    assert not made.needs_queries(keys)
+    monkeypatch.delattr(linear, "channel_rms")
+    mean = mean_key(keys, center)
+    assert mean is None if center == "off" else mean is not None and torch.equal(made.measure(keys)["mean"], mean)
+    with pytest.raises(NameError):
+        made.measure(keys.clone())
 
 
 def test_off() -> None:

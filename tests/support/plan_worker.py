@@ -244,6 +244,19 @@ def check_wide_numbers() -> None:
         assert [address(each) for each in ours.arguments] == [address(each) for each in theirs.arguments]
 
 
+def check_one_merge() -> None:
+    """A cache that grows to more splits needs no other `merge_kernel`, which would be compiled while it generates."""
+    query = torch.zeros(1, 6, 1, DIM, dtype=torch.bfloat16)
+    merges = []
+    for packed in (128, 512, 2048, 4096):
+        layer = Layer(packed)
+        *_, merge = launches_of(lambda layer=layer: launch.attend(query, layer.keys, layer.values, scaling=0.125))
+        merges.append(merge)
+    splits = [merge.arguments[launch.merge_kernel.arg_names.index("splits")] for merge in merges]
+    assert len({launch.next_power_of_2(count + 1) for count in splits}) > 2, splits
+    assert len({merge.code for merge in merges}) == 1
+
+
 def tokens(layer: Layer) -> int:
     return layer.keys.shape[2]
 
@@ -283,6 +296,7 @@ def main() -> None:
     assert layer.step(1)
     other = Layer(512)
     assert not other.step()
+    check_one_merge()
     check_launches_of_a_step()
     check_launches_of_static_layers()
     # Kernels do not run here, so their outputs stay as allocated; zeros pass the check for NaN.

@@ -26,7 +26,7 @@ MAX_TILE_ROWS = 32
 RESIDENT_WARPS = 8
 """Warps of the attention kernel resident on a multiprocessor: 65,536 registers at 255 per thread."""
 MAX_SPLITS = 128 - DENSE.value
-"""With the programs of the dense segments, a power of two, to which the merge pads."""
+"""With the programs of the dense segments a power of two, to which the merge always pads: it is compiled once."""
 MIN_SPLIT_TOKENS = 128
 """Shorter splits would write and merge as much as they read, and end before the dense segments do."""
 MAPPED, ATTENDED, FOLDED = (
@@ -244,7 +244,7 @@ def merge_calls(
         p_map=p_acc if output_map is None else output_map, p_s_aux=p_acc if s_aux is None else s_aux, p_out=out,
         splits=splits, s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
         W=p_acc.shape[4], DV=dv, DV_PAD=padded,
-        S_PAD=max(16, next_power_of_2(splits + DENSE.value)), CHUNK=chunk, num_warps=warps,
+        S_PAD=MAX_SPLITS + DENSE.value, CHUNK=chunk, num_warps=warps,
         HAS_MAP=output_map is not None, HAS_S_AUX=s_aux is not None, enable_fp_fusion=True,
     )  # fmt: skip
     return [*calls, (merge_kernel, (query_heads // heads * count, batch * heads, 1), arguments)]

@@ -35,6 +35,8 @@ LEAST_CENTRES = 16
 """Sums of a code, at least: the rows of the tensor cores' tile."""
 MOST_SUMS = 4096
 """Most sums of a query row: with more, eight warps have no registers for them."""
+USUAL_SPLITS = 128
+"""Splits to which their sums are padded, more than there are, so that the kernel is compiled once."""
 MOST_PARTS = 63
 """Most parts of the output, by codes; the merge pads them and the dense segments to a power of two."""
 PERIOD = tl.constexpr(16)
@@ -216,7 +218,7 @@ def fold_call(books: ResidualBooks, attended: dict[str, Any]) -> KernelCall:
         p_part_stats=p_acc.new_empty(batch, heads, parts + dense, rows, 2),
         splits=splits, H=heads, rows=rows, W=sums, CENTRES=centres, N=max(LEAST_CENTRES, centres),
         GROUPS=books.groups, WIDTH=width, D_PAD=max(16, next_power_of_2(dim)), M=FEW_ROWS, DENSE=dense,
-        S_PAD=next_power_of_2(splits), CHUNK=8, num_warps=8, enable_fp_fusion=True,
+        S_PAD=max(USUAL_SPLITS, next_power_of_2(splits)), CHUNK=8, num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip
     return fold_kernel, (parts, batch * heads, 1), arguments
 
