@@ -217,6 +217,8 @@ def problems(table: Table, committed: Table) -> list[str]:
             before = committed.get(name, {}).get(target)
             if before is None:
                 messages.append(f"{name} on {target}: no committed figures")
+            elif before.instructions_per_element and not now.instructions_per_element:
+                messages.append(f"{name} on {target}: its loop was not found")
             elif now.instructions_per_element and before.instructions_per_element:
                 growth = now.instructions_per_element / before.instructions_per_element - 1
                 if growth > TOLERANCE:
@@ -242,7 +244,7 @@ def save(table: Table, path: Path) -> None:
         "hardware": "none: compiled ahead of time",
         "versions": {"python": platform.python_version(), **versions},
         "kernels": {
-            name: {target: _without_none(asdict(figures)) for target, figures in targets.items()}
+            name: {target: _without_none(asdict(targets[target])) for target in aot.TARGETS if target in targets}
             for name, targets in table.items()
         },
     }

@@ -20,7 +20,7 @@ HEADROOM = tl.constexpr(4)
 DENSE_BLOCK = tl.constexpr(16)
 """Tokens per tile of the dense segments."""
 DENSE = tl.constexpr(4)
-"""Programs that share out the tiles of the dense segments, usually up to seven."""
+"""Programs that share out the tiles of the dense segments, usually up to seven; a power of two."""
 NO_MASK, BOOL_MASK, FLOAT_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SINKS, TAIL, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Indices into a side's tuple of memory: its dense segments, then its packed fields."""
@@ -298,7 +298,7 @@ def attend_kernel(
     """
     i_h, i_b = tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - DENSE
-    # The dense segments, from number `splits` on, come first: their programs are the longest where splits are short.
+    # The programs of the dense segments, from number `splits` on, come first, so that none of them comes last.
     i_s = (tl.program_id(0) + splits) % (splits + DENSE)
     i_bh = i_b.to(tl.int64) * (tl.num_programs(1) // ROW_BLOCKS) + i_h
     n_rows = G * N
@@ -346,7 +346,7 @@ def attend_kernel(
             b_q = _query_tiles(p_mapped, o_row, o_row < n_rows, K)
         for start in range(first, stop, BLOCK):
             if K.turned:
-                o_group = start // K.group * n_rows
+                o_group = (start // K.group).to(tl.int64) * n_rows
                 b_group = _query_tiles(p_mapped + o_group * K.width, o_row, o_row < n_rows, K)
                 b_group = b_group + (tl.load(p_shift + o_group + o_r, mask=m_r, other=0.0),)
             else:

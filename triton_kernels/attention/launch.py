@@ -28,7 +28,7 @@ RESIDENT_WARPS = 8
 MAX_SPLITS = 128 - DENSE.value
 """With the programs of the dense segments a power of two, to which the merge always pads: it is compiled once."""
 MIN_SPLIT_TOKENS = 128
-"""Shorter splits would write and merge as much as they read, and end before the dense segments do."""
+"""Shorter splits would write and merge as much as they read."""
 MAPPED, ATTENDED, FOLDED = (
     ("p_mapped", "p_rows", "p_turned", "p_shift", "p_scores"),
     ("p_acc", "p_dense", "p_stats"),

@@ -64,7 +64,7 @@ def placed(
     BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of codes of one, two or four bits as numbers in place, `code · 2^(place - 24)`; see `levels`.
+    """Tiles of codes of one, two or four bits as numbers in place, `code · 2^(place - 24)`; see `lookup.levels`.
 
     It takes one instruction per two codes, and one or less to put the next fields in place.
     """

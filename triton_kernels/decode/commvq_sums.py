@@ -38,7 +38,7 @@ MOST_SUMS = 4096
 USUAL_SPLITS = 128
 """Splits to which their sums are padded, more than there are, so that the kernel is compiled once."""
 MOST_PARTS = 63
-"""Most parts of the output, by codes; the merge pads them and the dense segments to a power of two."""
+"""Most parts of the output, by codes."""
 PERIOD = tl.constexpr(16)
 """Tokens after which the places of a code's bytes in words of 32 bits repeat; any multiple of 4."""
 

@@ -6,9 +6,9 @@ each place as `places[b] means`:
     turn:   q_g = R_gᵀ q,  mapped to (A q_g, means q_g)
     score:  s[t] = scale[t] Σ_w (A q_g)_w L[digit_w[t]] + places[b] · (means q_g)
 
-Queries come as real and imaginary parts of the model's pairs of channels, 16 pairs to a tile. The table of channels and
-means is stored as the tensor cores' operands need it (`_as_operands`); weights of digits are factors of what is mapped,
-so that the table is exact in float16. The portable path turns, maps and scores in float32.
+`turn_kernel` does the first in a launch before attention. Queries come to it as the real parts of the model's pairs of
+channels, then their imaginary parts. Weights of digits are factors of what is mapped, so that the table of channels and
+means is exact in float16. The portable path turns, maps and scores in float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TILE = tl.constexpr(16)
 """Columns of a tile: the depth of the tensor cores' operands."""
 PAIRS_AT_ONCE = 64
-"""Pairs of group and query row per program of `turn_kernel`."""
+"""Pairs of group and query row per program of `turn_kernel`; half of them in float32, for its registers."""
 CHUNK = tl.constexpr(32)
 """Columns of code space that it makes at a time."""
 WIDEST = 2.0**12
@@ -55,7 +55,7 @@ class Digits(NamedTuple):
         words of the part, and the same padded (`codes.py`).
     field, fast, tile: by part, the plane's field, the place of the part's `assembly.places` in the words or -1 if
         `lookup.py` cannot unpack it, and its first tile.
-    scale: field of the scales; tables: words that hold the table of digits of two bits; ones: first tile of one bit.
+    scale: field of the scales; tables: words that hold the table of digits of two bits.
     group, rotary: tokens per group, and pairs of channels that RoPE rotates.
     columns: of the map.
     """
@@ -70,7 +70,6 @@ class Digits(NamedTuple):
     tile: tuple[int, ...]
     scale: int
     tables: int
-    ones: int
     group: int
     rotary: int
     columns: int
@@ -86,8 +85,8 @@ BIT_REGISTERS = assembly.registers(8, 4)
 @triton.jit(do_not_specialize=("n_packed", "k_capacity", "rope_capacity"))
 def turn_kernel(
     p_mapped, p_rope, p_packed, p_map, p_factors, p_turned, p_shift, n_packed, k_capacity, rope_capacity, rows,
-    HALF: tl.constexpr, META: tl.constexpr, M: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
-    FAST: tl.constexpr,
+    HALF: tl.constexpr, META: tl.constexpr, M: tl.constexpr, BOUNDED: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Map the queries of a head, turned to the anchors of its groups, `M` pairs of group and query row per program.
 
@@ -123,7 +122,7 @@ def turn_kernel(
     first = i_bh * (k_capacity // GROUP) * rows
     p_out = p_turned + (first + o_r)[:, None] * COLUMNS + o_w[None, :]
     b_shift = tl.zeros([M, CHUNK], tl.float32)
-    for column in tl.range(0, COLUMNS, CHUNK, num_stages=3):
+    for column in tl.range(0, COLUMNS, CHUNK, num_stages=STAGES):
         m_w = column + o_w < COLUMNS
         p_tile = p_map + o_map + column
         b_tile = tl.dot(b_x, tl.load(p_tile, mask=m_w[None, :], other=0.0).to(DTYPE), input_precision=PRECISION)
@@ -149,7 +148,8 @@ def turn_call(
     batch, heads, _, width = mapped.shape
     meta = side.meta
     assert isinstance(meta, Digits)
-    groups = capacity // meta.group
+    groups, exact = capacity // meta.group, mapped.dtype == torch.float32
+    pairs = PAIRS_AT_ONCE // 2 if exact else PAIRS_AT_ONCE
     tables = side.tables_as(mapped.dtype)
     arguments = dict(
         p_mapped=mapped, p_map=tables[MAP.value], p_factors=tables[FACTORS.value],
@@ -157,11 +157,12 @@ def turn_call(
             batch, heads, groups, rows, meta.columns, dtype=mapped.dtype if fast else torch.float32
         ),
         p_shift=mapped.new_empty(batch, heads, groups, rows, dtype=torch.float32),
-        rows=rows, HALF=width // 2, META=meta, M=PAIRS_AT_ONCE, BOUNDED=bounded,
-        PRECISION=dot_precision(mapped.dtype == torch.float32, amd), FAST=fast, num_warps=4, **launch_options(amd),
+        rows=rows, HALF=width // 2, META=meta, M=pairs, BOUNDED=bounded,
+        STAGES=1 if amd else 3,  # AMD's 64 KB of shared memory hold no copies ahead at D = 256 in float32
+        PRECISION=dot_precision(exact, amd), FAST=fast, num_warps=4, **launch_options(amd),
     )  # fmt: skip
     arguments |= {name: inputs[name] for name in ("p_rope", "p_packed", "n_packed", "k_capacity", "rope_capacity")}
-    return turn_kernel, (-(-groups * rows // PAIRS_AT_ONCE), heads, batch), arguments
+    return turn_kernel, (-(-groups * rows // pairs), heads, batch), arguments
 
 
 @triton.jit
@@ -277,7 +278,7 @@ def spectral_side(codec: SpectralCodec) -> KernelSide:
     matrix = torch.cat([*(part / unit for part in rows), means], 1)
     meta = Digits(
         bits_of, words_of, at_of, count_of, padded_of, field_of, places_of, tile_of, scale=len(planes), tables=ahead,
-        ones=tile_of[bits_of.index(1)], group=codec.group, rotary=rope.rotary if rope else 0, columns=matrix.shape[1],
+        group=codec.group, rotary=rope.rotary if rope else 0, columns=matrix.shape[1],
     )  # fmt: skip
     return KernelSide(
         score,
