@@ -316,11 +316,7 @@ def attend_kernel(
         p_rows += i_bh * n_rows * 2
         b_factor = tl.load(p_rows + o_r * 2, mask=m_r, other=0.0)
         b_bias = tl.load(p_rows + o_r * 2 + 1, mask=m_r, other=0.0)
-        if K.turned:
-            n_groups = k_capacity // K.group
-            p_mapped += i_bh * n_groups * n_rows * K.width
-            p_shift += i_bh * n_groups * n_rows
-        elif K.parts == 0:
+        if K.parts == 0 and not K.turned:
             p_mapped += i_bh * n_rows * K.width
         b_acc = _zero_tiles(M, V)
         k_words = _words(k_tables, K.words, K.places)
@@ -346,7 +342,7 @@ def attend_kernel(
             b_q = _query_tiles(p_mapped, o_row, o_row < n_rows, K)
         for start in range(first, stop, BLOCK):
             if K.turned:
-                o_group = (start // K.group).to(tl.int64) * n_rows
+                o_group = (i_bh * (k_capacity // K.group) + start // K.group) * n_rows
                 b_group = _query_tiles(p_mapped + o_group * K.width, o_row, o_row < n_rows, K)
                 b_group = b_group + (tl.load(p_shift + o_group + o_r, mask=m_r, other=0.0),)
             else:
