@@ -73,7 +73,7 @@ def test_machine_code_is_as_committed(tmp_path: Path) -> None:
     assert {"merge turboquant-4bit", *VARIANTS} <= set(kernels)
     for name, targets in kernels.items():
         assert set(targets) == {"sm_80", "sm_90", "sm_100", "gfx942"}
-        most = 40 if name == "kivi-4bit, D=256" else 0  # see KNOWN_STACK
+        most = 48 if name == "kivi-4bit, D=256" else 0  # see KNOWN_STACK
         assert all(targets[target]["stack_bytes"] <= most for target in ("sm_80", "sm_90", "sm_100"))
     assert 0 < kernels["turboquant-4bit"]["sm_90"]["instructions_per_element"] < BUDGET["turboquant-4bit"]
 
