@@ -212,9 +212,6 @@ class CompressedLayer(RowOperations):
                 step = Step(keys, values, self.backend, capacity, self.take_queries)
                 return PackedKV(step, "keys"), PackedKV(step, "values")
             self.take_queries(None)
-        if first and self.device.type == "cpu":
-            # Attention reads heads that lie in one piece faster, as those of a full cache do.
-            return key_states.contiguous(), value_states.contiguous()
         if first:
             return key_states, value_states
         step = Step(keys, values, self.backend, capacity)

@@ -10,7 +10,6 @@ from support.small_model import VOCAB, method_config, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.attention.path import record_paths
-from kvcache_compress.bench.layers import Shape, single_layer
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +48,3 @@ def test_generation_equals_the_torch_backend(method: str, changes: dict[str, Any
         assert all(layer.packed_tokens > 0 for layer in cache.layers)
     bar = 1e-4 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(logits["auto"], logits["torch"], atol=bar, rtol=0)
-
-
-def test_attention_over_a_first_prompt_reads_heads_in_one_piece() -> None:
-    """PyTorch's attention reads the strided tensors that a model makes more slowly."""
-    decoder, config = single_layer("turboquant-4bit", Shape(4, 2, 64))
-    states = [torch.randn(1, 300, 2, 64).transpose(1, 2) for _ in range(2)]
-    found = CompressedCache(decoder, config).update(*states, 0)
-    assert all(x.is_contiguous() and torch.equal(x, given) for x, given in zip(found, states, strict=True))

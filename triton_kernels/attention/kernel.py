@@ -220,7 +220,10 @@ def load_scores(
     b_s = tl.load(b_q[0][None, :] + o_s, mask=m_t[:, None], other=0.0)
     for i in tl.static_range(1, PARTS):
         b_s += tl.load(b_q[i][None, :] + o_s, mask=m_t[:, None], other=0.0)
-    return b_s
+    # A product of nothing: Triton 3.5 cannot compile what follows unless the scores come from the tensor cores. It is
+    # subtracted, as scores with which a product starts are not copied ahead.
+    b_none = tl.zeros([o_t.shape[0], 16], tl.float16)
+    return b_s - tl.dot(b_none, tl.zeros([16, b_s.shape[1]], tl.float16))
 
 
 @triton.jit
@@ -332,10 +335,11 @@ def attend_kernel(
         o_keys, o_values = i_bh * k_capacity, i_bh * v_capacity
         first = i_s * split_tokens
         o_row = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
-        if K.parts:
+        PARTS: tl.constexpr = K.parts
+        if PARTS:
             s_part = tl.num_programs(1).to(tl.int64) * tl.num_programs(2) * k_capacity * n_rows
             b_q = ()
-            for i in tl.static_range(K.parts):
+            for i in tl.static_range(PARTS):
                 b_q = b_q + (p_mapped + i * s_part + tl.minimum(o_r, n_rows - 1),)
             b_q = b_q + (n_rows,)
         elif not K.turned:
