@@ -127,7 +127,7 @@ NAMES = {
     fold_kernel: "fold ",
     merge_kernel: "merge ",
 }
-"""What stands before a variant's name where the figures are those of another kernel than `attend_kernel`."""
+"""Prefix of a variant's name for the figures of each kernel but `attend_kernel`."""
 
 
 def attention_launches(variant: Variant, target: str) -> dict[str, tuple[Any, dict[str, Any]]]:

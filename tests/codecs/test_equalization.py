@@ -113,7 +113,7 @@ def test_scores_lose_as_little_as_of_even_keys(name: str, options: dict[str, Any
 
 @pytest.mark.parametrize("center", ["auto", "on", "off"])
 def test_even_keys_are_measured_once(center: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found while asking for queries serves the statistics of the same tokens, and of no others."""
+    """`measure` takes what `needs_queries` found in the same tokens, and measures others itself."""
     keys, _ = states()
     keys[:, 0] += 3
     made = codec("turboquant", center=center)

@@ -230,3 +230,12 @@ def plain_attention(
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """RMS of the difference relative to the RMS of `theirs`."""
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+
+
+def attention_error(attend: Callable[..., torch.Tensor], case: Case, keys: SideSegments, values: SideSegments) -> float:
+    """Error of a case's attention over two sequences and random queries, against plain attention."""
+    query = torch.randn(2, 2 * case.groups, case.count, case.head_dim).to(case.dtype)
+    mask, s_aux = make_mask(case, 2, 2 * case.groups, keys.shape[2]), torch.randn(2 * case.groups)
+    call: dict[str, Any] = {"softcap": case.softcap, "s_aux": s_aux if case.s_aux else None}
+    out = attend(query, keys, values, mask, scaling=case.head_dim**-0.5, **call)
+    return error(out, plain_attention(query, keys, values, mask, case, call["s_aux"]))

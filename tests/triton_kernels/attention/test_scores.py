@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import BARS, BF16, F16, F32, Case, error, make_mask, plain_attention, segments
+from support.attention_cases import (
+    BARS,
+    BF16,
+    F16,
+    F32,
+    Case,
+    attention_error,
+    error,
+    plain_attention,
+    segments,
+)
 from support.commvq_files import codebook_file
 
 from kvcache_compress.storage.segments import SideSegments
@@ -119,11 +129,7 @@ def test_attention_equals_plain_attention(
     keys, values = segments(case, make_side)
     monkeypatch.setattr(launch, "tile_shape", lambda *_: launch.Tile(case.block, 4, 2))
     monkeypatch.setattr(launch, "split_sizes", lambda *_: case.split)
-    query = torch.randn(2, 2 * case.groups, case.count, case.head_dim).to(dtype)
-    mask, s_aux = make_mask(case, 2, 2 * case.groups, keys.shape[2]), torch.randn(2 * case.groups)
-    call: dict[str, Any] = {"softcap": case.softcap, "s_aux": s_aux if case.s_aux else None}
-    out = launch.attend(query, keys, values, mask, scaling=case.head_dim**-0.5, **call)
-    assert error(out, plain_attention(query, keys, values, mask, case, call["s_aux"])) <= BARS[dtype]
+    assert attention_error(launch.attend, case, keys, values) <= BARS[dtype]
     ((_, plan),) = keys.codec.kernel_side.plans.items()
     assert plan.launches[1].kernel is scores.scores_kernel
     assert plan.launches[2].constant["SCORE"] is load_scores

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import BARS, F16, Case, error, make_mask, plain_attention, segments
+from support.attention_cases import BARS, F16, Case, attention_error, error, plain_attention, segments
 from support.commvq_files import codebook_file
 
 from kvcache_compress.storage.segments import SideSegments
@@ -108,11 +108,7 @@ def test_attention_equals_plain_attention(name: str, make_side: MakeSide, monkey
     keys, stored = segments(case, make_side)
     monkeypatch.setattr(launch, "tile_shape", lambda *_: launch.Tile(case.block, 8, 2))
     monkeypatch.setattr(launch, "split_sizes", lambda *_: case.split)
-    query = torch.randn(2, 2 * case.groups, case.count, case.head_dim).to(F16)
-    mask, s_aux = make_mask(case, 2, 2 * case.groups, keys.shape[2]), torch.randn(2 * case.groups)
-    call: dict[str, Any] = {"softcap": case.softcap, "s_aux": s_aux if case.s_aux else None}
-    out = launch.attend(query, keys, stored, mask, scaling=case.head_dim**-0.5, **call)
-    assert error(out, plain_attention(query, keys, stored, mask, case, call["s_aux"])) <= BARS[F16]
+    assert attention_error(launch.attend, case, keys, stored) <= BARS[F16]
 
 
 def test_splits_without_tokens(make_side: MakeSide) -> None:
