@@ -19,6 +19,7 @@ from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.side import SideState, Windows, encoded
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.triton_kernels import aot
@@ -198,8 +199,8 @@ def static_step_launches(
     both: tuple[Side, Side] = ("keys", "values")
     for side in both:
         codec = build_codec(*(keys if side == "keys" else values), side, 128, 2, torch.bfloat16)
-        sides[side] = SideState(codec, tokens, 96, track_of(codec, tokens))
-        sides[side].prepare(tokens)
+        sides[side] = SideState(codec, tokens, 96, track_of(codec, tokens), PaddingRecord())
+        sides[side].prepare(tokens, 0)
         sides[side].codec = sides[side].codec.on("triton")  # only now, as `prepare` works in torch
     group = sides["keys"].codec.group
     windows = Windows(sinks=16, recent=64, flush=max(32, group), group=group, capacity=464)

@@ -9,6 +9,7 @@ import torch
 from kvcache_compress.bench.layers import Shape, encoded_side, middle_layer, named_config
 from kvcache_compress.bench.timing import median_ms
 from kvcache_compress.codecs.backend import BackendChoice, interpreting, resolve_backend
+from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.side import SideState
 
 FLUSHES = 16
@@ -62,7 +63,7 @@ def encode_time(
             heads=shape.kv_heads, packed=tokens, codes="random", batch=batch, device=device,
         )  # fmt: skip
         x = torch.randn(batch, shape.kv_heads, tokens, shape.head_dim, device=device, dtype=dtype)
-        state = SideState(layer_side.codec, x, 0, layer_side.track)
+        state = SideState(layer_side.codec, x, 0, layer_side.track, PaddingRecord())
         state.prepared = True  # the codec already is, and fractional bits can be prepared only once
         state.store.make_static(tokens)
         states.append((state, x))

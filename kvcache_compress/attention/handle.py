@@ -60,7 +60,10 @@ class Step:
         segments = self.side(side)
         dense = segments.dense()
         if segments.slots is not None:
-            return segments.slots.by_token(dense)
+            dense = segments.slots.by_token(dense)
+            if segments.padding is not None:
+                segments.padding.exchange_(dense.mT, segments.slots.sinks, segments.slots.length)
+            return dense
         if self.capacity is not None:
             return torch.nn.functional.pad(dense, (0, 0, 0, self.capacity - dense.shape[2]))
         return dense
@@ -76,6 +79,19 @@ class Step:
     def _over_tokens(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Trim a mask `[B, T]` or `[B or 1, Hq or 1, n, T]` to written tokens."""
         return mask if mask is None or self.capacity is None else mask[..., : self.keys.shape[2]]
+
+    def _over_stored(self, mask: torch.Tensor | None, count: int) -> torch.Tensor:
+        """Turn the mask of `count` queries into one over tokens as they are stored in left-padded rows."""
+        keys, slots = self.keys, self.keys.slots
+        assert keys.padding is not None
+        if slots is None:
+            tokens, sinks, length = keys.shape[2], keys.sinks.shape[2], None
+            mask = self._over_tokens(mask)
+        else:
+            tokens, sinks, length = slots.capacity, slots.sinks, slots.length
+            if mask is not None and mask.ndim == 2:
+                mask = torch.nn.functional.pad(mask, (0, tokens - mask.shape[1]))
+        return keys.padding.mask(mask, sinks, count, tokens, keys.tail_buffer.device, length)
 
     def path(self, query: torch.Tensor, softcap: float | None) -> AttentionPath:
         return path_over(self, query, softcap)
@@ -109,6 +125,8 @@ class Step:
         path = self.backend if path == "decode" else path
         record(path, query.shape[2])
         slots, count = self.keys.slots, query.shape[2]
+        if self.keys.padding is not None:
+            mask = self._over_stored(mask, count)
         if slots is None:
             mask = self._over_tokens(mask)
             if mask is not None and mask.ndim == 2 and path != "tiled":

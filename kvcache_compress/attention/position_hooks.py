@@ -28,6 +28,10 @@ class ModelListener:
         """Adopt the config of the model's decoder, in which fused attention is switched."""
         raise NotImplementedError
 
+    def receive_mask(self, mask: Any) -> None:
+        """Receive the attention mask of a forward, as the model got it."""
+        raise NotImplementedError
+
     def receive_positions(self, layer: int, embeddings: Any, tokens: int) -> None:
         """Receive the position embeddings of a step's `tokens` tokens, as the attention module of `layer` has them."""
         raise NotImplementedError
@@ -82,7 +86,7 @@ def _register(model: PreTrainedModel, owner: str) -> list[RemovableHandle]:
     decoder, handles = model.config.get_text_config(decoder=True), []
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config.get_text_config(decoder=True) is decoder:
-            hook = functools.partial(_follow, owner, decoder)
+            hook = functools.partial(_follow, owner, decoder, tuple(inspect.signature(module.forward).parameters))
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         names = tuple(inspect.signature(module.forward).parameters) if hasattr(module, "layer_idx") else ()
         if "position_embeddings" in names:
@@ -99,11 +103,24 @@ def _fused_hooks(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, int]
                 yield module, number
 
 
-def _follow(owner: str, decoder: PreTrainedConfig, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hand the decoder's config to the cache; on the model and on its decoder, as only one of them may be called."""
+def _follow(
+    owner: str,
+    decoder: PreTrainedConfig,
+    names: tuple[str, ...],
+    module: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Hand the decoder's config and the attention mask to the cache.
+
+    Both the model and its decoder do so, as only one of them may be called. Compiled code hands no mask.
+    """
     for value in (*args, *kwargs.values()):
         if isinstance(value, ModelListener):
             value.follow(decoder)
+            if not torch.compiler.is_compiling():
+                inputs = dict(zip(names, args, strict=False)) | kwargs
+                value.receive_mask(inputs.get("attention_mask"))
 
 
 def _hand_over(owner: str, names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

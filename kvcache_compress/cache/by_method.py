@@ -189,7 +189,7 @@ class CommVQCache(CompressedCache):
     """Cache compressed by CommVQ with codebooks of the model: `CommVQCache(model.config, codebooks=path)`.
 
     For batches with left padding call `enable_fused_attention(model)` or `register_position_hooks(model)` once, so that
-    keys are encoded at their actual positions.
+    rows keep their sinks and keys are encoded at their actual positions.
 
     Args:
         config: the model's config.

@@ -25,6 +25,7 @@ from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_fu
 from kvcache_compress.modeling.rope import RopeLayout, layer_has_rope, rope_layout
 from kvcache_compress.serialization.cache_file import load_cache, save_cache
 from kvcache_compress.storage.checks import check_croppable
+from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.validation.arguments import positive_count, row_numbers
 
@@ -65,6 +66,7 @@ class CompressedCache(Cache, ModelListener):
         rope = _check_plans(chosen, self.decoder_config)
         check_backend(self.compression.backend, (plan.side(side).codec() for plan in chosen.values() for side in SIDES))
         tracks: dict[tuple[int, int], RopeTrack] = {}
+        self.padding = padding = PaddingRecord()
         for index, plan in chosen.items():
             layer_rope = rope if rope and layer_has_rope(self.decoder_config, index) else None
             track, leads = None, False
@@ -78,7 +80,7 @@ class CompressedCache(Cache, ModelListener):
                 layers[index], LinearAttentionAndFullAttentionLayer
             ):
                 kind = partial(HybridCompressedLayer, number_of_states=layers[index].number_of_states)
-            layers[index] = kind(index, plan, self.compression, self.decoder_config, layer_rope, track, leads)
+            layers[index] = kind(index, plan, self.compression, self.decoder_config, layer_rope, track, leads, padding)
         super().__init__(layers=layers)
         self.rope_tracks = list(tracks.values())
         """Cos and sin for the layers that need them: one track unless these have other sinks or groups."""
@@ -145,6 +147,12 @@ class CompressedCache(Cache, ModelListener):
         for layer in self.compressed_layers.values():
             layer.decoder_config = decoder_config
 
+    def receive_mask(self, mask: Any) -> None:
+        """Learn from the attention mask of a forward which tokens are left padding, if that is not known yet."""
+        first = next(iter(self.compressed_layers.values()), None)
+        if first is not None and (self.padding.awaited or first.storage is None or first.storage.empty):
+            self.padding.receive(mask, self._tokens())
+
     def receive_positions(self, layer: int, embeddings: Any, tokens: int) -> None:
         """Keep cos and sin of a step's tokens for layers that need them; some models pass those of all cached tokens.
 
@@ -183,6 +191,7 @@ class CompressedCache(Cache, ModelListener):
     def _step_back(self, failed: int) -> None:
         """Remove a step's tokens from the layers before `failed`, which refused them, if all of them can be cropped."""
         length, before = int(self.layers[failed].get_seq_length()), self.layers[:failed]
+        self.padding.truncate(length)
         try:
             check_croppable(before)
         except ValueError:
@@ -212,12 +221,15 @@ class CompressedCache(Cache, ModelListener):
         self._refuse_static("cropped")
         check_croppable(self.layers)
         super().crop(*args, **kwargs)
+        left = self._tokens()
+        self.padding.truncate(left)
         for track in self.rope_tracks:
-            track.truncate(max(int(layer.get_seq_length()) for layer in self._tracked()))
+            track.truncate(left)
 
     def reset(self) -> None:
         self._settle()
         super().reset()
+        self.padding.reset()
         for track in self.rope_tracks:
             track.reset()
 
@@ -230,7 +242,7 @@ class CompressedCache(Cache, ModelListener):
         self._refuse_static("repeated")
         if self._empty():
             return
-        self._apply_to_track(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._apply_to_shared(lambda x: x.repeat_interleave(repeats, dim=0))
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -243,7 +255,7 @@ class CompressedCache(Cache, ModelListener):
         if self._empty():
             return
         self._settle()
-        self._apply_to_track(lambda x: x.index_select(0, rows.to(x.device)))
+        self._apply_to_shared(lambda x: x.index_select(0, rows.to(x.device)))
         select(rows)
 
     def _settle(self) -> None:
@@ -259,11 +271,13 @@ class CompressedCache(Cache, ModelListener):
         """True if no layer holds tokens, as after a reset; the next batch size is then free."""
         return not any(int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, CacheLayerMixin))
 
-    def _tracked(self) -> list[CompressedLayer]:
-        return [layer for layer in self.compressed_layers.values() if layer.track is not None]
+    def _tokens(self) -> int:
+        """Tokens per sequence, the largest number of any compressed layer."""
+        return max((int(layer.get_seq_length()) for layer in self.compressed_layers.values()), default=0)
 
-    def _apply_to_track(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Change the rows of cos and sin, before those of the layers, which may encode tokens with them meanwhile."""
+    def _apply_to_shared(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Change the rows that layers share, before their own: layers may encode tokens with them meanwhile."""
+        self.padding.apply(change)
         for track in self.rope_tracks:
             track.apply(change)
 

@@ -20,6 +20,7 @@ from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.checks import PackableChecks, check_batch, check_states, full_error, tokens_after_crop
 from kvcache_compress.storage.dynamic import DynamicStorage
+from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS, SideState, Windows
@@ -55,6 +56,7 @@ class CompressedLayer(RowOperations):
         rope: RopeLayout | None = None,
         track: RopeTrack | None = None,
         leads_track: bool = True,
+        padding: PaddingRecord | None = None,
     ) -> None:
         self.index = index
         self.compression = compression
@@ -68,6 +70,7 @@ class CompressedLayer(RowOperations):
         self.rope = rope
         self.track = track
         self.leads_track = leads_track
+        self.padding = padding or PaddingRecord()
         self._forget()
 
     def _forget(self) -> None:
@@ -107,9 +110,9 @@ class CompressedLayer(RowOperations):
         self.group = math.lcm(*(codec.group for codec in codecs.values()))
         self.flush_tokens = math.lcm(FLUSH_TOKENS, self.group)
         plan, usual = self.plan, self.plan.recent_tokens + self.flush_tokens
+        tracks = {side: self.track if plan.rope_use(side) == "factors" else None for side in codecs}
         sides = {
-            side: SideState(codec, inputs[side], usual, self.track if plan.rope_use(side) == "factors" else None)
-            for side, codec in codecs.items()
+            side: SideState(codec, inputs[side], usual, tracks[side], self.padding) for side, codec in codecs.items()
         }
         windows = Windows(plan.sink_tokens, plan.recent_tokens, self.flush_tokens, self.group, self.max_cache_len)
         self.storage = storage = DynamicStorage(

@@ -16,6 +16,7 @@ from kvcache_compress.validation.options import StrictOptions
 
 from . import layout
 from .layout import Field
+from .padding import LeftPadding
 from .rotation import hashed_seed
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Prompt:
     rope: cos and sin of the first token of each group of `keys`, the last of which may be cut; None without RoPE.
     places: cos and sin of the positions in a group, `[1, group, rotary]`.
     queries: None if nobody has seen them.
+    padding: left padding of the rows, in which sinks and padding have changed places; None without.
     """
 
     sinks: torch.Tensor
@@ -105,6 +107,7 @@ class Prompt:
     rope: Rope | None = None
     places: Rope | None = None
     queries: PromptQueries | None = None
+    padding: LeftPadding | None = None
 
 
 class Codec(ABC):
@@ -169,7 +172,10 @@ class Codec(ABC):
 
     def observe(self, prompt: Prompt) -> None:
         """Set the data-dependent parts, once, from keys and queries."""
-        self.set_statistics(self.measure(prompt.keys, None if prompt.queries is None else prompt.queries.query))
+        keys, sinks = prompt.keys, prompt.sinks.shape[2]
+        if prompt.padding is not None:
+            keys = prompt.padding.without(keys, sinks, sinks)
+        self.set_statistics(self.measure(keys, None if prompt.queries is None else prompt.queries.query))
 
     def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure the statistics of tokens `x` `[B, H, T, head_dim]`, without changing the codec.

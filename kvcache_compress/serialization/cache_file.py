@@ -10,6 +10,7 @@ layer i and its sides `keys` and `values`, without unused capacity:
     layers.{i}.{attribute}                 layers that are Transformers' own
     rope.{first}.{stride}                  [B, groups, 2 * rotary] cos and sin of the tokens `first + g * stride`, if a
                                            codec needs them; in version 1 `rope`, of all tokens
+    padding                                int64 [B] or [1], the rows' left padding, if they have any
 
 Rotations are made anew from their seeds, and files of calibration (CommVQ's, spectral's) stay where they are; `check`
 reveals codecs that differ from those of the saving process. The version is raised when older releases would misread the
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
     from kvcache_compress.cache.compressed_cache import CompressedCache
 
 C = TypeVar("C", bound="CompressedCache")
-FORMAT, VERSION = "kvcache_compress.cache", 3
+FORMAT, VERSION = "kvcache_compress.cache", 4
 """In version 1 the tensor `rope` had the cos and sin of all tokens; now there is a tensor of each track. Before
-version 3 the `codebook` of TurboQuant was always named."""
+version 3 the `codebook` of TurboQuant was always named, and before version 4 padding was not recorded."""
 
 
 class ModelFacts(StrictModel):
@@ -110,6 +111,8 @@ def save_cache(cache: CompressedCache, path: str | Path) -> None:
         tensors |= {prefix + name: _on_cpu(prefix + name, tensor) for name, tensor in held.items()}
         if index in compressed:
             layer.raise_for_known()
+    if (rows := cache.padding.rows) is not None:
+        tensors["padding"] = _on_cpu("padding", rows.tokens)
     share = share_held(cache.layers, cache.decoder_config)
     if problem := disagreement(cache.layers) or misfit(cache.layers, cache.decoder_config, share):
         raise ValueError(f"the cache cannot be saved: {problem}")
@@ -237,9 +240,20 @@ def _config(header: Header, files: Mapping[str, str | Path | None]) -> Compressi
     return load_config(plain)
 
 
+def _restore_padding(cache: CompressedCache, header: Header, padding: torch.Tensor, device: torch.device) -> None:
+    batch = next((layer.state.batch for layer in header.layers if layer.state is not None), 0)
+    if padding.dtype != torch.int64 or padding.shape not in ((batch,), (1,)) or not padding.numel():
+        raise ValueError(f"damaged: padding is {padding.dtype} {list(padding.shape)} for a batch of {batch}")
+    if (padding < 0).any():
+        raise ValueError("damaged: padding is negative")
+    cache.padding.restore(padding, device)
+
+
 def _restore(cache: CompressedCache, header: Header, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Fill a new cache from tensors, copied to `device`; raises `ValueError` for tensors that do not fit."""
     left, compressed = dict(tensors), cache.compressed_layers
+    if (padding := left.pop("padding", None)) is not None:
+        _restore_padding(cache, header, padding, device)
     ropes = {track.name: left.pop(track.name, None) for track in cache.rope_tracks}
     if header.rope is not None and cache.rope_tracks:
         whole, like = left.pop("rope", None), cache.rope_tracks[0].buffer

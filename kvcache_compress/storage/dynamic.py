@@ -114,6 +114,7 @@ class DynamicStorage:
         length, count = self.tokens, keys.shape[2]
         self._checked = False
         self.checks.raise_for_known()
+        keys, values = self._settled(keys, values, length)
         if not length:
             self._begin({"keys": keys, "values": values})
         if self.track is not None:
@@ -135,6 +136,19 @@ class DynamicStorage:
         if counter is not None:
             counter.fill_(self.tokens)
         return found
+
+    def _settled(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let new tokens that are sinks of left-padded rows change places with the padding there."""
+        record, sinks = self.sides["keys"].padding, self.windows.sinks
+        if not length:
+            record.begin(keys)
+        rows = record.rows
+        if rows is None or length >= rows.longest + sinks:
+            return keys, values
+        k_side, v_side = self.sides.values()
+        k_side.sinks, keys = rows.settle(k_side.sinks, keys, length, sinks)
+        v_side.sinks, values = rows.settle(v_side.sinks, values, length, sinks)
+        return keys, values
 
     def lacks_queries(self, first: Mapping[Side, torch.Tensor] | None = None) -> bool:
         """True if a codec takes its statistics from queries and has none: until it has, nothing is packed.
@@ -185,7 +199,7 @@ class DynamicStorage:
                     "allowed one, alone or repeated for beams and samples, or codebook='offline'"
                 )
         for side, state in online.items():
-            state.prepare(statistics_tokens(first[side], self.windows.sinks, self.windows.recent))
+            state.prepare(*statistics_tokens(first[side], self.windows.sinks, self.windows.recent))
 
     def _prepare(self) -> None:
         """Take statistics from the first tokens before any is packed, from the sinks too if there are few others."""
@@ -194,7 +208,7 @@ class DynamicStorage:
         for state in self.sides.values():
             if not state.prepared and self.tokens:
                 written = torch.cat([state.sinks, state.tail.view()], 2)
-                state.prepare(statistics_tokens(written, state.sinks.shape[2], self.windows.recent))
+                state.prepare(*statistics_tokens(written, state.sinks.shape[2], self.windows.recent))
 
     def _add_prompt(self, keys: torch.Tensor, values: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a chunk of a prompt, pack all but the recent window at once, and return both tails from before packing.

@@ -8,6 +8,7 @@ import torch
 
 from kvcache_compress.codecs.backend import on_device
 from kvcache_compress.codecs.base import Codec
+from kvcache_compress.codecs.padding import LeftPadding
 from kvcache_compress.modeling.rope import Rope
 
 from .packed_store import PackedStore
@@ -36,6 +37,8 @@ class SideSegments:
     """Cos and sin of the packed groups, if the codec needs them."""
     slots: Slots | None = None
     """Slots of a static layer, if the segments are all its slots, whether they hold a token or not."""
+    padding: LeftPadding | None = None
+    """Left padding of the rows, whose sinks have changed places with it; None without."""
 
     @property
     def tail(self) -> torch.Tensor:
@@ -51,14 +54,17 @@ class SideSegments:
         return torch.Size((batch, heads, sinks + self.packed + self.tail_tokens, dim))
 
     def dense(self) -> torch.Tensor:
-        """Decode all tokens: `[B, H, T, D]` in the model's dtype."""
-        if not self.packed:
-            return torch.cat([self.sinks, self.tail], dim=2)
-        whole = self.tail_buffer.new_empty(self.shape)
+        """Decode all tokens in order, or all slots: `[B, H, T, D]` in the model's dtype."""
         first = self.sinks.shape[2]
-        whole[:, :, :first] = self.sinks
-        self.decode_into(whole[:, :, first : first + self.packed], 0)
-        whole[:, :, first + self.packed :] = self.tail
+        if not self.packed:
+            whole = torch.cat([self.sinks, self.tail], dim=2)
+        else:
+            whole = self.tail_buffer.new_empty(self.shape)
+            whole[:, :, :first] = self.sinks
+            self.decode_into(whole[:, :, first : first + self.packed], 0)
+            whole[:, :, first + self.packed :] = self.tail
+        if self.padding is not None and self.slots is None:
+            self.padding.exchange_(whole.mT, first)
         return whole
 
     def tile(self, start: int, stop: int) -> torch.Tensor:

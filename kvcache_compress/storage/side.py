@@ -14,6 +14,7 @@ from kvcache_compress.modeling.rope import Rope
 
 from .checks import same_prompt
 from .packed_store import PackedStore, TailBuffer
+from .padding import PaddingRecord
 from .rope_track import RopeTrack
 from .segments import SideSegments
 
@@ -63,9 +64,12 @@ class Windows:
 class SideState:
     """`sinks | packed | tail` of one side."""
 
-    def __init__(self, codec: Codec, like: torch.Tensor, usual_tail: int, track: RopeTrack | None) -> None:
+    def __init__(
+        self, codec: Codec, like: torch.Tensor, usual_tail: int, track: RopeTrack | None, padding: PaddingRecord
+    ) -> None:
         self.codec = codec
         self.track = track
+        self.padding = padding
         self.sinks = like.new_empty(*like.shape[:2], 0, like.shape[3])
         self.store = PackedStore(codec.fields, like.shape[0], like.shape[1], like.device)
         self.tail = TailBuffer(like, usual_tail)
@@ -73,7 +77,7 @@ class SideState:
 
     def flush(self, x: torch.Tensor, tokens: int, growing: bool) -> None:
         """Encode the first `tokens` of `x` into the store; the first call takes statistics from all of `x`."""
-        self.prepare(x)
+        self.prepare(x, self.sinks.shape[2])
         self.store.ensure_capacity(tokens, growing)
         for start in range(0, tokens, ENCODE_CHUNK_TOKENS):
             part = x[:, :, start : min(start + ENCODE_CHUNK_TOKENS, tokens)]
@@ -88,12 +92,19 @@ class SideState:
                     encoded = self.codec.encode(part, self._rope(done, done + count))
                     self.store.append(encoded, count, growing)
 
-    def prepare(self, x: torch.Tensor) -> None:
-        """Take the codec's statistics from `x` `[B, H, T, D]`, unless it has them."""
-        if not self.prepared:
-            with on_device(x):
-                self.codec.prepare(x[:1] if self.codec.per_prompt else x)
-            self.prepared = True
+    def prepare(self, x: torch.Tensor, first: int) -> None:
+        """Take the codec's statistics, unless it has them, from `x` `[B, H, T, D]` without its padding.
+
+        `x` are tokens as they are stored, from index `first` on.
+        """
+        if self.prepared:
+            return
+        with on_device(x):
+            x = x[:1] if self.codec.per_prompt else x
+            if padding := self.padding.rows:
+                x = padding.without(x, self.codec.context.sink_tokens, first)
+            self.codec.prepare(x)
+        self.prepared = True
 
     def lacks_queries(self, first: torch.Tensor | None = None) -> bool:
         """True if the codec has no statistics and takes those of the `first` tokens (those held) from queries too."""
@@ -117,7 +128,7 @@ class SideState:
             if rows < len(x):
                 x, rope = x[:rows], None if rope is None else (rope[0][:rows], rope[1][:rows])
                 queries = None if queries is None else queries.first_rows(rows)
-            self.codec.observe(Prompt(self.sinks[:rows], x, recent, rope, places, queries))
+            self.codec.observe(Prompt(self.sinks[:rows], x, recent, rope, places, queries, self.padding.rows))
         self.prepared = True
 
     @property
@@ -162,7 +173,9 @@ class SideState:
 
     def segments(self, packed: int, tail: torch.Tensor, tokens: int) -> SideSegments:
         """Return segments of the first `packed` tokens of the store and the first `tokens` of a contiguous `tail`."""
-        return SideSegments(self.sinks, self.store, packed, tail, tokens, self.codec, self.track)
+        return SideSegments(
+            self.sinks, self.store, packed, tail, tokens, self.codec, self.track, padding=self.padding.rows
+        )
 
     def all_segments(self) -> SideSegments:
         """Return segments of all tokens."""
@@ -199,7 +212,10 @@ def encoded(codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         return codec.encode(x, rope)
 
 
-def statistics_tokens(first: torch.Tensor, sinks: int, recent: int) -> torch.Tensor:
-    """Return the first tokens that codecs take statistics from: without the sinks, unless there are few others."""
+def statistics_tokens(first: torch.Tensor, sinks: int, recent: int) -> tuple[torch.Tensor, int]:
+    """Return the first tokens that codecs take statistics from, and the index of the first of these.
+
+    Sinks are left out, unless there are few others.
+    """
     others = first[:, :, sinks:]
-    return others if others.shape[2] >= max(1, recent) else first
+    return (others, sinks) if others.shape[2] >= max(1, recent) else (first, 0)

@@ -19,6 +19,7 @@ import torch
 
 from kvcache_compress.codecs.backend import load_part, on_device
 from kvcache_compress.codecs.base import Backend, Side
+from kvcache_compress.codecs.padding import LeftPadding
 from kvcache_compress.modeling.rope import Rope
 
 from .checks import LONGEST, full_error, longest, not_packable_error
@@ -119,6 +120,12 @@ class StepBuffers:
         for side, state in sides.items():
             x, groups = self._leaving(side, state.codec.group, count)
             state.store.write(groups, encoded(state.codec, x, self._rope(state, count)), state.codec.group)
+
+    def settle(self, padding: LeftPadding, fresh: dict[Side, torch.Tensor]) -> None:
+        """Let new tokens that are sinks of left-padded rows change places with the padding there."""
+        for side, x in fresh.items():
+            sinks, fresh[side] = padding.settle(self.sinks[side], x, self.length, self.windows.sinks)
+            self.sinks[side].copy_(sinks)
 
     def _write_sinks(self, sinks: torch.Tensor, x: torch.Tensor) -> None:
         """Write those new tokens that are sinks, gathered by sink to keep shapes static."""
@@ -242,7 +249,7 @@ class StaticStorage:
         keys, values = (
             SideSegments(
                 buffers.sinks[side], state.store, windows.packed_capacity, buffers.tail[side], windows.tail_capacity,
-                state.codec, state.track, slots,
+                state.codec, state.track, slots, state.padding.rows,
             )
             for side, state in self._carrier.sides.items()
         )  # fmt: skip
@@ -264,12 +271,16 @@ class StaticStorage:
         if carrier.track is not None:
             positions = torch.arange(keys.shape[2], device=keys.device) + self.buffers.length
             carrier.track.write(positions, keys, again=not carrier.leads_track)
-        self.buffers.step(carrier.sides, {"keys": keys, "values": values}, counter)
+        fresh: dict[Side, torch.Tensor] = {"keys": keys, "values": values}
+        if self._settling is not None:
+            self.buffers.settle(self._settling, fresh)
+        self.buffers.step(carrier.sides, fresh, counter)
         return self.segments()
 
     def is_step(self, count: int) -> bool:
         """Return True if `count` new tokens are a step of static shapes; the first tokens never are."""
-        return not self.empty and 0 < count <= MAX_DECODE_TOKENS
+        awaited = self._carrier.sides["keys"].padding.awaited
+        return not self.empty and 0 < count <= MAX_DECODE_TOKENS and not awaited
 
     @contextmanager
     def as_dynamic(self) -> Iterator[DynamicStorage]:
@@ -315,6 +326,10 @@ class StaticStorage:
         """Codecs and packed stores; its dense tokens and counts are out of date, as `buffers` has them."""
         self.empty = empty
         """True while there are no tokens: the host can tell this without waiting."""
+        rows = dynamic.sides["keys"].padding.rows
+        some_lack = rows is not None and dynamic.tokens < rows.longest + self.windows.sinks
+        self._settling = rows if some_lack else None
+        """Left padding of the batch if a row has fewer tokens than sinks, which steps then bring."""
 
     def _raise_for_faults(self) -> None:
         checks = self._carrier.checks

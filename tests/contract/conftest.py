@@ -18,6 +18,7 @@ from kvcache_compress.attention import interface
 from kvcache_compress.attention.interface import ATTENTION_NAME, attention_forward
 from kvcache_compress.codecs.backend import resolve_backend
 from kvcache_compress.codecs.base import Codec, CodecContext, Prompt, PromptQueries
+from kvcache_compress.codecs.padding import LeftPadding
 from kvcache_compress.config import LayerPlan, load_config
 from kvcache_compress.modeling.rope import Rope, rope_layout
 
@@ -54,11 +55,19 @@ class Rotary:
         self._model = model
         self.waiting: dict[int, OracleLayer] = {}
         """Layers whose codecs wait for the queries of the step, by index."""
+        self.padding: list[int] = []
+        """Padding of the rows of the batch, of which a cache learns while attention is fused."""
         self._used: Rope | None = None
         model.model.rotary_emb.register_forward_hook(self._remember)
+        model.register_forward_pre_hook(self._look, with_kwargs=True)
 
     def _remember(self, module: Any, args: Any, output: Rope) -> None:
         self._used = output
+
+    def _look(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and self.fused:
+            self.padding = (mask == 0).cumprod(-1).sum(-1).tolist()
 
     def attention(self, module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         """Fused attention that first shows a step's queries to an oracle's layer that waits for them."""
@@ -135,18 +144,38 @@ class OracleLayer(DynamicLayer):
     def take_queries(self, queries: PromptQueries | None) -> None:
         """Take the statistics of codecs that need queries from all tokens, and pack what is due."""
         first = min(self.plan.sink_tokens, self.get_seq_length())
-        for codec, x in zip(self.codecs, (self.keys, self.values), strict=True):
+        padding = LeftPadding(torch.tensor(found), max(found)) if (found := self.rotary.padding) else None
+        for codec, x in zip(self.codecs, map(self._stored, (self.keys, self.values)), strict=True):
             if codec.needs_queries(x[:, :, first:]):
                 rope = self.rope.keys[:, 0, first :: codec.group], self.rope.values[:, 0, first :: codec.group]
                 places = self.rotary.places(codec.group)
                 keys = x[:, :, :first], x[:, :, first:]
                 # Statistics of the backends agree up to rounding, which may put a number on the other side of a level.
                 codec.backend = resolve_backend(self.config.backend, x.device, self.codecs)
-                codec.observe(Prompt(*keys, self.plan.recent_tokens, rope, places, queries))
+                codec.observe(Prompt(*keys, self.plan.recent_tokens, rope, places, queries, padding))
             else:
-                codec.prepare(x[:, :, first:])
+                codec.prepare(self._without_padding(x[:, :, first:]))
         self.prepared = True
         self._flush()
+
+    def _stored(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens in the order in which they are stored: in rows with padding, sinks change places with it.
+
+        In stored order it gives the tokens in their own.
+        """
+        order = [list(range(x.shape[2])) for _ in x]
+        for row, padding in zip(order, self.rotary.padding, strict=False):
+            for i in range(min(padding, self.plan.sink_tokens)):
+                j = max(padding, self.plan.sink_tokens) + i
+                if j < len(row):
+                    row[i], row[j] = j, i
+        return torch.stack([one[:, numbers] for one, numbers in zip(x, order, strict=True)])
+
+    def _without_padding(self, x: torch.Tensor) -> torch.Tensor:
+        """Stored tokens after the sinks, without those of padding, which come first."""
+        if not any(self.rotary.padding):
+            return x
+        return torch.cat([one[:, n:] for one, n in zip(x, self.rotary.padding, strict=True)], 1)[None]
 
     def _flush(self) -> None:
         length = self.get_seq_length()
@@ -155,20 +184,21 @@ class OracleLayer(DynamicLayer):
         leaving = max(0, length - start - self.plan.recent_tokens) // block * block
         if not leaving:
             return
-        first = ((codec, x[:, :, start:]) for codec, x in zip(self.codecs, (self.keys, self.values), strict=False))
+        stored = [self._stored(x) for x in (self.keys, self.values)]
+        first = ((codec, x[:, :, start:]) for codec, x in zip(self.codecs, stored, strict=False))
         if not self.prepared and any(codec.needs_queries(x) for codec, x in first):
             self.rotary.waiting[self.index] = self
             return
         both = []
         backend = resolve_backend(self.config.backend, self.keys.device, self.codecs)
-        for codec, x in zip(self.codecs, (self.keys, self.values), strict=True):
+        for codec, x in zip(self.codecs, stored, strict=True):
             tail = x[:, :, start:]
             if not self.prepared:
-                codec.prepare(tail)
+                codec.prepare(self._without_padding(tail))
             begins = slice(start, start + leaving, codec.group)
             rope = (self.rope.keys[:, 0, begins], self.rope.values[:, 0, begins])
             decoded = codec.decode(codec.on(backend).encode(tail[:, :, :leaving], rope), rope).to(x.dtype)
-            both.append(torch.cat([x[:, :, :start], decoded, tail[:, :, leaving:]], 2))
+            both.append(self._stored(torch.cat([x[:, :, :start], decoded, tail[:, :, leaving:]], 2)))
         self.keys, self.values = both
         self.prepared = True
         self.packed += leaving
@@ -289,6 +319,7 @@ def rotary(tiny_model: LlamaForCausalLM) -> Iterator[Rotary]:
 
 def _case(name: str, model: LlamaForCausalLM, fused: bool, rotary: Rotary) -> Case:
     rotary.waiting.clear()
+    rotary.padding = []
     config = load_config({"sink_tokens": SINKS, "recent_tokens": RECENT, **CONFIGS[name]})
     return Case(name, model, config, fused, rotary)
 

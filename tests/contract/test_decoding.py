@@ -82,12 +82,18 @@ def test_steps_are_causal(case: Any, ids: torch.Tensor) -> None:
     assert (got[:, -1] - expected[:, -1]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("padding", [2, 13, 68])
 @pytest.mark.parametrize("sizes", [[70] + [1] * 12, [60, 5, 5, 40, 1]], ids=["decode", "chunks"])
-def test_left_padding(case: Any, ids: torch.Tensor, sizes: list[int]) -> None:
-    """Rows of different length, the shorter one left-padded by more than the sinks."""
+def test_left_padding(case: Any, ids: torch.Tensor, sizes: list[int], padding: int) -> None:
+    """Rows keep their own sinks, with less padding than sinks, with more, and if later steps bring their first tokens.
+
+    Of the last kind, the shorter row's first tokens come in the third step where the prompt is given in chunks.
+    """
     mask = torch.ones(2, sum(sizes), dtype=torch.long)
-    mask[0, :13] = 0
-    check(case, ids, sizes, mask)
+    mask[0, :padding] = 0
+    cache = check(case, ids, sizes, mask)
+    if case.fused:
+        assert cache.padding.rows.tokens.tolist() == [padding, 0]
 
 
 def test_padding_is_not_attended(case: Any, ids: torch.Tensor) -> None:

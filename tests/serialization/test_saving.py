@@ -74,7 +74,7 @@ KEYS, ROPE = "layers.0.keys", "rope.2.1"
 CHANGES: dict[str, tuple[Change, str]] = {
     "format": (lambda h, t, m: m.update(format="pt"), "not a cache file of kvcache-compress"),
     "no metadata": (lambda h, t, m: m.clear(), "not a cache file of kvcache-compress"),
-    "newer": (lambda h, t, m: m.update(version="4"), "format version '4': this release reads up to 3"),
+    "newer": (lambda h, t, m: m.update(version="5"), "format version '5': this release reads up to 4"),
     "version": (lambda h, t, m: m.update(version="-1"), "format version '-1'"),
     "unknown key": (lambda h, t, m: h.update(more=1), "damaged: more: Extra inputs"),
     "no model": (lambda h, t, m: h.pop("model"), "damaged: model: Field required"),
@@ -178,6 +178,11 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda h, t, m: t.update({f"{KEYS}.packed.codes0": t[f"{KEYS}.packed.codes0"][:1].clone()}),
         r"layer 0: damaged: keys\.packed\.codes0 is \[1, 2, 32, 2\], not \[2, 2\] with 32 tokens",
     ),
+    "padding of other rows": (
+        lambda h, t, m: t.update(padding=torch.tensor([3, 0, 0])),
+        r"damaged: padding is torch\.int64 \[3\] for a batch of 2",
+    ),
+    "negative padding": (lambda h, t, m: t.update(padding=torch.tensor([3, -1])), "damaged: padding is negative"),
     "unused": (lambda h, t, m: t.update({"layers.2.more": torch.ones(1)}), r"superfluous tensors \['more'\]"),
 }
 

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from kvcache_compress.codecs.base import Prompt, PromptQueries
+from kvcache_compress.codecs.padding import LeftPadding
 
 from .moments import RUN_NUMBERS, SAMPLED, Costs, GroupRope, KeyMoments, MeanSums, Window, attention_costs
 from .transform import Moments, spectral_basis
@@ -98,7 +99,7 @@ def _windows(prompt: Prompt, group: int, rope: GroupRope | None, costs: Costs) -
             torch.cat([first, keys], 1), group, sinks, prompt.recent, own, keys[:, :0], at, 1.0, costs=costs
         )
         if seen is not None:
-            mask, counted = _row_mask(seen, row, at, tokens)
+            mask, counted = _row_mask(seen, row, at, tokens, prompt.padding, sinks)
             window = replace(
                 window, query=seen.query[row][:, at - (tokens - seen.query.shape[2])], mask=mask, counted=counted,
                 scaling=seen.scaling, softcap=seen.softcap, s_aux=seen.s_aux,
@@ -114,18 +115,21 @@ def sampled_positions(tokens: int, queries: int, first: int) -> torch.Tensor:
 
 
 def _row_mask(
-    seen: PromptQueries, row: int, at: torch.Tensor, tokens: int
+    seen: PromptQueries, row: int, at: torch.Tensor, tokens: int, padding: LeftPadding | None, sinks: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Mask of a row's sampled queries, `[Hq or 1, R, T]`, and the tokens that any query sees, `[T]`."""
+    """Mask of a row's sampled queries over stored tokens, `[Hq or 1, R, T]`, and the tokens that any sees, `[T]`."""
     if seen.mask is None:
         return None, None
     mask = seen.mask[min(row, len(seen.mask) - 1)]
     if mask.ndim == 1:
-        counted = mask[-tokens:].bool()
-        return counted[None, None], counted
-    last = mask[:, -1:]
-    mask = mask[:, at - (tokens - seen.query.shape[2])]
-    reach = torch.cat([mask, last], 1)
+        reach = mask[None, None, -tokens:].bool()
+    else:
+        reach = torch.cat([mask[:, at - (tokens - seen.query.shape[2])], mask[:, -1:]], 1)
+    if padding is not None:
+        reach = padding.row(row).exchange_(reach[None].clone(), sinks)[0]
+    if mask.ndim == 1:
+        return reach, reach[0, 0]
+    mask = reach[:, :-1]
     reach = reach if reach.dtype == torch.bool else reach > torch.finfo(reach.dtype).min / 2
     return mask, reach.flatten(0, 1).any(0)
 

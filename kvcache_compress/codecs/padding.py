@@ -1,0 +1,119 @@
+"""Left padding of a batch, and the exchange by which each row keeps its own first tokens as sinks.
+
+Sinks are the first positions of a storage. In a left-padded row these are padding, so its first tokens change places
+with them: with `p` tokens of padding and `S` sinks, tokens `i` and `max(p, S) + i` are exchanged for `i < min(p, S)`.
+Then the sinks are tokens `[p, p + S)`, and padding lies at `[S, S + p)`. All other tokens stay where they are, so rows
+of any padding share one length, and masks are exchanged like the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class LeftPadding:
+    """Numbers of padding tokens with which the rows of a batch begin; immutable.
+
+    tokens: int64 `[B]`, or `[1]` for all rows.
+    longest: at least the largest of them, known to the host.
+    """
+
+    def __init__(self, tokens: torch.Tensor, longest: int) -> None:
+        self.tokens = tokens
+        self.longest = longest
+
+    def partners(self, sinks: int, bound: int | torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return the token that each of the first `sinks` changes places with, int64 `[B, sinks]`.
+
+        A token without a partner below `bound` has itself.
+        """
+        own = torch.arange(sinks, device=device)
+        padding = self.tokens.to(device)[:, None]
+        other = padding.clamp_min(sinks) + own
+        return torch.where((own < padding) & (other < bound), other, own)
+
+    def exchange_(self, x: torch.Tensor, sinks: int, bound: int | torch.Tensor | None = None) -> torch.Tensor:
+        """Exchange tokens, the last dimension of `x` `[B, ..., T]`, in place; a second call undoes the first.
+
+        `bound` is the number of tokens that are exchanged with each other, by default all.
+        """
+        return _exchange_(x, self.partners(sinks, x.shape[-1] if bound is None else bound, x.device))
+
+    def settle(
+        self, held: torch.Tensor, x: torch.Tensor, start: int | torch.Tensor, sinks: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exchange those of new tokens that are sinks of their rows with the padding that stands in their place.
+
+        Args:
+            held: the sinks held so far, `[B, H, s, D]`; with fewer than `sinks`, these are all tokens.
+            x: new tokens, `[B, H, n, D]`.
+            start: number of tokens before them, of the host or int64 `[]`.
+            sinks: number of sinks.
+
+        Returns:
+            `held` and `x` after the exchange, as new tensors.
+        """
+        before, count = held.shape[2], x.shape[2]
+        own = torch.arange(sinks, device=x.device)
+        partners = self.partners(sinks, start + count, x.device)
+        arrives = (partners >= start) & (partners > own)
+        both = torch.cat([held, x], 2)
+        _exchange_(both.mT, torch.where(arrives, partners - start + before, own))
+        return both[:, :, :before].clone(), both[:, :, before:]
+
+    def mask(
+        self,
+        mask: torch.Tensor | None,
+        sinks: int,
+        count: int,
+        tokens: int,
+        device: torch.device,
+        length: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Turn a mask over tokens into one over tokens as they are stored, boolean or additive, `[B, Hq or 1, n, T]`.
+
+        Args:
+            mask: None (causal), `[B or 1, Hq or 1, count, T]`, or a padding mask `[B, T]`.
+            sinks: number of sinks.
+            count: number of queries, which are the last tokens.
+            tokens: `T` of a mask that is None or a padding mask.
+            device: that of the queries.
+            length: number of tokens, int64 `[]`, if it is not `tokens`.
+        """
+        if mask is None or mask.ndim == 2:
+            last = torch.arange(count, device=device)[:, None] + (tokens if length is None else length) - count
+            causal = (torch.arange(tokens, device=device) <= last)[None, None]
+            mask = causal if mask is None else causal & mask[:, None, None, -tokens:].bool()
+        rows = max(len(mask), len(self.tokens))
+        return self.exchange_(mask.expand(rows, -1, -1, -1).clone(), sinks)
+
+    def without(self, x: torch.Tensor, sinks: int, first: int) -> torch.Tensor:
+        """Return stored tokens `x` `[B, H, n, D]`, the first of which has index `first`, less padding: `[1, H, N, D]`.
+
+        If all of them are padding, they are returned as they are.
+        """
+        total = first + x.shape[2]
+        real = torch.arange(total, device=x.device) >= self.tokens.to(x.device)[:, None]
+        real = self.exchange_(real.clone(), sinks)[: len(x), first:].expand(len(x), -1)
+        found = x.transpose(1, 2)[real]
+        return found.transpose(0, 1)[None] if len(found) else x
+
+    def row(self, index: int) -> LeftPadding:
+        """Return the padding of one row."""
+        return self.changed(lambda tokens: tokens[index : index + 1])
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LeftPadding:
+        """Return the padding of other rows, which `change` makes of these; a single entry is that of any rows."""
+        return self if len(self.tokens) == 1 else LeftPadding(change(self.tokens), self.longest)
+
+
+def _exchange_(x: torch.Tensor, partners: torch.Tensor) -> torch.Tensor:
+    """Exchange entry `i` with entry `partners[b, i]` of the last dimension of `x` `[B, ..., T]`, in place."""
+    count = min(partners.shape[1], x.shape[-1])
+    index = partners[:, :count].view(-1, *(1,) * (x.ndim - 2), count).expand(*x.shape[:-1], -1)
+    first, other = x[..., :count].clone(), x.gather(-1, index)
+    x.scatter_(-1, index, first)
+    x[..., :count] = other
+    return x

@@ -1,0 +1,102 @@
+"""What the layers of a cache know of their batch's left padding."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from kvcache_compress.codecs.padding import LeftPadding
+
+from .checks import same_prompt
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def _warn_of_padding() -> None:
+    logger.warning(
+        "the model does not hand over its attention mask: left-padded rows of this batch lose their sinks, which costs "
+        "accuracy. Call enable_fused_attention(model), or register_position_hooks(model), before the first prompt"
+    )
+
+
+class PaddingRecord:
+    """What a cache knows of its batch's left padding, shared by its layers.
+
+    rows: the padding, or None if there is none or nobody has told.
+    awaited: True until a mask has shown where the padding of every row ends.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the batch."""
+        self.rows: LeftPadding | None = None
+        self.awaited = True
+
+    def receive(self, mask: Any, held: int) -> None:
+        """Learn from the attention mask that the model got for the next tokens.
+
+        Args:
+            mask: as Transformers' models take it: None, `[B, T]`, `[B or 1, heads or 1, n, T]` boolean or additive, or
+                masks by the kind of layer.
+            held: tokens that the cache holds. Rows that have begun, and all rows without a record, stay as they are.
+        """
+        found = left_padding(mask)
+        if held and (found is None or self.rows is None):
+            self.awaited = False
+        elif found is not None:
+            tokens, total = found
+            if held and self.rows is not None:
+                tokens = torch.where(self.rows.tokens < held, self.rows.tokens, tokens)
+            self.restore(tokens)
+            self.awaited = self.rows is not None and self.rows.longest >= total
+        elif self.awaited:
+            self.restore(None)
+
+    def truncate(self, tokens: int) -> None:
+        """Await masks again where only padding is left of a row."""
+        if not tokens:
+            self.reset()
+        elif self.rows is not None and tokens <= self.rows.longest:
+            self.awaited = True
+
+    def restore(self, tokens: torch.Tensor | None, device: torch.device | None = None) -> None:
+        """Set the rows' padding, int64 `[B]` or `[1]`, None if there is none, on `device` if it is to be moved."""
+        longest = 0 if tokens is None else int(tokens.max())
+        self.rows = LeftPadding(tokens.to(device), longest) if tokens is not None and longest else None
+        self.awaited = False
+
+    def begin(self, first: torch.Tensor) -> None:
+        """Close the record as the first tokens `[B, H, T, D]` arrive, if no model has shown a mask for this batch."""
+        if self.rows is not None and len(self.rows.tokens) not in (1, len(first)):
+            self.restore(None)
+        elif self.rows is None and self.awaited:
+            self.awaited = False
+            if not (first.is_meta or same_prompt(first)):
+                _warn_of_padding()
+
+    def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Change the rows as the layers change their batch."""
+        if self.rows is not None:
+            self.rows = self.rows.changed(change)
+
+
+def left_padding(mask: Any) -> tuple[torch.Tensor, int] | None:
+    """Return the number of padding tokens that begin each row of a model's mask, int64 `[B]`, and its tokens `T`.
+
+    Padding is what no query sees. None for masks that are not tensors.
+    """
+    if isinstance(mask, Mapping):
+        mask = mask.get("full_attention")
+    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4) or not mask.numel():
+        return None
+    seen = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() and mask.ndim == 4 else mask != 0
+    if mask.ndim == 4:
+        seen = seen.flatten(1, 2).any(1)
+    return (seen.cumsum(-1) == 0).sum(-1), seen.shape[-1]
