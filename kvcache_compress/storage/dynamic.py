@@ -304,6 +304,12 @@ class DynamicStorage:
     def crop(self, left: int) -> None:
         """Keep the first `left` tokens: exactly within the tail, while a packed group that is cut is decoded."""
         keys = self.sides["keys"]
+        rows = keys.padding.rows
+        if rows is not None and left < rows.longest + self.windows.sinks:
+            for state in self.sides.values():  # padding returns to where removed tokens were sinks
+                tokens = state.all_segments().dense()[:, :, :left]
+                rows.exchange_(tokens.mT, self.windows.sinks)
+                state.sinks = tokens[:, :, : self.windows.sinks].contiguous()
         sinks = min(left, keys.sinks.shape[2])
         packed = min(left - sinks, keys.store.tokens)
         for state in self.sides.values():

@@ -57,6 +57,25 @@ def test_anywhere(case: Any, ids: torch.Tensor, removed: int) -> None:
     assert cache.packed_tokens > 0
 
 
+@pytest.mark.parametrize("removed", [52, 60, 70])
+def test_left_padding(case: Any, ids: torch.Tensor, removed: int) -> None:
+    """A crop to after a row's own sinks, into them, and into its padding, whose row then begins anew."""
+    cache, oracle = case.cache(backend="torch"), case.oracle()
+    sizes = [18, 2, 12, 45, 1]
+    rest = ids[:, 100 : 100 + sum(sizes)]
+    mask = torch.ones(2, LENGTH + sum(sizes), dtype=torch.long)
+    mask[0, :13] = 0
+    logits = []
+    for one in (cache, oracle):
+        case.feed(one, ids[:, :LENGTH], [61, 1, LENGTH - 62], mask)
+        assert (cache.packed_tokens if one is cache else 32) == 32
+        one.crop(-removed)
+        logits.append(case.feed(one, rest, sizes, mask))
+    seen = mask[:, LENGTH - removed : LENGTH - removed + sum(sizes)].bool()
+    assert_close_but_for_flips(*(x[seen] for x in logits))
+    assert cache.packed_tokens > 0
+
+
 def test_into_the_packed_part_keeps_codes(unfused: Any, ids: torch.Tensor) -> None:
     """Whole groups keep their codes; a group that is cut is decoded into the tail."""
     cache = unfused.cache()
