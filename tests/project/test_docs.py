@@ -121,6 +121,7 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     disable_fused_attention(model)
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # all versions know this name
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page, "python")])
 def test_python_runs(page: str, scope: dict[str, Any]) -> None:
     """The blocks of a page in order, and caches that they fill have packed tokens."""

@@ -130,6 +130,7 @@ def test_yaml_snippet_is_a_config(tmp_path: Path) -> None:
     assert load_config(path).layers[0].method == "none"
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # all versions know this name
 @pytest.mark.slow
 def test_python_snippets_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """With a tenth of the text, as bfloat16 is slow on CPUs."""
