@@ -257,6 +257,24 @@ def test_without_fused_attention(model: Any, caplog: pytest.LogCaptureFixture) -
     assert max(losses) < loss({"method": "turboquant", "bits": 2, "codebook": "lloyd_max", "scalar": "norm"})
 
 
+@pytest.mark.parametrize("capacity", [None, 200])
+@pytest.mark.parametrize("prompt", [40, 120])
+def test_unseen_queries_are_said_at_the_first_packed_token(
+    prompt: int, capacity: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither before nor later, in a prompt as in a step, with the loss and what to do; not with fused attention."""
+    for switch in (enable_fused_attention, disable_fused_attention):
+        made = small_model()
+        switch(made)
+        cache = spectral(made, max_cache_len=capacity)
+        with torch.no_grad():
+            for part in ids(prompt + 40).split([prompt, *[1] * 40], 1):
+                made(part, **with_cache(cache))
+                said = caplog.text.count("loses three to four times as much: call enable_fused_attention(model)")
+                assert said == (cache.packed_tokens > 0 and switch is disable_fused_attention)
+        assert cache.packed_tokens > 0
+
+
 def test_handles_without_attention(model: Any) -> None:
     """If the queries of a prompt are never shown, the next update takes statistics from keys alone."""
     cache, x = spectral(model), torch.randn(1, HEADS, 100, DIM)
