@@ -136,11 +136,12 @@ def _unsupported(
         return "dropout, which model.eval() switches off"
     if not (mask is None or isinstance(mask, torch.Tensor)):
         return f"masks of type {type(mask).__name__}"
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
     # A mask over queries and tokens replaces causality, and one query sees all tokens either way.
-    if query.shape[2] > 1 and (mask is None or mask.ndim == 2):
-        causal = options.get("is_causal")
-        if not (getattr(module, "is_causal", True) if causal is None else causal):
-            return "is_causal=False for several tokens without a mask"
+    if not causal and query.shape[2] > 1 and (mask is None or mask.ndim == 2):
+        return "is_causal=False for several tokens without a mask"
     for name, value in options.items():
         if value is None or value is False or name in _KNOWN or name in _IDLE:
             continue
