@@ -141,8 +141,9 @@ def test_python_snippets_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     for code in snippets("python"):
         exec(code, scope)
     printed = capsys.readouterr().out
-    assert printed.startswith(snippets("text")[0].splitlines()[0]), "the pass key"
-    assert re.search(r"\d of \d+ tokens packed, at 3.25 bits per packed number", printed)
+    *shown, end = snippets("text")[0].splitlines()
+    assert end == "..."
+    assert printed.splitlines()[: len(shown)] == shown
     packed = re.search(r"(\d+) tokens packed\n", printed)
     assert packed is not None
     assert int(packed[1]) > 0
