@@ -110,32 +110,43 @@ def test_links_to_files_outside_of_the_site() -> None:
         rewrite("[x](../nowhere.md)", *page, None)
 
 
-def in_folder(folder: Path, model: Any, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Names that pages use, in a folder with the files that they name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for name in ("model.safetensors", "codebooks.safetensors"):
-            header = describe_model(model.config, Path(name))
-            write_codebooks(header, random_codebooks(model.config, 1, (3, 16), (5, 16)))
-        found = random_statistics(model.config)
-        write_statistics("statistics.safetensors", ModelFacts.of(model.config), found, 32, {})
-        Path("my.yaml").write_text("keys: {method: spectral, bits: 2}\nvalues: {method: turboquant, bits: 2}\n")
-        yield {"model": model, "tokenizer": tokenizer}
-        disable_fused_attention(model)
+def write_files(folder: Path, config: Any) -> None:
+    """Write the files that pages name."""
+    for name in ("model.safetensors", "codebooks.safetensors"):
+        write_codebooks(describe_model(config, folder / name), random_codebooks(config, 1, (3, 16), (5, 16)))
+    path = str(folder / "statistics.safetensors")
+    write_statistics(path, ModelFacts.of(config), random_statistics(config), 32, {})
+    yaml = "keys: {method: spectral, bits: 2}\nvalues: {method: turboquant, bits: 2}\n"
+    (folder / "my.yaml").write_text(yaml, encoding="utf-8")
 
 
 @pytest.fixture
-def scope(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """A small model and its tokenizer."""
+def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A small model and its tokenizer, in a folder with the files that pages name."""
+    monkeypatch.chdir(tmp_path)
     model, tokenizer = load_model(saved_model())
     model.config.max_position_embeddings = 16_384
     tokenizer.chat_template = CHAT
-    yield from in_folder(tmp_path, model, tokenizer)
+    write_files(tmp_path, model.config)
+    yield {"model": model, "tokenizer": tokenizer}
+    disable_fused_attention(model)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A folder with files for SmolLM2, and the model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("pages")
+    model, tokenizer = load_model("smollm2-135m")
+    write_files(folder, model.config)
+    return folder, model, tokenizer
 
 
 @pytest.fixture
-def real_scope(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    yield from in_folder(tmp_path, *load_model("smollm2-135m"))
+def real_scope(real: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    folder, model, tokenizer = real
+    monkeypatch.chdir(folder)
+    yield {"model": model, "tokenizer": tokenizer}
+    disable_fused_attention(model)
 
 
 def test_what_is_not_run_has_a_reason() -> None:
