@@ -43,6 +43,7 @@ from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT
 from kvcache_compress.methods.polarquant.codebooks import angle_density
 from kvcache_compress.methods.polarquant.tree import adjacent_order, angles
 from kvcache_compress.methods.turboquant.codec import TurboQuantCodec, TurboQuantOptions
+from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,7 +72,7 @@ def cached_keys(model_name: str, text: Path, tokens: int) -> tuple[str, list[tor
     model, tokenizer = load_model(model_name)
     ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[:, :tokens]
     cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **{cache_argument(): cache}, logits_to_keep=1)
     return Path(model.name_or_path).name, [layer.keys.float() for layer in cache.layers]
 
 

@@ -23,6 +23,7 @@ from transformers import Cache, DynamicCache, LlamaModel
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.bench.layers import SHAPES, single_layer
 from kvcache_compress.eval.provenance.results import circumstances, write_atomically
+from kvcache_compress.modeling.decoder import cache_argument
 
 PRESETS = (
     "turboquant-4bit", "turboquant-2.5bit", "kivi-4bit", "qjl-3bit", "polarquant-rope-4bit", "polarquant-3.4bit",
@@ -56,7 +57,7 @@ def prefill(model: LlamaModel, cache: Cache, ids: torch.Tensor) -> tuple[float, 
 
     cache.update = timed  # type: ignore[method-assign]
     begun = time.thread_time()
-    model(ids, past_key_values=cache)
+    model(ids, **{cache_argument(): cache})
     return time.thread_time() - begun, sum(spent)
 
 

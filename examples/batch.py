@@ -8,6 +8,7 @@ import argparse
 from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
 PROMPTS = (
@@ -27,7 +28,7 @@ inputs = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
 compressed = CompressedCache(model.config, arguments.preset)
 answers = []
 for cache in (DynamicCache(config=model.config), compressed):
-    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    output = model.generate(**inputs, **{cache_argument(): cache}, max_new_tokens=6, do_sample=False)
     answers.append(tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :], skip_special_tokens=True))
 
 for tokens, full, packed in zip(inputs.attention_mask.sum(1).tolist(), *answers, strict=True):

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvcache_compress import CommVQCache, enable_fused_attention
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT
 from kvcache_compress.methods.commvq.calibration import CommVQSettings, calibrate_commvq
+from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -38,6 +39,6 @@ with tempfile.TemporaryDirectory() as folder:
     cache = CommVQCache(model.config, codebooks=str(file))
     prompt = "The lighthouse on the cape was built of granite. " * 40 + "The lighthouse on the cape was built of"
     inputs = tokenizer(prompt, return_tensors="pt")
-    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    output = model.generate(**inputs, **{cache_argument(): cache}, max_new_tokens=4, do_sample=False)
     print("..." + tokenizer.decode(output[0, inputs.input_ids.shape[1] :]))
     print(f"{cache.packed_tokens} tokens packed, {cache.memory_report().packed_bits_per_number:.2f} bits per number")

@@ -8,6 +8,7 @@ import argparse
 import torch
 
 from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
 SYSTEM = """You answer the guests of the Harbour Hotel in one short sentence, from these facts.
@@ -40,7 +41,7 @@ for question in arguments.question or QUESTIONS:
     new = tokenizer(prompt.removeprefix(said), add_special_tokens=False, return_tensors="pt").input_ids
     ids = torch.cat([ids, new], 1)
     before = cache.get_seq_length()
-    how = {"past_key_values": cache, "max_new_tokens": arguments.new_tokens, "do_sample": False}
+    how = {cache_argument(): cache, "max_new_tokens": arguments.new_tokens, "do_sample": False}
     output = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
     answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     messages.append({"role": "assistant", "content": answer})

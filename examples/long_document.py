@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT
+from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -57,7 +58,7 @@ def measure(name: str) -> None:
     def read(document: torch.Tensor) -> None:
         cache = DynamicCache(config=model.config) if name == "full" else CompressedCache(model.config, name)
         how = {"prefill_chunk_size": 256, "max_new_tokens": 4, "do_sample": False}
-        model.generate(document, attention_mask=torch.ones_like(document), past_key_values=cache, **how)
+        model.generate(document, attention_mask=torch.ones_like(document), **{cache_argument(): cache}, **how)
 
     read(ids[:, :32])  # brings the weights into memory
     print(f"{name:16}{peak_bytes(lambda: read(ids)) / 2**20:6.1f} MiB")

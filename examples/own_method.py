@@ -14,6 +14,7 @@ from kvcache_compress import CompressedCache, enable_fused_attention, register_m
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import Codec, Fields, MethodOptions, Rope, Side
 from kvcache_compress.codecs.layout import Field, check_head_dim, code_fields
+from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
 
@@ -53,6 +54,6 @@ if __name__ == "__main__":
     config = {"keys": {"method": "rounding", "bits": 4}, "values": {"method": "turboquant", "bits": 3}}
     cache = CompressedCache(model.config, config)
     inputs = tokenizer("The lighthouse on the cape was built of granite. " * 30, return_tensors="pt")
-    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=24, do_sample=False)
+    output = model.generate(**inputs, **{cache_argument(): cache}, max_new_tokens=24, do_sample=False)
     print(tokenizer.decode(output[0, -24:]))
     print(cache.memory_report())

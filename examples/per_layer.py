@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -16,6 +17,6 @@ enable_fused_attention(model)
 cache = CompressedCache(model.config, arguments.config)
 prompt = "The lighthouse on the cape was built of granite. " * 30 + "The lighthouse on the cape was built of"
 inputs = tokenizer(prompt, return_tensors="pt")
-output = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+output = model.generate(**inputs, **{cache_argument(): cache}, max_new_tokens=4, do_sample=False)
 print("..." + tokenizer.decode(output[0, inputs.input_ids.shape[1] :]))
 print(cache.memory_report())

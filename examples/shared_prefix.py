@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from kvcache_compress import CompressedCache, TurboQuantCache, enable_fused_attention
+from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
 model, tokenizer = load_model("smollm2-135m")
@@ -20,7 +21,7 @@ with tempfile.TemporaryDirectory() as folder:
 
     cache = TurboQuantCache(model.config, bits=4)
     with torch.no_grad():
-        model(prefix, past_key_values=cache)
+        model(prefix, **{cache_argument(): cache})
     cache.save(path)
     tokens, size = cache.get_seq_length(), path.stat().st_size / 1024
     print(f"{tokens} tokens, {cache.packed_tokens} of them packed, in a file of {size:.0f} KiB")
@@ -29,5 +30,7 @@ with tempfile.TemporaryDirectory() as folder:
     for question in questions:
         cache = CompressedCache.load(path, model.config)
         new = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
-        output = model.generate(torch.cat([prefix, new], 1), past_key_values=cache, max_new_tokens=6, do_sample=False)
+        output = model.generate(
+            torch.cat([prefix, new], 1), **{cache_argument(): cache}, max_new_tokens=6, do_sample=False
+        )
         print(question, "...", tokenizer.decode(output[0, tokens + new.shape[1] :]).strip())

@@ -13,6 +13,7 @@ from rich.console import Console
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT
 from kvcache_compress.eval.tuning.command import run_tuning
+from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -39,6 +40,6 @@ with tempfile.TemporaryDirectory() as folder:
     cache = CompressedCache(model.config, output)
     prompt = "The lighthouse on the cape was built of granite. " * 40 + "The lighthouse on the cape was built of"
     inputs = tokenizer(prompt, return_tensors="pt")
-    output_ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    output_ids = model.generate(**inputs, **{cache_argument(): cache}, max_new_tokens=4, do_sample=False)
     print("..." + tokenizer.decode(output_ids[0, inputs.input_ids.shape[1] :]))
     print(f"{cache.packed_tokens} tokens packed, {cache.memory_report().packed_bits_per_number:.2f} bits per number")

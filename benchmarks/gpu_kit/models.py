@@ -22,6 +22,7 @@ from kvcache_compress.cache.compressed_cache import CompressedCache
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.codecs.backend import interpreting
 from kvcache_compress.eval.provenance.results import error_message
+from kvcache_compress.modeling.decoder import cache_argument
 
 from .check_static import WARM_UP_STEPS, record
 from .jobs import NOT_MEASURED
@@ -211,7 +212,7 @@ def decode_step(
     """Step that a CUDA graph can record: it replaces tokens `[B, 1]` by the next ones, and advances positions."""
 
     def step() -> torch.Tensor:
-        logits = model(input_ids=ids, past_key_values=cache, position_ids=positions).logits
+        logits = model(input_ids=ids, **{cache_argument(): cache}, position_ids=positions).logits
         positions.add_(1)
         return ids.copy_(logits[:, -1:].argmax(-1))
 
@@ -266,7 +267,7 @@ def _prefill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, chunk: int
     synchronize(model)
     begun = time.perf_counter()
     for part in ids.split(chunk, dim=1):
-        model(input_ids=part, past_key_values=cache, logits_to_keep=1)
+        model(input_ids=part, **{cache_argument(): cache}, logits_to_keep=1)
     synchronize(model)
     return time.perf_counter() - begun
 
@@ -290,7 +291,7 @@ def longest_context(
                 if late():
                     return replace(result, end="time", error=f"{NOT_MEASURED} time, {result.tokens} tokens fit")
                 fill(model, cache, 1, piece)
-                model(input_ids=ids, past_key_values=cache)
+                model(input_ids=ids, **{cache_argument(): cache})
                 result = replace(result, tokens=cache.get_seq_length(), cache_gib=cache_bytes(cache) / 2**30)
         except Exception as error:
             end = error_message(error)

@@ -6,6 +6,7 @@ queries over tiles of decoded tokens. `decode`: the model's previous attention o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .compile_ops import TracedStep
     from .handle import Step
 
+logger = logging.getLogger(__name__)
 AttentionPath: TypeAlias = Backend | Literal["tiled", "decode"]
 MAX_CPP_QUERIES = 128
 """Most queries of a chunk for C++; with more, PyTorch's attention over decoded tiles is faster."""
@@ -30,9 +32,15 @@ _MODULES: dict[AttentionPath, str] = {
     "torch": "attention.reference",
     "tiled": "attention.tiled",
 }
-_KNOWN = {"softcap", "s_aux", "is_causal"}
-_KNOWN |= {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states"}
-"""Options of attention functions that the fused paths support, or that change nothing."""
+_KNOWN = {"softcap", "s_aux", "is_causal", "output_attentions"}
+"""Options of attention functions that `attention_path` or the fused paths read."""
+_IDLE = {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "output_router_logits"}
+_IDLE |= {"num_items_in_batch", "seq_idx", "max_length_q", "max_length_k"}
+"""Options that change no attention: other parts of a model read them, or flash attention beside `cu_seq_lens_*`."""
+_IN_MASK = {"sliding_window", "cu_seq_lens_q", "cu_seq_lens_k"}
+"""Options that only flash attention reads: for eager attention and SDPA the mask says the same."""
+_WARNED: set[str] = set()
+"""Arguments that were warned of."""
 
 
 class PathTaken(NamedTuple):
@@ -106,18 +114,53 @@ def attention_path(
     """Choose the path of a call by Transformers: `decode` if no other path computes exactly what is asked for.
 
     The others need: no gradients of queries, masks or `s_aux`, no dropout, no mask or one that is a tensor, causal
-    attention, no attention weights, and no unknown option.
+    attention, no attention weights, and no option that could change attention in a way that they do not know.
     """
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, mask, options.get("s_aux"))):
         return "decode"
-    if dropout or not (mask is None or isinstance(mask, torch.Tensor)):
+    if weights_wanted() or options.get("output_attentions"):
         return "decode"
-    if options.get("is_causal", mask is not None or getattr(module, "is_causal", True)) is False or weights_wanted():
-        return "decode"
+    unknown = _unsupported(module, query, mask, dropout, options)
+    if unknown is None:
+        return step.path(query, options.get("softcap"))
+    if step.packed or torch.compiler.is_compiling():
+        _warn_of_decoding(unknown)
+    return "decode"
+
+
+def _unsupported(
+    module: torch.nn.Module, query: torch.Tensor, mask: Any, dropout: float, options: Mapping[str, Any]
+) -> str | None:
+    """Name the argument of a call that the fused paths cannot follow, or return None."""
+    if dropout:
+        return "dropout, which model.eval() switches off"
+    if not (mask is None or isinstance(mask, torch.Tensor)):
+        return f"masks of type {type(mask).__name__}"
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    # A mask over queries and tokens replaces causality, and one query sees all tokens either way.
+    if not causal and query.shape[2] > 1 and (mask is None or mask.ndim == 2):
+        return "is_causal=False for several tokens without a mask"
     for name, value in options.items():
-        if not (value is None or value is False or name in _KNOWN):
-            return "decode"
-    return step.path(query, options.get("softcap"))
+        if value is None or value is False or name in _KNOWN or name in _IDLE:
+            continue
+        config: Any = module.config
+        if name not in _IN_MASK or getattr(config._attn_implementation, "previous", "sdpa") not in ("sdpa", "eager"):
+            return f"the option {name}"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_decoding(unknown: str) -> None:
+    """Warn once of an argument, also while a model is compiled."""
+    if unknown not in _WARNED:
+        _WARNED.add(unknown)
+        logger.warning(
+            "fused attention does not support %s: steps with it decode all packed tokens, which is slower; leave it "
+            "out if you pass it yourself",
+            unknown,
+        )
 
 
 def weights_wanted() -> bool:

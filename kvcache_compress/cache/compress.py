@@ -1,4 +1,4 @@
-"""`compress`: a block in which a model's `generate` uses compressed caches, for clients that only call `generate`."""
+"""`compress`: a model's `generate` uses compressed caches, in a `with` block or until `stop()`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -27,13 +26,21 @@ from .compressed_cache import CompressedCache
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
 class Compression:
-    """Handle of a `compress` block, with the cache of the latest `generate` call in it."""
+    """Handle of a `compress` call, which ends it and has the cache of the latest `generate` call.
 
-    compression: CompressionConfig
-    cache: CompressedCache | None = None
-    fused: bool | None = None
+    Attributes:
+        compression: the config of the caches.
+        cache: the cache of the latest `generate` call, or None.
+    """
+
+    def __init__(self, model: PreTrainedModel, compression: CompressionConfig, fused: bool | None) -> None:
+        self.compression = compression
+        self.cache: CompressedCache | None = None
+        # The model is not kept alive by the handle, nor the handle's cache by the model.
+        self._model = weakref.ref(model)
+        self._call = _Call(compression, fused, weakref.ref(self))
+        _enter(model, self._call)
 
     @property
     def last_cache(self) -> CompressedCache:
@@ -44,35 +51,74 @@ class Compression:
             )
         return self.cache
 
+    def stop(self) -> None:
+        """End what `compress` began, from any thread and in any order; a second call does nothing.
+
+        Outside of `with` blocks this also ends earlier calls on the model, whose place this one took.
+        """
+        model = self._model()
+        if model is not None:
+            _leave(model, self._call)
+
+    def __enter__(self) -> Self:
+        """Keep compressing until the block ends; raises `RuntimeError` after `stop()` and in a second `with`."""
+        with _ENTERING:
+            model = self._model()
+            blocks = None if model is None else _BLOCKS.get(model)
+            if self._call.in_block or blocks is None or self._call not in blocks.open:
+                raise RuntimeError("this compress call is over or has its with block: call compress(model, ...) again")
+            self._call.in_block = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+
+@dataclass(eq=False)
+class _Call:
+    """A `compress` call that has not ended: what it asked for, its handle, and whether a `with` block ends it."""
+
+    compression: CompressionConfig
+    fused: bool | None
+    handle: weakref.ref[Compression]
+    in_block: bool = False
+
 
 @dataclass
 class _Blocks:
-    """Open `compress` blocks of a model, the innermost last, and the model's state before the first of them."""
+    """Open `compress` calls of a model, the latest last, and the model's state before the first of them."""
 
     generate: Callable[..., Any] | None
     fused: bool
+    wrapper: weakref.ref[Callable[..., Any]] | None = None  # a reference proper would keep the model alive
     hooks: PositionHooks | None = None
     thread: int = field(default_factory=threading.get_ident)
-    open: list[Compression] = field(default_factory=list)
+    open: list[_Call] = field(default_factory=list)
 
 
 _BLOCKS: weakref.WeakKeyDictionary[PreTrainedModel, _Blocks] = weakref.WeakKeyDictionary()
 _ENTERING = threading.Lock()
 
 
-@contextmanager
 def compress(
     model: torch.nn.Module,
     compression: CompressionConfig | str | Path | Mapping[str, Any],
     *,
     fused: bool | None = None,
-) -> Iterator[Compression]:
-    """Make `model.generate` use a compressed cache within the block, wherever it would create a cache itself.
+) -> Compression:
+    """Make `model.generate` use a compressed cache wherever it would create a cache itself.
+
+    It does so from the call on, until `stop()` of the handle that is returned, or until the end of a `with` block:
+
+        compression = compress(model, "best-3bit")    # on until compression.stop()
+        with compress(model, "best-3bit") as compression:    # on in the block
 
     Pipelines and other clients that only call `generate` work unchanged; a `cache_implementation` that they ask for is
     ignored. Calls with a cache or `use_cache=False` are left alone, and so are calls that `generate` makes of
-    itself: drafts of early exit have a dense cache. Any thread may call `generate`. Blocks of one thread can be nested,
-    and the innermost one applies.
+    itself: drafts of early exit have a dense cache. Any thread may call `generate` and `stop`.
+
+    The latest call on a model applies. Within a `with` block it interrupts earlier ones, which apply again after it.
+    Outside it takes their place: its `stop()` ends them too. A handle that is dropped ends nothing.
 
     Args:
         model: a decoder-only model, or a PEFT model around one.
@@ -80,43 +126,45 @@ def compress(
         fused: fused attention on, off, or (None) on if the model's attention can be switched.
 
     Raises:
-        ValueError: `CompressedCache` refuses the model or the config, the model is in a block of another thread, or it
+        ValueError: `CompressedCache` refuses the model or the config, another thread compresses the model, or it
             always uses a cache of its own (PEFT's prefix tuning).
     """
     inner = compressible(model)
-    block = Compression(load_config(compression), fused=fused)
-    CompressedCache(inner.config, block.compression)
-    _enter(inner, block)
-    try:
-        yield block
-    finally:
-        _leave(inner, block)
+    config = load_config(compression)
+    CompressedCache(inner.config, config)
+    return Compression(inner, config, fused)
 
 
-def _enter(model: PreTrainedModel, block: Compression) -> None:
+def _enter(model: PreTrainedModel, call: _Call) -> None:
     with _ENTERING:
         blocks = _BLOCKS.get(model) or _Blocks(vars(model).get("generate"), attends_fused(model))
         if blocks.thread != threading.get_ident():
             raise ValueError(
-                f"model={type(model).__name__}: it is in a `compress` block of another thread; allowed are blocks of "
-                "one thread at a time, in which any thread may call generate"
+                f"model={type(model).__name__}: another thread compresses it; end that first (stop(), or the end of "
+                "its with block), or call generate as it is, which any thread may do"
             )
-        _switch(model, block, blocks)
-        blocks.open.append(block)
+        _switch(model, call, blocks)
+        blocks.open.append(call)
         if model not in _BLOCKS:
             model.generate = _compressing(model, blocks)
+            blocks.wrapper = weakref.ref(model.generate)
             _BLOCKS[model] = blocks
 
 
-def _leave(model: PreTrainedModel, block: Compression) -> None:
+def _leave(model: PreTrainedModel, call: _Call) -> None:
     with _ENTERING:
-        blocks = _BLOCKS[model]
-        blocks.open.remove(block)
+        blocks = _BLOCKS.get(model)
+        if blocks is None or call not in blocks.open:
+            return
+        at = blocks.open.index(call)
+        blocks.open[: at + 1] = [one for one in blocks.open[:at] if call.in_block or one.in_block]
         if blocks.open:
             _switch(model, blocks.open[-1], blocks)
             return
         del _BLOCKS[model]
-        if blocks.generate is None:
+        if blocks.wrapper is None or vars(model).get("generate") is not blocks.wrapper():
+            pass  # Somebody has wrapped ours meanwhile, which does nothing from now on.
+        elif blocks.generate is None:
             del model.generate
         else:
             model.generate = blocks.generate
@@ -125,12 +173,12 @@ def _leave(model: PreTrainedModel, block: Compression) -> None:
             blocks.hooks.remove()
 
 
-def _switch(model: PreTrainedModel, block: Compression, blocks: _Blocks) -> None:
-    """Switch the model's fused attention on or off as the block asks; without it, hook the model for positions."""
-    if block.fused or (block.fused is None and model._can_set_attn_implementation()):
+def _switch(model: PreTrainedModel, call: _Call, blocks: _Blocks) -> None:
+    """Switch the model's fused attention on or off as the call asks; without it, hook the model for positions."""
+    if call.fused or (call.fused is None and model._can_set_attn_implementation()):
         enable_fused_attention(model)
         return
-    if block.fused is None:
+    if call.fused is None:
         logger.warning("the attention of %s cannot be switched: decoding each step instead", type(model).__name__)
     else:
         disable_fused_attention(model)
@@ -139,14 +187,14 @@ def _switch(model: PreTrainedModel, block: Compression, blocks: _Blocks) -> None
 
 
 def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
-    """Wrap the model's `generate` to use a cache of the innermost block."""
+    """Wrap the model's `generate` to use a cache of the latest call that is open."""
     generate = model.generate
     running = threading.local()
 
     @functools.wraps(generate)
     def generate_compressed(*args: Any, **kwargs: Any) -> Any:
         # Early exit drafts with a `generate` of the first layers inside the `generate` of the whole model.
-        opened = tuple(blocks.open)  # The thread that opened the blocks may leave them meanwhile.
+        opened = tuple(blocks.open)  # Another thread may end them meanwhile.
         if vars(running) or not opened:
             return generate(*args, **kwargs)
         passed = inspect.signature(generate).bind_partial(*args, **kwargs).arguments.get("generation_config")
@@ -157,10 +205,13 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
             own = any(kwargs.get(name) is not None for name in ("past_key_values", cache_argument()))
             if own or next((one for one in asked if one is not None), True) is False:
                 return generate(*args, **kwargs)
-            block = opened[-1]
-            block.cache = CompressedCache(model.config, block.compression)
+            cache = CompressedCache(model.config, opened[-1].compression)
+            handle = opened[-1].handle()
+            if handle is not None:
+                handle.cache = cache
+            del handle  # It may be dropped while `generate` runs.
             kwargs.pop("past_key_values", None)
-            kwargs[cache_argument()] = block.cache
+            kwargs[cache_argument()] = cache
             kwargs.pop("cache_implementation", None)
             if any(one.cache_implementation for one in settings):  # `generate` refuses both at once.
                 kwargs["cache_implementation"] = None

@@ -24,7 +24,7 @@ from kvcache_compress.config import CompressionConfig, LayerPlan, load_config
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, layer_types
 from kvcache_compress.modeling.rope import RopeLayout, layer_has_rope, rope_layout
 from kvcache_compress.serialization.cache_file import load_cache, save_cache
-from kvcache_compress.storage.checks import check_croppable
+from kvcache_compress.storage.checks import check_croppable, tokens_after_crop
 from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.validation.arguments import positive_count, row_numbers
@@ -220,6 +220,8 @@ class CompressedCache(Cache, ModelListener):
         self._settle()
         self._refuse_static("cropped")
         check_croppable(self.layers)
+        for count in (*args, *kwargs.values()):  # its name depends on Transformers' version
+            tokens_after_crop(count, self.get_seq_length())
         super().crop(*args, **kwargs)
         left = self._tokens()
         self.padding.truncate(left)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+import transformers
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvcache_compress.codecs.base import Side
 
-CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
-"""Early versions of Transformers 5 crop to a length where later ones remove a count."""
+CROPS_TO_LENGTH = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20)
+"""Transformers before 5.20 crop to a length if the number is positive; later ones refuse that."""
 LONGEST = torch.finfo(torch.float16).max
 """Greatest length of a vector that can be packed: norms and scales are stored in 16 bits."""
 
@@ -138,12 +138,15 @@ def check_batch(new: int, held: int) -> None:
 
 
 def tokens_after_crop(tokens_to_remove: Any, length: int) -> int:
-    """Return how many of `length` tokens a crop leaves; `ValueError` for a positive count where that is not allowed."""
+    """Return how many of `length` tokens a crop leaves; a positive number is refused if Transformers refuses it."""
     count = operator.index(tokens_to_remove)
     if count > 0 and CROPS_TO_LENGTH:
         count = min(0, count - length)
     if count > 0:
-        raise ValueError(f"tokens_to_remove={count}: allowed zero or a negative count, which removes that many tokens")
+        raise ValueError(
+            f"crop({count}): crop takes a negative number, of tokens to remove; write "
+            f"crop({count} - cache.get_seq_length()) to keep the first {count}, or crop(-{count}) to remove the last"
+        )
     return max(0, length + count)
 
 

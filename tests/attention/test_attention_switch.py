@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -101,7 +102,7 @@ def test_enable_and_disable(attention: str, prompt: torch.Tensor) -> None:
     enable_fused_attention(model)
     assert model.config._attn_implementation == ATTENTION_NAME
     cache = CompressedCache(model.config, TURBOQUANT)
-    fused = generate(model, prompt, past_key_values=cache)
+    fused = generate(model, prompt, **with_cache(cache))
     assert cache.packed_tokens > 0
     disable_fused_attention(model)
     assert model.config._attn_implementation == attention
@@ -110,7 +111,7 @@ def test_enable_and_disable(attention: str, prompt: torch.Tensor) -> None:
     assert model.config._attn_implementation == attention
     assert torch.equal(generate(model, prompt), expected)
     unfused = CompressedCache(model.config, TURBOQUANT)
-    assert torch.equal(generate(model, prompt, past_key_values=unfused), fused)
+    assert torch.equal(generate(model, prompt, **with_cache(unfused)), fused)
 
 
 def test_a_copy_of_an_enabled_model(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
@@ -122,7 +123,7 @@ def test_a_copy_of_an_enabled_model(model: LlamaForCausalLM, prompt: torch.Tenso
     assert twin.config._attn_implementation == ATTENTION_NAME
     assert torch.equal(generate(twin, prompt), expected)
     cache = CompressedCache(twin.config, TURBOQUANT)
-    generate(twin, prompt, past_key_values=cache)
+    generate(twin, prompt, **with_cache(cache))
     assert cache.packed_tokens > 0
     disable_fused_attention(twin)
     assert twin.config._attn_implementation == "sdpa"
@@ -148,8 +149,8 @@ def test_other_caches_are_bit_identical(attention: str, prompt: torch.Tensor) ->
 
     def runs() -> list[torch.Tensor]:
         options = {"attention_mask": mask, "output_logits": True, "return_dict_in_generate": True}
-        caches = [{}, {"past_key_values": DynamicCache()}, {"use_cache": False}]
-        caches.append({"past_key_values": StaticCache(model.config, max_cache_len=70)})
+        caches = [{}, {**with_cache(DynamicCache())}, {"use_cache": False}]
+        caches.append({**with_cache(StaticCache(model.config, max_cache_len=70))})
         found = [torch.stack(generate(model, prompt, **options, **cache).logits) for cache in caches]
         with torch.no_grad():
             return [*found, model(prompt, attention_mask=mask).logits, model(prompt[:, :1]).logits]
@@ -164,7 +165,7 @@ def test_arguments_are_in_the_order_of_transformers(model: LlamaForCausalLM, pro
     names = [list(inspect.signature(f).parameters)[:7] for f in (attention_forward, ALL_ATTENTION_FUNCTIONS["sdpa"])]
     assert names[0] == names[1]
     enable_fused_attention(model)
-    expected = generate(model, prompt, past_key_values=CompressedCache(model.config, TURBOQUANT))
+    expected = generate(model, prompt, **with_cache(CompressedCache(model.config, TURBOQUANT)))
 
     def wrapper(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: float, **kwargs: Any
@@ -174,7 +175,7 @@ def test_arguments_are_in_the_order_of_transformers(model: LlamaForCausalLM, pro
     ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] = wrapper
     try:
         cache = CompressedCache(model.config, TURBOQUANT)
-        assert torch.equal(generate(model, prompt, past_key_values=cache), expected)
+        assert torch.equal(generate(model, prompt, **with_cache(cache)), expected)
         assert cache.packed_tokens > 0
     finally:
         del ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
@@ -251,6 +252,7 @@ def test_compress_nested(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_compress_leaves_own_caches_alone(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     expected = generate(model, prompt)
     with compress(model, TURBOQUANT) as handle:
@@ -304,11 +306,11 @@ def test_flash_attention_is_asked_for_by_its_own_name(
     monkeypatch.setitem(
         ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     )
-    expected = generate(model, prompt, past_key_values=CompressedCache(model.config, TURBOQUANT))
+    expected = generate(model, prompt, **with_cache(CompressedCache(model.config, TURBOQUANT)))
     model.config._attn_implementation_internal = "flash_attention_2"
     enable_fused_attention(model)
     cache = CompressedCache(model.config, TURBOQUANT)
-    assert torch.equal(generate(model, prompt, past_key_values=cache), expected)
+    assert torch.equal(generate(model, prompt, **with_cache(cache)), expected)
     assert cache.packed_tokens > 0
     assert seen
     assert set(seen) == {"flash_attention_2"}

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.family_cases import FAMILIES, build, method_config
 from transformers import PreTrainedModel
 
@@ -24,7 +25,7 @@ def ids() -> torch.Tensor:
 
 def filled(model: PreTrainedModel, ids: torch.Tensor) -> CompressedCache:
     cache = CompressedCache(model.config, CONFIG)
-    model(input_ids=ids, past_key_values=cache)
+    model(input_ids=ids, **with_cache(cache))
     assert cache.packed_tokens == 32
     return cache
 
@@ -43,7 +44,7 @@ def test_weights_are_those_of_the_previous_attention(family: str, by_config: boo
         switch(model)
         cache = filled(model, ids)
         for count in (1, 5):
-            outputs.append(model(input_ids=ids[:, :count], past_key_values=cache, **asked))
+            outputs.append(model(input_ids=ids[:, :count], **with_cache(cache), **asked))
     for plain, fused in zip(outputs[:2], outputs[2:], strict=True):
         assert len(fused.attentions) == len(plain.attentions) > 0
         torch.testing.assert_close(fused.attentions, plain.attentions, atol=1e-4, rtol=0)
@@ -61,7 +62,7 @@ def test_weights_over_all_the_room_of_a_static_layer(family: str, ids: torch.Ten
         switch(model)
         cache = CompressedCache(model.config, config)
         parts = (ids, ids[:, :20], ids[:, :1])
-        outputs.append([model(input_ids=part, past_key_values=cache, output_attentions=True) for part in parts])
+        outputs.append([model(input_ids=part, **with_cache(cache), output_attentions=True) for part in parts])
     for plain, fused in zip(*outputs, strict=True):
         assert {weights.shape[3] for weights in fused.attentions} == {96}
         torch.testing.assert_close(fused.attentions, plain.attentions, atol=1e-4, rtol=0)
@@ -74,9 +75,9 @@ def test_nothing_else_falls_back(family: str, ids: torch.Tensor) -> None:
     model = build(family, attn_implementation="eager")
     enable_fused_attention(model)
     cache = filled(model, ids)
-    model(input_ids=ids[:, :1], past_key_values=cache, output_attentions=True)
+    model(input_ids=ids[:, :1], **with_cache(cache), output_attentions=True)
     with record_paths() as taken:
-        model(input_ids=ids[:, :1], past_key_values=cache, output_hidden_states=True)
+        model(input_ids=ids[:, :1], **with_cache(cache), output_hidden_states=True)
     assert taken == [(cache.layers[0].backend, 1)] * model.config.num_hidden_layers
 
 
@@ -87,7 +88,7 @@ def test_generate_returns_weights(family: str, how: dict[str, Any], ids: torch.T
     enable_fused_attention(model)
     cache = CompressedCache(model.config, CONFIG)
     options = {"output_attentions": True, "return_dict_in_generate": True, "do_sample": False, "max_new_tokens": 6}
-    output = model.generate(ids, past_key_values=cache, **options, **how)
+    output = model.generate(ids, **with_cache(cache), **options, **how)
     assert cache.packed_tokens > 0
     assert len(output.attentions) == 6
     for at, step in enumerate(output.attentions):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.small_model import VOCAB, method_config, small_config, small_model
 from transformers import CompileConfig, PreTrainedModel
 
@@ -47,8 +48,8 @@ def test_steps_before_anything_is_packed(method: str) -> None:
     logits = []
     for step in (model, compiled):
         cache = CompressedCache(model.config, config)
-        model(input_ids=ids[:, :10], past_key_values=cache)
-        parts = [step(input_ids=ids[:, at : at + 1], past_key_values=cache).logits for at in range(10, ids.shape[1])]
+        model(input_ids=ids[:, :10], **with_cache(cache))
+        parts = [step(input_ids=ids[:, at : at + 1], **with_cache(cache)).logits for at in range(10, ids.shape[1])]
         logits.append(torch.cat(parts, 1))
         assert cache.packed_tokens == 32
     torch.testing.assert_close(logits[1], logits[0], **TOLERANCE)
@@ -69,7 +70,7 @@ def decode(step: Any, model: PreTrainedModel, cache: CompressedCache, ids: torch
         positions = (mask[:, :stop].cumsum(-1) - 1).clamp_min(0)[:, at:].contiguous()
         run = model if at == 0 else step
         seen = mask if capacity else mask[:, :stop]
-        output = run(input_ids=part, past_key_values=cache, attention_mask=seen, position_ids=positions)
+        output = run(input_ids=part, **with_cache(cache), attention_mask=seen, position_ids=positions)
         logits.append(output.logits)
     return torch.cat(logits, 1)[:, 9:]
 
@@ -114,9 +115,7 @@ def test_another_config_object() -> None:
     for config in (model.config, small_config(1)):
         cache = CompressedCache(config, method_config("turboquant", 1))
         with record_paths() as taken:
-            outputs.append(
-                [compiled(input_ids=x, past_key_values=cache).logits for x in ids.split([60, 1, 1, 1, 1], 1)]
-            )
+            outputs.append([compiled(input_ids=x, **with_cache(cache)).logits for x in ids.split([60, 1, 1, 1, 1], 1)])
         assert taken == [(cache.layers[0].backend, 1)] * 4
     torch.testing.assert_close(outputs[1], outputs[0], **TOLERANCE)
 
@@ -133,7 +132,7 @@ def test_generate_compiles_by_itself() -> None:
     for compile_config in (None, options):
         cache = CompressedCache(model.config, {**method_config("turboquant", 1), "max_cache_len": 100})
         how = {"compile_config": compile_config, "disable_compile": compile_config is None}
-        outputs.append(model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False, **how))
+        outputs.append(model.generate(ids, **with_cache(cache), max_new_tokens=40, do_sample=False, **how))
         assert cache.packed_tokens > 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
     assert torch.equal(*outputs)
@@ -148,7 +147,7 @@ def test_chunks_of_compiled_code_count_once() -> None:
     compiled, logits = torch.compile(model.forward, fullgraph=True), []
     for step in (model, compiled):
         cache = CompressedCache(model.config, {**method_config("turboquant", 1), "max_cache_len": 130})
-        parts = [step(input_ids=part, past_key_values=cache).logits for part in ids.split([60, 1, 25, 25, 1, 1], 1)]
+        parts = [step(input_ids=part, **with_cache(cache)).logits for part in ids.split([60, 1, 25, 25, 1, 1], 1)]
         logits.append(torch.cat(parts, 1))
         assert int(cache.get_seq_length()) == 113
     torch.testing.assert_close(logits[1], logits[0], **TOLERANCE)

@@ -26,6 +26,7 @@ from support.attention_cases import (
     segments,
     tq,
 )
+from support.cache_name import with_cache
 from support.method_cases import declared
 from support.segment_makers import DEVICE, make_codec, make_side, poison  # noqa: F401
 from support.small_model import VOCAB, small_model
@@ -140,7 +141,7 @@ def _chunks(backend: str, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
         mask = torch.ones(2, stop, dtype=torch.long)
         mask[1, :90] = 0
         with torch.no_grad():
-            found.append(model(ids[:, start:stop], attention_mask=mask, past_key_values=cache).logits[:, -20:])
+            found.append(model(ids[:, start:stop], attention_mask=mask, **with_cache(cache)).logits[:, -20:])
     assert cache.packed_tokens > 2 * TILE
     return torch.cat(found, 1)
 

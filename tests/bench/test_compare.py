@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_kit import models
+from support.cache_name import with_cache
 
 from kvcache_compress.attention.handle import Step
 from kvcache_compress.bench import compare, decode, peers
@@ -136,7 +137,7 @@ def test_steps_advance_as_the_models_own_do() -> None:
     for capacity in (None, 64):
         with models.on_model(model, "full"):
             cache = models.cache_maker(model, "full", capacity)()
-            ids, positions = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1), torch.tensor([[40]])
+            ids, positions = model(prompt, **with_cache(cache)).logits[:, -1:].argmax(-1), torch.tensor([[40]])
             step = models.decode_step(model, cache, ids, positions)
             found.append([step().tolist() for _ in range(4)])
             assert positions.tolist() == [[44]]

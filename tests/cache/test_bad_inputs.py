@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import family_cases
+from support.cache_name import with_cache
 from support.saved_files import ACCEPTED, config, filled, outcome, states
 from support.small_model import METHODS, method_config, small_config
 
@@ -270,7 +271,7 @@ def test_crop_that_a_sliding_layer_cannot_follow() -> None:
     model = family_cases.model("gemma3")
     cache = CompressedCache(model.config, family_cases.method_config("gemma3", "turboquant"))
     with torch.no_grad():
-        model(input_ids=torch.ones(2, 60, dtype=torch.long), past_key_values=cache)
+        model(input_ids=torch.ones(2, 60, dtype=torch.long), **with_cache(cache))
     before = contents(cache)
     assert cache.packed_tokens > 0
     assert "keeps no past to go back to" in outcome(lambda: cache.crop(-3))

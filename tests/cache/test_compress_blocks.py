@@ -1,6 +1,8 @@
-"""Overlapping `compress` blocks, and cache options of `generate` calls within a block."""
+"""`compress` without a block, overlapping blocks, and cache options of `generate` calls meanwhile."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from support.small_model import VOCAB, method_config, small_model
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from kvcache_compress import compress, disable_fused_attention, enable_fused_attention
+from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention.interface import ATTENTION_NAME
 
 TURBOQUANT, KIVI = method_config("turboquant"), method_config("kivi")
@@ -107,7 +109,7 @@ def test_another_thread_is_refused(model: LlamaForCausalLM, prompt: torch.Tensor
         expected = generate(model, prompt)
         refused = in_thread(enter)
         assert isinstance(refused, ValueError)
-        assert "model=LlamaForCausalLM: it is in a `compress` block of another thread" in str(refused)
+        assert "model=LlamaForCausalLM: another thread compresses it" in str(refused)
         block.cache = None
         assert torch.equal(in_thread(lambda: generate(model, prompt)), expected)
         assert block.last_cache.compression.keys.method == "turboquant"
@@ -157,3 +159,146 @@ def test_generate_that_was_taken_out_of_its_block(model: LlamaForCausalLM, promp
         taken = model.generate
     assert torch.equal(taken(prompt, max_new_tokens=4, do_sample=False), expected)
     assert block.cache is None
+
+
+# Without a block
+
+
+def test_on_from_the_call_until_stop(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    expected = generate(model, prompt)
+    compression = compress(model, TURBOQUANT)
+    generate(model, prompt)
+    generate(model, prompt)
+    assert compression.last_cache.packed_tokens > 0
+    compression.stop()
+    assert untouched(model)
+    compression.stop()
+    assert untouched(model)
+    assert compression.last_cache.packed_tokens > 0
+    assert torch.equal(generate(model, prompt), expected)
+
+
+def test_a_dropped_handle_ends_nothing(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    """The model still compresses, but keeps no cache of a finished call; a later handle ends both."""
+    compression = compress(model, TURBOQUANT)
+    generate(model, prompt)
+    expected, last = compression.last_cache.packed_tokens, weakref.ref(compression.last_cache)
+    del compression
+    gc.collect()
+    assert last() is None
+    seen: list[int] = []
+
+    def look(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        alive = [one for one in gc.get_objects() if type(one) is CompressedCache]
+        seen.append(alive[0].packed_tokens)
+        return scores
+
+    generate(model, prompt, logits_processor=[look])
+    assert seen[-1] == expected > 0
+    compress(model, KIVI).stop()
+    assert untouched(model)
+
+
+def test_a_compressed_model_can_be_freed(prompt: torch.Tensor) -> None:
+    model = small_model()
+    compression = compress(model, TURBOQUANT)
+    generate(model, prompt)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert compression.last_cache.packed_tokens > 0
+    compression.stop()
+
+
+def test_a_second_call_takes_the_place_of_the_first(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    first = compress(model, TURBOQUANT)
+    second = compress(model, KIVI, fused=False)
+    assert model.config._attn_implementation == "sdpa"
+    generate(model, prompt)
+    assert second.last_cache.packed_tokens > 0
+    assert first.cache is None
+    second.stop()
+    assert untouched(model)
+    first.stop()
+    assert untouched(model)
+
+
+def test_stopped_in_the_order_of_the_calls(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    first, second = compress(model, TURBOQUANT), compress(model, KIVI)
+    first.stop()
+    generate(model, prompt)
+    assert second.last_cache.packed_tokens > 0
+    second.stop()
+    assert untouched(model)
+
+
+def test_a_block_interrupts_what_was_begun_without_one(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    outer = compress(model, TURBOQUANT)
+    with compress(model, KIVI) as block:
+        generate(model, prompt)
+        assert block.last_cache.compression.keys.method == "kivi"
+    generate(model, prompt)
+    assert outer.last_cache.packed_tokens > 0
+    with compress(model, KIVI) as block:
+        block.stop()
+        generate(model, prompt)
+        assert block.cache is None
+    assert outer.last_cache.packed_tokens > 0
+    outer.stop()
+    assert untouched(model)
+
+
+def test_without_a_block_inside_of_one(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    """What a call within a block begins outlives the block, and its end leaves an open block alone."""
+    with compress(model, TURBOQUANT) as block:
+        compress(model, KIVI).stop()
+        generate(model, prompt)
+        assert block.last_cache.packed_tokens > 0
+        lasting = compress(model, KIVI)
+    generate(model, prompt)
+    assert lasting.last_cache.packed_tokens > 0
+    lasting.stop()
+    assert untouched(model)
+
+
+def test_a_handle_has_one_block(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    compression = compress(model, TURBOQUANT)
+    with compression as block:
+        assert block is compression
+        with pytest.raises(RuntimeError, match="call compress"), compression:
+            pass
+        generate(model, prompt)
+        assert block.last_cache.packed_tokens > 0
+    assert untouched(model)
+    with pytest.raises(RuntimeError, match="call compress"), compression:
+        pass
+    assert untouched(model)
+
+
+def test_stop_in_another_thread(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    """Another thread may stop, but not begin; the `generate` that runs meanwhile keeps its cache."""
+    compression = compress(model, TURBOQUANT)
+    assert isinstance(in_thread(lambda: compress(model, KIVI)), ValueError)
+
+    def look(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        in_thread(compression.stop)
+        return scores
+
+    generate(model, prompt, logits_processor=[look])
+    assert compression.last_cache.packed_tokens > 0
+    assert compression.last_cache.get_seq_length() == 63
+    assert untouched(model)
+    assert in_thread(lambda: compress(model, KIVI).stop()) is None
+
+
+def test_a_wrapper_of_others_stays(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    expected = generate(model, prompt)
+    compression = compress(model, TURBOQUANT)
+    ours = model.generate
+    model.generate = lambda *args, **kwargs: ours(*args, **kwargs)
+    generate(model, prompt)
+    assert compression.last_cache.packed_tokens > 0
+    compression.stop()
+    assert "generate" in vars(model)
+    assert torch.equal(generate(model, prompt), expected)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import dispatch_model
+from support.cache_name import with_cache
 from support.fake_device import CPU, fake_devices
 from support.small_model import HEAD_DIM, HEADS, METHODS, VOCAB, method_config, mixed_config, small_config, small_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -265,7 +266,7 @@ def test_weights_on_disk(
         (enable_fused_attention if fused else disable_fused_attention)(one)
         caches.append(CompressedCache(one.config, {**mixed_config(), "offloading": one is model}))
         how = {"return_dict_in_generate": True, "output_logits": True}
-        outputs.append(one.generate(**prompt, past_key_values=caches[-1], **GREEDY, **how))
+        outputs.append(one.generate(**prompt, **with_cache(caches[-1]), **GREEDY, **how))
         assert caches[-1].packed_tokens >= 64
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     assert torch.equal(torch.stack(outputs[0].logits), torch.stack(outputs[1].logits))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.small_model import METHODS, VOCAB, method_config, mixed_config, small_model
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
@@ -42,7 +43,7 @@ def feed(model: LlamaForCausalLM, cache: Cache, ids: torch.Tensor, contexts: lis
     logits = []
     for part, context in zip(ids.split(SIZES, 1), contexts or [nullcontext] * len(SIZES), strict=True):
         with torch.no_grad(), context():
-            logits.append(model(part, past_key_values=cache).logits.float())
+            logits.append(model(part, **with_cache(cache)).logits.float())
     return torch.cat(logits, 1)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.small_model import METHODS, method_config, small_model
 from transformers import DynamicCache, LlamaForCausalLM
 
@@ -44,7 +45,7 @@ def test_own_cache_and_compress(model: LlamaForCausalLM, prompt: torch.Tensor, n
     if fused:
         enable_fused_attention(model)
     register_position_hooks(model)
-    expected = generate(model, prompt, past_key_values=own)
+    expected = generate(model, prompt, **with_cache(own))
     assert own.packed_tokens > 0
     disable_fused_attention(model)
     with compress(model, CONFIGS[name], fused=fused) as handle:
@@ -69,7 +70,7 @@ def test_a_dense_cache_stays_dense(model: LlamaForCausalLM, prompt: torch.Tensor
     with compress(model, CONFIGS["commvq"]) as handle:
         own = DynamicCache(config=model.config)
         assert torch.equal(
-            generate(model, prompt, past_key_values=own),
+            generate(model, prompt, **with_cache(own)),
             generate(model, prompt, use_cache=False, assistant_early_exit=None),
         )
         assert own.get_seq_length() >= PROMPT + NEW - 1

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
@@ -120,7 +121,7 @@ def test_compress_works_without_the_switch(stubborn: LlamaForCausalLM) -> None:
     """`compress` decodes at each step if attention cannot be switched, with the same tokens as an unfused cache."""
     prompt = torch.arange(1, 61)[None]
     cache = CompressedCache(stubborn.config, TURBOQUANT | SMALL)
-    expected = stubborn.generate(prompt, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    expected = stubborn.generate(prompt, **with_cache(cache), max_new_tokens=6, do_sample=False)
     with compress(stubborn, TURBOQUANT | SMALL) as handle:
         got = stubborn.generate(prompt, max_new_tokens=6, do_sample=False)
     assert handle.last_cache.packed_tokens > 0
@@ -291,11 +292,11 @@ def test_generation_goes_on_after_a_refused_prompt(model: LlamaForCausalLM) -> N
     saved = weight.detach().clone()
     weight.data[3] = torch.inf
     with pytest.raises(ValueError, match="keys of layer 0 hold NaN, infinity"):
-        model.generate(prompt, past_key_values=cache, max_new_tokens=6, do_sample=False)
+        model.generate(prompt, **with_cache(cache), max_new_tokens=6, do_sample=False)
     assert cache.get_seq_length() == 0
     weight.data.copy_(saved)
-    got = model.generate(prompt, past_key_values=cache, max_new_tokens=6, do_sample=False)
-    assert torch.equal(got, model.generate(prompt, past_key_values=new, max_new_tokens=6, do_sample=False))
+    got = model.generate(prompt, **with_cache(cache), max_new_tokens=6, do_sample=False)
+    assert torch.equal(got, model.generate(prompt, **with_cache(new), max_new_tokens=6, do_sample=False))
     assert cache.packed_tokens > 0
 
 

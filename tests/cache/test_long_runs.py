@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.commvq_files import CONTRACT_MODEL
 from support.method_cases import declared
 from support.small_model import METHODS, SINKS, VOCAB, method_config, mixed_config, small_model
@@ -67,7 +68,7 @@ def recorded(model: LlamaForCausalLM, cache: Cache) -> Iterator[list[tuple[Any, 
 def run(model: LlamaForCausalLM, cache: Cache, prompt: dict[str, Any], tokens: int, **how: Any) -> Any:
     """Generate, and return the sequences and the record of every step."""
     with recorded(model, cache) as steps:
-        output = model.generate(**prompt, past_key_values=cache, max_new_tokens=tokens, do_sample=False, **how)
+        output = model.generate(**prompt, **with_cache(cache), max_new_tokens=tokens, do_sample=False, **how)
     return output, steps
 
 
@@ -239,7 +240,7 @@ def test_resets_hold_no_more(model: LlamaForCausalLM, prompt: dict[str, torch.Te
     for _ in range(20):
         cache.reset()
         with torch.no_grad():
-            model(prompt["input_ids"].repeat(1, 2), past_key_values=cache)
+            model(prompt["input_ids"].repeat(1, 2), **with_cache(cache))
         assert cache.packed_tokens == 64
         sizes.add(sum(x.untyped_storage().nbytes() for x in held_tensors(cache).values()))
     assert len(sizes) == 1

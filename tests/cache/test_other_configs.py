@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.small_model import VOCAB, method_config, small_config, small_model
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
 
@@ -34,7 +35,7 @@ def run(model: Any, cache: CompressedCache, ids: torch.Tensor) -> tuple[torch.Te
     first = [] if cache.get_seq_length() else [PROMPT]
     parts = ids.split([*first, *[1] * (ids.shape[1] - sum(first))], 1)
     with record_paths() as taken:
-        logits = [model(input_ids=part, past_key_values=cache).logits for part in parts]
+        logits = [model(input_ids=part, **with_cache(cache)).logits for part in parts]
     assert cache.packed_tokens > 0
     return torch.cat(logits, 1), sum(call.path != "decode" for call in taken)
 

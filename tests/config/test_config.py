@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.cache_name import with_cache
 from support.paths import ROOT
 from support.small_model import small_model
 from transformers import Gemma3TextConfig, LlamaConfig
@@ -84,10 +85,10 @@ def test_paper_presets_keep_dense_what_fills_no_block(name: str) -> None:
     """Paper presets, without windows, keep up to 31 tokens of a prompt dense, as tokens are packed 32 at a time."""
     model = small_model()
     cache = CompressedCache(model.config, name)
-    model(input_ids=torch.arange(95)[None] % 64, past_key_values=cache)
+    model(input_ids=torch.arange(95)[None] % 64, **with_cache(cache))
     assert (cache.packed_tokens, cache.get_seq_length()) == (64, 95)
     for _ in range(40):
-        model(input_ids=torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+        model(input_ids=torch.ones(1, 1, dtype=torch.long), **with_cache(cache))
     assert cache.packed_tokens == (128 if cache.compression.quantize_generated else 64)
 
 

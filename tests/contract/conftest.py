@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.method_cases import declared
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
@@ -264,7 +265,7 @@ class Case:
             if mask is not None:
                 seen = mask[:, : past + part.shape[1]]
                 extra = {"attention_mask": seen, "position_ids": (seen.cumsum(-1) - 1).clamp_min(0)[:, past:]}
-            logits.append(self.model(input_ids=part, past_key_values=cache, use_cache=True, **extra).logits)
+            logits.append(self.model(input_ids=part, **with_cache(cache), use_cache=True, **extra).logits)
         return torch.cat(logits, 1)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache
@@ -77,12 +78,12 @@ def test_layers_that_are_all_none(tiny_model: Any, rows: torch.Tensor, config: d
     cache, dense = CompressedCache(tiny_model.config, config), DynamicCache(config=tiny_model.config)
     with torch.no_grad():
         for one in (cache, dense):
-            tiny_model(rows[:, :20], past_key_values=one)
+            tiny_model(rows[:, :20], **with_cache(one))
             OPERATIONS[operation](one)
         batch = dense.layers[0].keys.shape[0]
         assert [layer.keys.shape[0] for layer in cache.layers] == [batch] * len(dense.layers)
         rest = rows.repeat(2, 1)[:batch, 20:23]
-        got, expected = (tiny_model(rest, past_key_values=one).logits for one in (cache, dense))
+        got, expected = (tiny_model(rest, **with_cache(one)).logits for one in (cache, dense))
     assert torch.equal(got, expected)
     with pytest.raises(IndexError):
         cache.batch_select_indices([0, batch])
@@ -97,7 +98,7 @@ def test_beams_of_layers_that_are_all_none(tiny_model: Any, ids: torch.Tensor, c
     for config in ALL_NONE.values():
         cache = CompressedCache(tiny_model.config, {**config, "max_cache_len": capacity})
         how = {"num_beams": 4, "do_sample": False, "max_new_tokens": 12, "disable_compile": True}
-        assert torch.equal(tiny_model.generate(ids[:, :20], past_key_values=cache, **how), expected)
+        assert torch.equal(tiny_model.generate(ids[:, :20], **with_cache(cache), **how), expected)
 
 
 def test_rows_are_counted_by_the_layer_that_has_some(tiny_model: Any, rows: torch.Tensor) -> None:

@@ -103,15 +103,24 @@ def test_repeated_rejection(case: Any, ids: torch.Tensor) -> None:
     assert cache.packed_tokens == 64
 
 
-def test_positive_is_refused(unfused: Any, ids: torch.Tensor) -> None:
-    cache = unfused.cache()
+def test_positive_means_what_it_means_to_transformers(unfused: Any, ids: torch.Tensor) -> None:
+    """A length where Transformers takes it for one, else an error that says what to write, and no change."""
+    cache, oracle = unfused.cache(), unfused.oracle()
     with torch.no_grad():
-        grown(unfused, cache, ids)
+        for one in (cache, oracle):
+            grown(unfused, one, ids)
+    assert cache.packed_tokens > 0
     before = copy.deepcopy(cache)
-    with pytest.raises(ValueError, match="3"):
-        cache.crop(3)
-    assert cache.get_seq_length() == LENGTH
-    assert all(torch.equal(a.keys, b.keys) for a, b in zip(cache.layers, before.layers, strict=True))
+    try:
+        oracle.crop(60)
+    except ValueError:
+        with pytest.raises(ValueError, match=r"crop\(60 - cache.get_seq_length\(\)\)"):
+            cache.crop(60)
+        for layer, twin in zip(cache.layers, before.layers, strict=True):
+            assert torch.equal(layer.keys, twin.keys)
+    assert cache.get_seq_length() == oracle.get_seq_length()
+    cache.crop(60 - cache.get_seq_length())
+    assert cache.get_seq_length() == 60
 
 
 def test_zero_changes_nothing(unfused: Any, ids: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.closeness import assert_close_but_for_flips
 from transformers import DynamicCache
 
@@ -107,7 +108,7 @@ def test_padding_is_not_attended(case: Any, ids: torch.Tensor) -> None:
         assert cache.packed_tokens > 20
     positions = torch.full((2, 1), 69)
     logits = [
-        case.model(input_ids=ids[:, 69:70], past_key_values=cache, attention_mask=m, position_ids=positions).logits
+        case.model(input_ids=ids[:, 69:70], **with_cache(cache), attention_mask=m, position_ids=positions).logits
         for cache, m in ((plain, mask), (masked, hidden))
     ]
     assert (logits[0][0] - logits[1][0]).abs().max() > 0.01

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
 from kvcache_compress.modeling.decoder import cache_argument
@@ -21,7 +22,7 @@ NEW = 28
 
 def generate(case: Any, cache: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:
     torch.manual_seed(3)
-    return case.model.generate(ids, past_key_values=cache, **{"max_new_tokens": NEW, **how})
+    return case.model.generate(ids, **with_cache(cache), **{"max_new_tokens": NEW, **how})
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -57,7 +58,7 @@ def test_speculative_without_compression_is_greedy(tiny_model: Any, assistant: A
     config = {"keys": {"method": "turboquant"}, "values": {"method": "turboquant"}, "recent_tokens": 512}
     for how in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": assistant}):
         cache = CompressedCache(tiny_model.config, config)
-        got = tiny_model.generate(prompt, past_key_values=cache, max_new_tokens=NEW, do_sample=False, **how)
+        got = tiny_model.generate(prompt, **with_cache(cache), max_new_tokens=NEW, do_sample=False, **how)
         assert torch.equal(got, plain)
 
 
@@ -91,11 +92,11 @@ def test_left_padded_batch(case: Any, ids: torch.Tensor, how: dict[str, Any]) ->
 def contrastive(model: Any, input_ids: torch.Tensor, generation_config: Any, **given: Any) -> torch.Tensor:
     """Use the cache as contrastive search does: each row tries several tokens, of which one is kept."""
     cache, rows, tried = given[cache_argument()], len(input_ids), 3
-    logits = model(input_ids=input_ids, past_key_values=cache).logits[:, -1]
+    logits = model(input_ids=input_ids, **with_cache(cache)).logits[:, -1]
     for _ in range(generation_config.max_new_tokens):
         tokens = logits.topk(tried).indices.reshape(-1, 1)
         cache.batch_repeat_interleave(tried)
-        logits = model(input_ids=tokens, past_key_values=cache).logits[:, -1]
+        logits = model(input_ids=tokens, **with_cache(cache)).logits[:, -1]
         best = logits.logsumexp(-1).view(rows, tried).argmax(-1) + tried * torch.arange(rows)
         cache.batch_select_indices(best)
         logits, input_ids = logits[best], torch.cat([input_ids, tokens[best]], 1)

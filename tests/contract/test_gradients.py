@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.small_model import METHODS, VOCAB, method_config, mixed_config, small_model
 from transformers import Cache, DynamicCache, GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 
@@ -28,7 +29,7 @@ def tokens(count: int) -> torch.Tensor:
 def gradients(model: Any, step: Any, cache: Cache, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Gradients of the language model's loss over `ids`, by weight."""
     model.zero_grad()
-    step(input_ids=ids, past_key_values=cache, labels=ids).loss.backward()
+    step(input_ids=ids, **with_cache(cache), labels=ids).loss.backward()
     return {name: weight.grad for name, weight in model.named_parameters()}
 
 
@@ -42,7 +43,7 @@ def expected_gradients(model: Any, cache: CompressedCache, ids: torch.Tensor) ->
     length, few = int(seen.get_seq_length()), ids.shape[1] <= 16
     if few:
         with torch.no_grad():
-            model(input_ids=ids, past_key_values=seen)
+            model(input_ids=ids, **with_cache(seen))
     dense = DynamicCache()
     for index, layer in enumerate(seen.layers if length else ()):
         dense.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
@@ -81,7 +82,7 @@ def test_of_steps(model: Any, name: str, capacity: int | None) -> None:
     cache = CompressedCache(model.config, {**CONFIGS[name], "max_cache_len": capacity})
     # Transformers' static layers cannot be used outside the inference mode they were made in.
     with torch.no_grad() if "none" in name else torch.inference_mode():
-        model(input_ids=ids[:, :PROMPT], past_key_values=cache)
+        model(input_ids=ids[:, :PROMPT], **with_cache(cache))
     assert (cache.packed_tokens > 0) == (name != "all-none")
     # Transformers' own layers keep the graph of a step, which allows one backward pass only.
     sizes = [28] if "none" in name else [2, 6, 20]
@@ -111,7 +112,7 @@ def test_where_the_query_has_none(model: Any, part: str, capacity: int | None) -
     ids = tokens(PROMPT + 1)
     cache = CompressedCache(model.config, {**CONFIGS["kivi"], "max_cache_len": capacity})
     with torch.no_grad():
-        model(input_ids=ids[:, :PROMPT], past_key_values=cache)
+        model(input_ids=ids[:, :PROMPT], **with_cache(cache))
     expected = expected_gradients(model, cache, ids[:, PROMPT:])
     found = gradients(model, model, cache, ids[:, PROMPT:])
     name = next(name for name, other in model.named_parameters() if other is weight)
@@ -124,15 +125,15 @@ def test_compiled_code_has_none(model: Any, capacity: int | None) -> None:
     ids = tokens(PROMPT + 1)
     cache = CompressedCache(model.config, {**CONFIGS["turboquant"], "max_cache_len": capacity})
     with torch.no_grad():
-        model(input_ids=ids[:, :PROMPT], past_key_values=cache)
+        model(input_ids=ids[:, :PROMPT], **with_cache(cache))
     torch._dynamo.reset()
     compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="allowed where the model is not compiled"):
-        compiled(input_ids=ids[:, PROMPT:], past_key_values=cache)
+        compiled(input_ids=ids[:, PROMPT:], **with_cache(cache))
     torch._dynamo.reset()
     assert int(cache.get_seq_length()) == PROMPT
     with torch.no_grad():
-        compiled(input_ids=ids[:, PROMPT:], past_key_values=cache)
+        compiled(input_ids=ids[:, PROMPT:], **with_cache(cache))
     torch._dynamo.reset()
     assert int(cache.get_seq_length()) == PROMPT + 1
 
@@ -166,7 +167,7 @@ def test_s_aux_has_gradients() -> None:
     ids = tokens(PROMPT + 1)
     cache = CompressedCache(config, CONFIGS["turboquant"])
     with torch.no_grad():
-        model(input_ids=ids[:, :PROMPT], past_key_values=cache)
+        model(input_ids=ids[:, :PROMPT], **with_cache(cache))
     expected = expected_gradients(model, cache, ids[:, PROMPT:])
     found = gradients(model, model, cache, ids[:, PROMPT:])
     assert sinks.grad is not None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.small_model import VOCAB, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention
@@ -25,7 +26,7 @@ def tokens(rows: int, count: int, seed: int = 0) -> torch.Tensor:
 
 @torch.no_grad()
 def feed(model: Any, cache: CompressedCache, ids: torch.Tensor, step: int) -> torch.Tensor:
-    return torch.cat([model(input_ids=part, past_key_values=cache).logits for part in ids.split(step, 1)], 1)
+    return torch.cat([model(input_ids=part, **with_cache(cache)).logits for part in ids.split(step, 1)], 1)
 
 
 @pytest.mark.parametrize("prompt", [3, 70])
@@ -76,7 +77,7 @@ def test_generation(prompt: int, how: dict[str, Any], capacity: int | None) -> N
     model = small_model()
     cache = CompressedCache(model.config, {**CONFIG, "max_cache_len": capacity})
     options = {"do_sample": False, "max_new_tokens": 45, "disable_compile": True, **how}
-    output = model.generate(tokens(1, prompt), past_key_values=cache, **options)
+    output = model.generate(tokens(1, prompt), **with_cache(cache), **options)
     assert output.shape[1] == prompt + 45
     assert cache.packed_tokens > 0
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from outlier_model import with_outlier_channels
+from support.cache_name import with_cache
 from support.closeness import assert_close_but_for_flips
 from support.small_model import VOCAB, small_model
 from transformers import DynamicCache
@@ -45,9 +46,9 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
 @torch.no_grad()
 def logits(model: Any, cache: Any) -> torch.Tensor:
     """Logits of the tokens after the prompt, step by step and then as a chunk, `[40, V]`."""
-    model(IDS[:, :PROMPT], past_key_values=cache)
-    steps = [model(IDS[:, at : at + 1], past_key_values=cache).logits for at in range(PROMPT, PROMPT + 10)]
-    rest: torch.Tensor = model(IDS[:, PROMPT + 10 :], past_key_values=cache).logits
+    model(IDS[:, :PROMPT], **with_cache(cache))
+    steps = [model(IDS[:, at : at + 1], **with_cache(cache)).logits for at in range(PROMPT, PROMPT + 10)]
+    rest: torch.Tensor = model(IDS[:, PROMPT + 10 :], **with_cache(cache)).logits
     return torch.cat([*steps, rest], 1)[0]
 
 
@@ -95,7 +96,7 @@ def test_saved(config: dict[str, Any], hard: Any, tmp_path: Path) -> None:
         assert "factors" in own.sides["keys"].codec.statistics
         assert torch.equal(saved.keys, own.keys)
     with torch.no_grad():
-        ours, theirs = (hard(IDS[:, :1], past_key_values=one).logits for one in (cache, loaded))
+        ours, theirs = (hard(IDS[:, :1], **with_cache(one)).logits for one in (cache, loaded))
     assert torch.equal(ours, theirs)
 
 
@@ -106,7 +107,7 @@ def test_evaluation_shows_the_queries(config: dict[str, Any]) -> None:
     own = CompressedCache(model.config, config)
     enable_fused_attention(model)
     with torch.no_grad():
-        model(IDS[:, :PROMPT], past_key_values=own)
+        model(IDS[:, :PROMPT], **with_cache(own))
     for ours, theirs in zip(found.layers, own.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys)
 

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.closeness import assert_close_but_for_flips
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, StaticCache
@@ -284,7 +285,7 @@ def test_resets_and_reports_leave_nothing_behind(tiny_model: Any, ids: torch.Ten
     config = {"keys": {"method": "turboquant"}, "values": {"method": "turboquant"}, "max_cache_len": 200}
     cache = CompressedCache(tiny_model.config, config)
     with torch.no_grad():
-        tiny_model(input_ids=ids[:, :150], past_key_values=cache)
+        tiny_model(input_ids=ids[:, :150], **with_cache(cache))
     reports = {str(cache.memory_report()) for _ in range(2)}
     assert len(reports) == 1
     for _ in range(20):
@@ -302,7 +303,7 @@ def test_generate(unfused: Any, ids: torch.Tensor) -> None:
             (enable_fused_attention if fused else disable_fused_attention)(unfused.model)
             for changes in ({}, {"max_cache_len": CAPACITY}):
                 cache = unfused.cache(**changes)
-                options = {"past_key_values": cache, "max_new_tokens": 24, "do_sample": False, **how}
+                options = {**with_cache(cache), "max_new_tokens": 24, "do_sample": False, **how}
                 outputs.append(unfused.model.generate(ids[:, :50], **options))
                 assert cache.packed_tokens > 0
         assert all(torch.equal(one, outputs[0]) for one in outputs)
@@ -314,7 +315,7 @@ def test_none_everywhere_is_a_static_cache(tiny_model: Any, ids: torch.Tensor) -
         logits = []
         for cache in (StaticCache(tiny_model.config, 100), CompressedCache(tiny_model.config, config)):
             parts = [ids[:, :60], ids[:, 60:61], ids[:, 61:62]]
-            logits.append([tiny_model(input_ids=part, past_key_values=cache).logits for part in parts])
+            logits.append([tiny_model(input_ids=part, **with_cache(cache)).logits for part in parts])
         assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
         with pytest.raises(ValueError, match="StaticLayer cannot be cropped"):
             cache.crop(-1)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.closeness import assert_close_but_for_flips
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,7 +79,7 @@ def test_masks_of_each_kind(model: Any, ids: torch.Tensor, kind: str, dtype: tor
         parts = []
         for start, stop in ((0, 150), (150, 180), (180, 230)):
             with torch.no_grad(), record_paths() as taken:
-                output = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+                output = model(ids[:, start:stop], attention_mask=mask[:, :stop], **with_cache(cache))
             assert {*chunks(taken, 150)} == ({"tiled"} if start else set())
             parts.append(output.logits[:, 11 if start == 0 else 0 :])
         results.append(torch.cat(parts, 1))
@@ -172,7 +173,7 @@ def test_padding_masks_of_flash_attention(model: Any, width: int | None) -> None
 
 def _generated(model: Any, capacity: int | None, ids: torch.Tensor, **how: Any) -> torch.Tensor:
     cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
-    options = {"past_key_values": cache, "max_new_tokens": 24, "do_sample": False, **how}
+    options = {**with_cache(cache), "max_new_tokens": 24, "do_sample": False, **how}
     output: torch.Tensor = model.generate(ids, **options)
     assert cache.packed_tokens > TILE
     return output
@@ -195,9 +196,9 @@ def test_generate(model: Any, assistant: Any, ids: torch.Tensor, way: str) -> No
                 found = _generated(model, capacity, ids[:1, :90], assistant_model=assistant)
             else:
                 cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
-                first = model.generate(ids[:, :90], past_key_values=cache, max_new_tokens=20, do_sample=False)
+                first = model.generate(ids[:, :90], **with_cache(cache), max_new_tokens=20, do_sample=False)
                 again = torch.cat([first, ids[:, 90:130]], 1)
-                found = model.generate(again, past_key_values=cache, max_new_tokens=20, do_sample=False)
+                found = model.generate(again, **with_cache(cache), max_new_tokens=20, do_sample=False)
         paths = chunks(taken)
         early = 6 if way == "in chunks" else 3  # calls, of three layers, that find no more than a tile packed
         assert {*paths[early:]} <= {"tiled"}
@@ -215,7 +216,7 @@ def test_a_first_prompt_of_a_few_tokens(model: Any, ids: torch.Tensor, fused: bo
     for capacity in (None, CAPACITY):
         cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity})
         with torch.no_grad():
-            parts = [model(part, past_key_values=cache).logits for part in ids[:, :76].split([5, 1, 16, 54], 1)]
+            parts = [model(part, **with_cache(cache)).logits for part in ids[:, :76].split([5, 1, 16, 54], 1)]
         assert int(cache.get_seq_length()) == 76
         assert cache.packed_tokens > 0
         results.append(torch.cat(parts, 1))

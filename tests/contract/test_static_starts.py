@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.small_model import METHODS, VOCAB, method_config, small_model
 
 from kvcache_compress import CompressedCache
@@ -26,7 +27,7 @@ def logits(config: dict[str, Any], early: bool) -> torch.Tensor:
     if early:
         cache.early_initialization(1, 2, 32, torch.float32, "cpu")
     ids = torch.randint(1, VOCAB, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(1))
-    parts = [model(input_ids=x, past_key_values=cache).logits for x in ids.split([PROMPT, *[1] * STEPS], 1)]
+    parts = [model(input_ids=x, **with_cache(cache)).logits for x in ids.split([PROMPT, *[1] * STEPS], 1)]
     assert cache.packed_tokens > 0
     return torch.cat(parts, 1)
 

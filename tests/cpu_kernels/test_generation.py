@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.small_model import VOCAB, method_config, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention
@@ -35,7 +36,7 @@ def test_generation_equals_the_torch_backend(method: str, changes: dict[str, Any
             output = model.generate(
                 ids,
                 attention_mask=padding,
-                past_key_values=cache,
+                **with_cache(cache),
                 max_new_tokens=6,
                 do_sample=False,
                 disable_compile=True,

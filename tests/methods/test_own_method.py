@@ -7,6 +7,7 @@ import own_method
 import pytest
 import torch
 from own_method import RoundingCodec
+from support.cache_name import with_cache
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, enable_fused_attention, get_method, load_config
@@ -83,7 +84,7 @@ def test_generate_save_and_load(pair: str, capacity: int | None, fused: bool, tm
         enable_fused_attention(model)
     cache = CompressedCache(model.config, tmp_path / "own.yaml")
     ids = torch.randint(1, 64, (2, 160), generator=torch.Generator().manual_seed(1))
-    generated = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    generated = model.generate(ids, **with_cache(cache), max_new_tokens=4, do_sample=False)
     assert {layer.backend for layer in cache.layers} == {"torch"}
     report = cache.memory_report()
     assert all(layer.packed_tokens for layer in report.layers)
@@ -92,5 +93,5 @@ def test_generate_save_and_load(pair: str, capacity: int | None, fused: bool, tm
     assert [8 * layer.packed_bytes / layer.packed_numbers for layer in report.layers] == [bits, bits]
     cache.save(tmp_path / "cache.safetensors")
     loaded = CompressedCache.load(tmp_path / "cache.safetensors", model.config)
-    following = [model(generated[:, -1:], past_key_values=one).logits for one in (cache, loaded)]
+    following = [model(generated[:, -1:], **with_cache(one)).logits for one in (cache, loaded)]
     assert torch.equal(*following)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.small_model import VOCAB, method_config, small_model
 
 from kvcache_compress import (
@@ -86,7 +87,7 @@ def test_fused_attention(model: Any, prompt: torch.Tensor) -> None:
             cache = CompressedCache(model_config, config)
             options = {"output_logits": True, "return_dict_in_generate": True}
             with record_paths() as taken:
-                output = model.generate(input_ids=prompt, past_key_values=cache, **GREEDY, **options)
+                output = model.generate(input_ids=prompt, **with_cache(cache), **GREEDY, **options)
             assert cache.packed_tokens > 0
             backend = cache.layers[0].backend
             assert taken == ([(backend, 1)] * 2 * 5 if switch is enable_fused_attention else [])
@@ -104,9 +105,9 @@ def test_forward_of_the_wrapper(prompt: torch.Tensor) -> None:
     model = adapted(*ADAPTERS["lora"])
     enable_fused_attention(model)
     cache = CompressedCache(small_model().config, CONFIG)
-    model(input_ids=prompt, past_key_values=cache)
+    model(input_ids=prompt, **with_cache(cache))
     with record_paths() as taken:
-        model(input_ids=prompt[:, :1], past_key_values=cache)
+        model(input_ids=prompt[:, :1], **with_cache(cache))
     assert taken == [(cache.layers[0].backend, 1)] * 2
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from support import family_cases
+from support.cache_name import with_cache
 from support.family_cases import FAMILIES, METHODS, build, check, logits, method_config, model, outcome, refusal
 from support.paths import ROOT
 from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration
@@ -150,7 +151,7 @@ def test_rope_is_undone_as_the_model_does_it(family: str) -> None:
     if layout is None or embed is None:
         return
     cache = DynamicCache(config=one.config)
-    one(torch.full((1, 14), 7), past_key_values=cache)
+    one(torch.full((1, 14), 7), **with_cache(cache))
     factors = layout.factors(embed(torch.zeros(1), torch.arange(14)[None]))
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, DynamicLayer) and not layer.is_sliding:
@@ -183,7 +184,7 @@ def test_generate_with_padding(family: str, how: dict[str, Any]) -> None:
     def generate(cache: DynamicCache | CompressedCache) -> torch.Tensor:
         torch.manual_seed(0)
         options = {"attention_mask": mask, "max_new_tokens": 24, "pad_token_id": 0, **how}
-        return model(family).generate(ids, past_key_values=cache, **options)
+        return model(family).generate(ids, **with_cache(cache), **options)
 
     outputs = []
     for fused in (False, True):
@@ -236,7 +237,7 @@ def test_composite_config() -> None:
     for switch in (disable_fused_attention, enable_fused_attention):
         switch(both)
         cache = CompressedCache(config, method_config("gemma3", "turboquant"))
-        outputs.append(both.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False))
+        outputs.append(both.generate(ids, **with_cache(cache), max_new_tokens=5, do_sample=False))
         assert cache.packed_tokens > 0
     assert config.vision_config._attn_implementation == before[1]
     assert torch.equal(*outputs)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention, load_config
 from kvcache_compress.modeling.loading import load_model
@@ -44,7 +45,7 @@ def generate(real: Any, config: Any, fused: bool, tokens: int = NEW_TOKENS, **ho
     torch.manual_seed(0)
     output = model.generate(
         **batch,
-        past_key_values=cache,
+        **with_cache(cache),
         max_new_tokens=tokens,
         return_dict_in_generate=True,
         output_logits=True,
@@ -91,7 +92,7 @@ def test_padding_and_batch_do_not_matter_to_the_text(real: Any, greedy: Any) -> 
     tokens, _, _ = greedy
     cache = CompressedCache(model.config, load_config("turboquant-4bit"))
     alone = model.generate(
-        batch["input_ids"][longer : longer + 1], past_key_values=cache, max_new_tokens=6, do_sample=False
+        batch["input_ids"][longer : longer + 1], **with_cache(cache), max_new_tokens=6, do_sample=False
     )
     assert cache.packed_tokens > 64
     width = batch["input_ids"].shape[1]
@@ -106,8 +107,8 @@ def test_logits_stay_close_to_a_full_cache(real: Any) -> None:
 
     def next_tokens(cache: Any) -> torch.Tensor:
         with torch.no_grad():
-            model(input_ids=prompt, past_key_values=cache)
-            return model(input_ids=rest, past_key_values=cache).logits.log_softmax(-1)
+            model(input_ids=prompt, **with_cache(cache))
+            return model(input_ids=rest, **with_cache(cache)).logits.log_softmax(-1)
 
     full = next_tokens(CompressedCache(model.config, {"keys": "none", "values": "none"}))
     divergence = {}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.cache_name import with_cache
 from support.small_model import VOCAB, method_config, mixed_config, small_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -56,7 +57,7 @@ def expected(model: LlamaForCausalLM, tokenizer: Any, texts: list[str], config: 
     enable_fused_attention(model)
     cache = CompressedCache(model.config, config)
     output = model.generate(
-        batch["input_ids"], attention_mask=batch["attention_mask"], past_key_values=cache, **{**GREEDY, **how}
+        batch["input_ids"], attention_mask=batch["attention_mask"], **with_cache(cache), **{**GREEDY, **how}
     )
     assert cache.packed_tokens > 0
     return tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -97,10 +98,10 @@ def test_pipeline_with_a_cache_of_its_own(model: LlamaForCausalLM, tokenizer: An
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
     with compress(model, CONFIG) as handle:
         own = CompressedCache(model.config, method_config("kivi"))
-        pipe(text(60), past_key_values=own, **GREEDY)
+        pipe(text(60), **with_cache(own), **GREEDY)
         assert own.packed_tokens > 0
         dense = DynamicCache()
-        pipe(text(60), past_key_values=dense, **GREEDY)
+        pipe(text(60), **with_cache(dense), **GREEDY)
         assert dense.get_seq_length() == 75
         assert handle.cache is None
 

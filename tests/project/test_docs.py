@@ -18,7 +18,7 @@ from support.paths import ROOT
 from support.saved_model import saved_model
 from support.spectral_files import random_statistics
 
-from kvcache_compress import disable_fused_attention
+from kvcache_compress import CompressedCache, disable_fused_attention
 from kvcache_compress.cli import app
 from kvcache_compress.config import load_config
 from kvcache_compress.eval.cli.app import app as evaluations
@@ -30,6 +30,10 @@ from kvcache_compress.modeling.model_file import ModelFacts
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 ROOMS = ("kvcache_compress", "eval", "cpu_kernels", "triton_kernels")
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+SHORTENED = CHAT.replace("message.content }}", "message.content if message.role != 'assistant' else '...' }}")
+"""A chat template that writes earlier answers differently from how they were generated, as those of reasoners do."""
+NOT_RUN = {"docs/guides/clients.md": ["needs the hub"] * 2}
+"""Snippets of pages that are not run, and why: lm-eval's tasks download their data."""
 
 
 def snippets(page: str, language: str) -> list[str]:
@@ -106,6 +110,16 @@ def test_links_to_files_outside_of_the_site() -> None:
         rewrite("[x](../nowhere.md)", *page, None)
 
 
+def write_files(folder: Path, config: Any) -> None:
+    """Write the files that pages name."""
+    for name in ("model.safetensors", "codebooks.safetensors"):
+        write_codebooks(describe_model(config, folder / name), random_codebooks(config, 1, (3, 16), (5, 16)))
+    path = str(folder / "statistics.safetensors")
+    write_statistics(path, ModelFacts.of(config), random_statistics(config), 32, {})
+    yaml = "keys: {method: spectral, bits: 2}\nvalues: {method: turboquant, bits: 2}\n"
+    (folder / "my.yaml").write_text(yaml, encoding="utf-8")
+
+
 @pytest.fixture
 def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """A small model and its tokenizer, in a folder with the files that pages name."""
@@ -113,17 +127,48 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     model, tokenizer = load_model(saved_model())
     model.config.max_position_embeddings = 16_384
     tokenizer.chat_template = CHAT
-    for name in ("model.safetensors", "codebooks.safetensors"):
-        write_codebooks(describe_model(model.config, Path(name)), random_codebooks(model.config, 1, (3, 16), (5, 16)))
-    write_statistics("statistics.safetensors", ModelFacts.of(model.config), random_statistics(model.config), 32, {})
-    Path("my.yaml").write_text("keys: {method: spectral, bits: 2}\nvalues: {method: turboquant, bits: 2}\n")
+    write_files(tmp_path, model.config)
     yield {"model": model, "tokenizer": tokenizer}
     disable_fused_attention(model)
 
 
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A folder with files for SmolLM2, and the model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("pages")
+    model, tokenizer = load_model("smollm2-135m")
+    write_files(folder, model.config)
+    return folder, model, tokenizer
+
+
+@pytest.fixture
+def real_scope(real: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    folder, model, tokenizer = real
+    monkeypatch.chdir(folder)
+    yield {"model": model, "tokenizer": tokenizer}
+    disable_fused_attention(model)
+
+
+def test_what_is_not_run_has_a_reason() -> None:
+    marks = {page: re.findall("<!-- not run here: ([^>]+) -->", (ROOT / page).read_text("utf-8")) for page in PAGES}
+    assert {page: reasons for page, reasons in marks.items() if reasons} == NOT_RUN
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # all versions know this name
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page, "python")])
 def test_python_runs(page: str, scope: dict[str, Any]) -> None:
-    """The blocks of a page in order, and caches that they fill have packed tokens."""
+    run_page(page, scope)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page, "python")])
+def test_python_runs_on_the_real_model(page: str, real_scope: dict[str, Any]) -> None:
+    run_page(page, real_scope)
+
+
+def run_page(page: str, scope: dict[str, Any]) -> None:
+    """Run the blocks of a page in order; caches that they fill have packed tokens."""
     torch.manual_seed(0)
     filled = []
     for code in snippets(page, "python"):
@@ -131,6 +176,23 @@ def test_python_runs(page: str, scope: dict[str, Any]) -> None:
         if "generate(" in code:
             filled.append(scope["compression"].last_cache if "compression" in code else scope["cache"])
     assert all(cache.packed_tokens > 0 for cache in filled)
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_the_chat_takes_back_what_its_template_changed(scope: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    removed, crop = [], CompressedCache.crop
+
+    def counted(cache: CompressedCache, tokens: int) -> None:
+        removed.append(-tokens)
+        crop(cache, tokens)
+
+    monkeypatch.setattr(CompressedCache, "crop", counted)
+    scope["tokenizer"].chat_template = SHORTENED
+    exec(snippets("docs/guides/chat.md", "python")[0], scope)
+    assert len(removed) == 1
+    assert 0 < removed[0] <= 40
+    assert scope["cache"].packed_tokens > 0
+    assert scope["cache"].get_seq_length() == scope["held"].shape[1] - 1
 
 
 def test_messages_that_are_explained_exist() -> None:

@@ -35,6 +35,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Output of all commands and of the notebook, in a process without Triton's interpreter."""
     output = tmp_path_factory.mktemp("examples") / "printed.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONWARNINGS"] = "error:`past_key_values` is deprecated:FutureWarning"
     command = [sys.executable, str(ROOT / "benchmarks" / "run_examples.py"), "--output", str(output)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from support.cache_name import with_cache
 from support.paths import ROOT
 from support.small_model import small_model
 
@@ -48,7 +49,7 @@ def test_key_takes_the_way_of_the_page() -> None:
     prompt = torch.randint(1, 64, (1, 80), generator=torch.Generator().manual_seed(0))
     sys.setprofile(watch)
     try:
-        model.generate(prompt, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        model.generate(prompt, **with_cache(cache), max_new_tokens=3, do_sample=False)
     finally:
         sys.setprofile(None)
     assert list(first_calls) == named

@@ -130,19 +130,20 @@ def test_yaml_snippet_is_a_config(tmp_path: Path) -> None:
     assert load_config(path).layers[0].method == "none"
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # all versions know this name
 @pytest.mark.slow
 def test_python_snippets_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a tenth of the text, as bfloat16 is slow on CPUs."""
+    """As they stand there, but that the model and its tokenizer need no hub."""
     model, tokenizer = load_model("smollm2-135m", dtype=torch.bfloat16)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: model)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: tokenizer)
     scope: dict[str, object] = {}
     for code in snippets("python"):
-        assert "* 120" in code or "filler" not in code
-        exec(code.replace("* 120", "* 12"), scope)
+        exec(code, scope)
     printed = capsys.readouterr().out
-    assert printed.startswith(snippets("text")[0].splitlines()[0]), "the pass key"
-    assert re.search(r"\d of \d+ tokens packed, at 3.25 bits per packed number", printed)
+    *shown, end = snippets("text")[0].splitlines()
+    assert end == "..."
+    assert printed.splitlines()[: len(shown)] == shown
     packed = re.search(r"(\d+) tokens packed\n", printed)
     assert packed is not None
     assert int(packed[1]) > 0

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import family_cases
+from support.cache_name import with_cache
 from support.saved_files import Change, changed, filled
 
 from kvcache_compress import CompressedCache
@@ -35,13 +36,13 @@ def test_other_layers(family: str, tmp_path: Path) -> None:
     ids = torch.randint(1, family_cases.VOCAB, (2, 90), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         for part in (ids[:, :70], ids[:, 70:71]):
-            model(input_ids=part, past_key_values=cache)
+            model(input_ids=part, **with_cache(cache))
         assert cache.packed_tokens > 0
         cache.save(tmp_path / "x")
         loaded = CompressedCache.load(tmp_path / "x", model.config)
         assert [type(layer) for layer in loaded.layers] == [type(layer) for layer in cache.layers]
         for part in (ids[:, 71:72], ids[:, 72:89], ids[:, 89:]):
-            got, expected = (model(input_ids=part, past_key_values=one).logits for one in (loaded, cache))
+            got, expected = (model(input_ids=part, **with_cache(one)).logits for one in (loaded, cache))
             assert torch.equal(got, expected)
 
 
@@ -54,13 +55,13 @@ def test_static_layers(family: str, tmp_path: Path) -> None:
     ids = torch.randint(1, family_cases.VOCAB, (2, 90), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         for part in (ids[:, :70], ids[:, 70:71]):
-            model(input_ids=part, past_key_values=cache)
+            model(input_ids=part, **with_cache(cache))
         assert cache.packed_tokens > 0
         cache.save(tmp_path / "x")
         loaded = CompressedCache.load(tmp_path / "x", model.config)
         assert int(loaded.get_seq_length()) == 71
         for part in (ids[:, 71:72], *ids[:, 72:76].split(1, 1), ids[:, 76:]):
-            got, expected = (model(input_ids=part, past_key_values=one).logits for one in (loaded, cache))
+            got, expected = (model(input_ids=part, **with_cache(one)).logits for one in (loaded, cache))
             assert torch.equal(got, expected)
     index = next(i for i, layer in enumerate(cache.layers) if hasattr(layer, "packed_tokens"))
     changes = {"max_cache_len": 60}
@@ -72,7 +73,7 @@ def test_other_layers_changed_by_hand(tmp_path: Path) -> None:
     family = family_cases.model("gemma3")
     cache = CompressedCache(family.config, family_cases.method_config("gemma3", "turboquant"))
     with torch.no_grad():
-        family(input_ids=torch.ones(2, 60, dtype=torch.long), past_key_values=cache)
+        family(input_ids=torch.ones(2, 60, dtype=torch.long), **with_cache(cache))
     assert cache.packed_tokens > 0
     cache.save(tmp_path / "x")
     index = next(i for i, layer in enumerate(cache.layers) if layer.is_sliding)
@@ -90,7 +91,7 @@ def test_rows_of_a_state(tmp_path: Path) -> None:
     model = family_cases.model("qwen3_next")
     cache = CompressedCache(model.config, family_cases.method_config("qwen3_next", "turboquant"))
     with torch.no_grad():
-        model(input_ids=torch.ones(2, 60, dtype=torch.long), past_key_values=cache)
+        model(input_ids=torch.ones(2, 60, dtype=torch.long), **with_cache(cache))
     assert cache.packed_tokens > 0
     cache.save(tmp_path / "x")
 
@@ -113,7 +114,7 @@ def test_sizes_of_static_layers(tmp_path: Path) -> None:
     config = family_cases.method_config("gemma3", "turboquant").model_copy(update={"max_cache_len": 100})
     cache = CompressedCache(model.config, config)
     with torch.no_grad():
-        model(input_ids=torch.ones(2, 60, dtype=torch.long), past_key_values=cache)
+        model(input_ids=torch.ones(2, 60, dtype=torch.long), **with_cache(cache))
     assert cache.packed_tokens > 0
     cache.save(tmp_path / "x")
     index = next(i for i, layer in enumerate(cache.layers) if layer.is_sliding)

@@ -19,6 +19,7 @@ from kvcache_compress import CompressedCache, CompressionConfig, compress, load_
 from kvcache_compress.attention.path import record_paths
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.methods.commvq.codebook_file import describe_model, write_codebooks
+from support.cache_name import with_cache
 from support.commvq_files import FOLDER, codebook_file, random_codebooks
 from support.spectral_files import statistics_of
 
@@ -236,7 +237,7 @@ def logits(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
         past = int(cache.get_seq_length())
         seen = mask[:, : past + part.shape[1]]
         positions = (seen.cumsum(-1) - 1).clamp_min(0)[:, past:]
-        output = model(input_ids=part, past_key_values=cache, attention_mask=seen, position_ids=positions)
+        output = model(input_ids=part, **with_cache(cache), attention_mask=seen, position_ids=positions)
         parts.append(output.logits.float())
     return torch.cat(parts, 1)[mask.bool()]
 

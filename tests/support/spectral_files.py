@@ -16,6 +16,7 @@ from kvcache_compress.methods.spectral.transform import mean_table
 from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.modeling.model_file import ModelFacts
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
+from support.cache_name import with_cache
 from support.commvq_files import CONTRACT_MODEL
 
 FOLDER = Path(tempfile.mkdtemp(prefix="spectral-"))
@@ -74,7 +75,7 @@ def loss_of_keys(model: Any, ids: torch.Tensor, keys: dict[str, Any]) -> float:
     for side in (keys, {"method": "none"}):
         values = {"method": "none"}
         cache = CompressedCache(model.config, {"keys": side, "values": values, "sink_tokens": 4, "recent_tokens": 8})
-        model(ids[:, :400], past_key_values=cache)
-        found.append(model(ids[:, 400:], past_key_values=cache).logits)
+        model(ids[:, :400], **with_cache(cache))
+        found.append(model(ids[:, 400:], **with_cache(cache)).logits)
         assert side["method"] == "none" or cache.packed_tokens > 300
     return (found[0] - found[1]).square().mean().item()

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvcache_compress import CommVQCache, CompressedCache, disable_fused_attention, enable_fused_attention
+from support.cache_name import with_cache
 from support.small_model import METHODS, VOCAB, method_config
 
 
@@ -49,7 +50,7 @@ def generate(model: PreTrainedModel, fused: bool, config: Any) -> Found:
     mask[1, :9] = 0
     cache = CompressedCache(model.config, config)
     how = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    output = model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
+    output = model.generate(ids, attention_mask=mask, **with_cache(cache), **how)
     layer = cache.layers[1]
     keys = layer.sides["keys"].all_segments().dense()
     return Found(output.sequences, torch.stack(output.logits), [cache.packed_tokens, layer.keys.shape[1]], keys)

@@ -28,8 +28,8 @@ SURE_VARIANCE = 8
 def _warn_of_queries() -> None:
     logger.warning(
         "the queries of the first prompt were not seen (without fused attention, with gradients, or in compiled code), "
-        "so spectral measured its statistics on keys alone, which loses more: call enable_fused_attention(model), and "
-        "run the first prompt under torch.no_grad(), not compiled"
+        "so spectral (best-*) measured its statistics on keys alone, which loses two to four times as much: call "
+        "enable_fused_attention(model), and run the first prompt under torch.no_grad(), not compiled"
     )
 
 

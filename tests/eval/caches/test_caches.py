@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.small_model import METHODS, method_config, small_model
 
 from kvcache_compress.eval.caches.caches import CacheSpec, Measured, full_cache, preset_cache
@@ -28,7 +29,7 @@ def measured(spec: CacheSpec, dtype: torch.dtype) -> Measured:
     model = small_model().to(dtype)
     cache = spec.make(model)
     for part in (IDS, *IDS[:, :9].split(1, 1)):
-        model(input_ids=part, past_key_values=cache)
+        model(input_ids=part, **with_cache(cache))
     return spec.measure(cache)
 
 

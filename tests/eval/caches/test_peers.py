@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcache_compress.eval.caches import peers
@@ -38,7 +39,7 @@ def measure(model: LlamaForCausalLM, spec: CacheSpec, *, more: int = 0) -> Measu
     cache = spec.make(model)
     for count in (TOKENS, more):
         if count:
-            model(input_ids=torch.arange(count)[None] % 64, past_key_values=cache)
+            model(input_ids=torch.arange(count)[None] % 64, **with_cache(cache))
     return spec.measure(cache)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.small_model import METHODS, method_config, small_model
 from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, GenerationConfig
 
@@ -28,11 +29,11 @@ def test_forced_logits_are_those_of_an_own_prefill(spec: CacheSpec) -> None:
     model = small_model()
     run = prefill(model, IDS).run(spec)
     cache = spec.make(model)
-    logits = [model(input_ids=IDS, past_key_values=cache, logits_to_keep=1).logits[0]]
+    logits = [model(input_ids=IDS, **with_cache(cache), logits_to_keep=1).logits[0]]
     assert run.measured == spec.measure(cache)
     assert (run.measured.packed_tokens > 0) != spec.lossless
     for part in MORE[None].split(16, 1):
-        logits.append(model(input_ids=part, past_key_values=cache).logits[0])
+        logits.append(model(input_ids=part, **with_cache(cache)).logits[0])
     assert torch.equal(run.forced(MORE, 16), torch.cat(logits))
 
 
@@ -47,7 +48,7 @@ def test_a_cache_that_needs_queries_sees_those_of_the_prompt(caplog: pytest.LogC
     enable_fused_attention(model)
     own = spec.make(model)
     with torch.no_grad():
-        model(input_ids=IDS, past_key_values=own)
+        model(input_ids=IDS, **with_cache(own))
     for ours, theirs in zip(found.layers, own.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys)
 
@@ -62,7 +63,7 @@ def test_generation_is_that_of_generate(name: str, fused: bool) -> None:
     spec = next(spec for spec in specs() if spec.name == name)
     config = GenerationConfig(max_new_tokens=90, pad_token_id=0)
     expected = model.generate(
-        IDS, attention_mask=torch.ones_like(IDS), past_key_values=spec.make(model), generation_config=config
+        IDS, attention_mask=torch.ones_like(IDS), **with_cache(spec.make(model)), generation_config=config
     )
     assert torch.equal(prefill(model, IDS).run(spec).generate(config), expected[0, IDS.shape[1] :])
     first = GenerationConfig(max_new_tokens=1, pad_token_id=0)
@@ -116,9 +117,9 @@ def test_question_goes_through_the_cache() -> None:
     assert 0 < held < 120
     logits = run.forced(MORE, 16)
     cache = spec.make(model)
-    model(input_ids=IDS[:, :120], past_key_values=cache)
-    own = [model(input_ids=IDS[:, 120:], past_key_values=cache).logits[0, -1:]]
-    own = [*own, *(model(input_ids=part, past_key_values=cache).logits[0] for part in MORE[None].split(16, 1))]
+    model(input_ids=IDS[:, :120], **with_cache(cache))
+    own = [model(input_ids=IDS[:, 120:], **with_cache(cache)).logits[0, -1:]]
+    own = [*own, *(model(input_ids=part, **with_cache(cache)).logits[0] for part in MORE[None].split(16, 1))]
     torch.testing.assert_close(logits, torch.cat(own), atol=1e-4, rtol=0)
     assert not torch.equal(logits[0], prefill(model, IDS).run(spec).logits)
 
@@ -222,7 +223,7 @@ def test_models_with_sliding_layers_prefill_each_cache() -> None:
     assert shared.states is None
     run = shared.run(full_cache())
     cache = DynamicCache(config=config)
-    expected = [model(input_ids=part, past_key_values=cache).logits[0] for part in (IDS, MORE[None, :16])]
+    expected = [model(input_ids=part, **with_cache(cache)).logits[0] for part in (IDS, MORE[None, :16])]
     expected = torch.cat([expected[0][-1:], expected[1]])
     torch.testing.assert_close(run.forced(MORE[:16], 16), expected, atol=1e-4, rtol=0)
 

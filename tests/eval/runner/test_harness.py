@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from support.small_model import VOCAB, method_config, small_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -75,7 +76,7 @@ def test_answers_are_scored_after_a_compressed_context(model: LlamaForCausalLM, 
         for cache in (CompressedCache(model.config, CONFIG), DynamicCache()):
             parts = [context_ids[:, :-1], context_ids[:, -1:], *ids[:, :-1].split(step, 1)]
             with torch.no_grad():
-                logits = [model(part, past_key_values=cache).logits[0] for part in parts if part.numel()]
+                logits = [model(part, **with_cache(cache)).logits[0] for part in parts if part.numel()]
             logprobs = torch.cat(logits)[-ids.shape[1] :].log_softmax(-1)
             by_cache.append((logprobs.gather(1, ids.T).sum().item(), bool((logprobs.argmax(-1) == ids[0]).all())))
         assert likelihood == pytest.approx(by_cache[0][0], abs=1e-4)
@@ -95,7 +96,7 @@ def test_generated_answers_come_from_the_cache(model: LlamaForCausalLM, tokenize
     lm = CachedLM(cache=preset_cache(CONFIG, name="kivi"), pretrained=model, tokenizer=tokenizer, max_length=POSITIONS)
     ids = tokenizer(text(80), return_tensors="pt")
     cache = CompressedCache(model.config, CONFIG)
-    output = model.generate(**ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    output = model.generate(**ids, **with_cache(cache), max_new_tokens=12, do_sample=False)
     assert lm.generate_until(given) == [tokenizer.decode(output[0, 80:], skip_special_tokens=True)]
     assert lm.packed_tokens == [cache.packed_tokens]
     assert cache.packed_tokens >= 32

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.cache_name import with_cache
 from support.saved_model import saved_model
 from support.small_model import small_config, small_model
 from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -94,9 +95,9 @@ def test_figures_by_hand(probed: Probe, text: Path) -> None:
         tokens = torch.tensor(sample.data["continuation"])
         logits, seen = [], []
         for cache in (DynamicCache(config=model.config), CompressedCache(model.config, alone)):
-            parts = [model(input_ids=sample.prompt, past_key_values=cache).logits[0, -1:]]
+            parts = [model(input_ids=sample.prompt, **with_cache(cache)).logits[0, -1:]]
             outputs.clear()
-            parts += [model(input_ids=part[None], past_key_values=cache).logits[0] for part in tokens.split(STEP)]
+            parts += [model(input_ids=part[None], **with_cache(cache)).logits[0] for part in tokens.split(STEP)]
             logits.append(torch.cat(parts))
             seen.append(torch.cat(outputs, 1))
         kl.append(compare_logits(*logits, tokens)[1])

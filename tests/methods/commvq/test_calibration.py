@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cache_name import with_cache
 from support.saved_model import saved_model
 from torch.nn.functional import normalize
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -134,7 +135,7 @@ def test_a_file_that_the_cache_takes(model: LlamaForCausalLM, text: list[str], t
     assert (header.data["windows"], header.data["held_out_windows"]) == (8, 1)
     assert set(header.losses) == {str(layer) for layer in range(LAYERS)}
     cache = CommVQCache(model.config, codebooks=output, sink_tokens=2, recent_tokens=4)
-    model(input_ids=torch.arange(48)[None], past_key_values=cache)
+    model(input_ids=torch.arange(48)[None], **with_cache(cache))
     assert cache.packed_tokens == 32  # of 42 outside sinks and window, in blocks of 32
     assert not list(tmp_path.glob("*.parts"))
 
@@ -311,7 +312,7 @@ def test_heads_share_rounds_by_the_cost_of_their_errors(
     held = []
     for path in (output, even):
         cache = CommVQCache(model.config, path, sink_tokens=2, recent_tokens=4)
-        model(input_ids=torch.arange(48)[None], past_key_values=cache)
+        model(input_ids=torch.arange(48)[None], **with_cache(cache))
         held.append([layer.storage.sides["values"].codec.bits_per_number() for layer in cache.layers])
         for layer in range(LAYERS if path == output else 0):
             errors = file[f"values.{layer}.errors"]
@@ -331,7 +332,7 @@ def test_groups_and_centres(model: LlamaForCausalLM, text: list[str], tmp_path: 
     assert read_header(str(output)).shape("keys")[1] == groups
     assert read_header(str(output)).shape("values")[3] == 4
     cache = CommVQCache(model.config, output, sink_tokens=2, recent_tokens=4)
-    model(input_ids=torch.arange(48)[None], past_key_values=cache)
+    model(input_ids=torch.arange(48)[None], **with_cache(cache))
     assert cache.packed_tokens == 32
 
 
@@ -341,14 +342,14 @@ def test_weighted_keys_in_every_path(model: LlamaForCausalLM, text: list[str], t
     calibrate(model, text, output, key_rounds=5, value_rounds=3)
     tokens = torch.tensor([ord(character) % 64 for character in Path(text[0]).read_text()[:35]])[None]
     exact = DynamicCache(config=model.config)
-    model(input_ids=tokens[:, :32], past_key_values=exact)
+    model(input_ids=tokens[:, :32], **with_cache(exact))
     logits = {}
     for backend in (None, "torch", "triton"):
         cache = CommVQCache(model.config, output, sink_tokens=0, recent_tokens=0, backend=backend or "torch")
         (enable_fused_attention if backend else disable_fused_attention)(model)
         with torch.inference_mode():
-            model(input_ids=tokens[:, :32], past_key_values=cache)
-            logits[backend] = model(input_ids=tokens[:, 32:], past_key_values=cache).logits
+            model(input_ids=tokens[:, :32], **with_cache(cache))
+            logits[backend] = model(input_ids=tokens[:, 32:], **with_cache(cache)).logits
         assert cache.packed_tokens == 32
         if backend is None:
             empty = torch.zeros(1, HEADS, 0, HEAD_DIM)

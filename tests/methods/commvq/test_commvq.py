@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.cache_name import with_cache
 from support.commvq_files import CONTRACT_MODEL, FOLDER, HEADS, codebook_file, random_codebooks
 from support.method_cases import half_layout, random_track
 from transformers import AutoModelForCausalLM, Glm4Config, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, Phi3Config
@@ -240,7 +241,7 @@ def test_left_padding_does_not_change_codes(family: str, switch: Any, caplog: py
     for given in ({"input_ids": ids}, {"input_ids": padded, "attention_mask": mask, "position_ids": positions}):
         compressed = CommVQCache(model.config, path, sink_tokens=0, recent_tokens=0)
         with torch.no_grad():
-            model(**given, past_key_values=compressed)
+            model(**given, **with_cache(compressed))
         assert compressed.packed_tokens >= 64
         decoded.append([layer.keys[:, :, -90:][:, :, :51] for layer in compressed.layers])
     error = max(float((a - b).norm() / a.norm()) for a, b in zip(*decoded, strict=True))
@@ -256,7 +257,7 @@ def test_positions_handed_over_as_positional_arguments() -> None:
     register_position_hooks(model)
     hook = next(iter(attention._forward_pre_hooks.values()))
     hidden, embeddings = torch.zeros(1, 3, 192), (torch.rand(1, 9, 32), torch.rand(1, 9, 32))
-    hook(attention, (hidden, embeddings), {"past_key_values": cache})
+    hook(attention, (hidden, embeddings), {**with_cache(cache)})
     assert all(torch.equal(a, b[:, 6:]) for a, b in zip(cache.layers[1].track.inputs, embeddings, strict=True))
 
 
@@ -265,7 +266,7 @@ def test_rows_without_their_positions_warn_once(caplog: pytest.LogCaptureFixture
     model = small_model()
     for _ in range(2):
         with torch.no_grad():
-            model(torch.ones(2, 90, dtype=torch.long), past_key_values=CommVQCache(model.config, codebook_file(32)))
+            model(torch.ones(2, 90, dtype=torch.long), **with_cache(CommVQCache(model.config, codebook_file(32))))
     assert [record.message for record in caplog.records if "left-padded" in record.message] == caplog.messages
     assert len(caplog.messages) == 1
 
@@ -309,7 +310,7 @@ def test_partial_rotary_model_generates_alike_fused_and_not() -> None:
     for switch in (disable_fused_attention, enable_fused_attention):
         switch(model)
         compressed = CommVQCache(model.config, path, sink_tokens=2, recent_tokens=4)
-        outputs.append(model.generate(ids, past_key_values=compressed, max_new_tokens=20, do_sample=False))
+        outputs.append(model.generate(ids, **with_cache(compressed), max_new_tokens=20, do_sample=False))
         assert compressed.packed_tokens >= 64
     assert torch.equal(*outputs)
 
@@ -367,7 +368,7 @@ def test_memory_report_counts_codebooks_and_encoder() -> None:
     for path in (codebook_file(32), codebook_file(32, encoder_bits=96)):
         compressed = CommVQCache(model.config, path, sink_tokens=0, recent_tokens=0)
         with torch.no_grad():
-            model(torch.randint(1, 128, (1, 64)), past_key_values=compressed)
+            model(torch.randint(1, 128, (1, 64)), **with_cache(compressed))
         held = sum(tensor.nbytes for tensor in load_file(path).values())
         assert held <= compressed.memory_report().constant_bytes <= 1.01 * held
 
@@ -377,7 +378,7 @@ def test_the_papers_preset() -> None:
     model, path = small_model(), codebook_file(32, key_shape=(5, 64), encoder_bits=128)
     compressed = CompressedCache(model.config, load_config("commvq-paper").with_files(codebooks=path))
     with torch.no_grad():
-        model(torch.randint(1, 128, (1, 96)), past_key_values=compressed)
+        model(torch.randint(1, 128, (1, 96)), **with_cache(compressed))
     report = compressed.memory_report()
     assert (report.packed_tokens, report.dense_tokens) == (96, 0)
     assert set(report.fields()) == {"dense", "keys.codes", "keys.scale", "values.codes0", "values.scale", "rope"}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import family_cases
+from support.cache_name import with_cache
 from support.method_cases import half_layout
 from support.small_model import small_model
 from support.spectral_files import statistics_file
@@ -107,7 +108,7 @@ def test_moments_are_those_of_calibration(model: Any, monkeypatch: pytest.Monkey
     expected = run.moments(window, run.mean_tables(window))
     enable_fused_attention(model)
     monkeypatch.setattr(prefill, "shrunk", lambda sums: found.append(sums) or sums.means())
-    model(window, past_key_values=spectral(model, sink_tokens=SINKS, recent_tokens=RECENT))
+    model(window, **with_cache(spectral(model, sink_tokens=SINKS, recent_tokens=RECENT)))
     for layer, sums in enumerate(found):
         assert sums.tokens == expected[layer].tokens == 16 * GROUP
         for ours, theirs in zip(sums.means(), expected[layer].means(), strict=True):
@@ -167,7 +168,7 @@ def test_padding_counts_nowhere(model: Any) -> None:
     for padding in (0, 7):
         cache = spectral(model)
         padded = tokens.masked_fill(mask == 0, padding)
-        model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp_min(0), past_key_values=cache)
+        model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp_min(0), **with_cache(cache))
         found.append([statistics(cache, layer) for layer in (0, 1)])
         assert cache.packed_tokens > 100
     assert all(same(*pair) for pair in zip(*found, strict=True))
@@ -179,7 +180,7 @@ def test_rows_of_one_prompt_count_once_and_others_add_up(model: Any, monkeypatch
     monkeypatch.setattr(prefill, "shrunk", lambda sums: found.append(sums) or sums.means())
     other = (ids(300) * 5 + 1) % 64
     for prompts in (ids(300), ids(300).expand(3, -1), other, torch.cat([ids(300), other])):
-        model(prompts, past_key_values=spectral(model))
+        model(prompts, **with_cache(spectral(model)))
     one, three, second, both = found[::2]
     assert (three.tokens, three.sampled) == (one.tokens, one.sampled)
     assert torch.allclose(three.keys, one.keys, rtol=1e-4)
@@ -213,12 +214,12 @@ def test_few_tokens_get_even_bits() -> None:
 def test_short_prompts_wait(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     """With nothing to pack all stays dense; the first step at which tokens are due packs them, and says so once."""
     cache, calibrated = spectral(model), spectral(model, statistics=statistics_of_model(), group=None)
-    model(ids(20), past_key_values=cache)
-    model(ids(20), past_key_values=calibrated)
+    model(ids(20), **with_cache(cache))
+    model(ids(20), **with_cache(calibrated))
     packed = []
     for step in ids(60, seed=1).split(1, 1):
         for one in (cache, calibrated):
-            logits = model(step, past_key_values=one).logits
+            logits = model(step, **with_cache(one)).logits
             assert logits.isfinite().all()
         packed.append((cache.packed_tokens, calibrated.packed_tokens))
     assert packed[0] == (0, 0)
@@ -239,11 +240,11 @@ def test_without_fused_attention(model: Any, caplog: pytest.LogCaptureFixture) -
 
     def loss(keys: dict[str, Any]) -> float:
         cache = CompressedCache(model.config, {"keys": keys, "values": "none", **WINDOWS})
-        model(tokens[:, :400], past_key_values=cache)
+        model(tokens[:, :400], **with_cache(cache))
         assert cache.packed_tokens > 300
         exact = DynamicCache(config=model.config)
-        model(tokens[:, :400], past_key_values=exact)
-        logits = [model(tokens[:, 400:], past_key_values=one).logits for one in (cache, exact)]
+        model(tokens[:, :400], **with_cache(exact))
+        logits = [model(tokens[:, 400:], **with_cache(one)).logits for one in (cache, exact)]
         return (logits[0] - logits[1]).square().mean().item()
 
     keys = {"method": "spectral", "bits": 2, "group": GROUP}
@@ -254,6 +255,24 @@ def test_without_fused_attention(model: Any, caplog: pytest.LogCaptureFixture) -
     enable_fused_attention(model)
     assert caplog.text.count("call enable_fused_attention(model)") == 1
     assert max(losses) < loss({"method": "turboquant", "bits": 2, "codebook": "lloyd_max", "scalar": "norm"})
+
+
+@pytest.mark.parametrize("capacity", [None, 200])
+@pytest.mark.parametrize("prompt", [40, 120])
+def test_unseen_queries_are_said_at_the_first_packed_token(
+    prompt: int, capacity: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither before nor later, in a prompt as in a step, with the loss and what to do; not with fused attention."""
+    for switch in (enable_fused_attention, disable_fused_attention):
+        made = small_model()
+        switch(made)
+        cache = spectral(made, max_cache_len=capacity)
+        with torch.no_grad():
+            for part in ids(prompt + 40).split([prompt, *[1] * 40], 1):
+                made(part, **with_cache(cache))
+                said = caplog.text.count("loses two to four times as much: call enable_fused_attention(model)")
+                assert said == (cache.packed_tokens > 0 and switch is disable_fused_attention)
+        assert cache.packed_tokens > 0
 
 
 def test_handles_without_attention(model: Any) -> None:
@@ -280,14 +299,14 @@ def test_gradients_take_keys_alone(model: Any) -> None:
 def test_reset_and_copies(model: Any) -> None:
     """A cache that is reset takes new statistics, and copies keep theirs."""
     cache = spectral(model)
-    model(ids(300), past_key_values=cache)
+    model(ids(300), **with_cache(cache))
     first, twin = statistics(cache), copy.deepcopy(cache)
     cache.reset()
-    model(ids(300, seed=1), past_key_values=cache)
+    model(ids(300, seed=1), **with_cache(cache))
     assert not same(statistics(cache), first)
     assert same(statistics(twin), first)
     again = spectral(model)
-    model(ids(300, seed=1), past_key_values=again)
+    model(ids(300, seed=1), **with_cache(again))
     assert same(statistics(cache), statistics(again))
 
 
@@ -296,11 +315,11 @@ def test_reset_and_copies(model: Any) -> None:
 def test_saved_caches_continue(model: Any, tokens: int, capacity: int | None, tmp_path: Path) -> None:
     """A saved cache continues bit for bit, whether it has its statistics or still waits for them."""
     cache = spectral(model, max_cache_len=capacity)
-    model(ids(tokens), past_key_values=cache)
+    model(ids(tokens), **with_cache(cache))
     cache.save(tmp_path / "x.safetensors")
     loaded = SpectralCache.load(tmp_path / "x.safetensors", model.config)
     steps = ids(48, seed=1)
-    ours, theirs = (torch.cat([model(part, past_key_values=one).logits for part in steps.split(3, 1)], 1)
+    ours, theirs = (torch.cat([model(part, **with_cache(one)).logits for part in steps.split(3, 1)], 1)
                     for one in (cache, loaded))  # fmt: skip
     assert torch.equal(ours, theirs)
     assert cache.packed_tokens == loaded.packed_tokens > 0
@@ -310,9 +329,9 @@ def test_saved_caches_continue(model: Any, tokens: int, capacity: int | None, tm
 def test_static_caches_take_the_same_statistics(model: Any) -> None:
     """With a capacity a prompt is measured as in a growing cache, and a short one waits until tokens are packed."""
     growing, static, short = spectral(model), spectral(model, max_cache_len=400), spectral(model, max_cache_len=400)
-    model(ids(300), past_key_values=growing)
-    model(ids(300), past_key_values=static)
-    model(ids(30), past_key_values=short)
+    model(ids(300), **with_cache(growing))
+    model(ids(300), **with_cache(static))
+    model(ids(30), **with_cache(short))
     assert same(statistics(growing), statistics(static))
     assert growing.packed_tokens == static.packed_tokens
     assert short.packed_tokens == 0
@@ -333,8 +352,8 @@ def test_prompts_that_fit_the_sinks(first: int, capacity: int | None, model: Any
         dense = DynamicCache(config=model.config)
         for part in ids(300).split([first, *[4] * ((300 - first) // 4), (300 - first) % 4], 1):
             if part.shape[1]:
-                model(part, past_key_values=cache)
-                model(part, past_key_values=dense)
+                model(part, **with_cache(cache))
+                model(part, **with_cache(dense))
         exact, found = dense.layers[0].keys, cache.layers[0].keys
         assert exact is not None
         assert found is not None
@@ -362,11 +381,11 @@ def test_a_cache_goes_on_after_an_error_and_a_crop(model: Any, monkeypatch: pyte
     cache = spectral(model)
     monkeypatch.setattr(prefill, "shrunk", lambda sums: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        model(ids(300), past_key_values=cache)
+        model(ids(300), **with_cache(cache))
     monkeypatch.undo()
     cache.crop(-300)
     for part in (ids(5), ids(300)[:, 5:]):
-        model(part, past_key_values=cache)
+        model(part, **with_cache(cache))
     assert cache.packed_tokens > 0
     assert statistics(cache)
 
@@ -374,7 +393,7 @@ def test_a_cache_goes_on_after_an_error_and_a_crop(model: Any, monkeypatch: pyte
 def test_a_file_does_not_replace_statistics_of_a_prompt(model: Any, tmp_path: Path) -> None:
     """A saved cache goes on with its own statistics, also if `load` is given a file for others."""
     cache = spectral(model)
-    model(ids(300), past_key_values=cache)
+    model(ids(300), **with_cache(cache))
     cache.save(tmp_path / "cache.safetensors")
     loaded = SpectralCache.load(tmp_path / "cache.safetensors", model.config, statistics=statistics_file(DIM))
     assert same(statistics(cache), statistics(loaded))
@@ -383,9 +402,9 @@ def test_a_file_does_not_replace_statistics_of_a_prompt(model: Any, tmp_path: Pa
 def test_pickled_caches_go_on(model: Any) -> None:
     """A cache that took its statistics from a prompt can be pickled, and the copy continues alike."""
     cache = spectral(model)
-    model(ids(300), past_key_values=cache)
+    model(ids(300), **with_cache(cache))
     copied = pickle.loads(pickle.dumps(cache))
-    ours, theirs = (model(ids(320)[:, 300:], past_key_values=one).logits for one in (cache, copied))
+    ours, theirs = (model(ids(320)[:, 300:], **with_cache(one)).logits for one in (cache, copied))
     assert torch.equal(ours, theirs)
 
 
@@ -394,7 +413,7 @@ def test_options_that_change_nothing(model: Any, options: dict[str, Any]) -> Non
     """Offloaded layers come back to be packed, and `None` stands for the default."""
     caches = spectral(model), spectral(model, **options)
     logits = [
-        torch.cat([model(part, past_key_values=cache).logits for part in ids(340).split([300, *[4] * 10], 1)], 1)
+        torch.cat([model(part, **with_cache(cache)).logits for part in ids(340).split([300, *[4] * 10], 1)], 1)
         for cache in caches
     ]
     assert torch.equal(*logits)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_name import with_cache
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, enable_fused_attention
@@ -61,7 +62,7 @@ def test_generation_equals_the_torch_backend(sides: dict[str, Any], capacity: in
             runs[backend] = model.generate(
                 ids,
                 attention_mask=padding,
-                past_key_values=cache,
+                **with_cache(cache),
                 max_new_tokens=new,
                 do_sample=False,
                 disable_compile=True,

@@ -1,0 +1,162 @@
+"""Options of attention calls: those that change nothing keep a step fused, others decode it and are named once."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from support.family_cases import build
+from support.small_model import VOCAB, method_config, small_model
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress.attention import path
+from kvcache_compress.attention.path import record_paths
+from kvcache_compress.modeling.decoder import cache_argument
+
+LENGTHS = torch.tensor([0, 1])
+IDLE: dict[str, Any] = {
+    "output_router_logits": True,
+    "num_items_in_batch": torch.tensor(3),
+    "max_length_q": 1,
+    "max_length_k": 61,
+    "seq_idx": torch.zeros(1, 1, dtype=torch.int32),
+    "cu_seq_lens_q": LENGTHS,
+    "cu_seq_lens_k": LENGTHS,
+    "is_causal": False,
+    "sliding_window": 1024,
+}
+"""Options of a step of one token that change nothing for eager attention and SDPA."""
+
+
+@pytest.fixture(autouse=True)
+def _start() -> None:
+    torch.set_num_threads(1)
+    path._WARNED.clear()
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(1, VOCAB, (1, 70), generator=torch.Generator().manual_seed(0))
+
+
+def stepped(
+    model: PreTrainedModel, ids: torch.Tensor, tokens: int = 1, **options: Any
+) -> tuple[torch.Tensor, set[str], CompressedCache]:
+    """Logits of a step after a prompt of 60 tokens, the paths of its layers, and the cache."""
+    cache = CompressedCache(model.config, method_config("turboquant"))
+    with torch.no_grad():
+        model(input_ids=ids[:, :60], **{cache_argument(): cache})
+        assert cache.packed_tokens > 0
+        with record_paths() as taken:
+            logits = model(input_ids=ids[:, 60 : 60 + tokens], **{cache_argument(): cache}, **options).logits
+    assert taken
+    return logits, {one.path for one in taken}, cache
+
+
+@pytest.mark.parametrize("previous", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", IDLE)
+def test_options_that_change_nothing(
+    name: str, previous: str, ids: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small_model(attn_implementation=previous)
+    enable_fused_attention(model)
+    expected, fused, cache = stepped(model, ids)
+    assert fused == {cache.layers[0].backend}
+    logits, taken, _ = stepped(model, ids, **{name: IDLE[name]})
+    assert taken == fused
+    assert torch.equal(logits, expected)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "granitemoe", "qwen3_moe"])
+def test_router_logits(family: str, ids: torch.Tensor) -> None:
+    """Mixtures of experts pass the request for the router's logits on to their attention."""
+    model = build(family)
+    enable_fused_attention(model)
+    expected, fused, cache = stepped(model, ids)
+    logits, taken, _ = stepped(model, ids, output_router_logits=True)
+    assert taken == fused == {cache.layers[-1].backend}
+    assert torch.equal(logits, expected)
+
+
+def test_unknown_options_are_named_once(ids: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model()
+    enable_fused_attention(model)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert stepped(model, ids, tokens=1, temperature_of_heads=0.5)[1] == {"decode"}
+            assert stepped(model, ids, tokens=3, position_bias=torch.zeros(1, 1, 3, 63))[1] == {"decode"}
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert "does not support the option temperature_of_heads" in messages[0]
+    assert "does not support the option position_bias" in messages[1]
+
+
+def test_nothing_is_said_of_a_prompt_without_packed_tokens(ids: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model()
+    enable_fused_attention(model)
+    cache = CompressedCache(model.config, method_config("turboquant"))
+    with torch.no_grad():
+        model(input_ids=ids[:, :60], temperature_of_heads=0.5, **{cache_argument(): cache})
+    assert cache.packed_tokens > 0
+    assert not caplog.records
+
+
+def test_dropout_and_masks_of_flex_attention_are_named(ids: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model(attention_dropout=0.5)
+    enable_fused_attention(model)
+    model.train()
+    assert stepped(model, ids)[1] == {"decode"}
+    assert "dropout, which model.eval() switches off" in caplog.text
+    assert path._unsupported(model, torch.zeros(1, 1, 1, 4), object(), 0.0, {}) == "masks of type object"
+
+
+def test_several_tokens_that_are_not_causal(ids: torch.Tensor) -> None:
+    """Without a mask they see each other, which no fused path computes; a mask over tokens says what they see."""
+    model = small_model()
+    query = torch.zeros(1, 4, 3, 32)
+    for mask in (None, torch.ones(1, 63)):
+        assert "is_causal=False" in str(path._unsupported(model, query, mask, 0.0, {"is_causal": False}))
+        assert path._unsupported(model, query, mask, 0.0, {"is_causal": None}) is None
+    assert path._unsupported(model, query, torch.ones(1, 1, 3, 63), 0.0, {"is_causal": False}) is None
+
+
+def test_packed_sequences_of_flash_attention(
+    ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Flash attention reads `cu_seq_lens_*` and windows in place of a mask, so such a step is its own."""
+    seen = []
+
+    def flash(*args: Any, **options: Any) -> Any:
+        seen.append(options.get("cu_seq_lens_q"))
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flash_attention_2", flash)
+    masks = ALL_MASK_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(masks._local_mapping, "flash_attention_2", masks["sdpa"])
+    model = small_model()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    enable_fused_attention(model)
+    assert "decode" not in stepped(model, ids, max_length_q=1)[1]
+    seen.clear()
+    lengths = {"cu_seq_lens_q": LENGTHS, "cu_seq_lens_k": LENGTHS, "max_length_q": 1, "max_length_k": 61}
+    assert stepped(model, ids, **lengths)[1] == {"decode"}
+    assert seen[-1] is LENGTHS
+    assert "the option cu_seq_lens_q" in caplog.text
+    assert stepped(model, ids, sliding_window=1024)[1] == {"decode"}
+
+
+def test_compiled_code_names_options_too(ids: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model(1)
+    enable_fused_attention(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    cache = CompressedCache(model.config, method_config("turboquant", 1))
+    with torch.no_grad():
+        for part in ids[:, :61].split([60, 1], 1):
+            compiled(input_ids=part, temperature_of_heads=0.5, **{cache_argument(): cache})
+    assert cache.packed_tokens > 0
+    assert caplog.text.count("does not support the option temperature_of_heads") == 1
