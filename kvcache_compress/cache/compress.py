@@ -34,6 +34,7 @@ class Compression:
     compression: CompressionConfig
     cache: CompressedCache | None = None
     fused: bool | None = None
+    reported: bool = False
 
     @property
     def last_cache(self) -> CompressedCache:
@@ -43,6 +44,18 @@ class Compression:
                 "no cache yet: no call of generate in this block made one (nor do use_cache=False or your own cache)"
             )
         return self.cache
+
+    def report_unfilled(self, model: PreTrainedModel) -> None:
+        """Warn, once, if the latest `generate` put no tokens into the layers that compress them."""
+        layers = self.last_cache.compressed_layers.values()
+        if self.reported or not layers or any(int(layer.get_seq_length()) for layer in layers):
+            return
+        self.reported = True
+        logger.warning(
+            "nothing was compressed: %s did not use the compressed cache that generate gave it. Its forward must pass "
+            "the cache on to its attention, and prepare_inputs_for_generation to its forward",
+            type(model).__name__,
+        )
 
 
 @dataclass
@@ -164,7 +177,9 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
             kwargs.pop("cache_implementation", None)
             if any(one.cache_implementation for one in settings):  # `generate` refuses both at once.
                 kwargs["cache_implementation"] = None
-            return generate(*args, **kwargs)
+            output = generate(*args, **kwargs)
+            block.report_unfilled(model)
+            return output
         finally:
             del running.generate
 
