@@ -39,6 +39,9 @@ with random weights, and generates with it from a left-padded batch, or from an 
 - Without compression (`none`), logits equal those with Transformers' own cache, bit for bit.
 - With TurboQuant at 6 bits tokens are packed, and logits with and without fused attention differ by less than 1e-5.
 - Else the model is refused, for the reason given.
+
+The config of MPT says `use_cache=False`: `generate` needs `use_cache=True` for it, with Transformers' own cache too.
+BERT and its like need `is_decoder=True` to be decoders.
 """
 METHODS_TEXT = """## Methods
 
@@ -75,7 +78,7 @@ def sweep_lists() -> str:
     groups: dict[tuple[str, str], list[str]] = {}
     for case in CASES:
         found = verdict(case)
-        name = f"{case} (image)" if found.images else case
+        name = f"`{case}` (image)" if found.images else f"`{case}`"
         groups.setdefault((found.kind, found.reason), []).append(name)
     lines, counts = [], []
     for kind, title in KINDS.items():
