@@ -17,9 +17,9 @@ from kvcache_compress.registry import get_method
 from kvcache_compress.storage.checks import LONGEST, PackableChecks
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.packed_store import PackedStore
+from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.storage.segments import SideSegments
-from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.side import SideState, Windows, encoded
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.triton_kernels import aot

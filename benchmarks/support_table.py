@@ -2,7 +2,8 @@
 
 python benchmarks/support_table.py
 
-Needs the development requirements; every family of `tests/support/family_cases.py` runs with every method.
+Needs the development requirements; the families of `tests/support/family_sweep.py` run, and the kinds of models of
+`tests/support/family_cases.py` with every method.
 """
 
 from __future__ import annotations
@@ -20,12 +21,33 @@ PAGE = ROOT / "docs" / "reference" / "support.md"
 sys.path.append(str(ROOT / "tests"))
 
 from support.family_cases import FAMILIES, METHODS, outcome  # noqa: E402 - found by the line above
+from support.family_sweep import CASES, verdict  # noqa: E402
+
+KINDS = {
+    "fused": "packed, with fused attention",
+    "unfused": "packed, without fused attention",
+    "refused": "refused",
+    "fails": "fails with Transformers' own cache too",
+    "not run": "not run",
+}
 
 INTRODUCTION = """# Models and operations
 
-This table shows the model families that each method supports. `tests/modeling/test_families.py` makes a small random
-model of each family (2 to 4 layers, float32) and feeds it a left-padded batch: a prompt, single steps, several tokens
-at once and a chunk.
+`tests/modeling/test_family_sweep.py` shrinks every causal and image-text family of Transformers to a few small layers
+with random weights, and generates with it from a left-padded batch, or from an image and text:
+
+- Without compression (`none`), logits equal those with Transformers' own cache, bit for bit.
+- With TurboQuant at 6 bits tokens are packed, and logits with and without fused attention differ by less than 1e-5.
+- Else the model is refused, for the reason given.
+
+The config of MPT says `use_cache=False`: `generate` needs `use_cache=True` for it, with Transformers' own cache too.
+BERT and its like need `is_decoder=True` to be decoders.
+"""
+METHODS_TEXT = """## Methods
+
+What a method needs of a model: `tests/modeling/test_families.py` runs every method on every kind of attention, with a
+left-padded batch: a prompt, single steps, several tokens at once and a chunk. A family behaves like the kind that its
+attention is of.
 
 - *Yes*: tokens are packed, full-attention layers are compressed while all others stay Transformers' own, and logits
   with and without fused attention differ by less than 1e-4.
@@ -51,11 +73,28 @@ def footnote(family: str, method: str) -> str:
     return f"{text} With a rule for this layer it works: {rules}."
 
 
-def family_table() -> str:
-    """Table with a line per family, and footnotes."""
+def sweep_lists() -> str:
+    """Families by what came of them and why, with their numbers."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for case in CASES:
+        found = verdict(case)
+        name = f"`{case}` (image)" if found.images else f"`{case}`"
+        groups.setdefault((found.kind, found.reason), []).append(name)
+    lines, counts = [], []
+    for kind, title in KINDS.items():
+        reasons = {reason: names for (of, reason), names in groups.items() if of == kind}
+        counts.append(f"{sum(map(len, reasons.values()))} {title}")
+        for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
+            heading = f"{title}: {reason}" if reason else title
+            lines += [f"**{heading[0].upper()}{heading[1:]}** ({len(names)})", "", ", ".join(names) + ".", ""]
+    return "\n".join([f"## Families\n\nOf {len(CASES)} cases: {'; '.join(counts)}.", "", *lines])
+
+
+def method_table() -> str:
+    """Table with a line per kind of model, and footnotes."""
     notes: list[str] = []
     methods = " | ".join(method.replace("_", "_<wbr>") for method in METHODS)
-    lines = [f"| family | {methods} | fused | features |", "|---" * (len(METHODS) + 3) + "|"]
+    lines = [f"| kind of model | {methods} | fused | features |", "|---" * (len(METHODS) + 3) + "|"]
     for family, case in FAMILIES.items():
         cells = []
         for method in METHODS:
@@ -82,10 +121,12 @@ def operation_table() -> str:
     return "\n".join(lines)
 
 
-def render() -> str:
-    """Text of the complete page."""
+def render(methods: str | None = None) -> str:
+    """Text of the complete page, with the table of methods if it is at hand."""
     source = f"Written by `python benchmarks/support_table.py` with Transformers {transformers.__version__}.\n"
-    return "\n".join([INTRODUCTION, family_table(), "", source, OPERATIONS, operation_table(), ""])
+    methods = methods or method_table()
+    parts = [INTRODUCTION, sweep_lists(), METHODS_TEXT, methods, "", source, OPERATIONS, operation_table(), ""]
+    return "\n".join(parts)
 
 
 def main() -> int:

@@ -1,14 +1,18 @@
 """Hooks by which a model hands a cache what `update` does not get: position embeddings and the decoder's config.
 
 Caches that encode keys before RoPE need the position embeddings. The config says whether fused attention is on; a cache
-may have been built from another config object with the same content.
+may have been built from another config object with the same content. With fused attention on, two more hooks watch the
+first step over packed tokens, and report a model that does not attend to them as they are.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
@@ -16,6 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcache_compress.modeling.adapters import unwrapped
+
+from .path import PathTaken, record_paths
+
+logger = logging.getLogger(__name__)
+_REPORTED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Models that fused attention has no effect on, which is said once."""
 
 _FUSED = "fused attention"
 """Owner of the hooks of `enable_fused_attention`; those of `register_position_hooks` belong to its caller."""
@@ -34,6 +44,11 @@ class ModelListener:
 
     def receive_positions(self, layer: int, embeddings: Any, tokens: int) -> None:
         """Receive the position embeddings of a step's `tokens` tokens, as the attention module of `layer` has them."""
+        raise NotImplementedError
+
+    @property
+    def packed_tokens(self) -> int:
+        """Packed tokens per sequence."""
         raise NotImplementedError
 
 
@@ -74,12 +89,18 @@ def register_fused_hooks(model: PreTrainedModel) -> None:
     """Add the hooks of fused attention, unless the model, or the one it was copied from, has them."""
     if not any(True for _ in _fused_hooks(model)):
         _register(model, _FUSED)
+        if model in _REPORTED:
+            return
+        watch = _Watch()
+        model.register_forward_pre_hook(functools.partial(_begin, _FUSED, watch), with_kwargs=True)
+        model.register_forward_hook(functools.partial(_end, _FUSED, watch))
 
 
 def remove_fused_hooks(model: PreTrainedModel) -> None:
     """Remove the hooks of fused attention, also from a copy of the model that got them."""
     for module, number in list(_fused_hooks(model)):
         del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
+    _stop_watching(model)
 
 
 def _register(model: PreTrainedModel, owner: str) -> list[RemovableHandle]:
@@ -93,6 +114,62 @@ def _register(model: PreTrainedModel, owner: str) -> list[RemovableHandle]:
             hook = functools.partial(_hand_over, owner, names)
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     return handles
+
+
+class _Watch:
+    """Paths that the attention of one forward took."""
+
+    def __init__(self) -> None:
+        self.taken: list[PathTaken] | None = None
+        self._open = ExitStack()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
+        return _Watch()
+
+    def begin(self) -> None:
+        self.taken = self._open.enter_context(record_paths())
+
+    def end(self) -> list[PathTaken] | None:
+        """Stop watching; None if this forward was not watched."""
+        self._open.close()
+        taken, self.taken = self.taken, None
+        return taken
+
+
+def _begin(owner: str, watch: _Watch, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Watch a forward that begins with packed tokens; with gradients, attention gets them decoded."""
+    if torch.compiler.is_compiling():
+        return
+    watch.end()  # An error may have ended the last forward.
+    packed = any(value.packed_tokens for value in (*args, *kwargs.values()) if isinstance(value, ModelListener))
+    if packed and not torch.is_grad_enabled():
+        watch.begin()
+
+
+def _end(owner: str, watch: _Watch, module: Any, args: tuple[Any, ...], output: Any) -> None:
+    """Report the model if attention saw no packed tokens, and take both hooks off it: one watched forward tells."""
+    if torch.compiler.is_compiling() or (taken := watch.end()) is None:
+        return
+    _stop_watching(module)
+    if not taken:
+        _REPORTED.add(module)
+        logger.warning(
+            "fused attention has no effect on %s: its attention computes something from the cached keys and values "
+            "before it attends, so each step decodes them. Results are right, but not faster; disable_fused_attention, "
+            "or compress with fused=False, does the same without this message",
+            type(module).__name__,
+        )
+
+
+def _stop_watching(model: torch.nn.Module) -> None:
+    for hooks, extra in (
+        (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs),
+        (model._forward_hooks, {}),
+    ):
+        for number, hook in list(hooks.items()):
+            if isinstance(hook, functools.partial) and hook.func in (_begin, _end):
+                del hooks[number]
+                extra.pop(number, None)
 
 
 def _fused_hooks(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, int]]:

@@ -82,6 +82,19 @@ class _Call:
     fused: bool | None
     handle: weakref.ref[Compression]
     in_block: bool = False
+    reported: bool = False
+
+    def report_unfilled(self, model: PreTrainedModel, cache: CompressedCache) -> None:
+        """Warn, once, if `generate` put no tokens into the layers that compress them."""
+        layers = cache.compressed_layers.values()
+        if self.reported or not layers or any(int(layer.get_seq_length()) for layer in layers):
+            return
+        self.reported = True
+        logger.warning(
+            "nothing was compressed: %s did not use the compressed cache that generate gave it. Its forward must pass "
+            "the cache on to its attention, and prepare_inputs_for_generation to its forward",
+            type(model).__name__,
+        )
 
 
 @dataclass
@@ -205,8 +218,9 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
             own = any(kwargs.get(name) is not None for name in ("past_key_values", cache_argument()))
             if own or next((one for one in asked if one is not None), True) is False:
                 return generate(*args, **kwargs)
-            cache = CompressedCache(model.config, opened[-1].compression)
-            handle = opened[-1].handle()
+            call = opened[-1]
+            cache = CompressedCache(model.config, call.compression)
+            handle = call.handle()
             if handle is not None:
                 handle.cache = cache
             del handle  # It may be dropped while `generate` runs.
@@ -215,7 +229,9 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
             kwargs.pop("cache_implementation", None)
             if any(one.cache_implementation for one in settings):  # `generate` refuses both at once.
                 kwargs["cache_implementation"] = None
-            return generate(*args, **kwargs)
+            output = generate(*args, **kwargs)
+            call.report_unfilled(model, cache)
+            return output
         finally:
             del running.generate
 

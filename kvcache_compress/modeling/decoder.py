@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+_UNUSABLE = {
+    "blip": "its layers put the keys and values of an image among those of the text, in any cache but DynamicCache",
+    "minimax": "it takes no cache but its own MiniMaxCache",
+    "openai-gpt": "it takes no cache",
+    "reformer": "it keeps hash buckets of its own and puts nothing into a cache",
+    "xlnet": "it keeps a memory of its own (mems) and puts nothing into a cache",
+}
+"""Models that would ignore a compressed cache without a word, fail with it, or attend to the wrong tokens."""
+
 # Transformers' caches take seconds to import, which commands about sizes and presets need not wait for.
 
 
@@ -37,7 +46,7 @@ def decoder_layers(
     """Decoder's config and Transformers' cache layers for it, growing or, with `max_cache_len`, of static capacity.
 
     Raises:
-        ValueError: The model is an encoder-decoder or has no full attention.
+        ValueError: The model is an encoder-decoder, has no full attention, or cannot use the cache.
     """
     from transformers import PreTrainedConfig
     from transformers.cache_utils import DynamicCache, StaticCache
@@ -47,6 +56,16 @@ def decoder_layers(
     if getattr(model_config, "is_encoder_decoder", False):
         raise ValueError(f"{model_config.model_type} is an encoder-decoder model: only decoders can be compressed")
     decoder = model_config.get_text_config(decoder=True)
+    if model_config.model_type in _UNUSABLE:
+        raise ValueError(
+            f"{model_config.model_type} cannot use a compressed cache: {_UNUSABLE[model_config.model_type]}; generate "
+            "without one"
+        )
+    if not hasattr(decoder, "num_hidden_layers"):
+        raise ValueError(
+            f"{model_config.model_type} has no decoder whose cache could be compressed: its config has no "
+            "num_hidden_layers"
+        )
     plain = DynamicCache(config=decoder) if max_cache_len is None else StaticCache(decoder, max_cache_len)
     layers = list(plain.layers)
     attends = _has_attention(decoder)
@@ -69,10 +88,10 @@ def kv_heads_of(config: PreTrainedConfig) -> int:
 
 
 def _full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Config of the first full-attention layer, if layers have configs of their own."""
+    """Config of the first full-attention layer, or of any if there is none, if layers have configs of their own."""
     kinds = getattr(config, "layer_types", None) or []
-    if "full_attention" in kinds and hasattr(config, "per_layer_config"):
-        return config.per_layer_config[kinds.index("full_attention")]
+    if kinds and hasattr(config, "per_layer_config"):
+        return config.per_layer_config[kinds.index("full_attention") if "full_attention" in kinds else 0]
     return config
 
 
@@ -91,4 +110,5 @@ def _layer_type(layer: Any) -> str:
 
 
 def _has_attention(config: PreTrainedConfig) -> bool:
-    return bool(getattr(config, "num_attention_heads", None)) and "mamba" not in config.model_type
+    heads = getattr(_full_attention_config(config), "num_attention_heads", None)
+    return bool(heads) and "mamba" not in config.model_type

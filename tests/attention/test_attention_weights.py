@@ -14,7 +14,7 @@ from kvcache_compress.attention.path import record_paths
 CONFIG = method_config("llama", "turboquant")
 SILENT = ["opt", "gpt2", "gpt_bigcode", "nemotron", "persimmon", "stablelm"]
 """Families whose attention modules do not pass the request for weights to the attention function."""
-SWITCHED = sorted({*FAMILIES, *SILENT} - {"mistral, sliding"})
+SWITCHED = sorted({*FAMILIES, *SILENT})
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def pair(case: Any, **changes: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("padding", [11, 58])
 @both_kinds_of_steps
 def test_equals_the_growing_cache(case: Any, ids: torch.Tensor, padding: int) -> None:
-    """Of a row with 58 tokens of padding, the prompt has fewer tokens than there are sinks, and steps bring the rest."""
+    """Of a row with 58 tokens of padding the prompt has fewer tokens than there are sinks; steps bring the rest."""
     total = sum(SIZES)
     mask = torch.ones_like(ids)
     mask[1, :padding] = 0

@@ -1,7 +1,8 @@
-"""Model families, tiny and random, and the check that each passes with every method.
+"""Models of each kind of attention, tiny and random, and the check that each passes with every method.
 
-`outcome` runs each pair once per process. `tests/modeling/test_families.py` tests the outcomes, and
-`benchmarks/support_table.py` writes them to `docs/reference/support.md`.
+Kinds differ in what codecs and attention see: RoPE, head dimensions, masks, soft caps, sinks and layers. All families
+run in `family_sweep.py`. `outcome` runs each pair once per process; `tests/modeling/test_families.py` tests the
+outcomes, and `benchmarks/support_table.py` writes them to `docs/reference/support.md`.
 """
 
 from __future__ import annotations
@@ -65,10 +66,6 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         "7 query heads per key/value head", {"hidden_size": 224, "num_attention_heads": 7, "num_key_value_heads": 1}
     ),
-    "qwen3": Family("normalized queries and keys"),
-    "mistral": Family("no sliding window", {"sliding_window": None}),
-    "mistral, sliding": Family("sliding attention in every layer", {"sliding_window": 16}, kind="mistral"),
-    "mixtral": Family("mixture of experts", {"num_local_experts": 4}),
     "gemma2": Family(
         "soft-capped scores; sliding attention in every other layer; the model's own attention is eager",
         {**SLIDING_FIRST, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32},
@@ -101,11 +98,8 @@ FAMILIES: dict[str, Family] = {
         "learned logits (`s_aux`); sliding attention in every other layer; YaRN; the model's own attention is eager",
         {**SLIDING_FIRST, "num_local_experts": 4},
     ),
-    "granite": Family("own scaling factor of scores", {"attention_multiplier": 0.3}),
-    "olmo2": Family("queries and keys normalized over all heads"),
     "cohere2": Family("RoPE in sliding layers, none in full layers", {**SLIDING_FIRST, "logit_scale": 1.0}),
     "glm4": Family("RoPE on half of each head, in pairs of neighbours"),
-    "qwen3_moe": Family("mixture of experts", EXPERTS),
     "qwen3_next": Family(
         "linear attention in most layers; partial RoPE",
         {
