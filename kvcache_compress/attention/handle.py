@@ -171,6 +171,12 @@ class PackedKV:
         """Decode this side, `[B, H, T, D]`."""
         return self.step.dense(self.side)
 
+    def to(self, target: Any, *args: Any, **kwargs: Any) -> PackedKV | torch.Tensor:
+        """Return the handle itself if it is on the device `target` already, as a tensor would; else decode and move."""
+        if isinstance(target, torch.device) and target == self.device and not args and not kwargs.get("dtype"):
+            return self
+        return self.dense().to(target, *args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -23,7 +23,7 @@ from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.storage.segments import SideSegments
-from kvcache_compress.storage.side import MAX_DECODE_TOKENS, SideState, Windows
+from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows
 from kvcache_compress.storage.static import StaticStorage, has_static_steps
 
 from .row_operations import RowOperations
@@ -36,8 +36,9 @@ class CompressedLayer(RowOperations):
     """Cache of a full-attention layer whose older tokens are encoded by one codec per side.
 
     New tokens go to `tail`. Once it has `FLUSH_TOKENS` more than `recent_tokens`, the oldest are encoded and appended
-    to `packed`, where they are never changed again. A step attends in full precision to its own tokens and to all that
-    were dense when it began.
+    to `packed`, where they are never changed again. A step or draft of up to `MAX_DRAFT_TOKENS` first packs what is due
+    of the tokens before it; it attends in full precision to all that is dense then, its own tokens among it. So what is
+    packed depends on the accepted tokens alone, and cropping a draft brings no packed token back.
 
     With `compression.max_cache_len` all buffers are allocated before the first token, masks and decoded tokens have
     that length (unused places are zero), and statistics are taken from the first prompt. On a GPU its steps have fixed
@@ -71,6 +72,7 @@ class CompressedLayer(RowOperations):
         self.track = track
         self.leads_track = leads_track
         self.padding = padding or PaddingRecord()
+        self.record_past = False
         self._forget()
 
     def _forget(self) -> None:
@@ -126,9 +128,11 @@ class CompressedLayer(RowOperations):
         self.is_initialized = True
 
     def _take_over(self, storage: DynamicStorage) -> None:
-        """Let a `StaticStorage` take over where steps have static shapes, once its codecs have their statistics."""
-        if storage.windows.capacity is not None and has_static_steps(self.backend, self.device):
-            self.storage = storage if storage.lacks_queries() else StaticStorage(storage)
+        """Keep this storage, or let a `StaticStorage` take over where steps have static shapes and it can."""
+        held = self.storage
+        old = held.buffers if isinstance(held, StaticStorage) else None
+        static = storage.windows.capacity is not None and (old or has_static_steps(self.backend, self.device))
+        self.storage = StaticStorage(storage, old) if static and StaticStorage.is_loadable(storage) else storage
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy and register it as a layer of its own, which compiled code tells apart by number."""
@@ -283,10 +287,14 @@ class CompressedLayer(RowOperations):
         keys, values = self._accept(key_states, value_states)
         storage = self.storage
         assert storage is not None
-        if isinstance(storage, StaticStorage) and not storage.is_step(keys.shape[2]):
+        if isinstance(storage, StaticStorage):
+            if storage.is_step(keys.shape[2]):
+                return storage.append(keys, values, self.cumulative_length if counting else None)
             self._renumber()
-        segments = storage.append(keys, values, self.cumulative_length if counting else None)
-        if self.max_cache_len is not None and isinstance(storage, DynamicStorage) and not storage.waiting:
+            storage = storage.as_dynamic()
+        held = MAX_DRAFT_TOKENS if self.record_past else 0
+        segments = storage.append(keys, values, self.cumulative_length if counting else None, held)
+        if self.max_cache_len is not None and not storage.waiting:
             with self._writable_buffers():
                 self._take_over(storage)
         return segments
@@ -372,6 +380,10 @@ class CompressedLayer(RowOperations):
 
     get_max_cache_shape = get_max_length
 
+    def activate_past_recording(self) -> None:
+        """Expect crops after a prompt too: the last `MAX_DRAFT_TOKENS` of each one may be a draft, and stay dense."""
+        self.record_past = True
+
     def reset(self) -> None:
         """Empty the layer; the next update starts anew, with fresh statistics."""
         self._forget()
@@ -381,6 +393,8 @@ class CompressedLayer(RowOperations):
 
         With releases of Transformers whose `crop` takes a length, a positive number is that length.
         """
+        if tokens_to_remove == 0:
+            return
         length = self._length()
         left = tokens_after_crop(tokens_to_remove, length)
         if self.storage is not None and left < length:
@@ -399,12 +413,11 @@ class CompressedLayer(RowOperations):
         assert self.storage is not None
         self._renumber()
         with self._writable_buffers():
-            with self.storage.as_dynamic() as storage:
-                yield storage
-            if self.storage is storage:
-                storage.stop_waiting_if_cropped()
-                self._shown &= storage.waiting
-                self._take_over(storage)
+            storage = self.storage.as_dynamic()
+            yield storage
+            storage.stop_waiting_if_cropped()
+            self._shown &= storage.waiting
+            self._take_over(storage)
         if self.max_cache_len is not None:
             self.cumulative_length.fill_(self._length())
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from kvcache_compress.codecs.base import SIDES, Side
-from kvcache_compress.storage.side import SideState
+from kvcache_compress.storage.side import MAX_DRAFT_TOKENS, SideState
 
 if TYPE_CHECKING:
     from kvcache_compress.cache.layer import CompressedLayer
@@ -164,8 +164,8 @@ def _check_capacity(layer: CompressedLayer, state: LayerState) -> None:
     if state.packed % layer.group:
         raise ValueError(f"damaged: {state.packed} packed tokens, in groups of {layer.group}")
     assert layer.storage is not None
-    capacity, tail_capacity = layer.max_cache_len, layer.storage.windows.tail_capacity
-    if capacity is not None and (state.tokens > capacity or state.tail > tail_capacity):
+    capacity, longest = layer.max_cache_len, layer.storage.windows.tail_capacity + MAX_DRAFT_TOKENS
+    if capacity is not None and (state.tokens > capacity or state.tail > longest):
         raise ValueError(f"damaged: {state.tokens} tokens, {state.tail} of them dense, for {capacity}")
 
 

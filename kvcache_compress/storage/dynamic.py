@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -13,7 +12,7 @@ from kvcache_compress.codecs.base import PromptQueries, Side
 from .checks import LONGEST, PackableChecks, same_prompt
 from .rope_track import RopeTrack
 from .segments import SideSegments
-from .side import MAX_DECODE_TOKENS, SideState, Windows, statistics_tokens, triton_encoder
+from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows, statistics_tokens, triton_encoder
 
 
 class DynamicStorage:
@@ -26,7 +25,7 @@ class DynamicStorage:
         sides: the two sides, empty.
         windows: numbers of tokens per segment.
         checks: of the vectors that are about to be packed.
-        flushes_steps: True if decode steps pack tokens, False if only prompts do.
+        flushes_steps: True if steps and drafts pack earlier tokens, False if only prompts pack any.
         track: cos and sin of the packed groups, if a codec needs them.
         leads_track: True for the layer that writes `track`.
     """
@@ -49,6 +48,8 @@ class DynamicStorage:
         self.leads_track = leads_track
         self.waiting = False
         """True if tokens are due to be packed and a codec needs the last ones' queries: `take_queries` must follow."""
+        self._leaving = 0
+        """Tokens to be packed once the queries are there."""
         self._checked = False
         """True if the last step's tokens and all before them were found packable, though they wait."""
         if windows.capacity is not None:
@@ -81,10 +82,9 @@ class DynamicStorage:
         k_side, v_side = self.sides.values()
         return k_side.all_segments(), v_side.all_segments()
 
-    @contextmanager
-    def as_dynamic(self) -> Iterator[DynamicStorage]:
-        """Yield the storage itself, for the interface of `StaticStorage.as_dynamic`."""
-        yield self
+    def as_dynamic(self) -> DynamicStorage:
+        """Return the storage itself, for the interface of `StaticStorage.as_dynamic`."""
+        return self
 
     @property
     def dense_parts(self) -> dict[Side, torch.Tensor]:
@@ -97,12 +97,16 @@ class DynamicStorage:
             state.widen(dtype)
 
     def append(
-        self, keys: torch.Tensor, values: torch.Tensor, counter: torch.Tensor | None = None
+        self, keys: torch.Tensor, values: torch.Tensor, counter: torch.Tensor | None = None, held: int = 0
     ) -> tuple[SideSegments, SideSegments]:
         """Append new tokens `[B, H, n, D]`, in the dtypes that the storage holds.
 
+        The first tokens, and later more than `MAX_DRAFT_TOKENS` at a time, are a prompt: all but the recent window is
+        packed at once. Fewer are a step or a draft, which packs only what was due before.
+
         Args:
             counter: int64 `[]`, receives the number of tokens.
+            held: last tokens of a prompt that may be a draft, so that they and the window before them stay dense.
 
         Returns:
             The segments of both sides that these tokens attend to: themselves and all that was dense before, in full
@@ -119,14 +123,14 @@ class DynamicStorage:
             self._begin({"keys": keys, "values": values})
         if self.track is not None:
             self.track.extend(length, keys, again=not self.leads_track)
-        prompt = count > MAX_DECODE_TOKENS
+        prompt = count > (MAX_DRAFT_TOKENS if length else MAX_DECODE_TOKENS)
         if not prompt and self.flushes_steps:
             self._flush()
         k_side, v_side = self.sides.values()
         sinks = min(self.windows.sinks - k_side.sinks.shape[2], count)
         packed = k_side.store.tokens
         if prompt:
-            k_tail, v_tail = self._add_prompt(keys, values, sinks)
+            k_tail, v_tail = self._add_prompt(keys, values, sinks, held)
             found = k_side.segments(packed, k_tail, k_tail.shape[2]), v_side.segments(packed, v_tail, v_tail.shape[2])
         else:
             self._add(keys, values, sinks)
@@ -164,7 +168,7 @@ class DynamicStorage:
             ValueError: a vector to be encoded is not finite; nothing has changed.
         """
         tails = {side: state.tail.view() for side, state in self.sides.items()}
-        leaving = self.windows.leaving(tails["keys"].shape[2])
+        leaving = min(self._leaving, self.windows.leaving(tails["keys"].shape[2]))
         if not self._checked:
             self._check_packable(tails, leaving)
         for state in self.sides.values():
@@ -182,7 +186,10 @@ class DynamicStorage:
         if self.windows.capacity is not None:
             return  # each token was checked when it arrived
         for side, x in tails.items():
-            self.checks.add(side, x[:, :, :leaving] if self.sides[side].prepared else x)
+            if not self.sides[side].prepared:
+                self.checks.add(side, x)
+            elif leaving:
+                self.checks.add(side, x[:, :, :leaving])
 
     def _begin(self, first: Mapping[Side, torch.Tensor]) -> None:
         """Prepare codecs that fit one prompt from its first tokens `[B, H, T, D]`: those of both sides or none.
@@ -210,19 +217,24 @@ class DynamicStorage:
                 written = torch.cat([state.sinks, state.tail.view()], 2)
                 state.prepare(*statistics_tokens(written, state.sinks.shape[2], self.windows.recent))
 
-    def _add_prompt(self, keys: torch.Tensor, values: torch.Tensor, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _add_prompt(
+        self, keys: torch.Tensor, values: torch.Tensor, sinks: int, held: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a chunk of a prompt, pack all but the recent window at once, and return both tails from before packing.
 
+        The window ends `held` tokens earlier, but statistics that need queries are taken as if it did not.
         The first chunk's tails are views of it, which saves a copy of the prompt: no later step attends to them.
         """
         tails: dict[Side, torch.Tensor] = {"keys": keys[:, :, sinks:], "values": values[:, :, sinks:]}
         if self.tokens:
             tails = {side: torch.cat([self.sides[side].tail.view(), x], 2) for side, x in tails.items()}
-        leaving = self.windows.leaving(tails["keys"].shape[2])
-        if leaving:
+        tail = tails["keys"].shape[2]
+        leaving = self.windows.leaving(tail - held)
+        waits = self.windows.leaving(tail) > 0 and self.lacks_queries(tails)
+        if leaving or waits:
             self._check_packable(tails, leaving)
-            self._checked = self.waiting = self.lacks_queries(tails)
-        if leaving and not self.waiting:
+            self._leaving, self._checked, self.waiting = leaving, waits, waits
+        if leaving and not waits:
             self._add(keys[:, :, :sinks], values[:, :, :sinks], sinks)
             self._flush_tails(tails, leaving, growing=self.flushes_steps)
         else:
@@ -265,7 +277,7 @@ class DynamicStorage:
         states = self.sides.values()
         if self.lacks_queries():
             self._check_packable({side: state.tail.view() for side, state in self.sides.items()}, leaving)
-            self.waiting = True
+            self._leaving, self.waiting = leaving, True
         elif all(state.prepared and triton_encoder(state.codec) for state in states):
             self._flush_in_triton(leaving)
         else:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder
 
 MAX_DECODE_TOKENS = 16
-"""Most queries of a decode step, speculative decoding included; more are a chunk of a prompt."""
+"""Most queries of a decode kernel, and most tokens of a step of static shapes."""
+MAX_DRAFT_TOKENS = 128
+"""Most new tokens of which none is packed before the next ones arrive, as they may be a draft that is cropped again."""
 ENCODE_CHUNK_TOKENS = 4096
 """Tokens encoded at a time, a multiple of every group size; bounds the memory that a long prompt needs."""
 

@@ -11,8 +11,7 @@ On CPUs, which have no graphs and nothing to wait for, a static layer has a `Dyn
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -193,23 +192,32 @@ def has_static_steps(backend: Backend, device: torch.device) -> bool:
 class StaticStorage:
     """`sinks | packed | tail` of keys and values, with counters on the device.
 
-    All operations but a step read the tokens into a `DynamicStorage`, change them there and load them back. Reading
-    (`sides`, `tokens`, `as_dynamic`) waits for the device and raises the errors of earlier steps, which on a GPU cannot
-    raise themselves.
+    All operations but a step read the tokens into a `DynamicStorage`, change them there and make another of this one.
+    Reading (`sides`, `tokens`, `as_dynamic`) waits for the device and raises the errors of earlier steps, which on a
+    GPU cannot raise themselves.
 
     Args:
-        dynamic: a storage with `windows.capacity`, whose tokens and buffers this one takes over.
+        dynamic: a storage that `is_loadable`, whose tokens and buffers this one takes over.
+        buffers: those of the storage that this one replaces, to be written again if they fit.
     """
 
     waiting = False
     """False: its codecs have their statistics."""
 
-    def __init__(self, dynamic: DynamicStorage) -> None:
-        assert dynamic.windows.capacity is not None
-        assert not dynamic.lacks_queries()
+    def __init__(self, dynamic: DynamicStorage, buffers: StepBuffers | None = None) -> None:
+        assert self.is_loadable(dynamic)
         self.windows = dynamic.windows
-        self.buffers = self._new_buffers(dynamic)
-        self._load(dynamic)
+        self._load(dynamic, buffers)
+
+    @staticmethod
+    def is_loadable(dynamic: DynamicStorage) -> bool:
+        """True if codecs have their statistics and the tail fits, as it always does after a step."""
+        windows = dynamic.windows
+        return (
+            windows.capacity is not None
+            and dynamic.sides["keys"].tail.tokens <= windows.tail_capacity
+            and not dynamic.lacks_queries()
+        )
 
     @torch.inference_mode(False)
     def _new_buffers(self, dynamic: DynamicStorage) -> StepBuffers:
@@ -218,7 +226,7 @@ class StaticStorage:
     @property
     def sides(self) -> dict[Side, SideState]:
         """Copies of the two sides as they are now, which share the packed buffers."""
-        return self._read().sides
+        return self.as_dynamic().sides
 
     @property
     def tokens(self) -> int:
@@ -263,10 +271,7 @@ class StaticStorage:
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, counter: torch.Tensor | None = None
     ) -> tuple[SideSegments, SideSegments]:
-        """Append new tokens as `DynamicStorage.append` does; a step returns all slots."""
-        if not self.is_step(keys.shape[2]):
-            with self.as_dynamic() as dynamic:
-                return dynamic.append(keys, values, counter)
+        """Append the tokens of a step, as `DynamicStorage.append` does, and return all slots."""
         carrier = self._carrier
         if carrier.track is not None:
             positions = torch.arange(keys.shape[2], device=keys.device) + self.buffers.length
@@ -282,14 +287,8 @@ class StaticStorage:
         awaited = self._carrier.sides["keys"].padding.awaited
         return not self.empty and 0 < count <= MAX_DECODE_TOKENS and not awaited
 
-    @contextmanager
-    def as_dynamic(self) -> Iterator[DynamicStorage]:
-        """Yield the tokens as a `DynamicStorage` and load them back afterwards; after an error nothing has changed."""
-        dynamic = self._read()
-        yield dynamic
-        self._load(dynamic)
-
-    def _read(self) -> DynamicStorage:
+    def as_dynamic(self) -> DynamicStorage:
+        """Return the tokens as a `DynamicStorage`, whose changes leave this storage as it is."""
         buffers = self.buffers
         length, packed = self.tokens, self.packed_tokens
         sinks = min(length, self.windows.sinks)
@@ -306,7 +305,7 @@ class StaticStorage:
             dynamic.track.tokens = length  # which steps do not count
         return dynamic
 
-    def _load(self, dynamic: DynamicStorage) -> None:
+    def _load(self, dynamic: DynamicStorage, buffers: StepBuffers | None) -> None:
         """Load tokens, and encode those that have left the recent window but are not packed yet.
 
         Kernel encoders do the latter from the tail, in the step that packs them.
@@ -318,8 +317,8 @@ class StaticStorage:
             if early and not triton_encoder(state.codec):
                 state.flush(state.tail.view(), early, growing=False)
                 state.store.truncate(packed)
-        # New buffers are kept only once they are filled: if an allocation fails, nothing has changed.
-        buffers = self.buffers if self.buffers.fits(dynamic.sides) else self._new_buffers(dynamic)
+        if buffers is None or not buffers.fits(dynamic.sides):
+            buffers = self._new_buffers(dynamic)
         for side, state in dynamic.sides.items():
             buffers.load(side, state, packed)
         self.buffers, self._carrier = buffers, dynamic

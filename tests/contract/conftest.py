@@ -131,7 +131,7 @@ class OracleLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        prompt = key_states.shape[2] > 16
+        prompt = not self.get_seq_length() or key_states.shape[2] > 128
         if not prompt and self.config.quantize_generated:
             self._flush()
         self.rope.update(*self.rotary.factors(self.get_seq_length(), key_states))
@@ -157,7 +157,7 @@ class OracleLayer(DynamicLayer):
             else:
                 codec.prepare(self._without_padding(x[:, :, first:]))
         self.prepared = True
-        self._flush()
+        self._flush(self.due)
 
     def _stored(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens in the order in which they are stored: in rows with padding, sinks change places with it.
@@ -178,8 +178,9 @@ class OracleLayer(DynamicLayer):
             return x
         return torch.cat([one[:, n:] for one, n in zip(x, self.rotary.padding, strict=True)], 1)[None]
 
-    def _flush(self) -> None:
-        length = self.get_seq_length()
+    def _flush(self, length: int | None = None) -> None:
+        """Pack what is due of the first `length` tokens, by default all."""
+        length = self.get_seq_length() if length is None else length
         start = min(self.plan.sink_tokens, length) + self.packed
         block = math.lcm(32, self.group) if self.codecs else 32
         leaving = max(0, length - start - self.plan.recent_tokens) // block * block
@@ -188,7 +189,7 @@ class OracleLayer(DynamicLayer):
         stored = [self._stored(x) for x in (self.keys, self.values)]
         first = ((codec, x[:, :, start:]) for codec, x in zip(self.codecs, stored, strict=False))
         if not self.prepared and any(codec.needs_queries(x) for codec, x in first):
-            self.rotary.waiting[self.index] = self
+            self.rotary.waiting[self.index], self.due = self, length
             return
         both = []
         backend = resolve_backend(self.config.backend, self.keys.device, self.codecs)

@@ -56,8 +56,8 @@ def test_decode_from_the_first_token(case: Any, ids: torch.Tensor) -> None:
 
 
 def test_chunked_prefill(case: Any, ids: torch.Tensor) -> None:
-    """The second and third chunk attend to a packed past."""
-    check(case, ids, [60, 47, 70, 1, 1])
+    """The chunks attend to a packed past; one of more than 128 tokens is packed at once, others before the next."""
+    check(case, ids, [40, 47, 20, 130, 1, 1])
 
 
 def test_short_chunks_before_anything_is_packed(case: Any, ids: torch.Tensor) -> None:
@@ -116,11 +116,13 @@ def test_padding_is_not_attended(case: Any, ids: torch.Tensor) -> None:
 
 
 def test_generated_tokens_stay_dense(case: Any, ids: torch.Tensor) -> None:
-    """`quantize_generated: false`: steps never pack, the next prompt chunk does."""
+    """`quantize_generated: false`: steps never pack, the next prompt chunk that is longer than a draft does."""
     cache = check(case, ids, [60] + [2] * 25, quantize_generated=False)
     assert cache.packed_tokens == 32
     before = cache.packed_tokens
-    case.feed(cache, ids[:, 110:150])
+    case.feed(cache, ids[:, :128])
+    assert cache.packed_tokens == before
+    case.feed(cache, ids[:, 100:229])
     assert cache.packed_tokens > before
 
 

@@ -75,7 +75,7 @@ class LayerModel:
         return min(self.tokens, self.plan.sink_tokens)
 
     def update(self, new: dict[str, torch.Tensor]) -> None:
-        prompt = new["keys"].shape[2] > 16
+        prompt = not self.tokens or new["keys"].shape[2] > 128
         if not prompt:
             self.flush()
         if self.tokens == 0 and len(self.x["keys"]) != len(new["keys"]):
@@ -112,7 +112,7 @@ class LayerModel:
 
 
 OPERATIONS = st.one_of(
-    st.tuples(st.just("update"), st.sampled_from([1, 1, 1, 2, 7, 16, 17, 33, 50, 80])),
+    st.tuples(st.just("update"), st.sampled_from([1, 1, 1, 2, 7, 16, 17, 33, 50, 80, 128, 129, 150])),
     st.tuples(st.just("steps"), st.integers(5, 36)),
     st.tuples(st.just("crop"), st.sampled_from([0, 1, 3, 9, 20, 45, 90, 400])),
     st.tuples(st.just("reorder"), st.lists(st.integers(0, 99), min_size=1, max_size=3)),

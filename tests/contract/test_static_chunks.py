@@ -217,7 +217,8 @@ def test_a_first_prompt_of_a_few_tokens(model: Any, ids: torch.Tensor, fused: bo
         cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity})
         with torch.no_grad():
             parts = [model(part, **with_cache(cache)).logits for part in ids[:, :76].split([5, 1, 16, 54], 1)]
-        assert int(cache.get_seq_length()) == 76
+            assert int(cache.get_seq_length()) == 76
+            model(ids[:, 76:77], **with_cache(cache))
         assert cache.packed_tokens > 0
         results.append(torch.cat(parts, 1))
     assert_close_but_for_flips(*results)

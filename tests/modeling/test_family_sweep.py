@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.cache_name import with_cache
 from support.family_sweep import CASES, NOT_RUN, SIX_BITS, logits, prompt, verdict
 from support.paths import ROOT
 from support.shrink import FAMILIES, small_config, small_model
@@ -77,14 +78,14 @@ def test_models_that_attend_fused_are_watched_for_one_step(caplog: pytest.LogCap
         model.generate(ids[:, :30], max_new_tokens=3)
         assert len(model._forward_hooks) == 1, "nothing was packed"
         cache = CompressedCache(model.config, SIX_BITS)
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(cache))
         with pytest.raises(IndexError):
-            model(torch.tensor([[10**6]]), past_key_values=cache)
+            model(torch.tensor([[10**6]]), **with_cache(cache))
         model.model.layers[0].train()
         with torch.enable_grad():
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **with_cache(cache))
         assert len(model._forward_hooks) == 1, "gradients decode tokens in any model"
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **with_cache(cache))
         assert cache.packed_tokens == 32
         assert len(model._forward_hooks) == 0
     assert NO_EFFECT not in caplog.text

@@ -1,0 +1,186 @@
+"""Speculative decoding: drafts of up to 128 tokens are packed as single steps would pack the accepted tokens."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from support.cache_name import with_cache
+from support.closeness import assert_close_but_for_flips
+from support.small_model import HEAD_DIM, HEADS, method_config, small_config
+from transformers.cache_utils import Cache
+
+from kvcache_compress import CompressedCache, compress
+from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState
+from kvcache_compress.storage.static import StaticStorage
+
+SINKS, RECENT, LAYERS = 4, 16, 3
+PLAIN: dict[str, Any] = {"method": "turboquant", "bits": 2, "center": "off", "equalize": "off"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "turboquant": {"keys": PLAIN, "values": {"method": "turboquant", "bits": 3}},
+    "mixed": {
+        "keys": PLAIN,
+        "values": {"method": "kivi", "bits": 4},
+        "layers": [
+            {"match": 1, "keys": method_config("commvq", 3)["keys"], "sink_tokens": 2},
+            {"match": 2, "keys": {"method": "kivi", "bits": 2}, "values": "none", "recent_tokens": 20},
+        ],
+    },
+}
+"""Methods without statistics: with them, codes depend on how many tokens the first prompt had."""
+DRAFTS = st.tuples(st.sampled_from([1, 2, 9, 16, 17, 21, 33, 65, MAX_DRAFT_TOKENS]), st.sampled_from([0, 0.3, 0.9, 1]))
+KINDS: dict[str, dict[str, Any]] = {
+    "growing": {},
+    "static": {"max_cache_len": 800, "backend": "torch"},
+    "static shapes": {"max_cache_len": 800, "backend": "torch"},
+}
+
+
+def assert_same(layer: CompressedLayer, single: CompressedLayer, tokens: int) -> None:
+    """Two layers hold the same first `tokens` tokens, bit for bit, in the same segments.
+
+    Steps of static shapes encode tokens one by one, whose rounding can flip codes.
+    """
+    assert layer.packed_tokens == single.packed_tokens
+    for state, other in zip(layer.sides.values(), single.sides.values(), strict=True):
+        packed = state.store.tokens
+        if packed and isinstance(single.storage, StaticStorage):
+            assert_close_but_for_flips(state.decode(0, packed), other.decode(0, packed))
+        else:
+            fields = zip(state.store.read(0, packed), other.store.read(0, packed), strict=True)
+            assert all(torch.equal(*both) for both in fields)
+        dense = tokens - state.sinks.shape[2] - packed
+        assert torch.equal(state.sinks, other.sinks)
+        assert torch.equal(state.tail.view()[:, :, :dense], other.tail.view()[:, :, :dense])
+
+
+def run_drafts(config: dict[str, Any], prompt: int, first_draft: int, rounds: list[tuple[int, float]]) -> int:
+    """Feed drafts to one cache and the accepted tokens one by one to another; returns the packed tokens."""
+    drafted, single = CompressedCache(small_config(LAYERS), config), CompressedCache(small_config(LAYERS), config)
+    generator = torch.Generator().manual_seed(0)
+
+    def states(tokens: int) -> torch.Tensor:
+        return torch.randn(2, LAYERS, 1, HEADS, tokens, HEAD_DIM, generator=generator)
+
+    def feed(cache: CompressedCache, x: torch.Tensor) -> None:
+        for index in range(LAYERS):
+            cache.layers[index].append(x[0, index], x[1, index])
+
+    start = states(prompt)
+    drafted.activate_past_recording()
+    feed(drafted, torch.cat([start, states(first_draft)], 4))
+    drafted.crop(-first_draft)
+    feed(single, start)
+    tokens = prompt
+    for size, share in [*rounds, (40, 1), (40, 1), (1, 1)]:
+        accepted = max(1, round(size * share))
+        new = states(size)
+        feed(drafted, new)
+        feed(single, new[..., :1, :])
+        for layer, twin in zip(drafted.layers, single.layers, strict=True):
+            assert_same(layer, twin, tokens + 1)
+            assert layer.packed_tokens <= max(0, tokens - layer.plan.recent_tokens), "only accepted tokens are packed"
+        drafted.crop(accepted - size)
+        for one in new[..., 1:accepted, :].split(1, 4):
+            feed(single, one)
+        tokens += accepted
+        assert all(layer.storage.tokens == tokens for layer in [*drafted.layers, *single.layers])
+    return drafted.packed_tokens
+
+
+@pytest.mark.parametrize("kind", ["growing", "static"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_drafts_are_packed_as_single_steps(name: str, kind: str) -> None:
+    packed = []
+
+    @settings(
+        max_examples=6,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.sampled_from([3, 20, 70, 200]), st.sampled_from([0, 20, 64]), st.lists(DRAFTS, min_size=2, max_size=4))
+    def run(prompt: int, first_draft: int, rounds: list[tuple[int, float]]) -> None:
+        config = {"sink_tokens": SINKS, "recent_tokens": RECENT, **CONFIGS[name], **KINDS[kind]}
+        packed.append(run_drafts(config, prompt, first_draft, rounds))
+
+    run()
+    assert min(packed) > 0
+
+
+@pytest.mark.parametrize(("name", "backend"), [("turboquant", "torch"), ("mixed", "torch"), ("turboquant", "triton")])
+def test_steps_of_static_shapes_go_on_after_drafts(name: str, backend: str, static_shapes: None) -> None:
+    """A draft may leave more dense tokens than steps have slots: the next step, or a crop, packs or drops them."""
+    config = {"sink_tokens": SINKS, "recent_tokens": RECENT, **CONFIGS[name], "max_cache_len": 400}
+    rounds = [(33, 1.0), (2, 1.0), (70, 0.2), (40, 1.0)]
+    assert run_drafts({**config, "backend": backend}, 60, 20, rounds) >= 96
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Packed tokens that crops cut, which ought to stay empty."""
+    found: list[int] = []
+    crop = SideState.crop
+
+    def watched(state: SideState, sinks: int, packed: int, group: int) -> None:
+        found.append(packed)
+        crop(state, sinks, packed, group)
+
+    monkeypatch.setattr(SideState, "crop", watched)
+    return found
+
+
+def drafts(way: str, assistant: Any, count: int) -> dict[str, Any]:
+    if way == "prompt-lookup":
+        return {"prompt_lookup_num_tokens": count, "max_matching_ngram_size": 1}
+    assistant.generation_config.num_assistant_tokens = count
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    return {"assistant_model": assistant}
+
+
+@pytest.mark.skipif(
+    not hasattr(Cache, "activate_past_recording"),
+    reason="no sign of drafts in prompts",
+)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [20, 64])
+@pytest.mark.parametrize("way", ["prompt-lookup", "assisted"])
+def test_generate(
+    tiny_model: Any,
+    assistant: Any,
+    ids: torch.Tensor,
+    cut: list[int],
+    way: str,
+    count: int,
+    kind: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    """`generate` with long drafts gives the tokens of plain decoding, and crops no packed token."""
+    if kind == "static shapes":
+        request.getfixturevalue("static_shapes")
+    side = {"method": "turboquant", "bits": 6}
+    config = {"keys": side, "values": side, "sink_tokens": SINKS, "recent_tokens": RECENT, **KINDS[kind]}
+    prompt = ids[:1, :75].repeat(1, 2)
+    sizes = []
+    with compress(tiny_model, config):
+        found = []
+        for how in ({}, drafts(way, assistant, count)):
+            cache = CompressedCache(tiny_model.config, config)
+            watch = tiny_model.register_forward_pre_hook(
+                lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+            )
+            options = {**with_cache(cache), "max_new_tokens": 60, "do_sample": False, **how}
+            found.append(tiny_model.generate(prompt, **options))
+            watch.remove()
+            one = torch.zeros(1, 1, dtype=torch.long)
+            with torch.no_grad():
+                tiny_model(one, **with_cache(cache))
+            assert cache.packed_tokens == (int(cache.get_seq_length()) - 1 - SINKS - RECENT) // 32 * 32 > 128
+    assert any(MAX_DECODE_TOKENS < size <= MAX_DRAFT_TOKENS for size in sizes)
+    assert not cut
+    assert torch.equal(*found)
