@@ -264,6 +264,8 @@ class CompressedCache(Cache, ModelListener):
 
     def _apply_to_track(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Change the rows of cos and sin, before those of the layers, which may encode tokens with them meanwhile."""
+        for layer in self._tracked():
+            layer.release_views()
         for track in self.rope_tracks:
             track.apply(change)
 
