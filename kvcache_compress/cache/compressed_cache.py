@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DynamicCache,
     LinearAttentionAndFullAttentionLayer,
     StaticLayer,
 )
@@ -197,6 +198,10 @@ class CompressedCache(Cache, ModelListener):
                 layer.reset()
         for track in self.rope_tracks:
             track.truncate(length)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        """Yield what `DynamicCache` does per layer: keys, values, and the sliding window or None."""
+        return DynamicCache.__iter__(self)
 
     @property
     def packed_tokens(self) -> int:

@@ -80,6 +80,8 @@ class CompressedLayer(RowOperations):
         self._shown = False
         self._views: list[weakref.ref[Step]] = []
         """Steps that were handed out and may still be held."""
+        for name in ("batch_size", "cumulative_length"):  # those of tokens that are gone
+            self.__dict__.pop(name, None)
 
     @property
     def is_compileable(self) -> bool:
