@@ -15,18 +15,20 @@ from kvcache_compress.attention.handle import PackedKV
 SOME = ("turboquant-4", "kivi-4", "commvq", "turboquant-none")
 
 
-@pytest.fixture(params=["growing", "static", "static_shapes"])
+@pytest.fixture(params=["growing", "offloading", "static", "static_shapes"])
 def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Arguments of a cache of each kind."""
     if request.param == "static_shapes":
         request.getfixturevalue("static_shapes")
-    return {} if request.param == "growing" else {"max_cache_len": 230}
+    if request.param in ("growing", "offloading"):
+        return {"offloading": request.param == "offloading"}
+    return {"max_cache_len": 230}
 
 
 @pytest.fixture
 def filled(kind: dict[str, Any], unfused: Any, ids: torch.Tensor) -> Any:
     """A cache of 62 tokens: 4 sinks, 32 packed and 26 in the tail."""
-    if kind and unfused.name not in SOME:
+    if kind != {"offloading": False} and unfused.name not in SOME:
         pytest.skip("static caches differ from growing ones by what all methods share")
     cache = unfused.cache(**kind)
     with torch.no_grad():
