@@ -96,6 +96,8 @@ class TracedStep:
     def dense(self, side: Side) -> torch.Tensor:
         return read(self.appended, self._fresh(side), self.number, self.tokens, side)
 
+    writable = dense
+
     def without_spare_capacity(
         self, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,16 @@ from kvcache_compress.codecs.backend import on_device
 from kvcache_compress.codecs.base import Backend, PromptQueries, Side
 from kvcache_compress.storage.segments import SideSegments
 
+from .decoded import decoded
 from .path import AttentionPath, attention, path_over, record
 
 if TYPE_CHECKING:
+    from kvcache_compress.cache.layer import CompressedLayer
+
     from .compile_ops import TracedStep
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Step:
     """Keys and values of a layer that a step attends to: its own tokens and all before them.
 
@@ -34,6 +38,8 @@ class Step:
     backend: Backend
     capacity: int | None = None
     observer: Callable[[PromptQueries], None] | None = None
+    layer: weakref.ref[CompressedLayer] | None = None
+    """The layer, as long as it holds the tokens of this step and no others: what is written then reaches it."""
 
     @property
     def packed(self) -> int:
@@ -57,7 +63,14 @@ class Step:
 
     def dense(self, side: Side) -> torch.Tensor:
         """Decode a side, `[B, H, T, D]`; spare capacity of a static layer is zero."""
-        segments = self.side(side)
+        return self.decode(self.side(side))
+
+    def writable(self, side: Side) -> torch.Tensor:
+        """Decode a side for code that may write into it: what it changes reaches the layer (`DecodedTensor`)."""
+        return decoded(self, side)
+
+    def decode(self, segments: SideSegments) -> torch.Tensor:
+        """Decode segments of a side as `dense` does."""
         dense = segments.dense()
         if segments.slots is not None:
             dense = segments.slots.by_token(dense)
@@ -67,6 +80,22 @@ class Step:
         if self.capacity is not None:
             return torch.nn.functional.pad(dense, (0, 0, 0, self.capacity - dense.shape[2]))
         return dense
+
+    def release(self, kept: int | None) -> bool:
+        """Copy what the layer, which may keep the first `kept` tokens only, is about to change; True if all is copied.
+
+        None stands for a change that leaves packed tokens as they are.
+        """
+        sides = (self.keys, self.values)
+        if self.layer is not None:
+            self.layer = None
+            for side in sides:
+                side.own_dense()
+        whole = kept is not None and self.packed > 0 and self.keys.sinks.shape[2] + self.packed > kept
+        if whole:
+            for side in sides:
+                side.own_packed()
+        return whole
 
     def without_spare_capacity(
         self, mask: torch.Tensor | None
@@ -168,8 +197,8 @@ class PackedKV:
         return 4
 
     def dense(self) -> torch.Tensor:
-        """Decode this side, `[B, H, T, D]`."""
-        return self.step.dense(self.side)
+        """Decode this side, `[B, H, T, D]`; what is written into the result reaches the layer (`DecodedTensor`)."""
+        return self.step.writable(self.side)
 
     def to(self, target: Any, *args: Any, **kwargs: Any) -> PackedKV | torch.Tensor:
         """Return the handle itself if it is on the device `target` already, as a tensor would; else decode and move."""
@@ -184,6 +213,9 @@ class PackedKV:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self.dense()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.dense()[index] = value
 
     @classmethod
     def __torch_function__(
@@ -231,6 +263,13 @@ for _name in (
     "ge",
     "eq",
     "ne",
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
 ):
     setattr(PackedKV, f"__{_name}__", _decoding(f"__{_name}__"))
 

@@ -78,11 +78,11 @@ def attention_forward(
         if not (observed or torch.compiler.is_compiling()):
             record("decode", query.shape[2])
         if weights_wanted() or not (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
-            key, value = key.dense(), value.dense()
+            key, value = step.dense("keys"), step.dense("values")
         else:
             key, value, attention_mask = step.without_spare_capacity(attention_mask)
     else:
-        key, value = (x.dense() if isinstance(x, PackedKV) else x for x in (key, value))
+        key, value = (x.step.dense(x.side) if isinstance(x, PackedKV) else x for x in (key, value))
     previous = _previous_attention(module)
     with _under_previous_name(module.config):
         return previous(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)

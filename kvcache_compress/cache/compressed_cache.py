@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DynamicCache,
     LinearAttentionAndFullAttentionLayer,
     StaticLayer,
 )
@@ -207,6 +208,10 @@ class CompressedCache(Cache, ModelListener):
         for track in self.rope_tracks:
             track.truncate(length)
 
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        """Yield what `DynamicCache` does per layer: keys, values, and the sliding window or None."""
+        return DynamicCache.__iter__(self)
+
     @property
     def packed_tokens(self) -> int:
         """Packed tokens per sequence, the largest number of any layer."""
@@ -287,6 +292,9 @@ class CompressedCache(Cache, ModelListener):
     def _apply_to_shared(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Change the rows that layers share, before their own: layers may encode tokens with them meanwhile."""
         self.padding.apply(change)
+        for layer in self.compressed_layers.values():
+            if layer.track is not None:
+                layer.release_views()
         for track in self.rope_tracks:
             track.apply(change)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -82,6 +83,10 @@ class CompressedLayer(RowOperations):
         self._checks = PackableChecks(self.index)
         self._accepted: tuple[Any, ...] | None = None
         self._shown = False
+        self._views: list[weakref.ref[Step]] = []
+        """Steps that were handed out and may still be held."""
+        for name in ("batch_size", "cumulative_length"):  # those of tokens that are gone
+            self.__dict__.pop(name, None)
 
     @property
     def is_compileable(self) -> bool:
@@ -134,6 +139,10 @@ class CompressedLayer(RowOperations):
         static = storage.windows.capacity is not None and (old or has_static_steps(self.backend, self.device))
         self.storage = StaticStorage(storage, old) if static and StaticStorage.is_loadable(storage) else storage
 
+    def __getstate__(self) -> dict[str, Any]:
+        """State of a copy, which has handed out no views."""
+        return self.__dict__ | {"_views": []}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy and register it as a layer of its own, which compiled code tells apart by number."""
         self.__dict__.update(state)
@@ -175,22 +184,96 @@ class CompressedLayer(RowOperations):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """All keys, decoded: `[B, H, T, D]`. None before the first update."""
+        """All keys, decoded: `[B, H, T, D]`. None before the first update.
+
+        What is written into them, or assigned, reaches the dense tokens; `ValueError` if it changes packed ones.
+        """
         return self._dense("keys")
+
+    @keys.setter
+    def keys(self, x: torch.Tensor) -> None:
+        self._assign("keys", x)
 
     @property
     def values(self) -> torch.Tensor | None:
         """All values, decoded, as `keys`."""
         return self._dense("values")
 
+    @values.setter
+    def values(self, x: torch.Tensor) -> None:
+        self._assign("values", x)
+
     def _dense(self, side: Side) -> torch.Tensor | None:
         if self.storage is None:
             return None
-        if self.storage.dense_parts[side].device != self.device:
+        self._fetch(self.storage)
+        keys, values = (state.all_segments() for state in self.storage.sides.values())
+        return self._handed_out(Step(keys, values, self.backend)).writable(side)
+
+    def _assign(self, side: Side, x: torch.Tensor) -> None:
+        held = self._dense(side)
+        if held is None or not isinstance(x, torch.Tensor) or x.shape != held.shape:
+            got = tuple(x.shape) if isinstance(x, torch.Tensor) else x
+            holds = "no tokens" if held is None else f"{side} of shape {tuple(held.shape)}"
+            raise ValueError(
+                f"{side} of layer {self.index} cannot be set to {got}: the layer holds {holds}. Use update() to add "
+                "tokens, crop() or reset() to remove them, and batch_select_indices() for other rows"
+            )
+        held.copy_(x)
+
+    def write(self, side: Side, x: torch.Tensor, old: torch.Tensor) -> None:
+        """Write those numbers of decoded tokens `x` `[B, H, T, D]` that were others in `old` to the dense tokens.
+
+        Raises:
+            ValueError: packed tokens would change, or tokens that are to be packed are not finite; nothing has changed.
+        """
+        assert self.storage is not None
+        self._fetch(self.storage)
+        with self.edited() as storage:
+            state, tokens = storage.sides[side], storage.tokens
+            x, old = x[:, :, :tokens], old[:, :, :tokens]  # whatever is written to unused capacity has no effect
+            if (rows := self.padding.rows) is not None:
+                x, old = (rows.exchange_(y.clone().mT, self.plan.sink_tokens).mT for y in (x, old))
+            changed = x != old
+            first, packed = state.sinks.shape[2], state.store.tokens
+            if changed[:, :, first : first + packed].any():
+                raise ValueError(
+                    f"{side} of layer {self.index} cannot be written at tokens {first} to {first + packed - 1}: these "
+                    f"{packed} of {tokens} are packed, and packed tokens never change. Write to the first {first} and "
+                    f"the last {tokens - first - packed} only, keep more tokens dense (sink_tokens, recent_tokens), or "
+                    "give this layer the method none"
+                )
+            if tokens > first + packed:
+                self._checks.add(side, torch.where(changed, x, 0)[:, :, first + packed :])
+            held = state.all_segments().written(x, changed)
+            state.sinks = held.sinks
+            state.tail.replace(held.tail)
+        for view in self._views:
+            step = view()
+            if step is not None and step.layer is not None and step.keys.slots is None:
+                setattr(step, side, step.side(side).written(x, changed))
+
+    def _fetch(self, storage: DynamicStorage | StaticStorage) -> None:
+        """Bring offloaded tokens to the layer's device."""
+        if storage.dense_parts["keys"].device != self.device:
             self.prefetch()
         if self.compression.offloading and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        return self.storage.sides[side].all_segments().dense()
+
+    def _handed_out(self, step: Step) -> Step:
+        """Remember a step for as long as somebody holds it."""
+        step.layer = weakref.ref(self)
+        self._views = [view for view in self._views if view() is not None]
+        self._views.append(weakref.ref(step))
+        return step
+
+    def release_views(self, kept: int | None = None) -> None:
+        """Let views that are still held stay what they are, before a change that may keep the first `kept` tokens only.
+
+        Without a view that is held, as in an ordinary step, this costs nothing.
+        """
+        if self._views:
+            self._views = [view for view in self._views if (step := view()) is not None and not step.release(kept)]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -216,7 +299,7 @@ class CompressedLayer(RowOperations):
         if storage.waiting:
             if self.fused and not self._shown and not gradients_wanted(key_states, value_states):
                 self._shown = True
-                step = Step(keys, values, self.backend, capacity, self.take_queries)
+                step = self._handed_out(Step(keys, values, self.backend, capacity, self.take_queries))
                 return PackedKV(step, "keys"), PackedKV(step, "values")
             self.take_queries(None)
         if first:
@@ -231,6 +314,7 @@ class CompressedLayer(RowOperations):
             k_dense, v_dense = step.dense("keys"), step.dense("values")
             return with_step(k_dense, key_states, start), with_step(v_dense, value_states, start)
         if self.fused and (keys.packed or capacity is not None):
+            self._handed_out(step)
             return PackedKV(step, "keys"), PackedKV(step, "values")
         return step.dense("keys"), step.dense("values")
 
@@ -287,6 +371,7 @@ class CompressedLayer(RowOperations):
         keys, values = self._accept(key_states, value_states)
         storage = self.storage
         assert storage is not None
+        self.release_views()
         if isinstance(storage, StaticStorage):
             if storage.is_step(keys.shape[2]):
                 return storage.append(keys, values, self.cumulative_length if counting else None)
@@ -386,6 +471,7 @@ class CompressedLayer(RowOperations):
 
     def reset(self) -> None:
         """Empty the layer; the next update starts anew, with fresh statistics."""
+        self.release_views()
         self._forget()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -398,6 +484,7 @@ class CompressedLayer(RowOperations):
         length = self._length()
         left = tokens_after_crop(tokens_to_remove, length)
         if self.storage is not None and left < length:
+            self.release_views(left)
             with self.edited() as storage:
                 storage.crop(left)
 

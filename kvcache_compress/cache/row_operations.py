@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable
 
@@ -27,22 +26,28 @@ class RowOperations(CacheLayerMixin):
     def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every buffer by `change(buffer)`."""
 
+    @abstractmethod
+    def release_views(self) -> None:
+        """Let views of the layer that are still held stay what they are, before it changes."""
+
+    def _select(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.release_views()
+        self._apply(change)
+
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replace row i of the batch by row `beam_idx[i]`."""
-        self._apply(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._select(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch `repeats` times."""
-        self._apply(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._select(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows of the batch that `indices` (integers or a boolean mask) selects."""
-        self._apply(lambda x: x[indices.to(x.device) if isinstance(indices, torch.Tensor) else indices])
+        self._select(lambda x: x[indices.to(x.device) if isinstance(indices, torch.Tensor) else indices])
 
     def offload(self) -> None:
         """Move all buffers to the CPU; segments that a step returned stay on the device."""
-        for state in self.sides.values():
-            state.store = copy.copy(state.store)
         self._apply(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,6 +53,28 @@ class SideSegments:
     def shape(self) -> torch.Size:
         batch, heads, sinks, dim = self.sinks.shape
         return torch.Size((batch, heads, sinks + self.packed + self.tail_tokens, dim))
+
+    def own_dense(self) -> None:
+        """Copy all that the layer writes in place when tokens are added: dense tokens and the counters of slots."""
+        self.sinks = self.sinks.clone()
+        self.tail_buffer = self.tail_buffer.clone(memory_format=torch.contiguous_format)
+        self.track = copy.copy(self.track)
+        if self.slots is not None:
+            self.slots = replace(self.slots, length=self.slots.length.clone(), packed=self.slots.packed.clone())
+
+    def own_packed(self) -> None:
+        """Copy the packed tokens, which the layer only overwrites after a crop, and their cos and sin."""
+        self.store = copy.copy(self.store)
+        self.store.apply(torch.clone)
+        if self.track is not None:
+            self.track.buffer = self.track.buffer.clone()
+
+    def written(self, x: torch.Tensor, changed: torch.Tensor) -> SideSegments:
+        """Return these segments with the dense tokens of `x` `[B, H, T, D]` where `changed`, in new buffers."""
+        first, last = self.sinks.shape[2], self.sinks.shape[2] + self.packed
+        sinks = torch.where(changed[:, :, :first], x[:, :, :first], self.sinks)
+        tail = torch.where(changed[:, :, last:], x[:, :, last:], self.tail)
+        return replace(self, sinks=sinks, tail_buffer=tail)
 
     def dense(self) -> torch.Tensor:
         """Decode all tokens in order, or all slots: `[B, H, T, D]` in the model's dtype."""

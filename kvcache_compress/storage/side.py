@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -185,6 +186,7 @@ class SideState:
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.sinks = change(self.sinks)
+        self.store = copy.copy(self.store)  # views that are held keep the old one
         self.store.apply(change)
         self.tail.apply(change)
 
@@ -195,6 +197,7 @@ class SideState:
         if packed > whole:
             cut = self.decode(whole, whole + group)
         self.tail.replace(cut[:, :, : packed - whole].to(self.tail.buffer.dtype))
+        self.store = copy.copy(self.store)  # views that are held keep the old one
         self.store.truncate(whole)
         self.sinks = self.sinks[:, :, :sinks]
 

@@ -201,3 +201,39 @@ def test_none_everywhere_is_a_dynamic_cache(tiny_model: Any, unfused: Any, ids: 
             cache = CompressedCache(tiny_model.config, config)
             assert torch.equal(unfused.feed(cache, ids[:, :90], [60, 20, 1, 4, 5]), expected)
             assert cache.packed_tokens == 0
+
+
+@pytest.mark.parametrize("capacity", [None, 100])
+def test_iterates_as_a_dynamic_cache(unfused: Any, ids: torch.Tensor, capacity: int | None) -> None:
+    """Layers are iterated over before the first token, with packed tokens, and into a `DynamicCache`; also twice."""
+    cache = unfused.cache(max_cache_len=capacity)
+    empty = [x[:2] for x in cache]
+    assert empty == [x[:2] for x in DynamicCache(config=unfused.model.config)]
+    with torch.no_grad():
+        unfused.feed(cache, ids[:, :70], [60, 10])
+    assert cache.packed_tokens > 0
+    for (keys, values, *sliding), layer in zip(cache, cache.layers, strict=True):
+        assert torch.equal(keys, layer.keys)
+        assert torch.equal(values, layer.values)
+        assert not any(sliding)
+    copied = DynamicCache(cache)
+    assert copied.get_seq_length() == (100 if capacity and unfused.name == "mixed" else 70)
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(copied.layers, cache.layers, strict=True))
+
+
+@pytest.mark.parametrize("capacity", [None, 100])
+def test_batch_size_is_of_the_tokens_held(unfused: Any, ids: torch.Tensor, capacity: int | None) -> None:
+    """Without tokens, before the first and after a reset, the batch size is unknown (-1) and the next may be any."""
+    if capacity and unfused.name == "mixed":
+        pytest.skip("Transformers' own static layers keep their batch size")
+    cache = unfused.cache(max_cache_len=capacity)
+    with torch.no_grad():
+        for rows in (2, 1):
+            assert cache.batch_size == -1
+            assert cache.get_seq_length() == 0
+            unfused.feed(cache, ids[:rows, :60])
+            assert cache.batch_size == rows
+            assert cache.packed_tokens > 0
+            cache.reset()
+    assert cache.batch_size == -1
+    assert not hasattr(cache.compressed_layers[1], "cumulative_length")

@@ -1,13 +1,21 @@
 """`PackedKV`, the handle that `update()` returns while fused attention is on, works in place of a tensor."""
 
 import copy
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from kvcache_compress import enable_fused_attention
 from kvcache_compress.attention.handle import PackedKV
+from kvcache_compress.storage.segments import SideSegments
+
+STATIC = ("turboquant-4", "kivi-4", "commvq", "polarquant-rope", "spectral")
+"""Configurations without and with groups of tokens, and with positions, for static caches too."""
 
 
 @pytest.fixture
@@ -83,3 +91,98 @@ def test_scaled_dot_product_attention(views: Any) -> None:
     query = torch.randn(2, 2, 1, 32, generator=torch.Generator().manual_seed(2))
     attend = torch.nn.functional.scaled_dot_product_attention
     assert torch.equal(attend(query, keys, values), attend(query, k, v))
+
+
+@pytest.fixture(params=["growing", "static", "static_shapes"])
+def filled(request: pytest.FixtureRequest, unfused: Any, ids: torch.Tensor) -> Any:
+    """A cache of each kind after a prompt and steps, with fused attention on."""
+    if request.param != "growing" and unfused.name not in STATIC:
+        pytest.skip("static caches differ from growing ones by what all methods share")
+    if request.param == "static_shapes":
+        request.getfixturevalue("static_shapes")
+    enable_fused_attention(unfused.model)
+    cache = unfused.cache(**({} if request.param == "growing" else {"max_cache_len": 230}))
+    with torch.no_grad():
+        unfused.feed(cache, ids[:, :62], [60, 1, 1])
+    return cache
+
+
+def states(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, 2, count, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def update(cache: Any, count: int, seed: int) -> list[PackedKV]:
+    """Give every layer `count` new tokens, and return the handles of the compressed ones."""
+    keys, values = states(count, seed), states(count, seed + 1)
+    found = [handle for index in range(3) for handle in cache.update(keys, values, index)]
+    return [handle for handle in found if isinstance(handle, PackedKV)]
+
+
+def crop_and_go_on(cache: Any, tokens: int, *following: int) -> None:
+    cache.crop(-tokens)
+    for count in following:
+        update(cache, count, 20 + count)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "steps": lambda cache: [update(cache, 2, seed) for seed in range(20)],
+    "chunk": lambda cache: update(cache, 40, 3),
+    "crop in the tail, step": lambda cache: crop_and_go_on(cache, 3, 1, 1, 1),
+    "crop in the tail, chunk": lambda cache: crop_and_go_on(cache, 3, 40),
+    "crop in the packed part": lambda cache: crop_and_go_on(cache, 50),
+    "crop in the packed part, steps": lambda cache: crop_and_go_on(cache, 50, *[16] * 4),
+    "crop in the packed part, chunk": lambda cache: crop_and_go_on(cache, 50, 60),
+    "crop to nothing, chunk": lambda cache: crop_and_go_on(cache, 200, 60),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "reset, chunk": lambda cache: (cache.reset(), update(cache, 60, 4)),
+    "move": lambda cache: (cache.layers[1].offload(), cache.layers[1].prefetch(), update(cache, 1, 6)),
+}
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_held_views_stay_what_they_are(filled: Any, count: int) -> None:
+    """Handles of a step or a chunk that are held through one change of the cache, or through two, stay the same."""
+    for name, change in CHANGES.items():
+        cache = copy.deepcopy(filled)
+        held = update(cache, count, 5)
+        before = [handle.dense().clone() for handle in held]
+        assert all(handle.step.packed > 0 for handle in held)
+        change(cache)
+        for handle, dense in zip(held, before, strict=True):
+            assert torch.equal(handle.dense(), dense), name
+        if name in ("steps", "move", "reorder"):
+            crop_and_go_on(cache, 60, *[16] * 4)
+            for handle, dense in zip(held, before, strict=True):
+                assert torch.equal(handle.dense(), dense), f"{name}, crop"
+
+
+def test_views_that_nobody_holds_cost_nothing(filled: Any) -> None:
+    """The layer keeps no view, and copies nothing where no view is held."""
+    gone = [weakref.ref(handle.step) for handle in update(filled, 1, 5)]
+    gc.disable()
+    try:
+        assert not any(step() for step in gone)
+    finally:
+        gc.enable()
+    with mock.patch.object(SideSegments, "own_dense") as copied, mock.patch.object(SideSegments, "own_packed") as both:
+        update(filled, 1, 6)
+        filled.crop(-50)
+        for count in (40, 1, 1):
+            update(filled, count, 7)
+    assert not copied.called
+    assert not both.called
+    assert all(len(layer._views) == 1 for layer in filled.compressed_layers.values())
+    assert filled.packed_tokens > 0
+
+
+def test_attention_to_a_held_view(filled: Any) -> None:
+    """Fused attention to a held handle is that to its decoded tokens, also after a crop and a chunk."""
+    held = update(filled, 1, 5)
+    query = torch.randn(2, 6, 1, 32, generator=torch.Generator().manual_seed(2))
+    before = [step.attend(query, None, 0.2, None, None) for step in (handle.step for handle in held)]
+    crop_and_go_on(filled, 50, 60)
+    for handle, expected in zip(held, before, strict=True):
+        assert handle.step.packed > 0
+        torch.testing.assert_close(handle.step.attend(query, None, 0.2, None, None), expected, atol=1e-5, rtol=0)
