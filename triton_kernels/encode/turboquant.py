@@ -103,7 +103,8 @@ def quantize_tile(
     b_scale = b_norm
     if SCALAR != NORM:
         b_point = tl.where(m_z, tl.load(p_levels + (b_index if TRELLIS else b_codes)), 0.0)
-        b_cross = tl.sum(tl.sum(b_z * b_point, 2), 1)
+        # A zero vector's products are all -0.0 at negative levels; torch's sums begin with 0.0.
+        b_cross = tl.sum(tl.sum(b_z * b_point, 2), 1) + 0.0
         b_square = tl.sum(tl.sum(b_point * b_point, 2), 1)
         if SCALAR == MATCH:
             b_scale = b_scale / tl.sqrt(b_square)
