@@ -25,11 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _quick_interpreter() -> None:
+def _interpreter() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from support.interpreter import patch_language_once
+        from support.interpreter import patch_language_once, patch_sums
 
         patch_language_once()
+        patch_sums()
 
 
 @pytest.fixture

@@ -90,6 +90,7 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: t
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     check_lanes(f"{kernel.__name__} for {target}", compiled.asm)
+    check_sums(f"{kernel.__name__} for {target}", compiled.asm.get("ptx", ""))
     warps = compiled.metadata.num_warps
     if "cubin" not in compiled.asm:
         registers, stack = (
@@ -103,6 +104,16 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: t
         raise RuntimeError(f"cuobjdump gave no resource usage for {target}: {listing[:200]}")
     registers, stack, local = (int(number) for number in counts.groups())
     return MachineCode(registers, stack + local, compiled.metadata.shared, loops(read(listing)), warps)
+
+
+def check_sums(name: str, ptx: str) -> None:
+    """Raise `RuntimeError` if a lane adds an unrounded product to what another lane sent it.
+
+    The other lane does the reverse, so that their sums of the same numbers differ (`launch_options`).
+    """
+    sent = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+)", ptx))
+    if not sent.isdisjoint(re.findall(r"fma\.rn\.\w+\s+%\w+, \S+, \S+, (%\w+);", ptx)):
+        raise RuntimeError(f"{name} sums unrounded products over lanes: launch it with fusion=False")
 
 
 def _divisible(value: Any) -> bool:

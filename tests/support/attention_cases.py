@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvcache_compress.bench.compare import relative_error
 from kvcache_compress.storage.segments import SideSegments
 from support.method_cases import declared
 
 BARS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-3}
+"""Allowed `error` of attention, by its dtype."""
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -228,8 +231,12 @@ def plain_attention(
 
 
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """RMS of the difference relative to the RMS of `theirs`."""
-    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+    """RMS of the difference relative to the RMS of `theirs`, beyond that of `theirs` rounded to the dtype of `ours`.
+
+    Rounding is independent of other errors, so that the squares of both add up, as in `bench.compare.allowed_error`.
+    """
+    square = relative_error(ours, theirs) ** 2 - relative_error(theirs.to(ours.dtype), theirs) ** 2
+    return 0.0 if square < 0 else math.sqrt(square)  # NaN stays NaN
 
 
 def attention_error(attend: Callable[..., torch.Tensor], case: Case, keys: SideSegments, values: SideSegments) -> float:

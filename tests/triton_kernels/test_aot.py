@@ -13,6 +13,8 @@ import pytest
 from support.paths import ROOT
 from support.scripts import run_script
 
+from kvcache_compress.triton_kernels import aot
+
 SCRIPT = ROOT / "benchmarks" / "machine_code.py"
 # The variants with the most registers, and the most important one.
 VARIANTS = ["turboquant-4bit", "prod-2.5bit", "kivi-4bit, D=256", "encode values of turboquant-4bit"]
@@ -103,6 +105,15 @@ def test_every_method_compiles_on_the_oldest_triton(tmp_path: Path, oldest_trito
     written = json.loads(output.read_text())
     assert written["versions"]["triton"].startswith("3.5.")
     assert set(names) <= set(written["kernels"])
+
+
+PRODUCT = "mul.f32 \t%r3, %r1, %r2;\nshfl.sync.bfly.b32 \t%r4, %r3, 16, 31, -1;\n"
+
+
+def test_products_that_one_lane_rounds_and_the_other_does_not_are_refused() -> None:
+    aot.check_sums("kernel", PRODUCT + "add.f32 \t%r5, %r3, %r4;\nfma.rn.f32 \t%r6, %r4, %r1, %r5;")
+    with pytest.raises(RuntimeError, match="kernel sums unrounded products over lanes"):
+        aot.check_sums("kernel", PRODUCT + "fma.rn.f32 \t%r5, %r1, %r2, %r4;")
 
 
 # Integer and logic instructions per element on sm_90, which run at half rate (docs/dev/kernels.md#the-budget).

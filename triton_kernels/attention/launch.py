@@ -245,7 +245,7 @@ def merge_calls(
         splits=splits, s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
         W=p_acc.shape[4], DV=dv, DV_PAD=padded,
         S_PAD=MAX_SPLITS + DENSE.value, CHUNK=chunk, num_warps=warps,
-        HAS_MAP=output_map is not None, HAS_S_AUX=s_aux is not None, enable_fp_fusion=True,
+        HAS_MAP=output_map is not None, HAS_S_AUX=s_aux is not None, enable_fp_fusion=False,
     )  # fmt: skip
     return [*calls, (merge_kernel, (query_heads // heads * count, batch * heads, 1), arguments)]
 

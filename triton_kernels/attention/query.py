@@ -84,7 +84,8 @@ def map_query(
         b_bias = tl.zeros([M], tl.float32)
         if MAPPING.bias:
             b_mean = tl.load(p_map + o_d * MAPPING.columns + W, mask=o_d < D, other=0.0)
-            b_bias = tl.sum(b_q * b_mean[None, :], 1)
+            # Products are rounded before lanes exchange them, see `launch_options`.
+            b_bias = tl.sum(tl.fma(b_q, b_mean[None, :], 0.0), 1)
         o_row = (i_bh * rows + o_r) * 2
         tl.store(p_rows + o_row, b_top * scaling, mask=m_r)
         tl.store(p_rows + o_row + 1, b_bias * scaling, mask=m_r)

@@ -29,7 +29,9 @@ def next_power_of_2(n: int) -> int:
 def launch_options(amd: bool = AMD, fusion: bool = True) -> dict[str, Any]:
     """Options of every launch: without `maxnreg`, ptxas aims at a round number of registers and spills to meet it.
 
-    Fusion of multiplications and additions is explicit, as Triton's default changes with version 3.10.
+    Fusion of multiplications and additions is explicit, as Triton's default changes with version 3.10. It is off where
+    products are summed over lanes: two lanes that exchange products would each round only the other's, and get sums
+    that differ. Then which one is stored is up to the hardware, and lanes may encode a token by different norms.
     """
     return {"enable_fp_fusion": fusion} | ({} if amd else {"maxnreg": 255})
 
@@ -189,14 +191,12 @@ class KernelEncoder:
     meta: its compile-time parameters, a named tuple.
     tables: constant tensors that it reads.
     group: tokens that are encoded together, a power of two; a tile of `T` tokens has whole groups.
-    fused: True if products may be added unrounded; False if codes must equal torch's to the bit.
     """
 
     encode: Any
     meta: tuple[Any, ...]
     tables: tuple[torch.Tensor, ...] = ()
     group: int = 1
-    fused: bool = True
 
 
 def with_mean(query_map: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:

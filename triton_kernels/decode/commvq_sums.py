@@ -168,7 +168,8 @@ def fold_kernel(
     b_l = tl.load(p_stats + o_stats + 1, mask=m_s, other=0.0)
     b_top = tl.max(b_m, 0)
     b_safe = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_total = tl.sum(tl.exp2(b_m - b_safe[None, :]) * b_l, 0)
+    # Products are rounded before lanes exchange them, see `launch_options`.
+    b_total = tl.sum(tl.fma(tl.exp2(b_m - b_safe[None, :]), b_l, 0.0), 0)
     first, n_rounds = tl.load(p_places + 3 * i_h), tl.load(p_places + 3 * i_h + 1)
     p_acc += i_bh * splits * rows * W
     b_out = tl.zeros([M, D_PAD], tl.float32)
@@ -182,7 +183,7 @@ def fold_kernel(
             o_row = o_c[:, None] * rows + o_r[None, :]
             b_share = tl.exp2(tl.load(p_stats + o_row * 2, mask=m_c, other=float("-inf")) - b_safe[None, :])
             b_acc = tl.load(p_acc + o_row[:, :, None] * W + o_w[None, None, :], mask=m_c[:, :, None], other=0.0)
-            b_sum += tl.sum(b_acc * b_share[:, :, None], 0)
+            b_sum += tl.sum(tl.fma(b_acc, b_share[:, :, None], 0.0), 0)
         o_column = o_v - code // n_rounds * WIDTH
         m_column = ((o_column >= 0) & (o_column < WIDTH))[None, :]
         p_rows = p_books + ((first + code) * CENTRES + o_n)[:, None] * WIDTH + o_column[None, :]

@@ -116,7 +116,7 @@ def flush(
     constants = dict(
         H=heads, D=dim, D_PAD=next_power_of_2(dim), ENCODE=encoder.encode, META=encoder.meta,
         PRECISION=exact_precision(), LONGEST=longest, BLOCK=block,
-        num_warps=4 if block <= MANY_TOKENS else 8, **launch_options(fusion=encoder.fused),
+        num_warps=4 if block <= MANY_TOKENS else 8, **launch_options(fusion=False),
     )  # fmt: skip
     blocks = -(-(tokens + kept) // block)
     repeated(flush_kernel, (blocks, batch * heads, 1), inputs, constants, x.device)
@@ -137,7 +137,7 @@ def encode_arguments(
     block = max(block, encoder.group)
     constants = dict(
         H=heads, D=dim, ENCODE=encoder.encode, META=encoder.meta, PRECISION=exact_precision(), BLOCK=block,
-        num_warps=warps, **launch_options(fusion=encoder.fused),
+        num_warps=warps, **launch_options(fusion=False),
     )  # fmt: skip
     return (-(-tokens // block), batch * heads, 1), inputs, constants
 

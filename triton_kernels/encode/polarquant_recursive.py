@@ -231,4 +231,4 @@ def polarquant_recursive_encoder(codec: PolarQuantRecursiveCodec) -> KernelEncod
     names = "least_log_radius", "log_radius_step"
     spread = torch.stack([codec.statistics[name] for name in names], -1) if radii else bounds
     tables = (rows, bounds, table, spread, bounds if codec.mean is None else codec.mean)
-    return KernelEncoder(encode_tree, meta, tables, fused=False)
+    return KernelEncoder(encode_tree, meta, tables)

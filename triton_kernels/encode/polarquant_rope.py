@@ -142,4 +142,4 @@ def polarquant_rope_encoder(codec: PolarQuantRopeCodec) -> KernelEncoder:
     channels = torch.tensor(codec.pairs.order, dtype=torch.int32, device=device)
     scale = codec.bounds if codec.scale is None else codec.scale
     mean = codec.bounds if codec.mean is None else codec.mean
-    return KernelEncoder(encode_pairs, meta, (channels, codec.bounds, scale, mean), codec.group, fused=False)
+    return KernelEncoder(encode_pairs, meta, (channels, codec.bounds, scale, mean), codec.group)

@@ -103,7 +103,8 @@ def quantize_tile(
     b_scale = b_norm
     if SCALAR != NORM:
         b_point = tl.where(m_z, tl.load(p_levels + (b_index if TRELLIS else b_codes)), 0.0)
-        b_cross = tl.sum(tl.sum(b_z * b_point, 2), 1)
+        # A zero vector's products are all -0.0 at negative levels; torch's sums begin with 0.0.
+        b_cross = tl.sum(tl.sum(b_z * b_point, 2), 1) + 0.0
         b_square = tl.sum(tl.sum(b_point * b_point, 2), 1)
         if SCALAR == MATCH:
             b_scale = b_scale / tl.sqrt(b_square)
@@ -186,8 +187,7 @@ def turboquant_encoder(codec: TurboQuantCodec) -> KernelEncoder | None:
         at += planes + 1
     tables.append(tables[0] if codec.mean is None else codec.mean)
     meta = Sets(*zip(*sets, strict=True), scalar=SCALARS.index(codec.scalar), centred=codec.mean is not None)
-    # Multiplying and rounding to whole steps of a trellis must not become one operation.
-    return KernelEncoder(encode_tokens, meta, tuple(tables), fused=not any(meta.trellis))
+    return KernelEncoder(encode_tokens, meta, tuple(tables))
 
 
 def is_trellis(levels: torch.Tensor, bits: int) -> bool:
@@ -225,6 +225,6 @@ def quantize_arguments(
         p_z=z.contiguous(), p_norm=norm.contiguous(), p_levels=levels, p_bounds=search_table(levels, bits, width),
         p_low=planes[0], p_high=planes[-1], p_scale=scale, N=norm.numel(),
         BITS=bits, WORDS=words, PADDED=padded_words(width), SCALAR=SCALARS.index(scalar),
-        TRELLIS=is_trellis(levels, bits), BLOCK=block, **launch_options(fusion=not is_trellis(levels, bits)),
+        TRELLIS=is_trellis(levels, bits), BLOCK=block, **launch_options(fusion=False),
     )  # fmt: skip
     return (triton.cdiv(norm.numel(), block),), arguments, (*planes, scale)

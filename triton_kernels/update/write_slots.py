@@ -283,8 +283,7 @@ def write_slots(
     )  # fmt: skip
     constants = dict(
         K=k_side, V=v_side, K_ENCODE=k_encode, V_ENCODE=v_encode, STEP=step, PRECISION=exact_precision(),
-        COUNTED=total is not None, num_warps=4,
-        **launch_options(fusion=all(encoder is None or encoder.fused for encoder in encoders)),
+        COUNTED=total is not None, num_warps=4, **launch_options(fusion=False),
     )  # fmt: skip
     repeated(write_slots_kernel, (batch * heads, 2, 1), inputs, constants, counts.device)
     return leaving
