@@ -111,7 +111,8 @@ class LeftPadding:
 
 def _exchange_(x: torch.Tensor, partners: torch.Tensor) -> torch.Tensor:
     """Exchange entry `i` with entry `partners[b, i]` of the last dimension of `x` `[B, ..., T]`, in place."""
-    count = min(partners.shape[1], x.shape[-1])
+    if not (count := min(partners.shape[1], x.shape[-1])):
+        return x
     index = partners[:, :count].view(-1, *(1,) * (x.ndim - 2), count).expand(*x.shape[:-1], -1)
     first, other = x[..., :count].clone(), x.gather(-1, index)
     x.scatter_(-1, index, first)

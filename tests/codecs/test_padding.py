@@ -51,6 +51,15 @@ def test_steps_store_what_one_prompt_does(count: int) -> None:
     assert torch.equal(made.exchange_(expected.mT, SINKS).mT, x)
 
 
+def test_without_sinks_all_stays_where_it_is() -> None:
+    made, x = padding(0, 5), torch.randn(2, 2, 12, 8)
+    held, same = made.settle(x[:, :, :0], x, 0, 0)
+    assert held.shape[2] == 0
+    assert torch.equal(same, x)
+    assert torch.equal(made.exchange_(x.clone().mT, 0).mT, x)
+    assert made.without(x, 0, 0).shape[2] == 19
+
+
 @pytest.mark.parametrize("kind", ["none", "padding", "bool", "additive", "one for all rows"])
 def test_masks_follow_their_tokens(kind: str) -> None:
     rows, total, count = (0, 2, 5, 17), 24, 3

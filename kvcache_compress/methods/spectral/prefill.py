@@ -87,21 +87,22 @@ def _windows(prompt: Prompt, group: int, rope: GroupRope | None, costs: Costs) -
     """Each row of the batch as a window of its own."""
     sinks, seen = prompt.sinks.shape[2], prompt.queries
     tokens = sinks + prompt.keys.shape[2]
-    at = torch.empty(0, dtype=torch.long, device=prompt.keys.device)
-    if seen is not None:
-        at = sampled_positions(tokens, seen.query.shape[2], sinks + prompt.recent).to(at.device)
+    none = torch.empty(0, dtype=torch.long, device=prompt.keys.device)
+    padding = [0] if prompt.padding is None else prompt.padding.tokens.tolist()
     for row, (first, keys) in enumerate(zip(prompt.sinks, prompt.keys, strict=True)):
         own = rope
         if rope is not None:
             cos, sin = (factor[min(row, len(factor) - 1)][None] for factor in rope.anchors)
             own = GroupRope(rope.layout, (cos, sin), rope.places)
         window = Window(
-            torch.cat([first, keys], 1), group, sinks, prompt.recent, own, keys[:, :0], at, 1.0, costs=costs
+            torch.cat([first, keys], 1), group, sinks, prompt.recent, own, keys[:, :0], none, 1.0, costs=costs
         )
         if seen is not None:
+            count, begin = seen.query.shape[2], padding[min(row, len(padding) - 1)]
+            at = sampled_positions(tokens, count, begin + sinks + prompt.recent).to(keys.device)
             mask, counted = _row_mask(seen, row, at, tokens, prompt.padding, sinks)
             window = replace(
-                window, query=seen.query[row][:, at - (tokens - seen.query.shape[2])], mask=mask, counted=counted,
+                window, query=seen.query[row][:, at - (tokens - count)], at=at, mask=mask, counted=counted,
                 scaling=seen.scaling, softcap=seen.softcap, s_aux=seen.s_aux,
             )  # fmt: skip
         yield window
