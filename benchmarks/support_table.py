@@ -33,21 +33,25 @@ KINDS = {
 
 INTRODUCTION = """# Models and operations
 
-`tests/modeling/test_family_sweep.py` shrinks every causal and image-text family of Transformers to a few small layers
-with random weights, and generates with it from a left-padded batch, or from an image and text:
+This page lists every causal and image-text model family of Transformers, and how compressed caches work with it.
+`tests/modeling/test_family_sweep.py` shrinks each family to a few small layers with random weights. It generates from a
+left-padded batch of text, or, where the list says *(image)*, from an image and text.
 
-- Without compression (`none`), logits equal those with Transformers' own cache, bit for bit.
-- With TurboQuant at 6 bits tokens are packed, and logits with and without fused attention differ by less than 1e-5.
-- Else the model is refused, for the reason given.
+- *Packed*: without compression (`none`), logits equal those with Transformers' own cache, bit for bit. With TurboQuant
+  at 6 bits, tokens are packed.
+- *With fused attention*: attention reads packed tokens. Logits with and without it differ by less than 1e-5.
+- *Without fused attention*: each step decodes the packed tokens first, for the reason given.
+- *Refused*: `CompressedCache` raises a `ValueError` with the reason given.
 
-The config of MPT says `use_cache=False`: `generate` needs `use_cache=True` for it, with Transformers' own cache too.
-BERT and its like need `is_decoder=True` to be decoders.
+Names are the `model_type` of Transformers. A comma and a change to the family's default config may follow.
+MPT's config sets `use_cache=False`, so call `generate` with `use_cache=True`; Transformers' own cache needs this too.
+BERT and similar models are decoders only with `is_decoder=True`.
 """
 METHODS_TEXT = """## Methods
 
-What a method needs of a model: `tests/modeling/test_families.py` runs every method on every kind of attention, with a
-left-padded batch: a prompt, single steps, several tokens at once and a chunk. A family behaves like the kind that its
-attention is of.
+This table shows which methods work with which kind of attention. Look for the row whose attention is like that of your
+model. `tests/modeling/test_families.py` runs every method on each kind with a left-padded batch: a prompt, single
+steps, several tokens at once and a chunk.
 
 - *Yes*: tokens are packed, full-attention layers are compressed while all others stay Transformers' own, and logits
   with and without fused attention differ by less than 1e-4.
@@ -74,7 +78,7 @@ def footnote(family: str, method: str) -> str:
 
 
 def sweep_lists() -> str:
-    """Families by what came of them and why, with their numbers."""
+    """Lists of families, grouped by result and reason, each with its count."""
     groups: dict[tuple[str, str], list[str]] = {}
     for case in CASES:
         found = verdict(case)
@@ -122,7 +126,7 @@ def operation_table() -> str:
 
 
 def render(methods: str | None = None) -> str:
-    """Text of the complete page, with the table of methods if it is at hand."""
+    """Text of the complete page; without `methods`, every method is run for the table of methods."""
     source = f"Written by `python benchmarks/support_table.py` with Transformers {transformers.__version__}.\n"
     methods = methods or method_table()
     parts = [INTRODUCTION, sweep_lists(), METHODS_TEXT, methods, "", source, OPERATIONS, operation_table(), ""]

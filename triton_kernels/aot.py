@@ -109,7 +109,7 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: t
 def check_sums(name: str, ptx: str) -> None:
     """Raise `RuntimeError` if a lane adds an unrounded product to what another lane sent it.
 
-    The other lane does the reverse, so that their sums of the same numbers differ (`launch_options`).
+    The other lane does the reverse, so their sums of the same two products differ (`launch_options`).
     """
     sent = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+)", ptx))
     if not sent.isdisjoint(re.findall(r"fma\.rn\.\w+\s+%\w+, \S+, \S+, (%\w+);", ptx)):

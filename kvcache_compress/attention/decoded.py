@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class DecodedTensor(torch.Tensor):
-    """Decoded keys or values of a layer, or a view of them: what is changed in place is written to the layer as well.
+    """Decoded keys or values of a layer, or a view of them; in-place changes are written to the layer as well.
 
     Dense tokens can be written. A change of packed tokens is undone, and raises `ValueError`. Once the layer has
-    changed (a step, a crop, other rows), this is a tensor of its own. Results without its memory are plain tensors.
-    Compiled code (`torch.compile`) only reads: what it writes does not reach the cache.
+    changed (a step, a crop, other rows), writes no longer reach it. Results that do not share the tensor's memory are
+    plain tensors. Writes in compiled code (`torch.compile`) do not reach the cache.
     """
 
     origin: Origin
@@ -52,7 +52,7 @@ class DecodedTensor(torch.Tensor):
 
 
 class Origin:
-    """Where decoded tokens came from: a side of a step, as it was when they were decoded."""
+    """Source of decoded tokens: one side of a step, as it was when they were decoded."""
 
     def __init__(self, step: Step, side: Side) -> None:
         self.step, self.side = step, side
@@ -65,14 +65,14 @@ class Origin:
         return bool(self._storage) and x.layout == torch.strided and x.untyped_storage().data_ptr() == self._storage
 
     def write_back(self, x: torch.Tensor) -> None:
-        """Write what was changed through `x`, a view of these tokens, to the layer, if it still holds them."""
+        """Write changes made through `x`, a view of these tokens, to the layer, if it still holds them."""
         layer = None if self.step.layer is None else self.step.layer()
         if layer is None:
             return
         base = self.base.detach()
         try:
             if base.numel() and not self.shares(x):
-                raise ValueError(f"the memory of {self.side} of a cache cannot be replaced: use copy_() instead")
+                raise ValueError(f"the memory of a cache's {self.side} cannot be replaced; use copy_() instead")
             layer.write(self.side, base, self.step.decode(self.segments))
         except ValueError:
             base.copy_(self.step.dense(self.side))
@@ -80,7 +80,7 @@ class Origin:
 
 
 def _tied(x: Any, given: list[DecodedTensor]) -> Any:
-    """Tie a result to the origin of the tensor that it is a view of, if any."""
+    """If a result is a view of a given tensor, tie it to that tensor's origin."""
     if type(x) is torch.Tensor and (origin := next((y.origin for y in given if y.origin.shares(x)), None)) is not None:
         x = x.as_subclass(DecodedTensor)
         x.origin = origin
@@ -88,7 +88,7 @@ def _tied(x: Any, given: list[DecodedTensor]) -> Any:
 
 
 def decoded(step: Step, side: Side) -> torch.Tensor:
-    """Decode a side of a step, `[B, H, T, D]`; what is written into the result reaches the step's layer."""
+    """Decode a side of a step, `[B, H, T, D]`; writes into the result reach the step's layer."""
     with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode do not count their changes
         origin = Origin(step, side)
         x = origin.base.as_subclass(DecodedTensor)

@@ -39,7 +39,7 @@ class Step:
     capacity: int | None = None
     observer: Callable[[PromptQueries], None] | None = None
     layer: weakref.ref[CompressedLayer] | None = None
-    """The layer, as long as it holds the tokens of this step and no others: what is written then reaches it."""
+    """The layer, while it holds exactly the tokens of this step; writes then reach it. None afterwards."""
 
     @property
     def packed(self) -> int:
@@ -66,7 +66,7 @@ class Step:
         return self.decode(self.side(side))
 
     def writable(self, side: Side) -> torch.Tensor:
-        """Decode a side for code that may write into it: what it changes reaches the layer (`DecodedTensor`)."""
+        """Decode a side for code that may write into it; its writes reach the layer (`DecodedTensor`)."""
         return decoded(self, side)
 
     def decode(self, segments: SideSegments) -> torch.Tensor:
@@ -82,9 +82,9 @@ class Step:
         return dense
 
     def release(self, kept: int | None) -> bool:
-        """Copy what the layer, which may keep the first `kept` tokens only, is about to change; True if all is copied.
+        """Copy the tokens that the layer is about to change; True if all tokens of the step are copied.
 
-        None stands for a change that leaves packed tokens as they are.
+        The layer may keep only the first `kept` tokens. None means that packed tokens stay as they are.
         """
         sides = (self.keys, self.values)
         if self.layer is not None:
@@ -110,7 +110,7 @@ class Step:
         return mask if mask is None or self.capacity is None else mask[..., : self.keys.shape[2]]
 
     def _over_stored(self, mask: torch.Tensor | None, count: int) -> torch.Tensor:
-        """Turn the mask of `count` queries into one over tokens as they are stored in left-padded rows."""
+        """Bring the mask of `count` queries into the order in which left-padded rows store their tokens."""
         keys, slots = self.keys, self.keys.slots
         assert keys.padding is not None
         if slots is None:
@@ -197,11 +197,11 @@ class PackedKV:
         return 4
 
     def dense(self) -> torch.Tensor:
-        """Decode this side, `[B, H, T, D]`; what is written into the result reaches the layer (`DecodedTensor`)."""
+        """Decode this side, `[B, H, T, D]`; writes into the result reach the layer (`DecodedTensor`)."""
         return self.step.writable(self.side)
 
     def to(self, target: Any, *args: Any, **kwargs: Any) -> PackedKV | torch.Tensor:
-        """Return the handle itself if it is on the device `target` already, as a tensor would; else decode and move."""
+        """Return the handle itself if it is already on device `target`, as a tensor would; else decode and move it."""
         if isinstance(target, torch.device) and target == self.device and not args and not kwargs.get("dtype"):
             return self
         return self.dense().to(target, *args, **kwargs)

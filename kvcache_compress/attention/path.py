@@ -36,11 +36,11 @@ _KNOWN = {"softcap", "s_aux", "is_causal", "output_attentions"}
 """Options of attention functions that `attention_path` or the fused paths read."""
 _IDLE = {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "output_router_logits"}
 _IDLE |= {"num_items_in_batch", "seq_idx", "max_length_q", "max_length_k"}
-"""Options that change no attention: other parts of a model read them, or flash attention beside `cu_seq_lens_*`."""
+"""Options that do not change attention: other parts of a model read them, or flash attention with `cu_seq_lens_*`."""
 _IN_MASK = {"sliding_window", "cu_seq_lens_q", "cu_seq_lens_k"}
-"""Options that only flash attention reads: for eager attention and SDPA the mask says the same."""
+"""Options that only flash attention reads; eager attention and SDPA get the same from the mask."""
 _WARNED: set[str] = set()
-"""Arguments that were warned of."""
+"""Arguments that a warning has named."""
 
 
 class PathTaken(NamedTuple):
@@ -114,7 +114,7 @@ def attention_path(
     """Choose the path of a call by Transformers: `decode` if no other path computes exactly what is asked for.
 
     The others need: no gradients of queries, masks or `s_aux`, no dropout, no mask or one that is a tensor, causal
-    attention, no attention weights, and no option that could change attention in a way that they do not know.
+    attention, no attention weights, and no unknown option that could change attention.
     """
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, mask, options.get("s_aux"))):
         return "decode"
@@ -131,7 +131,7 @@ def attention_path(
 def _unsupported(
     module: torch.nn.Module, query: torch.Tensor, mask: Any, dropout: float, options: Mapping[str, Any]
 ) -> str | None:
-    """Name the argument of a call that the fused paths cannot follow, or return None."""
+    """Return the argument of a call that fused attention does not support, in words for a warning, or None."""
     if dropout:
         return "dropout, which model.eval() switches off"
     if not (mask is None or isinstance(mask, torch.Tensor)):
@@ -139,7 +139,7 @@ def _unsupported(
     causal = options.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    # A mask over queries and tokens replaces causality, and one query sees all tokens either way.
+    # A mask over queries and tokens replaces causality, and a single query sees all tokens either way.
     if not causal and query.shape[2] > 1 and (mask is None or mask.ndim == 2):
         return "is_causal=False for several tokens without a mask"
     for name, value in options.items():
@@ -153,11 +153,11 @@ def _unsupported(
 
 @torch.compiler.assume_constant_result
 def _warn_of_decoding(unknown: str) -> None:
-    """Warn once of an argument, also while a model is compiled."""
+    """Warn once about an argument, also while a model is being compiled."""
     if unknown not in _WARNED:
         _WARNED.add(unknown)
         logger.warning(
-            "fused attention does not support %s: steps with it decode all packed tokens, which is slower; leave it "
+            "fused attention does not support %s: steps with it decode all packed tokens, which is slower. Leave it "
             "out if you pass it yourself",
             unknown,
         )

@@ -2,7 +2,7 @@
 
 Caches that encode keys before RoPE need the position embeddings. The config says whether fused attention is on; a cache
 may have been built from another config object with the same content. With fused attention on, two more hooks watch the
-first step over packed tokens, and report a model that does not attend to them as they are.
+first step over packed tokens, and report a model whose attention does not read them packed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .path import PathTaken, record_paths
 
 logger = logging.getLogger(__name__)
 _REPORTED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models that fused attention has no effect on, which is said once."""
+"""Models already reported because fused attention has no effect on them."""
 
 _FUSED = "fused attention"
 """Owner of the hooks of `enable_fused_attention`; those of `register_position_hooks` belong to its caller."""
@@ -137,7 +137,7 @@ class _Watch:
 
 
 def _begin(owner: str, watch: _Watch, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Watch a forward that begins with packed tokens; with gradients, attention gets them decoded."""
+    """Watch a forward that begins with packed tokens, but not with gradients, when attention gets them decoded."""
     if torch.compiler.is_compiling():
         return
     watch.end()  # An error may have ended the last forward.
@@ -147,16 +147,16 @@ def _begin(owner: str, watch: _Watch, module: Any, args: tuple[Any, ...], kwargs
 
 
 def _end(owner: str, watch: _Watch, module: Any, args: tuple[Any, ...], output: Any) -> None:
-    """Report the model if attention saw no packed tokens, and take both hooks off it: one watched forward tells."""
+    """Report the model if its attention saw no packed tokens. One watched forward is enough, so both hooks go."""
     if torch.compiler.is_compiling() or (taken := watch.end()) is None:
         return
     _stop_watching(module)
     if not taken:
         _REPORTED.add(module)
         logger.warning(
-            "fused attention has no effect on %s: its attention computes something from the cached keys and values "
-            "before it attends, so each step decodes them. Results are right, but not faster; disable_fused_attention, "
-            "or compress with fused=False, does the same without this message",
+            "fused attention has no effect on %s: its attention transforms the cached keys and values before it "
+            "attends, so each step decodes them. Results are right, but not faster. To avoid this message, call "
+            "disable_fused_attention(model), or compress with fused=False",
             type(module).__name__,
         )
 
@@ -190,7 +190,7 @@ def _follow(
 ) -> None:
     """Hand the decoder's config and the attention mask to the cache.
 
-    Both the model and its decoder do so, as only one of them may be called. Compiled code hands no mask.
+    Both the model and its decoder do so, as only one of them may be called. Compiled code hands over no mask.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, ModelListener):

@@ -1,4 +1,4 @@
-"""`compress`: a model's `generate` uses compressed caches, in a `with` block or until `stop()`."""
+"""`compress` lets a model's `generate` use compressed caches, in a `with` block or until `stop()`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Compression:
-    """Handle of a `compress` call, which ends it and has the cache of the latest `generate` call.
+    """Handle of a `compress` call: `stop()` ends it, and `last_cache` is the cache of the latest `generate` call.
 
     Attributes:
         compression: the config of the caches.
@@ -54,7 +54,7 @@ class Compression:
     def stop(self) -> None:
         """End what `compress` began, from any thread and in any order; a second call does nothing.
 
-        Outside of `with` blocks this also ends earlier calls on the model, whose place this one took.
+        Outside of `with` blocks it also ends the earlier calls on the model, which this one replaced.
         """
         model = self._model()
         if model is not None:
@@ -66,7 +66,9 @@ class Compression:
             model = self._model()
             blocks = None if model is None else _BLOCKS.get(model)
             if self._call.in_block or blocks is None or self._call not in blocks.open:
-                raise RuntimeError("this compress call is over or has its with block: call compress(model, ...) again")
+                raise RuntimeError(
+                    "this compress call has ended or already has a with block; call compress(model, ...) again"
+                )
             self._call.in_block = True
         return self
 
@@ -76,7 +78,7 @@ class Compression:
 
 @dataclass(eq=False)
 class _Call:
-    """A `compress` call that has not ended: what it asked for, its handle, and whether a `with` block ends it."""
+    """Open `compress` call: what it asked for, its handle, and whether a `with` block ends it."""
 
     compression: CompressionConfig
     fused: bool | None
@@ -85,14 +87,14 @@ class _Call:
     reported: bool = False
 
     def report_unfilled(self, model: PreTrainedModel, cache: CompressedCache) -> None:
-        """Warn, once, if `generate` put no tokens into the layers that compress them."""
+        """Warn, once, if `generate` put no tokens into the compressed layers."""
         layers = cache.compressed_layers.values()
         if self.reported or not layers or any(int(layer.get_seq_length()) for layer in layers):
             return
         self.reported = True
         logger.warning(
-            "nothing was compressed: %s did not use the compressed cache that generate gave it. Its forward must pass "
-            "the cache on to its attention, and prepare_inputs_for_generation to its forward",
+            "nothing was compressed: %s did not use the compressed cache that generate gave it. The model's "
+            "prepare_inputs_for_generation must pass the cache to its forward, and its forward to the attention layers",
             type(model).__name__,
         )
 
@@ -121,7 +123,7 @@ def compress(
 ) -> Compression:
     """Make `model.generate` use a compressed cache wherever it would create a cache itself.
 
-    It does so from the call on, until `stop()` of the handle that is returned, or until the end of a `with` block:
+    Compression is on from the call until `stop()` of the returned handle, or until the end of a `with` block:
 
         compression = compress(model, "best-3bit")    # on until compression.stop()
         with compress(model, "best-3bit") as compression:    # on in the block
@@ -130,8 +132,8 @@ def compress(
     ignored. Calls with a cache or `use_cache=False` are left alone, and so are calls that `generate` makes of
     itself: drafts of early exit have a dense cache. Any thread may call `generate` and `stop`.
 
-    The latest call on a model applies. Within a `with` block it interrupts earlier ones, which apply again after it.
-    Outside it takes their place: its `stop()` ends them too. A handle that is dropped ends nothing.
+    The latest call on a model applies. A `with` block interrupts earlier calls, which apply again after it. A call
+    without a block replaces earlier calls, and its `stop()` ends them too. Dropping a handle ends nothing.
 
     Args:
         model: a decoder-only model, or a PEFT model around one.
@@ -153,8 +155,8 @@ def _enter(model: PreTrainedModel, call: _Call) -> None:
         blocks = _BLOCKS.get(model) or _Blocks(vars(model).get("generate"), attends_fused(model))
         if blocks.thread != threading.get_ident():
             raise ValueError(
-                f"model={type(model).__name__}: another thread compresses it; end that first (stop(), or the end of "
-                "its with block), or call generate as it is, which any thread may do"
+                f"model={type(model).__name__}: another thread compresses it. End that compress call first "
+                "(stop(), or the end of its with block), or just call generate, which any thread may do"
             )
         _switch(model, call, blocks)
         blocks.open.append(call)
@@ -176,7 +178,7 @@ def _leave(model: PreTrainedModel, call: _Call) -> None:
             return
         del _BLOCKS[model]
         if blocks.wrapper is None or vars(model).get("generate") is not blocks.wrapper():
-            pass  # Somebody has wrapped ours meanwhile, which does nothing from now on.
+            pass  # Other code has wrapped our `generate`, which only passes calls on from now on.
         elif blocks.generate is None:
             del model.generate
         else:
@@ -200,7 +202,7 @@ def _switch(model: PreTrainedModel, call: _Call, blocks: _Blocks) -> None:
 
 
 def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
-    """Wrap the model's `generate` to use a cache of the latest call that is open."""
+    """Wrap the model's `generate` to use a cache of the latest open call."""
     generate = model.generate
     running = threading.local()
 

@@ -223,7 +223,8 @@ class CompressedCache(Cache, ModelListener):
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         if 0 in (*args, *kwargs.values()):
-            # Drafts that are accepted whole end so: only other layers, which may hold more than their window, do work.
+            # `generate` calls this after it accepts a whole draft. Only layers that are not compressed have work to do:
+            # they may hold more than their window.
             layers = [layer for layer in self.layers if type(layer) is not CompressedLayer]
             check_croppable(layers)
             for layer in layers:
@@ -232,7 +233,7 @@ class CompressedCache(Cache, ModelListener):
         self._settle()
         self._refuse_static("cropped")
         check_croppable(self.layers)
-        for count in (*args, *kwargs.values()):  # its name depends on Transformers' version
+        for count in (*args, *kwargs.values()):  # the argument's name depends on Transformers' version
             tokens_after_crop(count, self.get_seq_length())
         super().crop(*args, **kwargs)
         left = self._tokens()
@@ -290,7 +291,7 @@ class CompressedCache(Cache, ModelListener):
         return max((int(layer.get_seq_length()) for layer in self.compressed_layers.values()), default=0)
 
     def _apply_to_shared(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Change the rows that layers share, before their own: layers may encode tokens with them meanwhile."""
+        """Change the rows of what layers share, before the layers' own rows: layers may encode tokens with it then."""
         self.padding.apply(change)
         for layer in self.compressed_layers.values():
             if layer.track is not None:

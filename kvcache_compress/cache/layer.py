@@ -37,9 +37,9 @@ class CompressedLayer(RowOperations):
     """Cache of a full-attention layer whose older tokens are encoded by one codec per side.
 
     New tokens go to `tail`. Once it has `FLUSH_TOKENS` more than `recent_tokens`, the oldest are encoded and appended
-    to `packed`, where they are never changed again. A step or draft of up to `MAX_DRAFT_TOKENS` first packs what is due
-    of the tokens before it; it attends in full precision to all that is dense then, its own tokens among it. So what is
-    packed depends on the accepted tokens alone, and cropping a draft brings no packed token back.
+    to `packed`, where they are never changed again. A step or draft of up to `MAX_DRAFT_TOKENS` first packs the
+    earlier tokens that are due. It then attends in full precision to itself and to all tokens that are still dense. So
+    only the accepted tokens decide what is packed, and cropping a draft brings no packed token back.
 
     With `compression.max_cache_len` all buffers are allocated before the first token, masks and decoded tokens have
     that length (unused places are zero), and statistics are taken from the first prompt. On a GPU its steps have fixed
@@ -85,7 +85,7 @@ class CompressedLayer(RowOperations):
         self._shown = False
         self._views: list[weakref.ref[Step]] = []
         """Steps that were handed out and may still be held."""
-        for name in ("batch_size", "cumulative_length"):  # those of tokens that are gone
+        for name in ("batch_size", "cumulative_length"):  # they describe tokens that are gone
             self.__dict__.pop(name, None)
 
     @property
@@ -133,7 +133,7 @@ class CompressedLayer(RowOperations):
         self.is_initialized = True
 
     def _take_over(self, storage: DynamicStorage) -> None:
-        """Keep this storage, or let a `StaticStorage` take over where steps have static shapes and it can."""
+        """Keep this storage, or let a `StaticStorage` take over if steps have static shapes and it fits."""
         held = self.storage
         old = held.buffers if isinstance(held, StaticStorage) else None
         static = storage.windows.capacity is not None and (old or has_static_steps(self.backend, self.device))
@@ -186,7 +186,7 @@ class CompressedLayer(RowOperations):
     def keys(self) -> torch.Tensor | None:
         """All keys, decoded: `[B, H, T, D]`. None before the first update.
 
-        What is written into them, or assigned, reaches the dense tokens; `ValueError` if it changes packed ones.
+        Writing into them, or assigning, changes the dense tokens, and raises `ValueError` if packed ones would change.
         """
         return self._dense("keys")
 
@@ -213,7 +213,7 @@ class CompressedLayer(RowOperations):
     def _assign(self, side: Side, x: torch.Tensor) -> None:
         held = self._dense(side)
         if held is None or not isinstance(x, torch.Tensor) or x.shape != held.shape:
-            got = tuple(x.shape) if isinstance(x, torch.Tensor) else x
+            got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else x
             holds = "no tokens" if held is None else f"{side} of shape {tuple(held.shape)}"
             raise ValueError(
                 f"{side} of layer {self.index} cannot be set to {got}: the layer holds {holds}. Use update() to add "
@@ -222,7 +222,7 @@ class CompressedLayer(RowOperations):
         held.copy_(x)
 
     def write(self, side: Side, x: torch.Tensor, old: torch.Tensor) -> None:
-        """Write those numbers of decoded tokens `x` `[B, H, T, D]` that were others in `old` to the dense tokens.
+        """Write the numbers of decoded tokens `x` `[B, H, T, D]` that differ from `old` to the dense tokens.
 
         Raises:
             ValueError: packed tokens would change, or tokens that are to be packed are not finite; nothing has changed.
@@ -268,9 +268,9 @@ class CompressedLayer(RowOperations):
         return step
 
     def release_views(self, kept: int | None = None) -> None:
-        """Let views that are still held stay what they are, before a change that may keep the first `kept` tokens only.
+        """Save the content of views that are still held, before a change that may keep the first `kept` tokens only.
 
-        Without a view that is held, as in an ordinary step, this costs nothing.
+        If nobody holds a view, as in an ordinary step, this costs nothing.
         """
         if self._views:
             self._views = [view for view in self._views if (step := view()) is not None and not step.release(kept)]
@@ -466,7 +466,7 @@ class CompressedLayer(RowOperations):
     get_max_cache_shape = get_max_length
 
     def activate_past_recording(self) -> None:
-        """Expect crops after a prompt too: the last `MAX_DRAFT_TOKENS` of each one may be a draft, and stay dense."""
+        """Expect crops after prompts too: the last `MAX_DRAFT_TOKENS` of a prompt may be a draft, and stay dense."""
         self.record_past = True
 
     def reset(self) -> None:

@@ -28,7 +28,7 @@ class RowOperations(CacheLayerMixin):
 
     @abstractmethod
     def release_views(self) -> None:
-        """Let views of the layer that are still held stay what they are, before it changes."""
+        """Save the content of views that are still held, before the layer changes."""
 
     def _select(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.release_views()

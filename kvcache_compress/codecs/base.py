@@ -98,7 +98,7 @@ class Prompt:
     rope: cos and sin of the first token of each group of `keys`, the last of which may be cut; None without RoPE.
     places: cos and sin of the positions in a group, `[1, group, rotary]`.
     queries: None if nobody has seen them.
-    padding: left padding of the rows, in which sinks and padding have changed places; None without.
+    padding: left padding of the rows, whose first tokens have changed places with it; None if there is none.
     """
 
     sinks: torch.Tensor

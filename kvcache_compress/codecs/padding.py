@@ -1,9 +1,9 @@
 """Left padding of a batch, and the exchange by which each row keeps its own first tokens as sinks.
 
-Sinks are the first positions of a storage. In a left-padded row these are padding, so its first tokens change places
-with them: with `p` tokens of padding and `S` sinks, tokens `i` and `max(p, S) + i` are exchanged for `i < min(p, S)`.
-Then the sinks are tokens `[p, p + S)`, and padding lies at `[S, S + p)`. All other tokens stay where they are, so rows
-of any padding share one length, and masks are exchanged like the tokens.
+Sinks are the first positions of a storage. In a left-padded row these would be padding, so the row's first tokens
+change places with it. With `p` tokens of padding and `S` sinks, tokens `i` and `max(p, S) + i` are exchanged for
+`i < min(p, S)`. Then the sinks are tokens `[p, p + S)`, and padding lies at `[S, S + p)`. All other tokens stay where
+they are, so rows share one length whatever their padding. Masks are exchanged like the tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 
 class LeftPadding:
-    """Numbers of padding tokens with which the rows of a batch begin; immutable.
+    """Number of padding tokens at the start of each row of a batch; immutable.
 
     tokens: int64 `[B]`, or `[1]` for all rows.
-    longest: at least the largest of them, known to the host.
+    longest: an upper bound of `tokens`, known to the host.
     """
 
     def __init__(self, tokens: torch.Tensor, longest: int) -> None:
@@ -25,9 +25,9 @@ class LeftPadding:
         self.longest = longest
 
     def partners(self, sinks: int, bound: int | torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return the token that each of the first `sinks` changes places with, int64 `[B, sinks]`.
+        """Return the partner that each of the first `sinks` tokens changes places with, int64 `[B, sinks]`.
 
-        A token without a partner below `bound` has itself.
+        A token without a partner below `bound` is its own partner.
         """
         own = torch.arange(sinks, device=device)
         padding = self.tokens.to(device)[:, None]
@@ -37,19 +37,19 @@ class LeftPadding:
     def exchange_(self, x: torch.Tensor, sinks: int, bound: int | torch.Tensor | None = None) -> torch.Tensor:
         """Exchange tokens, the last dimension of `x` `[B, ..., T]`, in place; a second call undoes the first.
 
-        `bound` is the number of tokens that are exchanged with each other, by default all.
+        Only the first `bound` tokens take part, by default all.
         """
         return _exchange_(x, self.partners(sinks, x.shape[-1] if bound is None else bound, x.device))
 
     def settle(
         self, held: torch.Tensor, x: torch.Tensor, start: int | torch.Tensor, sinks: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange those of new tokens that are sinks of their rows with the padding that stands in their place.
+        """Exchange new tokens that are sinks of their rows with the padding that stands in their place.
 
         Args:
             held: the sinks held so far, `[B, H, s, D]`; with fewer than `sinks`, these are all tokens.
             x: new tokens, `[B, H, n, D]`.
-            start: number of tokens before them, of the host or int64 `[]`.
+            start: number of tokens before them, an int or int64 `[]`.
             sinks: number of sinks.
 
         Returns:
@@ -72,14 +72,14 @@ class LeftPadding:
         device: torch.device,
         length: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Turn a mask over tokens into one over tokens as they are stored, boolean or additive, `[B, Hq or 1, n, T]`.
+        """Bring a mask into the order of stored tokens: boolean or additive, `[B, Hq or 1, n, T]`.
 
         Args:
             mask: None (causal), `[B or 1, Hq or 1, count, T]`, or a padding mask `[B, T]`.
             sinks: number of sinks.
             count: number of queries, which are the last tokens.
-            tokens: `T` of a mask that is None or a padding mask.
-            device: that of the queries.
+            tokens: `T`, read if the mask is None or a padding mask.
+            device: the queries' device.
             length: number of tokens, int64 `[]`, if it is not `tokens`.
         """
         if mask is None or mask.ndim == 2:
@@ -90,9 +90,9 @@ class LeftPadding:
         return self.exchange_(mask.expand(rows, -1, -1, -1).clone(), sinks)
 
     def without(self, x: torch.Tensor, sinks: int, first: int) -> torch.Tensor:
-        """Return stored tokens `x` `[B, H, n, D]`, the first of which has index `first`, less padding: `[1, H, N, D]`.
+        """Return stored tokens `x` `[B, H, n, D]` without padding: `[1, H, N, D]`.
 
-        If all of them are padding, they are returned as they are.
+        `first` is the index of the first token of `x`. If all tokens are padding, `x` is returned as it is.
         """
         total = first + x.shape[2]
         real = torch.arange(total, device=x.device) >= self.tokens.to(x.device)[:, None]
@@ -105,7 +105,7 @@ class LeftPadding:
         return self.changed(lambda tokens: tokens[index : index + 1])
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LeftPadding:
-        """Return the padding of other rows, which `change` makes of these; a single entry is that of any rows."""
+        """Return the padding after `change` to the rows; a single entry holds for any rows and stays as it is."""
         return self if len(self.tokens) == 1 else LeftPadding(change(self.tokens), self.longest)
 
 

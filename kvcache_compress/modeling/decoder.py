@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _UNUSABLE = {
-    "blip": "its layers put the keys and values of an image among those of the text, in any cache but DynamicCache",
+    "blip": "its layers mix keys and values of the image with those of the text in any cache but DynamicCache",
     "minimax": "it takes no cache but its own MiniMaxCache",
     "openai-gpt": "it takes no cache",
     "reformer": "it keeps hash buckets of its own and puts nothing into a cache",
     "xlnet": "it keeps a memory of its own (mems) and puts nothing into a cache",
 }
-"""Models that would ignore a compressed cache without a word, fail with it, or attend to the wrong tokens."""
+"""Models that would silently ignore a compressed cache, fail with it, or attend to the wrong tokens."""
 
 # Transformers' caches take seconds to import, which commands about sizes and presets need not wait for.
 
@@ -88,7 +88,7 @@ def kv_heads_of(config: PreTrainedConfig) -> int:
 
 
 def _full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Config of the first full-attention layer, or of any if there is none, if layers have configs of their own."""
+    """Config of the first full-attention layer, else of the first layer, if layers have configs of their own."""
     kinds = getattr(config, "layer_types", None) or []
     if kinds and hasattr(config, "per_layer_config"):
         return config.per_layer_config[kinds.index("full_attention") if "full_attention" in kinds else 0]

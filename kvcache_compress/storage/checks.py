@@ -13,7 +13,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from kvcache_compress.codecs.base import Side
 
 CROPS_TO_LENGTH = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20)
-"""Transformers before 5.20 crop to a length if the number is positive; later ones refuse that."""
+"""Before 5.20, Transformers takes a positive number as the length to crop to; later releases refuse it."""
 LONGEST = torch.finfo(torch.float16).max
 """Greatest length of a vector that can be packed: norms and scales are stored in 16 bits."""
 
@@ -144,7 +144,7 @@ def tokens_after_crop(tokens_to_remove: Any, length: int) -> int:
         count = min(0, count - length)
     if count > 0:
         raise ValueError(
-            f"crop({count}): crop takes a negative number, of tokens to remove; write "
+            f"crop({count}): the number of tokens to remove must be negative or zero. Write "
             f"crop({count} - cache.get_seq_length()) to keep the first {count}, or crop(-{count}) to remove the last"
         )
     return max(0, length + count)

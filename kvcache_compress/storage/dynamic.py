@@ -101,12 +101,13 @@ class DynamicStorage:
     ) -> tuple[SideSegments, SideSegments]:
         """Append new tokens `[B, H, n, D]`, in the dtypes that the storage holds.
 
-        The first tokens, and later more than `MAX_DRAFT_TOKENS` at a time, are a prompt: all but the recent window is
-        packed at once. Fewer are a step or a draft, which packs only what was due before.
+        The first tokens are a prompt, and so is a later chunk of more than `MAX_DRAFT_TOKENS`. All of a prompt but the
+        recent window is packed at once. A shorter chunk is a step or a draft, which packs only tokens that were due
+        before it.
 
         Args:
             counter: int64 `[]`, receives the number of tokens.
-            held: last tokens of a prompt that may be a draft, so that they and the window before them stay dense.
+            held: number of last tokens of a prompt that may be a draft; they and the window before them stay dense.
 
         Returns:
             The segments of both sides that these tokens attend to: themselves and all that was dense before, in full

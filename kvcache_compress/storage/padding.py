@@ -1,4 +1,4 @@
-"""What the layers of a cache know of their batch's left padding."""
+"""Record of a batch's left padding, shared by the layers of a cache."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 @cache
 def _warn_of_padding() -> None:
     logger.warning(
-        "the model does not hand over its attention mask: left-padded rows of this batch lose their sinks, which costs "
-        "accuracy. Call enable_fused_attention(model), or register_position_hooks(model), before the first prompt"
+        "the cache does not see the attention mask: left-padded rows of this batch, if any, lose their sinks, which "
+        "costs accuracy. Call enable_fused_attention(model), or register_position_hooks(model), before the first prompt"
     )
 
 
 class PaddingRecord:
-    """What a cache knows of its batch's left padding, shared by its layers.
+    """Left padding of a cache's batch, shared by its layers.
 
-    rows: the padding, or None if there is none or nobody has told.
+    rows: the padding, or None if there is none or it is unknown.
     awaited: True until a mask has shown where the padding of every row ends.
     """
 
@@ -40,7 +40,7 @@ class PaddingRecord:
         self.awaited = True
 
     def receive(self, mask: Any, held: int) -> None:
-        """Learn from the attention mask that the model got for the next tokens.
+        """Read the padding from the attention mask that the model got for the next tokens.
 
         Args:
             mask: as Transformers' models take it: None, `[B, T]`, `[B or 1, heads or 1, n, T]` boolean or additive, or
@@ -60,14 +60,14 @@ class PaddingRecord:
             self.restore(None)
 
     def truncate(self, tokens: int) -> None:
-        """Await masks again where only padding is left of a row."""
+        """Await masks again if only padding is left of a row."""
         if not tokens:
             self.reset()
         elif self.rows is not None and tokens <= self.rows.longest:
             self.awaited = True
 
     def restore(self, tokens: torch.Tensor | None, device: torch.device | None = None) -> None:
-        """Set the rows' padding, int64 `[B]` or `[1]`, None if there is none, on `device` if it is to be moved."""
+        """Set the rows' padding, int64 `[B]` or `[1]` (None: no padding), moved to `device` if one is given."""
         longest = 0 if tokens is None else int(tokens.max())
         self.rows = LeftPadding(tokens.to(device), longest) if tokens is not None and longest else None
         self.awaited = False
@@ -88,9 +88,9 @@ class PaddingRecord:
 
 
 def left_padding(mask: Any) -> tuple[torch.Tensor, int] | None:
-    """Return the number of padding tokens that begin each row of a model's mask, int64 `[B]`, and its tokens `T`.
+    """Return the number of padding tokens at the start of each row of a mask, int64 `[B]`, and the mask's length `T`.
 
-    Padding is what no query sees. None for masks that are not tensors.
+    Padding is a token that no query sees. Masks that are not tensors give None.
     """
     if isinstance(mask, Mapping):
         mask = mask.get("full_attention")

@@ -39,7 +39,7 @@ class SideSegments:
     slots: Slots | None = None
     """Slots of a static layer, if the segments are all its slots, whether they hold a token or not."""
     padding: LeftPadding | None = None
-    """Left padding of the rows, whose sinks have changed places with it; None without."""
+    """Left padding of the rows, whose first tokens have changed places with it; None if there is none."""
 
     @property
     def tail(self) -> torch.Tensor:
@@ -55,7 +55,7 @@ class SideSegments:
         return torch.Size((batch, heads, sinks + self.packed + self.tail_tokens, dim))
 
     def own_dense(self) -> None:
-        """Copy all that the layer writes in place when tokens are added: dense tokens and the counters of slots."""
+        """Copy what the layer overwrites when tokens are added: dense tokens and the counters of slots."""
         self.sinks = self.sinks.clone()
         self.tail_buffer = self.tail_buffer.clone(memory_format=torch.contiguous_format)
         self.track = copy.copy(self.track)

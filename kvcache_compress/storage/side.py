@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder
 
 MAX_DECODE_TOKENS = 16
-"""Most queries of a decode kernel, and most tokens of a step of static shapes."""
+"""Most queries of a decode kernel, and most tokens of a step with static shapes."""
 MAX_DRAFT_TOKENS = 128
-"""Most new tokens of which none is packed before the next ones arrive, as they may be a draft that is cropped again."""
+"""Most tokens of a step or draft: none of them is packed before the next tokens arrive, as a draft may be cropped."""
 ENCODE_CHUNK_TOKENS = 4096
 """Tokens encoded at a time, a multiple of every group size; bounds the memory that a long prompt needs."""
 
@@ -218,7 +218,7 @@ def encoded(codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
 
 
 def statistics_tokens(first: torch.Tensor, sinks: int, recent: int) -> tuple[torch.Tensor, int]:
-    """Return the first tokens that codecs take statistics from, and the index of the first of these.
+    """Return the tokens of a first prompt that codecs take statistics from, and the index of the first one.
 
     Sinks are left out, unless there are few others.
     """

@@ -192,13 +192,13 @@ def has_static_steps(backend: Backend, device: torch.device) -> bool:
 class StaticStorage:
     """`sinks | packed | tail` of keys and values, with counters on the device.
 
-    All operations but a step read the tokens into a `DynamicStorage`, change them there and make another of this one.
-    Reading (`sides`, `tokens`, `as_dynamic`) waits for the device and raises the errors of earlier steps, which on a
-    GPU cannot raise themselves.
+    All operations but a step read the tokens into a `DynamicStorage`, change them there and load them
+    into a new `StaticStorage`. Reading (`sides`, `tokens`, `as_dynamic`) waits for the device and raises the errors of
+    earlier steps, which on a GPU cannot raise themselves.
 
     Args:
         dynamic: a storage that `is_loadable`, whose tokens and buffers this one takes over.
-        buffers: those of the storage that this one replaces, to be written again if they fit.
+        buffers: buffers of the storage that this one replaces; they are used again if they fit.
     """
 
     waiting = False
@@ -328,7 +328,7 @@ class StaticStorage:
         rows = dynamic.sides["keys"].padding.rows
         some_lack = rows is not None and dynamic.tokens < rows.longest + self.windows.sinks
         self._settling = rows if some_lack else None
-        """Left padding of the batch if a row has fewer tokens than sinks, which steps then bring."""
+        """Left padding of the batch while some row lacks sinks, which later steps bring; else None."""
 
     def _raise_for_faults(self) -> None:
         checks = self._carrier.checks

@@ -38,7 +38,7 @@ def test_family(case: str, caplog: pytest.LogCaptureFixture) -> None:
         found = verdict(case)
     assert found.reason or found.kind == "fused"
     assert found.kind != "fails" or case == "llama4", found.reason
-    assert caplog.text.count(NO_EFFECT) == (found.reason == "computes with cached keys and values")
+    assert caplog.text.count(NO_EFFECT) == (found.reason == "transforms cached keys and values before it attends")
     if case in SHOWN_IMAGES:
         assert found.images
         assert found.kind in ("fused", "unfused")
@@ -116,7 +116,7 @@ def test_a_cache_that_stays_empty_is_reported_once(caplog: pytest.LogCaptureFixt
         ("reformer", "puts nothing into a cache"),
         ("minimax", "its own MiniMaxCache"),
         ("openai-gpt", "it takes no cache"),
-        ("blip", "put the keys and values of an image among those of the text"),
+        ("blip", "mix keys and values of the image with those of the text"),
         ("blt", "has no decoder whose cache could be compressed"),
         ("pi0", "has no decoder whose cache could be compressed"),
         ("dots3_note_text", "has no full-attention layer to compress"),

@@ -91,6 +91,6 @@ def test_unknown_padding_is_reported_once(caplog: pytest.LogCaptureFixture) -> N
         PaddingRecord().begin(x)
         PaddingRecord().begin(x)
     assert [record.getMessage() for record in caplog.records] == [
-        "the model does not hand over its attention mask: left-padded rows of this batch lose their sinks, which costs "
-        "accuracy. Call enable_fused_attention(model), or register_position_hooks(model), before the first prompt"
+        "the cache does not see the attention mask: left-padded rows of this batch, if any, lose their sinks, which "
+        "costs accuracy. Call enable_fused_attention(model), or register_position_hooks(model), before the first prompt"
     ]

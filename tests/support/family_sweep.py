@@ -44,15 +44,15 @@ _DRAFTS = "drafts for another model, whose keys and values it reads"
 _TWO_TOKENIZERS = "its generate needs an image and the tokens of a second tokenizer"
 NOT_RUN = {
     "diffusion_gemma": "generates by diffusion, with a loop of its own",
-    "evolla": "needs proteins, and no auto class makes it",
+    "evolla": "needs protein inputs, and no auto class builds it",
     "fast_vlm": _TIMM,
     "gemma3n": f"{_TIMM} (its decoder is gemma3n_text)",
     "gemma4_assistant": _DRAFTS,
     "gemma4_unified_assistant": _DRAFTS,
     "instructblip": _TWO_TOKENIZERS,
     "instructblipvideo": _TWO_TOKENIZERS,
-    "musicgen": "its decoder takes a config that no auto class makes",
-    "musicgen_melody": "its decoder takes a config that no auto class makes",
+    "musicgen": "its decoder takes a config that no auto class builds",
+    "musicgen_melody": "its decoder takes a config that no auto class builds",
     "perception_lm": _TIMM,
 }
 """Families that are not run, and why."""
@@ -155,7 +155,8 @@ def verdict(case: str) -> Verdict:
     paths = {call.path for call in taken}
     if paths - {"decode"}:
         return Verdict("fused", "", queries, images)
-    reason = "passes an option that fused attention does not know" if paths else "computes with cached keys and values"
+    transforms = "transforms cached keys and values before it attends"
+    reason = "passes an option that fused attention does not know" if paths else transforms
     return Verdict("unfused", reason, queries, images)
 
 

@@ -30,8 +30,9 @@ def launch_options(amd: bool = AMD, fusion: bool = True) -> dict[str, Any]:
     """Options of every launch: without `maxnreg`, ptxas aims at a round number of registers and spills to meet it.
 
     Fusion of multiplications and additions is explicit, as Triton's default changes with version 3.10. It is off where
-    products are summed over lanes: two lanes that exchange products would each round only the other's, and get sums
-    that differ. Then which one is stored is up to the hardware, and lanes may encode a token by different norms.
+    products are summed over lanes: two lanes that exchange products would each round only the other's product, and
+    their sums would differ. The hardware then chooses which sum is stored, and lanes may encode a token by different
+    norms.
     """
     return {"enable_fp_fusion": fusion} | ({} if amd else {"maxnreg": 255})
 

@@ -27,8 +27,8 @@ SURE_VARIANCE = 8
 @cache
 def _warn_of_queries() -> None:
     logger.warning(
-        "the queries of the first prompt were not seen (without fused attention, with gradients, or in compiled code), "
-        "so spectral (best-*) measured its statistics on keys alone, which loses two to four times as much: call "
+        "the queries of the first prompt were not seen (without fused attention, with gradients, or in compiled code). "
+        "Spectral keys (best-*) have statistics of the keys alone, and the loss is two to four times as large. Call "
         "enable_fused_attention(model), and run the first prompt under torch.no_grad(), not compiled"
     )
 
