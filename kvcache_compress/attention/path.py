@@ -35,7 +35,7 @@ _MODULES: dict[AttentionPath, str] = {
 _KNOWN = {"softcap", "s_aux", "is_causal", "output_attentions"}
 """Options of attention functions that `attention_path` or the fused paths read."""
 _IDLE = {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "output_router_logits"}
-_IDLE |= {"num_items_in_batch", "seq_idx", "max_length_q", "max_length_k"}
+_IDLE |= {"num_items_in_batch", "seq_idx", "max_length_q", "max_length_k", "logits_to_keep", "return_shared_kv_states"}
 """Options that do not change attention: other parts of a model read them, or flash attention with `cu_seq_lens_*`."""
 _IN_MASK = {"sliding_window", "cu_seq_lens_q", "cu_seq_lens_k"}
 """Options that only flash attention reads; eager attention and SDPA get the same from the mask."""

@@ -27,6 +27,7 @@ IDLE: dict[str, Any] = {
     "cu_seq_lens_k": LENGTHS,
     "is_causal": False,
     "sliding_window": 1024,
+    "return_shared_kv_states": True,
 }
 """Options of a step of one token that change nothing for eager attention and SDPA."""
 
