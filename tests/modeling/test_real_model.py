@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
+from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention, load_config
 from kvcache_compress.modeling.loading import load_model
@@ -128,3 +129,34 @@ def test_compress_on_the_real_model(real: Any) -> None:
         model.generate(**batch, max_new_tokens=4, do_sample=False)
     assert handle.last_cache.packed_tokens > 64
     assert handle.last_cache.memory_report().packed_bits_per_number == pytest.approx(3.25)
+
+
+@pytest.mark.parametrize("preset", ["turboquant-2bit", "best-2bit", "kivi-4bit"])
+def test_padding_costs_a_row_nothing(real: Any, preset: str) -> None:
+    """The loss of a left-padded row is at most 1.1 times that of the row alone.
+
+    Padding is a multiple of the 32 tokens that are packed together, so that the same tokens of the row are packed.
+    """
+    model, tokenizer, _ = real
+    row = tokenizer(STORY * 4, return_tensors="pt").input_ids[:, :330]
+    enable_fused_attention(model)
+
+    def next_tokens(cache: Any, padding: int) -> torch.Tensor:
+        ids = torch.nn.functional.pad(row, (padding, 0))
+        mask = torch.nn.functional.pad(torch.ones_like(row), (padding, 0))
+        positions, start = (mask.cumsum(-1) - 1).clamp_min(0), ids.shape[1] - 48
+        logits = []
+        with torch.no_grad():
+            for at in (slice(0, start), *(slice(i, i + 16) for i in range(start, ids.shape[1], 16))):
+                seen = {"attention_mask": mask[:, : at.stop], "position_ids": positions[:, at]}
+                logits.append(model(ids[:, at], **with_cache(cache), **seen, logits_to_keep=16).logits)
+        return torch.cat(logits, 1).log_softmax(-1)
+
+    losses = []
+    for padding in (0, 32, 288):
+        cache = CompressedCache(model.config, preset)
+        full, lossy = (next_tokens(one, padding) for one in (DynamicCache(config=model.config), cache))
+        assert cache.packed_tokens > 64
+        losses.append((full.exp() * (full - lossy)).sum(-1).mean().item())
+    disable_fused_attention(model)
+    assert max(losses) <= 1.1 * losses[0]
