@@ -203,8 +203,8 @@ class CompressionConfig(StrictOptions):
     keys, values: the method of each side.
     sink_tokens, recent_tokens: first and last tokens kept in full precision. Tokens are packed 32 at a time (or in a
         method's larger groups), so up to 31 more stay dense.
-    quantize_generated: if False, decode steps pack no tokens; the next prompt of more than 128 tokens packs those
-            generated before it.
+    quantize_generated: if False, decode steps pack no tokens; a later prompt of more than 16 tokens packs those before
+        it, except in assisted decoding, where it may be a draft.
     backend: `auto` (Triton on GPUs, C++ on CPUs, else torch), `triton`, `cpp` or `torch`.
     seed: seed of every random rotation and sketch.
     max_cache_len: static capacity in tokens, allocated at once, so that shapes do not change (CUDA graphs).

@@ -115,7 +115,8 @@ class Step:
         assert keys.padding is not None
         if slots is None:
             tokens, sinks, length = keys.shape[2], keys.sinks.shape[2], None
-            mask = self._over_tokens(mask)
+            if mask is not None and mask.ndim == 2:
+                mask = self._over_tokens(mask)
         else:
             tokens, sinks, length = slots.capacity, slots.sinks, slots.length
             if mask is not None and mask.ndim == 2:

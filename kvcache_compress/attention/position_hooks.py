@@ -51,6 +51,11 @@ class ModelListener:
         """Packed tokens per sequence."""
         raise NotImplementedError
 
+    @property
+    def is_compileable(self) -> bool:
+        """True if shapes stay the same from step to step."""
+        raise NotImplementedError
+
 
 class PositionHooks:
     """Handle that removes the hooks of `register_position_hooks`, by `remove()` or as a context manager."""
@@ -137,12 +142,15 @@ class _Watch:
 
 
 def _begin(owner: str, watch: _Watch, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Watch a forward that begins with packed tokens, but not with gradients, when attention gets them decoded."""
-    if torch.compiler.is_compiling():
+    """Watch a forward over a growing cache that begins with packed tokens.
+
+    With gradients attention gets them decoded, and a static cache may be read by recorded graphs, which show no path.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return
     watch.end()  # An error may have ended the last forward.
-    packed = any(value.packed_tokens for value in (*args, *kwargs.values()) if isinstance(value, ModelListener))
-    if packed and not torch.is_grad_enabled():
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, ModelListener))
+    if any(cache.packed_tokens for cache in given if not cache.is_compileable):
         watch.begin()
 
 

@@ -172,7 +172,10 @@ def _leave(model: PreTrainedModel, call: _Call) -> None:
         if blocks is None or call not in blocks.open:
             return
         at = blocks.open.index(call)
-        blocks.open[: at + 1] = [one for one in blocks.open[:at] if call.in_block or one.in_block]
+        earlier = blocks.open[:at]
+        while not call.in_block and earlier and not earlier[-1].in_block:  # calls whose place this one took
+            earlier.pop()
+        blocks.open[: at + 1] = earlier
         if blocks.open:
             _switch(model, blocks.open[-1], blocks)
             return

@@ -25,7 +25,7 @@ from kvcache_compress.config import CompressionConfig, LayerPlan, load_config
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, layer_types
 from kvcache_compress.modeling.rope import RopeLayout, layer_has_rope, rope_layout
 from kvcache_compress.serialization.cache_file import load_cache, save_cache
-from kvcache_compress.storage.checks import check_croppable, tokens_after_crop
+from kvcache_compress.storage.checks import CROPS_TO_LENGTH, check_croppable, tokens_after_crop
 from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.validation.arguments import positive_count, row_numbers
@@ -150,7 +150,7 @@ class CompressedCache(Cache, ModelListener):
 
     def receive_mask(self, mask: Any) -> None:
         """Learn from the attention mask of a forward which tokens are left padding, if that is not known yet."""
-        first = next(iter(self.compressed_layers.values()), None)
+        first = next((layer for layer in self.layers if isinstance(layer, CompressedLayer)), None)
         if first is not None and (self.padding.awaited or first.storage is None or first.storage.empty):
             self.padding.receive(mask, self._tokens())
 
@@ -222,7 +222,7 @@ class CompressedCache(Cache, ModelListener):
         return memory_report(self.layers)
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        if 0 in (*args, *kwargs.values()):
+        if not CROPS_TO_LENGTH and any(isinstance(count, int) and count == 0 for count in (*args, *kwargs.values())):
             # `generate` calls this after it accepts a whole draft. Only layers that are not compressed have work to do:
             # they may hold more than their window.
             layers = [layer for layer in self.layers if type(layer) is not CompressedLayer]

@@ -19,7 +19,14 @@ from kvcache_compress.codecs.backend import resolve_backend
 from kvcache_compress.codecs.base import Codec, CodecContext, PromptQueries, Side
 from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.storage.checks import PackableChecks, check_batch, check_states, full_error, tokens_after_crop
+from kvcache_compress.storage.checks import (
+    CROPS_TO_LENGTH,
+    PackableChecks,
+    check_batch,
+    check_states,
+    full_error,
+    tokens_after_crop,
+)
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.rope_track import RopeTrack
@@ -479,7 +486,7 @@ class CompressedLayer(RowOperations):
 
         With releases of Transformers whose `crop` takes a length, a positive number is that length.
         """
-        if tokens_to_remove == 0:
+        if tokens_to_remove == 0 and not CROPS_TO_LENGTH:
             return
         length = self._length()
         left = tokens_after_crop(tokens_to_remove, length)

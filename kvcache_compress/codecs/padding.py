@@ -9,8 +9,12 @@ they are, so rows share one length whatever their padding. Masks are exchanged l
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+
+SHARED_QUERIES = 16
+"""Most queries of a mask that is kept for the other layers of a step."""
 
 
 class LeftPadding:
@@ -23,6 +27,11 @@ class LeftPadding:
     def __init__(self, tokens: torch.Tensor, longest: int) -> None:
         self.tokens = tokens
         self.longest = longest
+        self._last: tuple[torch.Tensor, tuple[int, int], torch.Tensor] | None = None
+        """A step's mask, how it was exchanged, and the result, which all layers of the step share."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LeftPadding:
+        return self
 
     def partners(self, sinks: int, bound: int | torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return the partner that each of the first `sinks` tokens changes places with, int64 `[B, sinks]`.
@@ -86,6 +95,14 @@ class LeftPadding:
             last = torch.arange(count, device=device)[:, None] + (tokens if length is None else length) - count
             causal = (torch.arange(tokens, device=device) <= last)[None, None]
             mask = causal if mask is None else causal & mask[:, None, None, -tokens:].bool()
+        if mask.is_inference() or count > SHARED_QUERIES:
+            return self._exchanged(mask, sinks)
+        how = sinks, mask._version
+        if self._last is None or self._last[0] is not mask or self._last[1] != how:
+            self._last = mask, how, self._exchanged(mask, sinks)
+        return self._last[2]
+
+    def _exchanged(self, mask: torch.Tensor, sinks: int) -> torch.Tensor:
         rows = max(len(mask), len(self.tokens))
         return self.exchange_(mask.expand(rows, -1, -1, -1).clone(), sinks)
 

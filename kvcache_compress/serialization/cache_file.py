@@ -240,20 +240,25 @@ def _config(header: Header, files: Mapping[str, str | Path | None]) -> Compressi
     return load_config(plain)
 
 
-def _restore_padding(cache: CompressedCache, header: Header, padding: torch.Tensor, device: torch.device) -> None:
-    batch = next((layer.state.batch for layer in header.layers if layer.state is not None), 0)
-    if padding.dtype != torch.int64 or padding.shape not in ((batch,), (1,)) or not padding.numel():
+def _restore_padding(
+    cache: CompressedCache, header: Header, padding: torch.Tensor | None, device: torch.device
+) -> None:
+    states = [layer.state for layer in header.layers if layer.state is not None]
+    batch = states[0].batch if states else 0
+    if padding is None:
+        pass
+    elif padding.dtype != torch.int64 or padding.shape not in ((batch,), (1,)) or not padding.numel():
         raise ValueError(f"damaged: padding is {padding.dtype} {list(padding.shape)} for a batch of {batch}")
-    if (padding < 0).any():
+    elif (padding < 0).any():
         raise ValueError("damaged: padding is negative")
     cache.padding.restore(padding, device)
+    cache.padding.truncate(max((state.tokens for state in states), default=0))
 
 
 def _restore(cache: CompressedCache, header: Header, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Fill a new cache from tensors, copied to `device`; raises `ValueError` for tensors that do not fit."""
     left, compressed = dict(tensors), cache.compressed_layers
-    if (padding := left.pop("padding", None)) is not None:
-        _restore_padding(cache, header, padding, device)
+    _restore_padding(cache, header, left.pop("padding", None), device)
     ropes = {track.name: left.pop(track.name, None) for track in cache.rope_tracks}
     if header.rope is not None and cache.rope_tracks:
         whole, like = left.pop("rope", None), cache.rope_tracks[0].buffer

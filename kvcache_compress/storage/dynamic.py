@@ -25,7 +25,7 @@ class DynamicStorage:
         sides: the two sides, empty.
         windows: numbers of tokens per segment.
         checks: of the vectors that are about to be packed.
-        flushes_steps: True if steps and drafts pack earlier tokens, False if only prompts pack any.
+        flushes_steps: True if steps and drafts pack earlier tokens, False if only prompts and their chunks do.
         track: cos and sin of the packed groups, if a codec needs them.
         leads_track: True for the layer that writes `track`.
     """
@@ -116,16 +116,33 @@ class DynamicStorage:
         Raises:
             ValueError: a vector to be encoded is not finite.
         """
-        length, count = self.tokens, keys.shape[2]
+        length = self.tokens
         self._checked = False
         self.checks.raise_for_known()
-        keys, values = self._settled(keys, values, length)
+        sinks_before = [state.sinks for state in self.sides.values()]
+        try:
+            keys, values = self._settled(keys, values, length)
+            found = self._append(keys, values, length, held)
+        except Exception:
+            for state, sinks in zip(self.sides.values(), sinks_before, strict=True):
+                state.sinks = sinks
+            raise
+        if self.windows.capacity is not None:
+            self._prepare()
+        if counter is not None:
+            counter.fill_(self.tokens)
+        return found
+
+    def _append(
+        self, keys: torch.Tensor, values: torch.Tensor, length: int, held: int
+    ) -> tuple[SideSegments, SideSegments]:
+        count = keys.shape[2]
         if not length:
             self._begin({"keys": keys, "values": values})
         if self.track is not None:
             self.track.extend(length, keys, again=not self.leads_track)
         prompt = count > (MAX_DRAFT_TOKENS if length else MAX_DECODE_TOKENS)
-        if not prompt and self.flushes_steps:
+        if not prompt and (self.flushes_steps or (count > MAX_DECODE_TOKENS and not held)):
             self._flush()
         k_side, v_side = self.sides.values()
         sinks = min(self.windows.sinks - k_side.sinks.shape[2], count)
@@ -136,10 +153,6 @@ class DynamicStorage:
         else:
             self._add(keys, values, sinks)
             found = k_side.all_segments(), v_side.all_segments()
-        if self.windows.capacity is not None:
-            self._prepare()
-        if counter is not None:
-            counter.fill_(self.tokens)
         return found
 
     def _settled(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -277,15 +277,19 @@ class StaticStorage:
             positions = torch.arange(keys.shape[2], device=keys.device) + self.buffers.length
             carrier.track.write(positions, keys, again=not carrier.leads_track)
         fresh: dict[Side, torch.Tensor] = {"keys": keys, "values": values}
-        if self._settling is not None:
-            self.buffers.settle(self._settling, fresh)
+        if self._rows is not None and self._lacking > 0:
+            self._lacking -= keys.shape[2]
+            self.buffers.settle(self._rows, fresh)
         self.buffers.step(carrier.sides, fresh, counter)
         return self.segments()
 
     def is_step(self, count: int) -> bool:
-        """Return True if `count` new tokens are a step of static shapes; the first tokens never are."""
-        awaited = self._carrier.sides["keys"].padding.awaited
-        return not self.empty and 0 < count <= MAX_DECODE_TOKENS and not awaited
+        """Return True if `count` new tokens are a step of static shapes.
+
+        The first tokens never are, nor are those with which more becomes known of the rows' padding.
+        """
+        as_known = self._carrier.sides["keys"].padding.rows is self._rows
+        return not self.empty and 0 < count <= MAX_DECODE_TOKENS and as_known
 
     def as_dynamic(self) -> DynamicStorage:
         """Return the tokens as a `DynamicStorage`, whose changes leave this storage as it is."""
@@ -325,10 +329,9 @@ class StaticStorage:
         """Codecs and packed stores; its dense tokens and counts are out of date, as `buffers` has them."""
         self.empty = empty
         """True while there are no tokens: the host can tell this without waiting."""
-        rows = dynamic.sides["keys"].padding.rows
-        some_lack = rows is not None and dynamic.tokens < rows.longest + self.windows.sinks
-        self._settling = rows if some_lack else None
-        """Left padding of the batch while some row lacks sinks, which later steps bring; else None."""
+        self._rows = rows = dynamic.sides["keys"].padding.rows
+        self._lacking = 0 if rows is None else rows.longest + self.windows.sinks - dynamic.tokens
+        """Tokens until every left-padded row has its sinks, which steps bring then; none if it is not positive."""
 
     def _raise_for_faults(self) -> None:
         checks = self._carrier.checks

@@ -262,6 +262,17 @@ def test_without_a_block_inside_of_one(model: LlamaForCausalLM, prompt: torch.Te
     assert untouched(model)
 
 
+def test_a_block_between_two_lasting_calls(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    """The end of a call within a block leaves what was on before the block, which is on again after it."""
+    outer = compress(model, TURBOQUANT)
+    with compress(model, KIVI):
+        compress(model, KIVI).stop()
+    generate(model, prompt)
+    assert outer.last_cache.packed_tokens > 0
+    outer.stop()
+    assert untouched(model)
+
+
 def test_a_handle_has_one_block(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     compression = compress(model, TURBOQUANT)
     with compression as block:

@@ -219,9 +219,9 @@ def test_non_finite_prompt(method: str, side: str, bad: float) -> None:
         "values": {"method": method, "group_size": 16} if method == "kivi" else method,
     }
     cache = CompressedCache(llama(), {**options, **SMALL})
-    broken = states(60, seed=1)
+    broken = states(150, seed=1)
     broken[1, 0, 10, 3] = bad
-    pair = (broken, states(60)) if side == "keys" else (states(60), broken)
+    pair = (broken, states(150)) if side == "keys" else (states(150), broken)
     message = f"{side} of layer 0 hold NaN, infinity"
     with pytest.raises(ValueError, match=message):
         cache.update(*pair, 0)
@@ -241,6 +241,24 @@ def test_non_finite_prompt(method: str, side: str, bad: float) -> None:
     cache.update(states(40), states(40), 0)
     assert cache.get_seq_length() == 100
     assert cache.layers[0].keys.isfinite().all()
+
+
+def test_non_finite_chunk_with_sinks_of_a_padded_row() -> None:
+    """A refused chunk leaves the sinks of a row as they were, whose place its tokens would have taken."""
+    cache = CompressedCache(llama(), {**TURBOQUANT, **SMALL})
+    mask = torch.ones(2, 200, dtype=torch.long)
+    mask[1, :18] = 0
+    cache.receive_mask(mask[:, :20])
+    cache.update(states(20), states(20, seed=1), 0)
+    before = cache.layers[0].keys.clone()
+    with pytest.raises(ValueError, match="keys of layer 0 hold NaN"):
+        cache.update(torch.full_like(states(180), torch.nan), states(180), 0)
+    assert torch.equal(cache.layers[0].keys, before)
+    cache.update(states(180, seed=2), states(180, seed=3), 0)
+    assert cache.packed_tokens > 0
+    assert cache.layers[0].keys.isfinite().all()
+    sinks = torch.cat([before[1, :, 18:], states(180, seed=2)[1, :, :2]], 1)
+    assert torch.equal(cache.layers[0].keys[1, :, 18:22], sinks)
 
 
 @pytest.mark.parametrize("side", ["keys", "values"])
@@ -398,11 +416,11 @@ def test_a_refused_step_says_why_beside_layers_that_cannot_step_back(first: str)
         head_dim=32, sliding_window=16, layer_types=kinds, vocab_size=64, **sizes
     )
     cache = CompressedCache(config, {**TURBOQUANT, "sink_tokens": 0, "recent_tokens": 0})
-    good = torch.randn(1, 2, 64, 32)
+    good = torch.randn(1, 2, 160, 32)
     attending = [index for index, kind in enumerate(kinds) if kind != "linear_attention"]
     for index in attending:
         cache.update(good, good, index)
-    assert cache.packed_tokens == 64
+    assert cache.packed_tokens == 160
     for index in attending[:-1]:
         cache.update(good, good, index)
     with pytest.raises(ValueError, match=r"keys of layer 2 hold NaN.*cannot be packed"):

@@ -116,14 +116,11 @@ def test_padding_is_not_attended(case: Any, ids: torch.Tensor) -> None:
 
 
 def test_generated_tokens_stay_dense(case: Any, ids: torch.Tensor) -> None:
-    """`quantize_generated: false`: steps never pack, the next prompt chunk that is longer than a draft does."""
+    """`quantize_generated: false`: steps never pack, a later chunk of a prompt packs the tokens before it."""
     cache = check(case, ids, [60] + [2] * 25, quantize_generated=False)
     assert cache.packed_tokens == 32
-    before = cache.packed_tokens
-    case.feed(cache, ids[:, :128])
-    assert cache.packed_tokens == before
-    case.feed(cache, ids[:, 100:229])
-    assert cache.packed_tokens > before
+    case.feed(cache, ids[:, :17])
+    assert cache.packed_tokens >= 64
 
 
 def test_no_sinks_and_no_window(case: Any, ids: torch.Tensor) -> None:

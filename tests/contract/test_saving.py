@@ -58,6 +58,20 @@ def test_goes_on_bit_for_bit(case: Any, ids: torch.Tensor, tmp_path: Path) -> No
     assert loaded.packed_tokens == cache.packed_tokens > 0
 
 
+def test_padding_that_has_not_ended(case: Any, ids: torch.Tensor, tmp_path: Path) -> None:
+    """A cache saved within the padding of a row learns of its end from the next mask, as the saved one does."""
+    mask = torch.ones(2, 120, dtype=torch.long)
+    mask[1, :50] = 0
+    cache = case.cache()
+    case.feed(cache, ids[:, :40], [40], mask)
+    loaded = reloaded(case, cache, tmp_path)
+    got, expected = (case.feed(one, ids[:, 40:120], [20, *[1] * 60], mask) for one in (loaded, cache))
+    assert torch.equal(got, expected)
+    assert loaded.packed_tokens == cache.packed_tokens > 0
+    if case.fused:
+        assert loaded.padding.rows.tokens.tolist() == [0, 50]
+
+
 @pytest.mark.parametrize("state", ["new", "reset", "short", "cropped to nothing", "cropped", "of another batch"])
 def test_states(unfused: Any, ids: torch.Tensor, tmp_path: Path, state: str) -> None:
     """Caches saved empty, before any packing, and with odd sizes after other operations all continue alike."""

@@ -66,6 +66,21 @@ def test_equals_the_growing_cache(case: Any, ids: torch.Tensor, padding: int) ->
     assert static.is_compileable
 
 
+@pytest.mark.parametrize("sinks", [2, 4, 16])
+@pytest.mark.parametrize("case", SOME, indirect=True, ids=lambda p: f"{p[0]}-{p[1]}")
+@both_kinds_of_steps
+def test_padding_that_ends_in_a_short_chunk(case: Any, ids: torch.Tensor, sinks: int) -> None:
+    """The second chunk is as short as a step, and shows that the padding of a row is longer than the first one."""
+    sizes = [32, 16, *[1] * 40]
+    mask = torch.ones_like(ids)
+    mask[1, :40] = 0
+    growing, static = pair(case, backend="torch", sink_tokens=sinks)
+    seen = mask[:, : sum(sizes)].bool()
+    results = [case.feed(one, ids[:, : sum(sizes)], sizes, mask)[seen] for one in (growing, static)]
+    assert_close_but_for_flips(*results)
+    assert static.packed_tokens == growing.packed_tokens > 0
+
+
 @both_kinds_of_steps
 @croppable_cases
 def test_operations_between_steps(case: Any, ids: torch.Tensor) -> None:

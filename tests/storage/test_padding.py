@@ -79,6 +79,16 @@ def test_a_batch_that_never_arrived_is_forgotten() -> None:
     assert record.rows is None
 
 
+def test_a_loaded_record_awaits_what_the_saved_one_did() -> None:
+    record = PaddingRecord()
+    record.restore(None)
+    record.truncate(60)
+    assert not record.awaited, "tokens are held, and none of them is known to be padding"
+    record.restore(torch.tensor([32, 0]))
+    record.truncate(32)
+    assert record.awaited
+
+
 def test_unknown_padding_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     module._warn_of_padding.cache_clear()
     x = torch.randn(2, 1, 5, 8)
