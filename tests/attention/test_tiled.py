@@ -31,7 +31,7 @@ from support.method_cases import declared
 from support.segment_makers import DEVICE, make_codec, make_side, poison  # noqa: F401
 from support.small_model import VOCAB, small_model
 
-from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress import CompressedCache, enable_fused_attention, register_position_hooks
 from kvcache_compress.attention import reference, tiled
 from kvcache_compress.attention.handle import Step
 from kvcache_compress.attention.path import PathTaken, record_paths
@@ -131,8 +131,7 @@ def _chunks(backend: str, dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
     """Logits of a small model whose prompt comes in three chunks, of which two attend to packed tokens."""
     torch.manual_seed(0)
     model = small_model().to(dtype)
-    if fused:
-        enable_fused_attention(model)
+    (enable_fused_attention if fused else register_position_hooks)(model)
     config = {"keys": {"method": "turboquant", "bits": 4}, "values": {"method": "kivi", "bits": 4}, "backend": backend}
     cache = CompressedCache(model.config, config | {"sink_tokens": 4, "recent_tokens": 16})
     ids = torch.randint(1, VOCAB, (2, 360))

@@ -26,7 +26,7 @@ from kvcache_compress.attention.interface import ATTENTION_NAME
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.storage.checks import PackableChecks
 
-SIZES = [44, 1, 33]
+SIZES = [44, 1, 33, 1]
 LAYERS = 2
 
 

@@ -70,11 +70,11 @@ class Rotary:
         if isinstance(mask, torch.Tensor) and self.fused:
             self.padding = (mask == 0).cumprod(-1).sum(-1).tolist()
 
-    def attention(self, module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+    def attention(self, module: Any, query: torch.Tensor, key: Any, value: Any, *mask: Any, **options: Any) -> Any:
         """Fused attention that first shows a step's queries to an oracle's layer that waits for them."""
-        if waiting := self.waiting.pop(module.layer_idx, None):
-            waiting.take_queries(PromptQueries(query, mask, options["scaling"]))
-        return attention_forward(module, query, key, value, mask, **options)
+        if waiting := self.waiting.pop(getattr(module, "layer_idx", None), None):
+            waiting.take_queries(PromptQueries(query, *mask, options["scaling"]))
+        return attention_forward(module, query, key, value, *mask, **options)
 
     @property
     def fused(self) -> bool:
