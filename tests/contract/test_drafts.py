@@ -112,12 +112,12 @@ def test_drafts_are_packed_as_single_steps(name: str, kind: str) -> None:
     assert min(packed) > 0
 
 
-@pytest.mark.parametrize(("name", "backend"), [("turboquant", "torch"), ("mixed", "torch"), ("turboquant", "triton")])
-def test_steps_of_static_shapes_go_on_after_drafts(name: str, backend: str, static_shapes: None) -> None:
+@pytest.mark.parametrize("name", ["turboquant", "mixed"])
+def test_steps_of_static_shapes_go_on_after_drafts(name: str, static_shapes: None) -> None:
     """A draft may leave more dense tokens than steps have slots: the next step, or a crop, packs or drops them."""
     config = {"sink_tokens": SINKS, "recent_tokens": RECENT, **CONFIGS[name], "max_cache_len": 400}
     rounds = [(33, 1.0), (2, 1.0), (70, 0.2), (40, 1.0)]
-    assert run_drafts({**config, "backend": backend}, 60, 20, rounds) >= 96
+    assert run_drafts({**config, "backend": "torch"}, 60, 20, rounds) >= 96
 
 
 @pytest.fixture
