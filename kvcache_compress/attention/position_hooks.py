@@ -146,9 +146,11 @@ def _begin(owner: str, watch: _Watch, module: Any, args: tuple[Any, ...], kwargs
 
     With gradients attention gets them decoded, and a static cache may be read by recorded graphs, which show no path.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
         return
     watch.end()  # An error may have ended the last forward.
+    if torch.is_grad_enabled():
+        return
     given = (value for value in (*args, *kwargs.values()) if isinstance(value, ModelListener))
     if any(cache.packed_tokens for cache in given if not cache.is_compileable):
         watch.begin()

@@ -7,7 +7,14 @@ import torch
 from support.cache_name import with_cache
 from transformers import DynamicCache
 
-from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention, load_config
+from kvcache_compress import (
+    CompressedCache,
+    compress,
+    disable_fused_attention,
+    enable_fused_attention,
+    load_config,
+    register_position_hooks,
+)
 from kvcache_compress.modeling.loading import load_model
 
 pytestmark = pytest.mark.slow
@@ -41,7 +48,9 @@ def real() -> Any:
 
 def generate(real: Any, config: Any, fused: bool, tokens: int = NEW_TOKENS, **how: Any) -> Any:
     model, _, batch = real
-    (enable_fused_attention if fused else disable_fused_attention)(model)
+    hooks = register_position_hooks(model)
+    if fused:
+        enable_fused_attention(model)
     cache = CompressedCache(model.config, config)
     torch.manual_seed(0)
     output = model.generate(
@@ -53,6 +62,7 @@ def generate(real: Any, config: Any, fused: bool, tokens: int = NEW_TOKENS, **ho
         **how,
     )
     disable_fused_attention(model)
+    hooks.remove()
     return output.sequences, torch.stack(output.logits), cache
 
 

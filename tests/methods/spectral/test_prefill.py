@@ -253,7 +253,7 @@ def test_without_fused_attention(model: Any, caplog: pytest.LogCaptureFixture) -
     disable_fused_attention(model)
     losses += [loss(keys), loss(keys)]
     enable_fused_attention(model)
-    assert caplog.text.count("call enable_fused_attention(model)") == 1
+    assert caplog.text.count("Call enable_fused_attention(model)") == 1
     assert max(losses) < loss({"method": "turboquant", "bits": 2, "codebook": "lloyd_max", "scalar": "norm"})
 
 
