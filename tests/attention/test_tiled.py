@@ -27,8 +27,9 @@ from support.attention_cases import (
     tq,
 )
 from support.cache_name import with_cache
+from support.device import DEVICE
 from support.method_cases import declared
-from support.segment_makers import DEVICE, make_codec, make_side, poison  # noqa: F401
+from support.segment_makers import make_codec, make_side, poison  # noqa: F401
 from support.small_model import VOCAB, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention, register_position_hooks

@@ -1,13 +1,10 @@
 """Fixtures for tests of attention: layers built from random tokens, with uninitialised memory poisoned.
 
-Triton's kernels run in its interpreter.
-
-`KVCACHE_COMPRESS_TEST_DEVICE=cuda` runs them on that device instead, compiled.
+Triton's kernels run where `support/device.py` says.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -19,9 +16,9 @@ from kvcache_compress.config import get_method
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.segments import SideSegments
+from support.device import DEVICE
 from support.method_cases import half_layout, random_track
 
-DEVICE = torch.device(os.environ.get("KVCACHE_COMPRESS_TEST_DEVICE", "cpu"))
 CodecMaker: TypeAlias = Callable[..., Codec]
 SideMaker: TypeAlias = Callable[..., SideSegments]
 

@@ -1,10 +1,24 @@
 """Fixtures of the kernels' tests."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.device import EMULATED
 from support.segment_makers import make_codec, make_side, poison  # noqa: F401
+
+if EMULATED:
+    from support.ptx.launch import emulate
+
+    EMULATOR = emulate(EMULATED)
+
+    @pytest.fixture(autouse=True)
+    def launches_are_clean() -> Iterator[None]:
+        """Fail a test whose launches raced, read what nobody had written, or left their tensors."""
+        EMULATOR.launches.clear()
+        yield
+        assert not (found := [line for launch in EMULATOR.launches for line in launch.report()]), "\n".join(found)
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def _write_side(
     b_length = tl.sqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1))
     fault = 1 - tl.min((b_length <= STEP.longest).to(tl.int32), 0)
     fault = tl.where(length + STEP.count > capacity, 2, fault)
-    tl.store(p_fault, tl.maximum(tl.load(p_fault), fault.to(tl.int64)))
+    tl.store(p_fault, fault.to(tl.int64), mask=fault > 0)
 
 
 @triton.jit

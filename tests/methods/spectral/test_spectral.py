@@ -48,9 +48,10 @@ _SIDE = {"method": "spectral", "bits": 3, "statistics": statistics_file(32)}
 CONTRACT = {
     "spectral": {"keys": _SIDE, "values": {"method": "turboquant", "bits": 3}},
     "spectral-kivi": {"keys": {**_SIDE, "bits": 2.25}, "values": {"method": "kivi", "bits": 4}},
+    # Values whose codes are chosen one by one: a trellis that is a near tie would give a token other codes throughout.
     "spectral-prefill": {
         "keys": {"method": "spectral", "bits": 3, "group": 32},
-        "values": {"method": "turboquant", "bits": 3},
+        "values": {"method": "turboquant", "bits": 3, "codebook": "lloyd_max", "scalar": "norm"},
     },
 }
 KERNEL_PAIRS = {

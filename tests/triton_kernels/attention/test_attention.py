@@ -22,7 +22,7 @@ from support.attention_cases import (
     segments,
     tq,
 )
-from support.segment_makers import DEVICE
+from support.device import DEVICE
 
 from kvcache_compress.attention import reference
 from kvcache_compress.storage.segments import SideSegments

@@ -1,4 +1,4 @@
-"""The attention kernel's fast path without a GPU: in Triton's interpreter, with the assembly run by `ptx.py`."""
+"""The attention kernel's fast path without a GPU: in Triton's interpreter, with the assembly run by `ptx/inline.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import ptx
 from support.attention_cases import (
     BARS,
     F16,
@@ -22,7 +21,8 @@ from support.attention_cases import (
     trellis,
 )
 from support.commvq_files import codebook_file
-from support.segment_makers import DEVICE
+from support.device import INTERPRETED
+from support.ptx import inline
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kvcache_compress.codecs.base import Codec
@@ -31,7 +31,7 @@ from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.common.operands import FEW_ROWS
 from kvcache_compress.triton_kernels.decode import polar_columns
 
-pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU runs it in all tests of 16 bits")
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU runs it in all tests of 16 bits")
 
 
 def rope(angle: int, radius: int, **options: Any) -> tuple[str, dict[str, Any]]:
@@ -125,7 +125,7 @@ def test_fast_path_equals_plain_attention(
 
     def create(builder: Any, text: str, *arguments: Any) -> Any:
         texts.append(text)
-        return ptx.create_inline_asm(builder, text, *arguments)
+        return inline.create_inline_asm(builder, text, *arguments)
 
     monkeypatch.setattr(launch, "INTERPRETING", False)
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create)

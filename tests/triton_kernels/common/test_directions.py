@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from support import ptx
+from support.ptx import inline
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import Codec
@@ -35,18 +35,18 @@ def test_text_gives_cos_and_sin_of_the_codes(
     points = points_of(bits, reconstruction, make_codec)
     codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(bits), device="cpu")
     low, *high = (plane.cpu() for plane in packing.pack(codes, bits))
-    held = ptx.held(low, keys)
+    held = inline.held(low, keys)
     for plane in high:
-        held += ptx.held(plane.contiguous().view(torch.int32).repeat_interleave(4, -1), keys)
-        held += ptx.held(assembly.places(plane.shape[-1]).expand(TOKENS, -1), keys)
-    held += ptx.constants(directions.tables(points).tolist(), len(held[0]))
+        held += inline.held(plane.contiguous().view(torch.int32).repeat_interleave(4, -1), keys)
+        held += inline.held(assembly.places(plane.shape[-1]).expand(TOKENS, -1), keys)
+    held += inline.constants(directions.tables(points).tolist(), len(held[0]))
     text, constraints = TEXTS[bits]
     assert len(held) == constraints.value.count(",r")
-    outputs = ptx.run(text.value, {f"${16 + i}": register for i, register in enumerate(held)}, 16)
+    outputs = inline.run(text.value, {f"${16 + i}": register for i, register in enumerate(held)}, 16)
     expected = points.half()[codes].view(torch.int16).view(TOKENS, 8, words_per_token(width), 2)
     for field in range(8):
         for output, part in zip(outputs[field::8], expected[:, field].unbind(-1), strict=True):
-            numbers, wanted = output.view(np.float16), ptx.held(part, keys)[0].view(np.float16)
+            numbers, wanted = output.view(np.float16), inline.held(part, keys)[0].view(np.float16)
             # The cosine of a right angle is only nearly zero.
             assert np.allclose(numbers, wanted, rtol=0, atol=1e-6)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support import ptx
+from support.ptx import inline
 
 from kvcache_compress.codecs import packing, trellis
 from kvcache_compress.codecs.layout import PLANES, words_per_token
@@ -26,28 +26,28 @@ TEXTS = {
 """Assembly and register constraints by bits and evenness of the levels."""
 
 
-def halves(plane: torch.Tensor, keys: bool) -> ptx.Register:
+def halves(plane: torch.Tensor, keys: bool) -> inline.Register:
     """Registers of two 16-bit words, loaded directly or out of 32-bit words."""
-    (both,) = ptx.held(plane, keys)
+    (both,) = inline.held(plane, keys)
     if plane.shape[-1] < 16:
         twos = plane.contiguous().view(torch.int32).repeat_interleave(2, -1)
-        registers = ptx.held(twos, keys) + ptx.held(assembly.places(plane.shape[-1]).expand(TOKENS, -1), keys)
-        (picked,) = ptx.run(assembly.HALF.value, {f"${1 + i}": register for i, register in enumerate(registers)}, 1)
+        registers = inline.held(twos, keys) + inline.held(assembly.places(plane.shape[-1]).expand(TOKENS, -1), keys)
+        (picked,) = inline.run(assembly.HALF.value, {f"${1 + i}": register for i, register in enumerate(registers)}, 1)
         assert np.array_equal(picked, both)
     return both
 
 
-def operands(bits: int, planes: tuple[torch.Tensor, ...], table: list[int], keys: bool) -> dict[str, ptx.Register]:
+def operands(bits: int, planes: tuple[torch.Tensor, ...], table: list[int], keys: bool) -> dict[str, inline.Register]:
     """Operands that Triton passes to assembly: two elements of each argument (`pack=2`), 16-bit ones in a register."""
-    held: list[ptx.Register] = []
+    held: list[inline.Register] = []
     if bits == 4:
-        held += ptx.held(planes[0], keys)
+        held += inline.held(planes[0], keys)
     elif bits > 1:
         held.append(halves(planes[0], keys))
     if bits in (1, 3):
-        held += ptx.held(planes[-1].contiguous().view(torch.int32).repeat_interleave(4, -1), keys)
-        held += ptx.held(assembly.places(planes[0].shape[-1]).expand(TOKENS, -1), keys)
-    held += ptx.constants(table, len(held[0]))
+        held += inline.held(planes[-1].contiguous().view(torch.int32).repeat_interleave(4, -1), keys)
+        held += inline.held(assembly.places(planes[0].shape[-1]).expand(TOKENS, -1), keys)
+    held += inline.constants(table, len(held[0]))
     return {f"${8 + i}": register for i, register in enumerate(held)}
 
 
@@ -67,10 +67,10 @@ def test_text_gives_the_levels_of_the_codes(width: int, bits: int, even: bool, k
     inputs = operands(bits, planes, table, keys)
     text, constraints = TEXTS[bits, even]
     assert len(inputs) == constraints.value.count(",r")
-    outputs = ptx.run(text.value, inputs, 8)
+    outputs = inline.run(text.value, inputs, 8)
     expected = levels[codes].view(torch.int16).view(TOKENS, 8, words_per_token(width))
     for field, output in enumerate(outputs):
-        assert np.array_equal(output, ptx.held(expected[:, field], keys)[0])
+        assert np.array_equal(output, inline.held(expected[:, field], keys)[0])
 
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
@@ -81,11 +81,11 @@ def test_text_gives_the_levels_of_trellis_codes(width: int, bits: int, keys: boo
     planes = tuple(plane.cpu() for plane in packing.pack(codes, bits))
     levels = trellis.trellis_levels(width, bits).half()
     words = planes[0].int() & 0xFFFF
-    held = ptx.held(words << 16 | words.roll(1, -1), keys)  # as `load_pairs` returns them
+    held = inline.held(words << 16 | words.roll(1, -1), keys)  # as `load_pairs` returns them
     if bits == 3:
-        held += ptx.held(planes[1].contiguous().view(torch.int32).repeat_interleave(4, -1), keys)
-        held += ptx.held(assembly.places(words.shape[-1]).expand(TOKENS, -1), keys)
-    held += ptx.constants(assembly.byte_table(levels, bits + 1).tolist(), len(held[0]))
+        held += inline.held(planes[1].contiguous().view(torch.int32).repeat_interleave(4, -1), keys)
+        held += inline.held(assembly.places(words.shape[-1]).expand(TOKENS, -1), keys)
+    held += inline.constants(assembly.byte_table(levels, bits + 1).tolist(), len(held[0]))
     texts = {
         2: (trellis_codes.TRELLIS_TWO, trellis_codes.TRELLIS_TWO_REGISTERS),
         3: (trellis_codes.TRELLIS_THREE, trellis_codes.TRELLIS_THREE_REGISTERS),
@@ -93,11 +93,11 @@ def test_text_gives_the_levels_of_trellis_codes(width: int, bits: int, keys: boo
     text, constraints = texts[bits]
     inputs = {f"${8 + i}": register for i, register in enumerate(held)}
     assert len(inputs) == constraints.value.count(",r")
-    outputs = ptx.run(text.value, inputs, 8)
+    outputs = inline.run(text.value, inputs, 8)
     looked_up = packing.channel_order(trellis.look_up(planes, bits, levels))
     expected = looked_up.view(torch.int16).view(TOKENS, 8, words_per_token(width))
     for field, output in enumerate(outputs):
-        assert np.array_equal(output, ptx.held(expected[:, field], keys)[0])
+        assert np.array_equal(output, inline.held(expected[:, field], keys)[0])
 
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
@@ -108,21 +108,21 @@ def test_text_gives_the_levels_of_trellis_codes_in_words_of_32_bits(width: int, 
     planes = tuple(plane.cpu() for plane in packing.pack(codes, bits))
     levels = trellis.trellis_levels(width, bits).half()
     twos = planes[0].contiguous().view(torch.int32)
-    held = ptx.held(twos, keys) + ptx.held(twos.roll(1, -1), keys)
+    held = inline.held(twos, keys) + inline.held(twos.roll(1, -1), keys)
     if bits == 3:
         held.append(halves(planes[1].contiguous().view(torch.int16), keys))
-    held += ptx.constants(trellis_codes.trellis_table(levels, bits, 16).tolist(), len(held[0]))
+    held += inline.constants(trellis_codes.trellis_table(levels, bits, 16).tolist(), len(held[0]))
     inputs = {f"${16 + i}": register for i, register in enumerate(held)}
     text, constraints = {
         2: (trellis_codes.TWO_WORDS, trellis_codes.TWO_WORDS_REGISTERS),
         3: (trellis_codes.THREE_WORDS, trellis_codes.THREE_WORDS_REGISTERS),
     }[bits]
     assert len(inputs) == constraints.value.count(",r")
-    outputs = ptx.run(text.value, inputs, 16)
+    outputs = inline.run(text.value, inputs, 16)
     looked_up = packing.channel_order(trellis.look_up(planes, bits, levels))
     expected = looked_up.view(torch.int16).view(TOKENS, 8, words_per_token(width) // 2, 2)
     for field, output in enumerate(outputs):
-        assert np.array_equal(output, ptx.held(expected[:, field % 8, :, field // 8], keys)[0])
+        assert np.array_equal(output, inline.held(expected[:, field % 8, :, field // 8], keys)[0])
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -163,12 +163,12 @@ def test_text_leaves_codes_in_place(width: int, bits: int, keys: bool) -> None:
     }[bits]
     inputs = operands(bits, planes, [], keys)
     assert len(inputs) == constraints.value.count(",r")
-    outputs = ptx.run(text.value, inputs, 8)
+    outputs = inline.run(text.value, inputs, 8)
     fields = codes.view(TOKENS, 8, words_per_token(width))
     for field, output in enumerate(outputs):
         numbers = (fields[:, field] << in_place.place(field, bits)).to(torch.int16)
         assert numbers.max() < 1024, "no bit of the exponent"
-        assert np.array_equal(output, ptx.held(numbers, keys)[0])
+        assert np.array_equal(output, inline.held(numbers, keys)[0])
 
 
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
@@ -176,10 +176,10 @@ def test_text_gives_two_bit_codes_as_numbers(width: int) -> None:
     codes = torch.randint(0, 4, (TOKENS, width), generator=torch.Generator().manual_seed(width), device="cpu")
     inputs = operands(2, tuple(plane.cpu() for plane in packing.pack(codes, 2)), [], keys=False)
     assert len(inputs) == lookup.TWO_EVEN_BITS_REGISTERS.value.count(",r")
-    outputs = ptx.run(lookup.TWO_EVEN_BITS.value, inputs, 8)
+    outputs = inline.run(lookup.TWO_EVEN_BITS.value, inputs, 8)
     fields = codes.view(TOKENS, 8, words_per_token(width))
     for field, output in enumerate(outputs):
-        assert np.array_equal(output, ptx.held(fields[:, field].half().view(torch.int16), False)[0])
+        assert np.array_equal(output, inline.held(fields[:, field].half().view(torch.int16), False)[0])
 
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import ptx
 from support.attention_cases import (
     BARS,
     BF16,
@@ -22,7 +21,8 @@ from support.attention_cases import (
     segments,
     tq,
 )
-from support.segment_makers import DEVICE
+from support.device import INTERPRETED
+from support.ptx import inline
 from support.spectral_files import statistics_file
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -97,12 +97,12 @@ def test_kernel_equals_reference_and_plain_attention(
     check(CASES[name], *segments(CASES[name], make_side), monkeypatch)
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU runs it in all tests of 16 bits")
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU runs it in all tests of 16 bits")
 @pytest.mark.parametrize("name", FAST)
 def test_fast_path(name: str, make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The assembly in Triton's interpreter, run by `ptx.py`."""
+    """The assembly in Triton's interpreter, run by `ptx/inline.py`."""
     monkeypatch.setattr(launch, "INTERPRETING", False)
-    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", ptx.create_inline_asm)
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", inline.create_inline_asm)
     torch.manual_seed(len(name))
     check(FAST[name], *segments(FAST[name], make_side), monkeypatch)
 

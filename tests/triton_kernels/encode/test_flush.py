@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from support.device import DEVICE
 from support.encode_cases import assert_equal_but_for_ties
-from support.segment_makers import DEVICE
 from support.small_model import small_config, small_model
 from support.spectral_files import statistics_of
 
