@@ -9,16 +9,16 @@ from support.device import EMULATED
 from support.segment_makers import make_codec, make_side, poison  # noqa: F401
 
 if EMULATED:
-    from support.ptx.launch import emulate
+    from support.ptx.launch import Emulator, emulate
 
-    EMULATOR = emulate(EMULATED)
+    _EMULATOR = emulate(EMULATED)
 
     @pytest.fixture(autouse=True)
-    def launches_are_clean() -> Iterator[None]:
-        """Fail a test whose launches raced, read what nobody had written, or left their tensors."""
-        EMULATOR.launches.clear()
-        yield
-        assert not (found := [line for launch in EMULATOR.launches for line in launch.report()]), "\n".join(found)
+    def emulator() -> Iterator[Emulator]:
+        """What runs the launches; a test fails whose launches race, or read what nobody has written."""
+        _EMULATOR.launches.clear()
+        yield _EMULATOR
+        assert not (found := [line for launch in _EMULATOR.launches for line in launch.report()]), "\n".join(found)
 
 
 @pytest.fixture

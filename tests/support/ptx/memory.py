@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,22 +28,24 @@ class Storages:
     """Memory of the tensors whose addresses were asked for lately: launches may be given addresses alone."""
 
     def __init__(self, count: int = 4096) -> None:
-        self.known: deque[torch.UntypedStorage] = deque(maxlen=count)
+        self.count = count
+        self.known: dict[int, torch.UntypedStorage] = {}
 
     def add(self, tensor: torch.Tensor) -> None:
-        self.known.append(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        self.known.pop(storage.data_ptr(), None)
+        self.known[storage.data_ptr()] = storage  # the latest is last
+        if len(self.known) > self.count:
+            del self.known[next(iter(self.known))]
 
     def of(self, pointer: torch.Tensor | int) -> torch.UntypedStorage:
         """The storage of a tensor, or the one that an address lies in."""
         if isinstance(pointer, torch.Tensor):
             return pointer.untyped_storage()
-        return self._at(pointer)
-
-    def _at(self, address: int) -> torch.UntypedStorage:
-        for storage in reversed(self.known):
-            if storage.data_ptr() <= address <= storage.data_ptr() + storage.nbytes():
+        for storage in reversed(self.known.values()):
+            if storage.data_ptr() <= pointer <= storage.data_ptr() + storage.nbytes():
                 return storage
-        raise FaultError(f"no tensor lies at address {address:#x}")
+        raise FaultError(f"no tensor lies at address {pointer:#x}")
 
 
 class GlobalMemory:
@@ -94,6 +95,8 @@ class GlobalMemory:
         slots = np.where(known, slots, 0)
         outside = ~known | (offsets < self.lows[slots]) | (offsets + size > self.highs[slots])
         instruction = self.machine.program.instructions[number]
+        if (addresses & np.uint64(size - 1)).any():
+            raise FaultError(f"misaligned access of {size} bytes, {instruction}")
         if outside.any():
             lane = np.flatnonzero(outside)[0]
             slot = slots[lane]
@@ -101,8 +104,6 @@ class GlobalMemory:
                 f"access outside its tensor: {size} bytes at {offsets[lane] - self.lows[slot]} of "
                 f"{self.highs[slot] - self.lows[slot]}, by {outside.sum()} threads, {instruction}"
             )
-        if (addresses & np.uint64(size - 1)).any():
-            raise FaultError(f"misaligned access of {size} bytes, {instruction}")
         return np.asarray(self.starts[slots] + offsets)
 
     def bytes_at(self, addresses: Array, size: int, threads: Array, number: int) -> Array:
@@ -268,7 +269,3 @@ class LocalMemory:
         at = (addresses & _OFFSET).astype(np.int64)[:, None] + np.arange(size)
         for i, value in enumerate(values):
             self.data[threads[:, None], at + i * size] = np.ascontiguousarray(value).view(np.uint8).reshape(-1, size)
-
-
-Findings = Counter[tuple[str, int]]
-"""How often each kind of finding was made, by the number of the instruction."""

@@ -80,6 +80,9 @@ class Accesses:
         yield from self._conflicts("write after write", self.writes, *given)
         yield from self._conflicts("write after read", self.reads, *given)
         self.writes.set(*given, self.clock)
+        places, _, _, programs = given
+        if count := int((self.writes.program[places] != programs).sum()):
+            yield "race: write by several programs at once", count
 
     def wrote(self, at: Array, size: int, threads: Array) -> None:
         """Records a write that was checked when it began."""

@@ -82,7 +82,7 @@ class Translator:
         reads, writes = self._numbers((*first, *rest) if stores else rest), self._numbers(() if stores else first)
 
         def watched(machine: Machine, mask: Mask) -> None:
-            machine.warpgroups.touch(reads, writes, instruction.number)
+            machine.warpgroups.touch(reads, writes, mask, instruction.number)
             step(machine, mask)
 
         return watched
@@ -303,12 +303,12 @@ class Translator:
     def _wgmma(self, instruction: Instruction) -> Step:
         kind = instruction.op.split(".")[1]
         if kind == "fence":
-            return lambda machine, mask: machine.warpgroups.fence()
+            return lambda machine, mask: machine.warpgroups.fence(mask)
         if kind == "commit_group":
-            return lambda machine, mask: machine.warpgroups.commit()
+            return lambda machine, mask: machine.warpgroups.commit(mask)
         if kind == "wait_group":
             left = int(instruction.operands[0], 0)
-            return lambda machine, mask: machine.warpgroups.wait(left)
+            return lambda machine, mask: machine.warpgroups.wait(left, mask)
         result, left_operand, right, keep, *options = instruction.operands
         in_registers = left_operand.startswith("{")
         writers, befores = self.writers(result, B32), self.readers(result, B32)
@@ -318,12 +318,11 @@ class Translator:
         numbers = [int(option, 0) for option in options]
 
         def step(machine: Machine, mask: Mask) -> None:
-            if mask is not None and not mask.all():
-                raise NotEmulatedError(f"wgmma by some warps only, {instruction}")
+            machine.whole_warps(mask, instruction.number)
             left = _all(machine, lefts)
             after = machine.warpgroups.multiply(
                 instruction.op, _all(machine, befores), left if in_registers else left[0], descriptor(machine),
-                keeps(machine), numbers, registers, instruction.number,
+                keeps(machine), numbers, registers, mask, instruction.number,
             )  # fmt: skip
             for write, words in zip(writers, after, strict=True):
                 write(machine, mask, words)

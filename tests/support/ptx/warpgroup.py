@@ -7,7 +7,7 @@ warpgroup has waited for it; and tensor cores see registers and shared memory on
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,50 +26,69 @@ SWIZZLES = {16: 0, 32: 1, 64: 3, 128: 7}
 
 @dataclass
 class _Product:
-    """A product under way: its registers, its group, and the shared memory that it reads: bytes, size and thread."""
+    """A product under way: its registers, the warpgroups that wait for it, and what they read of shared memory.
+
+    reads: for each warpgroup, bytes and size.
+    """
 
     results: frozenset[int]
     operands: frozenset[int]
-    group: int
-    reads: list[tuple[Array, int, int]] = field(default_factory=list)
+    groups: set[int]
+    batches: Array
+    reads: dict[int, list[tuple[Array, int]]]
 
 
 class Warpgroups:
-    """Products under way, and registers that changed since the last fence; all warpgroups run the same code."""
+    """Products under way, and registers that changed since the last fence, by warpgroup."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        count = machine.threads // THREADS
         self.products: list[_Product] = []
-        self.changed: set[int] = set()
-        self.committed = 0
+        self.changed: list[set[int]] = [set() for _ in range(count)]
+        self.committed = np.zeros(count, np.int64)
 
-    def touch(self, reads: frozenset[int], writes: frozenset[int], number: int) -> None:
+    def running(self, mask: Array | None) -> list[int]:
+        """Warpgroups with threads that run."""
+        if mask is None:
+            return list(range(len(self.changed)))
+        return np.flatnonzero(mask.reshape(-1, THREADS).any(1)).tolist()
+
+    def touch(self, reads: frozenset[int], writes: frozenset[int], mask: Array | None, number: int) -> None:
         """Another instruction reads and writes these registers."""
+        running = self.running(mask)
         for product in self.products:
-            early, changed = product.results & (reads | writes), product.operands & writes
-            self.machine.find("a product's registers are used before it was waited for", len(early), number)
-            self.machine.find("a product's operands change before it was waited for", len(changed), number)
-        self.changed |= writes
+            if not product.groups.isdisjoint(running):
+                early, changed = product.results & (reads | writes), product.operands & writes
+                self.machine.find("a product's registers are used before it was waited for", len(early), number)
+                self.machine.find("a product's operands change before it was waited for", len(changed), number)
+        for group in running:
+            self.changed[group] |= writes
 
-    def fence(self) -> None:
-        self.changed.clear()
+    def fence(self, mask: Array | None) -> None:
+        for group in self.running(mask):
+            self.changed[group].clear()
 
-    def commit(self) -> None:
-        self.committed += 1
+    def commit(self, mask: Array | None) -> None:
+        self.committed[self.running(mask)] += 1
 
-    def wait(self, left: int) -> None:
-        done = [product for product in self.products if product.group < self.committed - left]
-        self.products = [product for product in self.products if product.group >= self.committed - left]
-        for at, size, thread in (read for product in done for read in product.reads):
-            self.machine.shared.stop_reading(at, size, thread)
+    def wait(self, left: int, mask: Array | None) -> None:
+        """Wait until at most `left` batches of products are under way."""
+        for product in self.products:
+            for group in product.groups.intersection(self.running(mask)):
+                if product.batches[group] < self.committed[group] - left:
+                    product.groups.remove(group)
+                    for at, size in product.reads[group]:
+                        self.machine.shared.stop_reading(at, size, group * THREADS)
+        self.products = [product for product in self.products if product.groups]
 
     def multiply(
         self, op: str, results: list[Array], left: list[Array] | Array, right: Array, keep: Array, options: list[int],
-        registers: tuple[frozenset[int], frozenset[int]], number: int,
+        registers: tuple[frozenset[int], frozenset[int]], mask: Array | None, number: int,
     ) -> list[Array]:  # fmt: skip
-        """The sum of `results` (where kept) and the product of two tiles; the right one, and with a descriptor in
-        `left` also that one, lie in shared memory.
+        """Results, where they are to be kept, plus the product of two tiles.
 
+        left: registers, or descriptors of a tile in shared memory, as those in `right`.
         options: factors of both operands, then for each one in shared memory 1 if it is stored column by column.
         registers: numbers of the results' and of the left operand's.
         """
@@ -78,9 +97,10 @@ class Warpgroups:
         if shape is None or kind not in ("f16", "bf16", "tf32") or options[:2] != [1, 1]:
             raise NotEmulatedError(op)
         columns, depth = int(shape[1]), int(shape[2])
-        unseen = (registers[0] | registers[1]) & self.changed
-        self.machine.find("tensor cores read registers that no fence shows them", len(unseen), number)
-        product = _Product(*registers, self.committed)
+        running, used = self.running(mask), registers[0] | registers[1]
+        unseen = sum(len(used & self.changed[group]) for group in running)
+        self.machine.find("tensor cores read registers that no fence shows them", unseen, number)
+        product = _Product(*registers, set(running), self.committed.copy(), {group: [] for group in running})
         self.products.append(product)
         turned = options[2:]
         b = self._shared_tile(right, depth, columns, kind, bool(turned and turned[-1]), product, number)
@@ -94,16 +114,15 @@ class Warpgroups:
     def _shared_tile(
         self, descriptors: Array, depth: int, width: int, kind: str, turned: bool, product: _Product, number: int
     ) -> Array:
-        """Tile `[warpgroups, depth, width]` that lies where each warpgroup's descriptor says."""
+        """Tile `[warpgroups, depth, width]` that lies where each running warpgroup's descriptor says."""
         size = 4 if kind == "tf32" else 2
         each = np.broadcast_to(descriptors, self.machine.threads).reshape(-1, THREADS)
-        self.machine.find("a descriptor differs within a warpgroup", np.sum(each != each[:, :1]), number)
-        tile = np.empty((len(each), depth, width))
-        for group, descriptor in enumerate(each[:, 0].tolist()):
-            at = _addresses(descriptor, depth, width, size, turned)
-            thread = group * THREADS
-            words, places = self.machine.shared.load_by_tensor_cores(at.reshape(-1), size, thread, number)
-            product.reads.append((places, size, thread))
+        tile = np.zeros((len(each), depth, width))
+        for group, reads in product.reads.items():
+            self.machine.find("a descriptor differs within a warpgroup", np.sum(each[group] != each[group, 0]), number)
+            at = _addresses(int(each[group, 0]), depth, width, size, turned)
+            words, places = self.machine.shared.load_by_tensor_cores(at.reshape(-1), size, group * THREADS, number)
+            reads.append((places, size))
             numbers = warp.as_tf32(words) if kind == "tf32" else type_of(kind).numbers(words)
             tile[group] = numbers.reshape(depth, width)
         return tile
