@@ -107,7 +107,7 @@ class _Reader:
     def read(self, number: int, line: str) -> None:
         code, _, comment = line.partition("//")
         code = code.strip()
-        if code.startswith(".loc"):
+        if code.startswith((".loc\t", ".loc ")):
             self.source = comment.split("@")[0].strip() or self.source
             return
         if code.startswith(".pragma"):

@@ -105,7 +105,11 @@ def operation(op: str) -> Operation:
     if make is None:
         raise NotEmulatedError(op)
     modifiers = [part for part in parts if not _TYPE.fullmatch(part)]
-    found = make(modifiers, *(type_of(part) for part in parts if _TYPE.fullmatch(part)))
+    kinds = [type_of(part) for part in parts if _TYPE.fullmatch(part)]
+    try:
+        found = make(modifiers, *kinds)
+    except TypeError as error:  # of more types than the table expects
+        raise NotEmulatedError(op) from error
     function = found.function
     if "ftz" in modifiers:
         function = _flushed(function)
@@ -134,6 +138,17 @@ def _to_bfloat16(numbers: Array) -> Array:
 def _same(function: Numbers, count: int) -> Callable[..., Operation]:
     """Operands and result of one type."""
     return lambda modifiers, kind: Operation(function, (kind,) * count, kind)
+
+
+def _sum(function: Numbers) -> Callable[..., Operation]:
+    """Sum or difference; of a narrower number and a wider one in the wider type."""
+
+    def make(modifiers: list[str], kind: Type, first: Type | None = None) -> Operation:
+        if first is None:
+            return Operation(function, (kind, kind), kind)
+        return Operation(lambda x, y: function(_float(kind, x), y), (first, kind), kind)
+
+    return make
 
 
 def _logic(function: Numbers, count: int) -> Callable[..., Operation]:
@@ -357,8 +372,8 @@ def _copy_sign(modifiers: list[str], kind: Type) -> Operation:
 
 
 TABLE: dict[str, Callable[..., Operation]] = {
-    "add": _same(np.add, 2),
-    "sub": _same(np.subtract, 2),
+    "add": _sum(np.add),
+    "sub": _sum(np.subtract),
     "mul": _multiply,
     "mad": _multiply_add,
     "fma": _same(_fused, 3),

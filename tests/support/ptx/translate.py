@@ -146,9 +146,11 @@ class Translator:
     def _scalar(self, instruction: Instruction) -> Step:
         what = operation(instruction.op)
         target, *sources = instruction.operands
+        function, kinds = what.function, what.sources
+        if instruction.op.startswith(("min.", "max.")) and len(sources) == 3:
+            function, kinds = (lambda x, y, z: what.function(what.function(x, y), z)), (*kinds, kinds[0])
         write = self.write(target, what.target)
-        reads = [self.read(*pair) for pair in zip(sources, what.sources, strict=True)]
-        function = what.function
+        reads = [self.read(*pair) for pair in zip(sources, kinds, strict=True)]
 
         def step(machine: Machine, mask: Mask) -> None:
             write(machine, mask, function(*[read(machine) for read in reads]))
