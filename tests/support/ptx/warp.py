@@ -39,7 +39,7 @@ def reduce(op: str, kind: str, x: Array) -> Array:
     """`redux`: one number for all lanes."""
     numbers = type_of(kind).numbers(x).reshape(-1, WARP)
     functions = {"max": np.maximum, "min": np.minimum, "add": np.add, "and": np.bitwise_and, "or": np.bitwise_or}
-    found = functions[op].reduce(numbers, 1)
+    found = functions[op].reduce(numbers, 1, dtype=numbers.dtype)
     return np.repeat(found, WARP).view(np.uint32)
 
 

@@ -1,0 +1,53 @@
+"""Kernels as compiled for a GPU, run by the emulator: one case for each kernel and family of codecs.
+
+All cases run by `KVCACHE_COMPRESS_TEST_DEVICE=ptx:sm_90 pytest tests/triton_kernels`, in the workflow's job `ptx`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.device import INTERPRETED
+from support.paths import ROOT
+
+ATTENTION = "attention/test_attention.py::test_kernel_equals_reference_and_plain_attention"
+FLUSH = "encode/test_flush.py::test_equals_operators"
+CASES = {
+    "sm_90": [
+        *(f"{ATTENTION}[{name}-128-float16]" for name in ("trellis", "4-2", "kivi-2-4", "prod-3-2")),
+        *(f"{ATTENTION}[{name}-bfloat16]" for name in ("polar-paper", "polarquant-rope", "qjl", "spectral-2.5")),
+        f"{ATTENTION}[commvq-bfloat16]",
+        f"{ATTENTION}[padding-kivi-float16]",
+        "attention/test_scores.py::test_scores_are_products_with_decoded_keys[codes in words-33]",
+        "attention/test_generation.py::test_generation_equals_the_torch_backend[static]",
+        *(f"{FLUSH}[0-{name}]" for name in ("4", "trellis", "groups", "sketch", "tree", "pairs", "anchors")),
+        "encode/test_spectral.py::test_sizes[128-2-128]",
+        "update/test_append.py::test_equals_copies[True-3-dims1-dtype1]",
+        "update/test_slots.py::test_faults_are_noted",
+        "test_emulator.py::test_faults_are_noticed[wait for fewer copies]",
+        "test_emulator.py::test_faults_are_noticed[no wait for tensor cores]",
+        "test_emulator.py::test_faults_are_noticed[a load far away]",
+        "test_emulator.py::test_every_single_barrier_is_missed[float32-attend-3]",
+    ],
+    "sm_80": [f"{ATTENTION}[4-2-128-float16]", f"{FLUSH}[0-4]"],
+    "sm_100": [f"{FLUSH}[0-4]"],
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="starts the emulator")
+@pytest.mark.parametrize("target", CASES)
+def test_in_the_emulator(target: str) -> None:
+    """In a process of its own, since here Triton interprets kernels."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment.pop("TRITON_INTERPRET", None)
+    environment["KVCACHE_COMPRESS_TEST_DEVICE"] = f"ptx:{target}"
+    folder = Path(__file__).parent
+    cases = [str(folder / case) for case in CASES[target]]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5", *cases]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    print(done.stdout)
