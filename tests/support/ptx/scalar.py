@@ -1,7 +1,7 @@
 """What scalar instructions compute: one table of NumPy functions by the first part of the opcode.
 
 Semantics as in NVIDIA's PTX ISA. Registers hold unsigned integers, one per thread; a type says which numbers they are.
-Approximate instructions (`ex2`, `rcp`, ...) are exact here, so their last bits differ from a GPU's.
+Approximate instructions (`ex2`, `div.full`) are exact here, so their last bits differ from a GPU's.
 """
 
 from __future__ import annotations
@@ -180,23 +180,21 @@ def _fused(x: Array, y: Array, z: Array) -> Array:
     return total.astype(np.float32)
 
 
-def _extreme(function: Numbers, keeps_nan: Numbers, smaller: bool) -> Callable[..., Operation]:
-    """`min` or `max`: the operand that is a number wins, and -0 lies below +0."""
+def _extreme(function: Numbers, negative: Numbers) -> Callable[..., Operation]:
+    """`min` or `max`: the operand that is a number wins, and -0 lies below +0: `negative` says when it is chosen."""
 
-    def inner(modifiers: list[str], kind: Type) -> Operation:
-        chosen = keeps_nan if "NaN" in modifiers or not kind.is_float else function
-
-        def ordered(x: Array, y: Array) -> Array:
-            found = chosen(x, y)
+    def make(modifiers: list[str], kind: Type) -> Operation:
+        def chosen(x: Array, y: Array) -> Array:
+            found = function(x, y)
             zeros = (found == 0) & (x == y)
             if not kind.is_float or not zeros.any():
                 return found
-            negative = (np.logical_or if smaller else np.logical_and)(np.signbit(x), np.signbit(y))
-            return np.where(zeros, np.where(negative, found.dtype.type(-0.0), found.dtype.type(0.0)), found)
+            sign = np.where(negative(np.signbit(x), np.signbit(y)), found.dtype.type(-1), found.dtype.type(1))
+            return np.where(zeros, np.copysign(found, sign), found)
 
-        return Operation(ordered, (kind, kind), kind)
+        return Operation(chosen, (kind, kind), kind)
 
-    return inner
+    return make
 
 
 def _multiply(modifiers: list[str], kind: Type) -> Operation:
@@ -311,9 +309,8 @@ _COMPARISONS: dict[str, Numbers] = {
 def _compare(modifiers: list[str], kind: Type) -> Operation:
     """`setp`: a comparison is false for what is not a number; with `u` after its name it is true."""
     (name,) = (part for part in modifiers if part != "ftz")
-    if name in ("num", "nan"):
-        wanted = name == "nan"
-        return Operation(lambda x, y: (np.isnan(x) | np.isnan(y)) == wanted, (kind, kind), PREDICATE)
+    if name == "num":
+        return Operation(lambda x, y: ~(np.isnan(x) | np.isnan(y)), (kind, kind), PREDICATE)
     unordered = kind.is_float and name.endswith("u")
     function = _COMPARISONS[name[:-1] if unordered else name]
 
@@ -367,10 +364,6 @@ def _select(modifiers: list[str], kind: Type) -> Operation:
     return Operation(lambda x, y, chosen: np.where(chosen, x, y), (bits, bits, PREDICATE), bits)
 
 
-def _copy_sign(modifiers: list[str], kind: Type) -> Operation:
-    return Operation(lambda sign, size: np.copysign(size, sign), (kind, kind), kind)
-
-
 TABLE: dict[str, Callable[..., Operation]] = {
     "add": _sum(np.add),
     "sub": _sum(np.subtract),
@@ -381,17 +374,10 @@ TABLE: dict[str, Callable[..., Operation]] = {
     "rem": lambda modifiers, kind: Operation(lambda x, y: _divided(x, y)[1], (kind, kind), kind),
     "neg": _same(np.negative, 1),
     "abs": _same(np.abs, 1),
-    "min": _extreme(np.fmin, np.minimum, smaller=True),
-    "max": _extreme(np.fmax, np.maximum, smaller=False),
-    "copysign": _copy_sign,
+    "min": _extreme(np.fmin, np.logical_or),
+    "max": _extreme(np.fmax, np.logical_and),
     "ex2": _same(np.exp2, 1),
-    "lg2": _same(np.log2, 1),
     "sqrt": _same(np.sqrt, 1),
-    "rsqrt": _same(lambda x: 1 / np.sqrt(x), 1),
-    "rcp": _same(lambda x: 1 / x, 1),
-    "sin": _same(np.sin, 1),
-    "cos": _same(np.cos, 1),
-    "tanh": _same(np.tanh, 1),
     "and": _logic(np.bitwise_and, 2),
     "or": _logic(np.bitwise_or, 2),
     "xor": _logic(np.bitwise_xor, 2),

@@ -245,7 +245,7 @@ class Translator:
     def _shfl(self, instruction: Instruction) -> Step:
         mode = instruction.op.split(".")[2]
         target, *sources = instruction.operands
-        if "|" in target:
+        if "|" in target or mode not in ("bfly", "idx"):
             raise NotEmulatedError(str(instruction))
         write, reads = self.write(target, B32), [self.read(source, B32) for source in sources[:3]]
 

@@ -22,15 +22,9 @@ def shuffle(mode: str, x: Array, lanes: Array, control: Array, threads: int) -> 
     """`shfl`: the value of another lane, or a lane's own where that lies outside its segment."""
     lanes, control = (np.broadcast_to(a.astype(np.int64), threads).reshape(-1, WARP) for a in (lanes, control))
     segment, clamp = control >> 8 & 31, control & 31
-    lanes = lanes & 31
-    last, first = LANE & segment | clamp & ~segment, LANE & segment
-    source = {
-        "bfly": LANE ^ lanes,
-        "idx": first | lanes & ~segment,
-        "down": LANE + lanes,
-        "up": LANE - lanes,
-    }[mode]
-    inside = source >= last if mode == "up" else source <= last
+    lanes, last = lanes & 31, LANE & segment | clamp & ~segment
+    source = LANE ^ lanes if mode == "bfly" else LANE & segment | lanes & ~segment
+    inside = source <= last
     given = np.broadcast_to(x, threads).reshape(-1, WARP)
     return np.take_along_axis(given, np.where(inside, source, LANE), 1).reshape(-1)
 
@@ -38,7 +32,7 @@ def shuffle(mode: str, x: Array, lanes: Array, control: Array, threads: int) -> 
 def reduce(op: str, kind: str, x: Array) -> Array:
     """`redux`: one number for all lanes."""
     numbers = type_of(kind).numbers(x).reshape(-1, WARP)
-    functions = {"max": np.maximum, "min": np.minimum, "add": np.add, "and": np.bitwise_and, "or": np.bitwise_or}
+    functions = {"max": np.maximum, "min": np.minimum, "add": np.add}
     found = functions[op].reduce(numbers, 1, dtype=numbers.dtype)
     return np.repeat(found, WARP).view(np.uint32)
 
