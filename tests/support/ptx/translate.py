@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import warp
+from . import warp, warpgroup
 from .machine import DONE, Machine, Mask, Step
 from .memory import LOCAL, SLOT_BITS
 from .program import Instruction, NotEmulatedError, Program
@@ -318,12 +318,13 @@ class Translator:
         numbers = [int(option, 0) for option in options]
 
         def step(machine: Machine, mask: Mask) -> None:
-            if mask is not None and not mask.all():
+            running = warpgroup.whole(mask, machine.threads)
+            if running is None:
                 raise NotEmulatedError(f"wgmma by some warps only, {instruction}")
             left = _all(machine, lefts)
             after = machine.warpgroups.multiply(
                 instruction.op, _all(machine, befores), left if in_registers else left[0], descriptor(machine),
-                keeps(machine), numbers, registers, instruction.number,
+                keeps(machine), numbers, registers, running, instruction.number,
             )  # fmt: skip
             for write, words in zip(writers, after, strict=True):
                 write(machine, mask, words)

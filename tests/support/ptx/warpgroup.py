@@ -24,6 +24,12 @@ SWIZZLED_BYTES = {0: 16, 1: 128, 2: 64, 3: 32}
 SWIZZLES = {16: 0, 32: 1, 64: 3, 128: 7}
 
 
+def whole(mask: Array | None, threads: int) -> Array | None:
+    """Which warpgroups run, or None if one of them does so in part."""
+    groups = np.ones(threads, bool).reshape(-1, THREADS) if mask is None else mask.reshape(-1, THREADS)
+    return groups.all(1) if (groups.all(1) == groups.any(1)).all() else None
+
+
 @dataclass
 class _Product:
     """A product under way: its registers, its group, and the shared memory that it reads: bytes, size and thread."""
@@ -65,13 +71,14 @@ class Warpgroups:
 
     def multiply(
         self, op: str, results: list[Array], left: list[Array] | Array, right: Array, keep: Array, options: list[int],
-        registers: tuple[frozenset[int], frozenset[int]], number: int,
+        registers: tuple[frozenset[int], frozenset[int]], running: Array, number: int,
     ) -> list[Array]:  # fmt: skip
         """The sum of `results` (where kept) and the product of two tiles; the right one, and with a descriptor in
         `left` also that one, lie in shared memory.
 
         options: factors of both operands, then for each one in shared memory 1 if it is stored column by column.
         registers: numbers of the results' and of the left operand's.
+        running: warpgroups that run this; the others' sums are left undefined.
         """
         kind = op.rpartition(".")[2]
         shape = re.search(r"m64n(\d+)k(\d+)", op)
@@ -83,24 +90,26 @@ class Warpgroups:
         product = _Product(*registers, self.committed)
         self.products.append(product)
         turned = options[2:]
-        b = self._shared_tile(right, depth, columns, kind, bool(turned and turned[-1]), product, number)
+        b = self._shared_tile(right, depth, columns, kind, bool(turned and turned[-1]), product, running, number)
         if isinstance(left, list):
             a = warp.left_tile(left, kind)
         else:
-            rows = self._shared_tile(left, depth, 64, kind, bool(turned and turned[0]), product, number)
+            rows = self._shared_tile(left, depth, 64, kind, bool(turned and turned[0]), product, running, number)
             a = rows.transpose(0, 2, 1).reshape(-1, 16, depth)
         return warp.accumulate(results, a @ np.repeat(b, 4, 0), keep)
 
     def _shared_tile(
-        self, descriptors: Array, depth: int, width: int, kind: str, turned: bool, product: _Product, number: int
-    ) -> Array:
+        self, descriptors: Array, depth: int, width: int, kind: str, turned: bool, product: _Product, running: Array,
+        number: int,
+    ) -> Array:  # fmt: skip
         """Tile `[warpgroups, depth, width]` that lies where each warpgroup's descriptor says."""
         size = 4 if kind == "tf32" else 2
         each = np.broadcast_to(descriptors, self.machine.threads).reshape(-1, THREADS)
-        self.machine.find("a descriptor differs within a warpgroup", np.sum(each != each[:, :1]), number)
-        tile = np.empty((len(each), depth, width))
-        for group, descriptor in enumerate(each[:, 0].tolist()):
-            at = _addresses(descriptor, depth, width, size, turned)
+        differing = running[:, None] & (each != each[:, :1])
+        self.machine.find("a descriptor differs within a warpgroup", np.sum(differing), number)
+        tile = np.zeros((len(each), depth, width))
+        for group in np.flatnonzero(running).tolist():
+            at = _addresses(int(each[group, 0]), depth, width, size, turned)
             thread = group * THREADS
             words, places = self.machine.shared.load_by_tensor_cores(at.reshape(-1), size, thread, number)
             product.reads.append((places, size, thread))
