@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -12,31 +13,62 @@ from .scalar import Array
 
 SECTOR = 32
 BANKS, BANK_BYTES = 32, 4
+_ARITHMETIC = "abs add div fma mad max min mul neg rem set setp sub"
+CLASSES = {
+    "tensor": "mma wgmma",
+    "float": _ARITHMETIC,
+    "integer": _ARITHMETIC,
+    "bits": "and bfe bfi brev clz cvta lop3 mov not or popc prmt selp shf shl shr xor",
+    "convert": "cvt",
+    "special": "cos ex2 lg2 rcp rsqrt sin sqrt tanh",
+    "shuffle": "redux shfl",
+    "shared": "ldmatrix stmatrix",
+    "global": "cp ld st",
+    "control": "bar bra fence ret",
+}
+"""Classes of instructions, and the first part of their opcodes. Moves are bits; copies to shared memory are global."""
+_CLASS_OF = {opcode: name for name, opcodes in CLASSES.items() for opcode in opcodes.split()}
+
+
+def class_of(op: str) -> str:
+    """The class of an instruction, such as `float` for `fma.rn.f32`.
+
+    Raises:
+        KeyError: it is in no class.
+    """
+    first, *parts = op.split(".")
+    found = _CLASS_OF[first]
+    if found == "integer" and any(re.match(r"b?f\d", part) for part in parts):
+        return "float"
+    if {"fence", "commit_group", "wait_group"} & set(parts):
+        return "control"
+    if found == "global":
+        return {"shared": "shared", "param": "bits"}.get(parts[0], found)
+    return found
 
 
 class Meter:
     """Memory accesses of a launch, by the number of the instruction.
 
     Attributes:
-        asked: bytes that threads asked for in global memory.
-        requests, touched: warps that asked, and sectors of 32 bytes that each of them touched, summed.
+        requests: accesses of a warp to global memory.
+        touched, needed: sectors of 32 bytes that they touch, and that would hold as many bytes.
         turns, least: turns of shared memory, and how many they would be if no two threads met in a bank.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.asked: Counter[int] = Counter()
         self.requests: Counter[int] = Counter()
         self.touched: Counter[int] = Counter()
+        self.needed: Counter[int] = Counter()
         self.turns: Counter[int] = Counter()
         self.least: Counter[int] = Counter()
 
     def sectors(self, number: int, addresses: Array, size: int, threads: Array) -> None:
-        warps = threads // WARP
-        first = addresses // np.uint64(SECTOR)
-        self.asked[number] += len(threads) * size
-        self.requests[number] += len(np.unique(warps))
-        self.touched[number] += len(np.unique(np.stack([warps.astype(np.uint64), first]), axis=1).T)
+        bytes_ = size * _different(threads, addresses)
+        self.requests[number] += len(bytes_)
+        self.touched[number] += int(_different(threads, addresses // np.uint64(SECTOR)).sum())
+        self.needed[number] += int((-(-bytes_ // SECTOR)).sum())
 
     def wavefronts(self, number: int, addresses: Array, size: int, threads: Array) -> None:
         """Accesses of 8 or 16 bytes are done by half or by quarter of a warp."""
@@ -50,3 +82,9 @@ class Meter:
         np.maximum.at(longest, inverse, counts)
         self.turns[number] += int(longest.sum())
         self.least[number] += len(shares)
+
+
+def _different(threads: Array, addresses: Array) -> Array:
+    """How many different addresses each warp has."""
+    pairs = np.unique(np.stack([(threads // WARP).astype(np.uint64), addresses]), axis=1)
+    return np.unique(pairs[0], return_counts=True)[1]

@@ -46,11 +46,9 @@ def load_tiles(machine: Machine, addresses: Array, count: int, turned: bool, act
         at = rows[:, 8 * tile : 8 * tile + 8].astype(np.int64)
         machine.find("misaligned rows of a tile", np.sum(at % 16 != 0), number)
         if turned:
-            parts = [
-                machine.shared.load((at[:, 2 * PAIR + i] + 2 * ROW).reshape(-1), 2, 1, threads, number)[0]
-                for i in range(2)
-            ]
-            words = parts[0].astype(np.uint32) | parts[1].astype(np.uint32) << np.uint32(16)
+            (halves,) = machine.shared.load(_columns(at), 2, 1, np.tile(threads, 2), number)
+            low, high = halves.astype(np.uint32).reshape(2, -1)
+            words = low | high << np.uint32(16)
         else:
             (words,) = machine.shared.load((at[:, ROW] + 4 * PAIR).reshape(-1), 4, 1, threads, number)
         tiles.append(machine.spread(words, threads))
@@ -67,11 +65,15 @@ def store_tiles(
         at = rows[:, 8 * tile : 8 * tile + 8].astype(np.int64)
         machine.find("misaligned rows of a tile", np.sum(at % 16 != 0), number)
         if turned:
-            for i in range(2):
-                half = (words[threads] >> np.uint32(16 * i)).astype(np.uint16)
-                machine.shared.store((at[:, 2 * PAIR + i] + 2 * ROW).reshape(-1), 2, [half], threads, number)
+            halves = np.concatenate([words[threads], words[threads] >> np.uint32(16)]).astype(np.uint16)
+            machine.shared.store(_columns(at), 2, [halves], np.tile(threads, 2), number)
         else:
             machine.shared.store((at[:, ROW] + 4 * PAIR).reshape(-1), 4, [words[threads]], threads, number)
+
+
+def _columns(rows: Array) -> Array:
+    """Where each lane's first half lies in a tile that is read column by column, then where each second one does."""
+    return np.concatenate([(rows[:, 2 * PAIR + i] + 2 * ROW).reshape(-1) for i in range(2)])
 
 
 def _lanes(active: Array) -> tuple[Array, Array]:

@@ -1,0 +1,191 @@
+"""Count what attention's kernels execute and ask of memory, in an emulator of a GPU; needs no GPU.
+
+    python benchmarks/kernel_counts.py                           # measure, and write the table of docs/dev/kernels.md
+    python benchmarks/kernel_counts.py --only turboquant-4bit    # measure one preset again
+    python benchmarks/kernel_counts.py --table                   # only write the table again
+
+Triton compiles the kernels of a decode step for sm_90, and the tests' emulator (`tests/support/ptx`) executes the PTX.
+The step has one query, 4 query heads per key head, a head dimension of 128, and bfloat16. Kernels whose work grows with
+the packed tokens run twice, over different numbers of them in one split. The difference per token leaves out what a
+launch does only once. Other kernels are counted per launch, and only the results file has them.
+
+The worst places are lines of Triton whose accesses take more sectors of global memory, or more turns of shared memory,
+than necessary. They are printed, and stored in the results file.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+from unittest import mock
+
+import torch
+import typer
+from kernel_variants import Variant, attention_variants, stored_bytes
+from readme import render
+
+from kvcache_compress.bench.layers import encoded_side
+from kvcache_compress.eval.provenance.results import write_atomically
+from kvcache_compress.triton_kernels.attention import launch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))
+
+from support.ptx.counts import CLASSES, SECTOR, class_of  # noqa: E402 - found by the line above
+from support.ptx.launch import Emulator, Launched, emulate  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "kernel_counts.json"
+PAGE = ROOT / "docs" / "dev" / "kernels.md"
+PRESETS = (
+    *(f"turboquant-{bits}bit" for bits in (4, 3, 2)), "uniform-4bit", "uniform-2bit", "kivi-4bit", "kivi-2bit",
+    "polarquant-rope-4bit", "polarquant-3.4bit", "qjl-3bit", *(f"spectral-{bits}bit" for bits in (4, 3, 2)),
+    "commvq-2bit",
+)  # fmt: skip
+TARGET = "sm_90"
+HEADS = 2
+TOKENS = (1024, 2048)
+"""Packed tokens of the two runs: whole programs of `turn_kernel` and `scores_kernel`."""
+GROWING = ("turn_kernel", "scores_kernel", "attend_kernel")
+"""Kernels whose work grows with the tokens."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a kernel does per packed token and key head, or per launch for `HEADS` key heads if it is not `GROWING`.
+
+    Attributes:
+        instructions: instructions of warps, by class.
+        touched, needed: sectors of global memory that accesses touch, and that would hold as many bytes.
+        turns, least: turns of shared memory, and how many they would be without conflicts of banks.
+        worst: lines of Triton with most sectors and turns beyond that.
+    """
+
+    instructions: dict[str, float]
+    touched: float
+    needed: float
+    turns: float
+    least: float
+    worst: list[str]
+
+
+Table = dict[str, dict[str, Counts]]
+"""Counts by variant and kernel."""
+
+
+def measure(variant: Variant, emulator: Emulator) -> dict[str, Counts]:
+    """Counts of each kernel of a decode step's attention.
+
+    Raises:
+        RuntimeError: a kernel has races, or is compiled anew for more tokens.
+    """
+    found = {}
+    for before, after in zip(*(launches(variant, tokens, emulator) for tokens in TOKENS), strict=True):
+        if after.findings or before.program is not after.program:
+            raise RuntimeError("\n".join([f"{after.name} cannot be counted", *after.report()]))
+        if after.name in GROWING:
+            found[after.name] = counted(after, before, (TOKENS[1] - TOKENS[0]) * HEADS)
+        else:
+            found[after.name] = counted(after, None, 1)
+    return found
+
+
+def launches(variant: Variant, tokens: int, emulator: Emulator) -> list[Launched]:
+    """Launches of attention over this many packed tokens."""
+    torch.manual_seed(0)
+    keys, values = (
+        encoded_side(*pair, side, variant.head_dim, variant.dtype, heads=HEADS, packed=tokens)
+        for side, pair in (("keys", variant.keys), ("values", variant.values))
+    )
+    query = torch.randn(1, HEADS * variant.groups, variant.count, variant.head_dim).to(variant.dtype)
+    emulator.launches.clear()
+    with mock.patch.object(launch, "split_sizes", lambda packed, *_: (packed, 1)):
+        launch.attend(query, keys, values, scaling=variant.head_dim**-0.5)
+    return list(emulator.launches)
+
+
+def counted(after: Launched, before: Launched | None, share: int) -> Counts:
+    """What a launch does more than the one before, divided by `share`."""
+    classes, accesses, excess = Counter(dict.fromkeys(CLASSES, 0)), Counter(), Counter()
+    for number, instruction in enumerate(after.program.instructions):
+        executed = after.executed[number] - (0 if before is None else before.executed[number])
+        classes[class_of(instruction.op)] += int(executed)
+        each = {
+            kind: getattr(after.meter, kind)[number] - (0 if before is None else getattr(before.meter, kind)[number])
+            for kind in ("requests", "touched", "needed", "turns", "least")
+        }
+        accesses.update(each)
+        requests, touched, needed, turns, least = each.values()
+        place = f"{instruction.source.rpartition(':')[0]} {instruction.op}"
+        if requests and touched > needed:
+            text = f"{touched / requests:.0f} per access where {needed / requests:.0f} would do"
+            excess[f"sectors, {text}: {place}"] += touched - needed
+        if turns > least > 0:
+            excess[f"turns, {turns / least:.1f} times the least: {place}"] += turns - least
+    figures = {kind: accesses[kind] / share for kind in ("touched", "needed", "turns", "least")}
+    worst = [f"{count / share:,.2f} more {text}" for text, count in excess.most_common(5)]
+    return Counts({kind: count / share for kind, count in classes.items()}, **figures, worst=worst)
+
+
+def markdown(table: Table) -> str:
+    """Markdown table, a line for each kernel whose work grows with the tokens."""
+    columns = ["kernel", "all", *CLASSES, "bytes", "sectors", "turns"]
+    lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    variants = attention_variants()
+    for name, kernels in table.items():
+        stored = stored_bytes(variants[name])
+        for kernel in filter(kernels.__contains__, GROWING):
+            row = kernels[kernel]
+            warps = [sum(row.instructions.values()), *row.instructions.values()]
+            cells = [f"{name}, {kernel.removesuffix('_kernel')}"]
+            cells += [f"{32 * count / (2 * variants[name].head_dim):.2f}" for count in warps]
+            cells.append(f"{stored:.0f} / {SECTOR * row.touched:,.0f}")
+            cells += [f"{row.touched / row.needed:.2f}", f"{row.turns / row.least:.2f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def load() -> Table:
+    kernels = json.loads(RESULTS.read_text())["kernels"]
+    return {name: {kernel: Counts(**counts) for kernel, counts in row.items()} for name, row in kernels.items()}
+
+
+def save(table: Table) -> None:
+    content = {
+        "command": "python benchmarks/kernel_counts.py",
+        "hardware": f"none: compiled for {TARGET} and emulated",
+        "versions": {"python": platform.python_version(), "triton": importlib.metadata.version("triton")},
+        "kernels": {name: {kernel: asdict(counts) for kernel, counts in row.items()} for name, row in table.items()},
+    }
+    write_atomically(RESULTS, json.dumps(content, indent=1) + "\n")
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help=f"Which to measure, of {', '.join(PRESETS)}.")] = None,
+    table: Annotated[bool, typer.Option("--table", help="Measure nothing, only write the table again.")] = False,
+) -> None:
+    """Count instructions and memory accesses of attention's kernels; write the results and the table."""
+    if not table:
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            raise typer.BadParameter("TRITON_INTERPRET=1 is set: kernels would be interpreted, not compiled")
+        emulator = emulate(TARGET)
+        emulator.counting = True
+        measured = load() if only else {}
+        for name in only or PRESETS:
+            measured[name] = measure(attention_variants()[name], emulator)
+            for kernel, counts in measured[name].items():
+                print(f"{name}, {kernel}", *counts.worst, sep="\n  ", flush=True)
+        print(markdown(measured))
+        save({name: measured[name] for name in PRESETS})
+    page = render(PAGE.read_text(encoding="utf-8"), {"kernel counts": markdown(load())})
+    write_atomically(PAGE, page)
+
+
+if __name__ == "__main__":
+    typer.run(main)
