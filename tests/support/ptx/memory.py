@@ -77,9 +77,9 @@ class GlobalMemory:
         ]
 
     def address(self, pointer: int, storage: torch.UntypedStorage) -> int:
-        """Where the kernel finds what lies at `pointer` in a storage; an empty one has no memory."""
+        """Where the kernel finds what lies at `pointer` in a storage; an empty tensor has no memory."""
         for slot, known in enumerate(self.storages, 1):
-            if known.data_ptr() == storage.data_ptr():
+            if pointer and known.data_ptr() == storage.data_ptr():
                 return (slot << SLOT_BITS) + self.low[slot] + pointer - storage.data_ptr()
         return 0
 
