@@ -1,4 +1,4 @@
-"""Run a program: all threads of a grid at once, the block of lowest position with threads in it first."""
+"""Run a program: all threads of a grid at once, the block of lowest position with threads that can go on first."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from .memory import FaultError, GlobalMemory, LocalMemory, SharedMemory
-from .program import Program
+from .program import BARRIERS, Program
 from .races import WARP, Clock
 from .scalar import UNSIGNED, Array
+from .tensor_memory import Mbarriers, TensorMemory
 from .warpgroup import Warpgroups
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ class Machine:
         self.shared = SharedMemory(self, shared_bytes, shared_granule)
         self.local = LocalMemory(self.threads, program.local_bytes)
         self.warpgroups = Warpgroups(self)
+        self.tensor_memory, self.mbarriers = TensorMemory(self), Mbarriers(self)
+        self.stalled = np.zeros(self.threads, bool)
+        """Threads that wait for an mbarrier."""
+        self.meetings = {i for i, block in enumerate(program.blocks) if block and block[0].op in BARRIERS}
         self.special = self._special()
         self.registers: list[Array] = [
             np.full(self.threads, POISON[size], UNSIGNED.get(size, np.bool_)) for _, size in program.registers.values()
@@ -115,20 +120,38 @@ class Machine:
         threads = np.repeat(some, self.program.threads)
         self.clock.program[threads] += 1
         self.clock.warp[threads] += 1
+        products = self.clock.products.reshape(self.programs, -1)
+        products[some] = products[some].max(1, keepdims=True)
 
     def warp_barrier(self, mask: Mask, number: int) -> None:
         self.whole_warps(mask, number)
         self.clock.warp[self.active(mask)] += 1
+
+    def _next(self) -> tuple[int, Array]:
+        """The lowest block with threads that can go on, and these: at a barrier they wait for their whole program."""
+        at = np.where(self.stalled, DONE, self.at)
+        lowest = place = int(at.min())
+        if place == DONE and self.stalled.any():
+            raise FaultError(f"{self.program.name} waits for an mbarrier forever")
+        while place != DONE:
+            here = at == place
+            if place in self.meetings:
+                elsewhere = (self.at != place) & (self.at != DONE)
+                here &= ~np.repeat(elsewhere.reshape(self.programs, -1).any(1), self.program.threads)
+            if here.any():
+                return place, here
+            at[at == place] = DONE
+            place = int(at.min())
+        return lowest, ~self.stalled & (self.at == lowest)
 
     def run(self, blocks: list[tuple[list[Step], Callable[[Machine], Any]]]) -> None:
         """Run the translated blocks until all threads are done."""
         firsts = [(block[0].number, block[-1].number + 1) if block else (0, 0) for block in self.program.blocks]
         with np.errstate(all="ignore"):
             for _ in range(MAX_BLOCKS):
-                place = int(self.at.min())
+                place, here = self._next()
                 if place == DONE:
                     break
-                here = self.at == place
                 mask = None if here.all() else here
                 steps, following = blocks[place]
                 for step in steps:
@@ -141,6 +164,7 @@ class Machine:
                 raise FaultError(f"{self.program.name} does not end")
         if self.shared.groups:
             self.find("a copy is never waited for", len(self.shared.groups), self.program.instructions[-1].number)
+        self.find("tensor memory is never freed", self.tensor_memory.used.sum(), self.program.instructions[-1].number)
         self.memory.write_back()
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 Registers = dict[str, tuple[int, int]]
 """Number and bytes of each register by name; predicates have no bytes."""
 REGISTER_BYTES = {"pred": 0, "b16": 2, "b32": 4, "b64": 8, "u16": 2, "u32": 4, "s32": 4, "u64": 8, "f32": 4, "f64": 8}
+BARRIERS = ("bar.sync", "barrier.sync")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 _LOCAL = re.compile(r"\.local\s+\.align\s+\d+\s+\.b8\s+(\S+)\[(\d+)\]")
 _INSTRUCTION = re.compile(r"(?:@(!?)(\S+)\s+)?([\w.:]+)\s*(.*)", re.S)
@@ -45,7 +46,7 @@ class Instruction:
 
 @dataclass
 class Program:
-    """A kernel's PTX, read; a block ends with a branch or before a label."""
+    """A kernel's PTX, read; a block ends with a branch, or before a label or a barrier."""
 
     name: str
     threads: int
@@ -137,7 +138,9 @@ class _Reader:
             return
         if self.program.blocks[-1]:
             self.program.blocks.append([])
-        self.program.labels[name] = len(self.program.blocks) - 1
+        unique = name if len(self.scopes) == 1 else f"{name}_{self.count}"
+        self.scopes[-1][name] = unique
+        self.program.labels[unique] = len(self.program.blocks) - 1
 
     def _end(self, statement: str) -> None:
         if found := _REGISTERS.match(statement):
@@ -146,6 +149,8 @@ class _Reader:
             self.program.local_name, self.program.local_bytes = found[1], int(found[2])
         elif found := _INSTRUCTION.match(statement):
             negation, guard, op, operands = found.groups()
+            if op in BARRIERS and self.program.blocks[-1]:
+                self.program.blocks.append([])
             self.program.blocks[-1].append(
                 Instruction(
                     self.count, op, tuple(map(self._unique, split(operands))), guard and self._unique(guard),

@@ -16,11 +16,15 @@ NOBODY, SEVERAL = 0, -1
 
 
 class Clock:
-    """How many barriers of its program, and synchronisations of its warp, each thread has passed."""
+    """How many barriers of its program, and synchronisations of its warp, each thread has passed.
+
+    products: how many products of its program's tensor cores a thread knows to be done (see `tensor_memory`).
+    """
 
     def __init__(self, threads: int) -> None:
         self.program = np.zeros(threads, np.int32)
         self.warp = np.zeros(threads, np.int32)
+        self.products = np.zeros(threads, np.int32)
 
 
 class _Last:
@@ -83,6 +87,13 @@ class Accesses:
         places, _, _, programs = given
         if count := int((self.writes.program[places] != programs).sum()):
             yield "race: write by several programs at once", count
+
+    def check(self, at: Array, size: int, threads: Array, overwrites: bool = False) -> Iterator[tuple[str, int]]:
+        """Likewise for what tensor cores do, but records nothing: others wait for them, and not at barriers."""
+        given = self._granules(at, size, threads)
+        yield from self._conflicts("read after write", self.writes, *given)
+        if overwrites:
+            yield from self._conflicts("write after read", self.reads, *given)
 
     def wrote(self, at: Array, size: int, threads: Array) -> None:
         """Records a write that was checked when it began."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from . import warp
 from .machine import DONE, Machine, Mask, Step
 from .memory import LOCAL, SLOT_BITS
-from .program import Instruction, NotEmulatedError, Program
+from .program import BARRIERS, Instruction, NotEmulatedError, Program
 from .scalar import B32, B64, PREDICATE, UNSIGNED, Array, Type, as_bits, operation, type_of
 
 Reader = Callable[[Machine], Array]
@@ -334,14 +335,95 @@ class Translator:
     def _bar(self, instruction: Instruction) -> Step:
         if instruction.op == "bar.warp.sync":
             return lambda machine, mask: machine.warp_barrier(mask, instruction.number)
-        if instruction.op != "bar.sync" or instruction.operands != ("0",):
+        if instruction.op not in BARRIERS or instruction.operands != ("0",):
             raise NotEmulatedError(str(instruction))
         return lambda machine, mask: machine.barrier(mask, instruction.number)
+
+    _barrier = _bar
+
+    def _elect(self, instruction: Instruction) -> Step:
+        """`elect.sync`: the first lane, of a whole warp."""
+        target, members = instruction.operands
+        lane, chosen = target.split("|")
+        write_lane, write_chosen = self.write(lane, B32), self.write(chosen, PREDICATE)
+        if members != "-1":
+            raise NotEmulatedError(str(instruction))
+
+        def step(machine: Machine, mask: Mask) -> None:
+            machine.whole_warps(mask, instruction.number)
+            write_lane(machine, mask, np.zeros(1, np.uint32))
+            write_chosen(machine, mask, machine.special["%laneid"] == 0)
+
+        return step
+
+    def _mbarrier(self, instruction: Instruction) -> Step:
+        parts, operands = instruction.op.split("."), instruction.operands
+        if parts[1:3] == ["try_wait", "parity"]:
+            reads = [self.address(operands[1]), self.read(operands[2], B32)]
+            return _of_threads(instruction, "mbarriers.test", reads, writers=[self.write(operands[0], PREDICATE)])
+        count = {"init": operands[-1], "inval": "0"}[parts[1]]
+        return _of_threads(instruction, "mbarriers.set", [self.address(operands[0])], int(count, 0))
+
+    def _tcgen05(self, instruction: Instruction) -> Step:
+        name, *parts = instruction.op.split(".")[1:]
+        operands = instruction.operands
+        if name == "relinquish_alloc_permit":
+            return lambda machine, mask: None
+        if name in ("wait::ld", "wait::st"):
+            return _of_threads(instruction, f"tensor_memory.{name[-2:]}.wait", [])
+        if name in ("ld", "st") and parts[-1] == "b32" and len(parts) == 5:
+            registers = operands[0 if name == "ld" else -1]
+            at, *split = operands[1:] if name == "ld" else operands[:-1]
+            given = parts[2], int(split[0], 0) if split else 0
+            if name == "ld":
+                writers = self.writers(registers, B32)
+                return _of_threads(
+                    instruction, "tensor_memory.load", [self.address(at)], *given, len(writers), writers=writers
+                )
+            return _of_threads(
+                instruction, "tensor_memory.store", [self.address(at), *self.readers(registers, B32)], *given
+            )
+        if parts[0] != "cta_group::1":
+            raise NotEmulatedError(str(instruction))
+        if name == "commit":
+            return _of_threads(instruction, "mbarriers.commit", [self.address(operands[0])])
+        if name == "mma":
+            result, left, right, shape, keep = operands
+            return _of_threads(
+                instruction, "tensor_memory.multiply",
+                [
+                    self.address(result), self.address(left) if left.startswith("[") else self.read(left, B64),
+                    self.read(right, B64), self.read(shape, B32), self.read(keep, PREDICATE),
+                ],
+                parts[1].removeprefix("kind::"),
+            )  # fmt: skip
+        method = {"alloc": "allocate", "dealloc": "free"}[name]
+        read = self.address(operands[0]) if name == "alloc" else self.read(operands[0], B32)
+        return _of_threads(instruction, f"tensor_memory.{method}", [read], int(operands[1], 0))
 
     def _fence(self, instruction: Instruction) -> Step:
         if not instruction.op.startswith("fence.proxy.async"):
             raise NotEmulatedError(str(instruction))
         return lambda machine, mask: machine.shared.fence(machine.active(mask))
+
+
+def _of_threads(
+    instruction: Instruction, method: str, readers: list[Reader], *constants: Any, writers: Iterable[Writer] = ()
+) -> Step:
+    """A step that calls a method of a part of the machine: with the threads that run, their operands, and constants."""
+    aligned = ".aligned" in instruction.op
+
+    def step(machine: Machine, mask: Mask) -> None:
+        if aligned:
+            machine.whole_warps(mask, instruction.number)
+        threads = machine.active(mask)
+        if len(threads):
+            given = [np.broadcast_to(read(machine), machine.threads)[threads] for read in readers]
+            found = attrgetter(method)(machine)(threads, *given, *constants, number=instruction.number)
+            for write, words in zip(writers, found or (), strict=True):
+                write(machine, mask, machine.spread(words, threads))
+
+    return step
 
 
 def _guarded(step: Step, guard: Reader) -> Step:

@@ -30,9 +30,9 @@ def shuffle(mode: str, x: Array, lanes: Array, control: Array, threads: int) -> 
 
 
 def reduce(op: str, kind: str, x: Array) -> Array:
-    """`redux`: one number for all lanes."""
+    """`redux`: one number for all lanes; what is not a number loses."""
     numbers = type_of(kind).numbers(x).reshape(-1, WARP)
-    functions = {"max": np.maximum, "min": np.minimum, "add": np.add}
+    functions = {"max": np.fmax, "min": np.fmin, "add": np.add}
     found = functions[op].reduce(numbers, 1, dtype=numbers.dtype)
     return np.repeat(found, WARP).view(np.uint32)
 

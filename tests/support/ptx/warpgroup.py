@@ -120,20 +120,24 @@ class Warpgroups:
         tile = np.zeros((len(each), depth, width))
         for group, reads in product.reads.items():
             self.machine.find("a descriptor differs within a warpgroup", np.sum(each[group] != each[group, 0]), number)
-            at = _addresses(int(each[group, 0]), depth, width, size, turned)
-            words, places = self.machine.shared.load_by_tensor_cores(at.reshape(-1), size, group * THREADS, number)
+            descriptor = int(each[group, 0])
+            at = addresses(descriptor, SWIZZLED_BYTES[descriptor >> 62], depth, width, size, turned).reshape(-1)
+            threads = np.full(at.size, group * THREADS)
+            words, places = self.machine.shared.load_by_tensor_cores(at, size, threads, 1, number)
             reads.append((places, size))
             numbers = warp.as_tf32(words) if kind == "tf32" else type_of(kind).numbers(words)
             tile[group] = numbers.reshape(depth, width)
         return tile
 
 
-def _addresses(descriptor: int, depth: int, width: int, size: int, turned: bool) -> Array:
-    """Where the numbers `[depth, width]` of a tile lie (PTX ISA, matrix descriptors and canonical layouts)."""
+def addresses(descriptor: int, swizzled: int, depth: int, width: int, size: int, turned: bool) -> Array:
+    """Where the numbers `[depth, width]` of a tile lie (PTX ISA, matrix descriptors and canonical layouts).
+
+    swizzled: bytes within which the descriptor's swizzle permutes 16 at a time; 16 for none.
+    """
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-    swizzled = SWIZZLED_BYTES[descriptor >> 62 & 3]
     if descriptor >> 49 & 7 and swizzled != 16:
-        raise NotEmulatedError("wgmma with a base offset")
+        raise NotEmulatedError("a matrix descriptor with a base offset")
     k, n = np.arange(depth)[:, None], np.arange(width)[None, :]
     row, byte = (k, n * size) if turned else (n, k * size)
     if swizzled == 16:  # cores of 8 rows of 16 bytes; stored by columns, the two steps change roles
