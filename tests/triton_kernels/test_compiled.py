@@ -34,7 +34,11 @@ CASES = {
         "test_emulator.py::test_every_single_barrier_is_missed[float32-attend-3]",
     ],
     "sm_80": [f"{ATTENTION}[4-2-128-float16]", f"{FLUSH}[0-4]"],
-    "sm_100": [f"{FLUSH}[0-4]"],
+    "sm_100": [
+        f"{FLUSH}[0-4]",
+        f"{ATTENTION}[commvq-bfloat16]",
+        "test_emulator.py::test_faults_are_noticed[no wait for tensor cores]",
+    ],
 }
 
 

@@ -147,28 +147,20 @@ class TensorMemory:
         self.machine.find("a load from tensor memory was not waited for", self.ld.count(cells), number)
 
     def multiply(
-        self,
-        threads: Array,
-        result: Array,
-        left: Array,
-        right: Array,
-        shape: Array,
-        keep: Array,
-        kind: str,
+        self, threads: Array, result: Array, left: Array, right: Array, shape: Array, keep: Array, kind: str,
         number: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """The result, where it is to be kept, plus the product of two tiles.
 
         left: address in tensor memory, of 32 bits, or descriptor of a tile in shared memory, as that in `right`.
         shape: instruction descriptor: sizes and types of the tiles, and which are stored column by column.
         """
         bits = int(shape[0])
-        types = {NUMBERS.get((kind, bits >> shift & 7)) for shift in (7, 10)}
+        numbers, others = (NUMBERS.get((kind, bits >> shift & 7)) for shift in (7, 10))
         m, n, depth = (bits >> 24 & 31) * 16, (bits >> 17 & 63) * 8, 8 if kind == "tf32" else 16
         known = bits & ~KNOWN_BITS == 0 and bits >> 4 & 3 == 1 and m in (64, 128) and (shape == bits).all()
-        if not known or len(types) > 1 or None in types:
+        if not known or numbers is None or numbers != others:
             raise NotEmulatedError(f"descriptor {bits:#x}, {self.machine.program.instructions[number]}")
-        (numbers,) = types
         programs = self._programs(threads)
         self.machine.find("several threads start a product", len(threads) - len(np.unique(programs)), number)
         self.started[programs] += 1
@@ -246,6 +238,8 @@ class Mbarriers:
         places = self.machine.shared.locate(at, 8, threads, number)
         self.machine.find_all(self.machine.shared.accesses.write(places, 8, threads), number)
         places //= 8
+        if count:
+            self.machine.find("an mbarrier is made where there is one", np.sum(self.count[places] > 0), number)
         self.count[places] = self.lacking[places] = count
         self.phase[places] = self.products[places] = 0
 
