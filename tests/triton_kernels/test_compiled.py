@@ -16,8 +16,12 @@ from support.paths import ROOT
 
 ATTENTION = "attention/test_attention.py::test_kernel_equals_reference_and_plain_attention"
 FLUSH = "encode/test_flush.py::test_equals_operators"
+PLAN = "common/test_plan.py::test_"
 CASES = {
     "sm_90": [
+        f"{PLAN}steps_of_one_kind_repeat_the_first",
+        f"{PLAN}decoding_repeats_all_launches[turboquant-4bit-growing]",
+        f"{PLAN}decoding_repeats_all_launches[turboquant-4bit-static]",
         *(f"{ATTENTION}[{name}-128-float16]" for name in ("trellis", "4-2", "kivi-2-4", "prod-3-2")),
         *(f"{ATTENTION}[{name}-bfloat16]" for name in ("polar-paper", "polarquant-rope", "qjl", "spectral-2.5")),
         f"{ATTENTION}[commvq-bfloat16]",
@@ -33,6 +37,10 @@ CASES = {
         "test_emulator.py::test_faults_are_noticed[a load far away]",
         "test_emulator.py::test_every_single_barrier_is_missed[float32-attend-3]",
     ],
+    "sm_90, oldest Triton": [
+        f"{PLAN}steps_with_masks_repeat_those_of_the_same_kind",
+        f"{PLAN}numbers_of_64_bits_take_another_kernel",
+    ],
     "sm_80": [f"{ATTENTION}[4-2-128-float16]", f"{FLUSH}[0-4]"],
     "sm_100": [
         f"{FLUSH}[0-4]",
@@ -43,15 +51,16 @@ CASES = {
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="starts the emulator")
-@pytest.mark.parametrize("target", CASES)
-def test_in_the_emulator(target: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_in_the_emulator(name: str, request: pytest.FixtureRequest) -> None:
     """In a process of its own, since here Triton interprets kernels."""
+    target, _, oldest = name.partition(", ")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment.pop("TRITON_INTERPRET", None)
     environment["KVCACHE_COMPRESS_TEST_DEVICE"] = f"ptx:{target}"
-    folder = Path(__file__).parent
-    cases = [str(folder / case) for case in CASES[target]]
+    if oldest:
+        environment["PYTHONPATH"] = request.getfixturevalue("oldest_triton")
+    cases = [str(Path(__file__).parent / case) for case in CASES[name]]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5", *cases]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    print(done.stdout)
