@@ -83,12 +83,12 @@ def measure(variant: Variant, emulator: Emulator) -> dict[str, Counts]:
     """Counts of each kernel of a decode step's attention.
 
     Raises:
-        RuntimeError: a kernel has races, or is compiled anew for more tokens.
+        RuntimeError: a launch has findings, or Triton compiles another kernel for more tokens.
     """
     found = {}
     for before, after in zip(*(launches(variant, tokens, emulator) for tokens in TOKENS), strict=True):
-        if after.findings or before.program is not after.program:
-            raise RuntimeError("\n".join([f"{after.name} cannot be counted", *after.report()]))
+        if before.findings or after.findings or before.program is not after.program:
+            raise RuntimeError("\n".join([f"{after.name} cannot be counted", *before.report(), *after.report()]))
         if after.name in GROWING:
             found[after.name] = counted(after, before, (TOKENS[1] - TOKENS[0]) * HEADS)
         else:

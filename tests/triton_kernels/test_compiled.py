@@ -1,4 +1,4 @@
-"""Kernels as compiled for a GPU, run by the emulator: one case for each kernel and family of codecs.
+"""Kernels as compiled for a GPU, run by the emulator: a case for each kernel and family of codecs.
 
 All cases run by `KVCACHE_COMPRESS_TEST_DEVICE=ptx:sm_90 pytest tests/triton_kernels`, in the workflow's job `ptx`.
 """
@@ -16,12 +16,14 @@ from support.paths import ROOT
 
 ATTENTION = "attention/test_attention.py::test_kernel_equals_reference_and_plain_attention"
 FLUSH = "encode/test_flush.py::test_equals_operators"
+SIDES = "keys", "values"
 PLAN = "common/test_plan.py::test_"
 CASES = {
     "sm_90": [
         f"{PLAN}steps_of_one_kind_repeat_the_first",
         f"{PLAN}decoding_repeats_all_launches[turboquant-4bit-growing]",
         f"{PLAN}decoding_repeats_all_launches[turboquant-4bit-static]",
+        f"{PLAN}decoding_repeats_all_launches[apart-static]",
         *(f"{ATTENTION}[{name}-128-float16]" for name in ("trellis", "4-2", "kivi-2-4", "prod-3-2")),
         *(f"{ATTENTION}[{name}-bfloat16]" for name in ("polar-paper", "polarquant-rope", "qjl", "spectral-2.5")),
         f"{ATTENTION}[commvq-bfloat16]",
@@ -30,12 +32,18 @@ CASES = {
         "attention/test_generation.py::test_generation_equals_the_torch_backend[static]",
         *(f"{FLUSH}[0-{name}]" for name in ("4", "trellis", "groups", "sketch", "tree", "pairs", "anchors")),
         "encode/test_spectral.py::test_sizes[128-2-128]",
+        "encode/test_encode.py::test_turboquant_codes[80-3]",
+        "encode/test_encode.py::test_kivi_codes[64-1-32-4]",
+        *(
+            f"encode/test_encode.py::test_codecs_encode_alike_on_both_backends[commvq-<lambda>-{side}0-64]"
+            for side in SIDES
+        ),
         "update/test_append.py::test_equals_copies[True-3-dims1-dtype1]",
         "update/test_slots.py::test_faults_are_noted",
         "test_emulator.py::test_faults_are_noticed[wait for fewer copies]",
         "test_emulator.py::test_faults_are_noticed[no wait for tensor cores]",
         "test_emulator.py::test_faults_are_noticed[a load far away]",
-        "test_emulator.py::test_every_single_barrier_is_missed[float32-attend-3]",
+        "test_emulator.py::test_a_barrier_less_is_noticed[float32-attend-3]",
     ],
     "sm_90, oldest Triton": [
         f"{PLAN}steps_with_masks_repeat_those_of_the_same_kind",
@@ -64,3 +72,4 @@ def test_in_the_emulator(name: str, request: pytest.FixtureRequest) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5", *cases]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "skipped" not in done.stdout.splitlines()[-1]

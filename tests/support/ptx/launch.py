@@ -142,8 +142,8 @@ class _Launcher:
                 value = machine.memory.address(_pointer(value), storage)
             struct.pack_into(_FORMATS.get(kind, "<Q"), held, program.offsets[name], value)
         machine.parameters = np.frombuffer(held, np.uint8)
-        machine.run(blocks)
         emulator.launches.append(Launched(self.name, grid, program, machine.findings, machine.executed, machine.meter))
+        machine.run(blocks)
 
 
 def _flat(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Global, shared and local memory: every access is checked for its bounds, and reads for what nobody has written."""
+"""Global, shared and local memory: accesses of the first two are checked, for bounds and for what is not there yet."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class SharedMemory:
     """
 
     def __init__(self, machine: Machine, size: int, granule: int) -> None:
-        self.machine = machine
+        self.machine, self.limit = machine, size
         self.size = -(-max(size, 1) // 128) * 128
         total = machine.programs * self.size
         self.data = np.full(total, 0xA5, np.uint8)
@@ -164,10 +164,10 @@ class SharedMemory:
     def locate(self, addresses: Array, size: int, threads: Array, number: int) -> Array:
         """Bytes of `data` at which accesses begin."""
         at = addresses.astype(np.int64)
-        if (at + size > self.size).any() or (at % size).any():
-            kind = "outside shared memory" if (at + size > self.size).any() else "misaligned"
+        if (at + size > self.limit).any() or (at % size).any():
+            kind = "outside shared memory" if (at + size > self.limit).any() else "misaligned"
             instruction = self.machine.program.instructions[number]
-            raise FaultError(f"access {kind}: {size} bytes at {at.max()} of {self.size}, {instruction}")
+            raise FaultError(f"access {kind}: {size} bytes at {at.max()} of {self.limit}, {instruction}")
         return at + threads // self.machine.program.threads * self.size
 
     def load(self, addresses: Array, size: int, count: int, threads: Array, number: int) -> list[Array]:
@@ -203,6 +203,8 @@ class SharedMemory:
     def copy(self, to: Array, source: Array, size: int, given: Array, threads: Array, number: int) -> None:
         """`cp.async`: `given` bytes from global memory, then zeros up to `size`."""
         data = np.zeros((len(threads), size), np.uint8)
+        if (source[given > 0] & np.uint64(size - 1)).any():
+            raise FaultError(f"misaligned copy of {size} bytes, {self.machine.program.instructions[number]}")
         for count in np.unique(given[given > 0]):
             chosen = given == count
             data[chosen, :count] = self.machine.memory.bytes_at(source[chosen], int(count), threads[chosen], number)

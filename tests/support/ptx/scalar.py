@@ -80,8 +80,7 @@ def type_of(name: str) -> Type:
     return Type("pred", 0) if found[1] else Type(found[2], int(found[3]) // 8, bool(found[4]))
 
 
-B16, B32, B64, PREDICATE = type_of("b16"), type_of("b32"), type_of("b64"), type_of("pred")
-S32, U32, F32 = type_of("s32"), type_of("u32"), type_of("f32")
+B32, B64, U32, PREDICATE = type_of("b32"), type_of("b64"), type_of("u32"), type_of("pred")
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def operation(op: str) -> Operation:
     """What an opcode computes.
 
     Raises:
-        NotEmulatedError: it is not in the table.
+        NotEmulatedError: it is not in the table, or has a modifier that changes it in a way not known here.
     """
     name, *parts = op.split(".")
     make = TABLE.get(name)
@@ -106,6 +105,9 @@ def operation(op: str) -> Operation:
         raise NotEmulatedError(op)
     modifiers = [part for part in parts if not _TYPE.fullmatch(part)]
     kinds = [type_of(part) for part in parts if _TYPE.fullmatch(part)]
+    whole = not any(kind.is_float for kind in kinds)
+    if set(modifiers) - MODIFIERS or ("sat" in modifiers and whole) or (name == "mad" and "hi" in modifiers):
+        raise NotEmulatedError(op)
     try:
         found = make(modifiers, *kinds)
     except TypeError as error:  # of more types than the table expects
@@ -395,3 +397,5 @@ TABLE: dict[str, Callable[..., Operation]] = {
     "cvt": _convert,
 }
 """Functions that return an `Operation`, given the modifiers and the types of an opcode."""
+MODIFIERS = frozenset(["approx", "ftz", "full", "hi", "l", "lo", "num", "r", "rn", "rna", "sat", "wide", "wrap"])
+MODIFIERS |= {*_ROUNDINGS, *_COMPARISONS, *(f"{name}u" for name in _COMPARISONS)}

@@ -81,6 +81,10 @@ class Warpgroups:
                     for at, size in product.reads[group]:
                         self.machine.shared.stop_reading(at, size, group * THREADS)
         self.products = [product for product in self.products if product.groups]
+        for product in self.products:  # which may read the same bytes
+            for group in product.groups:
+                for at, size in product.reads[group]:
+                    self.machine.shared.read_by[self.machine.shared.accesses.places(at, size)] = 1
 
     def multiply(
         self, op: str, results: list[Array], left: list[Array] | Array, right: Array, keep: Array, options: list[int],
@@ -98,6 +102,8 @@ class Warpgroups:
             raise NotEmulatedError(op)
         columns, depth = int(shape[1]), int(shape[2])
         running, used = self.running(mask), registers[0] | registers[1]
+        early = sum(len(product.results & registers[1]) for product in self.products if product.groups & set(running))
+        self.machine.find("a product's registers are used before it was waited for", early, number)
         unseen = sum(len(used & self.changed[group]) for group in running)
         self.machine.find("tensor cores read registers that no fence shows them", unseen, number)
         product = _Product(*registers, set(running), self.committed.copy(), {group: [] for group in running})
