@@ -1,4 +1,4 @@
-"""Run a program: all threads of a grid at once, the block of lowest position with threads that can go on first."""
+"""Run a program: all threads of a grid at once, first the blocks that lead to others."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ class Machine:
         self.tensor_memory, self.mbarriers = TensorMemory(self), Mbarriers(self)
         self.stalled = np.zeros(self.threads, bool)
         """Threads that wait for an mbarrier."""
-        self.meetings = {i for i, block in enumerate(program.blocks) if block and block[0].op in BARRIERS}
+        self.order = program.order()
+        self.turns = np.full(len(program.blocks) + 1, DONE)
+        self.turns[self.order] = np.arange(len(self.order))
         self.special = self._special()
         self.registers: list[Array] = [
             np.full(self.threads, POISON[size], UNSIGNED.get(size, np.bool_)) for _, size in program.registers.values()
@@ -128,21 +130,23 @@ class Machine:
         self.clock.warp[self.active(mask)] += 1
 
     def _next(self) -> tuple[int, Array]:
-        """The lowest block with threads that can go on, and these: at a barrier they wait for their whole program."""
-        at = np.where(self.stalled, DONE, self.at)
-        lowest = place = int(at.min())
-        if place == DONE and self.stalled.any():
+        """The first block with threads that can go on, and these: at a barrier they wait for their whole program."""
+        turns = np.where(self.stalled, DONE, self.turns[np.minimum(self.at, len(self.turns) - 1)])
+        first = turn = int(turns.min())
+        if turn == DONE and self.stalled.any():
             raise FaultError(f"{self.program.name} waits for an mbarrier forever")
-        while place != DONE:
-            here = at == place
-            if place in self.meetings:
+        while turn != DONE:
+            here, place = turns == turn, self.order[turn]
+            block = self.program.blocks[place]
+            if block and block[0].op in BARRIERS:
                 elsewhere = (self.at != place) & (self.at != DONE)
                 here &= ~np.repeat(elsewhere.reshape(self.programs, -1).any(1), self.program.threads)
             if here.any():
                 return place, here
-            at[at == place] = DONE
-            place = int(at.min())
-        return lowest, ~self.stalled & (self.at == lowest)
+            turns[turns == turn] = DONE
+            turn = int(turns.min())
+        place = DONE if first == DONE else self.order[first]
+        return place, ~self.stalled & (self.at == place)
 
     def run(self, blocks: list[tuple[list[Step], Callable[[Machine], Any]]]) -> None:
         """Run the translated blocks until all threads are done."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 Registers = dict[str, tuple[int, int]]
 """Number and bytes of each register by name; predicates have no bytes."""
 REGISTER_BYTES = {"pred": 0, "b16": 2, "b32": 4, "b64": 8, "u16": 2, "u32": 4, "s32": 4, "u64": 8, "f32": 4, "f64": 8}
-BARRIERS = ("bar.sync", "barrier.sync")
+BARRIERS, BRANCHES = ("bar.sync", "barrier.sync"), ("bra", "bra.uni", "ret")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 _LOCAL = re.compile(r"\.local\s+\.align\s+\d+\s+\.b8\s+(\S+)\[(\d+)\]")
 _INSTRUCTION = re.compile(r"(?:@(!?)(\S+)\s+)?([\w.:]+)\s*(.*)", re.S)
@@ -62,6 +62,29 @@ class Program:
     @property
     def instructions(self) -> list[Instruction]:
         return [instruction for block in self.blocks for instruction in block]
+
+    def order(self) -> list[int]:
+        """Blocks in the order in which they run: but for loops, all that lead to a block come before it."""
+        found: list[int] = []
+        seen: set[int] = set()
+        stack = [(0, False)]
+        while stack:
+            place, left = stack.pop()
+            if left:
+                found.append(place)
+            elif place not in seen:
+                seen.add(place)
+                stack.append((place, True))
+                stack += [(following, False) for following in sorted(self._following(place))]
+        return found[::-1]
+
+    def _following(self, place: int) -> set[int]:
+        following = {place + 1} if place + 1 < len(self.blocks) else set()
+        last = self.blocks[place][-1] if self.blocks[place] else None
+        if last is None or last.op not in BRANCHES:
+            return following
+        target = set() if last.op == "ret" else {self.labels[last.operands[0]]}
+        return target if last.guard is None else target | following
 
     offsets: dict[str, int] = field(init=False)
     """Byte at which each parameter begins."""
@@ -158,7 +181,7 @@ class _Reader:
                 )
             )  # fmt: skip
             self.count += 1
-            if op in ("bra", "bra.uni", "ret"):
+            if op in BRANCHES:
                 self.program.blocks.append([])
 
     def _declare(self, kind: str, names: str) -> None:

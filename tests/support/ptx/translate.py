@@ -13,7 +13,7 @@ import numpy as np
 from . import warp
 from .machine import DONE, Machine, Mask, Step
 from .memory import LOCAL, SLOT_BITS
-from .program import BARRIERS, Instruction, NotEmulatedError, Program
+from .program import BARRIERS, BRANCHES, Instruction, NotEmulatedError, Program
 from .scalar import B32, B64, PREDICATE, UNSIGNED, Array, Type, as_bits, operation, type_of
 
 Reader = Callable[[Machine], Array]
@@ -32,7 +32,7 @@ def translate(program: Program) -> list[Block]:
     blocks = []
     for place, block in enumerate(program.blocks):
         following = place + 1 if place + 1 < len(program.blocks) else DONE
-        last = block[-1] if block and block[-1].op in ("bra", "bra.uni", "ret") else None
+        last = block[-1] if block and block[-1].op in BRANCHES else None
         steps = [translator.step(instruction) for instruction in (block[:-1] if last else block)]
         blocks.append((steps, translator.end(last, following)))
     return blocks
