@@ -76,7 +76,8 @@ class Digits(NamedTuple):
 
 
 BIT = assembly.text(
-    "prmt.b32 r0, $8, 0, $10",  # bytes A and B of a word of four, as halves
+    "lop3.b32 r1, 0x0000000f, $10, $11, 0xca",  # A's selector, then B's
+    "prmt.b32 r0, $8, $9, r1",  # their bytes in halves, beside others that are masked
     *(f"and.b32 ${j}, r0, {0x00010001 << j:#x}" for j in range(8)),
 )
 BIT_REGISTERS = assembly.registers(8, 4)
@@ -303,9 +304,9 @@ def spectral_side(codec: SpectralCodec) -> KernelSide:
 
 
 def _places(words: int) -> torch.Tensor:
-    """`assembly.places`, with selectors of bytes A and B as halves in the low half instead, int32 `[words]`."""
-    first = torch.arange(words, dtype=torch.int32) % 4 // 2 * 2
-    return assembly.places(words) & -0x10000 | first | 4 << 4 | first + 1 << 8 | 4 << 12
+    """`assembly.places`, with a byte's selectors as A and as B in nibbles 0 and 2 of the low half, int32 `[words]`."""
+    byte = torch.arange(words, dtype=torch.int32) % 4
+    return assembly.places(words) & -0x10000 | byte | 4 + byte << 8
 
 
 def _fits(bits: int, words: int, at: int, count: int, padded: int) -> bool:
