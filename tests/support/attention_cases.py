@@ -169,6 +169,8 @@ CASES |= {
     "split-of-many-tiles": Case(tq(3), tq(3), packed=160, split=(160, 1), dtype=F16),
     "as-launched": Case(packed=70, block=0),
     "as-launched-bfloat16": Case(kivi(4), tq(4), packed=96, block=0, dtype=BF16),
+    "as-launched-commvq": Case(*PAIRS["commvq"], head_dim=128, groups=8, count=3, block=0, dtype=F16),
+    "as-launched-commvq-none": Case(*PAIRS["commvq-none"], head_dim=128, groups=4, packed=96, block=0, dtype=BF16),
 }
 
 
