@@ -58,7 +58,7 @@ GROWING = ("turn_kernel", "scores_kernel", "attend_kernel")
 
 @dataclass(frozen=True)
 class Counts:
-    """What a kernel does per packed token and key head, or per launch for `HEADS` key heads if it is not `GROWING`.
+    """Counts of a kernel: per packed token and key head if it is `GROWING`, else per launch for `HEADS` key heads.
 
     Attributes:
         instructions: instructions of warps, by class.
@@ -111,7 +111,7 @@ def launches(variant: Variant, tokens: int, emulator: Emulator) -> list[Launched
 
 
 def counted(after: Launched, before: Launched | None, share: int) -> Counts:
-    """What a launch does more than the one before, divided by `share`."""
+    """Counts of a launch less those of the one before, divided by `share`."""
     classes, accesses, excess = Counter(dict.fromkeys(CLASSES, 0)), Counter(), Counter()
     for number, instruction in enumerate(after.program.instructions):
         executed = after.executed[number] - (0 if before is None else before.executed[number])

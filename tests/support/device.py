@@ -1,4 +1,4 @@
-"""Where the kernels' tests run them, from `KVCACHE_COMPRESS_TEST_DEVICE`.
+"""The device of the kernels' tests, from `KVCACHE_COMPRESS_TEST_DEVICE`.
 
 Without it Triton's interpreter runs them; `cuda` compiles them for a GPU, and `ptx:sm_90` executes what is compiled for
 such a GPU in an emulator, which also checks every access to memory.

@@ -1,4 +1,4 @@
-"""What a kernel asks of a GPU: instructions by pipe, sectors of global memory, turns of shared memory."""
+"""Counts of a launch: instructions by class, sectors of global memory, turns of shared memory."""
 
 from __future__ import annotations
 
@@ -85,6 +85,6 @@ class Meter:
 
 
 def _different(threads: Array, addresses: Array) -> Array:
-    """How many different addresses each warp has."""
+    """Number of different addresses of each warp."""
     pairs = np.unique(np.stack([(threads // WARP).astype(np.uint64), addresses]), axis=1)
     return np.unique(pairs[0], return_counts=True)[1]

@@ -25,7 +25,7 @@ Step: TypeAlias = Callable[["Machine", Mask], None]
 DONE = 2**31 - 1
 MAX_BLOCKS = 10_000_000
 POISON = {0: False, 2: 0x7FCD, 4: 0x7FC0DEAD, 8: 0x7FF8DEADDEADBEEF}
-"""What a register holds that nothing has been written to."""
+"""Value of a register before its first write, by its bytes."""
 _STORES = ("st", "stmatrix", "cp")
 
 

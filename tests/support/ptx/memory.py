@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SLOT_BITS = 40
 LOCAL = 0x7FFF << SLOT_BITS
-"""Where local memory lies in the generic address space."""
+"""First address of local memory in the generic address space."""
 _OFFSET = np.uint64((1 << SLOT_BITS) - 1)
 _ALIGNMENT = 256
 
@@ -77,7 +77,7 @@ class GlobalMemory:
         ]
 
     def address(self, pointer: int, storage: torch.UntypedStorage) -> int:
-        """Where the kernel finds what lies at `pointer` in a storage; an empty tensor has no memory."""
+        """The kernel's address of what lies at `pointer` in a storage; 0 for an empty tensor."""
         for slot, known in enumerate(self.storages, 1):
             if pointer and known.data_ptr() == storage.data_ptr():
                 return (slot << SLOT_BITS) + self.low[slot] + pointer - storage.data_ptr()
