@@ -1,14 +1,12 @@
 """Check a preset's kernels on the device against PyTorch's operators.
 
-The check covers one dtype, two sequences with one query each and no mask, merging as compiled for any number of splits,
-and repeated launches as well as Triton's own; for a few presets also a static capacity (`check_static.py`). The kernel
-tests cover the rest.
+The check covers one dtype, two sequences with one query each and no mask, and repeated launches as well as Triton's
+own; for a few presets also a static capacity (`check_static.py`). The kernel tests cover the rest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -31,8 +29,6 @@ CODES_BAR = 1e-3
 BATCH = 2
 COMPARED_TOKENS = 256
 """Tokens whose codes are compared with PyTorch's operators, which are slow for CommVQ."""
-MERGED = (16, 32, 64, 128, 256)
-"""Padded numbers of splits for which merging is compiled; batch, length and GPU determine which one a call uses."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +107,8 @@ def _attention_error(
 ) -> tuple[float, float]:
     """Error of attention and its allowed error, of the worst of all calls.
 
-    There are two calls for each number of splits. The second one, with its query, sinks and tails elsewhere in memory,
-    is a repeated launch, as are all that are timed.
+    The second call, with its query, sinks and tails elsewhere in memory, is a repeated launch, as all timed
+    ones are.
     """
     scaling, calls = shape.head_dim**-0.5, []
     for _ in range(2):
@@ -124,31 +120,10 @@ def _attention_error(
         expected = load_part("attention.reference").attend(query.float(), k_moved, v_moved, None, scaling=scaling)
         calls.append((query, Step(k_moved, v_moved, backend), expected))
     errors = []
-    for _ in _each_merge(keys, backend):
-        for query, view, expected in calls:
-            ours = view.attend(query, None, scaling, None, None)
-            errors.append((relative_error(ours, expected), allowed_error(expected, dtype)))
+    for query, view, expected in calls:
+        ours = view.attend(query, None, scaling, None, None)
+        errors.append((relative_error(ours, expected), allowed_error(expected, dtype)))
     return max(errors, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
-
-
-def _each_merge(keys: SideSegments, backend: Backend) -> Iterator[None]:
-    """Iterate over numbers of splits: first the launcher's choice, then one set for each of `MERGED`."""
-    yield
-    if backend != "triton":
-        return
-    k_side = keys.codec.kernel_side
-    assert k_side is not None
-    ((call, sizes),) = k_side.sizes.items()
-    tile = sizes.tile.tokens
-    tiles = -(-keys.packed // tile)
-    seen = {sizes.splits}
-    for padded in MERGED:
-        each = -(-tiles // (padded // 2))  # plus one for the dense windows
-        splits = -(-tiles // each)
-        if splits not in seen:
-            seen.add(splits)
-            k_side.sizes[call] = sizes._replace(split_tokens=each * tile, splits=splits)
-            yield
 
 
 def differing(ours: Fields, theirs: Fields) -> float:

@@ -69,7 +69,7 @@ def padded_width(width: int) -> int:
 
 def code_order(width: int) -> torch.Tensor:
     """Position of each channel in the kernels' padded code order: int64 `[width]`, below `padded_width(width)`."""
-    channel = torch.arange(width)
+    channel = torch.arange(width, device="cpu")
     words = words_per_token(width)
     return channel // words * padded_words(width) + channel % words
 

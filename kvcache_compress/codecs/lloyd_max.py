@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import torch
 
+from .constants import on_cpu
+
 _CELLS = 1 << 16
 
 
@@ -40,6 +42,7 @@ class _CoordinateDensity:
 
 
 @lru_cache(maxsize=256)
+@on_cpu
 def lloyd_max_levels(dim: int, bits: int) -> torch.Tensor:
     """Levels of the minimum mean-square-error quantizer of one coordinate on the unit sphere, float64 `[2 ** bits]`.
 
@@ -67,6 +70,7 @@ def lloyd_max_levels(dim: int, bits: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
+@on_cpu
 def uniform_levels(dim: int, bits: int) -> torch.Tensor:
     """Levels of the best uniform symmetric quantizer of one coordinate on the unit sphere, float64 `[2 ** bits]`."""
     density = _CoordinateDensity(dim)

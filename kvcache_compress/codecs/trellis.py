@@ -23,6 +23,7 @@ import torch
 from . import packing
 from .backend import quantizer
 from .base import Backend, Fields
+from .constants import on_cpu
 from .scalar import Scalar, stored_scalar
 
 MEMORY = 6
@@ -47,6 +48,7 @@ LEAST_WIDTH = 32
 """Fewest codes of a token that gain: with 16 of one bit the error is that of scalar codes."""
 
 
+@on_cpu
 def trellis_levels(dim: int, bits: int) -> torch.Tensor:
     """Levels for coordinates of unit vectors of `dim` numbers, float64 `[2 ** (bits + 1)]`, symmetric about zero.
 

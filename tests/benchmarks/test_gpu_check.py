@@ -32,9 +32,9 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch, factor: float
         assert found.error.startswith("attention differs by")
 
 
-@pytest.mark.parametrize("wrong", [1, 3])
+@pytest.mark.parametrize("wrong", [0, 1])
 def test_every_call_is_compared(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
-    """Two calls with the launcher's splits and two with more are compared, each pair a first and a repeated launch."""
+    """Both the first and the repeated launch are compared."""
     attend = check.Step.attend
     calls: list[int] = []
     places: set[tuple[int, ...]] = set()
@@ -47,7 +47,7 @@ def test_every_call_is_compared(monkeypatch: pytest.MonkeyPatch, wrong: int) -> 
     monkeypatch.setattr(check.Step, "attend", attend_once_wrong)
     found = check.check_kernels("uniform-4bit", "tiny", TINY, 128, CPU)
     assert str(found.error).startswith("attention differs by")
-    assert calls == [0, 1, 1, 2], "plans before each call"
+    assert calls == [0, 1], "plans before each call"
     assert len(places) == 2
 
 

@@ -29,6 +29,9 @@ MAX_SPLITS = 128 - DENSE.value
 """With the programs of the dense segments a power of two, to which the merge always pads: it is compiled once."""
 MIN_SPLIT_TOKENS = 128
 """Shorter splits would write and merge as much as they read."""
+ROUNDS, MIN_ROUND_TOKENS = 6, 384
+"""Programs for every one that is resident, and the fewest tokens of each: a processor that is done early takes another.
+On an H200, 8 sequences of 32K tokens take .76 to .79 of the time that one round takes."""
 MAPPED, ATTENDED, FOLDED = (
     ("p_mapped", "p_rows", "p_turned", "p_shift", "p_scores"),
     ("p_acc", "p_dense", "p_stats"),
@@ -262,9 +265,11 @@ def _tile_rows(tile: Tile, rows: int, amd: bool = AMD) -> int:
 
 
 def split_sizes(packed: int, tile: Tile, programs: int, processors: int) -> tuple[int, int]:
-    """Tokens per split (a multiple of the tile's) and number of splits: as many as fill the GPU, none too short."""
-    wanted = processors * max(1, RESIDENT_WARPS // tile.warps) // programs
-    wanted = max(1, min(MAX_SPLITS, wanted, packed // MIN_SPLIT_TOKENS))
+    """Tokens per split (a multiple of the tile's) and number of splits: enough to keep the GPU busy, none too short."""
+    resident = processors * max(1, RESIDENT_WARPS // tile.warps)
+    once = min(resident // programs, packed // MIN_SPLIT_TOKENS)
+    wanted = max(1, once, min(ROUNDS * resident // programs, packed // MIN_ROUND_TOKENS))
+    wanted = min(MAX_SPLITS, wanted)
     blocks = -(-packed // tile.tokens)
     split_blocks = max(1, -(-blocks // wanted))
     return split_blocks * tile.tokens, -(-blocks // split_blocks)

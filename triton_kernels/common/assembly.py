@@ -127,7 +127,7 @@ def places(words: int) -> torch.Tensor:
     The low half selects bytes A B A B: nibbles 0 and 2 are taken from A's entry, 1 and 3 from B's. The high half
     selects halves A B: the low byte from A's entry, the high byte from B's.
     """
-    byte = torch.arange(words, dtype=torch.int32) % 4
+    byte = torch.arange(words, dtype=torch.int32, device="cpu") % 4
     half = 0x5410 + 0x2222 * (byte % 2)
     return byte | (4 + byte) << 4 | byte << 8 | (4 + byte) << 12 | half << 16
 

@@ -220,7 +220,11 @@ def two_bit_codes(p_low, words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl
 
 def even_tables(bits: int) -> list[torch.Tensor]:
     """Table that `levels` needs for even codes; an empty list if none."""
-    return [byte_table((torch.arange(2**bits) - (2**bits - 1) / 2) * unit(bits), bits)] if bits in (2, 3) else []
+    return (
+        [byte_table((torch.arange(2**bits, device="cpu") - (2**bits - 1) / 2) * unit(bits), bits)]
+        if bits in (2, 3)
+        else []
+    )
 
 
 def even_words(bits: int, width: int, device: torch.device) -> tuple[torch.Tensor | None, int]:

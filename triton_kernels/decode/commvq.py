@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcache_compress.codecs.constants import on_cpu
 from kvcache_compress.codecs.layout import padded_words, words_per_token
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order
@@ -360,6 +361,7 @@ def commvq_side(codec: CommVQCodec) -> KernelSide:
     return _key_side(codec, books, whole)
 
 
+@on_cpu
 def _key_side(codec: CommVQCodec, books: ResidualBooks, whole: bool) -> KernelSide:
     rope, width = codec.context.rope, books.books.shape[-1]
     assert rope is not None

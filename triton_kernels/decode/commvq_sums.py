@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcache_compress.codecs.constants import on_cpu
 from kvcache_compress.triton_kernels.common import assembly
 from kvcache_compress.triton_kernels.common.codes import load_scales
 from kvcache_compress.triton_kernels.common.operands import FEW_ROWS, KernelSide, next_power_of_2
@@ -224,6 +225,7 @@ def fold_call(books: ResidualBooks, attended: dict[str, Any]) -> KernelCall:
     return fold_kernel, (parts, batch * heads, 1), arguments
 
 
+@on_cpu
 def sums_side(books: ResidualBooks) -> KernelSide | None:
     """Kernel operands of values by sums, for at most `FEW_ROWS` rows; None if there are too many sums."""
     bits, centres = books.index_bits, max(LEAST_CENTRES, books.books.shape[1])

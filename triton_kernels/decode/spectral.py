@@ -233,8 +233,10 @@ def score(
         b_levels = part_levels(fields, tables, words, o_row, o_t, m_t, META, i, DTYPE, FAST)
         for j in tl.static_range(len(b_levels)):
             b_s = tl.dot(b_levels[j], b_q[META.tile[i] + j], b_s, input_precision=PRECISION)
-    b_s = (b_s + b_q[MEANS + 1][None, :]) * b_scale[:, None]
-    return tl.dot(tl.load(p_places).to(DTYPE), b_q[MEANS], b_s, input_precision=PRECISION)
+    # Not as the third operand of this product, which Triton would also make of a sum: nothing that reaches a product in
+    # that place is copied ahead of time, and each turn would wait for the scales.
+    b_means = tl.dot(tl.load(p_places).to(DTYPE), b_q[MEANS], input_precision=PRECISION)
+    return tl.fma(b_s + b_q[MEANS + 1][None, :], b_scale[:, None].broadcast_to(b_s.shape), b_means)
 
 
 def spectral_side(codec: SpectralCodec) -> KernelSide:
@@ -305,7 +307,7 @@ def spectral_side(codec: SpectralCodec) -> KernelSide:
 
 def _places(words: int) -> torch.Tensor:
     """`assembly.places`, with a byte's selectors as A and as B in nibbles 0 and 2 of the low half, int32 `[words]`."""
-    byte = torch.arange(words, dtype=torch.int32) % 4
+    byte = torch.arange(words, dtype=torch.int32, device="cpu") % 4
     return assembly.places(words) & -0x10000 | byte | 4 + byte << 8
 
 

@@ -206,6 +206,6 @@ def trellis_levels(
 def trellis_table(levels: torch.Tensor, bits: int, padded: int) -> torch.Tensor:
     """`byte_table` of the levels of trellis codes; where their words are read by 32 bits, bits 1 and 2 swap places."""
     if in_halves(bits, padded, True):
-        index = torch.arange(len(levels))
+        index = torch.arange(len(levels), device=levels.device)
         levels = levels[index & ~6 | (index & 2) << 1 | (index & 4) >> 1]
     return byte_table(levels, bits + 1)

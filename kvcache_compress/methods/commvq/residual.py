@@ -47,11 +47,11 @@ class ResidualBooks:
             for group in range(groups)
             for i in range(count)
         ]
-        found = cls(books.flatten(0, 2)[kept].contiguous(), groups, tuple(rounds), row, torch.empty(0))
+        found = cls(books.flatten(0, 2)[kept].contiguous(), groups, tuple(rounds), row, books.new_empty(0))
         firsts = accumulate((groups * count for count in found.rounds[:-1]), initial=0)
         starts = accumulate(found.sizes[:-1], initial=0)
-        places = torch.tensor([*zip(firsts, rounds, starts, strict=True)], dtype=torch.int32)
-        return replace(found, places=places.to(books.device))
+        places = torch.tensor([*zip(firsts, rounds, starts, strict=True)], dtype=torch.int32, device=books.device)
+        return replace(found, places=places)
 
     @property
     def of_pairs(self) -> bool:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from kvcache_compress.codecs import packing
+from kvcache_compress.codecs.constants import on_cpu
 
 
 def radii(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
@@ -18,6 +19,7 @@ def radii(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
     return (real * real + imaginary * imaginary).double().sqrt().float()
 
 
+@on_cpu
 def quarter_bounds(bits: int) -> torch.Tensor:
     """cos and sin of the lower boundaries of the cells in the first quarter turn, float32 `[2 ** (bits - 2), 2]`."""
     angles = torch.arange(2 ** (bits - 2), dtype=torch.float64) * (2 * math.pi / 2**bits)

@@ -141,7 +141,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
     def _build_basis(self) -> torch.Tensor:
         """Basis of code space, float32 `[1, D, D]`: the rotation, with its rows paired as in the paper."""
         dim = self.context.head_dim
-        basis = torch.eye(dim)
+        basis = torch.eye(dim, device="cpu")
         if self.options.precondition:
             seed = self.context.seed_of("rotation", self.options.shared_rotation)
             basis = random_rotation(self.options.rotation, dim, seed)

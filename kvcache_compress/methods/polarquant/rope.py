@@ -95,7 +95,8 @@ class PolarQuantRopeCodec(LinearCodec):
         self.pairs = pair_layout(options, context)
         self.scale: torch.Tensor | None = None
         """float32 `[H, pairs]`, the paper's scales per channel; None if scales are per group."""
-        angles = 2 * math.pi * (torch.arange(2**options.angle_bits) + options.offset) / 2**options.angle_bits
+        codes = torch.arange(2**options.angle_bits, device="cpu")
+        angles = 2 * math.pi * (codes + options.offset) / 2**options.angle_bits
         self.points = torch.stack([angles.cos(), angles.sin()], -1).to(context.device)
         """Unit vectors of the angle codes, float32 `[2 ** angle_bits, 2]`."""
         self.bounds = quarter_bounds(options.angle_bits).to(context.device)

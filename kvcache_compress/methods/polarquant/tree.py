@@ -17,6 +17,7 @@ import torch
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import Fields
+from kvcache_compress.codecs.constants import on_cpu
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, code_fields
 
 from .codebooks import AngleCodebook
@@ -97,6 +98,7 @@ def polar_tree(head_dim: int, bits: tuple[int, ...]) -> PolarTree:
     return PolarTree(head_dim, counts[-1], levels, tuple(widths))
 
 
+@on_cpu
 def adjacent_order(head_dim: int, levels: int) -> torch.Tensor:
     """Channel of each code-space coordinate, so that halves pair neighbours in blocks of `2 ** levels`."""
     sides = torch.arange(head_dim).view(-1, *[2] * levels)

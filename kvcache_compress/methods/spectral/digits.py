@@ -19,6 +19,7 @@ import torch
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import Fields
+from kvcache_compress.codecs.constants import on_cpu
 from kvcache_compress.codecs.lloyd_max import boundaries, lloyd_max_levels
 
 MOST_BITS = 6
@@ -159,6 +160,7 @@ class Tables(NamedTuple):
 
 
 @lru_cache(maxsize=8)
+@on_cpu
 def tables(device: torch.device) -> Tables:
     """Tables on `device`, made once."""
     with torch.inference_mode(False):  # of use outside of it as well, wherever they are first asked for

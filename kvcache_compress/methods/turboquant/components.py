@@ -70,7 +70,7 @@ def build_components(
         for bits, sketch in component_bits(options, set_bits):
             trellis = uses_trellis(options, width, bits)
             if sketch:
-                levels = torch.tensor([-1.0, 1.0])
+                levels = torch.tensor([-1.0, 1.0], device="cpu")
             elif options.codebook == "uniform":
                 levels = uniform_levels(width, bits).float()
             else:

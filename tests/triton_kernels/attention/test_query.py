@@ -68,7 +68,8 @@ def test_splits_cover_the_tokens_and_are_not_short(packed: int, programs: int) -
     assert (splits - 1) * size < packed <= splits * size
     assert splits <= launch.MAX_SPLITS
     assert splits == 1 or size >= launch.MIN_SPLIT_TOKENS
-    assert splits == 1 or splits * programs <= 8 * launch.RESIDENT_WARPS
+    rounds = splits * programs / (8 * launch.RESIDENT_WARPS)
+    assert splits == 1 or rounds <= (launch.ROUNDS if size >= launch.MIN_ROUND_TOKENS else 1)
 
 
 def test_fewer_programs_make_more_splits() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.attention_cases import BARS, BF16, Case, error, kivi, plain_attention, segments, tq
+from support.device import DEVICE
 
 from kvcache_compress.bench.layers import SHAPES, VARIANTS, build_codec, middle_layer, named_config
 from kvcache_compress.config import preset_names
@@ -44,7 +45,7 @@ def sides(name: str, head_dim: int = 64, heads: int = 2) -> tuple[KernelSide, Ke
     found = []
     for side in ("keys", "values"):
         part = plan.side(side)
-        codec = build_codec(part.method, part.options(), side, head_dim, heads, torch.bfloat16)
+        codec = build_codec(part.method, part.options(), side, head_dim, heads, torch.bfloat16, DEVICE)
         codec.prepare(torch.randn(1, heads, 128, head_dim).bfloat16())
         found.append(codec.kernel_side)
     return found[0], found[1]
@@ -126,7 +127,7 @@ def test_an_entry_of_more_tokens_than_the_sides_take_is_refused(use_table: Calla
     """A tile must not exceed PolarQuant's group of tokens that share a scale."""
     plan = middle_layer(named_config("polarquant-rope-4bit"))
     options = plan.keys.options().model_copy(update={"group_size": 32})
-    codec = build_codec("polarquant_rope", options, "keys", 64, 2, torch.bfloat16)
+    codec = build_codec("polarquant_rope", options, "keys", 64, 2, torch.bfloat16, DEVICE)
     codec.prepare(torch.randn(1, 2, 128, 64).bfloat16())
     keys, values = codec.kernel_side, sides("turboquant-4bit")[1]
     assert {tile.tokens for tile in tiles.candidates(keys, values)} == {16, 32}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -21,6 +21,13 @@ TEXTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _on_cpu() -> Iterator[None]:
+    """The assembly is executed here, in NumPy, whichever device the other tests use."""
+    with torch.device("cpu"):
+        yield
+
+
 def points_of(bits: int, reconstruction: str, make_codec: Callable[..., Codec]) -> torch.Tensor:
     codec = make_codec("polarquant_rope", {"angle_bits": bits, "reconstruction": reconstruction}, "keys", 64)
     return codec.points.cpu()
@@ -33,8 +40,8 @@ def test_text_gives_cos_and_sin_of_the_codes(
     width: int, bits: int, reconstruction: str, keys: bool, make_codec: Callable[..., Codec]
 ) -> None:
     points = points_of(bits, reconstruction, make_codec)
-    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(bits), device="cpu")
-    low, *high = (plane.cpu() for plane in packing.pack(codes, bits))
+    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(bits))
+    low, *high = packing.pack(codes, bits)
     held = inline.held(low, keys)
     for plane in high:
         held += inline.held(plane.contiguous().view(torch.int32).repeat_interleave(4, -1), keys)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -51,13 +53,20 @@ def operands(bits: int, planes: tuple[torch.Tensor, ...], table: list[int], keys
     return {f"${8 + i}": register for i, register in enumerate(held)}
 
 
+@pytest.fixture(autouse=True)
+def _on_cpu() -> Iterator[None]:
+    """The assembly is executed here, in NumPy, whichever device the other tests use."""
+    with torch.device("cpu"):
+        yield
+
+
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
 @pytest.mark.parametrize(("bits", "even"), TEXTS)
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 def test_text_gives_the_levels_of_the_codes(width: int, bits: int, even: bool, keys: bool) -> None:
     generator = torch.Generator().manual_seed(bits)
-    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=generator, device="cpu")
-    planes = tuple(plane.cpu() for plane in packing.pack(codes, bits))
+    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=generator)
+    planes = packing.pack(codes, bits)
     levels = lloyd_max_levels(width, bits).half()
     if bits == 4:
         levels = outward(levels)
@@ -77,8 +86,8 @@ def test_text_gives_the_levels_of_the_codes(width: int, bits: int, even: bool, k
 @pytest.mark.parametrize("bits", [2, 3])
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 def test_text_gives_the_levels_of_trellis_codes(width: int, bits: int, keys: bool) -> None:
-    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(bits), device="cpu")
-    planes = tuple(plane.cpu() for plane in packing.pack(codes, bits))
+    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(bits))
+    planes = packing.pack(codes, bits)
     levels = trellis.trellis_levels(width, bits).half()
     words = planes[0].int() & 0xFFFF
     held = inline.held(words << 16 | words.roll(1, -1), keys)  # as `load_pairs` returns them
@@ -104,8 +113,8 @@ def test_text_gives_the_levels_of_trellis_codes(width: int, bits: int, keys: boo
 @pytest.mark.parametrize("bits", [2, 3])
 @pytest.mark.parametrize("width", [96, 128, 256])
 def test_text_gives_the_levels_of_trellis_codes_in_words_of_32_bits(width: int, bits: int, keys: bool) -> None:
-    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(width), device="cpu")
-    planes = tuple(plane.cpu() for plane in packing.pack(codes, bits))
+    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(width))
+    planes = packing.pack(codes, bits)
     levels = trellis.trellis_levels(width, bits).half()
     twos = planes[0].contiguous().view(torch.int32)
     held = inline.held(twos, keys) + inline.held(twos.roll(1, -1), keys)
@@ -154,8 +163,8 @@ def test_what_fits() -> None:
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 def test_text_leaves_codes_in_place(width: int, bits: int, keys: bool) -> None:
     """As bits of float16 below its normal numbers, a code at `place` is that power of two times the smallest one."""
-    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(bits), device="cpu")
-    planes = tuple(plane.cpu() for plane in packing.pack(codes, bits))
+    codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(bits))
+    planes = packing.pack(codes, bits)
     text, constraints = {
         1: (in_place.PLACED_ONE, lookup.ONE_BIT_REGISTERS),
         2: (in_place.PLACED_TWO, in_place.PLACED_TWO_REGISTERS),
@@ -173,8 +182,8 @@ def test_text_leaves_codes_in_place(width: int, bits: int, keys: bool) -> None:
 
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 def test_text_gives_two_bit_codes_as_numbers(width: int) -> None:
-    codes = torch.randint(0, 4, (TOKENS, width), generator=torch.Generator().manual_seed(width), device="cpu")
-    inputs = operands(2, tuple(plane.cpu() for plane in packing.pack(codes, 2)), [], keys=False)
+    codes = torch.randint(0, 4, (TOKENS, width), generator=torch.Generator().manual_seed(width))
+    inputs = operands(2, tuple(plane for plane in packing.pack(codes, 2)), [], keys=False)
     assert len(inputs) == lookup.TWO_EVEN_BITS_REGISTERS.value.count(",r")
     outputs = inline.run(lookup.TWO_EVEN_BITS.value, inputs, 8)
     fields = codes.view(TOKENS, 8, words_per_token(width))

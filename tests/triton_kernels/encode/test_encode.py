@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from support.device import DEVICE
 from support.encode_cases import SIDES, assert_equal_but_for_ties, assert_equal_fields, unit_vectors
 from support.method_cases import half_layout, random_track
 
@@ -27,7 +28,7 @@ ROTATED = {"turboquant", "qjl", "polarquant_recursive", "spectral"}
 @pytest.mark.parametrize("bits", range(1, 7))
 @pytest.mark.parametrize("width", [8, 48, 72, 80, 96, 128, 256])
 def test_turboquant_codes(bits: int, width: int) -> None:
-    levels = lloyd_max_levels(width, bits).float() if width % 16 else uniform_levels(width, bits).float()
+    levels = (lloyd_max_levels if width % 16 else uniform_levels)(width, bits).float().to(DEVICE)
     z, norm = unit_vectors(width, levels)
     expected = scalar.quantize(z, norm, levels, bits, "norm")
     assert_equal_fields(turboquant_kernel(z, norm, levels, bits, "norm"), expected)
@@ -39,7 +40,7 @@ def test_turboquant_codes(bits: int, width: int) -> None:
 def test_turboquant_scalars(
     kind: scalar.Scalar, width: int, bits: int, order: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    levels = order(lloyd_max_levels(width, bits).float())
+    levels = order(lloyd_max_levels(width, bits).float()).to(DEVICE)
     z, norm = unit_vectors(width, levels)
     z[0, 0, 0] = -z[0, 0, 1]
     norm[0, 0, 1] = 1e6
@@ -49,7 +50,7 @@ def test_turboquant_scalars(
 
 @pytest.mark.parametrize(("width", "bits"), [(8, 2), (16, 1), (24, 3), (48, 2), (64, 1), (72, 3), (128, 2), (160, 3)])
 def test_trellis_codes(width: int, bits: int) -> None:
-    levels = trellis.trellis_levels(width, bits).float()
+    levels = trellis.trellis_levels(width, bits).float().to(DEVICE)
     z, norm = unit_vectors(width, levels)
     z[1, 0, 4] = 0.0
     z[1, 0, 4, 5] = 1.0
@@ -60,9 +61,9 @@ def test_trellis_codes(width: int, bits: int) -> None:
 @pytest.mark.parametrize("bits", [1, 2, 3])
 def test_trellis_codes_of_equal_paths(bits: int) -> None:
     """Paths of equal cost are many where numbers have few values, zeros and multiples of a level."""
-    levels = trellis.trellis_levels(32, bits).float()
-    places = torch.randint(len(levels) + 1, (24, 32), generator=torch.Generator().manual_seed(bits))
-    z = torch.cat([levels.cpu(), torch.zeros(1)])[places].to(levels.device)
+    levels = trellis.trellis_levels(32, bits).float().to(DEVICE)
+    places = torch.randint(len(levels) + 1, (24, 32), generator=torch.Generator(levels.device).manual_seed(bits))
+    z = torch.cat([levels, levels.new_zeros(1)])[places]
     z[:8] = z[:8, :1]
     norm = torch.ones(24, device=z.device)
     expected = trellis.quantize(z, norm, levels, bits, "norm")
@@ -71,7 +72,7 @@ def test_trellis_codes_of_equal_paths(bits: int) -> None:
 
 @pytest.mark.parametrize("kind", get_args(scalar.Scalar))
 def test_trellis_scalars(kind: scalar.Scalar) -> None:
-    levels = trellis.trellis_levels(40, 2).float()
+    levels = trellis.trellis_levels(40, 2).float().to(DEVICE)
     z, norm = unit_vectors(40, levels)
     norm[0, 0, 1] = 1e6
     z[1, 0, 3, 0] = 1e-30

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.device import DEVICE
 from support.encode_cases import assert_equal_but_for_ties
 from support.method_cases import half_layout, random_track
 from support.spectral_files import statistics_file
@@ -74,7 +75,7 @@ def test_statistics_of_a_prompt_in_any_range(scale: float, make_codec: Make) -> 
     rope = factors(half_layout(64), 64, 32)
     for seed in range(2):
         ranges = torch.logspace(0, 2.5, 64)[torch.randperm(64)]
-        x = scale * ranges * torch.randn(2, 2, 256, 64, generator=torch.Generator().manual_seed(seed))
+        x = scale * ranges * torch.randn(2, 2, 256, 64, generator=torch.Generator(DEVICE).manual_seed(seed))
         x[..., 31] += 50 * scale * ranges[31]
         codec.prepare(x)
         check(codec, x[:, :, :64], rope)

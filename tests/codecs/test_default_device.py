@@ -1,0 +1,46 @@
+"""Codecs do not depend on PyTorch's default device, which users set to their GPU."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+import torch
+from support.attention_cases import PAIRS
+from support.method_cases import half_layout, random_track
+
+from kvcache_compress.codecs.base import Codec, CodecContext, Side
+from kvcache_compress.config import get_method
+
+SIDES = {
+    f"{name}-{side}": (pair[side == "values"], side) for name, pair in PAIRS.items() for side in ("keys", "values")
+}
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_codes_and_tables_are_the_same_under_another_default_device(name: str) -> None:
+    """Whatever is made on the default device has no numbers here, and fails as soon as it meets what has."""
+    (method, options), side = SIDES[name]
+    dim = 64
+    options = options(dim) if callable(options) else options
+    x = torch.randn(1, 2, 64, dim)
+    group = _codec(method, options, side, dim).group
+    rope = random_track(half_layout(dim), 1, 64, stride=group).read(0, 64)
+    made = []
+    for device in ("meta", "cpu"):  # what is cached is made in the first
+        with torch.device(device):
+            codec = _codec(method, options, side, dim)
+            codec.prepare(x)
+            fields = codec.encode(x, rope if codec.rope_use(codec.options, side) == "factors" else None)
+            kernel = codec.kernel_side
+        tables = [y for y in astuple(kernel) if isinstance(y, torch.Tensor)] if kernel is not None else []
+        made.append([*fields, *tables])
+    for ours, theirs in zip(*made, strict=True):
+        assert ours.device.type == "cpu"
+        assert torch.equal(ours, theirs)
+
+
+def _codec(method: str, options: dict[str, object], side: Side, dim: int) -> Codec:
+    codec = get_method(method)
+    context = CodecContext(side, dim, 2, 2, 0, 16, torch.float32, torch.device("cpu"), half_layout(dim))
+    return codec(codec.Options(**options), context)
