@@ -59,15 +59,21 @@ def load_scales(p_scales, o_row, o_t, m_t):
     return b_scales
 
 
+JOINS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
+"""Older Tritons multiply wrong numbers if an operand has a join, 8-bit codes and 16 channels; else it is faster."""
+
+
 @triton.jit
 def load_row(p_numbers, COUNT: tl.constexpr):
-    """Load `COUNT` neighbouring 16-bit numbers as words of 32 (see `load_scales`): `[1, COUNT]`.
-
-    Not by `tl.join`: before 3.9 Triton multiplies wrong numbers if an operand also has 8-bit codes and 16 channels.
-    """
-    o_n = tl.arange(0, COUNT)[None, :]
-    b_twos = tl.load(p_numbers.to(tl.pointer_type(tl.int32), bitcast=True) + (o_n >> 1)) >> (o_n % 2 * 16)
-    return b_twos.to(tl.int16).to(p_numbers.dtype.element_ty, bitcast=True)
+    """Load `COUNT` neighbouring 16-bit numbers as words of 32 (see `load_scales`): `[1, COUNT]`."""
+    p_twos = p_numbers.to(tl.pointer_type(tl.int32), bitcast=True)
+    if JOINS:
+        b_twos = tl.load(p_twos + tl.arange(0, COUNT // 2)[None, :])
+        b_words = tl.reshape(tl.join(b_twos, b_twos >> 16), [1, COUNT])
+    else:
+        o_n = tl.arange(0, COUNT)[None, :]
+        b_words = tl.load(p_twos + (o_n >> 1)) >> (o_n % 2 * 16)
+    return b_words.to(tl.int16).to(p_numbers.dtype.element_ty, bitcast=True)
 
 
 @triton.constexpr_function
