@@ -60,7 +60,7 @@ def load_scales(p_scales, o_row, o_t, m_t):
 
 
 JOINS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
-"""Joins are faster, but before 3.9 Triton multiplies wrong numbers if an operand has one, 8-bit codes and 16 channels."""
+"""Joins are faster, but before 3.9 Triton is wrong where an operand has one, 8-bit codes and 16 channels."""
 
 
 @triton.jit
