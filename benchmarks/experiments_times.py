@@ -20,6 +20,7 @@ from kvcache_compress.bench.compare import allowed_error, plain_attention, relat
 from kvcache_compress.bench.layers import encoded_side, middle_layer, named_config
 from kvcache_compress.bench.steps import measure_steps
 from kvcache_compress.codecs.base import MethodOptions
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.cpu_kernels.attention.launch import attend
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.storage.segments import SideSegments
@@ -104,7 +105,7 @@ def look_up(query: torch.Tensor, codes: torch.Tensor, radii: torch.Tensor, point
 def _check(query: torch.Tensor, keys: SideSegments, values: SideSegments) -> None:
     """Raise ValueError unless the kernel's attention is that over decoded keys and values."""
     expected = plain_attention(query[:, :, 0], keys.dense(), values.dense(), 1.0)
-    error = relative_error(attend(query, keys, values, scaling=1.0)[:, 0], expected)
+    error = relative_error(attend(AttentionCall.of(query, scaling=1.0), keys, values)[:, 0], expected)
     if not error <= allowed_error(expected, query.dtype):
         raise ValueError(f"keys by {keys.codec.name}: attention differs by {error:.1e} of its size")
 

@@ -32,6 +32,7 @@ from kernel_variants import Variant, attention_variants, stored_bytes
 from readme import render
 
 from kvcache_compress.bench.layers import encoded_side
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.triton_kernels.attention import launch
 
@@ -106,7 +107,7 @@ def launches(variant: Variant, tokens: int, emulator: Emulator) -> list[Launched
     query = torch.randn(1, HEADS * variant.groups, variant.count, variant.head_dim).to(variant.dtype)
     emulator.launches.clear()
     with mock.patch.object(launch, "split_sizes", lambda packed, *_: (packed, 1)):
-        launch.attend(query, keys, values, scaling=variant.head_dim**-0.5)
+        launch.attend(AttentionCall.of(query, scaling=variant.head_dim**-0.5), keys, values)
     return list(emulator.launches)
 
 

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from kvcache_compress.bench.layers import build_codec, encoded_side, middle_layer
 from kvcache_compress.codecs.base import Codec, MethodOptions, Side
 from kvcache_compress.codecs.layout import bytes_per_token
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import load_config, preset_names
 from kvcache_compress.registry import get_method
 from kvcache_compress.storage.checks import LONGEST, PackableChecks
@@ -209,7 +210,7 @@ def static_step_launches(
     def step() -> None:
         storage.buffers.step(sides, dict.fromkeys(both, tokens[:, :, :1]), None)
         query = tokens[:, :, :1].repeat(1, 2, 1, 1)
-        launch.attend(query, *storage.segments(), None, scaling=0.1)
+        launch.attend(AttentionCall.of(query, scaling=0.1), *storage.segments())
 
     names = {"write_slots_kernel": "write slots", "store_groups_kernel": "store groups", "map_step_kernel": "map step"}
     launches = ((kernel.__name__, (kernel, arguments)) for kernel, arguments in aot.captured_launches(step))

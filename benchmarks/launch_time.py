@@ -34,6 +34,7 @@ from kvcache_compress import CompressedCache
 from kvcache_compress.attention.interface import AttentionName, attention_forward
 from kvcache_compress.bench.layers import SHAPES, Shape, encoded_side, middle_layer, use_backend
 from kvcache_compress.codecs.backend import interpreting
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import load_config
 from kvcache_compress.storage.checks import PackableChecks
 
@@ -112,7 +113,7 @@ def attention_call(preset: str, shape: Shape, tokens: int) -> Callable[[], Any]:
         for side in ("keys", "values")
     )  # fmt: skip
     query = torch.randn(1, shape.query_heads, 1, shape.head_dim, dtype=torch.bfloat16)
-    return lambda: launch.attend(query, keys, values, None, scaling=shape.head_dim**-0.5)
+    return lambda: launch.attend(AttentionCall.of(query, scaling=shape.head_dim**-0.5), keys, values)
 
 
 def layer_calls(

@@ -16,15 +16,13 @@ from kvcache_compress.attention.handle import Step
 from kvcache_compress.bench.compare import allowed_error, attention_problem, relative_error
 from kvcache_compress.bench.layers import Shape, build_codec, encoded_side, middle_layer, named_config
 from kvcache_compress.codecs.backend import interpreting, load_part, on_device, resolve_backend
-from kvcache_compress.codecs.base import Backend, Fields
+from kvcache_compress.codecs.base import Backend
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.checks import LONGEST
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.side import encoded
 
-from .check_static import STATIC, check_steps
-
-CODES_BAR = 1e-3
-"""Share of stored words that may differ: if sums round differently, numbers between two levels get the other code."""
+from .check_static import CODES_BAR, STATIC, check_steps, differing
 
 BATCH = 2
 COMPARED_TOKENS = 256
@@ -117,26 +115,15 @@ def _attention_error(
             replace(side, sinks=torch.randn_like(side.sinks), tail_buffer=torch.randn_like(side.tail_buffer))
             for side in (keys, values)
         )
-        expected = load_part("attention.reference").attend(query.float(), k_moved, v_moved, None, scaling=scaling)
+        expected = load_part("attention.reference").attend(
+            AttentionCall.of(query.float(), scaling=scaling), k_moved, v_moved
+        )
         calls.append((query, Step(k_moved, v_moved, backend), expected))
     errors = []
     for query, view, expected in calls:
-        ours = view.attend(query, None, scaling, None, None)
+        ours = view.attend(AttentionCall.of(query, scaling=scaling))
         errors.append((relative_error(ours, expected), allowed_error(expected, dtype)))
     return max(errors, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
-
-
-def differing(ours: Fields, theirs: Fields) -> float:
-    """Share of words of encoded fields that differ; 16-bit scalars count if by more than a unit in the last place."""
-    unequal = total = 0
-    for mine, yours in zip(ours, theirs, strict=True):
-        if mine.dtype == torch.float16:
-            bad = (mine.view(torch.int16).int() - yours.view(torch.int16).int()).abs() > 1
-        else:
-            bad = mine != yours
-        unequal += int(bad.sum())
-        total += bad.numel()
-    return unequal / total if total else 0.0
 
 
 def _appends(shape: Shape, device: torch.device, dtype: torch.dtype) -> bool:

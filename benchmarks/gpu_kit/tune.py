@@ -25,6 +25,7 @@ from kvcache_compress.bench.decode import random_view
 from kvcache_compress.bench.layers import Shape, encoded_side, middle_layer, named_config
 from kvcache_compress.bench.timing import median_ms
 from kvcache_compress.codecs.backend import load_part
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.files.text import parse_json, read_text
 
@@ -177,7 +178,7 @@ def try_tile(
         forms = k_side.for_rows(rows, exact=False), v_side.for_rows(rows, exact=False)
 
         def attend(view: Step = view, query: torch.Tensor = query) -> torch.Tensor:
-            return view.attend(query, None, scaling, None, None)
+            return view.attend(AttentionCall.of(query, scaling=scaling))
 
         k_side.use_tile(tiles.Tile(*tile))
         error, problem = compare_view(view, query, scaling)

@@ -25,6 +25,7 @@ import torch
 
 from kvcache_compress.bench.decode import compressed_time, full_time, random_view
 from kvcache_compress.bench.timing import CopyBandwidth, copy_bandwidth
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import error_message
 
 from .check import check_kernels
@@ -119,7 +120,7 @@ class Measurements:
             if job.part == "profile":
                 view, query = random_view(name, shape, *call[3:], torch.bfloat16)
                 for _ in range(3):
-                    view.attend(query, None, shape.head_dim**-0.5, None, None)
+                    view.attend(AttentionCall.of(query, scaling=shape.head_dim**-0.5))
                 return Profiled(name)
             if name == "full":
                 return full_time(*call[1:], torch.bfloat16, sizes.repeats)

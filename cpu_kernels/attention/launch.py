@@ -12,6 +12,7 @@ from kvcache_compress.cpu_kernels.common.operands import CPUSide
 
 if TYPE_CHECKING:
     from kvcache_compress.codecs.base import Fields
+    from kvcache_compress.codecs.mask import AttentionCall
     from kvcache_compress.storage.segments import SideSegments
 
 
@@ -33,21 +34,13 @@ class DescribedSide:
         return type(None), ()
 
 
-def attend(
-    query: torch.Tensor,
-    keys: SideSegments,
-    values: SideSegments,
-    mask: torch.Tensor | None = None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
     """Attend in C++; same arguments and result as `reference.attend`.
 
     Raises:
         RuntimeError: the C++ code cannot be compiled or loaded here.
     """
+    query, mask, s_aux = call.query, call.mask.tensor, call.s_aux
     if mask is not None:
         mask = mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.float()
         mask = mask.expand(*query.shape[:3], keys.shape[2])
@@ -59,8 +52,8 @@ def attend(
         None if s_aux is None else s_aux.float().contiguous(),
         keys.packed,
         keys.tail_tokens,
-        scaling,
-        softcap or 0.0,
+        call.scaling,
+        call.softcap or 0.0,
     )
 
 

@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicLayer
 from kvcache_compress import disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention.interface import attends_fused
 from kvcache_compress.cache.layer import CompressedLayer
-from kvcache_compress.codecs.base import PromptQueries
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.calibration.observed_attention import observed_attention
 from kvcache_compress.modeling.decoder import cache_argument
 
@@ -63,7 +63,7 @@ class Prefill:
     states: list[tuple[torch.Tensor, torch.Tensor]] | None
     seconds: float
     keep: bool = False
-    _queries: dict[int, PromptQueries] = field(default_factory=dict)
+    _queries: dict[int, AttentionCall] = field(default_factory=dict)
     _full: dict[bytes, torch.Tensor] = field(default_factory=dict)
     _filled: dict[str, Cache | None] = field(default_factory=dict)
 
@@ -96,13 +96,15 @@ class Prefill:
                     layer.take_queries(self.queries()[index])
         return cache
 
-    def queries(self) -> dict[int, PromptQueries]:
+    def queries(self) -> dict[int, AttentionCall]:
         """Queries of the prompt by layer, recorded in a pass of their own when they are first asked for."""
         if not self._queries:
 
             def keep(layer: int, query: torch.Tensor, keys: torch.Tensor, options: dict[str, Any]) -> None:
                 scaling = options.get("scaling") or query.shape[-1] ** -0.5
-                seen = PromptQueries(query, None, scaling, options.get("softcap"), options.get("s_aux"))
+                seen = AttentionCall.of(
+                    query, scaling=scaling, softcap=options.get("softcap"), s_aux=options.get("s_aux")
+                )
                 self._queries.setdefault(layer, seen)
 
             with torch.inference_mode(), observed_attention(self.model, keep):

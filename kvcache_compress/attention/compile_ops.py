@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvcache_compress.codecs.mask import AttentionCall, Mask
+
 from .handle import PackedKV
 from .path import AttentionPath
 
@@ -104,22 +106,16 @@ class TracedStep:
         """Return both sides decoded with their spare capacity, since no shape may depend on the number of tokens."""
         return self.dense("keys"), self.dense("values"), mask
 
-    def path(self, query: torch.Tensor, softcap: float | None) -> AttentionPath:
+    def path(self, call: AttentionCall) -> AttentionPath:
         """Return `torch`, in place of the path that the operator chooses when it runs."""
         return "torch"
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float,
-        softcap: float | None,
-        s_aux: torch.Tensor | None,
-        path: AttentionPath | None = None,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall, path: AttentionPath | None = None) -> torch.Tensor:
         """Add the attention of `Step.attend` to the graph; its path is chosen when the code runs."""
-        width = self.values.shape[3]
-        return attend(query, self.appended, mask, s_aux, scaling, softcap or 0.0, self.number, width)
+        mask, width = call.mask.tensor, self.values.shape[3]
+        return attend(
+            call.query, self.appended, mask, call.s_aux, call.scaling, call.softcap or 0.0, self.number, width
+        )
 
 
 def _layer(number: int, cos: torch.Tensor | None, sin: torch.Tensor | None) -> CompressedLayer:
@@ -157,7 +153,7 @@ def attend(
     width: int,
 ) -> torch.Tensor:
     """Attend with queries `[B, Hq, n, Dk]` to a layer after the step of `appended`: `[B, n, Hq, width]`."""
-    return _LAYERS[number].step().attend(query, mask, scaling, softcap or None, s_aux)
+    return _LAYERS[number].step().attend(AttentionCall(query, Mask(mask), scaling, softcap or None, s_aux))
 
 
 @attend.register_fake

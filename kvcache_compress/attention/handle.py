@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvcache_compress.codecs.backend import on_device
-from kvcache_compress.codecs.base import Backend, PromptQueries, Side
+from kvcache_compress.codecs.base import Backend, Side
+from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.storage.segments import SideSegments
 
 from .decoded import decoded
@@ -37,7 +38,7 @@ class Step:
     values: SideSegments
     backend: Backend
     capacity: int | None = None
-    observer: Callable[[PromptQueries], None] | None = None
+    observer: Callable[[AttentionCall], None] | None = None
     layer: weakref.ref[CompressedLayer] | None = None
     """The layer, while it holds exactly the tokens of this step; writes then reach it. None afterwards."""
 
@@ -103,70 +104,50 @@ class Step:
         """Return both sides decoded and their mask, trimmed to written tokens unless their number is on the device."""
         if self.keys.slots is not None:
             return self.dense("keys"), self.dense("values"), mask
-        return self.keys.dense(), self.values.dense(), self._over_tokens(mask)
+        return self.keys.dense(), self.values.dense(), self._over_tokens(Mask(mask)).tensor
 
-    def _over_tokens(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Trim a mask `[B, T]` or `[B or 1, Hq or 1, n, T]` to written tokens."""
-        return mask if mask is None or self.capacity is None else mask[..., : self.keys.shape[2]]
+    def path(self, call: AttentionCall) -> AttentionPath:
+        return path_over(self, call)
 
-    def _over_stored(self, mask: torch.Tensor | None, count: int) -> torch.Tensor:
-        """Bring the mask of `count` queries into the order in which left-padded rows store their tokens."""
-        keys, slots = self.keys, self.keys.slots
-        assert keys.padding is not None
-        if slots is None:
-            tokens, sinks, length = keys.shape[2], keys.sinks.shape[2], None
-            if mask is not None and mask.ndim == 2:
-                mask = self._over_tokens(mask)
-        else:
-            tokens, sinks, length = slots.capacity, slots.sinks, slots.length
-            if mask is not None and mask.ndim == 2:
-                mask = torch.nn.functional.pad(mask, (0, tokens - mask.shape[1]))
-        return keys.padding.mask(mask, sinks, count, tokens, keys.tail_buffer.device, length)
-
-    def path(self, query: torch.Tensor, softcap: float | None) -> AttentionPath:
-        return path_over(self, query, softcap)
-
-    def show_queries(self, query: torch.Tensor, mask: Any, scaling: float, options: Mapping[str, Any]) -> bool:
+    def show_queries(self, call: AttentionCall) -> bool:
         """Show the step's queries to the layer, if packing waits for them, and return True if it did.
 
-        Masks that are no tensors are not read. Layers that share keys and values show theirs too; the first ones count.
+        Layers that share keys and values show theirs too; the first ones count.
         """
         if self.observer is None:
             return False
-        mask = self._over_tokens(mask) if isinstance(mask, torch.Tensor) else None
-        self.observer(PromptQueries(query, mask, scaling, options.get("softcap"), options.get("s_aux")))
+        self.observer(replace(call, mask=self._over_tokens(call.mask)))
         return True
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float,
-        softcap: float | None,
-        s_aux: torch.Tensor | None,
-        path: AttentionPath | None = None,
-    ) -> torch.Tensor:
-        """Attend with queries `[B, Hq, n, Dk]` to both sides: `[B, n, Hq, Dv]`; arguments as in `reference.attend`.
+    def attend(self, call: AttentionCall, path: AttentionPath | None = None) -> torch.Tensor:
+        """Attend to both sides: `[B, n, Hq, Dv]`.
 
-        `mask` is over tokens, spare capacity of a static layer included, or flash attention's padding mask `[B, T]`.
-        `path` is by default that of `self.path`; the layer's backend replaces `decode`.
+        The call's mask is over tokens, spare capacity of a static layer included. `path` is by default that of
+        `self.path`; the layer's backend replaces `decode`.
         """
-        path = path or self.path(query, softcap)
+        path = path or self.path(call)
         path = self.backend if path == "decode" else path
-        record(path, query.shape[2])
-        slots, count = self.keys.slots, query.shape[2]
-        if self.keys.padding is not None:
-            mask = self._over_stored(mask, count)
-        if slots is None:
-            mask = self._over_tokens(mask)
-            if mask is not None and mask.ndim == 2 and path != "tiled":
-                tokens = self.keys.shape[2]
-                causal = torch.ones(count, tokens, dtype=torch.bool, device=mask.device).tril(tokens - count)
-                mask = causal & mask[:, None, None, -tokens:].bool()
-        elif path != "triton":  # Triton's kernels make the mask over slots themselves
-            mask = slots.mask(mask, count)
-        with on_device(query):
-            return attention(path)(query, self.keys, self.values, mask, scaling=scaling, softcap=softcap, s_aux=s_aux)
+        record(path, call.query.shape[2])
+        call = replace(call, mask=self._stored_mask(call, path))
+        with on_device(call.query):
+            return attention(path)(call, self.keys, self.values)
+
+    def _over_tokens(self, mask: Mask) -> Mask:
+        """Trim a mask to written tokens."""
+        return mask if self.capacity is None else mask.trimmed(self.keys.shape[2])
+
+    def _stored_mask(self, call: AttentionCall, path: AttentionPath) -> Mask:
+        """Mask over stored tokens, or over slots, as this path takes it."""
+        keys, mask, count = self.keys, call.mask, call.query.shape[2]
+        slots, padding, device = keys.slots, keys.padding, call.query.device
+        if slots is not None:
+            if padding is not None:
+                mask = mask.exchanged(padding, slots.sinks, count, slots.capacity, device, slots.length)
+            return mask if path == "triton" else slots.mask(mask, count)  # Triton's kernels make it themselves
+        mask, tokens = self._over_tokens(mask), keys.shape[2]
+        if padding is not None:
+            return mask.exchanged(padding, keys.sinks.shape[2], count, tokens, device)
+        return mask if path == "tiled" else mask.by_query(count, tokens)
 
 
 class PackedKV:

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.modeling.adapters import compressible, unwrapped
 
 from .handle import PackedKV, Step
@@ -70,14 +71,17 @@ def attention_forward(
     """Attend as Transformers' attention functions do: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]` and weights."""
     if isinstance(key, PackedKV) and isinstance(value, PackedKV):
         step = key.step
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        observed = isinstance(step, Step) and step.show_queries(query, attention_mask, scale, kwargs)
-        path = attention_path(step, module, query, attention_mask, dropout, kwargs)
+        call = AttentionCall.of(
+            query, attention_mask, scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=kwargs.get("softcap"), s_aux=kwargs.get("s_aux"),
+        )  # fmt: skip
+        observed = isinstance(step, Step) and step.show_queries(call)
+        path = attention_path(step, call, module, attention_mask, dropout, kwargs)
         if path != "decode":
-            return step.attend(query, attention_mask, scale, kwargs.get("softcap"), kwargs.get("s_aux"), path), None
+            return step.attend(call, path), None
         if not (observed or torch.compiler.is_compiling()):
             record("decode", query.shape[2])
-        if weights_wanted() or not (attention_mask is None or isinstance(attention_mask, torch.Tensor)):
+        if weights_wanted() or not Mask.supports(attention_mask):
             key, value = step.dense("keys"), step.dense("values")
         else:
             key, value, attention_mask = step.without_spare_capacity(attention_mask)

@@ -16,6 +16,8 @@ from transformers.utils.output_capturing import _active_collector
 
 from kvcache_compress.codecs.backend import load_part
 from kvcache_compress.codecs.base import Backend
+from kvcache_compress.codecs.mask import AttentionCall, Mask
+from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 
 if TYPE_CHECKING:
@@ -77,20 +79,21 @@ def record(path: AttentionPath, queries: int) -> None:
         taken.append(PathTaken(path, queries))
 
 
-def attention(path: AttentionPath) -> Callable[..., torch.Tensor]:
+def attention(path: AttentionPath) -> Callable[[AttentionCall, SideSegments, SideSegments], torch.Tensor]:
     """Return the function `attend` of a path, with the arguments and the result of `reference.attend`."""
     found: Callable[..., torch.Tensor] = load_part(_MODULES[path]).attend
     return found
 
 
-def path_over(step: Step, query: torch.Tensor, softcap: float | None) -> AttentionPath:
-    """Choose the path by which queries `[B, Hq, n, D]` attend to a layer's tokens.
+def path_over(step: Step, call: AttentionCall) -> AttentionPath:
+    """Choose the path by which a call's queries attend to a layer's tokens.
 
     Without packed tokens a few queries take torch, since codecs may not have their statistics yet, and a chunk takes
     the model's own attention. With packed tokens a decode step takes the layer's backend, and so does a chunk of up to
     `MAX_CPP_QUERIES` float32 queries on a CPU; a longer one goes tile by tile if that saves decoding a long layer.
     """
-    keys, count = step.keys, query.shape[2]
+    keys, query = step.keys, call.query
+    count = query.shape[2]
     if not keys.packed:
         return "torch" if count <= MAX_DECODE_TOKENS else "decode"
     if count <= MAX_DECODE_TOKENS:
@@ -100,47 +103,48 @@ def path_over(step: Step, query: torch.Tensor, softcap: float | None) -> Attenti
         return "cpp"
     tiled = load_part("attention.tiled")
     long = cpp or keys.packed > tiled.TILE_TOKENS
-    return "tiled" if long and tiled.supports(query, keys, step.values, softcap) else "decode"
+    return "tiled" if long and tiled.supports(call, keys, step.values) else "decode"
 
 
 def attention_path(
     step: Step | TracedStep,
+    call: AttentionCall,
     module: torch.nn.Module,
-    query: torch.Tensor,
     mask: Any,
     dropout: float,
     options: Mapping[str, Any],
 ) -> AttentionPath:
-    """Choose the path of a call by Transformers: `decode` if no other path computes exactly what is asked for.
+    """Choose the path of a call by Transformers, with its mask: `decode` if no other path computes what is asked for.
 
     The others need: no gradients of queries, masks or `s_aux`, no dropout, no mask or one that is a tensor, causal
     attention, no attention weights, and no unknown option that could change attention.
     """
-    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (query, mask, options.get("s_aux"))):
+    inputs = call.query, mask, call.s_aux
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs):
         return "decode"
     if weights_wanted() or options.get("output_attentions"):
         return "decode"
-    unknown = _unsupported(module, query, mask, dropout, options)
+    unknown = _unsupported(call, module, mask, dropout, options)
     if unknown is None:
-        return step.path(query, options.get("softcap"))
+        return step.path(call)
     if step.packed or torch.compiler.is_compiling():
         _warn_of_decoding(unknown)
     return "decode"
 
 
 def _unsupported(
-    module: torch.nn.Module, query: torch.Tensor, mask: Any, dropout: float, options: Mapping[str, Any]
+    call: AttentionCall, module: torch.nn.Module, mask: Any, dropout: float, options: Mapping[str, Any]
 ) -> str | None:
     """Return the argument of a call that fused attention does not support, in words for a warning, or None."""
     if dropout:
         return "dropout, which model.eval() switches off"
-    if not (mask is None or isinstance(mask, torch.Tensor)):
+    if not Mask.supports(mask):
         return f"masks of type {type(mask).__name__}"
     causal = options.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
     # A mask over queries and tokens replaces causality, and a single query sees all tokens either way.
-    if not causal and query.shape[2] > 1 and (mask is None or mask.ndim == 2):
+    if not causal and call.query.shape[2] > 1 and not call.mask.is_by_query:
         return "is_causal=False for several tokens without a mask"
     for name, value in options.items():
         if value is None or value is False or name in _KNOWN or name in _IDLE:

@@ -7,40 +7,29 @@ from __future__ import annotations
 
 import torch
 
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.segments import DECODE_CHUNK_TOKENS, SideSegments
 
 
-def attend(
-    query: torch.Tensor,
-    keys: SideSegments,
-    values: SideSegments,
-    mask: torch.Tensor | None = None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attend with a few queries to a compressed layer.
+def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
+    """Attend with a few queries, the last tokens of the tail, to a compressed layer.
 
     Args:
-        query: `[B, Hq, n, Dk]`; the n queries are the last n tokens of the tail.
-        keys, values: the layer's segments, `H` key/value heads, `Hq = G * H`.
-        mask: None (causal), or boolean (True = attend) or additive, broadcastable to `[B, Hq, n, T]`.
-        scaling: factor on the inner products.
-        softcap: if not None, scores are `softcap * tanh(s / softcap)` (Gemma 2).
-        s_aux: learned logits `[Hq]` that join the softmax's denominator (gpt-oss).
+        call: the queries `[B, Hq, n, Dk]`, with a mask over the stored tokens; `Hq = G * H`.
+        keys, values: the layer's segments, `H` key/value heads.
 
     Returns:
         `[B, n, Hq, Dv]` in the query's dtype; rows whose mask hides everything are zero.
     """
+    query, softcap, s_aux = call.query, call.softcap, call.s_aux
     batch, query_heads, count, _ = query.shape
     heads = keys.sinks.shape[1]
     groups = query_heads // heads
     rows = query.reshape(batch, heads, groups * count, -1).float()
-    scores = _scores(rows, keys).unflatten(2, (groups, count)).flatten(1, 2) * scaling
+    scores = _scores(rows, keys).unflatten(2, (groups, count)).flatten(1, 2) * call.scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = _masked(scores, mask)
+    scores = call.mask.applied(scores)
     top = scores.amax(-1, keepdim=True)
     if s_aux is not None:
         top = torch.maximum(top, s_aux.float().view(1, -1, 1, 1))
@@ -76,14 +65,3 @@ def _weighted_sum(weights: torch.Tensor, values: SideSegments) -> torch.Tensor:
         part = values.codec.accumulate(weights[..., sinks + start : sinks + stop], fields, values.rope(start, stop))
         summed = part if summed is None else summed + part
     return output if summed is None else output + values.codec.map_output(summed)
-
-
-def _masked(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    count, tokens = scores.shape[-2:]
-    if mask is None:
-        if count == 1:
-            return scores
-        mask = torch.ones(count, tokens, dtype=torch.bool, device=scores.device).tril(tokens - count)
-    if mask.dtype == torch.bool:
-        return scores.masked_fill(~mask, -torch.inf)
-    return scores + mask.float()

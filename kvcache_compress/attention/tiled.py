@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.segments import DECODE_CHUNK_TOKENS, SideSegments
 
 TILE_TOKENS = 4 * DECODE_CHUNK_TOKENS
@@ -21,9 +22,10 @@ BLOCK_QUERIES = 1024
 mask differs by head."""
 
 
-def supports(query: torch.Tensor, keys: SideSegments, values: SideSegments, softcap: float | None) -> bool:
+def supports(call: AttentionCall, keys: SideSegments, values: SideSegments) -> bool:
     """Return True if `attend` supports these dtypes, dimensions and devices."""
-    if softcap is not None or keys.slots is not None:
+    query = call.query
+    if call.softcap is not None or keys.slots is not None:
         return False
     dims = keys.sinks.shape[3], values.sinks.shape[3]
     if query.device.type == "cpu":
@@ -35,23 +37,15 @@ def supports(query: torch.Tensor, keys: SideSegments, values: SideSegments, soft
     return query.dtype in (torch.float32, torch.float16)
 
 
-def attend(
-    query: torch.Tensor,
-    keys: SideSegments,
-    values: SideSegments,
-    mask: torch.Tensor | None = None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attend with arguments that `supports` allows; arguments and result as in `reference.attend`.
+def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
+    """Attend with a call that `supports` allows; arguments and result as in `reference.attend`.
 
-    `mask` may also be a padding mask `[B, T]`. An additive mask is clamped to -1e30 (float16: -6e4). Temporary memory:
-    a tile of decoded keys and values, its mask for a block of queries, and the output in float32.
+    The mask may also be a padding mask. An additive mask is clamped to -1e30 (float16: -6e4). Temporary memory: a tile
+    of decoded keys and values, its mask for a block of queries, and the output in float32.
     """
-    if softcap is not None:
-        raise ValueError(f"softcap={softcap}: attention over tiles supports None only")
+    if call.softcap is not None:
+        raise ValueError(f"tiled attention does not support softcap (got {call.softcap})")
+    query = call.query
     batch, heads, count, _ = query.shape
     groups, tokens = heads // keys.sinks.shape[1], keys.shape[2]
     out = query.new_zeros(batch, heads, count, values.sinks.shape[3], dtype=torch.float32)
@@ -62,20 +56,23 @@ def attend(
         key, value, end = key.to(query.dtype), value.to(query.dtype), begin + key.shape[2]
         for first in range(0, count, BLOCK_QUERIES):
             rows = slice(first, min(first + BLOCK_QUERIES, count))
-            allowed = _allowed(mask, query, rows, begin, end, tokens)
-            sees[:, :, rows] |= True if allowed is None else _reach(allowed)
+            allowed = call.mask.tile(rows, begin, end, count, tokens, query.device)
+            if allowed is None:
+                sees[:, :, rows] = True
+            else:
+                sees[:, :, rows] |= (allowed if allowed.dtype == torch.bool else allowed > -torch.inf).any(-1)
             bias = None if allowed is None else _bias(allowed, query.dtype)
             # One query head of each group after the other: keys and values repeated for all would be as large as tiles.
             for i in range(groups):
                 head_bias = bias if bias is None or bias.shape[1] == 1 else bias[:, i::groups]
-                part, part_lse = _attention(query[:, i::groups, rows], key, value, head_bias, scaling)
+                part, part_lse = _attention(query[:, i::groups, rows], key, value, head_bias, call.scaling)
                 known = lse[:, i::groups, rows]
                 both = torch.logaddexp(known, part_lse)
                 out[:, i::groups, rows].lerp_(part.float(), torch.exp(part_lse - both)[..., None])
                 known.copy_(both)
         begin = end
-    if s_aux is not None:
-        out *= torch.sigmoid(lse - s_aux.float()[:, None])[..., None]
+    if call.s_aux is not None:
+        out *= torch.sigmoid(lse - call.s_aux.float()[:, None])[..., None]
     out.masked_fill_(~sees[..., None], 0.0)
     return out.transpose(1, 2).to(query.dtype).contiguous()
 
@@ -86,29 +83,6 @@ def _tiles(keys: SideSegments, values: SideSegments) -> Iterator[tuple[torch.Ten
         stop = min(start + TILE_TOKENS, keys.packed)
         yield keys.tile(start, stop), values.tile(start, stop)
     yield from zip(keys.tail.split(TILE_TOKENS, 2), values.tail.split(TILE_TOKENS, 2), strict=True)
-
-
-def _allowed(
-    mask: torch.Tensor | None, query: torch.Tensor, rows: slice, begin: int, end: int, tokens: int
-) -> torch.Tensor | None:
-    """Return the mask of queries `rows` for tokens `[begin, end)`, `[B or 1, Hq or 1, n, t]`; None hides nothing."""
-    if mask is not None and mask.ndim == 4:
-        mask = mask.expand(-1, -1, query.shape[2], tokens)
-        return mask[:, :, rows, begin:end]
-    seen = tokens - query.shape[2] + rows.start  # index of the last token that the first query sees: its own
-    allowed = None
-    if end > seen + 1:
-        size = rows.stop - rows.start, end - begin
-        allowed = torch.ones(size, dtype=torch.bool, device=query.device).tril(seen - begin)[None, None]
-    if mask is None:
-        return allowed
-    padding = mask[:, None, None, -tokens:][..., begin:end].bool()
-    return padding.expand(-1, -1, rows.stop - rows.start, -1) if allowed is None else padding & allowed
-
-
-def _reach(allowed: torch.Tensor) -> torch.Tensor:
-    """Return True for queries that see any of the tokens."""
-    return (allowed if allowed.dtype == torch.bool else allowed > -torch.inf).any(-1)
 
 
 def _bias(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from kvcache_compress.attention.handle import Step
+from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.storage.segments import SideSegments
 
 ATTENTION_BAR = 2e-3
@@ -36,9 +37,9 @@ def compare_view(view: Step, query: torch.Tensor, scaling: float, mask: torch.Te
     The second of two calls is a repeated launch, as timed ones are.
     """
     slots = view.keys.slots
-    hidden = mask if slots is None else slots.mask(mask, 1)
+    hidden = mask if slots is None else slots.mask(Mask(mask), 1).tensor
     return compare(
-        lambda: view.attend(query, mask, scaling, None, None)[:, 0],
+        lambda: view.attend(AttentionCall.of(query, mask, scaling=scaling))[:, 0],
         query[:, :, 0],
         lambda rows: (_decoded(view.keys, rows), _decoded(view.values, rows)),
         scaling,

@@ -12,6 +12,7 @@ import torch
 
 from kvcache_compress.attention.handle import Step
 from kvcache_compress.codecs.backend import BackendChoice, interpreting, resolve_backend
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import error_message
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
@@ -116,7 +117,7 @@ def compressed_time(
     mask = _left_padding(view) if call == "mask" else None
 
     def attend() -> torch.Tensor:
-        return view.attend(query, mask, shape.head_dim**-0.5, None, None)
+        return view.attend(AttentionCall.of(query, mask, scaling=shape.head_dim**-0.5))
 
     error, problem = compare_view(view, query, shape.head_dim**-0.5, mask)
     time = median_ms(attend, device, repeats)

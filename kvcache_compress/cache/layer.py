@@ -16,7 +16,8 @@ from kvcache_compress.attention import compile_ops as ops
 from kvcache_compress.attention.handle import PackedKV, Step, gradients_wanted, with_step
 from kvcache_compress.attention.interface import ATTENTION_NAME
 from kvcache_compress.codecs.backend import resolve_backend
-from kvcache_compress.codecs.base import Codec, CodecContext, PromptQueries, Side
+from kvcache_compress.codecs.base import Codec, CodecContext, Side
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.checks import (
@@ -357,7 +358,7 @@ class CompressedLayer(RowOperations):
             self.take_queries(None)
         return segments
 
-    def take_queries(self, queries: PromptQueries | None) -> None:
+    def take_queries(self, queries: AttentionCall | None) -> None:
         """Prepare codecs that waited for the queries of the last tokens, or without any, and pack what is due."""
         storage = self.storage
         if not isinstance(storage, DynamicStorage) or not storage.waiting:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -16,6 +16,7 @@ from kvcache_compress.validation.options import StrictOptions
 
 from . import layout
 from .layout import Field
+from .mask import AttentionCall
 from .padding import LeftPadding
 from .rotation import hashed_seed
 
@@ -70,26 +71,6 @@ class CodecContext:
 
 
 @dataclass(frozen=True)
-class PromptQueries:
-    """Queries of a layer's attention, with its arguments as `attention.reference.attend` takes them.
-
-    query: `[B, Hq, n, head_dim]`, of the last n tokens.
-    mask: `[B or 1, Hq or 1, n, T]`, boolean or added to the scores, or flash attention's padding mask `[B, T]`.
-    """
-
-    query: torch.Tensor
-    mask: torch.Tensor | None
-    scaling: float
-    softcap: float | None = None
-    s_aux: torch.Tensor | None = None
-
-    def first_rows(self, count: int) -> PromptQueries:
-        """Queries of the first `count` rows of the batch."""
-        mask = None if self.mask is None else self.mask[:count]
-        return replace(self, query=self.query[:count], mask=mask)
-
-
-@dataclass(frozen=True)
 class Prompt:
     """First tokens of a layer, from which a codec that `needs_queries` takes its statistics.
 
@@ -97,7 +78,7 @@ class Prompt:
     recent: number of tokens that the recent window will hold.
     rope: cos and sin of the first token of each group of `keys`, the last of which may be cut; None without RoPE.
     places: cos and sin of the positions in a group, `[1, group, rotary]`.
-    queries: None if nobody has seen them.
+    queries: the last tokens' queries, with a mask over tokens in their order; None if nobody has seen them.
     padding: left padding of the rows, whose first tokens have changed places with it; None if there is none.
     """
 
@@ -106,7 +87,7 @@ class Prompt:
     recent: int
     rope: Rope | None = None
     places: Rope | None = None
-    queries: PromptQueries | None = None
+    queries: AttentionCall | None = None
     padding: LeftPadding | None = None
 
 

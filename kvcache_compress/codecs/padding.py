@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 
-SHARED_QUERIES = 16
-"""Most queries of a mask that is kept for the other layers of a step."""
-
 
 class LeftPadding:
     """Number of padding tokens at the start of each row of a batch; immutable.
@@ -27,7 +24,7 @@ class LeftPadding:
     def __init__(self, tokens: torch.Tensor, longest: int) -> None:
         self.tokens = tokens
         self.longest = longest
-        self._last: tuple[torch.Tensor, tuple[int, int], torch.Tensor] | None = None
+        self.last: tuple[torch.Tensor, tuple[int, int], torch.Tensor] | None = None
         """A step's mask, how it was exchanged, and the result, which all layers of the step share."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LeftPadding:
@@ -72,37 +69,8 @@ class LeftPadding:
         _exchange_(both.mT, torch.where(arrives, partners - start + before, own))
         return both[:, :, :before].clone(), both[:, :, before:]
 
-    def mask(
-        self,
-        mask: torch.Tensor | None,
-        sinks: int,
-        count: int,
-        tokens: int,
-        device: torch.device,
-        length: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Bring a mask into the order of stored tokens: boolean or additive, `[B, Hq or 1, n, T]`.
-
-        Args:
-            mask: None (causal), `[B or 1, Hq or 1, count, T]`, or a padding mask `[B, T]`.
-            sinks: number of sinks.
-            count: number of queries, which are the last tokens.
-            tokens: `T`, read if the mask is None or a padding mask.
-            device: the queries' device.
-            length: number of tokens, int64 `[]`, if it is not `tokens`.
-        """
-        if mask is None or mask.ndim == 2:
-            last = torch.arange(count, device=device)[:, None] + (tokens if length is None else length) - count
-            causal = (torch.arange(tokens, device=device) <= last)[None, None]
-            mask = causal if mask is None else causal & mask[:, None, None, -tokens:].bool()
-        if mask.is_inference() or count > SHARED_QUERIES:
-            return self._exchanged(mask, sinks)
-        how = sinks, mask._version
-        if self._last is None or self._last[0] is not mask or self._last[1] != how:
-            self._last = mask, how, self._exchanged(mask, sinks)
-        return self._last[2]
-
-    def _exchanged(self, mask: torch.Tensor, sinks: int) -> torch.Tensor:
+    def exchanged(self, mask: torch.Tensor, sinks: int) -> torch.Tensor:
+        """Return a mask `[B or 1, Hq or 1, n, T]` after the exchange: `[B, Hq or 1, n, T]`, a new tensor."""
         rows = max(len(mask), len(self.tokens))
         return self.exchange_(mask.expand(rows, -1, -1, -1).clone(), sinks)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from kvcache_compress.codecs.backend import load_part, on_device
-from kvcache_compress.codecs.base import PromptQueries, Side
+from kvcache_compress.codecs.base import Side
+from kvcache_compress.codecs.mask import AttentionCall
 
 from .checks import LONGEST, PackableChecks, same_prompt
 from .rope_track import RopeTrack
@@ -175,7 +176,7 @@ class DynamicStorage:
         """
         return any(state.lacks_queries(None if first is None else first[side]) for side, state in self.sides.items())
 
-    def take_queries(self, queries: PromptQueries | None) -> None:
+    def take_queries(self, queries: AttentionCall | None) -> None:
         """Prepare codecs that are `waiting` for queries, those of the last tokens or none, and pack what is due.
 
         Raises:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 
+from kvcache_compress.codecs.mask import left_padding
 from kvcache_compress.codecs.padding import LeftPadding
 
 from .checks import same_prompt
@@ -85,18 +86,3 @@ class PaddingRecord:
         """Change the rows as the layers change their batch."""
         if self.rows is not None:
             self.rows = self.rows.changed(change)
-
-
-def left_padding(mask: Any) -> tuple[torch.Tensor, int] | None:
-    """Return the number of padding tokens at the start of each row of a mask, int64 `[B]`, and the mask's length `T`.
-
-    Padding is a token that no query sees. Masks that are not tensors give None.
-    """
-    if isinstance(mask, Mapping):
-        mask = mask.get("full_attention")
-    if not isinstance(mask, torch.Tensor) or mask.ndim not in (2, 4) or not mask.numel():
-        return None
-    seen = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() and mask.ndim == 4 else mask != 0
-    if mask.ndim == 4:
-        seen = seen.flatten(1, 2).any(1)
-    return (seen.cumsum(-1) == 0).sum(-1), seen.shape[-1]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcache_compress.codecs.backend import load_part, on_device
-from kvcache_compress.codecs.base import Codec, Fields, Prompt, PromptQueries
+from kvcache_compress.codecs.base import Codec, Fields, Prompt
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import Rope
 
 from .checks import same_prompt
@@ -117,7 +118,7 @@ class SideState:
             first = self.tail.view() if self.tail.tokens else self.sinks
         return self.codec.needs_queries(first if first.shape[2] else None)
 
-    def take_queries(self, queries: PromptQueries | None, recent: int) -> None:
+    def take_queries(self, queries: AttentionCall | None, recent: int) -> None:
         """Take the statistics of a codec that `needs_queries` from all tokens, none of which is packed.
 
         Rows of one prompt, as for beams, count once.

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcache_compress.codecs.mask import Mask
+
 
 @dataclass(frozen=True)
 class Slots:
@@ -36,22 +38,10 @@ class Slots:
         holds = torch.cat([first < self.length, packed < self.packed, tail >= self.packed])
         return torch.cat([first, packed + self.sinks, tail + self.sinks]), holds
 
-    def mask(self, mask: torch.Tensor | None, count: int) -> torch.Tensor:
-        """Turn a mask over tokens into one over slots, which hides slots without a token.
-
-        Args:
-            mask: None (causal), `[B or 1, Hq or 1, count, T]`, boolean or additive, or a padding mask `[B, T]`.
-            count: queries, which are the last tokens.
-        """
+    def mask(self, mask: Mask, count: int) -> Mask:
+        """Mask over slots of `count` queries, the last tokens, from a mask over tokens."""
         tokens, holds = self.tokens()
-        if mask is not None and mask.ndim == 4:
-            mask = mask.index_select(-1, tokens.clamp(0, mask.shape[-1] - 1))
-            return mask & holds if mask.dtype == torch.bool else mask.masked_fill(~holds, -torch.inf)
-        queries = torch.arange(count, device=tokens.device)[:, None] + self.length - count
-        causal = (holds & (tokens <= queries))[None, None]
-        if mask is None:
-            return causal
-        return causal & mask.bool().index_select(-1, tokens.clamp(0, mask.shape[-1] - 1))[:, None, None]
+        return mask.reordered(tokens, holds, count, self.length)
 
     def by_token(self, x: torch.Tensor) -> torch.Tensor:
         """Reorder slots `[B, H, slots, D]` by token: `[B, H, capacity, D]`, zero where there is no token."""

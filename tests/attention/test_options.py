@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvcache_compress import CompressedCache, enable_fused_attention
 from kvcache_compress.attention import path
 from kvcache_compress.attention.path import record_paths
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.decoder import cache_argument
 
 LENGTHS = torch.tensor([0, 1])
@@ -36,6 +37,10 @@ IDLE: dict[str, Any] = {
 def _start() -> None:
     torch.set_num_threads(1)
     path._WARNED.clear()
+
+
+def unsupported(model: PreTrainedModel, query: torch.Tensor, mask: Any, options: dict[str, Any]) -> str | None:
+    return path._unsupported(AttentionCall.of(query, mask, scaling=1.0), model, mask, 0.0, options)
 
 
 @pytest.fixture
@@ -112,7 +117,7 @@ def test_dropout_and_masks_of_flex_attention_are_named(ids: torch.Tensor, caplog
     model.train()
     assert stepped(model, ids)[1] == {"decode"}
     assert "dropout, which model.eval() switches off" in caplog.text
-    assert path._unsupported(model, torch.zeros(1, 1, 1, 4), object(), 0.0, {}) == "masks of type object"
+    assert unsupported(model, torch.zeros(1, 1, 1, 4), object(), {}) == "masks of type object"
 
 
 def test_several_tokens_that_are_not_causal(ids: torch.Tensor) -> None:
@@ -120,9 +125,9 @@ def test_several_tokens_that_are_not_causal(ids: torch.Tensor) -> None:
     model = small_model()
     query = torch.zeros(1, 4, 3, 32)
     for mask in (None, torch.ones(1, 63)):
-        assert "is_causal=False" in str(path._unsupported(model, query, mask, 0.0, {"is_causal": False}))
-        assert path._unsupported(model, query, mask, 0.0, {"is_causal": None}) is None
-    assert path._unsupported(model, query, torch.ones(1, 1, 3, 63), 0.0, {"is_causal": False}) is None
+        assert "is_causal=False" in str(unsupported(model, query, mask, {"is_causal": False}))
+        assert unsupported(model, query, mask, {"is_causal": None}) is None
+    assert unsupported(model, query, torch.ones(1, 1, 3, 63), {"is_causal": False}) is None
 
 
 def test_packed_sequences_of_flash_attention(

@@ -36,6 +36,7 @@ from kvcache_compress import CompressedCache, enable_fused_attention, register_p
 from kvcache_compress.attention import reference, tiled
 from kvcache_compress.attention.handle import Step
 from kvcache_compress.attention.path import PathTaken, record_paths
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
 
@@ -75,7 +76,7 @@ def test_equals_plain_attention(name: str, make_side: Callable[..., SideSegments
     query = torch.randn(2, heads, case.count, case.head_dim).to(case.dtype)
     mask = make_mask(case, 2, heads, keys.shape[2])
     s_aux = torch.randn(heads) if case.s_aux else None
-    out = tiled.attend(query, keys, values, mask, scaling=case.head_dim**-0.5, s_aux=s_aux)
+    out = tiled.attend(AttentionCall.of(query, mask, scaling=case.head_dim**-0.5, s_aux=s_aux), keys, values)
     expected = plain_attention(query, keys, values, mask, case, s_aux)
     assert out.shape == expected.shape
     assert out.dtype == case.dtype
@@ -107,7 +108,7 @@ def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegme
     query = torch.randn(2, 6, 20, 64)
     mask = torch.ones(2, 1, 20, keys.shape[2], dtype=torch.bool)
     mask[1, :, 3] = False
-    out = tiled.attend(query, keys, values, mask, scaling=0.125)
+    out = tiled.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
     assert out[1, 3].eq(0).all()
     mask[1, :, 3] = True
     expected = plain_attention(query, keys, values, mask, case, None)
@@ -124,7 +125,7 @@ def test_a_tile_that_a_row_does_not_see(make_side: Callable[..., SideSegments]) 
     mask = torch.ones(1, 1, 20, keys.shape[2], dtype=torch.bool)
     mask[..., :2, : TILE + 3] = False
     mask[..., 2:4, -28:] = False
-    out = tiled.attend(query, keys, values, mask, scaling=0.125)
+    out = tiled.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
     assert error(out, plain_attention(query, keys, values, mask, case, None)) <= BARS[F32]
 
 
@@ -164,8 +165,8 @@ def test_additive_masks_of_any_size(least: float, make_side: Callable[..., SideS
     mask = torch.zeros(2, 1, 20, keys.shape[2])
     mask[0, :, 3:, 100:] = least
     mask[1, :, 2] = least
-    out = tiled.attend(query, keys, values, mask, scaling=0.125)
-    expected = reference.attend(query, keys, values, mask, scaling=0.125)
+    out = tiled.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
+    expected = reference.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
     kept = torch.ones(2, 20, dtype=torch.bool)
     kept[1, 2] = False
     assert error(out[kept], expected[kept]) <= 1e-5
@@ -184,7 +185,7 @@ def test_padding_mask_of_flash_attention(padded: bool, make_side: Callable[..., 
     mask[1, :100] = 1 - padded
     allowed = torch.ones(40, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - 40) & mask[:, None, None].bool()
     longer = torch.nn.functional.pad(mask, (7, 0))  # of a cache with room for more: the last tokens count
-    out = Step(keys, values, "torch").attend(query, longer, 0.125, None, None)
+    out = Step(keys, values, "torch").attend(AttentionCall.of(query, longer, scaling=0.125))
     assert error(out, plain_attention(query, keys, values, allowed, case, None)) <= BARS[F32]
 
 
@@ -215,7 +216,12 @@ def test_which_calls_take_tiles(path: str, changes: dict[str, Any], make_side: C
     if "static" in changes:
         keys = replace(keys, slots=Slots(16, keys.packed, 17, 400, torch.tensor(56), torch.tensor(40)))
     query = torch.zeros(2, 6, case.count, 64, dtype=case.dtype)
-    assert Step(keys, values, changes.get("backend", "torch")).path(query, case.softcap) == path
+    assert (
+        Step(keys, values, changes.get("backend", "torch")).path(
+            AttentionCall.of(query, scaling=1.0, softcap=case.softcap)
+        )
+        == path
+    )
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="on CPUs PyTorch has no attention for them that gives its logarithm")
@@ -223,5 +229,5 @@ def test_values_of_another_width(make_side: Callable[..., SideSegments]) -> None
     case = Case(packed=160, count=40, head_dim=96, value_dim=64, dtype=F16)
     keys, values = segments(case, make_side)
     query = torch.randn(2, 6, 40, 96).to(F16)
-    out = tiled.attend(query, keys, values, None, scaling=96**-0.5)
+    out = tiled.attend(AttentionCall.of(query, scaling=96**-0.5), keys, values)
     assert error(out, plain_attention(query, keys, values, None, case, None)) <= BARS[F16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support.cache_name import with_cache
 from kvcache_compress.attention.handle import Step
 from kvcache_compress.bench import compare, decode, peers
 from kvcache_compress.bench.layers import Shape
+from kvcache_compress.codecs.mask import Mask
 from kvcache_compress.storage.rope_track import _warn_of_positions
 
 CPU = torch.device("cpu")
@@ -101,7 +103,7 @@ def test_masked_and_fixed_calls_are_compared(name: str, call: str, monkeypatch: 
     assert 0 < (found.attention_error or 0) < 3e-3
     if call == "mask":
         attend = Step.attend
-        monkeypatch.setattr(Step, "attend", lambda view, query, _, *rest: attend(view, query, None, *rest))
+        monkeypatch.setattr(Step, "attend", lambda view, call: attend(view, replace(call, mask=Mask())))
         assert decode.compressed_time(*timed).invalid, "a mask that attention does not see"
 
 

@@ -12,6 +12,7 @@ from support.fake_device import fake_devices
 from kvcache_compress.bench import decode
 from kvcache_compress.bench.layers import Shape
 from kvcache_compress.codecs.backend import load_part
+from kvcache_compress.codecs.mask import AttentionCall
 
 CPU = torch.device("cpu")
 TINY = Shape(2, 1, 32)
@@ -39,10 +40,10 @@ def test_every_call_is_compared(monkeypatch: pytest.MonkeyPatch, wrong: int) -> 
     calls: list[int] = []
     places: set[tuple[int, ...]] = set()
 
-    def attend_once_wrong(view: check.Step, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def attend_once_wrong(view: check.Step, call: AttentionCall) -> torch.Tensor:
         calls.append(len(view.keys.codec.kernel_side.plans))
-        places.add((query.data_ptr(), view.keys.tail.data_ptr(), view.values.sinks.data_ptr()))
-        return attend(view, query, *rest) * (1.5 if len(calls) == wrong + 1 else 1)
+        places.add((call.query.data_ptr(), view.keys.tail.data_ptr(), view.values.sinks.data_ptr()))
+        return attend(view, call) * (1.5 if len(calls) == wrong + 1 else 1)
 
     monkeypatch.setattr(check.Step, "attend", attend_once_wrong)
     found = check.check_kernels("uniform-4bit", "tiny", TINY, 128, CPU)

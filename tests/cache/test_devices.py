@@ -24,6 +24,7 @@ from kvcache_compress import (
 from kvcache_compress.attention.handle import PackedKV
 from kvcache_compress.attention.interface import ATTENTION_NAME
 from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.checks import PackableChecks
 
 SIZES = [44, 1, 33, 1]
@@ -66,7 +67,7 @@ def steps(
             keys, values = cache.update(x, x, layer)
             assert keys.device == values.device == device
             if isinstance(keys, PackedKV) and size <= 16:
-                keys = keys.step.attend(x, None, 1.0, None, None)
+                keys = keys.step.attend(AttentionCall.of(x, scaling=1.0))
                 assert keys.device == device
             outputs.append(keys.cpu())
     return outputs

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from kvcache_compress.codecs import linear
-from kvcache_compress.codecs.base import Codec, CodecContext, Prompt, PromptQueries
+from kvcache_compress.codecs.base import Codec, CodecContext, Prompt
 from kvcache_compress.codecs.centering import centred, mean_key
 from kvcache_compress.codecs.equalization import channel_factors, channel_rms
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import get_method
 
 HEADS, DIM = 2, 32
@@ -104,7 +105,7 @@ def test_scores_lose_as_little_as_of_even_keys(name: str, options: dict[str, Any
         made = codec(name, **options, equalize=equalize)
         assert made.needs_queries(None) == (equalize == "auto")
         assert made.needs_queries(keys) == (factor > 1 and equalize == "auto")
-        made.observe(Prompt(keys[:, :, :0], keys, 0, queries=PromptQueries(queries, None, 1.0)))
+        made.observe(Prompt(keys[:, :, :0], keys, 0, queries=AttentionCall.of(queries, scaling=1.0)))
         errors.append(score_error(made, keys, queries))
     plain, cured, hard = errors
     assert cured < 1.25 * plain

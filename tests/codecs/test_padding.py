@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvcache_compress.codecs.mask import Mask
 from kvcache_compress.codecs.padding import LeftPadding
 
 SINKS = 4
@@ -74,7 +75,7 @@ def test_masks_follow_their_tokens(kind: str) -> None:
         "additive": torch.zeros(seen.shape).masked_fill(~seen, -torch.inf),
         "one for all rows": causal,
     }
-    got = made.mask(masks[kind], SINKS, count, total, torch.device("cpu"))
+    got = Mask(masks[kind]).exchanged(made, SINKS, count, total, torch.device("cpu")).tensor
     expected = torch.stack([one[..., order(n, total)] for n, one in zip(rows, seen, strict=True)])
     assert torch.equal(got if got.dtype == torch.bool else got == 0, expected)
 

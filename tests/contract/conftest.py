@@ -18,7 +18,8 @@ from kvcache_compress import CompressedCache, CompressionConfig, disable_fused_a
 from kvcache_compress.attention import interface
 from kvcache_compress.attention.interface import ATTENTION_NAME, attention_forward
 from kvcache_compress.codecs.backend import resolve_backend
-from kvcache_compress.codecs.base import Codec, CodecContext, Prompt, PromptQueries
+from kvcache_compress.codecs.base import Codec, CodecContext, Prompt
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.codecs.padding import LeftPadding
 from kvcache_compress.config import LayerPlan, load_config
 from kvcache_compress.modeling.rope import Rope, rope_layout
@@ -73,7 +74,7 @@ class Rotary:
     def attention(self, module: Any, query: torch.Tensor, key: Any, value: Any, *mask: Any, **options: Any) -> Any:
         """Fused attention that first shows a step's queries to an oracle's layer that waits for them."""
         if waiting := self.waiting.pop(getattr(module, "layer_idx", None), None):
-            waiting.take_queries(PromptQueries(query, *mask, options["scaling"]))
+            waiting.take_queries(AttentionCall.of(query, *mask, scaling=options["scaling"]))
         return attention_forward(module, query, key, value, *mask, **options)
 
     @property
@@ -142,7 +143,7 @@ class OracleLayer(DynamicLayer):
             self.take_queries(None)
         return seen
 
-    def take_queries(self, queries: PromptQueries | None) -> None:
+    def take_queries(self, queries: AttentionCall | None) -> None:
         """Take the statistics of codecs that need queries from all tokens, and pack what is due."""
         first = min(self.plan.sink_tokens, self.get_seq_length())
         padding = LeftPadding(torch.tensor(found), max(found)) if (found := self.rotary.padding) else None

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, StaticCache
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention import compile_ops as ops
 from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage import checks
 from kvcache_compress.storage import static as static_storage
 from kvcache_compress.storage.static import StaticStorage
@@ -161,7 +162,7 @@ def test_steps_have_static_shapes_and_never_wait(unfused: Any, ids: torch.Tensor
         for at in range(36):
             with _Watch() as watch:
                 layer.append(*(states[:, :, at : at + 1],) * 2)
-                layer.step().attend(query, None, 0.2, None, None)
+                layer.step().attend(AttentionCall.of(query, scaling=0.2))
             traces.append(watch.seen)
         assert all(trace == traces[0] for trace in traces)
         assert layer.packed_tokens == before + 32
@@ -290,7 +291,7 @@ def test_padding_mask_of_flash_attention(tiny_model: Any) -> None:
     whole = torch.zeros(2, 1, 3, 100, dtype=torch.bool)
     whole[..., :73] = torch.ones(3, 73, dtype=torch.bool).tril(70) & padding[:, None, None].bool()
     query = torch.randn(2, 6, 3, 32, generator=torch.Generator().manual_seed(1))
-    got, expected = (layer.step().attend(query, mask, 0.2, None, None) for mask in (padding, whole))
+    got, expected = (layer.step().attend(AttentionCall.of(query, mask, scaling=0.2)) for mask in (padding, whole))
     torch.testing.assert_close(got, expected)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from kvcache_compress import enable_fused_attention
 from kvcache_compress.attention.handle import PackedKV
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.segments import SideSegments
 
 STATIC = ("turboquant-4", "kivi-4", "commvq", "polarquant-rope", "spectral")
@@ -181,8 +182,10 @@ def test_attention_to_a_held_view(filled: Any) -> None:
     """Fused attention to a held handle is that to its decoded tokens, also after a crop and a chunk."""
     held = update(filled, 1, 5)
     query = torch.randn(2, 6, 1, 32, generator=torch.Generator().manual_seed(2))
-    before = [step.attend(query, None, 0.2, None, None) for step in (handle.step for handle in held)]
+    before = [step.attend(AttentionCall.of(query, scaling=0.2)) for step in (handle.step for handle in held)]
     crop_and_go_on(filled, 50, 60)
     for handle, expected in zip(held, before, strict=True):
         assert handle.step.packed > 0
-        torch.testing.assert_close(handle.step.attend(query, None, 0.2, None, None), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            handle.step.attend(AttentionCall.of(query, scaling=0.2)), expected, atol=1e-5, rtol=0
+        )

@@ -16,6 +16,7 @@ from support.commvq_files import codebook_file
 from support.method_cases import declared
 
 from kvcache_compress.attention import reference
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.cpu_kernels.attention import launch
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.segments import SideSegments
@@ -69,13 +70,13 @@ def test_equals_reference_and_plain_attention(name: str, make_side: Callable[...
     mask = make_mask(case, 2, heads, keys.shape[2])
     s_aux = torch.randn(heads) if case.s_aux else None
     call = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "s_aux": s_aux}
-    out = launch.attend(query, keys, values, mask, **call)
+    out = launch.attend(AttentionCall.of(query, mask, **call), keys, values)
     expected = plain_attention(query, keys, values, mask, case, s_aux)
     bar = BARS.get(case.dtype, BARS[F32])
     assert out.shape == expected.shape
     assert out.dtype == case.dtype
     assert error(out, expected) <= bar
-    assert error(out, reference.attend(query.float(), keys, values, mask, **call)) <= bar
+    assert error(out, reference.attend(AttentionCall.of(query.float(), mask, **call), keys, values)) <= bar
 
 
 def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegments]) -> None:
@@ -83,7 +84,7 @@ def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegme
     query = torch.randn(2, 6, 1, 64)
     mask = torch.ones(2, 1, 1, keys.shape[2], dtype=torch.bool)
     mask[1] = False
-    out = launch.attend(query, keys, values, mask, scaling=0.125)
+    out = launch.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
     assert out[0].abs().sum() > 0
     assert (out[1] == 0).all()
 
@@ -93,7 +94,7 @@ def test_rows_hidden_by_the_lowest_number_are_averages(make_side: Callable[..., 
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
     mask = torch.full((2, 1, 1, keys.shape[2]), torch.finfo(torch.float32).min)
-    out = launch.attend(query, keys, values, mask, scaling=0.125)
+    out = launch.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
     torch.testing.assert_close(out, values.dense().mean(2)[:, None].repeat_interleave(3, 2), atol=1e-5, rtol=1e-4)
 
 
@@ -107,7 +108,7 @@ def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callab
     keys = make_side(*commvq(64, weighed=True), "keys", 64, 50, layout=layout)
     values = make_side(*tq(4), "values", 64, 50)
     query = torch.randn(2, 6, 1, 64)
-    out = launch.attend(query, keys, values, None, scaling=0.125)
+    out = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
     assert error(out, plain_attention(query, keys, values, None, Case(), None)) <= BARS[F32]
 
 
@@ -119,7 +120,9 @@ def test_few_rows_sum_values_by_code(make_side: Callable[..., SideSegments]) -> 
 
     def attend(count: int, packed: int) -> torch.Tensor:
         before = [replace(side, packed=packed) for side in (keys, values)]
-        return launch.attend(query[:, :, :count], *before, mask[..., 1100 - packed :], scaling=0.125)[:, :8]
+        return launch.attend(AttentionCall.of(query[:, :, :count], mask[..., 1100 - packed :], scaling=0.125), *before)[
+            :, :8
+        ]
 
     for packed, by_code in ((1100, True), (100, False)):
         torch.testing.assert_close(attend(8, packed), attend(9, packed), atol=1e-6, rtol=1e-5)
@@ -132,7 +135,7 @@ def test_codebooks_are_not_copied(bits: int, make_side: Callable[..., SideSegmen
     side = commvq(64, encoder_bits=bits, weighed=True)
     keys, values = segments(Case(side, side), make_side)
     held = [keys.codec.constant_bytes(), values.codec.constant_bytes()]
-    launch.attend(torch.randn(2, 6, 1, 64), keys, values, None, scaling=0.125)
+    launch.attend(AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125), keys, values)
     assert [keys.codec.constant_bytes(), values.codec.constant_bytes()] == held
 
 
@@ -140,9 +143,9 @@ def test_queries_of_any_strides(make_side: Callable[..., SideSegments]) -> None:
     case = Case(count=3)
     keys, values = segments(case, make_side)
     query = torch.randn(2, 6, 3, 64)
-    out = launch.attend(query, keys, values, None, scaling=0.125)
+    out = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
     for strided in (query.transpose(1, 2).contiguous().transpose(1, 2), query.mT.contiguous().mT):
-        assert torch.equal(launch.attend(strided, keys, values, None, scaling=0.125), out)
+        assert torch.equal(launch.attend(AttentionCall.of(strided, scaling=0.125), keys, values), out)
 
 
 def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> None:
@@ -151,11 +154,11 @@ def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> Non
     query = torch.randn(2, 6, 1, 64)
     before = [replace(side, packed=40) for side in (keys, values)]
     expected = plain_attention(query, *before, None, Case(), None)
-    assert error(launch.attend(query, *before, None, scaling=0.125), expected) <= BARS[F32]
+    assert error(launch.attend(AttentionCall.of(query, scaling=0.125), *before), expected) <= BARS[F32]
     larger = [replace(side, packed=64) for side in (keys, values)]
     holds = torch.arange(larger[0].shape[2])
     mask = ((holds < 3 + 40) | (holds >= 3 + 64))[None, None, None]
-    assert error(launch.attend(query, *larger, mask, scaling=0.125), expected) <= BARS[F32]
+    assert error(launch.attend(AttentionCall.of(query, mask, scaling=0.125), *larger), expected) <= BARS[F32]
 
 
 def test_result_does_not_depend_on_threads(make_side: Callable[..., SideSegments]) -> None:
@@ -166,7 +169,7 @@ def test_result_does_not_depend_on_threads(make_side: Callable[..., SideSegments
     try:
         for count in (1, 2, 4):
             torch.set_num_threads(count)
-            found.append(launch.attend(query, keys, values, None, scaling=0.125))
+            found.append(launch.attend(AttentionCall.of(query, scaling=0.125), keys, values))
     finally:
         torch.set_num_threads(threads)
     torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-5)
@@ -178,7 +181,7 @@ def test_more_words_than_usual(dim: int, rows: int, make_side: Callable[..., Sid
     case = Case(("qjl", {"sketch_dim": rows}), tq(4), head_dim=dim, packed=33)
     keys, values = segments(case, make_side)
     query = torch.randn(2, 6, 1, dim)
-    out = launch.attend(query, keys, values, None, scaling=dim**-0.5)
+    out = launch.attend(AttentionCall.of(query, scaling=dim**-0.5), keys, values)
     assert error(out, plain_attention(query, keys, values, None, case, None)) <= BARS[F32]
 
 
@@ -186,15 +189,15 @@ def test_what_does_not_fit_is_refused(make_side: Callable[..., SideSegments]) ->
     keys, values = segments(Case(), make_side)
     for shape, message in (((3, 6, 1, 64), "3 sequences"), ((2, 5, 1, 64), "5 query"), ((2, 6, 1, 72), "72 numbers")):
         with pytest.raises(RuntimeError, match=message):
-            launch.attend(torch.randn(shape), keys, values, None, scaling=0.125)
+            launch.attend(AttentionCall.of(torch.randn(shape), scaling=0.125), keys, values)
     with pytest.raises(RuntimeError, match="s_aux must hold one logit per query head"):
-        launch.attend(torch.randn(2, 6, 1, 64), keys, values, None, scaling=0.125, s_aux=torch.randn(2))
+        launch.attend(AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125, s_aux=torch.randn(2)), keys, values)
     with pytest.raises(RuntimeError, match="floating point"):
-        launch.attend(torch.ones(2, 6, 1, 64, dtype=torch.int64), keys, values, None, scaling=0.125)
+        launch.attend(AttentionCall.of(torch.ones(2, 6, 1, 64, dtype=torch.int64), scaling=0.125), keys, values)
     values = make_side(*kivi(4), "values", 64, 64)
     values.codec.cpu_side = replace(values.codec.cpu_side, options=(4, 1))
     with pytest.raises(RuntimeError, match="2 options for the form 'groups', which has 3"):
-        launch.attend(torch.randn(2, 6, 1, 64), keys, values, None, scaling=0.125)
+        launch.attend(AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125), keys, values)
 
 
 def test_sides_are_described_anew_when_a_tensor_is_replaced(make_side: Callable[..., SideSegments]) -> None:
@@ -203,7 +206,7 @@ def test_sides_are_described_anew_when_a_tensor_is_replaced(make_side: Callable[
     query = torch.randn(2, 6, 1, 64)
 
     def check(keys: SideSegments, values: SideSegments) -> None:
-        out = launch.attend(query, keys, values, None, scaling=0.125)
+        out = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
         assert error(out, plain_attention(query, keys, values, None, Case(), None)) <= BARS[F32]
 
     check(keys, values)
@@ -232,23 +235,23 @@ def test_integer_mask_is_added(make_side: Callable[..., SideSegments]) -> None:
     keys, values = segments(Case(), make_side)
     query, mask = torch.randn(2, 6, 1, 64), torch.zeros(1, 1, 1, keys.shape[2], dtype=torch.int64)
     mask[..., ::2] = -3
-    out = launch.attend(query, keys, values, mask, scaling=0.125)
-    assert error(out, reference.attend(query, keys, values, mask, scaling=0.125)) <= BARS[F32]
+    out = launch.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
+    assert error(out, reference.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)) <= BARS[F32]
 
 
 def test_empty_batch(make_side: Callable[..., SideSegments]) -> None:
     keys, values = (make_side(*tq(4), side, 64, 32, batch=0) for side in ("keys", "values"))
-    assert launch.attend(torch.randn(0, 6, 1, 64), keys, values, None, scaling=0.125).shape == (0, 1, 6, 64)
+    assert launch.attend(AttentionCall.of(torch.randn(0, 6, 1, 64), scaling=0.125), keys, values).shape == (0, 1, 6, 64)
 
 
 def test_not_a_number_in_the_tail_shows(make_side: Callable[..., SideSegments]) -> None:
     keys, values = segments(Case(), make_side)
     keys.tail[1, 0, 2, 5] = torch.nan
-    out = launch.attend(torch.randn(2, 6, 1, 64), keys, values, None, scaling=0.125)
+    out = launch.attend(AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125), keys, values)
     assert out[1, :, :3].isnan().all()
     assert out[0].isfinite().all()
     assert out[1, :, 3:].isfinite().all()
     query = torch.randn(2, 6, 1, 64)
     query[0, 4] = torch.nan
-    out = launch.attend(query, *segments(Case(), make_side), None, scaling=0.125)
+    out = launch.attend(AttentionCall.of(query, scaling=0.125), *segments(Case(), make_side))
     assert [bool(head.isnan().all()) for head in out[0, 0]] == [False, False, False, False, True, False]

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvcache_compress.codecs.mask import left_padding
 from kvcache_compress.storage import padding as module
-from kvcache_compress.storage.padding import PaddingRecord, left_padding
+from kvcache_compress.storage.padding import PaddingRecord
 
 MASK = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 0, 1]])
 

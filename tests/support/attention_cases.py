@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvcache_compress.bench.compare import relative_error
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.segments import SideSegments
 from support.method_cases import declared
 
@@ -246,5 +247,5 @@ def attention_error(attend: Callable[..., torch.Tensor], case: Case, keys: SideS
     query = torch.randn(2, 2 * case.groups, case.count, case.head_dim).to(case.dtype)
     mask, s_aux = make_mask(case, 2, 2 * case.groups, keys.shape[2]), torch.randn(2 * case.groups)
     call: dict[str, Any] = {"softcap": case.softcap, "s_aux": s_aux if case.s_aux else None}
-    out = attend(query, keys, values, mask, scaling=case.head_dim**-0.5, **call)
+    out = attend(AttentionCall.of(query, mask, scaling=case.head_dim**-0.5, **call), keys, values)
     return error(out, plain_attention(query, keys, values, mask, case, call["s_aux"]))

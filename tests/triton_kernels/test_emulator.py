@@ -24,6 +24,7 @@ from support.attention_cases import (
 )
 from support.device import EMULATED
 
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.triton_kernels.attention import launch
 
@@ -155,7 +156,7 @@ def attend(
             monkeypatch.setattr(launch, "tile_shape", lambda *_: launch.Tile(32, 4, 2))
         noticed: list[str] = []
         try:
-            out = launch.attend(query, keys, values, mask, scaling=case.head_dim**-0.5)
+            out = launch.attend(AttentionCall.of(query, mask, scaling=case.head_dim**-0.5), keys, values)
             if not error(out, plain_attention(query, keys, values, mask, case, None)) <= BARS[case.dtype]:
                 noticed.append(WRONG)
         except Exception as fault:

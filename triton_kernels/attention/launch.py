@@ -19,6 +19,7 @@ from .slot_mask import CAUSAL, SlotMask
 from .tiles import Tile, capability_of, tile_shape
 
 if TYPE_CHECKING:
+    from kvcache_compress.codecs.mask import AttentionCall
     from kvcache_compress.storage.segments import SideSegments
 
 MAX_TILE_ROWS = 32
@@ -52,26 +53,18 @@ class Sizes(NamedTuple):
     tile: Tile
 
 
-def attend(
-    query: torch.Tensor,
-    keys: SideSegments,
-    values: SideSegments,
-    mask: torch.Tensor | None = None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
     """Attend with the kernels; same arguments and result as the twin, `reference.attend`.
 
-    With slots (`keys.slots`), `mask` is over tokens, as `Slots.mask` takes it.
+    With slots (`keys.slots`), the call's mask is over tokens, as `Slots.mask` takes it.
     """
-    query = query.contiguous()
+    query, mask = call.query.contiguous(), call.mask.tensor
+    scaling, softcap, s_aux = call.scaling, call.softcap, call.s_aux
     k_side, v_side = form_of(keys, query, keys), form_of(values, query, keys)
-    call = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.slots is None)
-    sizes = k_side.sizes.get((keys.packed, call))
+    like = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.slots is None)
+    sizes = k_side.sizes.get((keys.packed, like))
     if sizes is None:
-        sizes = kept(k_side.sizes, (keys.packed, call), sizes_of(query, keys, values, capability_of(query.device)))
+        sizes = kept(k_side.sizes, (keys.packed, like), sizes_of(query, keys, values, capability_of(query.device)))
     slot_mask = None if keys.slots is None else SlotMask(mask, query, keys.slots)
     if slot_mask is not None:
         mask = slot_mask.tensor
@@ -86,7 +79,7 @@ def attend(
     pointers, aligned, narrow = addresses(changing)
     repeatable = aligned and narrow
     key = (
-        call, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
+        like, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
         inputs["p_mask"].device, inputs["s_mask_t"], inputs["s_mask_h"] == 0, scaling, softcap,
         None if s_aux is None else (s_aux.dtype, s_aux.device), repeatable,
         None if slot_mask is None else slot_mask.key, (k_side.turn or k_side.parts) and keys.store.capacity,

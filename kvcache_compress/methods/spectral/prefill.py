@@ -9,8 +9,7 @@ from functools import cache
 
 import torch
 
-from kvcache_compress.codecs.base import Prompt, PromptQueries
-from kvcache_compress.codecs.padding import LeftPadding
+from kvcache_compress.codecs.base import Prompt
 
 from .moments import RUN_NUMBERS, SAMPLED, Costs, GroupRope, KeyMoments, MeanSums, Window, attention_costs
 from .transform import Moments, spectral_basis
@@ -100,7 +99,7 @@ def _windows(prompt: Prompt, group: int, rope: GroupRope | None, costs: Costs) -
         if seen is not None:
             count, begin = seen.query.shape[2], padding[min(row, len(padding) - 1)]
             at = sampled_positions(tokens, count, begin + sinks + prompt.recent).to(keys.device)
-            mask, counted = _row_mask(seen, row, at, tokens, prompt.padding, sinks)
+            mask, counted = seen.mask.of_queries(row, at, count, tokens, prompt.padding, sinks)
             window = replace(
                 window, query=seen.query[row][:, at - (tokens - count)], at=at, mask=mask, counted=counted,
                 scaling=seen.scaling, softcap=seen.softcap, s_aux=seen.s_aux,
@@ -113,26 +112,6 @@ def sampled_positions(tokens: int, queries: int, first: int) -> torch.Tensor:
     start = max(first, tokens - queries)
     count = min(SAMPLED, max(0, tokens - start))
     return torch.linspace(tokens - 1, start, count).round().long().flip(0)
-
-
-def _row_mask(
-    seen: PromptQueries, row: int, at: torch.Tensor, tokens: int, padding: LeftPadding | None, sinks: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Mask of a row's sampled queries over stored tokens, `[Hq or 1, R, T]`, and the tokens that any sees, `[T]`."""
-    if seen.mask is None:
-        return None, None
-    mask = seen.mask[min(row, len(seen.mask) - 1)]
-    if mask.ndim == 1:
-        reach = mask[None, None, -tokens:].bool()
-    else:
-        reach = torch.cat([mask[:, at - (tokens - seen.query.shape[2])], mask[:, -1:]], 1)
-    if padding is not None:
-        reach = padding.row(row).exchange_(reach[None].clone(), sinks)[0]
-    if mask.ndim == 1:
-        return reach, reach[0, 0]
-    mask = reach[:, :-1]
-    reach = reach if reach.dtype == torch.bool else reach > torch.finfo(reach.dtype).min / 2
-    return mask, reach.flatten(0, 1).any(0)
 
 
 def shrunk(sums: KeyMoments) -> Moments:

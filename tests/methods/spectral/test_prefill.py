@@ -20,7 +20,8 @@ from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, SpectralCache, disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention.handle import PackedKV
-from kvcache_compress.codecs.base import CodecContext, Prompt, PromptQueries
+from kvcache_compress.codecs.base import CodecContext, Prompt
+from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.methods.spectral import moments, prefill
 from kvcache_compress.methods.spectral.calibration import SpectralSettings, _Run
 from kvcache_compress.methods.spectral.codec import SpectralCodec, SpectralOptions
@@ -83,7 +84,7 @@ def prompt(tokens: int = 300, queries: int | None = None, batch: int = 2) -> Pro
     query = torch.randn(batch, 2 * HEADS, queries or tokens, DIM, generator=generator)
     return Prompt(
         keys[:, :, :4], keys[:, :, 4:], 8, (rope[0][:, 4::GROUP], rope[1][:, 4::GROUP]), places,
-        PromptQueries(query, None, DIM**-0.5),
+        AttentionCall.of(query, scaling=DIM**-0.5),
     )  # fmt: skip
 
 
@@ -157,7 +158,7 @@ def test_masks_of_every_kind(queries: int) -> None:
     assert seen is not None
     additive = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
     for mask in (allowed, additive, additive.expand(2, 4, -1, -1), torch.ones(2, 300, dtype=torch.long)):
-        assert same(measured(replace(plain, queries=replace(seen, mask=mask))), expected)
+        assert same(measured(replace(plain, queries=replace(seen, mask=Mask(mask)))), expected)
 
 
 def test_padding_counts_nowhere(model: Any) -> None:
@@ -372,7 +373,7 @@ def test_padding_in_float_masks_counts_nowhere(size: int) -> None:
     visible[: 40 * size - (tokens - count)] = False
     boolean = visible.expand(len(seen.query), 1, -1, -1)
     added = torch.zeros(boolean.shape).masked_fill(~boolean, torch.finfo(torch.float32).min)
-    found = [measured(replace(prompt(), queries=replace(seen, mask=mask))) for mask in (boolean, added)]
+    found = [measured(replace(prompt(), queries=replace(seen, mask=Mask(mask)))) for mask in (boolean, added)]
     assert same(*found)
 
 

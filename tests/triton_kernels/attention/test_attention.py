@@ -25,6 +25,7 @@ from support.attention_cases import (
 from support.device import DEVICE
 
 from kvcache_compress.attention import reference
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
 from kvcache_compress.triton_kernels.attention import launch
@@ -47,14 +48,17 @@ def test_kernel_equals_reference_and_plain_attention(
         monkeypatch.setattr(launch, "tile_shape", lambda *_: launch.Tile(case.block, 4, 2))
         monkeypatch.setattr(launch, "split_sizes", lambda *_: case.split)
     call = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "s_aux": s_aux}
-    out = launch.attend(query, keys, values, mask, **call)
+    out = launch.attend(AttentionCall.of(query, mask, **call), keys, values)
     expected = plain_attention(query, keys, values, mask, case, s_aux)
     assert out.shape == expected.shape
     assert out.dtype == case.dtype
     assert out.isfinite().all()
     assert error(out, expected) <= BARS[case.dtype]
     if case.packed:
-        assert error(out, reference.attend(query.float(), keys, values, mask, **call)) <= BARS[case.dtype]
+        assert (
+            error(out, reference.attend(AttentionCall.of(query.float(), mask, **call), keys, values))
+            <= BARS[case.dtype]
+        )
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
@@ -73,7 +77,7 @@ def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegme
     query = torch.randn(2, 6, 1, 64)
     mask = torch.ones(2, 1, 1, keys.shape[2], dtype=torch.bool)
     mask[1] = False
-    out = launch.attend(query, keys, values, mask, scaling=0.125)
+    out = launch.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)
     assert out[0].abs().sum() > 0
     assert (out[1] == 0).all()
 
@@ -83,8 +87,8 @@ def test_queries_of_any_range_fit_16_bit_operands(scale: float, make_side: Calla
     case = Case(dtype=BF16)
     keys, values = segments(case, make_side)
     query = (torch.randn(2, 6, 1, 64) * scale).to(BF16)
-    out = launch.attend(query, keys, values, None, scaling=0.125 / scale)
-    unscaled = launch.attend((query / scale).to(BF16), keys, values, None, scaling=0.125)
+    out = launch.attend(AttentionCall.of(query, scaling=0.125 / scale), keys, values)
+    unscaled = launch.attend(AttentionCall.of((query / scale).to(BF16), scaling=0.125), keys, values)
     assert out.isfinite().all()
     assert error(out, unscaled) <= 1e-2
 
@@ -94,7 +98,7 @@ def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> Non
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
     before = [replace(side, packed=40) for side in (keys, values)]
-    out = launch.attend(query, *before, None, scaling=0.125)
+    out = launch.attend(AttentionCall.of(query, scaling=0.125), *before)
     assert error(out, plain_attention(query, *before, None, Case(), None)) <= BARS[F32]
 
 
@@ -103,11 +107,11 @@ def test_result_does_not_depend_on_splits(
 ) -> None:
     keys, values = segments(Case(packed=96), make_side)
     query = torch.randn(2, 6, 1, 64)
-    whole = launch.attend(query, keys, values, None, scaling=0.125)
+    whole = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
     for split in ((16, 6), (19, 6), (96, 3)):
         monkeypatch.setattr(launch, "split_sizes", lambda *_, split=split: split)
         keys.codec.kernel_side.sizes.clear()
-        torch.testing.assert_close(launch.attend(query, keys, values, None, scaling=0.125), whole)
+        torch.testing.assert_close(launch.attend(AttentionCall.of(query, scaling=0.125), keys, values), whole)
 
 
 def test_all_programs_share_the_tokens_of_a_fixed_capacity(make_side: Callable[..., SideSegments]) -> None:
@@ -136,7 +140,7 @@ def test_steps_that_follow_each_other(make_side: Callable[..., SideSegments]) ->
     for tail in range(1, 6):
         step = [replace(one, tail_tokens=tail) for one in (keys, values)]
         query = torch.randn(2, 6, 1, 64).to(case.dtype)
-        out = launch.attend(query, *step, None, scaling=0.125)
+        out = launch.attend(AttentionCall.of(query, scaling=0.125), *step)
         assert error(out, plain_attention(query, *step, None, case, None)) <= BARS[BF16]
         plans += keys.codec.kernel_side.plans.values()
     assert len(set(plans)) == 1
@@ -153,10 +157,10 @@ def test_in_a_cuda_graph(make_side: Callable[..., SideSegments]) -> None:
     full = [replace(side, slots=slots) for side in (keys, values)]
     query = torch.randn(2, 6, 1, 64).to(case.dtype)
     for _ in range(2):
-        launch.attend(query, *full, None, scaling=0.125)
+        launch.attend(AttentionCall.of(query, scaling=0.125), *full)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = launch.attend(query, *full, None, scaling=0.125)
+        out = launch.attend(AttentionCall.of(query, scaling=0.125), *full)
     query.copy_(torch.randn(2, 6, 1, 64))
     count.fill_(56)
     length.fill_(sinks + 56 + tail)

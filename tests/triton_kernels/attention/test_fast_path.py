@@ -26,6 +26,7 @@ from support.ptx import inline
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kvcache_compress.codecs.base import Codec
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.common.operands import FEW_ROWS
@@ -134,7 +135,7 @@ def test_fast_path_equals_plain_attention(
     heads = 2 * case.groups
     query = torch.randn(2, heads, case.count, case.head_dim).to(F16)
     mask = make_mask(case, 2, heads, keys.shape[2])
-    out = launch.attend(query, keys, values, mask, scaling=case.head_dim**-0.5, softcap=case.softcap)
+    out = launch.attend(AttentionCall.of(query, mask, scaling=case.head_dim**-0.5, softcap=case.softcap), keys, values)
     assert error(out, plain_attention(query, keys, values, mask, case, None)) <= BARS[F16]
     sums = case.groups * case.count <= FEW_ROWS
     assert bool(texts) == (case.keys[0] != "commvq" or sums), "rows of codebooks need no assembly"

@@ -21,6 +21,7 @@ from support.attention_cases import (
 )
 from support.commvq_files import codebook_file
 
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
 from kvcache_compress.triton_kernels.attention import launch, scores
@@ -141,7 +142,7 @@ def test_attention_with_a_fixed_capacity(make_side: MakeSide) -> None:
     sides = segments(case, make_side)
     slots = bounded(sides[0], 70)
     query = torch.randn(2, 6, 1, 64).to(F16)
-    out = launch.attend(query, *(replace(side, slots=slots) for side in sides), scaling=0.125)
+    out = launch.attend(AttentionCall.of(query, scaling=0.125), *(replace(side, slots=slots) for side in sides))
     shown = [replace(side, packed=70, slots=None) for side in sides]
     assert error(out, plain_attention(query, *shown, None, case, None)) <= BARS[F16]
 
@@ -152,7 +153,7 @@ def test_plans_follow_the_capacity(make_side: MakeSide) -> None:
     query = torch.randn(2, 6, 1, 64).to(F16)
     shapes = []
     for _ in range(2):
-        launch.attend(query, keys, values, scaling=0.125)
+        launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
         plan = next(reversed(keys.codec.kernel_side.plans.values()))
         shapes.append(plan.scratch["p_scores"])
         keys.store._grow(keys.store.capacity + 32)

@@ -13,6 +13,7 @@ from support.attention_cases import BARS, BF16, Case, error, kivi, plain_attenti
 from support.device import DEVICE
 
 from kvcache_compress.bench.layers import SHAPES, VARIANTS, build_codec, middle_layer, named_config
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import preset_names
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.triton_kernels import aot
@@ -91,13 +92,13 @@ def test_sizes_and_launches_are_those_of_the_entry(
         tile = launch.sizes_of(query, keys, values, capability).tile
         assert tile == (Tile(16, 4, 1) if target == "sm_90" else tiles.rule(k_side, v_side, False))
     monkeypatch.setattr(launch, "capability_of", lambda device: "9.0")
-    out = launch.attend(query, keys, values, scaling=0.125)
+    out = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
     ((_, plan),) = k_side.plans.items()
     arguments = plan.launches[1].constant
     assert (arguments["BLOCK"], arguments["num_warps"], arguments["num_stages"]) == (16, 4, 1)
     assert error(out, plain_attention(query, keys, values, None, case, None)) <= BARS[BF16]
     k_side.use_tile(Tile(64, 2, 2))
-    out = launch.attend(query, keys, values, scaling=0.125)
+    out = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
     ((_, plan),) = k_side.plans.items()
     assert plan.launches[1].constant["BLOCK"] == 64
     assert error(out, plain_attention(query, keys, values, None, case, None)) <= BARS[BF16]

@@ -22,6 +22,7 @@ from kvcache_compress import CompressedCache
 from kvcache_compress.attention import reference
 from kvcache_compress.attention.interface import AttentionName, attention_forward
 from kvcache_compress.bench.layers import use_backend
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import load_config
 from kvcache_compress.storage.side import encoded
 from kvcache_compress.triton_kernels.attention import launch
@@ -76,8 +77,8 @@ class Traced(TorchDispatchMode):
 def repeats(emulator: Any, sides: Any, count: int = 1, mask: Any = None, s_aux: Any = None) -> bool:
     """Attend as the reference does; True if all launches are repeated, False if Triton makes all of them."""
     query, call = torch.randn(2, 6, count, 64).to(BF16), {"scaling": 0.125, "s_aux": s_aux}
-    traced = Traced(emulator, lambda: launch.attend(query, *sides, mask, **call))
-    assert error(traced.result, reference.attend(query.float(), *sides, mask, **call)) <= BARS[BF16]
+    traced = Traced(emulator, lambda: launch.attend(AttentionCall.of(query, mask, **call), *sides))
+    assert error(traced.result, reference.attend(AttentionCall.of(query.float(), mask, **call), *sides)) <= BARS[BF16]
     assert traced.kernels == ["map_query_kernel", "attend_kernel", "merge_kernel"]
     assert traced.by_triton in ([], traced.kernels)
     return not traced.by_triton
@@ -164,7 +165,7 @@ def decoding(emulator: Any, chosen: Any, capacity: int | None) -> tuple[Any, Any
 
         traced, _ = Traced(emulator, step), caches[1].update(keys, values, 1)
         if attends:
-            expected = layer.step().attend(query.float(), None, 0.125, None, None, "torch")
+            expected = layer.step().attend(AttentionCall.of(query.float(), scaling=0.125), "torch")
             assert error(traced.result, expected) <= BARS[BF16]
         return traced
 

@@ -28,6 +28,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from kvcache_compress.attention import reference
 from kvcache_compress.codecs.base import Codec
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
@@ -82,11 +83,14 @@ def check(case: Case, keys: SideSegments, values: SideSegments, monkeypatch: pyt
         monkeypatch.setattr(launch, "tile_shape", lambda *_: launch.Tile(case.block, 4 if case.groups > 6 else 1, 2))
         monkeypatch.setattr(launch, "split_sizes", lambda *_: case.split)
     call = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "s_aux": s_aux}
-    out = launch.attend(query, keys, values, mask, **call)
+    out = launch.attend(AttentionCall.of(query, mask, **call), keys, values)
     assert out.isfinite().all()
     assert error(out, plain_attention(query, keys, values, mask, case, s_aux)) <= BARS[case.dtype]
     if case.packed:
-        assert error(out, reference.attend(query.float(), keys, values, mask, **call)) <= BARS[case.dtype]
+        assert (
+            error(out, reference.attend(AttentionCall.of(query.float(), mask, **call), keys, values))
+            <= BARS[case.dtype]
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -135,8 +139,8 @@ def test_keys_of_any_range_fit_16_bit_operands(
     codec.means, codec.places = scale * codec.means, 100 * codec.places
     query = torch.randn(2, 6, 1, 64).to(F16)
     call = {"scaling": 0.01 / scale, "softcap": None, "s_aux": None}
-    out = launch.attend(query, keys, values, None, **call)
-    assert error(out, reference.attend(query.float(), keys, values, None, **call)) <= 2 * BARS[F16]
+    out = launch.attend(AttentionCall.of(query, **call), keys, values)
+    assert error(out, reference.attend(AttentionCall.of(query.float(), **call), keys, values)) <= 2 * BARS[F16]
 
 
 def test_static_slots_beyond_the_packed_ones_are_not_read(make_side: Callable[..., SideSegments]) -> None:
@@ -152,7 +156,7 @@ def test_static_slots_beyond_the_packed_ones_are_not_read(make_side: Callable[..
     full = [replace(side, slots=slots) for side in (keys, values)]
     part = [replace(side, packed=96) for side in (keys, values)]
     query = torch.randn(2, 8, 1, 64)
-    out = launch.attend(query, *full, None, scaling=0.125)
+    out = launch.attend(AttentionCall.of(query, scaling=0.125), *full)
     # Tokens of the tail lie in slot `token % capacity`.
     order = (torch.arange(96, 96 + tail) % tail).argsort()
     rolled = [replace(side, tail_buffer=side.tail_buffer[:, :, :tail][:, :, order.argsort()]) for side in part]

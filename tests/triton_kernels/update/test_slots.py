@@ -15,6 +15,7 @@ from support.spectral_files import statistics_of
 from kvcache_compress import CompressedCache
 from kvcache_compress.bench.layers import use_backend
 from kvcache_compress.cache.layer import CompressedLayer
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.static import FULL, NOT_FINITE, StaticStorage
 
@@ -84,7 +85,7 @@ def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent
         outputs = []
         for layer in layers:
             layer._append(fresh, 2 * fresh, counting=True)
-            outputs.append(layer.step().attend(query, mask, 0.2, None, None))
+            outputs.append(layer.step().attend(AttentionCall.of(query, mask, scaling=0.2)))
             assert (layer.storage.buffers.counts[0, 0], layer.cumulative_length) == (tokens, tokens)
         torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=1e-4)
         by_operators, by_kernels = (layer.storage.buffers for layer in layers)
@@ -108,9 +109,9 @@ def test_masks_of_one_row_serve_all_queries() -> None:
     outputs = []
     for layer in layers:
         layer._append(fresh, 2 * fresh, counting=True)
-        outputs.append(layer.step().attend(query, mask, 0.2, None, None))
+        outputs.append(layer.step().attend(AttentionCall.of(query, mask, scaling=0.2)))
         with pytest.raises(RuntimeError):
-            layer.step().attend(query, mask.expand(-1, -1, 9, -1), 0.2, None, None)
+            layer.step().attend(AttentionCall.of(query, mask.expand(-1, -1, 9, -1), scaling=0.2))
     torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=1e-4)
 
 
