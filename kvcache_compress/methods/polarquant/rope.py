@@ -156,7 +156,7 @@ class PolarQuantRopeCodec(LinearCodec):
         radius = radii(real, imaginary)
         stored = self._stored_scale(radius)
         steps = radius / self._token_scale(stored).clamp_min(1e-30)
-        quantize_on = quantizer(self.backend, quantize, None, "quantize_pairs")
+        quantize_on = quantizer(self.backend, quantize, "quantize_pairs")
         bits = self.options.angle_bits, self.options.radius_bits
         fields = (*quantize_on(real, imaginary, steps, self.bounds, *bits), *stored)
         if self.options.scalar == "match":
