@@ -26,8 +26,6 @@ from kvcache_compress.triton_kernels import aot
 from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.attention.kernel import attend_kernel, merge_kernel
 from kvcache_compress.triton_kernels.attention.query import map_query_kernel
-from kvcache_compress.triton_kernels.attention.scores import scores_kernel
-from kvcache_compress.triton_kernels.decode.commvq_sums import fold_kernel
 from kvcache_compress.triton_kernels.decode.spectral import turn_kernel
 from kvcache_compress.triton_kernels.encode.launch import flush
 from kvcache_compress.triton_kernels.update.append import append_arguments, append_inputs, append_kernel
@@ -121,13 +119,7 @@ def stored_bytes(variant: Variant) -> float:
     return sum(bytes_per_token(segments(variant, side).codec.fields) for side in both)
 
 
-NAMES = {
-    map_query_kernel: "map query ",
-    turn_kernel: "turn ",
-    scores_kernel: "scores ",
-    fold_kernel: "fold ",
-    merge_kernel: "merge ",
-}
+NAMES = {map_query_kernel: "map query ", turn_kernel: "turn ", merge_kernel: "merge "}
 """Prefix of a variant's name for the figures of each kernel but `attend_kernel`."""
 
 
@@ -139,7 +131,7 @@ def attention_launches(variant: Variant, target: str) -> dict[str, tuple[Any, di
     keys, values = segments(variant, "keys"), segments(variant, "values")
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
     amd = target.startswith("gfx")
-    sizes = launch.sizes_of(query, keys, values, aot.capability(target), amd)
+    sizes = launch.sizes_of(query, keys, values, aot.capability(target))
     mask = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool) if variant.mask or variant.fixed else None
     inputs = launch.attend_inputs(query, keys, values, mask, sizes.split_tokens)
     mapping, mapped = launch.query_calls(query, keys, inputs[0], scaling=0.1, bounded=variant.fixed, amd=amd)
@@ -153,9 +145,9 @@ def attention_launches(variant: Variant, target: str) -> dict[str, tuple[Any, di
     out = torch.empty(1, variant.count, 2 * variant.groups, variant.head_dim, dtype=variant.dtype)
     shape = attend["p_acc"].shape
     merged = attend | {"p_acc": attend["p_acc"].new_empty(*shape[:2], launch.MAX_SPLITS, *shape[3:])}
-    merging = launch.merge_calls(query, keys, values, None, merged, out, amd)
+    merging = launch.merge_call(query, keys, values, None, merged, out)
     return {"": (attend_kernel, attend)} | {
-        NAMES[kernel]: (kernel, arguments) for kernel, _, arguments in (*mapping, *merging)
+        NAMES[kernel]: (kernel, arguments) for kernel, _, arguments in (*mapping, merging)
     }
 
 

@@ -210,23 +210,6 @@ def _dense_segment(
 
 
 @triton.jit
-def load_scores(
-    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Scores that `scores_kernel` has left, summed over their parts; `b_q`: pointers `[M]` by part, and query rows."""
-    PARTS: tl.constexpr = len(b_q) - 1
-    o_s = ((o_row + o_t) * b_q[PARTS])[:, None]
-    b_s = tl.load(b_q[0][None, :] + o_s, mask=m_t[:, None], other=0.0)
-    for i in tl.static_range(1, PARTS):
-        b_s += tl.load(b_q[i][None, :] + o_s, mask=m_t[:, None], other=0.0)
-    # A product of nothing: Triton 3.5 cannot compile what follows unless the scores come from the tensor cores. It is
-    # subtracted, as scores with which a product starts are not copied ahead.
-    b_none = tl.zeros([o_t.shape[0], 16], tl.float16)
-    return b_s - tl.dot(b_none, tl.zeros([16, b_s.shape[1]], tl.float16))
-
-
-@triton.jit
 def _packed_tile(
     b_q, k_fields, v_fields, k_tables, v_tables, k_words, v_words, p_rope, rows,
     start, stop, n_sinks, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
@@ -297,7 +280,6 @@ def attend_kernel(
     `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`, with `capacity` packed tokens and
     `tail_capacity` tokens in the tail; `k_tables` and `v_tables` its constant tensors, `K` and `V` its `SideForm`.
     Turned queries have rows of their own for each group of tokens, and a constant each in `p_shift` (`spectral.py`).
-    With `K.parts`, `p_mapped` are the scores that `scores_kernel` made, and SCORE is `load_scores`.
     """
     i_h, i_b = tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - DENSE
@@ -319,7 +301,7 @@ def attend_kernel(
         p_rows += i_bh * n_rows * 2
         b_factor = tl.load(p_rows + o_r * 2, mask=m_r, other=0.0)
         b_bias = tl.load(p_rows + o_r * 2 + 1, mask=m_r, other=0.0)
-        if K.parts == 0 and not K.turned:
+        if not K.turned:
             p_mapped += i_bh * n_rows * K.width
         b_acc = _zero_tiles(M, V)
         k_words = _words(k_tables, K.words, K.places)
@@ -335,14 +317,7 @@ def attend_kernel(
         o_keys, o_values = i_bh * k_capacity, i_bh * v_capacity
         first = i_s * split_tokens
         o_row = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
-        PARTS: tl.constexpr = K.parts
-        if PARTS:
-            s_part = tl.num_programs(1).to(tl.int64) * tl.num_programs(2) * k_capacity * n_rows
-            b_q = ()
-            for i in tl.static_range(PARTS):
-                b_q = b_q + (p_mapped + i * s_part + tl.minimum(o_r, n_rows - 1),)
-            b_q = b_q + (n_rows,)
-        elif not K.turned:
+        if not K.turned:
             b_q = _query_tiles(p_mapped, o_row, o_row < n_rows, K)
         for start in range(first, stop, BLOCK):
             if K.turned:

@@ -9,12 +9,11 @@ import torch
 import triton.language as tl
 
 from kvcache_compress.codecs.backend import interpreting
-from kvcache_compress.triton_kernels.common.operands import KernelSide, dot_precision, launch_options, next_power_of_2
+from kvcache_compress.triton_kernels.common.operands import dot_precision, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import AMD, KernelCall, Plan, addresses, kept
 
-from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, load_scores, merge_kernel
+from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, merge_kernel
 from .query import map_query_arguments, map_query_kernel
-from .scores import scores_call
 from .slot_mask import CAUSAL, SlotMask
 from .tiles import Tile, capability_of, tile_shape
 
@@ -32,13 +31,8 @@ MIN_SPLIT_TOKENS = 128
 ROUNDS, MIN_ROUND_TOKENS = 6, 384
 """Programs for every one that is resident, and the fewest tokens of each: a processor that is done early takes another.
 On an H200, 8 sequences of 32K tokens take .76 to .79 of the time that one round takes."""
-MAPPED, ATTENDED, FOLDED = (
-    ("p_mapped", "p_rows", "p_turned", "p_shift", "p_scores"),
-    ("p_acc", "p_dense", "p_stats"),
-    ("p_parts", "p_part_stats"),
-)
-"""Buffers that one kernel fills for the next: before attention (turned queries or scores if these have a launch of
-their own), of attention, and before the merge, if there is such a launch."""
+MAPPED, ATTENDED = ("p_mapped", "p_rows", "p_turned", "p_shift"), ("p_acc", "p_dense", "p_stats")
+"""Buffers that one kernel fills for the next: before attention, and of attention."""
 INTERPRETING = interpreting()
 """Triton's interpreter has no assembly, and truncates to bfloat16 where hardware rounds."""
 
@@ -67,7 +61,7 @@ def attend(
     With slots (`keys.slots`), `mask` is over tokens, as `Slots.mask` takes it.
     """
     query = query.contiguous()
-    k_side, v_side = form_of(keys, query, keys), form_of(values, query, keys)
+    k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
     call = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.slots is None)
     sizes = k_side.sizes.get((keys.packed, call))
     if sizes is None:
@@ -89,7 +83,7 @@ def attend(
         call, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
         inputs["p_mask"].device, inputs["s_mask_t"], inputs["s_mask_h"] == 0, scaling, softcap,
         None if s_aux is None else (s_aux.dtype, s_aux.device), repeatable,
-        None if slot_mask is None else slot_mask.key, (k_side.turn or k_side.parts) and keys.store.capacity,
+        None if slot_mask is None else slot_mask.key, k_side.turn and keys.store.capacity,
     )  # fmt: skip
     plan = k_side.plans.get(key)
     if plan is None:
@@ -99,11 +93,9 @@ def attend(
             query, keys, values, inputs, mask_kind, mapped, sizes,
             scaling=scaling, softcap=softcap, mask_packed=not causal,
         )  # fmt: skip
-        merging = merge_calls(query, keys, values, s_aux, arguments, out)
-        calls = [*mapping, (attend_kernel, grid, arguments), *merging]
+        calls = [*mapping, (attend_kernel, grid, arguments), merge_call(query, keys, values, s_aux, arguments, out)]
         scratch = {name: mapped[name] for name in MAPPED if name in mapped}
         scratch |= {name: arguments[name] for name in ATTENDED}
-        scratch |= {name: call[name] for *_, call in merging[:-1] for name in FOLDED}
         plan = kept(k_side.plans, key, Plan(calls, changing, scratch, repeat=repeatable and not AMD))
     plan.run(changing, pointers, query.device)
     return out.to(query.dtype) if INTERPRETING else out
@@ -143,15 +135,12 @@ def query_calls(
 
     `inputs` come from `attend_inputs`; bounded: True if the number of packed tokens is in memory.
     """
-    side = form_of(keys, query, keys, amd)
+    side = keys.codec.kernel_side
     grid, mapped = map_query_arguments(query, side, keys.sinks.shape[1], scaling)
     calls = [(map_query_kernel, grid, mapped) if slot_mask is None else slot_mask.call(grid, mapped, inputs)]
     fast = _fast(query.dtype, amd)
     if side.turn is not None:
         calls.append(side.turn(side, mapped, inputs, bounded, fast, amd))
-        mapped = mapped | calls[1][2]
-    if side.parts:
-        calls.append(scores_call(side, mapped, inputs, rope=_rope_numbers(keys), bounded=bounded, fast=fast))
         mapped = mapped | calls[1][2]
     return calls, mapped
 
@@ -189,7 +178,7 @@ def attend_arguments(
     heads = keys.sinks.shape[1]
     groups, dv = query_heads // heads, values.sinks.shape[3]
     rows = groups * count
-    k_side, v_side = form_of(keys, query, keys, amd), form_of(values, query, keys, amd)
+    k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
     exact = query.dtype == torch.float32
     operand = torch.float32 if exact else torch.float16
     tile = sizes.tile
@@ -200,13 +189,13 @@ def attend_arguments(
     v_tables, v_form = v_side.operands(operand, fast, dv, 0)
     shared = count == 1 and inputs["s_mask_h"] == 0
     arguments = inputs | dict(
-        p_mapped=mapped.get("p_scores", mapped.get("p_turned", mapped["p_mapped"])), p_rows=mapped["p_rows"],
+        p_mapped=mapped.get("p_turned", mapped["p_mapped"]), p_rows=mapped["p_rows"],
         p_shift=mapped.get("p_shift", mapped["p_rows"]), k_tables=k_tables, v_tables=v_tables,
         p_acc=query.new_empty(batch, heads, sizes.splits, rows, v_form.width, dtype=torch.float32),
         p_dense=query.new_empty(batch, heads, DENSE.value, rows, dv, dtype=torch.float32),
         p_stats=query.new_empty(batch, heads, sizes.splits + DENSE.value, rows, 2, dtype=torch.float32),
         n_sinks=keys.sinks.shape[2], scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
-        G=groups, N=count, SCORE=load_scores if k_side.parts else k_side.score, ACCUMULATE=v_side.accumulate,
+        G=groups, N=count, SCORE=k_side.score, ACCUMULATE=v_side.accumulate,
         K=k_form, V=v_form,
         MASKING=Masking(mask_kind, softcap is not None, count > 1, shared, mask_packed),
         M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks,
@@ -217,46 +206,34 @@ def attend_arguments(
     return (sizes.splits + DENSE.value, heads * row_blocks, batch), arguments
 
 
-def merge_calls(
+def merge_call(
     query: torch.Tensor,
     keys: SideSegments,
     values: SideSegments,
     s_aux: torch.Tensor | None,
     attended: dict[str, Any],
     out: torch.Tensor,
-    amd: bool = AMD,
-) -> list[KernelCall]:
-    """Launches of `merge_kernel`, and of what the values need before, for the buffers that `attend_kernel` fills.
+) -> KernelCall:
+    """Launch of `merge_kernel` for the buffers that `attend_kernel` fills.
 
     `attended` are its arguments, and `out` is `[B, n, Hq, Dv]`.
     """
     batch, query_heads, count, _ = query.shape
     heads, dv = keys.sinks.shape[1], values.sinks.shape[3]
-    side = form_of(values, query, keys, amd)
-    p_acc, p_stats, calls = attended["p_acc"], attended["p_stats"], []
-    if side.fold is not None:
-        calls = [side.fold(attended)]
-        p_acc, p_stats = (calls[0][2][name] for name in FOLDED)
-    splits, output_map = p_acc.shape[2], side.output_map
+    p_acc, output_map = attended["p_acc"], values.codec.kernel_side.output_map
     shared = output_map is None or output_map.shape[0] == 1
     padded = next_power_of_2(dv)
     # Few and wide chunks: each waits for memory and for sums over threads.
     chunk, warps = (min(64, 8192 // padded), 4) if output_map is None else (min(128, 16384 // padded), 8)
     arguments = dict(  # noqa: C408 - named as the kernel's parameters are
-        p_acc=p_acc, p_dense=attended["p_dense"], p_stats=p_stats,
+        p_acc=p_acc, p_dense=attended["p_dense"], p_stats=attended["p_stats"],
         p_map=p_acc if output_map is None else output_map, p_s_aux=p_acc if s_aux is None else s_aux, p_out=out,
-        splits=splits, s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
+        splits=p_acc.shape[2], s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
         W=p_acc.shape[4], DV=dv, DV_PAD=padded,
         S_PAD=MAX_SPLITS + DENSE.value, CHUNK=chunk, num_warps=warps,
         HAS_MAP=output_map is not None, HAS_S_AUX=s_aux is not None, enable_fp_fusion=False,
     )  # fmt: skip
-    return [*calls, (merge_kernel, (query_heads // heads * count, batch * heads, 1), arguments)]
-
-
-def form_of(side: SideSegments, query: torch.Tensor, keys: SideSegments, amd: bool = AMD) -> KernelSide:
-    """Kernel operands of a side for these queries."""
-    rows = query.shape[1] // keys.sinks.shape[1] * query.shape[2]
-    return side.codec.kernel_side.for_rows(rows, query.dtype == torch.float32, amd)
+    return merge_kernel, (query_heads // heads * count, batch * heads, 1), arguments
 
 
 def _tile_rows(tile: Tile, rows: int, amd: bool = AMD) -> int:
@@ -275,16 +252,13 @@ def split_sizes(packed: int, tile: Tile, programs: int, processors: int) -> tupl
     return split_blocks * tile.tokens, -(-blocks // split_blocks)
 
 
-def sizes_of(
-    query: torch.Tensor, keys: SideSegments, values: SideSegments, capability: str | None, amd: bool = AMD
-) -> Sizes:
+def sizes_of(query: torch.Tensor, keys: SideSegments, values: SideSegments, capability: str | None) -> Sizes:
     """Tile and splits for a call's packed tokens on a device of this compute capability."""
     batch, query_heads, count, _ = query.shape
     heads = keys.sinks.shape[1]
     rows = query_heads // heads * count
     exact = query.dtype == torch.float32
-    k_side, v_side = form_of(keys, query, keys, amd), form_of(values, query, keys, amd)
-    tile = tile_shape(k_side, v_side, exact, rows, capability)
+    tile = tile_shape(keys.codec.kernel_side, values.codec.kernel_side, exact, rows, capability)
     programs = batch * heads * -(-rows // _tile_rows(tile, rows))
     split_tokens, splits = split_sizes(keys.packed, tile, programs, _processors(query.device))
     even = keys.slots is None and keys.packed % tile.tokens == split_tokens % tile.tokens == 0

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from kvcache_compress.triton_kernels.attention.tiles import Tile
 
 
-FEW_ROWS = 8
-"""Columns of the tensor cores' tile on NVIDIA."""
-
-
 def next_power_of_2(n: int) -> int:
     """Smallest power of two that is at least `n`; Triton's own takes ten times as long."""
     return 1 << (n - 1).bit_length()
@@ -50,7 +46,6 @@ class SideForm(NamedTuple):
     dim, padded: head dimension of dense tokens, and the next power of two.
     bias: keys only, True if a term is added to all scores of a query; rope: numbers of cos and sin per group, or 0.
     group: packed tokens to a row of cos and sin; turned: True if each group has queries of its own.
-    parts: as in `KernelSide`.
     """
 
     meta: tuple[Any, ...]
@@ -64,7 +59,6 @@ class SideForm(NamedTuple):
     rope: int
     group: int
     turned: bool
-    parts: int
 
 
 @dataclass(eq=False)
@@ -86,13 +80,8 @@ class KernelSide:
     headroom: largest mapped query.
     bias: True if the last column of `query_map` is a term added to all scores of a query.
     output_map: float32 `[H or 1, sum(widths), D]`, code space to outputs; None is the identity.
-    fold: values only, makes the launch between attention and merge that takes the sums out of code space, in place of
-        `output_map`, from the arguments of `attend_kernel` (`commvq_sums.fold_call`).
-    few_rows: the side in another form for at most 8 query rows in 16 bits on NVIDIA, if that is faster.
     turn: keys only, makes the launch between the map and attention that maps the queries once more for each group of
         tokens, from the side and the arguments of both (`spectral.turn_call`).
-    parts: keys only, number of partial scores of a token that a launch before attention makes (`scores.py`), or 0; then
-        `score` scores one of these parts.
     group: tokens that share the cos and sin of the first of them, and turned queries.
     plans, sizes: keys only, launches that later steps repeat and sizes of splits, by what calls have in common.
     """
@@ -112,10 +101,7 @@ class KernelSide:
     headroom: float = 1.0
     bias: bool = False
     output_map: torch.Tensor | None = None
-    fold: Callable[[dict[str, Any]], KernelCall] | None = None
-    few_rows: KernelSide | None = None
     turn: Callable[..., KernelCall] | None = None
-    parts: int = 0
     group: int = 1
     plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     sizes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -125,8 +111,6 @@ class KernelSide:
     def use_tile(self, tile: Tile | None) -> None:
         """Make attention use this tile from now on, or its own choice with None; keys only."""
         self.tile = tile
-        if self.few_rows is not None:
-            self.few_rows.tile = tile
         self.sizes.clear()
         self.plans.clear()
 
@@ -151,15 +135,9 @@ class KernelSide:
         padded = max(16, next_power_of_2(dim))
         form = SideForm(
             self.meta, self.widths, sum(self.widths), words, places, dim, padded, self.bias, rope, self.group,
-            self.turn is not None, self.parts,
+            self.turn is not None,
         )  # fmt: skip
         return tables, form
-
-    def for_rows(self, rows: int, exact: bool, amd: bool = AMD) -> KernelSide:
-        """The form of the side for `rows` query rows of a head; `exact` for float32."""
-        if self.few_rows is None or rows > FEW_ROWS or exact or amd:
-            return self
-        return self.few_rows
 
     @property
     def mapped_width(self) -> int:
@@ -177,8 +155,7 @@ class KernelSide:
         """All tensors that this side holds on the device."""
         maps = (self.query_map, self.output_map, self.words, self._bound)
         cast = (table for tables in self._cast.values() for table in tables)
-        others = () if self.few_rows is None else self.few_rows.tensors()
-        return (*self.tables, *cast, *others, *(table for table in maps if table is not None))
+        return (*self.tables, *cast, *(table for table in maps if table is not None))
 
 
 @dataclass(frozen=True, eq=False)
