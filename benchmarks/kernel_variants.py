@@ -130,14 +130,12 @@ def attention_launches(variant: Variant, target: str) -> dict[str, tuple[Any, di
     """
     keys, values = segments(variant, "keys"), segments(variant, "values")
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
-    amd = target.startswith("gfx")
     sizes = launch.sizes_of(query, keys, values, aot.capability(target))
     mask = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool) if variant.mask or variant.fixed else None
     inputs = launch.attend_inputs(query, keys, values, mask, sizes.split_tokens)
-    mapping, mapped = launch.query_calls(query, keys, inputs[0], scaling=0.1, bounded=variant.fixed, amd=amd)
+    mapping, mapped = launch.query_calls(query, keys, inputs[0], scaling=0.1, bounded=variant.fixed)
     _, attend = launch.attend_arguments(
-        query, keys, values, *inputs, mapped, sizes,
-        scaling=0.1, softcap=None, mask_packed=not variant.fixed, amd=amd,
+        query, keys, values, *inputs, mapped, sizes, scaling=0.1, softcap=None, mask_packed=not variant.fixed
     )  # fmt: skip
     attend["EVEN"] &= variant.even
     if variant.fixed:

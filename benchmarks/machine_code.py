@@ -44,7 +44,6 @@ from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.triton_kernels import aot, sass
 from kvcache_compress.triton_kernels.attention import kernel as attention
 from kvcache_compress.triton_kernels.decode import commvq
-from kvcache_compress.triton_kernels.encode.launch import exact_precision
 
 RESULTS = Path(__file__).parent / "results" / "kernels.json"
 TOLERANCE = 0.05
@@ -172,8 +171,6 @@ def measure_target(target: str, only: list[str]) -> dict[str, Figures]:
     table: dict[str, Figures] = {}
 
     def add(name: str, kernel: Any, arguments: dict[str, Any], stored: float = 0) -> None:
-        if arguments.get("PRECISION") == exact_precision(amd=False):
-            arguments = arguments | {"PRECISION": exact_precision(amd=target.startswith("gfx"))}
         code = aot.compile_for(kernel, arguments, target)
         looped = kernel is attention.attend_kernel
         loop = packed_loop(kernel, arguments, stored, code, target) if looped else None
@@ -183,17 +180,18 @@ def measure_target(target: str, only: list[str]) -> dict[str, Figures]:
             density = round(loop.instructions * 32 * loop.warps / numbers, 2)
         table[name] = Figures(code.registers, code.stack_bytes, code.shared_bytes, density, loop)
 
-    for name, variant in attention_variants().items():
-        if not only or any(f"{part}{name}" in only for part in ("", *NAMES.values())):
-            for part, call in attention_launches(variant, target).items():
-                add(f"{part}{name}", *call, stored_bytes(variant))
-    for name, call in step_launches().items():
-        if not only or name in only:
-            add(name, *call)
-    for name, encoder in encode_variants().items():
-        if not only or name in only:
-            for number, (kernel, arguments) in enumerate(encode_launches(*encoder)):
-                add(name if number == 0 else f"{name}, {number + 1}", kernel, arguments)
+    with aot.launching_for(target):
+        for name, variant in attention_variants().items():
+            if not only or any(f"{part}{name}" in only for part in ("", *NAMES.values())):
+                for part, call in attention_launches(variant, target).items():
+                    add(f"{part}{name}", *call, stored_bytes(variant))
+        for name, call in step_launches().items():
+            if not only or name in only:
+                add(name, *call)
+        for name, encoder in encode_variants().items():
+            if not only or name in only:
+                for number, (kernel, arguments) in enumerate(encode_launches(*encoder)):
+                    add(name if number == 0 else f"{name}, {number + 1}", kernel, arguments)
     return table
 
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import triton.language as tl
 
-from kvcache_compress.codecs.backend import interpreting
-from kvcache_compress.triton_kernels.common.operands import dot_precision, launch_options, next_power_of_2
-from kvcache_compress.triton_kernels.common.plan import AMD, KernelCall, Plan, addresses, kept
+from kvcache_compress.triton_kernels.common.operands import is_fast, launch_options, next_power_of_2
+from kvcache_compress.triton_kernels.common.plan import KernelCall, Plan, addresses, kept, portable
 
 from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, merge_kernel
 from .query import map_query_arguments, map_query_kernel
@@ -33,8 +32,6 @@ ROUNDS, MIN_ROUND_TOKENS = 6, 384
 On an H200, 8 sequences of 32K tokens take .76 to .79 of the time that one round takes."""
 MAPPED, ATTENDED = ("p_mapped", "p_rows", "p_turned", "p_shift"), ("p_acc", "p_dense", "p_stats")
 """Buffers that one kernel fills for the next: before attention, and of attention."""
-INTERPRETING = interpreting()
-"""Triton's interpreter has no assembly, and truncates to bfloat16 where hardware rounds."""
 
 
 class Sizes(NamedTuple):
@@ -71,9 +68,9 @@ def attend(
         mask = slot_mask.tensor
     inputs, mask_kind = attend_inputs(query, keys, values, mask, sizes.split_tokens)
     batch, heads, count, _ = query.shape
-    out = query.new_empty(
-        batch, count, heads, values.sinks.shape[3], dtype=torch.float32 if INTERPRETING else query.dtype
-    )
+    # Triton's interpreter truncates to bfloat16 where hardware rounds.
+    dtype = torch.float32 if portable() else query.dtype
+    out = query.new_empty(batch, count, heads, values.sinks.shape[3], dtype=dtype)
     changing = inputs | ({"p_out": out} if s_aux is None else {"p_out": out, "p_s_aux": s_aux})
     if slot_mask is not None:
         changing |= slot_mask.inputs
@@ -96,9 +93,9 @@ def attend(
         calls = [*mapping, (attend_kernel, grid, arguments), merge_call(query, keys, values, s_aux, arguments, out)]
         scratch = {name: mapped[name] for name in MAPPED if name in mapped}
         scratch |= {name: arguments[name] for name in ATTENDED}
-        plan = kept(k_side.plans, key, Plan(calls, changing, scratch, repeat=repeatable and not AMD))
+        plan = kept(k_side.plans, key, Plan(calls, changing, scratch, repeatable))
     plan.run(changing, pointers, query.device)
-    return out.to(query.dtype) if INTERPRETING else out
+    return out.to(query.dtype) if portable() else out
 
 
 def attend_inputs(
@@ -129,7 +126,6 @@ def query_calls(
     *,
     scaling: float,
     bounded: bool,
-    amd: bool = AMD,
 ) -> tuple[list[KernelCall], dict[str, Any]]:
     """Launches before attention, and the arguments of all of them, results included (`MAPPED`).
 
@@ -138,15 +134,10 @@ def query_calls(
     side = keys.codec.kernel_side
     grid, mapped = map_query_arguments(query, side, keys.sinks.shape[1], scaling)
     calls = [(map_query_kernel, grid, mapped) if slot_mask is None else slot_mask.call(grid, mapped, inputs)]
-    fast = _fast(query.dtype, amd)
     if side.turn is not None:
-        calls.append(side.turn(side, mapped, inputs, bounded, fast, amd))
+        calls.append(side.turn(side, mapped, inputs, bounded))
         mapped = mapped | calls[1][2]
     return calls, mapped
-
-
-def _fast(dtype: torch.dtype, amd: bool) -> bool:
-    return not (dtype == torch.float32 or amd or INTERPRETING)
 
 
 def _rope_numbers(keys: SideSegments) -> int:
@@ -166,13 +157,11 @@ def attend_arguments(
     scaling: float,
     softcap: float | None,
     mask_packed: bool = True,
-    amd: bool = AMD,
 ) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Grid and arguments of `attend_kernel`, its result buffers included.
 
     `query` is contiguous, `inputs` and `mask_kind` come from `attend_inputs`, `mapped` from `query_calls`;
-    `mask_packed`: False if the mask hides no packed token that the count of them in memory does not; `amd` for AMD
-    GPUs.
+    `mask_packed`: False if the mask hides no packed token that the count of them in memory does not.
     """
     batch, query_heads, count, dk = query.shape
     heads = keys.sinks.shape[1]
@@ -182,9 +171,9 @@ def attend_arguments(
     exact = query.dtype == torch.float32
     operand = torch.float32 if exact else torch.float16
     tile = sizes.tile
-    tile_rows = _tile_rows(tile, rows, amd)
+    tile_rows = _tile_rows(tile, rows)
     row_blocks = -(-rows // tile_rows)
-    fast = _fast(query.dtype, amd)
+    fast = is_fast(query.dtype)
     k_tables, k_form = k_side.operands(operand, fast, dk, _rope_numbers(keys))
     v_tables, v_form = v_side.operands(operand, fast, dv, 0)
     shared = count == 1 and inputs["s_mask_h"] == 0
@@ -199,9 +188,9 @@ def attend_arguments(
         K=k_form, V=v_form,
         MASKING=Masking(mask_kind, softcap is not None, count > 1, shared, mask_packed),
         M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks,
-        DTYPE=tl.float32 if exact else tl.float16, PRECISION=dot_precision(exact, amd), FAST=fast,
+        DTYPE=tl.float32 if exact else tl.float16, PRECISION="tf32" if fast else "ieee", FAST=fast,
         num_warps=tile.warps, num_stages=tile.stages,
-        **launch_options(amd),
+        **launch_options(),
     )  # fmt: skip
     return (sizes.splits + DENSE.value, heads * row_blocks, batch), arguments
 
@@ -236,9 +225,9 @@ def merge_call(
     return merge_kernel, (query_heads // heads * count, batch * heads, 1), arguments
 
 
-def _tile_rows(tile: Tile, rows: int, amd: bool = AMD) -> int:
-    """Query rows per program: columns of the tensor cores' tile, of which there are 8, on AMD 16."""
-    return min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16 if amd else 8, next_power_of_2(rows)))
+def _tile_rows(tile: Tile, rows: int) -> int:
+    """Query rows per program: columns of the tensor cores' tile, of which NVIDIA's have 8 and AMD's 16."""
+    return min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16 if portable() else 8, next_power_of_2(rows)))
 
 
 def split_sizes(packed: int, tile: Tile, programs: int, processors: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import torch
 
 from kvcache_compress.files.text import parse_json
 from kvcache_compress.triton_kernels.common.operands import KernelSide
-from kvcache_compress.triton_kernels.common.plan import AMD
+from kvcache_compress.triton_kernels.common.plan import portable
 
 TABLE = Path(__file__).with_name("tiles.json")
 TOKENS, WARPS, STAGES = (16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4)
@@ -97,7 +97,7 @@ def _named(function: Any, side: KernelSide) -> str:
 @cache
 def capability_of(device: torch.device) -> str | None:
     """Compute capability of an NVIDIA GPU, such as "9.0"; None for other devices, which have no measured tiles."""
-    if device.type != "cuda" or AMD:
+    if device.type != "cuda" or portable():
         return None
     return ".".join(map(str, torch.cuda.get_device_capability(device)))
 

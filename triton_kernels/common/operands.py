@@ -11,7 +11,7 @@ import torch
 from kvcache_compress.codecs.layout import code_order, padded_width, padded_words
 
 from .codes import tile_width
-from .plan import AMD, KernelCall, Plan
+from .plan import KernelCall, Plan, portable
 
 if TYPE_CHECKING:
     from kvcache_compress.triton_kernels.attention.tiles import Tile
@@ -22,7 +22,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def launch_options(amd: bool = AMD, fusion: bool = True) -> dict[str, Any]:
+def launch_options(fusion: bool = True) -> dict[str, Any]:
     """Options of every launch: without `maxnreg`, ptxas aims at a round number of registers and spills to meet it.
 
     Fusion of multiplications and additions is explicit, as Triton's default changes with version 3.10. It is off where
@@ -30,12 +30,12 @@ def launch_options(amd: bool = AMD, fusion: bool = True) -> dict[str, Any]:
     their sums would differ. The hardware then chooses which sum is stored, and lanes may encode a token by different
     norms.
     """
-    return {"enable_fp_fusion": fusion} | ({} if amd else {"maxnreg": 255})
+    return {"enable_fp_fusion": fusion} | ({} if portable() else {"maxnreg": 255})
 
 
-def dot_precision(exact: bool, amd: bool) -> str:
-    """Precision of float32 products in attention: TF32 holds 16-bit numbers exactly; `exact` for float32 queries."""
-    return "ieee" if exact or amd else "tf32"
+def is_fast(dtype: torch.dtype) -> bool:
+    """True if attention with queries of this dtype takes the fast path."""
+    return dtype != torch.float32 and not portable()
 
 
 class SideForm(NamedTuple):

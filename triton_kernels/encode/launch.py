@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import Field
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder, launch_options, next_power_of_2
-from kvcache_compress.triton_kernels.common.plan import AMD, repeated
+from kvcache_compress.triton_kernels.common.plan import portable, repeated
 
 FEW_TOKENS, MANY_TOKENS = 16, 32
 """Tokens per program: more of them read the rotation less often, but 64 would spill registers on an A100."""
@@ -147,6 +147,6 @@ def rope_inputs(rope: torch.Tensor | None, unread: torch.Tensor) -> dict[str, An
     return {"p_rope": unread, "s_rope": 0} if rope is None else {"p_rope": rope, "s_rope": rope.stride(0)}
 
 
-def exact_precision(amd: bool = AMD) -> str:
+def exact_precision() -> str:
     """`tl.dot` precision that loses nothing of float32 products; tensor cores of NVIDIA's GPUs add up three of TF32."""
-    return "ieee" if amd else "tf32x3"
+    return "ieee" if portable() else "tf32x3"

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.triton_kernels.common.operands import launch_options, next_power_of_2
-from kvcache_compress.triton_kernels.common.plan import AMD, MAX_SHARED, Plan, addresses, kept
+from kvcache_compress.triton_kernels.common.plan import MAX_SHARED, Plan, addresses, kept
 
 _MOVING = (*(f"s_{name}_{axis}" for name in ("k", "v") for axis in "bht"), "k_capacity", "v_capacity", "at")
 
@@ -51,7 +51,7 @@ def append(keys: torch.Tensor, values: torch.Tensor, k_buffer: torch.Tensor, v_b
     plan = _plans.get(key)
     if plan is None:
         grid = (keys.shape[0] * keys.shape[1], 2, 1)
-        plan = Plan([(append_kernel, grid, append_arguments(inputs))], inputs, {}, repeat=narrow and not AMD)
+        plan = Plan([(append_kernel, grid, append_arguments(inputs))], inputs, {}, narrow)
         kept(_plans, key, plan, MAX_SHARED)
     plan.run(inputs, pointers, keys.device)
 

@@ -28,6 +28,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from kvcache_compress.codecs.base import Codec
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.triton_kernels.attention import launch
+from kvcache_compress.triton_kernels.common import plan
 from kvcache_compress.triton_kernels.decode import polar_columns
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU runs it in all tests of 16 bits")
@@ -126,7 +127,7 @@ def test_fast_path_equals_plain_attention(
         texts.append(text)
         return inline.create_inline_asm(builder, text, *arguments)
 
-    monkeypatch.setattr(launch, "INTERPRETING", False)
+    monkeypatch.setattr(plan, "PORTABLE", False)
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create)
     torch.manual_seed(len(name))
     keys, values = segments(case, make_side)
