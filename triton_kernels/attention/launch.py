@@ -6,7 +6,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton.language as tl
 
 from kvcache_compress.triton_kernels.common.operands import is_fast, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import KernelCall, Plan, addresses, kept, portable
@@ -80,7 +79,7 @@ def attend(
         call, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
         inputs["p_mask"].device, inputs["s_mask_t"], inputs["s_mask_h"] == 0, scaling, softcap,
         None if s_aux is None else (s_aux.dtype, s_aux.device), repeatable,
-        None if slot_mask is None else slot_mask.key, k_side.turn and keys.store.capacity,
+        None if slot_mask is None else slot_mask.key, k_side.prologue and keys.store.capacity,
     )  # fmt: skip
     plan = k_side.plans.get(key)
     if plan is None:
@@ -134,15 +133,10 @@ def query_calls(
     side = keys.codec.kernel_side
     grid, mapped = map_query_arguments(query, side, keys.sinks.shape[1], scaling)
     calls = [(map_query_kernel, grid, mapped) if slot_mask is None else slot_mask.call(grid, mapped, inputs)]
-    if side.turn is not None:
-        calls.append(side.turn(side, mapped, inputs, bounded))
+    if side.prologue is not None:
+        calls.append(side.prologue(side, mapped, inputs, bounded))
         mapped = mapped | calls[1][2]
     return calls, mapped
-
-
-def _rope_numbers(keys: SideSegments) -> int:
-    """Numbers of cos and sin per group of tokens that the keys read."""
-    return 0 if keys.track is None else keys.track.buffer.shape[2]
 
 
 def attend_arguments(
@@ -168,27 +162,24 @@ def attend_arguments(
     groups, dv = query_heads // heads, values.sinks.shape[3]
     rows = groups * count
     k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
-    exact = query.dtype == torch.float32
-    operand = torch.float32 if exact else torch.float16
     tile = sizes.tile
     tile_rows = _tile_rows(tile, rows)
     row_blocks = -(-rows // tile_rows)
-    fast = is_fast(query.dtype)
-    k_tables, k_form = k_side.operands(operand, fast, dk, _rope_numbers(keys))
-    v_tables, v_form = v_side.operands(operand, fast, dv, 0)
+    k_tables, k_form = k_side.operands(query.dtype, dk, 0 if keys.track is None else keys.track.buffer.shape[2])
+    v_tables, v_form = v_side.operands(query.dtype, dv, 0)
     shared = count == 1 and inputs["s_mask_h"] == 0
     arguments = inputs | dict(
         p_mapped=mapped.get("p_turned", mapped["p_mapped"]), p_rows=mapped["p_rows"],
         p_shift=mapped.get("p_shift", mapped["p_rows"]), k_tables=k_tables, v_tables=v_tables,
-        p_acc=query.new_empty(batch, heads, sizes.splits, rows, v_form.width, dtype=torch.float32),
+        p_acc=query.new_empty(batch, heads, sizes.splits, rows, sum(v_side.widths), dtype=torch.float32),
         p_dense=query.new_empty(batch, heads, DENSE.value, rows, dv, dtype=torch.float32),
         p_stats=query.new_empty(batch, heads, sizes.splits + DENSE.value, rows, 2, dtype=torch.float32),
         n_sinks=keys.sinks.shape[2], scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
-        G=groups, N=count, SCORE=k_side.score, ACCUMULATE=v_side.accumulate,
+        G=groups, N=count, SCORE=k_side.function, ACCUMULATE=v_side.function,
         K=k_form, V=v_form,
         MASKING=Masking(mask_kind, softcap is not None, count > 1, shared, mask_packed),
         M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks,
-        DTYPE=tl.float32 if exact else tl.float16, PRECISION="tf32" if fast else "ieee", FAST=fast,
+        FAST=is_fast(query.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
         **launch_options(),
     )  # fmt: skip
@@ -209,7 +200,7 @@ def merge_call(
     """
     batch, query_heads, count, _ = query.shape
     heads, dv = keys.sinks.shape[1], values.sinks.shape[3]
-    p_acc, output_map = attended["p_acc"], values.codec.kernel_side.output_map
+    p_acc, output_map = attended["p_acc"], values.codec.kernel_side.matrix
     shared = output_map is None or output_map.shape[0] == 1
     padded = next_power_of_2(dv)
     # Few and wide chunks: each waits for memory and for sums over threads.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -84,14 +84,13 @@ def most_tokens(k_side: KernelSide, v_side: KernelSide) -> int:
 def kernel_name(k_side: KernelSide, v_side: KernelSide, exact: bool) -> str:
     """Name of the attention kernel for this pair of sides, stable between runs: operand dtype, score, accumulate."""
     operands = "float32" if exact else "float16"
-    score, accumulate = _named(k_side.score, k_side), _named(v_side.accumulate, v_side)
-    return f"{operands}: {score}; {accumulate}"
+    return f"{operands}: {_named(k_side)}; {_named(v_side)}"
 
 
-def _named(function: Any, side: KernelSide) -> str:
+def _named(side: KernelSide) -> str:
     widths = "+".join(f"{len(list(same))}x{width}" for width, same in groupby(side.widths))
     meta = repr(side.meta).removeprefix(type(side.meta).__name__)
-    return f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}{meta} {widths}"
+    return f"{side.function.fn.__module__.rpartition('.')[2]}.{side.function.fn.__name__}{meta} {widths}"
 
 
 @cache

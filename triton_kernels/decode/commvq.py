@@ -144,7 +144,7 @@ def add_rounds(
 @triton.jit
 def score(
     b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Scores of keys, `s[t] = scale[t] Σ_j Re(conj(q_j) e^(iθ_j,t) ẑ_j[t])` (section 4.2), tile by tile of pairs."""
     BITS: tl.constexpr = META.bits
@@ -182,15 +182,15 @@ def score(
         b_cos = tl.load(p_rope + o_f, mask=m_f, other=1.0).to(tl.float32)
         b_sin = tl.load(p_rope + o_f + ROTARY, mask=m_f, other=0.0).to(tl.float32)
         b_x, b_y = (b_re * b_cos - b_im * b_sin).to(b_q[0].dtype), (b_re * b_sin + b_im * b_cos).to(b_q[0].dtype)
-        b_s = tl.dot(b_x, b_q[2 * i], b_s, input_precision=PRECISION)
-        b_s = tl.dot(b_y, b_q[2 * i + 1], b_s, input_precision=PRECISION)
+        b_s = tl.dot(b_x, b_q[2 * i], b_s, input_precision="ieee")
+        b_s = tl.dot(b_y, b_q[2 * i + 1], b_s, input_precision="ieee")
     return b_s * load_scales(fields[1], o_row, o_t, m_t).to(tl.float32)[:, None]
 
 
 @triton.jit
 def accumulate(
     b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Weighted sum of values in the residual form, `acc += (p[t] scale[t]) Σ_r c_r[a_r[t]]`."""
     GROUPS: tl.constexpr = META.groups
@@ -224,14 +224,14 @@ def accumulate(
             p_rows += BOOK
         for j in tl.static_range(TILES):
             b_v = tl.trans(b_parts[j].to(DTYPE))
-            b_sums = b_sums + (tl.dot(b_v, b_weights, b_acc[i_g * TILES + j], input_precision=PRECISION),)
+            b_sums = b_sums + (tl.dot(b_v, b_weights, b_acc[i_g * TILES + j], input_precision="ieee"),)
     return b_sums
 
 
 @triton.jit
 def accumulate_bits(
     b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Weighted sums of the bits of all heads, for values in the encoder form (section 4.1); tiles are by head."""
     b_scale = load_scales(fields[1], o_row, o_t, m_t).to(tl.float32)
@@ -243,7 +243,7 @@ def accumulate_bits(
         b_bits = load_codes(fields[0], fields[0], o_head, o_t, m_t, 1, META.words, META.padded, META.words)
         for j in tl.static_range(len(b_bits)):
             b_tile = tl.trans(b_bits[j].to(DTYPE))
-            b_sums = b_sums + (tl.dot(b_tile, b_weights, b_acc[i * len(b_bits) + j], input_precision=PRECISION),)
+            b_sums = b_sums + (tl.dot(b_tile, b_weights, b_acc[i * len(b_bits) + j], input_precision="ieee"),)
     return b_sums
 
 
@@ -258,7 +258,7 @@ def commvq_side(codec: CommVQCodec) -> KernelSide:
         output_map = in_code_order(codec.output_map(), (bits,) * heads).contiguous()
         widths = code_tiles(bits) * heads
         meta = Bits(words_per_token(bits), padded_words(bits), heads)
-        return KernelSide(None, accumulate_bits, meta, widths, tokens=64, warps=8, output_map=output_map)
+        return KernelSide(accumulate_bits, meta, widths, tokens=64, warps=8, matrix=output_map)
     books, rope, device = codec.books, codec.context.rope, codec.books.books.device
     groups, width, keys = books.groups, books.books.shape[-1], codec.context.side == "keys"
     turn = rounds_at_once(books.code_bits) * books.code_bits
@@ -268,23 +268,19 @@ def commvq_side(codec: CommVQCodec) -> KernelSide:
     tile = min(KEY_PAIRS if keys else COLUMNS, max(16, triton.next_power_of_2(width)))
     tiles = -(-width // tile)
     tables = books.books, books.places
-    if not keys:
-        output_map = None
+    if keys:
+        assert rope is not None
+        function, widths, order = score, (tile,) * (2 * groups * tiles), torch.tensor(rope.order)
+        spread = _spread(order.view(2, groups, width).transpose(0, 1), 2 * groups, tiles * tile)
+        spread = spread.view(groups, 2, tiles, tile, -1).transpose(1, 2).flatten(0, 3).unsqueeze(0)
+        matrix = spread.mT.contiguous().to(device)
+        if codec.weights is not None:
+            matrix = matrix / codec.weights.float().repeat(1, 2)[:, order.argsort().to(device), None]
+    else:
+        function, widths, matrix = accumulate, (tile,) * (groups * tiles), None
         if tiles * tile != width:
-            output_map = _spread(torch.arange(codec.context.head_dim), groups, tiles * tile).to(device)
-        return KernelSide(
-            None, accumulate, meta, (tile,) * (groups * tiles), tables, tokens=TOKENS, warps=8, output_map=output_map
-        )
-    assert rope is not None
-    order = torch.tensor(rope.order)
-    spread = _spread(order.view(2, groups, width).transpose(0, 1), 2 * groups, tiles * tile)
-    spread = spread.view(groups, 2, tiles, tile, -1).transpose(1, 2).flatten(0, 3).unsqueeze(0)
-    query_map = spread.mT.contiguous().to(device)
-    if codec.weights is not None:
-        query_map = query_map / codec.weights.float().repeat(1, 2)[:, order.argsort().to(device), None]
-    return KernelSide(
-        score, None, meta, (tile,) * (2 * groups * tiles), tables, tokens=TOKENS, warps=8, query_map=query_map
-    )
+            matrix = _spread(torch.arange(codec.context.head_dim), groups, tiles * tile).to(device)
+    return KernelSide(function, meta, widths, tables, tokens=TOKENS, warps=8, matrix=matrix)
 
 
 def _spread(channels: torch.Tensor, tiles: int, padded: int) -> torch.Tensor:

@@ -90,7 +90,7 @@ def points(p_points, b_angles, DTYPE: tl.constexpr):
 @triton.jit
 def unpacked_scores(
     b_q, fields, p_points, p_scale, o_row, o_t, m_t,
-    META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Scores from unpacked codes: the portable path, in the direct or the table form."""
     b_angles = load_codes(
@@ -109,18 +109,18 @@ def unpacked_scores(
             b_signed = tl.where(b_angles[j] < HALF, b_radii, -b_radii)
             for i in tl.static_range(HALF):
                 b_chosen = tl.where((b_angles[j] & (HALF - 1)) == i, b_signed, 0.0)
-                b_s = tl.dot(b_chosen, b_q[i * TILES + j], b_s, input_precision=PRECISION)
+                b_s = tl.dot(b_chosen, b_q[i * TILES + j], b_s, input_precision="ieee")
         else:
             b_cos, b_sin = points(p_points, b_angles[j], b_q[0].dtype)
-            b_s = tl.dot(b_radii * b_cos, b_q[j], b_s, input_precision=PRECISION)
-            b_s = tl.dot(b_radii * b_sin, b_q[TILES + j], b_s, input_precision=PRECISION)
+            b_s = tl.dot(b_radii * b_cos, b_q[j], b_s, input_precision="ieee")
+            b_s = tl.dot(b_radii * b_sin, b_q[TILES + j], b_s, input_precision="ieee")
     return b_s
 
 
 @triton.jit
 def looked_up_scores(
     b_q, fields, words, p_scale, o_row, o_t, m_t,
-    META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """Scores in the direct form by `directions.py` and `lookup.py`; `words` are the tables of angles, then of radii."""
     BITS: tl.constexpr = META.radius_bits
@@ -138,24 +138,24 @@ def looked_up_scores(
             b_steps[j], p_scale, o_row, j, META.words, META.padded, lookup.unit(BITS), OFFSET, META.tokens, True
         )
         b_x, b_y = assembly.product(b_points[j], b_radii), assembly.product(b_points[TILES + j], b_radii)
-        b_s = tl.dot(b_x, b_q[j], b_s, input_precision=PRECISION)
-        b_s = tl.dot(b_y, b_q[TILES + j], b_s, input_precision=PRECISION)
+        b_s = tl.dot(b_x, b_q[j], b_s, input_precision="ieee")
+        b_s = tl.dot(b_y, b_q[TILES + j], b_s, input_precision="ieee")
     return b_s
 
 
 @triton.jit
 def score(
     b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s[t] = Σ_j q_xj r_j cos φ(a_j) + q_yj r_j sin φ(a_j), in the direct or the table form."""
     AT: tl.constexpr = 1 if (META.angle_bits == 2 or META.angle_bits == 4) else 2
     SCALE: tl.constexpr = AT + (1 if (META.radius_bits == 2 or META.radius_bits == 4) else 2)
     p_scale = fields[SCALE if META.tokens else 0]
     if FAST and META.fast:
-        b_s = looked_up_scores(b_q, fields, words, p_scale, o_row, o_t, m_t, META, AT, SCALE, PRECISION)
+        b_s = looked_up_scores(b_q, fields, words, p_scale, o_row, o_t, m_t, META, AT, SCALE)
     else:
-        b_s = unpacked_scores(b_q, fields, tables[0], p_scale, o_row, o_t, m_t, META, AT, SCALE, PRECISION)
+        b_s = unpacked_scores(b_q, fields, tables[0], p_scale, o_row, o_t, m_t, META, AT, SCALE)
     if META.match:
         b_s *= load_scales(fields[len(fields) - 1], o_row, o_t, m_t).to(tl.float32)[:, None]
     return b_s
@@ -174,14 +174,12 @@ def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
     basis = in_code_order(codec.ready_basis(), (pairs,) * parts)
     side = KernelSide(
         score,
-        None,
         meta,
         code_tiles(pairs) * parts,
         tables=(codec.points,),
         tokens=16,
         most_tokens=128 if options.radius_scale == "channel" else options.group_size,
-        query_map=with_mean(basis.mT, codec.mean).contiguous(),
-        bias=codec.mean is not None,
+        matrix=with_mean(basis.mT, codec.mean),
     )
     if fast:
         side.places = padded_words(pairs)

@@ -212,7 +212,7 @@ def part_levels(
 @triton.jit
 def score(
     b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s[t] = scale[t] Σ_w (A q_g)_w L[digit_w[t]] + places[b] · (means q_g), in `UNIT`.
 
@@ -231,10 +231,10 @@ def score(
     for i in tl.static_range(len(META.bits)):
         b_levels = part_levels(fields, tables, words, o_row, o_t, m_t, META, i, DTYPE, FAST)
         for j in tl.static_range(len(b_levels)):
-            b_s = tl.dot(b_levels[j], b_q[META.tile[i] + j], b_s, input_precision=PRECISION)
+            b_s = tl.dot(b_levels[j], b_q[META.tile[i] + j], b_s, input_precision="ieee")
     # Not as the third operand of this product, which Triton would also make of a sum: nothing that reaches a product in
     # that place is copied ahead of time, and each turn would wait for the scales.
-    b_means = tl.dot(tl.load(p_places).to(DTYPE), b_q[MEANS], input_precision=PRECISION)
+    b_means = tl.dot(tl.load(p_places).to(DTYPE), b_q[MEANS], input_precision="ieee")
     return tl.fma(b_s + b_q[MEANS + 1][None, :], b_scale[:, None].broadcast_to(b_s.shape), b_means)
 
 
@@ -284,7 +284,6 @@ def spectral_side(codec: SpectralCodec) -> KernelSide:
     )  # fmt: skip
     return KernelSide(
         score,
-        None,
         meta,
         (TILE.value,) * (matrix.shape[1] // TILE.value),
         tables=(
@@ -298,8 +297,8 @@ def spectral_side(codec: SpectralCodec) -> KernelSide:
         tokens=min(codec.group, 64 if dim <= 64 else 32),
         most_tokens=codec.group,
         warps=assembly.warps(dim),
-        query_map=(unit / UNIT.value * spread.mT[None]).contiguous(),
-        turn=turn_call,
+        matrix=(unit / UNIT.value * spread.mT[None]).contiguous(),
+        prologue=turn_call,
         group=codec.group,
     )
 
