@@ -28,7 +28,7 @@ from kvcache_compress.triton_kernels.attention.kernel import attend_kernel, merg
 from kvcache_compress.triton_kernels.attention.query import map_query_kernel
 from kvcache_compress.triton_kernels.decode.spectral import turn_kernel
 from kvcache_compress.triton_kernels.encode.launch import flush
-from kvcache_compress.triton_kernels.update.append import append_arguments, append_inputs, append_kernel
+from kvcache_compress.triton_kernels.update.append import append
 
 ENCODED_KEYS = ("polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit", "spectral-2bit")
 """Presets whose key encoder is tracked in the kernels of steps too; their values use TurboQuant's encoder."""
@@ -119,8 +119,8 @@ def stored_bytes(variant: Variant) -> float:
     return sum(bytes_per_token(segments(variant, side).codec.fields) for side in both)
 
 
-NAMES = {map_query_kernel: "map query ", turn_kernel: "turn ", merge_kernel: "merge "}
-"""Prefix of a variant's name for the figures of each kernel but `attend_kernel`."""
+NAMES = {attend_kernel: "", map_query_kernel: "map query ", turn_kernel: "turn ", merge_kernel: "merge "}
+"""Prefix of a variant's name for the figures of each kernel."""
 
 
 def attention_launches(variant: Variant, target: str) -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -132,27 +132,18 @@ def attention_launches(variant: Variant, target: str) -> dict[str, tuple[Any, di
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
     sizes = launch.sizes_of(query, keys, values, aot.capability(target))
     mask = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool) if variant.mask or variant.fixed else None
-    inputs = launch.attend_inputs(query, keys, values, mask, sizes.split_tokens)
-    mapping, mapped = launch.query_calls(query, keys, inputs[0], scaling=0.1, bounded=variant.fixed)
-    _, attend = launch.attend_arguments(
-        query, keys, values, *inputs, mapped, sizes, scaling=0.1, softcap=None, mask_packed=not variant.fixed
-    )  # fmt: skip
+    inputs, kind = launch.attend_inputs(query, keys, values, mask, sizes.split_tokens)
+    out = torch.empty(1, variant.count, 2 * variant.groups, variant.head_dim, dtype=variant.dtype)
+    calls = launch.attention_calls(query, keys, values, inputs, kind, sizes, out, scaling=0.1)
+    attend, merge = calls[-2][2], calls[-1][2]
     attend["EVEN"] &= variant.even
     if variant.fixed:
-        attend |= {"BOUNDED": True, "p_packed": torch.zeros((), dtype=torch.int64)}
-    out = torch.empty(1, variant.count, 2 * variant.groups, variant.head_dim, dtype=variant.dtype)
-    shape = attend["p_acc"].shape
-    merged = attend | {"p_acc": attend["p_acc"].new_empty(*shape[:2], launch.MAX_SPLITS, *shape[3:])}
-    merging = launch.merge_call(query, keys, values, None, merged, out)
-    return {"": (attend_kernel, attend)} | {
-        NAMES[kernel]: (kernel, arguments) for kernel, _, arguments in (*mapping, merging)
-    }
-
-
-def step_append_arguments() -> dict[str, Any]:
-    """Arguments of `append_kernel` for a token's keys and values."""
-    fresh, tail = (torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16) for _ in range(2))
-    return append_arguments(append_inputs(fresh, fresh, tail, tail, 0))
+        attend["MASKING"] = attend["MASKING"]._replace(packed=False)
+        for *_, arguments in calls[1:-1]:
+            arguments |= {"BOUNDED": True, "p_packed": torch.zeros((), dtype=torch.int64)}
+    shape = merge["p_acc"].shape
+    merge |= {"p_acc": merge["p_acc"].new_empty(*shape[:2], launch.MAX_SPLITS, *shape[3:]), "splits": launch.MAX_SPLITS}
+    return {NAMES[kernel]: (kernel, arguments) for kernel, _, arguments in calls}
 
 
 def track_of(codec: Codec, tokens: torch.Tensor) -> RopeTrack | None:
@@ -209,7 +200,11 @@ def static_step_launches(
 def step_launches() -> dict[str, tuple[Any, dict[str, Any]]]:
     """The kernels of decode steps other than attention, and their arguments."""
     two, four = side_of("turboquant", bits=2), side_of("turboquant", bits=4)
-    steps = {"append": (append_kernel, step_append_arguments()), "flush": flush_launch(four)}
+    fresh, tail = (torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16) for _ in range(2))
+    steps = {
+        "append": aot.captured_launches(lambda: append(fresh, fresh, tail, tail, 0))[0],
+        "flush": flush_launch(four),
+    }
     steps |= static_step_launches(four, four)
     steps["flush turboquant-2bit"] = flush_launch(two)
     steps["write slots turboquant-2bit"] = static_step_launches(two, two)["write slots"]

@@ -182,7 +182,7 @@ def measure_target(target: str, only: list[str]) -> dict[str, Figures]:
 
     with aot.launching_for(target):
         for name, variant in attention_variants().items():
-            if not only or any(f"{part}{name}" in only for part in ("", *NAMES.values())):
+            if not only or any(f"{part}{name}" in only for part in NAMES.values()):
                 for part, call in attention_launches(variant, target).items():
                     add(f"{part}{name}", *call, stored_bytes(variant))
         for name, call in step_launches().items():

@@ -21,6 +21,8 @@ DENSE_BLOCK = tl.constexpr(16)
 """Tokens per tile of the dense segments."""
 DENSE = tl.constexpr(4)
 """Programs that share out the tiles of the dense segments, usually up to seven; a power of two."""
+MERGED = tl.constexpr(128)
+"""Splits and programs of dense segments that a merge is padded to, so that it is compiled once."""
 NO_MASK, BOOL_MASK, FLOAT_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SINKS, TAIL, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Indices into a side's tuple of memory: its dense segments, then its packed fields."""
@@ -379,8 +381,7 @@ def attend_kernel(
 @triton.jit(do_not_specialize=("splits",))
 def merge_kernel(
     p_acc, p_dense, p_stats, p_map, p_s_aux, p_out, splits, s_map, H, G, N,
-    W: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, S_PAD: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_MAP: tl.constexpr, HAS_S_AUX: tl.constexpr,
+    W: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_S_AUX: tl.constexpr,
 ):  # fmt: skip
     """Merge one query row: weigh the splits, map the packed sum out of code space, add the dense part, normalise.
 
@@ -389,7 +390,7 @@ def merge_kernel(
     i_r, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = G * N
     i_h = i_bh % H
-    o_s, o_v = tl.arange(0, S_PAD), tl.arange(0, DV_PAD)
+    o_s, o_v = tl.arange(0, MERGED), tl.arange(0, padded(DV))
     m_s, m_v = o_s < splits + DENSE, o_v < DV
     p_stats += (i_bh * (splits + DENSE) * rows + i_r) * 2
     b_m = tl.load(p_stats + o_s * rows * 2, mask=m_s, other=float("-inf"))

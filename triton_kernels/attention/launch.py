@@ -10,7 +10,7 @@ import torch
 from kvcache_compress.triton_kernels.common.operands import is_fast, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import KernelCall, Plan, addresses, kept, portable
 
-from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, merge_kernel
+from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, MERGED, NO_MASK, Masking, attend_kernel, merge_kernel
 from .query import map_query_arguments, map_query_kernel
 from .slot_mask import CAUSAL, SlotMask
 from .tiles import Tile, capability_of, tile_shape
@@ -22,8 +22,7 @@ MAX_TILE_ROWS = 32
 """Query rows per program of more than two warps (else 16): more would spill registers, so codes are read again."""
 RESIDENT_WARPS = 8
 """Warps of the attention kernel resident on a multiprocessor: 65,536 registers at 255 per thread."""
-MAX_SPLITS = 128 - DENSE.value
-"""With the programs of the dense segments a power of two, to which the merge always pads: it is compiled once."""
+MAX_SPLITS = MERGED.value - DENSE.value
 MIN_SPLIT_TOKENS = 128
 """Shorter splits would write and merge as much as they read."""
 ROUNDS, MIN_ROUND_TOKENS = 6, 384
@@ -83,15 +82,12 @@ def attend(
     )  # fmt: skip
     plan = k_side.plans.get(key)
     if plan is None:
-        mapping, mapped = query_calls(query, keys, inputs, slot_mask, scaling=scaling, bounded=slot_mask is not None)
-        causal = slot_mask is not None and slot_mask.kind == CAUSAL
-        grid, arguments = attend_arguments(
-            query, keys, values, inputs, mask_kind, mapped, sizes,
-            scaling=scaling, softcap=softcap, mask_packed=not causal,
+        calls = attention_calls(
+            query, keys, values, inputs, mask_kind, sizes, out,
+            scaling=scaling, softcap=softcap, s_aux=s_aux, slot_mask=slot_mask,
         )  # fmt: skip
-        calls = [*mapping, (attend_kernel, grid, arguments), merge_call(query, keys, values, s_aux, arguments, out)]
-        scratch = {name: mapped[name] for name in MAPPED if name in mapped}
-        scratch |= {name: arguments[name] for name in ATTENDED}
+        scratch = {name: before[name] for *_, before in calls[:-2] for name in MAPPED if name in before}
+        scratch |= {name: calls[-2][2][name] for name in ATTENDED}
         plan = kept(k_side.plans, key, Plan(calls, changing, scratch, repeatable))
     plan.run(changing, pointers, query.device)
     return out.to(query.dtype) if portable() else out
@@ -117,103 +113,67 @@ def attend_inputs(
     return inputs, mask_kind
 
 
-def query_calls(
-    query: torch.Tensor,
-    keys: SideSegments,
-    inputs: dict[str, Any],
-    slot_mask: SlotMask | None = None,
-    *,
-    scaling: float,
-    bounded: bool,
-) -> tuple[list[KernelCall], dict[str, Any]]:
-    """Launches before attention, and the arguments of all of them, results included (`MAPPED`).
-
-    `inputs` come from `attend_inputs`; bounded: True if the number of packed tokens is in memory.
-    """
-    side = keys.codec.kernel_side
-    grid, mapped = map_query_arguments(query, side, keys.sinks.shape[1], scaling)
-    calls = [(map_query_kernel, grid, mapped) if slot_mask is None else slot_mask.call(grid, mapped, inputs)]
-    if side.prologue is not None:
-        calls.append(side.prologue(side, mapped, inputs, bounded))
-        mapped = mapped | calls[1][2]
-    return calls, mapped
-
-
-def attend_arguments(
+def attention_calls(
     query: torch.Tensor,
     keys: SideSegments,
     values: SideSegments,
     inputs: dict[str, Any],
     mask_kind: int,
-    mapped: dict[str, Any],
     sizes: Sizes,
+    out: torch.Tensor,
     *,
     scaling: float,
-    softcap: float | None,
-    mask_packed: bool = True,
-) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Grid and arguments of `attend_kernel`, its result buffers included.
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    slot_mask: SlotMask | None = None,
+) -> list[KernelCall]:
+    """Launches of a call: map of the queries, a prologue if the keys have one, attention, merge.
 
-    `query` is contiguous, `inputs` and `mask_kind` come from `attend_inputs`, `mapped` from `query_calls`;
-    `mask_packed`: False if the mask hides no packed token that the count of them in memory does not.
+    `query` is contiguous; `inputs` and `mask_kind` come from `attend_inputs`; `out` is `[B, n, Hq, Dv]`. All other
+    results are among the arguments.
     """
-    batch, query_heads, count, dk = query.shape
-    heads = keys.sinks.shape[1]
-    groups, dv = query_heads // heads, values.sinks.shape[3]
+    (batch, query_heads, count, dk), heads, dv = query.shape, keys.sinks.shape[1], values.sinks.shape[3]
+    groups = query_heads // heads
     rows = groups * count
     k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
+    grid, mapped = map_query_arguments(query, k_side, heads, scaling)
+    calls = [(map_query_kernel, grid, mapped) if slot_mask is None else slot_mask.call(grid, mapped, inputs)]
+    if k_side.prologue is not None:
+        calls.append(k_side.prologue(k_side, mapped, inputs, keys.slots is not None))
+        mapped = mapped | calls[1][2]
     tile = sizes.tile
     tile_rows = _tile_rows(tile, rows)
     row_blocks = -(-rows // tile_rows)
     k_tables, k_form = k_side.operands(query.dtype, dk, 0 if keys.track is None else keys.track.buffer.shape[2])
     v_tables, v_form = v_side.operands(query.dtype, dv, 0)
-    shared = count == 1 and inputs["s_mask_h"] == 0
-    arguments = inputs | dict(
+    # A causal mask over slots hides no packed token that the count of them in memory does not.
+    masking = Masking(
+        mask_kind, softcap is not None, causal=count > 1, shared=count == 1 and inputs["s_mask_h"] == 0,
+        packed=slot_mask is None or slot_mask.kind != CAUSAL,
+    )  # fmt: skip
+    attended = inputs | dict(
         p_mapped=mapped.get("p_turned", mapped["p_mapped"]), p_rows=mapped["p_rows"],
         p_shift=mapped.get("p_shift", mapped["p_rows"]), k_tables=k_tables, v_tables=v_tables,
         p_acc=query.new_empty(batch, heads, sizes.splits, rows, sum(v_side.widths), dtype=torch.float32),
         p_dense=query.new_empty(batch, heads, DENSE.value, rows, dv, dtype=torch.float32),
         p_stats=query.new_empty(batch, heads, sizes.splits + DENSE.value, rows, 2, dtype=torch.float32),
         n_sinks=keys.sinks.shape[2], scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
-        G=groups, N=count, SCORE=k_side.function, ACCUMULATE=v_side.function,
-        K=k_form, V=v_form,
-        MASKING=Masking(mask_kind, softcap is not None, count > 1, shared, mask_packed),
+        G=groups, N=count, SCORE=k_side.function, ACCUMULATE=v_side.function, K=k_form, V=v_form, MASKING=masking,
         M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks,
-        FAST=is_fast(query.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
-        **launch_options(),
+        FAST=is_fast(query.dtype), num_warps=tile.warps, num_stages=tile.stages, **launch_options(),
     )  # fmt: skip
-    return (sizes.splits + DENSE.value, heads * row_blocks, batch), arguments
-
-
-def merge_call(
-    query: torch.Tensor,
-    keys: SideSegments,
-    values: SideSegments,
-    s_aux: torch.Tensor | None,
-    attended: dict[str, Any],
-    out: torch.Tensor,
-) -> KernelCall:
-    """Launch of `merge_kernel` for the buffers that `attend_kernel` fills.
-
-    `attended` are its arguments, and `out` is `[B, n, Hq, Dv]`.
-    """
-    batch, query_heads, count, _ = query.shape
-    heads, dv = keys.sinks.shape[1], values.sinks.shape[3]
-    p_acc, output_map = attended["p_acc"], values.codec.kernel_side.matrix
-    shared = output_map is None or output_map.shape[0] == 1
-    padded = next_power_of_2(dv)
+    calls.append((attend_kernel, (sizes.splits + DENSE.value, heads * row_blocks, batch), attended))
+    p_acc, matrix, padded = attended["p_acc"], v_side.matrix, next_power_of_2(dv)
     # Few and wide chunks: each waits for memory and for sums over threads.
-    chunk, warps = (min(64, 8192 // padded), 4) if output_map is None else (min(128, 16384 // padded), 8)
-    arguments = dict(  # noqa: C408 - named as the kernel's parameters are
+    chunk, warps = (min(64, 8192 // padded), 4) if matrix is None else (min(128, 16384 // padded), 8)
+    merged = dict(  # noqa: C408 - named as the kernel's parameters are
         p_acc=p_acc, p_dense=attended["p_dense"], p_stats=attended["p_stats"],
-        p_map=p_acc if output_map is None else output_map, p_s_aux=p_acc if s_aux is None else s_aux, p_out=out,
-        splits=p_acc.shape[2], s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
-        W=p_acc.shape[4], DV=dv, DV_PAD=padded,
-        S_PAD=MAX_SPLITS + DENSE.value, CHUNK=chunk, num_warps=warps,
-        HAS_MAP=output_map is not None, HAS_S_AUX=s_aux is not None, enable_fp_fusion=False,
+        p_map=p_acc if matrix is None else matrix, p_s_aux=p_acc if s_aux is None else s_aux, p_out=out,
+        splits=sizes.splits, s_map=0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0),
+        H=heads, G=groups, N=count, W=p_acc.shape[4], DV=dv, CHUNK=chunk, num_warps=warps,
+        HAS_MAP=matrix is not None, HAS_S_AUX=s_aux is not None, enable_fp_fusion=False,
     )  # fmt: skip
-    return merge_kernel, (query_heads // heads * count, batch * heads, 1), arguments
+    return [*calls, (merge_kernel, (rows, batch * heads, 1), merged)]
 
 
 def _tile_rows(tile: Tile, rows: int) -> int:

@@ -38,7 +38,6 @@ class Books(NamedTuple):
 
     groups: groups of a head; width: pairs of a key's group, or numbers of a value's; bits: of an index.
     row, bytes: bytes of a token's codes in a head's row, and in those of all heads.
-    whole: True if codes that are loaded together begin on byte boundaries, but for a head's last ones.
     rotary: pairs of keys that RoPE turns.
     """
 
@@ -47,7 +46,6 @@ class Books(NamedTuple):
     bits: int
     row: int
     bytes: int
-    whole: bool
     rotary: int
 
 
@@ -67,31 +65,20 @@ def rounds_at_once(bits):
 
 @triton.jit
 def load_run(
-    p_codes, i_h, s_head, o_row, o_t, m_t, i_first, i_code,
-    COUNT: tl.constexpr, BITS: tl.constexpr, META: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    p_codes, i_h, s_head, o_row, o_t, m_t, i_first, i_code, COUNT: tl.constexpr, BITS: tl.constexpr, META: tl.constexpr
+):
     """Load `COUNT` codes per token from code `i_code` of byte `i_first` on, at most 24 bits, first code lowest: uint32.
 
-    Byte i of a token lies in row `i // META.row` of the heads. WHOLE: the run begins on a byte, which saves one.
+    Byte i of a token lies in row `i // META.row` of the heads.
     """
     ROW: tl.constexpr = META.row
-    BYTES: tl.constexpr = META.bytes
     i_bit = i_code * BITS
-    i_byte = i_first + i_bit // 8
-    i_row = i_byte // ROW
-    i_column = i_byte - i_row * ROW
-    p_token = p_codes + (o_row + (i_row - i_h) * s_head) * ROW + i_column + o_t * ROW
-    b_run = tl.load(p_token, mask=m_t, other=0).to(tl.uint32)
-    for i in tl.static_range(1, (COUNT * BITS + (7 if WHOLE else 14)) // 8):
-        i_next = i if WHOLE else tl.minimum(i, BYTES - 1 - i_byte)
-        if ROW > 2:  # at most 24 bits from any bit on: no more than one row further
-            i_next += tl.where(i_column + i_next < ROW, 0, (s_head - 1) * ROW)
-        else:
-            i_next += (i_column + i_next) // ROW * (s_head - 1) * ROW
-        b_run |= tl.load(p_token + i_next, mask=m_t, other=0).to(tl.uint32) << (8 * i)
-    if not WHOLE:
-        b_run = b_run >> (i_bit % 8)
-    return b_run
+    b_run = tl.zeros([o_t.shape[0]], tl.uint32)
+    for i in tl.static_range((COUNT * BITS + 14) // 8):
+        i_byte = tl.minimum(i_first + i_bit // 8 + i, META.bytes - 1)
+        p_token = p_codes + (o_row + (i_byte // ROW - i_h) * s_head) * ROW + i_byte % ROW
+        b_run |= tl.load(p_token + o_t * ROW, mask=m_t, other=0).to(tl.uint32) << (8 * i)
+    return b_run >> (i_bit % 8)
 
 
 @triton.constexpr_function
@@ -156,7 +143,6 @@ def score(
     DTYPE: tl.constexpr = tl.float16 if FAST else tl.float32
     TURN: tl.constexpr = rounds_at_once(2 * BITS)
     BOOK: tl.constexpr = 2**BITS * 2 * WIDTH
-    WHOLE: tl.constexpr = META.whole
     n_rounds, i_first = tl.load(tables[1] + 3 * i_h + 1), tl.load(tables[1] + 3 * i_h + 2)
     n_whole = n_rounds // TURN * TURN
     b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
@@ -167,12 +153,10 @@ def score(
         b_re = tl.zeros([o_t.shape[0], PAIRS], tl.float32)
         b_im = tl.zeros([o_t.shape[0], PAIRS], tl.float32)
         for i_r in range(0, n_whole, TURN):
-            i_at = i_code + i_r
-            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_at, TURN, 2 * BITS, META, WHOLE)
+            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code + i_r, TURN, 2 * BITS, META)
             b_re, b_im = add_pairs(b_re, b_im, p_rows + i_r * BOOK, b_run, o_w, TURN, BITS, WIDTH, DTYPE)
         for i_r in range(n_whole, n_rounds):
-            i_at = i_code + i_r
-            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_at, 1, 2 * BITS, META, False)
+            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code + i_r, 1, 2 * BITS, META)
             b_re, b_im = add_pairs(b_re, b_im, p_rows + i_r * BOOK, b_run, o_w, 1, BITS, WIDTH, DTYPE)
         o_p = i // TILES * WIDTH + o_w
         o_f = o_t.to(tl.int64)[:, None] * (2 * ROTARY) + o_p[None, :]
@@ -200,7 +184,6 @@ def accumulate(
     TURN: tl.constexpr = rounds_at_once(BITS)
     BOOK: tl.constexpr = 2**BITS * WIDTH
     SUM: tl.constexpr = tl.float16 if FAST else tl.float32
-    WHOLE: tl.constexpr = META.whole
     n_rounds, i_first = tl.load(tables[1] + 3 * i_h + 1), tl.load(tables[1] + 3 * i_h + 2)
     n_whole = n_rounds // TURN * TURN
     p_rows = tables[0] + tl.load(tables[1] + 3 * i_h) * BOOK
@@ -214,12 +197,12 @@ def accumulate(
             b_parts = b_parts + (tl.zeros([o_t.shape[0], b_acc[0].shape[0]], tl.float32),)
         for i_r in range(0, n_whole, TURN):
             i_code = i_g * n_rounds + i_r
-            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, TURN, BITS, META, WHOLE)
+            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, TURN, BITS, META)
             b_parts = add_rounds(b_parts, p_rows, b_run, o_w, TURN, BITS, WIDTH, SUM)
             p_rows += TURN * BOOK
         for i_r in range(n_whole, n_rounds):
             i_code = i_g * n_rounds + i_r
-            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, 1, BITS, META, False)
+            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, 1, BITS, META)
             b_parts = add_rounds(b_parts, p_rows, b_run, o_w, 1, BITS, WIDTH, SUM)
             p_rows += BOOK
         for j in tl.static_range(TILES):
@@ -261,10 +244,8 @@ def commvq_side(codec: CommVQCodec) -> KernelSide:
         return KernelSide(accumulate_bits, meta, widths, tokens=64, warps=8, matrix=output_map)
     books, rope, device = codec.books, codec.context.rope, codec.books.books.device
     groups, width, keys = books.groups, books.books.shape[-1], codec.context.side == "keys"
-    turn = rounds_at_once(books.code_bits) * books.code_bits
-    whole = turn % 8 == 0 and (groups == 1 or all(count * books.code_bits % 8 == 0 for count in books.rounds))
     rotary = rope.rotary if keys and rope else 0
-    meta = Books(groups, width, books.index_bits, books.row, len(books.rounds) * books.row, whole, rotary)
+    meta = Books(groups, width, books.index_bits, books.row, len(books.rounds) * books.row, rotary)
     tile = min(KEY_PAIRS if keys else COLUMNS, max(16, triton.next_power_of_2(width)))
     tiles = -(-width // tile)
     tables = books.books, books.places
