@@ -40,23 +40,12 @@ Measured = dict[str, dict[str, Tile]]
 
 
 def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool, rows: int, capability: str | None) -> Tile:
-    """Tile for `rows` query rows of a head on a device of this compute capability; `exact` for float32.
-
-    Raises:
-        ValueError: the entry of `tiles.json` has more tokens than the sides support.
-    """
+    """Tile for `rows` query rows of a head on a device of this compute capability; `exact` for float32."""
     if k_side.tile is not None:
         return k_side.tile
     entries = measured().get(capability or "")
-    if entries and rows <= MEASURED_ROWS:
-        name = kernel_name(k_side, v_side, exact)
-        if (tile := entries.get(name)) is not None:
-            if tile.tokens > most_tokens(k_side, v_side):
-                raise ValueError(
-                    f"{TABLE.name}: {tile.tokens} tokens for {name}: allowed at most {most_tokens(k_side, v_side)}"
-                )
-            return tile
-    return rule(k_side, v_side, exact)
+    found = entries.get(kernel_name(k_side, v_side, exact)) if entries and rows <= MEASURED_ROWS else None
+    return found or rule(k_side, v_side, exact)
 
 
 def rule(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
@@ -73,12 +62,8 @@ def rule(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
 
 def candidates(k_side: KernelSide, v_side: KernelSide) -> list[Tile]:
     """Tiles to measure: all that both sides support and that are not far larger than the rule's."""
-    most = min(most_tokens(k_side, v_side), max(USUAL_TOKENS, rule(k_side, v_side, False).tokens))
+    most = min(k_side.most_tokens, v_side.most_tokens, max(USUAL_TOKENS, rule(k_side, v_side, False).tokens))
     return [Tile(tokens, warps, stages) for tokens in TOKENS if tokens <= most for warps in WARPS for stages in STAGES]
-
-
-def most_tokens(k_side: KernelSide, v_side: KernelSide) -> int:
-    return min(k_side.most_tokens, v_side.most_tokens)
 
 
 def kernel_name(k_side: KernelSide, v_side: KernelSide, exact: bool) -> str:

@@ -91,12 +91,10 @@ def decoded(fields, words, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.conste
     PADDED: tl.constexpr = META.padded
     TOKENS: tl.constexpr = META.tokens
     CHANNELS: tl.constexpr = META.channels
-    FITS: tl.constexpr = META.fits
+    LOOKED_UP: tl.constexpr = FAST and META.fits and BITS > 1
     SCALE: tl.constexpr = 1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2
     SPAN: tl.constexpr = WORDS * tile_width(PADDED) // PADDED
-    if FAST and FITS and BITS == 2:
-        b_codes = lookup.two_bit_codes(fields[0], words, o_row, o_t, m_t, WORDS, PADDED)
-    elif FAST and FITS:
+    if LOOKED_UP:
         b_codes = lookup.levels(
             fields[0], fields[SCALE - 1], words, o_row, o_t, m_t, 0, BITS, True, WORDS, PADDED, WORDS
         )
@@ -124,9 +122,7 @@ def decoded(fields, words, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.conste
         else:
             b_scale = tl.load(fields[SCALE] + o_s, mask=m_s, other=0.0)
             b_zero = tl.load(fields[SCALE + 1] + o_s, mask=m_s, other=0.0)
-        if FAST and FITS and BITS == 2:
-            b_tile = assembly.scaled(b_codes[i], b_scale, b_zero)
-        elif FAST and FITS:
+        if LOOKED_UP:
             b_tile = assembly.scaled(b_codes[i], per_unit(b_scale, BITS), middle(b_scale, b_zero, BITS))
         else:
             b_tile = (b_codes[i].to(tl.float32) * b_scale.to(tl.float32) + b_zero.to(tl.float32)).to(DTYPE)
