@@ -69,7 +69,6 @@ def attention_variants() -> dict[str, Variant]:
     scalar = {bits: side_of("turboquant", bits=bits, codebook="lloyd_max") for bits in (1, 2, 2.5, 3)}
     prod = {bits: side_of("turboquant", bits=bits, estimator="prod") for bits in (2, 2.5, 3)}
     kivi_side, none = side_of("kivi", bits=4), side_of("none")
-    table = side_of("polarquant_rope", radius_scale="channel", reconstruction="edge", score_function="table")
     exact = {"dtype": torch.float32}
     for name in ("turboquant-4bit", "turboquant-2bit", "spectral-2bit"):
         variants[f"{name}, mask"] = replace(variants[name], mask=True)
@@ -77,8 +76,6 @@ def attention_variants() -> dict[str, Variant]:
     return variants | {
         "uniform-4bit": Variant(uniform, uniform),
         "uniform-2bit": Variant(uniform_two, uniform_two),
-        "uniform-4bit and commvq-2bit": Variant(uniform, side_of("commvq", bits=2)),
-        "commvq-2bit, 3 queries": replace(variants["commvq-2bit"], count=3),
         "lloyd-max-2bit": Variant(scalar[2], scalar[2]),
         "lloyd-max-3bit": Variant(scalar[3], scalar[3]),
         "lloyd-max-2.5bit": Variant(scalar[2.5], scalar[2.5]),
@@ -87,7 +84,6 @@ def attention_variants() -> dict[str, Variant]:
         "turboquant-4bit and kivi-4bit": Variant(four, kivi_side),
         "turboquant-6bit and none": Variant(side_of("turboquant", bits=6), none),
         "none and lloyd-max-1bit": Variant(none, scalar[1]),
-        "polarquant-rope-paper-m4n4, table": Variant(table, none),
         "turboquant-4bit, uneven": Variant(four, four, even=False),
         "turboquant-4bit, 16 queries": Variant(four, four, count=16),
         "kivi-4bit, 16 queries": Variant(kivi_side, kivi_side, count=16),

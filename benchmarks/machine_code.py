@@ -53,8 +53,6 @@ KNOWN_STACK = {
     "prod-2.5bit, float32": 48,
     "lloyd-max-2.5bit, D=256": 88,
     "kivi-4bit, D=256": 48,
-    "uniform-4bit and commvq-2bit": 8,
-    "commvq-2bit, 3 queries": 8,
     "encode keys of polarquant-3.4bit": 8,
     "encode values of polarquant-3.4bit": 8,
     "turboquant-3.5bit": 8,
@@ -65,8 +63,7 @@ KNOWN_STACK = {
 sm_100 only), spill registers. The 8 bytes of an encoder are not a spill (158 registers, no load or store of the stack
 by its name): only their address is taken, once. On sm_80 the step that encodes trellis codes keeps three numbers on
 the stack from its start to its end, and attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on
-sm_100. KIVI at D = 256 keeps up to twelve numbers, none of them in its loops. CommVQ keeps one
-or two on sm_80 with keys of another method, and on sm_100 where keys are scored within attention."""
+sm_100. KIVI at D = 256 keeps up to twelve numbers, none of them in its loops."""
 
 
 LATENCY = 700
