@@ -103,7 +103,7 @@ def predict(
     """
     loop = row["loop"]
     warps, programs = loop["warps"], batch * heads * row_blocks
-    tile = Tile(loop["block"], warps, loop["stages"])
+    tile = Tile(loop["tokens"], warps, loop["stages"])
     split_tokens, splits = split_sizes(tokens, tile, programs, device.processors)
     resident = resident_warps(row, warps, device)
     slots = device.processors * resident // warps

@@ -52,8 +52,8 @@ PRESETS = (
 TARGET = "sm_90"
 HEADS = 2
 TOKENS = (1024, 2048)
-"""Packed tokens of the two runs: whole programs of `turn_kernel` and `scores_kernel`."""
-GROWING = ("turn_kernel", "scores_kernel", "attend_kernel")
+"""Packed tokens of the two runs: whole programs of `turn_kernel`."""
+GROWING = ("turn_kernel", "attend_kernel")
 """Kernels whose work grows with the tokens."""
 
 

@@ -27,11 +27,9 @@ from kvcache_compress.triton_kernels import aot
 from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.attention.kernel import attend_kernel, merge_kernel
 from kvcache_compress.triton_kernels.attention.query import map_query_kernel
-from kvcache_compress.triton_kernels.attention.scores import scores_kernel
-from kvcache_compress.triton_kernels.decode.commvq_sums import fold_kernel
 from kvcache_compress.triton_kernels.decode.spectral import turn_kernel
 from kvcache_compress.triton_kernels.encode.launch import flush
-from kvcache_compress.triton_kernels.update.append import append_arguments, append_inputs, append_kernel
+from kvcache_compress.triton_kernels.update.append import append
 
 ENCODED_KEYS = ("polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit", "spectral-2bit")
 """Presets whose key encoder is tracked in the kernels of steps too; their values use TurboQuant's encoder."""
@@ -72,7 +70,6 @@ def attention_variants() -> dict[str, Variant]:
     scalar = {bits: side_of("turboquant", bits=bits, codebook="lloyd_max") for bits in (1, 2, 2.5, 3)}
     prod = {bits: side_of("turboquant", bits=bits, estimator="prod") for bits in (2, 2.5, 3)}
     kivi_side, none = side_of("kivi", bits=4), side_of("none")
-    table = side_of("polarquant_rope", radius_scale="channel", reconstruction="edge", score_function="table")
     exact = {"dtype": torch.float32}
     for name in ("turboquant-4bit", "turboquant-2bit", "spectral-2bit"):
         variants[f"{name}, mask"] = replace(variants[name], mask=True)
@@ -80,8 +77,6 @@ def attention_variants() -> dict[str, Variant]:
     return variants | {
         "uniform-4bit": Variant(uniform, uniform),
         "uniform-2bit": Variant(uniform_two, uniform_two),
-        "uniform-4bit and commvq-2bit": Variant(uniform, side_of("commvq", bits=2)),
-        "commvq-2bit, 3 queries": replace(variants["commvq-2bit"], count=3),
         "lloyd-max-2bit": Variant(scalar[2], scalar[2]),
         "lloyd-max-3bit": Variant(scalar[3], scalar[3]),
         "lloyd-max-2.5bit": Variant(scalar[2.5], scalar[2.5]),
@@ -90,7 +85,6 @@ def attention_variants() -> dict[str, Variant]:
         "turboquant-4bit and kivi-4bit": Variant(four, kivi_side),
         "turboquant-6bit and none": Variant(side_of("turboquant", bits=6), none),
         "none and lloyd-max-1bit": Variant(none, scalar[1]),
-        "polarquant-rope-paper-m4n4, table": Variant(table, none),
         "turboquant-4bit, uneven": Variant(four, four, even=False),
         "turboquant-4bit, 16 queries": Variant(four, four, count=16),
         "kivi-4bit, 16 queries": Variant(kivi_side, kivi_side, count=16),
@@ -122,14 +116,8 @@ def stored_bytes(variant: Variant) -> float:
     return sum(bytes_per_token(segments(variant, side).codec.fields) for side in both)
 
 
-NAMES = {
-    map_query_kernel: "map query ",
-    turn_kernel: "turn ",
-    scores_kernel: "scores ",
-    fold_kernel: "fold ",
-    merge_kernel: "merge ",
-}
-"""Prefix of a variant's name for the figures of each kernel but `attend_kernel`."""
+NAMES = {attend_kernel: "", map_query_kernel: "map query ", turn_kernel: "turn ", merge_kernel: "merge "}
+"""Prefix of a variant's name for the figures of each kernel."""
 
 
 def attention_launches(variant: Variant, target: str) -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -139,31 +127,20 @@ def attention_launches(variant: Variant, target: str) -> dict[str, tuple[Any, di
     """
     keys, values = segments(variant, "keys"), segments(variant, "values")
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
-    amd = target.startswith("gfx")
-    sizes = launch.sizes_of(query, keys, values, aot.capability(target), amd)
+    sizes = launch.sizes_of(query, keys, values, aot.capability(target))
     mask = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool) if variant.mask or variant.fixed else None
-    inputs = launch.attend_inputs(query, keys, values, mask, sizes.split_tokens)
-    mapping, mapped = launch.query_calls(query, keys, inputs[0], scaling=0.1, bounded=variant.fixed, amd=amd)
-    _, attend = launch.attend_arguments(
-        query, keys, values, *inputs, mapped, sizes,
-        scaling=0.1, softcap=None, mask_packed=not variant.fixed, amd=amd,
-    )  # fmt: skip
+    inputs, kind = launch.attend_inputs(query, keys, values, mask, sizes.split_tokens)
+    out = torch.empty(1, variant.count, 2 * variant.groups, variant.head_dim, dtype=variant.dtype)
+    calls = launch.attention_calls(query, keys, values, inputs, kind, sizes, out, scaling=0.1)
+    attend, merge = calls[-2][2], calls[-1][2]
     attend["EVEN"] &= variant.even
     if variant.fixed:
-        attend |= {"BOUNDED": True, "p_packed": torch.zeros((), dtype=torch.int64)}
-    out = torch.empty(1, variant.count, 2 * variant.groups, variant.head_dim, dtype=variant.dtype)
-    shape = attend["p_acc"].shape
-    merged = attend | {"p_acc": attend["p_acc"].new_empty(*shape[:2], launch.MAX_SPLITS, *shape[3:])}
-    merging = launch.merge_calls(query, keys, values, None, merged, out, amd)
-    return {"": (attend_kernel, attend)} | {
-        NAMES[kernel]: (kernel, arguments) for kernel, _, arguments in (*mapping, *merging)
-    }
-
-
-def step_append_arguments() -> dict[str, Any]:
-    """Arguments of `append_kernel` for a token's keys and values."""
-    fresh, tail = (torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16) for _ in range(2))
-    return append_arguments(append_inputs(fresh, fresh, tail, tail, 0))
+        attend["MASKING"] = attend["MASKING"]._replace(packed=False)
+        for *_, arguments in calls[1:-1]:
+            arguments |= {"BOUNDED": True, "p_packed": torch.zeros((), dtype=torch.int64)}
+    shape = merge["p_acc"].shape
+    merge |= {"p_acc": merge["p_acc"].new_empty(*shape[:2], launch.MAX_SPLITS, *shape[3:]), "splits": launch.MAX_SPLITS}
+    return {NAMES[kernel]: (kernel, arguments) for kernel, _, arguments in calls}
 
 
 def track_of(codec: Codec, tokens: torch.Tensor) -> RopeTrack | None:
@@ -220,7 +197,11 @@ def static_step_launches(
 def step_launches() -> dict[str, tuple[Any, dict[str, Any]]]:
     """The kernels of decode steps other than attention, and their arguments."""
     two, four = side_of("turboquant", bits=2), side_of("turboquant", bits=4)
-    steps = {"append": (append_kernel, step_append_arguments()), "flush": flush_launch(four)}
+    fresh, tail = (torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16) for _ in range(2))
+    steps = {
+        "append": aot.captured_launches(lambda: append(fresh, fresh, tail, tail, 0))[0],
+        "flush": flush_launch(four),
+    }
     steps |= static_step_launches(four, four)
     steps["flush turboquant-2bit"] = flush_launch(two)
     steps["write slots turboquant-2bit"] = static_step_launches(two, two)["write slots"]

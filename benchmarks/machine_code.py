@@ -43,9 +43,7 @@ from kernel_variants import (
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.triton_kernels import aot, sass
 from kvcache_compress.triton_kernels.attention import kernel as attention
-from kvcache_compress.triton_kernels.attention import scores
 from kvcache_compress.triton_kernels.decode import commvq
-from kvcache_compress.triton_kernels.encode.launch import exact_precision
 
 RESULTS = Path(__file__).parent / "results" / "kernels.json"
 TOLERANCE = 0.05
@@ -55,8 +53,6 @@ KNOWN_STACK = {
     "prod-2.5bit, float32": 48,
     "lloyd-max-2.5bit, D=256": 88,
     "kivi-4bit, D=256": 48,
-    "uniform-4bit and commvq-2bit": 8,
-    "commvq-2bit, 3 queries": 8,
     "encode keys of polarquant-3.4bit": 8,
     "encode values of polarquant-3.4bit": 8,
     "turboquant-3.5bit": 8,
@@ -67,8 +63,7 @@ KNOWN_STACK = {
 sm_100 only), spill registers. The 8 bytes of an encoder are not a spill (158 registers, no load or store of the stack
 by its name): only their address is taken, once. On sm_80 the step that encodes trellis codes keeps three numbers on
 the stack from its start to its end, and attention over trellis codes keeps two at 3.5 bits on sm_90 and with `k3v2` on
-sm_100. KIVI at D = 256 keeps up to twelve numbers, none of them in its loops. CommVQ keeps one
-or two on sm_80 with keys of another method, and on sm_100 where keys are scored within attention."""
+sm_100. KIVI at D = 256 keeps up to twelve numbers, none of them in its loops."""
 
 
 LATENCY = 700
@@ -80,7 +75,7 @@ class LoopFigures:
     """One turn of the loop over packed tokens, as a warp executes it.
 
     Attributes:
-        tokens, block: packed tokens of a turn and of a tile.
+        tokens: packed tokens of a turn.
         bytes: stored bytes of a token's keys and values in one head.
         warps, stages: of a program, and of the pipeline.
         instructions: instructions, and `pipes`: those of each pipe (`triton_kernels/sass.py`).
@@ -88,7 +83,6 @@ class LoopFigures:
     """
 
     tokens: int
-    block: int
     bytes: float
     warps: int
     stages: int
@@ -121,19 +115,14 @@ def packed_loop(
     candidates = [loop for loop in code.loops if len(loop.inner) == len(turns)]
     if not candidates:
         return None
-    if kernel is scores.scores_kernel:
-        path = max(candidates, key=lambda loop: loop.instructions).path(turns)
-    else:
-        alone = aot.compile_for(
-            kernel, {**arguments, "n_sinks": 0, "n_tail": 0}, target, constant=("n_sinks", "n_tail")
-        ).loops
-        if len(alone) != 1 or len(alone[0].inner) != len(turns):
-            return None
-        path = min(candidates, key=lambda loop: abs(loop.instructions - alone[0].instructions)).path(turns)
-    # Where a launch scores one part of the keys of a tile, that is as much as all parts of a share of its tokens.
-    block, parts = arguments["BLOCK"], arguments["K"].parts if kernel is scores.scores_kernel else 1
+    alone = aot.compile_for(
+        kernel, {**arguments, "n_sinks": 0, "n_tail": 0}, target, constant=("n_sinks", "n_tail")
+    ).loops
+    if len(alone) != 1 or len(alone[0].inner) != len(turns):
+        return None
+    path = min(candidates, key=lambda loop: abs(loop.instructions - alone[0].instructions)).path(turns)
     return LoopFigures(
-        block // parts, block, stored, code.warps, arguments["num_stages"],
+        arguments["BLOCK"], stored, code.warps, arguments["num_stages"],
         len(path), sass.pipes(path), sass.clocks(path, LATENCY), sass.clocks(path, 0),
     )  # fmt: skip
 
@@ -141,22 +130,21 @@ def packed_loop(
 def inner_turns(arguments: dict[str, Any]) -> list[int]:
     """Iterations of the loops inside the one over packed tokens.
 
-    CommVQ has two per part of keys and group of values, over runs of rounds and over the rounds left, here as many as
+    CommVQ has two per tile of keys and group of values, over runs of rounds and over the rounds left, here as many as
     fit.
     """
     turns = []
-    if arguments["SCORE"] in (commvq.score, commvq.score_part):
+    if arguments["SCORE"] is commvq.score:
         books = arguments["K"].meta
-        parts = books.parts if arguments["SCORE"] is commvq.score else 1
-        turns += _turns(books, 2 * books.bits, books.parts // books.split) * parts
-    if arguments.get("ACCUMULATE") is commvq.accumulate:
+        turns += _turns(books, 2 * books.bits) * (len(arguments["K"].widths) // 2)
+    if arguments["ACCUMULATE"] is commvq.accumulate:
         books = arguments["V"].meta
-        turns += _turns(books, books.bits, books.groups) * books.groups
+        turns += _turns(books, books.bits) * books.groups
     return turns
 
 
-def _turns(books: Any, bits: int, groups: int) -> list[int]:
-    rounds, turn = 8 * books.row // (bits * groups), commvq.rounds_at_once(bits)
+def _turns(books: Any, bits: int) -> list[int]:
+    rounds, turn = 8 * books.row // (bits * books.groups), commvq.rounds_at_once(bits)
     return [rounds // turn, rounds % turn]
 
 
@@ -180,28 +168,27 @@ def measure_target(target: str, only: list[str]) -> dict[str, Figures]:
     table: dict[str, Figures] = {}
 
     def add(name: str, kernel: Any, arguments: dict[str, Any], stored: float = 0) -> None:
-        if arguments.get("PRECISION") == exact_precision(amd=False):
-            arguments = arguments | {"PRECISION": exact_precision(amd=target.startswith("gfx"))}
         code = aot.compile_for(kernel, arguments, target)
-        looped = kernel in (attention.attend_kernel, scores.scores_kernel)
+        looped = kernel is attention.attend_kernel
         loop = packed_loop(kernel, arguments, stored, code, target) if looped else None
         density = None
         if loop is not None:
-            numbers = loop.tokens * sum(arguments[side].dim for side in ("K", "V") if side in arguments)
+            numbers = loop.tokens * sum(arguments[side].dim for side in ("K", "V"))
             density = round(loop.instructions * 32 * loop.warps / numbers, 2)
         table[name] = Figures(code.registers, code.stack_bytes, code.shared_bytes, density, loop)
 
-    for name, variant in attention_variants().items():
-        if not only or any(f"{part}{name}" in only for part in ("", *NAMES.values())):
-            for part, call in attention_launches(variant, target).items():
-                add(f"{part}{name}", *call, stored_bytes(variant))
-    for name, call in step_launches().items():
-        if not only or name in only:
-            add(name, *call)
-    for name, encoder in encode_variants().items():
-        if not only or name in only:
-            for number, (kernel, arguments) in enumerate(encode_launches(*encoder)):
-                add(name if number == 0 else f"{name}, {number + 1}", kernel, arguments)
+    with aot.launching_for(target):
+        for name, variant in attention_variants().items():
+            if not only or any(f"{part}{name}" in only for part in NAMES.values()):
+                for part, call in attention_launches(variant, target).items():
+                    add(f"{part}{name}", *call, stored_bytes(variant))
+        for name, call in step_launches().items():
+            if not only or name in only:
+                add(name, *call)
+        for name, encoder in encode_variants().items():
+            if not only or name in only:
+                for number, (kernel, arguments) in enumerate(encode_launches(*encoder)):
+                    add(name if number == 0 else f"{name}, {number + 1}", kernel, arguments)
     return table
 
 
@@ -286,9 +273,6 @@ def pipes_table(table: Table, target: str = "sm_90") -> str:
         cells = [name, figures.registers, device_model.resident_warps(row, loop.warps), loop.stages]
         cells += [f"{count * per_number:.2f}" for count in loop.pipes.values()]
         cells.append(f"{loop.clocks_without_memory} / {loop.clocks}")
-        if name.startswith(NAMES[scores.scores_kernel]):  # the model knows the splits of attention only
-            lines.append(f"| {' | '.join(map(str, [*cells, *('–' for _ in shapes), '–']))} |")
-            continue
         for batch, tokens in shapes.values():
             stored = batch * device_model.HEADS * tokens * loop.bytes
             prediction = device_model.predict(row, stored, tokens=tokens, heads=device_model.HEADS, batch=batch)

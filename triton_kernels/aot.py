@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
-from .common.plan import check_lanes
+from .common import plan
 from .sass import Loop, loops, read
 
 TARGETS = {
@@ -48,6 +49,11 @@ def capability(target: str) -> str | None:
     """Compute capability of one of `TARGETS`, as written in `tiles.json`; None on AMD."""
     gpu = TARGETS[target]
     return None if gpu.backend == "hip" else f"{gpu.arch // 10}.{gpu.arch % 10}"
+
+
+def launching_for(target: str) -> AbstractContextManager[Any]:
+    """Context in which launches have the arguments that they have on one of `TARGETS`."""
+    return mock.patch.object(plan, "PORTABLE", TARGETS[target].backend == "hip")
 
 
 def captured_launches(call: Callable[[], Any]) -> list[tuple[Any, dict[str, Any]]]:
@@ -89,7 +95,7 @@ def compile_for(kernel: Any, arguments: dict[str, Any], target: str, constant: t
         attributes |= {path: [["tt.divisibility", 16]] for path, item in items if specialize and _divisible(item)}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=TARGETS[target], options=options)
-    check_lanes(f"{kernel.__name__} for {target}", compiled.asm)
+    plan.check_lanes(f"{kernel.__name__} for {target}", compiled.asm)
     check_sums(f"{kernel.__name__} for {target}", compiled.asm.get("ptx", ""))
     warps = compiled.metadata.num_warps
     if "cubin" not in compiled.asm:

@@ -117,7 +117,6 @@ def plan_cases(
                 ).codec.kernel_side
                 for side in ("keys", "values")
             )  # fmt: skip
-            keys, values = (side.for_rows(shape.query_heads // shape.kv_heads, exact=False) for side in (keys, values))
             kernel, rule = tiles.kernel_name(keys, values, False), tiles.rule(keys, values, False)
             known = tiles.tile_shape(keys, values, False, 1, capability)
             others = [tile for tile in tiles.candidates(keys, values) if tile != rule]
@@ -174,8 +173,6 @@ def try_tile(
         k_side, v_side = view.keys.codec.kernel_side, view.values.codec.kernel_side
         assert k_side is not None
         assert v_side is not None
-        rows = shape.query_heads // shape.kv_heads
-        forms = k_side.for_rows(rows, exact=False), v_side.for_rows(rows, exact=False)
 
         def attend(view: Step = view, query: torch.Tensor = query) -> torch.Tensor:
             return view.attend(AttentionCall.of(query, scaling=scaling))
@@ -188,7 +185,7 @@ def try_tile(
         registers = _registers(k_side)
         if timed:
             ours = timer(attend, device, repeats)
-            k_side.use_tile(tiles.rule(*forms, False))
+            k_side.use_tile(tiles.rule(k_side, v_side, False))
             times.append((ours, timer(attend, device, repeats)))
     if not times:
         return TileTime(preset, name, batch, tokens, *tile, registers, attention_error=max(errors))

@@ -113,16 +113,10 @@ def load_part(name: str) -> Any:
     return importlib.import_module(f"kvcache_compress.{name}")
 
 
-def quantizer(backend: Backend, twin: Callable[..., _Encoded], triton: str | None, cpp: str) -> Callable[..., _Encoded]:
-    """Return the backend's implementation of the torch function `twin`.
-
-    That is `quantize` of the module `triton` in `triton_kernels/encode`, the function `cpp` of
-    `cpu_kernels/encode/launch.py`, or `twin` itself.
-    """
+def quantizer(backend: Backend, twin: Callable[..., _Encoded], cpp: str) -> Callable[..., _Encoded]:
+    """Return the torch function `twin`, or for C++ the function `cpp` of `cpu_kernels/encode/launch.py`."""
     found: Callable[..., _Encoded] = twin
-    if backend == "triton" and triton is not None:
-        found = load_part(f"triton_kernels.encode.{triton}").quantize
-    elif backend == "cpp":
+    if backend == "cpp":
         found = getattr(load_part("cpu_kernels.encode.launch"), cpp)
     return found
 

@@ -75,7 +75,7 @@ def quantize_on(
     backend: Backend, z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar
 ) -> Fields:
     """Quantize with the backend's own implementation of `quantize`, if it has one."""
-    return quantizer(backend, quantize, "turboquant", "quantize_trellis")(z, norm, levels, bits, scalar)
+    return quantizer(backend, quantize, "quantize_trellis")(z, norm, levels, bits, scalar)
 
 
 def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:

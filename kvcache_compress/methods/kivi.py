@@ -85,7 +85,7 @@ class KIVICodec(Codec):
         zero = low.clamp(-limit, limit).to(torch.float16)
         scale = ((high - low) / (2**self.options.bits - 1)).clamp(max=limit).to(torch.float16)
         tokens, channels = (self.options.group_size, 1) if axis == 3 else (1, self.options.group_size)
-        quantize_on = quantizer(self.backend, quantize, "kivi", "quantize_groups")
+        quantize_on = quantizer(self.backend, quantize, "quantize_groups")
         return (*quantize_on(x.float(), scale, zero, self.options.bits, tokens, channels), scale, zero)
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from device_model import H200, predict
 
 def row(clocks: int = 100, registers: int = 255, shared: int = 0, **pipes: int) -> dict[str, Any]:
     counts = dict.fromkeys((*device_model.CLOCKS, "other"), 0) | pipes
-    loop = {"tokens": 32, "block": 32, "warps": 1, "stages": 2, "clocks": clocks, "pipes": counts}
+    loop = {"tokens": 32, "warps": 1, "stages": 2, "clocks": clocks, "pipes": counts}
     return {"registers": registers, "shared_bytes": shared, "loop": loop}
 
 

@@ -179,7 +179,7 @@ def test_tiles_that_are_wrong_or_were_not_tried_are_not_timed() -> None:
 
 def test_spilled_registers_are_refused() -> None:
     compiled = SimpleNamespace(n_regs=255, n_spills=0)
-    kernels = {"map_query_kernel": None, "scores_kernel": None, "attend_kernel": compiled, "merge_kernel": None}
+    kernels = {"map_query_kernel": None, "turn_kernel": None, "attend_kernel": compiled, "merge_kernel": None}
     launches = [SimpleNamespace(kernel=SimpleNamespace(__name__=name), compiled=one) for name, one in kernels.items()]
     plan = SimpleNamespace(launches=launches)
     side = SimpleNamespace(plans={"key": plan})

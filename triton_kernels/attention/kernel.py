@@ -21,6 +21,8 @@ DENSE_BLOCK = tl.constexpr(16)
 """Tokens per tile of the dense segments."""
 DENSE = tl.constexpr(4)
 """Programs that share out the tiles of the dense segments, usually up to seven; a power of two."""
+MERGED = tl.constexpr(128)
+"""Splits and programs of dense segments that a merge is padded to, so that it is compiled once."""
 NO_MASK, BOOL_MASK, FLOAT_MASK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 SINKS, TAIL, FIELDS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Indices into a side's tuple of memory: its dense segments, then its packed fields."""
@@ -86,15 +88,27 @@ def _query_tiles(p_mapped, o_r, m_r, SIDE: tl.constexpr):
     b_tiles = ()
     base = 0
     for i in tl.static_range(len(SIDE.widths)):
-        b_tiles = b_tiles + (query_tile(p_mapped + base, o_r * SIDE.width, m_r, SIDE.widths[i]),)
+        b_tiles = b_tiles + (query_tile(p_mapped + base, o_r * total(SIDE.widths), m_r, SIDE.widths[i]),)
         base += SIDE.widths[i]
     return b_tiles
 
 
 @triton.constexpr_function
-def _powers(total):
-    """Starts and lengths of the runs of powers of two that make up `total`, longest first."""
-    powers = [1 << i for i in reversed(range(total.bit_length())) if total >> i & 1]
+def padded(dim):
+    """Columns of a tile of dense tokens."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+@triton.constexpr_function
+def total(widths):
+    """Columns of a code space."""
+    return sum(widths)
+
+
+@triton.constexpr_function
+def _powers(count):
+    """Starts and lengths of the runs of powers of two that make up `count`, longest first."""
+    powers = [1 << i for i in reversed(range(count.bit_length())) if count >> i & 1]
     return tuple((sum(powers[:i]), power) for i, power in enumerate(powers))
 
 
@@ -182,15 +196,15 @@ def _softmax_step(b_s, b_m, b_l):
 @triton.jit
 def _dense_segment(
     b_q, p_k, p_v, tokens, rows, first, i_tile, scaling, b_m, b_l, b_acc,
-    K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    FAST: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr, CAUSAL: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over every `DENSE`-th tile of dense tokens, from tile `i_tile` on.
 
     With FAST, 16-bit queries and keys are multiplied as 16-bit operands, which loses nothing. Weights are multiplied in
     TF32, which holds 16-bit values exactly and keeps more bits of the weights than 16 bits do; float32 needs `ieee`.
     """
-    o_k, o_v = tl.arange(0, K.padded), tl.arange(0, V.padded)
+    PRECISION: tl.constexpr = "tf32" if FAST else "ieee"
+    o_k, o_v = tl.arange(0, padded(K.dim)), tl.arange(0, padded(V.dim))
     m_k, m_v = (o_k < K.dim)[None, :], (o_v < V.dim)[None, :]
     # Two stages: with more the compiler keeps the next values in registers, and each turn takes a third longer.
     for start in tl.range(i_tile * DENSE_BLOCK, tokens, DENSE * DENSE_BLOCK, num_stages=2):
@@ -210,28 +224,11 @@ def _dense_segment(
 
 
 @triton.jit
-def load_scores(
-    b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Scores that `scores_kernel` has left, summed over their parts; `b_q`: pointers `[M]` by part, and query rows."""
-    PARTS: tl.constexpr = len(b_q) - 1
-    o_s = ((o_row + o_t) * b_q[PARTS])[:, None]
-    b_s = tl.load(b_q[0][None, :] + o_s, mask=m_t[:, None], other=0.0)
-    for i in tl.static_range(1, PARTS):
-        b_s += tl.load(b_q[i][None, :] + o_s, mask=m_t[:, None], other=0.0)
-    # A product of nothing: Triton 3.5 cannot compile what follows unless the scores come from the tensor cores. It is
-    # subtracted, as scores with which a product starts are not copied ahead.
-    b_none = tl.zeros([o_t.shape[0], 16], tl.float16)
-    return b_s - tl.dot(b_none, tl.zeros([16, b_s.shape[1]], tl.float16))
-
-
-@triton.jit
 def _packed_tile(
     b_q, k_fields, v_fields, k_tables, v_tables, k_words, v_words, p_rope, rows,
     start, stop, n_sinks, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
     SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr,
-    BLOCK: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the packed tokens `[start, start + BLOCK)`, before `stop`."""
     # Logits are computed relative to the reference, unless a cap or an additive mask may put them far from it.
@@ -245,7 +242,7 @@ def _packed_tile(
         m_t = tl.full([BLOCK], True, tl.int1)
     b_s = SCORE(
         b_q, k_fields, k_tables, k_words, p_rope + start // K.group * K.rope, i_h, k_capacity,
-        o_keys + start, o_t, m_t, K_META, PRECISION, FAST,
+        o_keys + start, o_t, m_t, K_META, FAST,
     )  # fmt: skip
     b_base = tl.zeros_like(b_m) if ABSOLUTE else _finite(b_m)
     b_offset = b_bias - b_base if K.bias else -b_base
@@ -267,8 +264,7 @@ def _packed_tile(
     b_p = tl.exp2(b_s)
     b_l += tl.sum(tl.reshape(b_p, [BLOCK // 8, 8, b_m.shape[0]]), 0)
     b_acc = ACCUMULATE(
-        b_p, v_fields, v_tables, v_words, i_h, v_capacity, o_values + start, o_t, m_t, b_acc,
-        V_META, DTYPE, PRECISION, FAST,
+        b_p, v_fields, v_tables, v_words, i_h, v_capacity, o_values + start, o_t, m_t, b_acc, V_META, DTYPE, FAST,
     )  # fmt: skip
     return b_m, b_l, b_acc
 
@@ -288,7 +284,7 @@ def attend_kernel(
     s_mask_b, s_mask_h, s_mask_n, s_mask_t, scaling, softcap, G, N,
     SCORE: tl.constexpr, ACCUMULATE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, MASKING: tl.constexpr,
     M: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, BOUNDED: tl.constexpr, ROW_BLOCKS: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Attend `M` query rows to one split of the packed tokens, or to the dense segments (FlashDecoding).
 
@@ -297,13 +293,16 @@ def attend_kernel(
     `keys` and `values` are each side's memory, from `SINKS` to `FIELDS`, with `capacity` packed tokens and
     `tail_capacity` tokens in the tail; `k_tables` and `v_tables` its constant tensors, `K` and `V` its `SideForm`.
     Turned queries have rows of their own for each group of tokens, and a constant each in `p_shift` (`spectral.py`).
-    With `K.parts`, `p_mapped` are the scores that `scores_kernel` made, and SCORE is `load_scores`.
     """
     i_h, i_b = tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     splits = tl.num_programs(0) - DENSE
     # The programs of the dense segments, from number `splits` on, come first, so that none of them comes last.
     i_s = (tl.program_id(0) + splits) % (splits + DENSE)
     i_bh = i_b.to(tl.int64) * (tl.num_programs(1) // ROW_BLOCKS) + i_h
+    DTYPE: tl.constexpr = tl.float32 if p_q.dtype.element_ty == tl.float32 else tl.float16
+    K_WIDTH: tl.constexpr = total(K.widths)
+    V_WIDTH: tl.constexpr = total(V.widths)
+    TURNED: tl.constexpr = K.group > 1
     n_rows = G * N
     o_r = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M)
     m_r = o_r < n_rows
@@ -319,8 +318,8 @@ def attend_kernel(
         p_rows += i_bh * n_rows * 2
         b_factor = tl.load(p_rows + o_r * 2, mask=m_r, other=0.0)
         b_bias = tl.load(p_rows + o_r * 2 + 1, mask=m_r, other=0.0)
-        if K.parts == 0 and not K.turned:
-            p_mapped += i_bh * n_rows * K.width
+        if not TURNED:
+            p_mapped += i_bh * n_rows * K_WIDTH
         b_acc = _zero_tiles(M, V)
         k_words = _words(k_tables, K.words, K.places)
         v_words = _words(v_tables, V.words, V.places)
@@ -335,49 +334,42 @@ def attend_kernel(
         o_keys, o_values = i_bh * k_capacity, i_bh * v_capacity
         first = i_s * split_tokens
         o_row = tl.program_id(1) % ROW_BLOCKS * M + tl.arange(0, M // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
-        PARTS: tl.constexpr = K.parts
-        if PARTS:
-            s_part = tl.num_programs(1).to(tl.int64) * tl.num_programs(2) * k_capacity * n_rows
-            b_q = ()
-            for i in tl.static_range(PARTS):
-                b_q = b_q + (p_mapped + i * s_part + tl.minimum(o_r, n_rows - 1),)
-            b_q = b_q + (n_rows,)
-        elif not K.turned:
+        if not TURNED:
             b_q = _query_tiles(p_mapped, o_row, o_row < n_rows, K)
         for start in range(first, stop, BLOCK):
-            if K.turned:
+            if TURNED:
                 o_group = (i_bh * (k_capacity // K.group) + start // K.group) * n_rows
-                b_group = _query_tiles(p_mapped + o_group * K.width, o_row, o_row < n_rows, K)
+                b_group = _query_tiles(p_mapped + o_group * K_WIDTH, o_row, o_row < n_rows, K)
                 b_group = b_group + (tl.load(p_shift + o_group + o_r, mask=m_r, other=0.0),)
             else:
                 b_group = b_q
             b_m, b_l, b_acc = _packed_tile(
                 b_group, keys[FIELDS:], values[FIELDS:], k_tables, v_tables, k_words, v_words, p_rope, rows,
                 start, stop, n_sinks, i_h, k_capacity, v_capacity, o_keys, o_values, b_factor, b_bias, b_m, b_l, b_acc,
-                SCORE, ACCUMULATE, K, V, MASKING, BLOCK, EVEN, DTYPE, PRECISION, FAST,
+                SCORE, ACCUMULATE, K, V, MASKING, BLOCK, EVEN, DTYPE, FAST,
             )  # fmt: skip
         b_total = tl.sum(b_l, 0)
-        p_acc += ((i_bh * splits + i_s) * n_rows) * V.width
+        p_acc += ((i_bh * splits + i_s) * n_rows) * V_WIDTH
         base = 0
         for i in tl.static_range(len(V.widths)):
             o_w = base + tl.arange(0, V.widths[i])
-            tl.store(p_acc + o_r[None, :] * V.width + o_w[:, None], b_acc[i], mask=m_r[None, :])
+            tl.store(p_acc + o_r[None, :] * V_WIDTH + o_w[:, None], b_acc[i], mask=m_r[None, :])
             base += V.widths[i]
     else:
-        o_k, o_v = tl.arange(0, K.padded), tl.arange(0, V.padded)
+        o_k, o_v = tl.arange(0, padded(K.dim)), tl.arange(0, padded(V.dim))
         p_q += i_bh * n_rows * K.dim
         m_q = m_r[None, :] & (o_k < K.dim)[:, None]
         b_query = tl.load(p_q + o_r[None, :] * K.dim + o_k[:, None], mask=m_q, other=0.0)
-        b_dense = _zero_tile(M, V.padded)
+        b_dense = _zero_tile(M, padded(V.dim))
         i_d = (i_s - splits) & (DENSE - 1)  # masked, so that the compiler knows that it is not negative
         b_m, b_total, b_dense = _dense_segment(
             b_query, keys[SINKS] + i_bh * n_sinks * K.dim, values[SINKS] + i_bh * n_sinks * V.dim, n_sinks,
-            rows, 0, i_d, scaling, b_m, b_total, b_dense, K, V, MASKING, False, PRECISION, FAST,
+            rows, 0, i_d, scaling, b_m, b_total, b_dense, K, V, MASKING, False, FAST,
         )  # fmt: skip
         b_m, b_total, b_dense = _dense_segment(
             b_query, keys[TAIL] + i_bh * k_tail_capacity * K.dim, values[TAIL] + i_bh * v_tail_capacity * V.dim, n_tail,
             rows, n_sinks + n_packed, (i_d + DENSE - 1) & (DENSE - 1), scaling, b_m, b_total, b_dense,
-            K, V, MASKING, MASKING.causal, PRECISION, FAST,
+            K, V, MASKING, MASKING.causal, FAST,
         )  # fmt: skip
         p_dense += (i_bh * DENSE + i_d) * n_rows * V.dim
         tl.store(p_dense + o_r[None, :] * V.dim + o_v[:, None], b_dense, mask=m_r[None, :] & (o_v < V.dim)[:, None])
@@ -389,8 +381,7 @@ def attend_kernel(
 @triton.jit(do_not_specialize=("splits",))
 def merge_kernel(
     p_acc, p_dense, p_stats, p_map, p_s_aux, p_out, splits, s_map, H, G, N,
-    W: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, S_PAD: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_MAP: tl.constexpr, HAS_S_AUX: tl.constexpr,
+    W: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr, HAS_MAP: tl.constexpr, HAS_S_AUX: tl.constexpr,
 ):  # fmt: skip
     """Merge one query row: weigh the splits, map the packed sum out of code space, add the dense part, normalise.
 
@@ -399,7 +390,7 @@ def merge_kernel(
     i_r, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = G * N
     i_h = i_bh % H
-    o_s, o_v = tl.arange(0, S_PAD), tl.arange(0, DV_PAD)
+    o_s, o_v = tl.arange(0, MERGED), tl.arange(0, padded(DV))
     m_s, m_v = o_s < splits + DENSE, o_v < DV
     p_stats += (i_bh * (splits + DENSE) * rows + i_r) * 2
     b_m = tl.load(p_stats + o_s * rows * 2, mask=m_s, other=float("-inf"))

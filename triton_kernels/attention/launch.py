@@ -6,15 +6,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton.language as tl
 
-from kvcache_compress.codecs.backend import interpreting
-from kvcache_compress.triton_kernels.common.operands import KernelSide, dot_precision, launch_options, next_power_of_2
-from kvcache_compress.triton_kernels.common.plan import AMD, KernelCall, Plan, addresses, kept
+from kvcache_compress.triton_kernels.common.operands import is_fast, launch_options, next_power_of_2
+from kvcache_compress.triton_kernels.common.plan import KernelCall, Plan, addresses, kept, portable
 
-from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, NO_MASK, Masking, attend_kernel, load_scores, merge_kernel
+from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, MERGED, NO_MASK, Masking, attend_kernel, merge_kernel
 from .query import map_query_arguments, map_query_kernel
-from .scores import scores_call
 from .slot_mask import CAUSAL, SlotMask
 from .tiles import Tile, capability_of, tile_shape
 
@@ -26,22 +23,14 @@ MAX_TILE_ROWS = 32
 """Query rows per program of more than two warps (else 16): more would spill registers, so codes are read again."""
 RESIDENT_WARPS = 8
 """Warps of the attention kernel resident on a multiprocessor: 65,536 registers at 255 per thread."""
-MAX_SPLITS = 128 - DENSE.value
-"""With the programs of the dense segments a power of two, to which the merge always pads: it is compiled once."""
+MAX_SPLITS = MERGED.value - DENSE.value
 MIN_SPLIT_TOKENS = 128
 """Shorter splits would write and merge as much as they read."""
 ROUNDS, MIN_ROUND_TOKENS = 6, 384
 """Programs for every one that is resident, and the fewest tokens of each: a processor that is done early takes another.
 On an H200, 8 sequences of 32K tokens take .76 to .79 of the time that one round takes."""
-MAPPED, ATTENDED, FOLDED = (
-    ("p_mapped", "p_rows", "p_turned", "p_shift", "p_scores"),
-    ("p_acc", "p_dense", "p_stats"),
-    ("p_parts", "p_part_stats"),
-)
-"""Buffers that one kernel fills for the next: before attention (turned queries or scores if these have a launch of
-their own), of attention, and before the merge, if there is such a launch."""
-INTERPRETING = interpreting()
-"""Triton's interpreter has no assembly, and truncates to bfloat16 where hardware rounds."""
+MAPPED, ATTENDED = ("p_mapped", "p_rows", "p_turned", "p_shift"), ("p_acc", "p_dense", "p_stats")
+"""Buffers that one kernel fills for the next: before attention, and of attention."""
 
 
 class Sizes(NamedTuple):
@@ -60,7 +49,7 @@ def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> tor
     """
     query, mask = call.query.contiguous(), call.mask.tensor
     scaling, softcap, s_aux = call.scaling, call.softcap, call.s_aux
-    k_side, v_side = form_of(keys, query, keys), form_of(values, query, keys)
+    k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
     like = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.slots is None)
     sizes = k_side.sizes.get((keys.packed, like))
     if sizes is None:
@@ -70,9 +59,9 @@ def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> tor
         mask = slot_mask.tensor
     inputs, mask_kind = attend_inputs(query, keys, values, mask, sizes.split_tokens)
     batch, heads, count, _ = query.shape
-    out = query.new_empty(
-        batch, count, heads, values.sinks.shape[3], dtype=torch.float32 if INTERPRETING else query.dtype
-    )
+    # Triton's interpreter truncates to bfloat16 where hardware rounds.
+    dtype = torch.float32 if portable() else query.dtype
+    out = query.new_empty(batch, count, heads, values.sinks.shape[3], dtype=dtype)
     changing = inputs | ({"p_out": out} if s_aux is None else {"p_out": out, "p_s_aux": s_aux})
     if slot_mask is not None:
         changing |= slot_mask.inputs
@@ -82,24 +71,19 @@ def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> tor
         like, sizes.splits, sizes.even, keys.sinks.dtype, values.sinks.dtype, mask_kind, inputs["p_mask"].dtype,
         inputs["p_mask"].device, inputs["s_mask_t"], inputs["s_mask_h"] == 0, scaling, softcap,
         None if s_aux is None else (s_aux.dtype, s_aux.device), repeatable,
-        None if slot_mask is None else slot_mask.key, (k_side.turn or k_side.parts) and keys.store.capacity,
+        None if slot_mask is None else slot_mask.key, k_side.prologue and keys.store.capacity,
     )  # fmt: skip
     plan = k_side.plans.get(key)
     if plan is None:
-        mapping, mapped = query_calls(query, keys, inputs, slot_mask, scaling=scaling, bounded=slot_mask is not None)
-        causal = slot_mask is not None and slot_mask.kind == CAUSAL
-        grid, arguments = attend_arguments(
-            query, keys, values, inputs, mask_kind, mapped, sizes,
-            scaling=scaling, softcap=softcap, mask_packed=not causal,
+        calls = attention_calls(
+            query, keys, values, inputs, mask_kind, sizes, out,
+            scaling=scaling, softcap=softcap, s_aux=s_aux, slot_mask=slot_mask,
         )  # fmt: skip
-        merging = merge_calls(query, keys, values, s_aux, arguments, out)
-        calls = [*mapping, (attend_kernel, grid, arguments), *merging]
-        scratch = {name: mapped[name] for name in MAPPED if name in mapped}
-        scratch |= {name: arguments[name] for name in ATTENDED}
-        scratch |= {name: call[name] for *_, call in merging[:-1] for name in FOLDED}
-        plan = kept(k_side.plans, key, Plan(calls, changing, scratch, repeat=repeatable and not AMD))
+        scratch = {name: before[name] for *_, before in calls[:-2] for name in MAPPED if name in before}
+        scratch |= {name: calls[-2][2][name] for name in ATTENDED}
+        plan = kept(k_side.plans, key, Plan(calls, changing, scratch, repeatable))
     plan.run(changing, pointers, query.device)
-    return out.to(query.dtype) if INTERPRETING else out
+    return out.to(query.dtype) if portable() else out
 
 
 def attend_inputs(
@@ -122,139 +106,72 @@ def attend_inputs(
     return inputs, mask_kind
 
 
-def query_calls(
-    query: torch.Tensor,
-    keys: SideSegments,
-    inputs: dict[str, Any],
-    slot_mask: SlotMask | None = None,
-    *,
-    scaling: float,
-    bounded: bool,
-    amd: bool = AMD,
-) -> tuple[list[KernelCall], dict[str, Any]]:
-    """Launches before attention, and the arguments of all of them, results included (`MAPPED`).
-
-    `inputs` come from `attend_inputs`; bounded: True if the number of packed tokens is in memory.
-    """
-    side = form_of(keys, query, keys, amd)
-    grid, mapped = map_query_arguments(query, side, keys.sinks.shape[1], scaling)
-    calls = [(map_query_kernel, grid, mapped) if slot_mask is None else slot_mask.call(grid, mapped, inputs)]
-    fast = _fast(query.dtype, amd)
-    if side.turn is not None:
-        calls.append(side.turn(side, mapped, inputs, bounded, fast, amd))
-        mapped = mapped | calls[1][2]
-    if side.parts:
-        calls.append(scores_call(side, mapped, inputs, rope=_rope_numbers(keys), bounded=bounded, fast=fast))
-        mapped = mapped | calls[1][2]
-    return calls, mapped
-
-
-def _fast(dtype: torch.dtype, amd: bool) -> bool:
-    return not (dtype == torch.float32 or amd or INTERPRETING)
-
-
-def _rope_numbers(keys: SideSegments) -> int:
-    """Numbers of cos and sin per group of tokens that the keys read."""
-    return 0 if keys.track is None else keys.track.buffer.shape[2]
-
-
-def attend_arguments(
+def attention_calls(
     query: torch.Tensor,
     keys: SideSegments,
     values: SideSegments,
     inputs: dict[str, Any],
     mask_kind: int,
-    mapped: dict[str, Any],
     sizes: Sizes,
+    out: torch.Tensor,
     *,
     scaling: float,
-    softcap: float | None,
-    mask_packed: bool = True,
-    amd: bool = AMD,
-) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """Grid and arguments of `attend_kernel`, its result buffers included.
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    slot_mask: SlotMask | None = None,
+) -> list[KernelCall]:
+    """Launches of a call: map of the queries, a prologue if the keys have one, attention, merge.
 
-    `query` is contiguous, `inputs` and `mask_kind` come from `attend_inputs`, `mapped` from `query_calls`;
-    `mask_packed`: False if the mask hides no packed token that the count of them in memory does not; `amd` for AMD
-    GPUs.
+    `query` is contiguous; `inputs` and `mask_kind` come from `attend_inputs`; `out` is `[B, n, Hq, Dv]`. All other
+    results are among the arguments.
     """
-    batch, query_heads, count, dk = query.shape
-    heads = keys.sinks.shape[1]
-    groups, dv = query_heads // heads, values.sinks.shape[3]
+    (batch, query_heads, count, dk), heads, dv = query.shape, keys.sinks.shape[1], values.sinks.shape[3]
+    groups = query_heads // heads
     rows = groups * count
-    k_side, v_side = form_of(keys, query, keys, amd), form_of(values, query, keys, amd)
-    exact = query.dtype == torch.float32
-    operand = torch.float32 if exact else torch.float16
+    k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
+    grid, mapped = map_query_arguments(query, k_side, heads, scaling)
+    calls = [(map_query_kernel, grid, mapped) if slot_mask is None else slot_mask.call(grid, mapped, inputs)]
+    if k_side.prologue is not None:
+        calls.append(k_side.prologue(k_side, mapped, inputs, keys.slots is not None))
+        mapped = mapped | calls[1][2]
     tile = sizes.tile
-    tile_rows = _tile_rows(tile, rows, amd)
+    tile_rows = _tile_rows(tile, rows)
     row_blocks = -(-rows // tile_rows)
-    fast = _fast(query.dtype, amd)
-    k_tables, k_form = k_side.operands(operand, fast, dk, _rope_numbers(keys))
-    v_tables, v_form = v_side.operands(operand, fast, dv, 0)
-    shared = count == 1 and inputs["s_mask_h"] == 0
-    arguments = inputs | dict(
-        p_mapped=mapped.get("p_scores", mapped.get("p_turned", mapped["p_mapped"])), p_rows=mapped["p_rows"],
+    k_tables, k_form = k_side.operands(query.dtype, dk, 0 if keys.track is None else keys.track.buffer.shape[2])
+    v_tables, v_form = v_side.operands(query.dtype, dv, 0)
+    # A causal mask over slots hides no packed token that the count of them in memory does not.
+    masking = Masking(
+        mask_kind, softcap is not None, causal=count > 1, shared=count == 1 and inputs["s_mask_h"] == 0,
+        packed=slot_mask is None or slot_mask.kind != CAUSAL,
+    )  # fmt: skip
+    attended = inputs | dict(
+        p_mapped=mapped.get("p_turned", mapped["p_mapped"]), p_rows=mapped["p_rows"],
         p_shift=mapped.get("p_shift", mapped["p_rows"]), k_tables=k_tables, v_tables=v_tables,
-        p_acc=query.new_empty(batch, heads, sizes.splits, rows, v_form.width, dtype=torch.float32),
+        p_acc=query.new_empty(batch, heads, sizes.splits, rows, sum(v_side.widths), dtype=torch.float32),
         p_dense=query.new_empty(batch, heads, DENSE.value, rows, dv, dtype=torch.float32),
         p_stats=query.new_empty(batch, heads, sizes.splits + DENSE.value, rows, 2, dtype=torch.float32),
         n_sinks=keys.sinks.shape[2], scaling=scaling * LOG2E.value, softcap=(softcap or 0.0) * LOG2E.value,
-        G=groups, N=count, SCORE=load_scores if k_side.parts else k_side.score, ACCUMULATE=v_side.accumulate,
-        K=k_form, V=v_form,
-        MASKING=Masking(mask_kind, softcap is not None, count > 1, shared, mask_packed),
+        G=groups, N=count, SCORE=k_side.function, ACCUMULATE=v_side.function, K=k_form, V=v_form, MASKING=masking,
         M=tile_rows, BLOCK=tile.tokens, EVEN=sizes.even, BOUNDED=keys.slots is not None, ROW_BLOCKS=row_blocks,
-        DTYPE=tl.float32 if exact else tl.float16, PRECISION=dot_precision(exact, amd), FAST=fast,
-        num_warps=tile.warps, num_stages=tile.stages,
-        **launch_options(amd),
+        FAST=is_fast(query.dtype), num_warps=tile.warps, num_stages=tile.stages, **launch_options(),
     )  # fmt: skip
-    return (sizes.splits + DENSE.value, heads * row_blocks, batch), arguments
-
-
-def merge_calls(
-    query: torch.Tensor,
-    keys: SideSegments,
-    values: SideSegments,
-    s_aux: torch.Tensor | None,
-    attended: dict[str, Any],
-    out: torch.Tensor,
-    amd: bool = AMD,
-) -> list[KernelCall]:
-    """Launches of `merge_kernel`, and of what the values need before, for the buffers that `attend_kernel` fills.
-
-    `attended` are its arguments, and `out` is `[B, n, Hq, Dv]`.
-    """
-    batch, query_heads, count, _ = query.shape
-    heads, dv = keys.sinks.shape[1], values.sinks.shape[3]
-    side = form_of(values, query, keys, amd)
-    p_acc, p_stats, calls = attended["p_acc"], attended["p_stats"], []
-    if side.fold is not None:
-        calls = [side.fold(attended)]
-        p_acc, p_stats = (calls[0][2][name] for name in FOLDED)
-    splits, output_map = p_acc.shape[2], side.output_map
-    shared = output_map is None or output_map.shape[0] == 1
-    padded = next_power_of_2(dv)
+    calls.append((attend_kernel, (sizes.splits + DENSE.value, heads * row_blocks, batch), attended))
+    p_acc, matrix, padded = attended["p_acc"], v_side.matrix, next_power_of_2(dv)
     # Few and wide chunks: each waits for memory and for sums over threads.
-    chunk, warps = (min(64, 8192 // padded), 4) if output_map is None else (min(128, 16384 // padded), 8)
-    arguments = dict(  # noqa: C408 - named as the kernel's parameters are
-        p_acc=p_acc, p_dense=attended["p_dense"], p_stats=p_stats,
-        p_map=p_acc if output_map is None else output_map, p_s_aux=p_acc if s_aux is None else s_aux, p_out=out,
-        splits=splits, s_map=0 if shared else output_map.stride(0), H=heads, G=query_heads // heads, N=count,
-        W=p_acc.shape[4], DV=dv, DV_PAD=padded,
-        S_PAD=MAX_SPLITS + DENSE.value, CHUNK=chunk, num_warps=warps,
-        HAS_MAP=output_map is not None, HAS_S_AUX=s_aux is not None, enable_fp_fusion=False,
+    chunk, warps = (min(64, 8192 // padded), 4) if matrix is None else (min(128, 16384 // padded), 8)
+    merged = dict(  # noqa: C408 - named as the kernel's parameters are
+        p_acc=p_acc, p_dense=attended["p_dense"], p_stats=attended["p_stats"],
+        p_map=p_acc if matrix is None else matrix, p_s_aux=p_acc if s_aux is None else s_aux, p_out=out,
+        splits=sizes.splits, s_map=0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0),
+        H=heads, G=groups, N=count, W=p_acc.shape[4], DV=dv, CHUNK=chunk, num_warps=warps,
+        HAS_MAP=matrix is not None, HAS_S_AUX=s_aux is not None, enable_fp_fusion=False,
     )  # fmt: skip
-    return [*calls, (merge_kernel, (query_heads // heads * count, batch * heads, 1), arguments)]
+    return [*calls, (merge_kernel, (rows, batch * heads, 1), merged)]
 
 
-def form_of(side: SideSegments, query: torch.Tensor, keys: SideSegments, amd: bool = AMD) -> KernelSide:
-    """Kernel operands of a side for these queries."""
-    rows = query.shape[1] // keys.sinks.shape[1] * query.shape[2]
-    return side.codec.kernel_side.for_rows(rows, query.dtype == torch.float32, amd)
-
-
-def _tile_rows(tile: Tile, rows: int, amd: bool = AMD) -> int:
-    """Query rows per program: columns of the tensor cores' tile, of which there are 8, on AMD 16."""
-    return min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16 if amd else 8, next_power_of_2(rows)))
+def _tile_rows(tile: Tile, rows: int) -> int:
+    """Query rows per program: columns of the tensor cores' tile, of which NVIDIA's have 8 and AMD's 16."""
+    return min(MAX_TILE_ROWS if tile.warps > 2 else 16, max(16 if portable() else 8, next_power_of_2(rows)))
 
 
 def split_sizes(packed: int, tile: Tile, programs: int, processors: int) -> tuple[int, int]:
@@ -268,16 +185,13 @@ def split_sizes(packed: int, tile: Tile, programs: int, processors: int) -> tupl
     return split_blocks * tile.tokens, -(-blocks // split_blocks)
 
 
-def sizes_of(
-    query: torch.Tensor, keys: SideSegments, values: SideSegments, capability: str | None, amd: bool = AMD
-) -> Sizes:
+def sizes_of(query: torch.Tensor, keys: SideSegments, values: SideSegments, capability: str | None) -> Sizes:
     """Tile and splits for a call's packed tokens on a device of this compute capability."""
     batch, query_heads, count, _ = query.shape
     heads = keys.sinks.shape[1]
     rows = query_heads // heads * count
     exact = query.dtype == torch.float32
-    k_side, v_side = form_of(keys, query, keys, amd), form_of(values, query, keys, amd)
-    tile = tile_shape(k_side, v_side, exact, rows, capability)
+    tile = tile_shape(keys.codec.kernel_side, values.codec.kernel_side, exact, rows, capability)
     programs = batch * heads * -(-rows // _tile_rows(tile, rows))
     split_tokens, splits = split_sizes(keys.packed, tile, programs, _processors(query.device))
     even = keys.slots is None and keys.packed % tile.tokens == split_tokens % tile.tokens == 0

@@ -15,32 +15,27 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcache_compress.triton_kernels.common.operands import KernelSide, launch_options, next_power_of_2
+from kvcache_compress.triton_kernels.common.operands import KernelSide, launch_options
 
-from .kernel import LOG2E, operand_place
+from .kernel import LOG2E, operand_place, padded
 
 M = tl.constexpr(16)
 """Query rows per program."""
+CHUNK = tl.constexpr(16)
+"""Columns per program: many small programs read their part of A at once, as each waits for memory."""
 
 
 class Mapping(NamedTuple):
-    """Constants of the map: head dimension, the same padded, columns of code space, columns of A.
+    """Constants of the map: head dimension, columns of code space, and columns of A or 0 without a matrix.
 
-    chunk, depth: columns per program, and rows of A read at a time; mapped, bias, normalise: True if there is a matrix
-    A, a bias, a top.
+    A has a column more than code space if there is a bias. turned: True if a prologue follows: it takes the columns in
+    their order, and tops that are powers of two.
     """
 
     dim: int
-    padded: int
     width: int
     columns: int
-    chunk: int
-    depth: int
-    mapped: bool
-    bias: bool
-    normalise: bool
-    exact: bool
-    operands: bool
+    turned: bool
 
 
 @triton.jit
@@ -50,8 +45,10 @@ def map_query(
     """Map `M` query rows of one head to a chunk of code space's columns; the last column of A is that of the bias."""
     D: tl.constexpr = MAPPING.dim
     W: tl.constexpr = MAPPING.width
-    CHUNK: tl.constexpr = MAPPING.chunk
-    o_r, o_d = i_r * M + tl.arange(0, M), tl.arange(0, MAPPING.padded)
+    COLUMNS: tl.constexpr = MAPPING.columns
+    D_PAD: tl.constexpr = padded(D)
+    DEPTH: tl.constexpr = 128 if D_PAD > 128 else D_PAD
+    o_r, o_d = i_r * M + tl.arange(0, M), tl.arange(0, D_PAD)
     o_w = i_w * CHUNK + tl.arange(0, CHUNK)
     m_r = o_r < rows
     p_q += i_bh * rows * D
@@ -59,31 +56,31 @@ def map_query(
     m_q = m_r[:, None] & (o_d < D)[None, :]
     b_q = tl.load(p_q + o_r[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(tl.float32)
     b_top = tl.full([M], 1.0, tl.float32)
-    if MAPPING.normalise:
+    if p_mapped.dtype.element_ty != tl.float32:
         b_top = tl.max(tl.abs(b_q), 1)
-        if MAPPING.mapped:
+        if COLUMNS > 0:
             b_top *= tl.load(p_bound)
         b_top = tl.where(b_top > 0, b_top, 1.0)
-        if MAPPING.exact:
+        if MAPPING.turned:
             b_top = tl.exp2(tl.ceil(tl.log2(b_top)))
-    if MAPPING.mapped:
+    if COLUMNS > 0:
         b_mapped = tl.zeros([M, CHUNK], tl.float32)
-        for start in range(0, MAPPING.padded, MAPPING.depth):
-            o_k = start + tl.arange(0, MAPPING.depth)
+        for start in range(0, D_PAD, DEPTH):
+            o_k = start + tl.arange(0, DEPTH)
             m_k = o_k < D
             b_part = tl.load(p_q + o_r[:, None] * D + o_k[None, :], mask=m_r[:, None] & m_k[None, :], other=0.0)
-            b_map = tl.load(p_map + o_k[:, None] * MAPPING.columns + o_w[None, :], mask=m_k[:, None], other=0.0)
+            b_map = tl.load(p_map + o_k[:, None] * COLUMNS + o_w[None, :], mask=m_k[:, None], other=0.0)
             b_mapped = tl.dot(b_part.to(tl.float32), b_map, b_mapped, input_precision="ieee")
     else:
         b_mapped = tl.load(p_q + o_r[:, None] * D + o_w[None, :], mask=m_r[:, None], other=0.0).to(tl.float32)
     b_mapped = b_mapped / b_top[:, None]
     p_mapped += i_bh * rows * W
-    o_place = operand_place(o_w) if MAPPING.operands else o_w
+    o_place = o_w if MAPPING.turned else operand_place(o_w)
     tl.store(p_mapped + o_r[:, None] * W + o_place[None, :], b_mapped.to(p_mapped.dtype.element_ty), mask=m_r[:, None])
     if i_w == 0:
         b_bias = tl.zeros([M], tl.float32)
-        if MAPPING.bias:
-            b_mean = tl.load(p_map + o_d * MAPPING.columns + W, mask=o_d < D, other=0.0)
+        if COLUMNS > W:
+            b_mean = tl.load(p_map + o_d * COLUMNS + W, mask=o_d < D, other=0.0)
             # Products are rounded before lanes exchange them, see `launch_options`.
             b_bias = tl.sum(tl.fma(b_q, b_mean[None, :], 0.0), 1)
         o_row = (i_bh * rows + o_r) * 2
@@ -105,31 +102,15 @@ def map_query_arguments(
     `p_mapped` is `[B, H, Hq / H * n, W]`, float32 where the query is, else float16; `p_rows` holds factor and bias.
     """
     batch, query_heads, count, dim = query.shape
-    rows, width = query_heads // heads * count, side.mapped_width
-    exact = query.dtype == torch.float32
-    matrix = side.query_map
+    rows, width, matrix = query_heads // heads * count, side.mapped_width, side.matrix
     assert matrix is None or matrix.is_contiguous()
-    # Many small programs that read their part of A at once: each waits for memory.
-    chunk = 16
-    padded, columns = next_power_of_2(dim), 0 if matrix is None else matrix.shape[-1]
-    mapping = Mapping(
-        dim,
-        padded,
-        width,
-        columns,
-        chunk,
-        min(128, padded),
-        matrix is not None,
-        side.bias,
-        not exact,
-        side.turn is not None,
-        side.turn is None,
-    )
+    mapping = Mapping(dim, width, 0 if matrix is None else matrix.shape[-1], side.prologue is not None)
+    operand = torch.float32 if query.dtype == torch.float32 else torch.float16
     arguments: dict[str, Any] = dict(
-        p_q=query, p_map=query if matrix is None else matrix, p_bound=query if matrix is None else side.query_bound(),
-        p_mapped=query.new_empty(batch, heads, rows, width, dtype=torch.float32 if exact else torch.float16),
+        p_q=query, p_map=query if matrix is None else matrix, p_bound=query if matrix is None else side.query_bound,
+        p_mapped=query.new_empty(batch, heads, rows, width, dtype=operand),
         p_rows=query.new_empty(batch, heads, rows, 2, dtype=torch.float32),
         s_map=0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0), scaling=scaling * LOG2E.value,
         rows=rows, heads=heads, MAPPING=mapping, **launch_options(),
     )  # fmt: skip
-    return (width // chunk, -(-rows // M.value), batch * heads), arguments
+    return (width // CHUNK.value, -(-rows // M.value), batch * heads), arguments

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kvcache_compress.triton_kernels.common.plan import KernelCall
 
-from .query import map_query
+from .query import CHUNK, map_query
 
 if TYPE_CHECKING:
     from kvcache_compress.storage.slots import Slots
@@ -80,7 +80,7 @@ def map_step_kernel(
     """Map queries in the first `MAPS` programs, as `map_query_kernel`; fill a mask over slots in the others."""
     i = tl.program_id(0)
     if i < MAPS:
-        CHUNKS: tl.constexpr = MAPPING.width // MAPPING.chunk
+        CHUNKS: tl.constexpr = MAPPING.width // CHUNK
         map_query(
             p_q, p_map, p_bound, p_mapped, p_rows, s_map, scaling, rows, heads,
             i % CHUNKS, i // CHUNKS % ROW_BLOCKS, (i // (CHUNKS * ROW_BLOCKS)).to(tl.int64), MAPPING,

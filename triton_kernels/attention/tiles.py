@@ -10,13 +10,13 @@ from __future__ import annotations
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from kvcache_compress.files.text import parse_json
 from kvcache_compress.triton_kernels.common.operands import KernelSide
-from kvcache_compress.triton_kernels.common.plan import AMD
+from kvcache_compress.triton_kernels.common.plan import portable
 
 TABLE = Path(__file__).with_name("tiles.json")
 TOKENS, WARPS, STAGES = (16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4)
@@ -40,23 +40,12 @@ Measured = dict[str, dict[str, Tile]]
 
 
 def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool, rows: int, capability: str | None) -> Tile:
-    """Tile for `rows` query rows of a head on a device of this compute capability; `exact` for float32.
-
-    Raises:
-        ValueError: the entry of `tiles.json` has more tokens than the sides support.
-    """
+    """Tile for `rows` query rows of a head on a device of this compute capability; `exact` for float32."""
     if k_side.tile is not None:
         return k_side.tile
     entries = measured().get(capability or "")
-    if entries and rows <= MEASURED_ROWS:
-        name = kernel_name(k_side, v_side, exact)
-        if (tile := entries.get(name)) is not None:
-            if tile.tokens > most_tokens(k_side, v_side):
-                raise ValueError(
-                    f"{TABLE.name}: {tile.tokens} tokens for {name}: allowed at most {most_tokens(k_side, v_side)}"
-                )
-            return tile
-    return rule(k_side, v_side, exact)
+    found = entries.get(kernel_name(k_side, v_side, exact)) if entries and rows <= MEASURED_ROWS else None
+    return found or rule(k_side, v_side, exact)
 
 
 def rule(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
@@ -73,31 +62,26 @@ def rule(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
 
 def candidates(k_side: KernelSide, v_side: KernelSide) -> list[Tile]:
     """Tiles to measure: all that both sides support and that are not far larger than the rule's."""
-    most = min(most_tokens(k_side, v_side), max(USUAL_TOKENS, rule(k_side, v_side, False).tokens))
+    most = min(k_side.most_tokens, v_side.most_tokens, max(USUAL_TOKENS, rule(k_side, v_side, False).tokens))
     return [Tile(tokens, warps, stages) for tokens in TOKENS if tokens <= most for warps in WARPS for stages in STAGES]
-
-
-def most_tokens(k_side: KernelSide, v_side: KernelSide) -> int:
-    return min(k_side.most_tokens, v_side.most_tokens)
 
 
 def kernel_name(k_side: KernelSide, v_side: KernelSide, exact: bool) -> str:
     """Name of the attention kernel for this pair of sides, stable between runs: operand dtype, score, accumulate."""
     operands = "float32" if exact else "float16"
-    score, accumulate = _named(k_side.score, k_side), _named(v_side.accumulate, v_side)
-    return f"{operands}: {score}; {accumulate}"
+    return f"{operands}: {_named(k_side)}; {_named(v_side)}"
 
 
-def _named(function: Any, side: KernelSide) -> str:
+def _named(side: KernelSide) -> str:
     widths = "+".join(f"{len(list(same))}x{width}" for width, same in groupby(side.widths))
     meta = repr(side.meta).removeprefix(type(side.meta).__name__)
-    return f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}{meta} {widths}"
+    return f"{side.function.fn.__module__.rpartition('.')[2]}.{side.function.fn.__name__}{meta} {widths}"
 
 
 @cache
 def capability_of(device: torch.device) -> str | None:
     """Compute capability of an NVIDIA GPU, such as "9.0"; None for other devices, which have no measured tiles."""
-    if device.type != "cuda" or AMD:
+    if device.type != "cuda" or portable():
         return None
     return ".".join(map(str, torch.cuda.get_device_capability(device)))
 

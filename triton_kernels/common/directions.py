@@ -82,10 +82,10 @@ def tables(points: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def unjoined(
+def directions(
     p_low, p_high, words, o_row, o_t, m_t, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Eight tiles of cos and eight of sin, float16 `[T, PADDED]`; the last of `words` are `assembly.places`."""
+    """Tiles of cos, then tiles of sin, float16 in code order; the last of `words` are `assembly.places`."""
     b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, WORDS)
     if BITS == 4:
         b_both = tl.inline_asm_elementwise(
@@ -101,15 +101,6 @@ def unjoined(
              words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7]],
             dtype=(tl.float16,) * 16, is_pure=True, pack=2,
         )  # fmt: skip
-    return b_both
-
-
-@triton.jit
-def directions(
-    p_low, p_high, words, o_row, o_t, m_t, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr
-):  # fmt: skip
-    """Tiles of cos, then tiles of sin, in code order."""
-    b_both = unjoined(p_low, p_high, words, o_row, o_t, m_t, BITS, WORDS, PADDED)
     if PADDED < 16:
         b_both = assembly.joined(b_both)
     return b_both

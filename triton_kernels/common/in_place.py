@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .assembly import joined, load_bytes, load_halves, registers, text, turned
 from .codes import load_columns, load_words, tile_width
-from .lookup import FOUR_EVEN_BITS_REGISTERS, ONE_BIT_REGISTERS
+from .lookup import FOUR_EVEN_BITS_REGISTERS
 
 UNIT = tl.constexpr(2.0**-24)
 """Value of the lowest bit of a float16 number, the smallest above zero."""
@@ -55,7 +55,7 @@ def _placed(bits: int) -> tl.constexpr:
 
 
 PLACED_ONE, PLACED_TWO, PLACED_FOUR = _placed(1), _placed(2), _placed(4)
-PLACED_TWO_REGISTERS = registers(8, 1)
+PLACED_ONE_REGISTERS, PLACED_TWO_REGISTERS = registers(8, 4), registers(8, 1)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def placed(
         b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
     if BITS == 1:
         b_codes = tl.inline_asm_elementwise(
-            PLACED_ONE, ONE_BIT_REGISTERS, [b_words, words[len(words) - 1]],
+            PLACED_ONE, PLACED_ONE_REGISTERS, [b_words, words[len(words) - 1]],
             dtype=(tl.float16,) * 8, is_pure=True, pack=2,
         )  # fmt: skip
     elif BITS == 2:

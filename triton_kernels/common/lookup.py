@@ -18,18 +18,6 @@ from .assembly import byte_table, joined, load_bytes, load_halves, pairs, places
 from .codes import in_halves, load_columns, load_words
 
 
-def _one_bit() -> tl.constexpr:
-    """Unpack one-bit codes: the inverted bit becomes the sign of one half."""
-    lines = [
-        "lop3.b32 r0, $10, $11, 0x0f0f, 0xe4",
-        "prmt.b32 r0, $8, $9, r0",  # bytes A B A B
-        "prmt.b32 r0, r0, 0, 0x1100",
-    ]
-    for j in range(8):
-        lines += [f"shl.b32 r1, r0, {7 - j}", f"lop3.b32 ${j}, r1, 0x80008000, 0xb800b800, 0x6a"]
-    return text(*lines)
-
-
 def _two_bits() -> tl.constexpr:
     lines = [
         "prmt.b32 r0, $8, 0, 0x3120",  # bytes of A and B alternate
@@ -69,20 +57,6 @@ def _three_bits() -> tl.constexpr:
     return text(*lines)
 
 
-def _two_even_bits() -> tl.constexpr:
-    """Unpack two-bit codes to numbers, exactly: in the mantissa of 1024, of which a power of two, less its share."""
-    lines = ["shr.u32 r0, $8, 10", "mov.b32 r1, 0xe400e400"]
-    for field in range(8):
-        place = 2 * (field % 5)
-        lines += [f"lop3.b32 r2, {'r0' if field > 4 else '$8'}, {0x30003 << place:#x}, 0x64006400, 0xea"]
-        if place:
-            factor, share = (15 - place << 10) * 0x10001, (0x8000 | 25 - place << 10) * 0x10001
-            lines += [f"mov.b32 r3, {factor:#x}", f"mov.b32 r4, {share:#x}", f"fma.rn.f16x2 ${field}, r2, r3, r4"]
-        else:
-            lines += [f"add.rn.f16x2 ${field}, r2, r1"]
-    return text(*lines)
-
-
 def _four_bits() -> tl.constexpr:
     lines = []
     for half, order in ((0, "0x5140"), (1, "0x7362")):
@@ -118,9 +92,7 @@ def _four_even_bits() -> tl.constexpr:
     return text(*lines)
 
 
-ONE_BIT, ONE_BIT_REGISTERS = _one_bit(), registers(8, 4)
 TWO_BITS, TWO_BITS_REGISTERS = _two_bits(), registers(8, 5)
-TWO_EVEN_BITS, TWO_EVEN_BITS_REGISTERS = _two_even_bits(), registers(8, 1)
 THREE_BITS, THREE_BITS_REGISTERS = _three_bits(), registers(8, 13)
 FOUR_BITS, FOUR_BITS_REGISTERS = _four_bits(), registers(8, 10)
 FOUR_EVEN_BITS, FOUR_EVEN_BITS_REGISTERS = _four_even_bits(), registers(8, 2)
@@ -146,19 +118,13 @@ def levels(
     FIRST: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr,
     WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr, VALUES: tl.constexpr = False,
 ):  # fmt: skip
-    """Tiles of float16 levels; `words` holds the table of uneven levels from `FIRST` on, in the format of `byte_table`.
+    """Tiles of float16 levels of two to four bits; `words` holds their table from `FIRST` on, as `byte_table` makes it.
 
-    Even levels are the codes less half the largest, times `unit`. The last of `words` is the tile of `places`, if
-    needed. VALUES: tokens will be the depth of the product.
+    Even levels are the codes less half the largest, times `unit`; of four bits they need no table. The last of `words`
+    is the tile of `places`, if needed. VALUES: tokens will be the depth of the product.
     """
     COLUMNS: tl.constexpr = VALUES and PADDED >= 16 and PADDED == WORDS and (BITS == 2 or BITS == 4)
-    if BITS == 1:
-        b_words = load_bytes(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
-        b_levels = tl.inline_asm_elementwise(
-            ONE_BIT, ONE_BIT_REGISTERS, [b_words, words[len(words) - 1]],
-            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
-        )  # fmt: skip
-    elif BITS == 2:
+    if BITS == 2:
         if COLUMNS:
             b_words = load_columns(p_low, o_row, o_t, m_t, WORDS)
         else:
@@ -198,38 +164,15 @@ def levels(
     return b_levels
 
 
-@triton.jit
-def two_bit_codes(p_low, words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr):
-    """Tiles of two-bit codes as float16 numbers, without a table: one integer instruction per two codes."""
-    if PADDED < 16:
-        b_words = load_halves(p_low, words[len(words) - 1], o_row, o_t, m_t, WORDS, PADDED, WORDS)
-    elif WORDS % 2:
-        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, WORDS)
-    else:
-        # As words of 16 bits the compiler would load values into registers, and wait for them in every turn.
-        p_twos = p_low.to(tl.pointer_type(tl.int32), bitcast=True)
-        b_twos = load_words(p_twos, o_row, o_t, m_t, WORDS // 2, PADDED // 2, WORDS // 2)
-        b_words = tl.reshape(tl.join(b_twos.to(tl.int16), (b_twos >> 16).to(tl.int16)), [o_t.shape[0], PADDED])
-    b_codes = tl.inline_asm_elementwise(
-        TWO_EVEN_BITS, TWO_EVEN_BITS_REGISTERS, [b_words], dtype=(tl.float16,) * 8, is_pure=True, pack=2
-    )
-    if PADDED < 16:
-        b_codes = joined(b_codes)
-    return b_codes
-
-
 def even_tables(bits: int) -> list[torch.Tensor]:
     """Table that `levels` needs for even codes; an empty list if none."""
-    return (
-        [byte_table((torch.arange(2**bits, device="cpu") - (2**bits - 1) / 2) * unit(bits), bits)]
-        if bits in (2, 3)
-        else []
-    )
+    codes = torch.arange(2**bits, device="cpu")
+    return [byte_table(codes - (2**bits - 1) / 2, bits)] if bits in (2, 3) else []
 
 
 def even_words(bits: int, width: int, device: torch.device) -> tuple[torch.Tensor | None, int]:
-    """`KernelSide.words` and `places` for one component of even codes; those of two bits need no table."""
-    parts, count = even_tables(bits) if bits == 3 else [], places_needed(width, bits)
+    """`KernelSide.words` and `places` for one component of even codes."""
+    parts, count = even_tables(bits), places_needed(width, bits)
     if count:
         parts.append(places(count))
     return (torch.cat(parts).to(device) if parts else None), count

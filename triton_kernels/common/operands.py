@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,14 +12,10 @@ import torch
 from kvcache_compress.codecs.layout import code_order, padded_width, padded_words
 
 from .codes import tile_width
-from .plan import AMD, KernelCall, Plan
+from .plan import KernelCall, Plan, portable
 
 if TYPE_CHECKING:
     from kvcache_compress.triton_kernels.attention.tiles import Tile
-
-
-FEW_ROWS = 8
-"""Columns of the tensor cores' tile on NVIDIA."""
 
 
 def next_power_of_2(n: int) -> int:
@@ -26,7 +23,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def launch_options(amd: bool = AMD, fusion: bool = True) -> dict[str, Any]:
+def launch_options(fusion: bool = True) -> dict[str, Any]:
     """Options of every launch: without `maxnreg`, ptxas aims at a round number of registers and spills to meet it.
 
     Fusion of multiplications and additions is explicit, as Triton's default changes with version 3.10. It is off where
@@ -34,71 +31,57 @@ def launch_options(amd: bool = AMD, fusion: bool = True) -> dict[str, Any]:
     their sums would differ. The hardware then chooses which sum is stored, and lanes may encode a token by different
     norms.
     """
-    return {"enable_fp_fusion": fusion} | ({} if amd else {"maxnreg": 255})
+    return {"enable_fp_fusion": fusion} | ({} if portable() else {"maxnreg": 255})
 
 
-def dot_precision(exact: bool, amd: bool) -> str:
-    """Precision of float32 products in attention: TF32 holds 16-bit numbers exactly; `exact` for float32 queries."""
-    return "ieee" if exact or amd else "tf32"
+def is_fast(dtype: torch.dtype) -> bool:
+    """True if attention with queries of this dtype takes the fast path."""
+    return dtype != torch.float32 and not portable()
 
 
 class SideForm(NamedTuple):
     """Compile-time constants of a side in the attention kernel.
 
-    meta, widths: as in `KernelSide`; width: columns of code space, the sum of `widths`.
+    meta, widths, group: as in `KernelSide`; dim: head dimension of dense tokens.
     words, places: how many of `KernelSide.words` are tiles of their own, and how many share the last tiles.
-    dim, padded: head dimension of dense tokens, and the next power of two.
-    bias: keys only, True if a term is added to all scores of a query; rope: numbers of cos and sin per group, or 0.
-    group: packed tokens to a row of cos and sin; turned: True if each group has queries of its own.
-    parts: as in `KernelSide`.
+    bias: True if a term is added to all scores of a query; rope: numbers of cos and sin per group that the side reads.
     """
 
     meta: tuple[Any, ...]
     widths: tuple[int, ...]
-    width: int
     words: int
     places: int
     dim: int
-    padded: int
     bias: bool
     rope: int
     group: int
-    turned: bool
-    parts: int
 
 
 @dataclass(eq=False)
 class KernelSide:
-    """One side's device functions and constant operands.
+    """One side's device function and constant operands.
 
-    score, accumulate: the two Triton device functions; see `dense.py` for their contract by example. A method for keys
-        alone has no `accumulate`.
-    meta: compile-time parameters of both functions, a named tuple.
+    function: the Triton device function that scores keys or accumulates values; see `dense.py` for their contracts.
+    meta: its compile-time parameters, a named tuple.
     widths: widths of the code-space tiles, powers of two of at least 16.
-    tables: constant tensors that the functions read, cast to the dtype of the operands if float32. More may follow in
-        the tuple that they get, so they index it from the front.
-    words: int32 constants of the functions' fast path, which stay in registers (see `lookup.py`): each becomes a tile
-        `[1, 1]`, and the last `places` of them tiles `[1, n]`, one for each power of two in `places`, largest first.
-    tokens, warps: most tokens per tile, and warps per program, that the functions work best with in 16 bits.
-    most_tokens: most tokens per tile that the functions support.
-    tile: keys only, the tile set by `use_tile`.
-    query_map: float32 `[H or 1, D, sum(widths) (+ 1)]`, contiguous, queries to code space; None is the identity.
+    tables: constant tensors that it reads, cast to the dtype of the operands if they are floating-point. More may
+        follow in the tuple that it gets, so it indexes it from the front.
+    words: int32 constants of its fast path, which stay in registers (see `lookup.py`): each becomes a tile `[1, 1]`,
+        and the last `places` of them tiles `[1, n]`, one for each power of two in `places`, largest first.
+    tokens, warps: most tokens per tile, and warps per program, that it works best with in 16 bits.
+    most_tokens: most tokens per tile that it supports.
+    matrix: float32, None for the identity. Of keys `[H or 1, D, sum(widths)]`, contiguous, queries to code space, with
+        one more column if a term is added to all scores of a query. Of values `[H or 1, sum(widths), D]`, code space to
+        outputs.
     headroom: largest mapped query.
-    bias: True if the last column of `query_map` is a term added to all scores of a query.
-    output_map: float32 `[H or 1, sum(widths), D]`, code space to outputs; None is the identity.
-    fold: values only, makes the launch between attention and merge that takes the sums out of code space, in place of
-        `output_map`, from the arguments of `attend_kernel` (`commvq_sums.fold_call`).
-    few_rows: the side in another form for at most 8 query rows in 16 bits on NVIDIA, if that is faster.
-    turn: keys only, makes the launch between the map and attention that maps the queries once more for each group of
-        tokens, from the side and the arguments of both (`spectral.turn_call`).
-    parts: keys only, number of partial scores of a token that a launch before attention makes (`scores.py`), or 0; then
-        `score` scores one of these parts.
-    group: tokens that share the cos and sin of the first of them, and turned queries.
+    prologue: keys only, makes the launch between the map and attention that maps the queries once more for each group
+        of tokens, from the side and the arguments of both (`spectral.turn_call`).
+    group: tokens that share the cos and sin of the first of them; with a prologue, those that share its queries.
+    tile: keys only, the tile set by `use_tile`.
     plans, sizes: keys only, launches that later steps repeat and sizes of splits, by what calls have in common.
     """
 
-    score: Any
-    accumulate: Any
+    function: Any
     meta: tuple[Any, ...]
     widths: tuple[int, ...]
     tables: tuple[torch.Tensor, ...] = ()
@@ -107,26 +90,18 @@ class KernelSide:
     tokens: int = 32
     warps: int = 1
     most_tokens: int = 128
-    tile: Tile | None = None
-    query_map: torch.Tensor | None = None
+    matrix: torch.Tensor | None = None
     headroom: float = 1.0
-    bias: bool = False
-    output_map: torch.Tensor | None = None
-    fold: Callable[[dict[str, Any]], KernelCall] | None = None
-    few_rows: KernelSide | None = None
-    turn: Callable[..., KernelCall] | None = None
-    parts: int = 0
+    prologue: Callable[..., KernelCall] | None = None
     group: int = 1
+    tile: Tile | None = None
     plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
     sizes: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    _bound: torch.Tensor | None = None
     _cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def use_tile(self, tile: Tile | None) -> None:
         """Make attention use this tile from now on, or its own choice with None; keys only."""
         self.tile = tile
-        if self.few_rows is not None:
-            self.few_rows.tile = tile
         self.sizes.clear()
         self.plans.clear()
 
@@ -138,47 +113,35 @@ class KernelSide:
             )
         return self._cast[dtype]
 
-    def operands(
-        self, dtype: torch.dtype, fast: bool, dim: int, rope: int
-    ) -> tuple[tuple[torch.Tensor, ...], SideForm]:
-        """Constant tensors in this dtype, and the form; with `fast`, the words of the fast path are last, if any.
-
-        dim: head dimension of dense tokens; rope: numbers of cos and sin per group that the side reads.
-        """
-        tables, words, places = self.tables_as(dtype), 0, 0
-        if fast and self.words is not None:
+    def operands(self, dtype: torch.dtype, dim: int, rope: int) -> tuple[tuple[torch.Tensor, ...], SideForm]:
+        """Constant tensors for queries of this dtype, and the form; the words of the fast path are last, if any."""
+        tables = self.tables_as(torch.float32 if dtype == torch.float32 else torch.float16)
+        words, places = 0, 0
+        if is_fast(dtype) and self.words is not None:
             tables, words, places = (*tables, self.words), len(self.words) - self.places, self.places
-        padded = max(16, next_power_of_2(dim))
-        form = SideForm(
-            self.meta, self.widths, sum(self.widths), words, places, dim, padded, self.bias, rope, self.group,
-            self.turn is not None, self.parts,
-        )  # fmt: skip
-        return tables, form
-
-    def for_rows(self, rows: int, exact: bool, amd: bool = AMD) -> KernelSide:
-        """The form of the side for `rows` query rows of a head; `exact` for float32."""
-        if self.few_rows is None or rows > FEW_ROWS or exact or amd:
-            return self
-        return self.few_rows
+        return tables, SideForm(self.meta, self.widths, words, places, dim, self.bias, rope, self.group)
 
     @property
     def mapped_width(self) -> int:
-        """Columns of a mapped query, before it is turned to groups."""
-        return sum(self.widths) if self.query_map is None else self.query_map.shape[-1] - self.bias
+        """Columns of a mapped query, before a prologue."""
+        return sum(self.widths) if self.matrix is None or self.prologue is None else self.matrix.shape[-1]
 
+    @property
+    def bias(self) -> bool:
+        """True if the last column of the matrix is a term added to all scores of a query."""
+        return self.matrix is not None and self.matrix.shape[-1] > self.mapped_width
+
+    @cached_property
     def query_bound(self) -> torch.Tensor:
         """Factor of queries of magnitude 1 by which they are at most `headroom` when mapped, inverted. Float32 `[]`."""
-        if self._bound is None:
-            assert self.query_map is not None
-            self._bound = self.query_map[..., : self.mapped_width].abs().sum(-2).max() / self.headroom
-        return self._bound
+        assert self.matrix is not None
+        return self.matrix[..., : self.mapped_width].abs().sum(-2).max() / self.headroom
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors that this side holds on the device."""
-        maps = (self.query_map, self.output_map, self.words, self._bound)
+        single = (self.matrix, self.words, vars(self).get("query_bound"))
         cast = (table for tables in self._cast.values() for table in tables)
-        others = () if self.few_rows is None else self.few_rows.tensors()
-        return (*self.tables, *cast, *others, *(table for table in maps if table is not None))
+        return (*self.tables, *cast, *(table for table in single if table is not None))
 
 
 @dataclass(frozen=True, eq=False)

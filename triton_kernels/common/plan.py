@@ -2,8 +2,7 @@
 
 Triton's own launch inspects all arguments (42 of the attention kernel, and the members of its tuples) to find the
 kernel compiled for their types, alignments and constants. A plan remembers the compiled kernel and the constants, and
-passes addresses where Triton takes tensors. Its owner compares everything else that Triton inspects. On AMD GPUs that
-includes the size of each tensor's memory, so nothing is repeated there.
+passes addresses where Triton takes tensors. Its owner compares everything else that Triton inspects.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ import torch
 from triton import knobs
 from triton.runtime.driver import driver
 
-AMD = torch.version.hip is not None
+from kvcache_compress.codecs.backend import interpreting
+
+PORTABLE = interpreting() or torch.version.hip is not None
 ALIGNMENT = 256
 """Alignment of buffers in scratch memory, in bytes; Triton compiles for multiples of 16."""
 MAX_NARROW = 2**31 - 1
@@ -25,6 +26,14 @@ MAX_KEPT, MAX_SHARED = 8, 256
 KernelCall: TypeAlias = tuple[Any, tuple[int, int, int], dict[str, Any]]
 """A kernel, its grid and its arguments by name."""
 Kept = TypeVar("Kept")
+
+
+def portable() -> bool:
+    """True on AMD GPUs and in Triton's interpreter: neither assembly, nor TF32, nor a limit of registers, nor repeats.
+
+    Triton specialises kernels for AMD by more than a plan's owner compares: by the size of each tensor's memory, too.
+    """
+    return PORTABLE
 
 
 def kept(store: dict[Any, Kept], key: Any, value: Kept, most: int = MAX_KEPT) -> Kept:
@@ -137,10 +146,10 @@ class Plan:
     ) -> None:
         """Plan the kernels `calls`; among their arguments are `inputs`, and `scratch` that one fills for another.
 
-        `repeat`: True if compiled kernels may be reused, as Triton would choose the same ones for each such call.
+        `repeat`: True if Triton would choose the same compiled kernels for each such call.
         """
         self.launches = [Launch(call, inputs | scratch) for call in calls]
-        self.repeat = repeat
+        self.repeat = repeat and not portable()
         self.scratch = {name: (x.shape, x.dtype) for name, x in scratch.items()}
         self.offsets: list[tuple[str, int]] = []
         self.bytes = 0
@@ -150,7 +159,7 @@ class Plan:
 
     @property
     def compiled(self) -> bool:
-        """True once all kernels are compiled; Triton's interpreter compiles none."""
+        """True once all kernels are compiled."""
         return self.repeat and self.launches[-1].compiled is not None
 
     def run(self, inputs: dict[str, Any], pointers: dict[str, Any], device: torch.device) -> None:
@@ -191,6 +200,6 @@ def repeated(
     key = (kernel, grid, dtypes, tuple(constants.values()), device, repeatable)
     plan = _plans.get(key)
     if plan is None:
-        plan = Plan([(kernel, grid, inputs | constants)], inputs, {}, repeat=repeatable and not AMD)
+        plan = Plan([(kernel, grid, inputs | constants)], inputs, {}, repeatable)
         kept(_plans, key, plan, MAX_SHARED)
     plan.run(inputs, pointers, device)

@@ -91,12 +91,10 @@ def decoded(fields, words, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.conste
     PADDED: tl.constexpr = META.padded
     TOKENS: tl.constexpr = META.tokens
     CHANNELS: tl.constexpr = META.channels
-    FITS: tl.constexpr = META.fits
+    LOOKED_UP: tl.constexpr = FAST and META.fits and BITS > 1
     SCALE: tl.constexpr = 1 if (BITS == 1 or BITS == 2 or BITS == 4) else 2
     SPAN: tl.constexpr = WORDS * tile_width(PADDED) // PADDED
-    if FAST and FITS and BITS == 2:
-        b_codes = lookup.two_bit_codes(fields[0], words, o_row, o_t, m_t, WORDS, PADDED)
-    elif FAST and FITS:
+    if LOOKED_UP:
         b_codes = lookup.levels(
             fields[0], fields[SCALE - 1], words, o_row, o_t, m_t, 0, BITS, True, WORDS, PADDED, WORDS
         )
@@ -124,9 +122,7 @@ def decoded(fields, words, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.conste
         else:
             b_scale = tl.load(fields[SCALE] + o_s, mask=m_s, other=0.0)
             b_zero = tl.load(fields[SCALE + 1] + o_s, mask=m_s, other=0.0)
-        if FAST and FITS and BITS == 2:
-            b_tile = assembly.scaled(b_codes[i], b_scale, b_zero)
-        elif FAST and FITS:
+        if LOOKED_UP:
             b_tile = assembly.scaled(b_codes[i], per_unit(b_scale, BITS), middle(b_scale, b_zero, BITS))
         else:
             b_tile = (b_codes[i].to(tl.float32) * b_scale.to(tl.float32) + b_zero.to(tl.float32)).to(DTYPE)
@@ -177,7 +173,7 @@ def codes_in_place(
 @triton.jit
 def score(
     b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s = q · (code * scale + zero); where a tile of tokens lies in one group, Σ (q scale) code + q · zero"""
     DTYPE: tl.constexpr = b_q[0].dtype
@@ -192,23 +188,23 @@ def score(
             b_scale = channel_row(fields[1] + o_group, i, META.words, META.padded).to(DTYPE)
             b_zero = channel_row(fields[2] + o_group, i, META.words, META.padded).to(DTYPE)
             b_query = b_q[i] * place_factors(i, META, DTYPE)[:, None] * tl.trans(b_scale)
-            b_s = tl.dot(b_codes[i], b_query, b_s, input_precision=PRECISION)
+            b_s = tl.dot(b_codes[i], b_query, b_s, input_precision="ieee")
             b_zero = tl.broadcast_to(b_zero, [BLOCK, b_zero.shape[1]])
-            b_zeros = tl.dot(b_zero, b_q[i], b_zeros, input_precision=PRECISION)
+            b_zeros = tl.dot(b_zero, b_q[i], b_zeros, input_precision="ieee")
         if FAST and META.fits:
             b_s *= 1 / in_place.UNIT
         b_s += b_zeros
     else:
         b_k = decoded(fields, words, o_row, o_t, m_t, META, DTYPE, FAST)
         for i in tl.static_range(len(b_k)):
-            b_s = tl.dot(b_k[i], b_q[i], b_s, input_precision=PRECISION)
+            b_s = tl.dot(b_k[i], b_q[i], b_s, input_precision="ieee")
     return b_s
 
 
 @triton.jit
 def accumulate(
     b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """acc += p (code * scale + zero); if folded, acc += (p scale) code and, for each group, a sum of p zero"""
     b_sums = ()
@@ -221,24 +217,24 @@ def accumulate(
         o_w = tl.arange(0, 8) % (GROUPS // 2)
         b_twos = tl.load(p_twos + (o_t[:, None] * (GROUPS // 2) + o_w[None, :]), mask=m_t[:, None], other=0)
         b_zeros = assembly.joined(numbers_of(b_twos, fields[2].dtype.element_ty))[0].to(DTYPE)
-        b_zero_sum = tl.dot(tl.trans(b_zeros), b_p, b_acc[TILES], input_precision=PRECISION)
+        b_zero_sum = tl.dot(tl.trans(b_zeros), b_p, b_acc[TILES], input_precision="ieee")
         for i in tl.static_range(TILES):
             if i * GROUPS % TILES == 0:
                 b_scale = half_of_word(fields[1], o_row, o_t, m_t, GROUPS, i * GROUPS // TILES).to(DTYPE)
                 b_weights = assembly.product(b_p, b_scale[:, None]) if FAST else b_p * b_scale[:, None]
             b_tile = tl.trans(b_codes[i])
             if FAST and META.fits:
-                b_sum = tl.dot(b_tile, b_weights, b_acc[i], input_precision=PRECISION)
+                b_sum = tl.dot(b_tile, b_weights, b_acc[i], input_precision="ieee")
             elif b_weights.dtype == tl.float32:
-                b_sum = tl.dot(b_tile, b_weights * in_place.UNIT, b_acc[i], input_precision=PRECISION)
+                b_sum = tl.dot(b_tile, b_weights * in_place.UNIT, b_acc[i], input_precision="ieee")
             else:
-                b_sum = b_acc[i] + in_place.UNIT * tl.dot(b_tile, b_weights, input_precision=PRECISION)
+                b_sum = b_acc[i] + in_place.UNIT * tl.dot(b_tile, b_weights, input_precision="ieee")
             b_sums = b_sums + (b_sum,)
         b_sums = b_sums + (b_zero_sum,)
     else:
         b_v = decoded(fields, words, o_row, o_t, m_t, META, DTYPE, FAST)
         for i in tl.static_range(len(b_v)):
-            b_sums = b_sums + (tl.dot(tl.trans(b_v[i]), b_p.to(DTYPE), b_acc[i], input_precision=PRECISION),)
+            b_sums = b_sums + (tl.dot(tl.trans(b_v[i]), b_p.to(DTYPE), b_acc[i], input_precision="ieee"),)
     return b_sums
 
 
@@ -251,19 +247,18 @@ def kivi_side(codec: KIVICodec) -> KernelSide:
     tiles = code_tiles(width)
     groups = width // group
     folded = bits in (1, 2, 4) and (keys or (words == padded and groups % 2 == 0 and len(tiles) % groups == 0))
-    side = KernelSide(score, accumulate, Grouped(bits, words, padded, tokens, channels, fits, folded), tiles)
+    meta = Grouped(bits, words, padded, tokens, channels, fits, folded)
+    side = KernelSide(score if keys else accumulate, meta, tiles)
     if fits:
         side.words, side.places = lookup.even_words(bits, width, device)
         side.warps = assembly.warps(width)
     identity = in_code_order(torch.eye(width, device=device).unsqueeze(0), (width,))
     if folded and not keys:
         side.widths = (*tiles, 16)
-        side.output_map = torch.cat(
-            [_places_undone(identity, bits), _zeros_of_groups(identity, groups)], 1
-        ) / weight_unit(bits)
+        rows = torch.cat([_places_undone(identity, bits), _zeros_of_groups(identity, groups)], 1)
+        side.matrix = rows / weight_unit(bits)
     elif padded_width(width) != width:
-        side.output_map = identity.contiguous()
-        side.query_map = side.output_map.mT.contiguous()
+        side.matrix = (identity.mT if keys else identity).contiguous()
     return side
 
 

@@ -176,20 +176,20 @@ def tiles(
 @triton.jit
 def score(
     b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s[t] = ⟨q_low, r_1 cos θ_1⟩ + ⟨q_high, r_1 sin θ_1⟩"""
     b_tiles, b_scale = tiles(fields, tables, words, i_h, o_row, o_t, m_t, META, b_q[0].dtype, FAST)
     b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
     for i in tl.static_range(len(b_tiles)):
-        b_s = tl.dot(b_tiles[i], b_q[i], b_s, input_precision=PRECISION)
+        b_s = tl.dot(b_tiles[i], b_q[i], b_s, input_precision="ieee")
     return b_s * b_scale[:, None]
 
 
 @triton.jit
 def accumulate(
     b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """acc_low += p r_1 cos θ_1,  acc_high += p r_1 sin θ_1"""
     b_tiles, b_scale = tiles(fields, tables, words, i_h, o_row, o_t, m_t, META, DTYPE, FAST)
@@ -201,7 +201,7 @@ def accumulate(
         b_weights = (b_p * b_scale[:, None]).to(DTYPE)
     b_sums = ()
     for i in tl.static_range(len(b_tiles)):
-        b_sums = b_sums + (tl.dot(tl.trans(b_tiles[i]), b_weights, b_acc[i], input_precision=PRECISION),)
+        b_sums = b_sums + (tl.dot(tl.trans(b_tiles[i]), b_weights, b_acc[i], input_precision="ieee"),)
     return b_sums
 
 
@@ -230,10 +230,8 @@ def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
     basis = torch.zeros(len(own), width, dim, device=device)
     basis[:, channel // odd * pad + channel % odd] = own
     tables = (torch.cat([book.points for book in codec.books]),)
-    if codec.radius_table is not None:
-        tables += (
-            codec.radius_table.float().contiguous().view(torch.int32),
-        )  # not cast: numbers of 32 bits are prefetched
+    if codec.radius_table is not None:  # as integers, which are not cast: numbers of 32 bits are prefetched
+        tables += (codec.radius_table.float().contiguous().view(torch.int32),)
     fast = polar_columns.fits(tree, codec.options.radius_bits)
     keys = codec.context.side == "keys"
     if fast:
@@ -242,8 +240,7 @@ def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
         tables += (coarse.to(device),)
     coded, radii = codec.radius_table is not None, len(codec.fields) - 1
     return KernelSide(
-        score,
-        accumulate,
+        score if keys else accumulate,
         Tree(odd, pad, tree.roots, radii, coded, fast, keys, *level_columns(tree)),
         (16,) * 8 if fast else (width // 2, width // 2),
         tables=tables,
@@ -251,7 +248,5 @@ def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
         places=(8 if tree.roots == 1 else 16) if fast else 0,
         tokens=16 if fast else 32,
         warps=1 if fast else 2,
-        query_map=with_mean(basis.mT, codec.mean).contiguous(),
-        bias=codec.mean is not None,
-        output_map=basis,
+        matrix=with_mean(basis.mT, codec.mean) if keys else basis,
     )

@@ -1,10 +1,7 @@
 """Scores of PolarQuant's polar codes (Wu et al., sections 3.2 and 3.3).
 
 With angle codes a_j[t], radii r_j[t] = (code + offset) · scale (per group, or folded into the query), and φ the unit
-vectors of the angles:
-
-    direct:  s[t] = Σ_j q_xj r_j cos φ(a_j) + q_yj r_j sin φ(a_j)
-    table:   s[t] = Σ_a Σ_j T_a,j [a_j = a] r_j,   T_a = q_x cos φ(a) + q_y sin φ(a);  angles beyond a half turn are -T
+vectors of the angles, the scores are `s[t] = Σ_j q_xj r_j cos φ(a_j) + q_yj r_j sin φ(a_j)`.
 """
 
 from __future__ import annotations
@@ -27,8 +24,8 @@ if TYPE_CHECKING:
 class Polar(NamedTuple):
     """Bits of angles and radii, words of a token, the same padded (`codes.py`), offset of decoded radii in their cells.
 
-    tokens: tokens of a group that shares scales, or 0; match: True if scores are scaled; table: True for the table
-    form of scores; fast: True if `directions.py` and `lookup.py` can unpack the codes.
+    tokens: tokens of a group that shares scales, or 0; match: True if scores are scaled; fast: True if `directions.py`
+    and `lookup.py` can unpack the codes.
     """
 
     angle_bits: int
@@ -38,7 +35,6 @@ class Polar(NamedTuple):
     offset: float
     tokens: int
     match: bool
-    table: bool
     fast: bool
 
 
@@ -90,9 +86,9 @@ def points(p_points, b_angles, DTYPE: tl.constexpr):
 @triton.jit
 def unpacked_scores(
     b_q, fields, p_points, p_scale, o_row, o_t, m_t,
-    META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Scores from unpacked codes: the portable path, in the direct or the table form."""
+    """Scores from unpacked codes: the portable path."""
     b_angles = load_codes(
         fields[0], fields[AT - 1], o_row, o_t, m_t, META.angle_bits, META.words, META.padded, META.words
     )
@@ -101,28 +97,21 @@ def unpacked_scores(
     )
     b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
     TILES: tl.constexpr = len(b_angles)
-    HALF: tl.constexpr = 2 ** (META.angle_bits - 1)
     for j in tl.static_range(TILES):
         b_steps_j = as_numbers(b_steps[j], b_q[0].dtype)
         b_radii = radii(b_steps_j, p_scale, o_row, j, META.words, META.padded, 1, META.offset, META.tokens, False)
-        if META.table:
-            b_signed = tl.where(b_angles[j] < HALF, b_radii, -b_radii)
-            for i in tl.static_range(HALF):
-                b_chosen = tl.where((b_angles[j] & (HALF - 1)) == i, b_signed, 0.0)
-                b_s = tl.dot(b_chosen, b_q[i * TILES + j], b_s, input_precision=PRECISION)
-        else:
-            b_cos, b_sin = points(p_points, b_angles[j], b_q[0].dtype)
-            b_s = tl.dot(b_radii * b_cos, b_q[j], b_s, input_precision=PRECISION)
-            b_s = tl.dot(b_radii * b_sin, b_q[TILES + j], b_s, input_precision=PRECISION)
+        b_cos, b_sin = points(p_points, b_angles[j], b_q[0].dtype)
+        b_s = tl.dot(b_radii * b_cos, b_q[j], b_s, input_precision="ieee")
+        b_s = tl.dot(b_radii * b_sin, b_q[TILES + j], b_s, input_precision="ieee")
     return b_s
 
 
 @triton.jit
 def looked_up_scores(
     b_q, fields, words, p_scale, o_row, o_t, m_t,
-    META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    META: tl.constexpr, AT: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Scores in the direct form by `directions.py` and `lookup.py`; `words` are the tables of angles, then of radii."""
+    """Scores by `directions.py` and `lookup.py`; `words` are the tables of angles, then of radii."""
     BITS: tl.constexpr = META.radius_bits
     b_points = directions.directions(
         fields[0], fields[AT - 1], words, o_row, o_t, m_t, META.angle_bits, META.words, META.padded
@@ -138,24 +127,24 @@ def looked_up_scores(
             b_steps[j], p_scale, o_row, j, META.words, META.padded, lookup.unit(BITS), OFFSET, META.tokens, True
         )
         b_x, b_y = assembly.product(b_points[j], b_radii), assembly.product(b_points[TILES + j], b_radii)
-        b_s = tl.dot(b_x, b_q[j], b_s, input_precision=PRECISION)
-        b_s = tl.dot(b_y, b_q[TILES + j], b_s, input_precision=PRECISION)
+        b_s = tl.dot(b_x, b_q[j], b_s, input_precision="ieee")
+        b_s = tl.dot(b_y, b_q[TILES + j], b_s, input_precision="ieee")
     return b_s
 
 
 @triton.jit
 def score(
     b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """s[t] = Σ_j q_xj r_j cos φ(a_j) + q_yj r_j sin φ(a_j), in the direct or the table form."""
+    """s[t] = Σ_j q_xj r_j cos φ(a_j) + q_yj r_j sin φ(a_j)"""
     AT: tl.constexpr = 1 if (META.angle_bits == 2 or META.angle_bits == 4) else 2
     SCALE: tl.constexpr = AT + (1 if (META.radius_bits == 2 or META.radius_bits == 4) else 2)
     p_scale = fields[SCALE if META.tokens else 0]
     if FAST and META.fast:
-        b_s = looked_up_scores(b_q, fields, words, p_scale, o_row, o_t, m_t, META, AT, SCALE, PRECISION)
+        b_s = looked_up_scores(b_q, fields, words, p_scale, o_row, o_t, m_t, META, AT, SCALE)
     else:
-        b_s = unpacked_scores(b_q, fields, tables[0], p_scale, o_row, o_t, m_t, META, AT, SCALE, PRECISION)
+        b_s = unpacked_scores(b_q, fields, tables[0], p_scale, o_row, o_t, m_t, META, AT, SCALE)
     if META.match:
         b_s *= load_scales(fields[len(fields) - 1], o_row, o_t, m_t).to(tl.float32)[:, None]
     return b_s
@@ -164,24 +153,20 @@ def score(
 def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
     """Kernel operands of a prepared PolarQuant codec of RoPE pairs."""
     options, pairs = codec.options, codec.pairs.pairs
-    table = options.score_function == "table"
-    fast = not table and lookup.fits(pairs, options.radius_bits) and directions.fits(codec.points, pairs)
+    fast = lookup.fits(pairs, options.radius_bits) and directions.fits(codec.points, pairs)
     meta = Polar(
         options.angle_bits, options.radius_bits, words_per_token(pairs), padded_words(pairs), options.offset,
-        0 if options.radius_scale == "channel" else options.group_size, options.scalar == "match", table, fast,
+        0 if options.radius_scale == "channel" else options.group_size, options.scalar == "match", fast,
     )  # fmt: skip
-    parts = 2 ** (options.angle_bits - 1) if table else 2
-    basis = in_code_order(codec.ready_basis(), (pairs,) * parts)
+    basis = in_code_order(codec.direct_basis(), (pairs, pairs))
     side = KernelSide(
         score,
-        None,
         meta,
-        code_tiles(pairs) * parts,
+        2 * code_tiles(pairs),
         tables=(codec.points,),
         tokens=16,
         most_tokens=128 if options.radius_scale == "channel" else options.group_size,
-        query_map=with_mean(basis.mT, codec.mean).contiguous(),
-        bias=codec.mean is not None,
+        matrix=with_mean(basis.mT, codec.mean),
     )
     if fast:
         side.places = padded_words(pairs)

@@ -72,7 +72,7 @@ def signs(
 @triton.jit
 def score(
     b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s[t] = Σ_i c_i[t] ⟨S_i q, g_i[t]⟩ (Definition 3.1)"""
     b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
@@ -80,7 +80,7 @@ def score(
     for i in tl.static_range(len(META.field)):
         b_signs = signs(fields, words, o_row, o_t, m_t, META, i, b_q[0].dtype, FAST)
         for j in tl.static_range(len(b_signs)):
-            b_sketch = tl.dot(b_signs[j], b_q[META.tile[i] + j], b_sketch, input_precision=PRECISION)
+            b_sketch = tl.dot(b_signs[j], b_q[META.tile[i] + j], b_sketch, input_precision="ieee")
         if META.last[i]:
             b_scale = load_scales(fields[META.field[i] + 1], o_row, o_t, m_t).to(tl.float32)
             if META.placed[i] and FAST:
@@ -115,15 +115,12 @@ def qjl_side(codec: QJLCodec) -> KernelSide:
         if placed:
             parts.append(torch.stack(middle).sum(0))
             widths.append(16)
-    query_map = with_mean(torch.cat(parts, 1).mT, codec.mean)
     return KernelSide(
         score,
-        None,
         Chunks(*zip(*meta, strict=True)),
         tuple(widths),
         words=assembly.places(CHUNK_WORDS).to(basis.device),
         places=CHUNK_WORDS,
-        query_map=query_map.contiguous(),
+        matrix=with_mean(torch.cat(parts, 1).mT, codec.mean),
         headroom=in_place.HEADROOM,
-        bias=codec.mean is not None,
     )

@@ -24,7 +24,7 @@ from torch.nn import functional
 from kvcache_compress.codecs.layout import words_per_token
 from kvcache_compress.triton_kernels.common import assembly, lookup
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
-from kvcache_compress.triton_kernels.common.operands import KernelSide, dot_precision, launch_options, next_power_of_2
+from kvcache_compress.triton_kernels.common.operands import KernelSide, is_fast, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import KernelCall
 
 if TYPE_CHECKING:
@@ -86,8 +86,7 @@ BIT_REGISTERS = assembly.registers(8, 4)
 @triton.jit(do_not_specialize=("n_packed", "k_capacity", "rope_capacity"))
 def turn_kernel(
     p_mapped, p_rope, p_packed, p_map, p_factors, p_turned, p_shift, n_packed, k_capacity, rope_capacity, rows,
-    HALF: tl.constexpr, META: tl.constexpr, M: tl.constexpr, BOUNDED: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, FAST: tl.constexpr,
+    HALF: tl.constexpr, META: tl.constexpr, M: tl.constexpr, BOUNDED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Map the queries of a head, turned to the anchors of its groups, `M` pairs of group and query row per program.
 
@@ -123,12 +122,14 @@ def turn_kernel(
     first = i_bh * (k_capacity // GROUP) * rows
     p_out = p_turned + (first + o_r)[:, None] * COLUMNS + o_w[None, :]
     b_shift = tl.zeros([M, CHUNK], tl.float32)
-    for column in tl.range(0, COLUMNS, CHUNK, num_stages=STAGES):
+    # In float32 at D = 256, copies ahead would not fit the 64 KB of shared memory of AMD's GPUs.
+    for column in tl.range(0, COLUMNS, CHUNK, num_stages=3 if FAST else 1):
         m_w = column + o_w < COLUMNS
         p_tile = p_map + o_map + column
-        b_tile = tl.dot(b_x, tl.load(p_tile, mask=m_w[None, :], other=0.0).to(DTYPE), input_precision=PRECISION)
+        b_map = tl.load(p_tile, mask=m_w[None, :], other=0.0).to(DTYPE)
+        b_tile = tl.dot(b_x, b_map, input_precision="ieee")
         b_map = tl.load(p_tile + HALF * COLUMNS, mask=m_w[None, :], other=0.0).to(DTYPE)
-        b_tile = tl.dot(b_y, b_map, b_tile, input_precision=PRECISION)
+        b_tile = tl.dot(b_y, b_map, b_tile, input_precision="ieee")
         b_tile *= tl.load(p_factor + (COLUMNS if FAST else 0) + column, mask=m_w, other=0.0)[None, :]
         if FAST:
             b_shift += b_tile * tl.load(p_factor + 2 * COLUMNS + column, mask=m_w, other=0.0)[None, :]
@@ -137,19 +138,18 @@ def turn_kernel(
     tl.store(p_shift + first + o_r, tl.sum(b_shift, 1), mask=m_r)
 
 
-def turn_call(
-    side: KernelSide, mapping: dict[str, Any], inputs: dict[str, Any], bounded: bool, fast: bool, amd: bool
-) -> KernelCall:
+def turn_call(side: KernelSide, mapping: dict[str, Any], inputs: dict[str, Any], bounded: bool) -> KernelCall:
     """Launch of `turn_kernel` for the queries of `map_query_kernel`, result buffers included.
 
     `mapping` are the arguments of the latter, `inputs` the changing ones of `attend_kernel`; bounded: True if the
-    number of packed tokens is in memory; amd: for AMD's GPUs.
+    number of packed tokens is in memory.
     """
     mapped, rows, capacity = mapping["p_mapped"], mapping["rows"], inputs["k_capacity"]
     batch, heads, _, width = mapped.shape
     meta = side.meta
     assert isinstance(meta, Digits)
     groups, exact = capacity // meta.group, mapped.dtype == torch.float32
+    fast = is_fast(mapped.dtype)
     pairs = PAIRS_AT_ONCE // 2 if exact else PAIRS_AT_ONCE
     tables = side.tables_as(mapped.dtype)
     arguments = dict(
@@ -159,8 +159,7 @@ def turn_call(
         ),
         p_shift=mapped.new_empty(batch, heads, groups, rows, dtype=torch.float32),
         rows=rows, HALF=width // 2, META=meta, M=pairs, BOUNDED=bounded,
-        STAGES=1 if amd else 3,  # AMD's 64 KB of shared memory hold no copies ahead at D = 256 in float32
-        PRECISION=dot_precision(exact, amd), FAST=fast, num_warps=4, **launch_options(amd),
+        FAST=fast, num_warps=4, **launch_options(),
     )  # fmt: skip
     arguments |= {name: inputs[name] for name in ("p_rope", "p_packed", "n_packed", "k_capacity", "rope_capacity")}
     return turn_kernel, (-(-groups * rows // pairs), heads, batch), arguments
@@ -213,7 +212,7 @@ def part_levels(
 @triton.jit
 def score(
     b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s[t] = scale[t] Σ_w (A q_g)_w L[digit_w[t]] + places[b] · (means q_g), in `UNIT`.
 
@@ -232,10 +231,10 @@ def score(
     for i in tl.static_range(len(META.bits)):
         b_levels = part_levels(fields, tables, words, o_row, o_t, m_t, META, i, DTYPE, FAST)
         for j in tl.static_range(len(b_levels)):
-            b_s = tl.dot(b_levels[j], b_q[META.tile[i] + j], b_s, input_precision=PRECISION)
+            b_s = tl.dot(b_levels[j], b_q[META.tile[i] + j], b_s, input_precision="ieee")
     # Not as the third operand of this product, which Triton would also make of a sum: nothing that reaches a product in
     # that place is copied ahead of time, and each turn would wait for the scales.
-    b_means = tl.dot(tl.load(p_places).to(DTYPE), b_q[MEANS], input_precision=PRECISION)
+    b_means = tl.dot(tl.load(p_places).to(DTYPE), b_q[MEANS], input_precision="ieee")
     return tl.fma(b_s + b_q[MEANS + 1][None, :], b_scale[:, None].broadcast_to(b_s.shape), b_means)
 
 
@@ -285,7 +284,6 @@ def spectral_side(codec: SpectralCodec) -> KernelSide:
     )  # fmt: skip
     return KernelSide(
         score,
-        None,
         meta,
         (TILE.value,) * (matrix.shape[1] // TILE.value),
         tables=(
@@ -299,8 +297,8 @@ def spectral_side(codec: SpectralCodec) -> KernelSide:
         tokens=min(codec.group, 64 if dim <= 64 else 32),
         most_tokens=codec.group,
         warps=assembly.warps(dim),
-        query_map=(unit / UNIT.value * spread.mT[None]).contiguous(),
-        turn=turn_call,
+        matrix=(unit / UNIT.value * spread.mT[None]).contiguous(),
+        prologue=turn_call,
         group=codec.group,
     )
 

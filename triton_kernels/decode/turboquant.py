@@ -92,7 +92,7 @@ def component_levels(
 @triton.jit
 def score(
     b_q, fields, tables, words, p_rope, i_h, s_head, o_row, o_t, m_t,
-    META: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """s[t] = Σ_i c_i[t] ⟨A_i q, L_i[codes_i[t]]⟩"""
     b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
@@ -105,11 +105,11 @@ def score(
             # Chained: independent sums would load the operands of all components at once and spill registers.
             for j in tl.static_range(len(b_levels)):
                 b_tile = b_levels[j] * b_scale[:, None]
-                b_s = tl.dot(b_tile, b_q[META.tile[i] + j], b_s, input_precision=PRECISION)
+                b_s = tl.dot(b_tile, b_q[META.tile[i] + j], b_s, input_precision="ieee")
         else:
             b_part = tl.zeros_like(b_s)
             for j in tl.static_range(len(b_levels)):
-                b_part = tl.dot(b_levels[j], b_q[META.tile[i] + j], b_part, input_precision=PRECISION)
+                b_part = tl.dot(b_levels[j], b_q[META.tile[i] + j], b_part, input_precision="ieee")
             b_s += b_part * b_scale[:, None]
     return b_s
 
@@ -117,7 +117,7 @@ def score(
 @triton.jit
 def accumulate(
     b_p, fields, tables, words, i_h, s_head, o_row, o_t, m_t, b_acc,
-    META: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    META: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """acc_i += (p[t] c_i[t]) L_i[codes_i[t]]"""
     b_sums = ()
@@ -131,9 +131,9 @@ def accumulate(
             b_tile = tl.trans(b_levels[j])
             b_sum = b_acc[META.tile[i] + j]
             if META.placed[i] and not FAST:
-                b_sum += in_place.UNIT * tl.dot(b_tile, b_weights, input_precision=PRECISION)
+                b_sum += in_place.UNIT * tl.dot(b_tile, b_weights, input_precision="ieee")
             else:
-                b_sum = tl.dot(b_tile, b_weights, b_sum, input_precision=PRECISION)
+                b_sum = tl.dot(b_tile, b_weights, b_sum, input_precision="ieee")
             b_sums = b_sums + (b_sum,)
     return b_sums
 
@@ -180,8 +180,7 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
         words.append(assembly.places(places).to(codec.context.device))
     basis = torch.cat(rows, 1)
     return KernelSide(
-        score,
-        accumulate,
+        score if keys else accumulate,
         Components(*zip(*meta, strict=True)),
         tuple(tiles),
         tables=tuple(component.levels for component in codec.components),
@@ -189,8 +188,6 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
         places=places,
         tokens=16 if len(meta) > 2 else 64 if sum(tiles) <= 80 or (len(meta) == 1 and placed) else 32,
         warps=max(sum(widths) // 256 if len(meta) > 2 else 1, *map(assembly.warps, widths)),
-        query_map=with_mean(basis.mT, codec.mean) if keys else None,
-        bias=codec.mean is not None,
-        output_map=None if keys else basis.contiguous(),
+        matrix=with_mean(basis.mT, codec.mean) if keys else basis.contiguous(),
         headroom=in_place.HEADROOM,
     )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from kvcache_compress.codecs.layout import PLANE_WORD, PLANES, padded_width, padded_words, words_per_token
+from kvcache_compress.codecs.layout import PLANES, padded_width, padded_words, words_per_token
 from kvcache_compress.triton_kernels.common.codes import store_codes
-from kvcache_compress.triton_kernels.common.operands import KernelEncoder, launch_options, next_power_of_2
+from kvcache_compress.triton_kernels.common.operands import KernelEncoder, next_power_of_2
 
 if TYPE_CHECKING:
     from kvcache_compress.methods.kivi import KIVICodec
@@ -28,13 +27,6 @@ class ScaleGroups(NamedTuple):
     planes: int
     tokens: int
     channels: int
-
-
-@triton.jit
-def nearest_codes(b_x, b_scale, b_zero, BITS: tl.constexpr):
-    """Codes `clamp(floor((x - zero) / scale + 1/2))`, for scales and zero points as stored."""
-    b_steps = tl.div_rn(b_x - b_zero.to(tl.float32), tl.maximum(b_scale.to(tl.float32), 1e-30))
-    return tl.minimum(tl.maximum(tl.floor(b_steps + 0.5), 0.0), 2**BITS - 1).to(tl.int32)
 
 
 @triton.jit
@@ -68,7 +60,9 @@ def encode_groups(
     m_s = tl.max(tl.reshape(m_x.to(tl.int32), [GROUPS, SIZE, AFTER]), 1) > 0
     tl.store(fields[SCALE] + o_s, b_scale, mask=m_s)
     tl.store(fields[SCALE + 1] + o_s, b_zero, mask=m_s)
-    b_codes = nearest_codes(b_x, b_scale[:, None, :], b_zero[:, None, :], META.bits)
+    # Codes are those of the scales and zero points as stored.
+    b_steps = tl.div_rn(b_x - b_zero.to(tl.float32)[:, None, :], tl.maximum(b_scale.to(tl.float32), 1e-30)[:, None, :])
+    b_codes = tl.minimum(tl.maximum(tl.floor(b_steps + 0.5), 0.0), 2**META.bits - 1).to(tl.int32)
     b_codes = tl.reshape(b_codes, [T, 8, PADDED])
     store_codes(b_codes, fields[0], fields[SCALE - 1], o_row, m_t, META.bits, WORDS, PADDED)
 
@@ -84,50 +78,3 @@ def kivi_encoder(codec: KIVICodec) -> KernelEncoder | None:
     tokens, channels = (group, 1) if keys else (1, group)
     meta = ScaleGroups(bits, words, padded_words(width), len(PLANES[bits]), tokens, channels)
     return KernelEncoder(encode_groups, meta, (), tokens)
-
-
-@triton.jit(do_not_specialize=("N",))
-def quantize_kernel(
-    p_x, p_scale, p_zero, p_low, p_high, N,
-    BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Pack the codes of numbers whose scales and zero points are already computed."""
-    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m_n = o_n < N
-    o_c = tl.arange(0, PADDED)
-    o_d = tl.arange(0, 8)[:, None] * WORDS + o_c[None, :]
-    m_x = m_n[:, None, None] & (o_c < WORDS)[None, None, :]
-    b_x = tl.load(p_x + o_n[:, None, None] * (8 * WORDS) + o_d[None, :, :], mask=m_x, other=0.0)
-    o_s = (o_n // TOKENS)[:, None, None] * (8 * WORDS // CHANNELS) + (o_d // CHANNELS)[None, :, :]
-    b_scale = tl.load(p_scale + o_s, mask=m_x, other=1.0)
-    b_zero = tl.load(p_zero + o_s, mask=m_x, other=0.0)
-    b_codes = nearest_codes(b_x, b_scale, b_zero, BITS)
-    store_codes(b_codes, p_low, p_high, o_n, m_n, BITS, WORDS, PADDED)
-
-
-def quantize(
-    x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, tokens: int, channels: int
-) -> tuple[torch.Tensor, ...]:
-    """Kernel twin of `methods.kivi.quantize`: float32 `x` `[B, H, T, D]` to bit planes."""
-    grid, arguments, planes = quantize_arguments(x, scale, zero, bits, tokens, channels)
-    quantize_kernel[grid](**arguments)
-    return planes
-
-
-def quantize_arguments(
-    x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int, tokens: int, channels: int
-) -> tuple[tuple[int], dict[str, Any], tuple[torch.Tensor, ...]]:
-    """Grid and arguments of `quantize_kernel`, and the planes that it fills."""
-    width = x.shape[-1]
-    words = words_per_token(width)
-    rows = x.numel() // width
-    planes = tuple(x.new_empty(*x.shape[:-1], words, dtype=PLANE_WORD[plane]) for plane in PLANES[bits])
-    block = 8 if width > 64 else 16
-    arguments = dict(
-        p_x=x.contiguous(), p_scale=scale.contiguous(), p_zero=zero.contiguous(),
-        p_low=planes[0], p_high=planes[-1], N=rows,
-        BITS=bits, WORDS=words, PADDED=padded_words(width), TOKENS=tokens, CHANNELS=channels, BLOCK=block,
-        **launch_options(),
-    )  # fmt: skip
-    return (triton.cdiv(rows, block),), arguments, planes

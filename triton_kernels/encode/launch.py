@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import Field
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder, launch_options, next_power_of_2
-from kvcache_compress.triton_kernels.common.plan import AMD, repeated
+from kvcache_compress.triton_kernels.common.plan import portable, repeated
 
 FEW_TOKENS, MANY_TOKENS = 16, 32
 """Tokens per program: more of them read the rotation less often, but 64 would spill registers on an A100."""
@@ -80,7 +80,20 @@ def encode(
     Fields are contiguous; the first has a row for each token of its capacity, `[B, H, capacity, *shape]`. `rope`
     `[B, groups, 2 * rotary]`, contiguous, has cos and sin of the first token of each group, from token 0 on.
     """
-    grid, inputs, constants = encode_arguments(encoder, x, fields, at, rope)
+    x = x if x.stride(3) == 1 else x.contiguous()
+    batch, heads, tokens, dim = x.shape
+    s_b, s_h, s_t, _ = x.stride()
+    inputs = dict(
+        p_x=x, fields=fields, tables=encoder.tables, s_b=s_b, s_h=s_h, s_t=s_t, tokens=tokens, at=at,
+        capacity=fields[0].shape[2], **rope_inputs(rope, fields[0]),
+    )  # fmt: skip
+    block, warps = (MANY_TOKENS, 8) if tokens > MANY_TOKENS else (FEW_TOKENS, 4)
+    block = max(block, encoder.group)
+    constants = dict(
+        H=heads, D=dim, ENCODE=encoder.encode, META=encoder.meta, PRECISION=exact_precision(), BLOCK=block,
+        num_warps=warps, **launch_options(fusion=False),
+    )  # fmt: skip
+    grid = -(-tokens // block), batch * heads, 1
     repeated(encode_kernel, grid, inputs, constants, x.device)
 
 
@@ -122,31 +135,11 @@ def flush(
     repeated(flush_kernel, (blocks, batch * heads, 1), inputs, constants, x.device)
 
 
-def encode_arguments(
-    encoder: KernelEncoder, x: torch.Tensor, fields: tuple[torch.Tensor, ...], at: int, rope: torch.Tensor | None
-) -> tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]:
-    """Grid of `encode_kernel`, its arguments that change from call to call, and its constants."""
-    x = x if x.stride(3) == 1 else x.contiguous()
-    batch, heads, tokens, dim = x.shape
-    s_b, s_h, s_t, _ = x.stride()
-    inputs = dict(
-        p_x=x, fields=fields, tables=encoder.tables, s_b=s_b, s_h=s_h, s_t=s_t, tokens=tokens, at=at,
-        capacity=fields[0].shape[2], **rope_inputs(rope, fields[0]),
-    )  # fmt: skip
-    block, warps = (MANY_TOKENS, 8) if tokens > MANY_TOKENS else (FEW_TOKENS, 4)
-    block = max(block, encoder.group)
-    constants = dict(
-        H=heads, D=dim, ENCODE=encoder.encode, META=encoder.meta, PRECISION=exact_precision(), BLOCK=block,
-        num_warps=warps, **launch_options(fusion=False),
-    )  # fmt: skip
-    return (-(-tokens // block), batch * heads, 1), inputs, constants
-
-
 def rope_inputs(rope: torch.Tensor | None, unread: torch.Tensor) -> dict[str, Any]:
     """Arguments with cos and sin `[B, groups, 2 * rotary]` for encoders; without any, a placeholder."""
     return {"p_rope": unread, "s_rope": 0} if rope is None else {"p_rope": rope, "s_rope": rope.stride(0)}
 
 
-def exact_precision(amd: bool = AMD) -> str:
+def exact_precision() -> str:
     """`tl.dot` precision that loses nothing of float32 products; tensor cores of NVIDIA's GPUs add up three of TF32."""
-    return "ieee" if amd else "tf32x3"
+    return "ieee" if portable() else "tf32x3"

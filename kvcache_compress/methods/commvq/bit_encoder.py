@@ -38,7 +38,7 @@ class BitEncoder:
         weights = {name: tensor.float() for name, tensor in self.tensors.items()}
         hidden = token / norm.clamp_min(1e-30)[..., None] @ weights["weight1"].mT + weights["bias1"]
         signs = torch.nn.functional.gelu(hidden) @ weights["weight2"].mT + weights["bias2"]
-        pack = quantizer(backend, packing.pack_signs, None, "pack_signs")
+        pack = quantizer(backend, packing.pack_signs, "pack_signs")
         packed = pack(signs.unflatten(2, (self.heads, -1))).transpose(1, 2)
         return packed, self.points((signs > 0).float()), norm
 

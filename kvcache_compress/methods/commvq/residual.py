@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch.nn.functional import pad
 
-from kvcache_compress.codecs.backend import load_part, quantizer
+from kvcache_compress.codecs.backend import quantizer
 from kvcache_compress.codecs.base import Backend
 
 from . import additive
@@ -95,7 +95,7 @@ class ResidualBooks:
     def encode(self, z: torch.Tensor, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode float32 `z` `[B, H, T, D]`, with pairs of keys interleaved: packed codes, and their points."""
         index = self.search(self._by_group(z), backend)
-        pack = quantizer(backend, additive.pack_codes, None, "pack_codes")
+        pack = quantizer(backend, additive.pack_codes, "pack_codes")
         packed = pack(self._codes(index, z), self.code_bits)
         heads = len(self.rounds)
         if self.sizes != (self.row,) * heads:
@@ -130,12 +130,6 @@ class ResidualBooks:
 
         R is the largest number of rounds; indices beyond a head's rounds are zero.
         """
-        if backend == "triton":
-            pairs = additive.pair_table(self.books.float().mT) if self.of_pairs else None
-            index: torch.Tensor = load_part("triton_kernels.encode.commvq").search(
-                z, self.books, self.places, max(self.rounds), pairs
-            )
-            return index.long()
         if self.even:
             return self._found(z, self.widened(), backend)
         # The heads with most rounds come first, so that those which still have one are a part of the tensors.
@@ -148,8 +142,8 @@ class ResidualBooks:
         self, z: torch.Tensor, books: torch.Tensor, backend: Backend, heads: Sequence[int] | None = None
     ) -> torch.Tensor:
         if not self.of_pairs:
-            return additive.real_encode(z, books, quantizer(backend, additive.real_step, None, "real_step"), heads)
-        step = quantizer(backend, additive.complex_step, None, "complex_step")
+            return additive.real_encode(z, books, quantizer(backend, additive.real_step, "real_step"), heads)
+        step = quantizer(backend, additive.complex_step, "complex_step")
         codes = additive.complex_encode(z.unflatten(-1, (-1, 2)), books, step, heads)
         return codes[..., 0] << self.index_bits | codes[..., 1]
 

@@ -178,7 +178,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         y = self._to_code_space(x, self.statistics)
-        encode = quantizer(self.backend, polar_tree.encode, None, "quantize_tree")
+        encode = quantizer(self.backend, polar_tree.encode, "quantize_tree")
         planes, energy, cross = encode(y, self.tree, self._ready_books())
         if self.scalar == "unbiased":
             radii = energy / cross.clamp_min(1e-30)

@@ -156,7 +156,7 @@ class PolarQuantRopeCodec(LinearCodec):
         radius = radii(real, imaginary)
         stored = self._stored_scale(radius)
         steps = radius / self._token_scale(stored).clamp_min(1e-30)
-        quantize_on = quantizer(self.backend, quantize, None, "quantize_pairs")
+        quantize_on = quantizer(self.backend, quantize, "quantize_pairs")
         bits = self.options.angle_bits, self.options.radius_bits
         fields = (*quantize_on(real, imaginary, steps, self.bounds, *bits), *stored)
         if self.options.scalar == "match":
@@ -196,6 +196,10 @@ class PolarQuantRopeCodec(LinearCodec):
         scaled = parts * self._channel_scale()[:, None, None]
         return scaled.transpose(2, 3).flatten(1, 2)
 
+    def direct_basis(self) -> torch.Tensor:
+        """Basis of the score function `direct`, which all kernels use: it is the faster one, with the same scores."""
+        return self.ready_basis() if self.options.score_function == "direct" else self._build_basis("direct")
+
     def parts(self, fields: Fields) -> Iterator[Part]:
         angle, radius = self._polar(fields)
         if self.options.radius_scale == "channel":
@@ -225,14 +229,12 @@ class PolarQuantRopeCodec(LinearCodec):
 
     @cached_property
     def cpu_side(self) -> CPUSide:
-        """C++ operands, always for the score function `direct`, which is the faster one there."""
         from kvcache_compress.cpu_kernels.common.operands import cpu_side
 
         options = self.options
         tokens = self.group if options.radius_scale == "group" else 0
         numbers = (options.angle_bits, options.radius_bits, tokens, round(2 * options.offset))
-        basis = self.ready_basis() if options.score_function == "direct" else self._build_basis("direct")
-        return cpu_side("pairs", numbers, [self.points], basis, self.mean)
+        return cpu_side("pairs", numbers, [self.points], self.direct_basis(), self.mean)
 
 
 def pair_layout(options: PolarQuantRopeOptions, context: CodecContext) -> RopeLayout:

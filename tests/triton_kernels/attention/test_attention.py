@@ -29,8 +29,6 @@ from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
 from kvcache_compress.triton_kernels.attention import launch
-from kvcache_compress.triton_kernels.attention.kernel import attend_kernel
-from kvcache_compress.triton_kernels.attention.query import map_query_arguments, map_query_kernel
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -122,13 +120,10 @@ def test_all_programs_share_the_tokens_of_a_fixed_capacity(make_side: Callable[.
     keys, values = (replace(side, slots=slots) for side in (keys, values))
     query = torch.randn(2, 6, 1, 64)
     sizes = launch.Sizes(32, 5, False, launch.Tile(16, 4, 2))
-    map_grid, mapping = map_query_arguments(query, keys.codec.kernel_side, 2, 0.125)
-    map_query_kernel[map_grid](**mapping)
     inputs, kind = launch.attend_inputs(query, keys, values, None, sizes.split_tokens)
-    grid, arguments = launch.attend_arguments(
-        query, keys, values, inputs, kind, mapping, sizes, scaling=0.125, softcap=None
-    )
-    attend_kernel[grid](**arguments)
+    calls = launch.attention_calls(query, keys, values, inputs, kind, sizes, torch.empty(2, 1, 6, 64), scaling=0.125)
+    for kernel, grid, arguments in calls[:-1]:
+        kernel[grid](**arguments)
     assert arguments["p_stats"][:, :, :5, :, 0].isfinite().all()
 
 

@@ -34,7 +34,7 @@ def test_mapped_queries_factors_and_biases(
     map_query_kernel[grid](**arguments)
     mapped, (factor, bias) = arguments["p_mapped"], arguments["p_rows"].unbind(-1)
     rows = query.view(2, 2, 9, dim).double()
-    whole = rows if side.query_map is None else rows @ side.query_map.double()
+    whole = rows if side.matrix is None else rows @ side.matrix.double()
     width = sum(side.widths)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-3
     assert mapped.dtype == (torch.float32 if dtype == torch.float32 else torch.float16)

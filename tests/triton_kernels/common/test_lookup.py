@@ -17,7 +17,6 @@ from kvcache_compress.triton_kernels.decode import trellis_codes
 
 TOKENS = 64
 TEXTS = {
-    (1, True): (lookup.ONE_BIT, lookup.ONE_BIT_REGISTERS),
     (2, True): (lookup.TWO_BITS, lookup.TWO_BITS_REGISTERS),
     (2, False): (lookup.TWO_BITS, lookup.TWO_BITS_REGISTERS),
     (3, True): (lookup.THREE_BITS, lookup.THREE_BITS_REGISTERS),
@@ -72,7 +71,7 @@ def test_text_gives_the_levels_of_the_codes(width: int, bits: int, even: bool, k
         levels = outward(levels)
     if even:
         levels = (torch.arange(2**bits) - (2**bits - 1) / 2).half() * lookup.unit(bits)
-    table = [] if even and bits in (1, 4) else assembly.byte_table(levels, bits).tolist()
+    table = [] if even and bits == 4 else assembly.byte_table(levels, bits).tolist()
     inputs = operands(bits, planes, table, keys)
     text, constraints = TEXTS[bits, even]
     assert len(inputs) == constraints.value.count(",r")
@@ -166,7 +165,7 @@ def test_text_leaves_codes_in_place(width: int, bits: int, keys: bool) -> None:
     codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(bits))
     planes = packing.pack(codes, bits)
     text, constraints = {
-        1: (in_place.PLACED_ONE, lookup.ONE_BIT_REGISTERS),
+        1: (in_place.PLACED_ONE, in_place.PLACED_ONE_REGISTERS),
         2: (in_place.PLACED_TWO, in_place.PLACED_TWO_REGISTERS),
         4: (in_place.PLACED_FOUR, lookup.FOUR_EVEN_BITS_REGISTERS),
     }[bits]
@@ -178,17 +177,6 @@ def test_text_leaves_codes_in_place(width: int, bits: int, keys: bool) -> None:
         numbers = (fields[:, field] << in_place.place(field, bits)).to(torch.int16)
         assert numbers.max() < 1024, "no bit of the exponent"
         assert np.array_equal(output, inline.held(numbers, keys)[0])
-
-
-@pytest.mark.parametrize("width", [64, 96, 128, 256])
-def test_text_gives_two_bit_codes_as_numbers(width: int) -> None:
-    codes = torch.randint(0, 4, (TOKENS, width), generator=torch.Generator().manual_seed(width))
-    inputs = operands(2, tuple(plane for plane in packing.pack(codes, 2)), [], keys=False)
-    assert len(inputs) == lookup.TWO_EVEN_BITS_REGISTERS.value.count(",r")
-    outputs = inline.run(lookup.TWO_EVEN_BITS.value, inputs, 8)
-    fields = codes.view(TOKENS, 8, words_per_token(width))
-    for field, output in enumerate(outputs):
-        assert np.array_equal(output, inline.held(fields[:, field].half().view(torch.int16), False)[0])
 
 
 @pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])

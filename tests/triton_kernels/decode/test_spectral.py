@@ -33,6 +33,7 @@ from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
 from kvcache_compress.triton_kernels.attention import launch
+from kvcache_compress.triton_kernels.common import plan
 
 
 def spectral(bits: float, group: int = 32) -> tuple[str, Callable[[int], dict[str, Any]]]:
@@ -105,7 +106,7 @@ def test_kernel_equals_reference_and_plain_attention(
 @pytest.mark.parametrize("name", FAST)
 def test_fast_path(name: str, make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch) -> None:
     """The assembly in Triton's interpreter, run by `ptx/inline.py`."""
-    monkeypatch.setattr(launch, "INTERPRETING", False)
+    monkeypatch.setattr(plan, "PORTABLE", False)
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", inline.create_inline_asm)
     torch.manual_seed(len(name))
     check(FAST[name], *segments(FAST[name], make_side), monkeypatch)

@@ -8,54 +8,62 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from support.device import DEVICE
 from support.encode_cases import SIDES, assert_equal_but_for_ties, assert_equal_fields, unit_vectors
 from support.method_cases import half_layout, random_track
 
-from kvcache_compress.codecs import packing, scalar, trellis
+from kvcache_compress.codecs import packing, trellis
 from kvcache_compress.codecs.base import Codec
-from kvcache_compress.codecs.layout import PLANES
-from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward, uniform_levels
-from kvcache_compress.methods import kivi
+from kvcache_compress.codecs.layout import PLANES, padded_words
+from kvcache_compress.codecs.scalar import Scalar
 from kvcache_compress.storage.side import encoded
-from kvcache_compress.triton_kernels.encode.kivi import quantize as kivi_kernel
-from kvcache_compress.triton_kernels.encode.turboquant import quantize as turboquant_kernel
+from kvcache_compress.triton_kernels.encode.trellis import best_path
 
 ROTATED = {"turboquant", "qjl", "polarquant_recursive", "spectral"}
 """Methods whose kernels also rotate, with sums in another order than torch's."""
 
 
-@pytest.mark.parametrize("bits", range(1, 7))
-@pytest.mark.parametrize("width", [8, 48, 72, 80, 96, 128, 256])
-def test_turboquant_codes(bits: int, width: int) -> None:
-    levels = (lloyd_max_levels if width % 16 else uniform_levels)(width, bits).float().to(DEVICE)
-    z, norm = unit_vectors(width, levels)
-    expected = scalar.quantize(z, norm, levels, bits, "norm")
-    assert_equal_fields(turboquant_kernel(z, norm, levels, bits, "norm"), expected)
+@pytest.mark.parametrize("order", ["lloyd_max", "uniform"])
+@pytest.mark.parametrize("kind", get_args(Scalar))
+@pytest.mark.parametrize(("head_dim", "bits"), [(16, 1), (24, 3), (48, 2), (64, 4), (80, 5), (128, 6), (256, 4)])
+def test_turboquant_codes(kind: Scalar, head_dim: int, bits: int, order: str, make_codec: Callable[..., Codec]) -> None:
+    codec = make_codec("turboquant", {"bits": bits, "codebook": order, "scalar": kind}, "values", head_dim)
+    x = torch.randn(2, 2, 9, head_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(head_dim))
+    x[0, 0, 1] *= 1e5
+    x[1, 0, 3] = 0.0
+    assert codec.kernel_encoder is not None
+    assert_equal_but_for_ties(codec, encoded(codec.on("triton"), x), codec.encode(x))
 
 
-@pytest.mark.parametrize("order", [torch.clone, outward], ids=["ascending", "outward"])
-@pytest.mark.parametrize("kind", get_args(scalar.Scalar))
-@pytest.mark.parametrize(("width", "bits"), [(8, 3), (16, 1), (48, 2), (64, 4), (80, 5), (128, 6), (256, 4)])
-def test_turboquant_scalars(
-    kind: scalar.Scalar, width: int, bits: int, order: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    levels = order(lloyd_max_levels(width, bits).float()).to(DEVICE)
-    z, norm = unit_vectors(width, levels)
-    z[0, 0, 0] = -z[0, 0, 1]
-    norm[0, 0, 1] = 1e6
-    expected = scalar.quantize(z, norm, levels, bits, kind)
-    assert_equal_fields(turboquant_kernel(z, norm, levels, bits, kind), expected)
+@triton.jit
+def path_kernel(p_z, p_units, p_codes, p_index, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr):
+    """Best paths of 8 vectors of `8 * WORDS` numbers in memory order."""
+    o_w = tl.arange(0, 8)[None, :, None] + 8 * tl.arange(0, PADDED)[None, None, :]
+    o_z, m_z = tl.arange(0, 8)[:, None, None] * (8 * WORDS) + o_w, o_w < 8 * WORDS
+    b_codes, b_index = best_path(tl.load(p_z + o_z, mask=m_z, other=0.0), p_units, BITS, WORDS, PADDED)
+    tl.store(p_codes + o_z, b_codes, mask=m_z)
+    tl.store(p_index + o_z, b_index, mask=m_z)
+
+
+def assert_best_paths(z: torch.Tensor, levels: torch.Tensor, bits: int) -> None:
+    """Paths of unit vectors `z` `[8, width]` are those of torch, to the bit."""
+    width = z.shape[1]
+    units = trellis.in_steps(levels, width)
+    found = torch.empty(2, *z.shape, dtype=torch.int32, device=z.device)
+    path_kernel[(1,)](z, units, *found, bits, width // 8, padded_words(width))
+    for ours, theirs in zip(found, trellis.best_path(trellis.in_steps(z, width), units), strict=True):
+        assert torch.equal(ours, theirs.int())
 
 
 @pytest.mark.parametrize(("width", "bits"), [(8, 2), (16, 1), (24, 3), (48, 2), (64, 1), (72, 3), (128, 2), (160, 3)])
 def test_trellis_codes(width: int, bits: int) -> None:
     levels = trellis.trellis_levels(width, bits).float().to(DEVICE)
-    z, norm = unit_vectors(width, levels)
-    z[1, 0, 4] = 0.0
-    z[1, 0, 4, 5] = 1.0
-    expected = trellis.quantize(z, norm, levels, bits, "norm")
-    assert_equal_fields(turboquant_kernel(z, norm, levels, bits, "norm"), expected)
+    z = unit_vectors(width, levels)[0][:, 0, :4].reshape(8, width)
+    z[1], z[2] = 0.0, 0.0
+    z[2, 5] = 1.0
+    assert_best_paths(z, levels, bits)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3])
@@ -65,23 +73,21 @@ def test_trellis_codes_of_equal_paths(bits: int) -> None:
     places = torch.randint(len(levels) + 1, (24, 32), generator=torch.Generator(levels.device).manual_seed(bits))
     z = torch.cat([levels, levels.new_zeros(1)])[places]
     z[:8] = z[:8, :1]
-    norm = torch.ones(24, device=z.device)
-    expected = trellis.quantize(z, norm, levels, bits, "norm")
-    assert_equal_fields(turboquant_kernel(z, norm, levels, bits, "norm"), expected)
+    for part in z.split(8):
+        assert_best_paths(part, levels, bits)
 
 
-@pytest.mark.parametrize("kind", get_args(scalar.Scalar))
-def test_trellis_scalars(kind: scalar.Scalar) -> None:
-    levels = trellis.trellis_levels(40, 2).float().to(DEVICE)
-    z, norm = unit_vectors(40, levels)
-    norm[0, 0, 1] = 1e6
-    z[1, 0, 3, 0] = 1e-30
-    expected = trellis.quantize(z, norm, levels, 2, kind)
-    assert_equal_fields(turboquant_kernel(z, norm, levels, 2, kind), expected)
+@pytest.mark.parametrize("kind", get_args(Scalar))
+def test_trellis_scalars(kind: Scalar, make_codec: Callable[..., Codec]) -> None:
+    codec = make_codec("turboquant", {"bits": 2, "codebook": "trellis", "scalar": kind}, "values", 40)
+    x = torch.randn(1, 2, 9, 40, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
+    x[0, 0, 1] *= 1e5
+    x[0, 1, 3] = 0.0
+    assert_equal_but_for_ties(codec, encoded(codec.on("triton"), x), codec.encode(x))
 
 
 @pytest.mark.parametrize("head_dim", [64, 160])
-def test_wide_trellis_codes_take_a_second_launch(head_dim: int, make_codec: Callable[..., Codec]) -> None:
+def test_torch_encodes_wide_trellis_codes(head_dim: int, make_codec: Callable[..., Codec]) -> None:
     codec = make_codec("turboquant", {"bits": 2, "codebook": "trellis"}, "values", head_dim)
     assert (codec.kernel_encoder is None) == (head_dim == 160)
     x = torch.randn(1, 2, 3, head_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
@@ -89,16 +95,13 @@ def test_wide_trellis_codes_take_a_second_launch(head_dim: int, make_codec: Call
 
 
 @pytest.mark.parametrize("bits", range(1, 7))
-@pytest.mark.parametrize(("width", "tokens", "channels"), [(128, 32, 1), (80, 16, 1), (64, 1, 32), (96, 1, 16)])
-def test_kivi_codes(bits: int, width: int, tokens: int, channels: int) -> None:
-    x = torch.randn(2, 2, 64, width, generator=torch.Generator(torch.get_default_device()).manual_seed(bits))
+@pytest.mark.parametrize(("head_dim", "side", "group"), [(128, "keys", 32), (80, "keys", 16), (64, "values", 32)])
+def test_kivi_codes(bits: int, head_dim: int, side: Any, group: int, make_codec: Callable[..., Codec]) -> None:
+    codec = make_codec("kivi", {"bits": bits, "group_size": group}, side, head_dim)
+    x = torch.randn(2, 2, 64, head_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(bits))
     x[0, 0, :32, :32] = 3.0
-    grouped = x.unflatten(2, (-1, tokens)) if tokens > 1 else x.unflatten(3, (-1, channels))
-    axis = 3 if tokens > 1 else 4
-    zero = grouped.amin(axis).half()
-    scale = ((grouped.amax(axis) - grouped.amin(axis)) / (2**bits - 1)).half()
-    expected = kivi.quantize(x, scale, zero, bits, tokens, channels)
-    assert_equal_fields(kivi_kernel(x, scale, zero, bits, tokens, channels), expected)
+    assert codec.kernel_encoder is not None
+    assert_equal_fields(encoded(codec.on("triton"), x), codec.encode(x))
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])
