@@ -16,19 +16,20 @@ from typing import Annotated, get_args
 import torch
 import typer
 
+from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.bench.layers import Shape, encoded_side, middle_layer, named_config
-from kvcache_compress.codecs.base import Backend, Side
+from kvcache_compress.codecs.base import Side
 
 PRESETS = (
     "turboquant-4bit", "turboquant-2.5bit", "kivi-4bit", "qjl-3bit", "polarquant-rope-4bit", "polarquant-3.4bit",
     "commvq-1bit", "commvq-2bit", "commvq-paper",
 )  # fmt: skip
 SHAPES = {"9/3 heads of 64": Shape(9, 3, 64), "32/8 heads of 128": Shape(32, 8, 128)}
-BACKENDS: tuple[Backend, ...] = ("torch", "cpp")
+NAMES = "torch", "cpp"
 
 
 @torch.inference_mode()
-def encode_ms(preset: str, side: Side, shape: Shape, tokens: int, turns: int) -> dict[Backend, float]:
+def encode_ms(preset: str, side: Side, shape: Shape, tokens: int, turns: int) -> dict[str, float]:
     """Median milliseconds per backend to encode one side of one layer, float32."""
     plan = middle_layer(named_config(preset)).side(side)
     layer_side = encoded_side(
@@ -38,8 +39,8 @@ def encode_ms(preset: str, side: Side, shape: Shape, tokens: int, turns: int) ->
     x = torch.randn(1, shape.kv_heads, tokens, shape.head_dim)
     rope = None if layer_side.track is None else layer_side.track.read(0, tokens)
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    encoders = {backend: layer_side.codec.on(backend) for backend in BACKENDS}
-    times: dict[Backend, list[float]] = {backend: [] for backend in BACKENDS}
+    encoders = {name: BACKENDS[name].bind(layer_side.codec) for name in NAMES}
+    times: dict[str, list[float]] = {name: [] for name in NAMES}
     for _ in range(turns + 1):
         for backend, milliseconds in times.items():
             begun = clock()
@@ -64,7 +65,7 @@ def main(
                 by_shape = [encode_ms(name, side, shape, tokens, turns) for shape in SHAPES.values()]
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from error
-            times = (milliseconds[backend] for milliseconds in by_shape for backend in BACKENDS)
+            times = (milliseconds[backend] for milliseconds in by_shape for backend in NAMES)
             cells = (f" {ms:,.0f} |" if ms >= 100 else f" {ms:.3g} |" for ms in times)
             print(f"| `{name}` | {side} |", *cells, sep="", flush=True)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.bench.layers import build_codec, encoded_side, middle_layer
 from kvcache_compress.codecs.base import Codec, MethodOptions, Side
 from kvcache_compress.codecs.layout import bytes_per_token
@@ -21,7 +22,7 @@ from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.storage.segments import SideSegments
-from kvcache_compress.storage.side import SideState, Windows, encoded
+from kvcache_compress.storage.side import SideState, Windows
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.triton_kernels import aot
 from kvcache_compress.triton_kernels.attention import launch
@@ -179,10 +180,9 @@ def static_step_launches(
         codec = build_codec(*(keys if side == "keys" else values), side, 128, 2, torch.bfloat16)
         sides[side] = SideState(codec, tokens, 96, track_of(codec, tokens), PaddingRecord())
         sides[side].prepare(tokens, 0)
-        sides[side].codec = sides[side].codec.on("triton")  # only now, as `prepare` works in torch
     group = sides["keys"].codec.group
     windows = Windows(sinks=16, recent=64, flush=max(32, group), group=group, capacity=464)
-    storage = StaticStorage(DynamicStorage(sides, windows, PackableChecks(0)))
+    storage = StaticStorage(DynamicStorage(sides, windows, PackableChecks(0), BACKENDS["triton"]))
 
     def step() -> None:
         storage.buffers.step(sides, dict.fromkeys(both, tokens[:, :, :1]), None)
@@ -239,4 +239,4 @@ def encode_launches(side: Side, method: str, options: MethodOptions, head_dim: i
     codec.prepare(tokens)
     track = track_of(codec, tokens)
     rope = None if track is None else track.read(0, 512)
-    return aot.captured_launches(lambda: encoded(codec.on("triton"), tokens, rope))
+    return aot.captured_launches(lambda: BACKENDS["triton"].encoded(codec, tokens, rope))

@@ -33,7 +33,7 @@ from transformers import LlamaConfig
 from kvcache_compress import CompressedCache
 from kvcache_compress.attention.interface import AttentionName, attention_forward
 from kvcache_compress.bench.layers import SHAPES, Shape, encoded_side, middle_layer, use_backend
-from kvcache_compress.codecs.backend import interpreting
+from kvcache_compress.codecs.device import interpreting
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import load_config
 from kvcache_compress.storage.checks import PackableChecks

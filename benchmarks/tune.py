@@ -26,7 +26,7 @@ from gpu_kit.supervise import Workers, default_processes, measure_stages
 from gpu_kit.tune import BATCH, SMALL, TOKENS, Case, best_tiles, plan_cases, plan_tiles, update_table
 
 from kvcache_compress.bench.layers import VARIANTS
-from kvcache_compress.codecs.backend import interpreting
+from kvcache_compress.codecs.device import interpreting
 from kvcache_compress.config import preset_names
 from kvcache_compress.eval.provenance.results import circumstances, git_commit
 from kvcache_compress.triton_kernels.attention.tiles import capability_of

@@ -317,7 +317,8 @@ def doctor() -> None:
     """Show versions, devices and the backend that would run."""
     import torch
 
-    from kvcache_compress.codecs.backend import interpreting, resolve_backend
+    from kvcache_compress.backends.choice import resolve_backend
+    from kvcache_compress.codecs.device import interpreting
     from kvcache_compress.cpu_kernels.build import built
 
     table = Table(title="kvcache-compress doctor", show_header=False)
@@ -336,7 +337,8 @@ def doctor() -> None:
     # On a CPU this question would compile them.
     asked = cuda or interpreting() or compiled
     device = torch.device("cuda" if cuda else "cpu")
-    table.add_row("backend", resolve_backend("auto", device) if asked else "torch, until the CPU kernels are built")
+    found = resolve_backend("auto", device).name if asked else "torch, until the CPU kernels are built"
+    table.add_row("backend", found)
     console.print(table)
 
 

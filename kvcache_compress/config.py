@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias
 import yaml
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from kvcache_compress.codecs.backend import BackendChoice
+from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs.base import SIDES, Codec, MethodOptions, RopeUse, Side
 from kvcache_compress.codecs.layout import Field as StoredField
 from kvcache_compress.codecs.layout import group_tokens
@@ -217,11 +217,19 @@ class CompressionConfig(StrictOptions):
     sink_tokens: Tokens = 16
     recent_tokens: Tokens = 64
     quantize_generated: bool = True
-    backend: BackendChoice = "auto"
+    backend: str = "auto"
     seed: Seed = 0
     max_cache_len: int | None = Field(None, ge=1, le=MOST_TOKENS)
     offloading: bool = False
     layers: AnyList[LayerRule] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> CompressionConfig:
+        if self.backend not in ("auto", *BACKENDS):
+            *names, last = ("auto", *BACKENDS)
+            choices = f"{', '.join(map(repr, names))} or {last!r}"
+            raise ValueError(f"backend={self.backend!r}: must be {choices}")
+        return self
 
     @model_validator(mode="after")
     def _check_static(self) -> CompressionConfig:

@@ -36,9 +36,9 @@ def _interpreter() -> None:
 @pytest.fixture
 def static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make static layers run steps of static shapes on the CPU, as they do on other devices."""
-    from kvcache_compress.cache import layer
+    from kvcache_compress.storage.backend import Backend
 
-    monkeypatch.setattr(layer, "has_static_steps", lambda backend, device: True)
+    monkeypatch.setattr(Backend, "has_static_steps", lambda backend, device: True)
 
 
 @pytest.fixture

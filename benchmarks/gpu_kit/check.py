@@ -13,14 +13,17 @@ from typing import Literal
 import torch
 
 from kvcache_compress.attention.handle import Step
+from kvcache_compress.backends import torch as reference
+from kvcache_compress.backends.choice import BACKENDS, resolve_backend
 from kvcache_compress.bench.compare import allowed_error, attention_problem, relative_error
 from kvcache_compress.bench.layers import Shape, build_codec, encoded_side, middle_layer, named_config
-from kvcache_compress.codecs.backend import interpreting, load_part, on_device, resolve_backend
-from kvcache_compress.codecs.base import Backend
+from kvcache_compress.codecs.device import interpreting, on_device
 from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.storage.backend import Backend
 from kvcache_compress.storage.checks import LONGEST
 from kvcache_compress.storage.segments import SideSegments
-from kvcache_compress.storage.side import encoded
+from kvcache_compress.triton_kernels.encode import launch as encoding
+from kvcache_compress.triton_kernels.update import append as appending
 
 from .check_static import CODES_BAR, STATIC, check_steps, differing
 
@@ -76,7 +79,7 @@ def check_kernels(
     keys, values = (
         encoded_side(
             *method, dtype, heads=shape.kv_heads, packed=-(-tokens // group) * group,
-            windows=(plan.sink_tokens, plan.recent_tokens), batch=BATCH, device=device, backend=backend,
+            windows=(plan.sink_tokens, plan.recent_tokens), batch=BATCH, device=device, backend=backend.name,
         )
         for method in methods
     )  # fmt: skip
@@ -86,16 +89,18 @@ def check_kernels(
         count = min(side.packed, COMPARED_TOKENS)
         x = torch.randn(BATCH, shape.kv_heads, count, shape.head_dim, device=device, dtype=dtype)
         rope = side.rope(0, count)
-        share = differing(encoded(side.codec, x, rope), encoded(side.codec.on("torch"), x, rope))
+        torch_codec = side.codec.with_native(None)
+        share = differing(backend.encoded(side.codec, x, rope), BACKENDS["torch"].encoded(torch_codec, x, rope))
         different = max(different, share)
     problem = attention_problem(error, allowed)
     if problem is None and not different <= CODES_BAR:
         problem = f"{different:.1e} of the stored words differ: allowed {CODES_BAR:g}"
     if problem is None and not _appends(shape, device, dtype):
         problem = "appended keys and values are wrong"
-    if problem is None and backend == "triton" and not all(_flushes(side, device, dtype) for side in (keys, values)):
+    on_triton = backend.name == "triton"
+    if problem is None and on_triton and not all(_flushes(side, device, dtype) for side in (keys, values)):
         problem = "tokens that leave a tail are encoded, checked or moved wrongly"
-    if problem is None and steps and backend == "triton" and cache in STATIC:
+    if problem is None and steps and on_triton and cache in STATIC:
         _, problem = check_steps(cache, shape, device, dtype)
     return KernelCheck(cache, name, tokens, error if math.isfinite(error) else None, different, problem)
 
@@ -115,9 +120,7 @@ def _attention_error(
             replace(side, sinks=torch.randn_like(side.sinks), tail_buffer=torch.randn_like(side.tail_buffer))
             for side in (keys, values)
         )
-        expected = load_part("attention.reference").attend(
-            AttentionCall.of(query.float(), scaling=scaling), k_moved, v_moved
-        )
+        expected = reference.attend(AttentionCall.of(query.float(), scaling=scaling), k_moved, v_moved)
         calls.append((query, Step(k_moved, v_moved, backend), expected))
     errors = []
     for query, view, expected in calls:
@@ -133,7 +136,7 @@ def _appends(shape: Shape, device: torch.device, dtype: torch.dtype) -> bool:
         new = [torch.randn(BATCH, shape.kv_heads, 1, shape.head_dim, device=device, dtype=dtype) for _ in range(2)]
         tails = [torch.zeros(size, device=device, dtype=dtype) for _ in range(2)]
         with on_device(new[0]):
-            load_part("triton_kernels.update.append").append(*new, *tails, at)
+            appending.append(*new, *tails, at)
         for x, tail in zip(new, tails, strict=True):
             expected = torch.zeros_like(tail)
             expected[:, :, at : at + 1] = x
@@ -151,7 +154,7 @@ def _flushes(side: SideSegments, device: torch.device, dtype: torch.dtype) -> bo
         return True
     batch, heads, _, dim = side.sinks.shape
     leaving = max(32, side.codec.group)
-    kernels, flags = load_part("triton_kernels.encode.launch"), torch.ones(4, dtype=torch.int32, device=device)
+    flags = torch.ones(4, dtype=torch.int32, device=device)
     for call in range(3):
         tail = torch.randn(batch, heads, leaving + 8, dim, device=device, dtype=dtype)
         tail[-1, -1, leaving - 1, 0] = torch.nan if call == 2 else 1
@@ -162,8 +165,8 @@ def _flushes(side: SideSegments, device: torch.device, dtype: torch.dtype) -> bo
         moved = torch.zeros(batch, heads, 16, dim, device=device, dtype=dtype)
         with on_device(tail):
             rows = None if side.track is None else side.track.buffer
-            kernels.flush(encoder, tail, leaving, 8, fields, leaving, moved, flags, LONGEST, rows)
-            expected = encoded(side.codec.on("triton"), tail[:, :, :leaving], side.rope(leaving, 2 * leaving))
+            encoding.flush(encoder, tail, leaving, 8, fields, leaving, moved, flags, LONGEST, rows)
+            expected = BACKENDS["triton"].encoded(side.codec, tail[:, :, :leaving], side.rope(leaving, 2 * leaving))
         right = right and bool(flags.all()) == (call != 2)
         right = right and torch.equal(moved[:, :, :8], tail[:, :, leaving:]) and not moved[:, :, 8:].any()
         if call != 2:

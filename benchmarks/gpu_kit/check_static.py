@@ -18,8 +18,8 @@ from kvcache_compress.attention.interface import AttentionName
 from kvcache_compress.bench.compare import allowed_error, attention_problem, relative_error
 from kvcache_compress.bench.layers import Shape, named_config, random_codebooks
 from kvcache_compress.cache.compressed_cache import CompressedCache
-from kvcache_compress.codecs.backend import interpreting
 from kvcache_compress.codecs.base import Fields
+from kvcache_compress.codecs.device import interpreting
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.packed_store import PackedStore
 

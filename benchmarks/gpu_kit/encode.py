@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcache_compress.backends.choice import resolve_backend
 from kvcache_compress.bench.layers import Shape, encoded_side, middle_layer, named_config
 from kvcache_compress.bench.timing import median_ms
-from kvcache_compress.codecs.backend import BackendChoice, interpreting, resolve_backend
+from kvcache_compress.codecs.device import interpreting
 from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.side import SideState
 
@@ -55,7 +56,7 @@ def encode_time(
         ValueError: the preset does not support the shape.
     """
     plan = middle_layer(named_config(preset))
-    choice: BackendChoice = "triton" if interpreting() else "auto"
+    choice = "triton" if interpreting() else "auto"
     states: list[tuple[SideState, torch.Tensor]] = []
     for side in ("keys", "values"):
         layer_side = encoded_side(
@@ -67,14 +68,15 @@ def encode_time(
         state.prepared = True  # the codec already is, and fractional bits can be prepared only once
         state.store.make_static(tokens)
         states.append((state, x))
-    backend = resolve_backend(choice, device, [state.codec for state, _ in states])
+    kinds = [(type(state.codec), state.codec.options, state.codec.context.side) for state, _ in states]
+    backend = resolve_backend(choice, device, kinds)
     for state, _ in states:
-        state.codec = state.codec.on(backend)
+        state.codec = backend.bind(state.codec)
 
     def encode() -> None:
         for state, x in states:
             state.store.truncate(0)
-            state.flush(x, tokens, growing=False)
+            backend.pack(state, x, tokens, growing=False)
 
     time, size = median_ms(encode, device, repeats, flushes=FLUSHES), sum(x.nbytes for _, x in states)
     return EncodeTime(preset, name, batch, tokens, time, size / time / 1e6)

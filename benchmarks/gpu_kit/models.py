@@ -20,7 +20,7 @@ from kvcache_compress.bench.compare import Comparison, compare_view
 from kvcache_compress.bench.layers import Shape, named_config
 from kvcache_compress.cache.compressed_cache import CompressedCache
 from kvcache_compress.cache.layer import CompressedLayer
-from kvcache_compress.codecs.backend import interpreting
+from kvcache_compress.codecs.device import interpreting
 from kvcache_compress.eval.provenance.results import error_message
 from kvcache_compress.modeling.decoder import cache_argument
 

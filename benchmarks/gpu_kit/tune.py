@@ -24,10 +24,10 @@ from kvcache_compress.bench.compare import compare_view
 from kvcache_compress.bench.decode import random_view
 from kvcache_compress.bench.layers import Shape, encoded_side, middle_layer, named_config
 from kvcache_compress.bench.timing import median_ms
-from kvcache_compress.codecs.backend import load_part
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.files.text import parse_json, read_text
+from kvcache_compress.triton_kernels.attention import tiles
 
 from .jobs import TUNING, Job, is_missing
 
@@ -105,7 +105,6 @@ def plan_cases(
     Its tiles, at most `most`, begin with that of the table for this compute capability, then those most like the
     rule's.
     """
-    tiles = load_part("triton_kernels.attention.tiles")
     cases: dict[tuple[str, str], Case] = {}
     for preset in presets:
         plan = middle_layer(named_config(preset))
@@ -167,7 +166,6 @@ def try_tile(
     Raises:
         ValueError: attention is wrong, or registers spill.
     """
-    tiles = load_part("triton_kernels.attention.tiles")
     scaling, errors, times = shape.head_dim**-0.5, [], []
     for view, query in _views(preset, shape, batch, tokens, device, INPUTS if timed else 1):
         k_side, v_side = view.keys.codec.kernel_side, view.values.codec.kernel_side
@@ -247,5 +245,5 @@ def update_table(
     if kernels:
         table[capability] = dict(sorted(kernels.items()))
     text = json.dumps(dict(sorted(table.items())), indent=1) + "\n"
-    load_part("triton_kernels.attention.tiles").read_tiles(text)
+    tiles.read_tiles(text)
     write_atomically(path, text)

@@ -1,4 +1,4 @@
-"""Call the C++ attention; `attend` is the twin of `reference.attend`."""
+"""Call the C++ attention; `attend` is the twin of `backends.torch.attend`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DescribedSide:
 
 
 def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
-    """Attend in C++; same arguments and result as `reference.attend`.
+    """Attend in C++; same arguments and result as `backends.torch.attend`.
 
     Raises:
         RuntimeError: the C++ code cannot be compiled or loaded here.

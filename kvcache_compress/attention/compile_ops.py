@@ -19,7 +19,7 @@ import torch
 from kvcache_compress.codecs.mask import AttentionCall, Mask
 
 from .handle import PackedKV
-from .path import AttentionPath
+from .path import TILED, AttentionPath
 
 if TYPE_CHECKING:
     from kvcache_compress.cache.layer import CompressedLayer
@@ -107,8 +107,8 @@ class TracedStep:
         return self.dense("keys"), self.dense("values"), mask
 
     def path(self, call: AttentionCall) -> AttentionPath:
-        """Return `torch`, in place of the path that the operator chooses when it runs."""
-        return "torch"
+        """Return any path, in place of the one that the operator chooses when it runs."""
+        return TILED
 
     def attend(self, call: AttentionCall, path: AttentionPath | None = None) -> torch.Tensor:
         """Add the attention of `Step.attend` to the graph; its path is chosen when the code runs."""

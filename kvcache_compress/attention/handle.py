@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_compress.codecs.backend import on_device
-from kvcache_compress.codecs.base import Backend, Side
+from kvcache_compress.codecs.base import Side
+from kvcache_compress.codecs.device import on_device
 from kvcache_compress.codecs.mask import AttentionCall, Mask
+from kvcache_compress.storage.backend import Backend
 from kvcache_compress.storage.segments import SideSegments
 
 from .decoded import decoded
-from .path import AttentionPath, attention, path_over, record
+from .path import TILED, AttentionPath, path_over, record
 
 if TYPE_CHECKING:
     from kvcache_compress.cache.layer import CompressedLayer
@@ -106,7 +107,7 @@ class Step:
             return self.dense("keys"), self.dense("values"), mask
         return self.keys.dense(), self.values.dense(), self._over_tokens(Mask(mask)).tensor
 
-    def path(self, call: AttentionCall) -> AttentionPath:
+    def path(self, call: AttentionCall) -> AttentionPath | None:
         return path_over(self, call)
 
     def show_queries(self, call: AttentionCall) -> bool:
@@ -123,14 +124,13 @@ class Step:
         """Attend to both sides: `[B, n, Hq, Dv]`.
 
         The call's mask is over tokens, spare capacity of a static layer included. `path` is by default that of
-        `self.path`; the layer's backend replaces `decode`.
+        `self.path`, or else the layer's back end.
         """
-        path = path or self.path(call)
-        path = self.backend if path == "decode" else path
-        record(path, call.query.shape[2])
+        path = path or self.path(call) or self.backend
+        record(path.name, call.query.shape[2])
         call = replace(call, mask=self._stored_mask(call, path))
         with on_device(call.query):
-            return attention(path)(call, self.keys, self.values)
+            return path.attend(call, self.keys, self.values)
 
     def _over_tokens(self, mask: Mask) -> Mask:
         """Trim a mask to written tokens."""
@@ -143,11 +143,11 @@ class Step:
         if slots is not None:
             if padding is not None:
                 mask = mask.exchanged(padding, slots.sinks, count, slots.capacity, device, slots.length)
-            return mask if path == "triton" else slots.mask(mask, count)  # Triton's kernels make it themselves
+            return mask if isinstance(path, Backend) and path.makes_slot_masks else slots.mask(mask, count)
         mask, tokens = self._over_tokens(mask), keys.shape[2]
         if padding is not None:
             return mask.exchanged(padding, keys.sinks.shape[2], count, tokens, device)
-        return mask if path == "tiled" else mask.by_query(count, tokens)
+        return mask if path is TILED else mask.by_query(count, tokens)
 
 
 class PackedKV:

@@ -1,7 +1,7 @@
 """The attention function that Transformers calls: registered by name and switched on per model.
 
 Without packed tokens (prefill) the model's previous attention runs on the new tensors. With packed tokens `path.py`
-chooses; on the path `decode`, the previous attention runs over the decoded layer, with its own mask.
+chooses; where it finds no path, the previous attention runs over the decoded layer, with its own mask.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.modeling.adapters import compressible, unwrapped
 
 from .handle import PackedKV, Step
-from .path import attention_path, record, weights_wanted
+from .path import DECODE, attention_path, record, weights_wanted
 from .position_hooks import register_fused_hooks, remove_fused_hooks
 
 ATTENTION_NAME = "kvcache_compress"
@@ -77,10 +77,10 @@ def attention_forward(
         )  # fmt: skip
         observed = isinstance(step, Step) and step.show_queries(call)
         path = attention_path(step, call, module, attention_mask, dropout, kwargs)
-        if path != "decode":
+        if path is not None:
             return step.attend(call, path), None
         if not (observed or torch.compiler.is_compiling()):
-            record("decode", query.shape[2])
+            record(DECODE, query.shape[2])
         if weights_wanted() or not Mask.supports(attention_mask):
             key, value = step.dense("keys"), step.dense("values")
         else:

@@ -1,39 +1,43 @@
 """Choice of the path by which a step attends to a compressed layer.
 
-`triton`, `cpp`, `torch`: fused attention of a backend, over the codes as they are stored. `tiled`: attention of many
-queries over tiles of decoded tokens. `decode`: the model's previous attention over the whole layer, decoded.
+A back end: fused attention over the codes as they are stored. `TILED`: attention of many queries over tiles of decoded
+tokens. None: the model's previous attention over the whole layer, decoded (`decode` in records).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from transformers.utils.output_capturing import _active_collector
 
-from kvcache_compress.codecs.backend import load_part
-from kvcache_compress.codecs.base import Backend
 from kvcache_compress.codecs.mask import AttentionCall, Mask
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.backend import Backend
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
+
+from . import tiled
 
 if TYPE_CHECKING:
     from .compile_ops import TracedStep
     from .handle import Step
 
 logger = logging.getLogger(__name__)
-AttentionPath: TypeAlias = Backend | Literal["tiled", "decode"]
-MAX_CPP_QUERIES = 128
-"""Most queries of a chunk for C++; with more, PyTorch's attention over decoded tiles is faster."""
-_MODULES: dict[AttentionPath, str] = {
-    "triton": "triton_kernels.attention.launch",
-    "cpp": "cpu_kernels.attention.launch",
-    "torch": "attention.reference",
-    "tiled": "attention.tiled",
-}
+DECODE = "decode"
+"""Name of the path None in records."""
+
+
+class Tiled:
+    """The path over tiles of decoded tokens."""
+
+    name = "tiled"
+    attend = staticmethod(tiled.attend)
+
+
+TILED = Tiled()
+AttentionPath: TypeAlias = Backend | Tiled
 _KNOWN = {"softcap", "s_aux", "is_causal", "output_attentions"}
 """Options of attention functions that `attention_path` or the fused paths read."""
 _IDLE = {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "output_router_logits"}
@@ -46,9 +50,9 @@ _WARNED: set[str] = set()
 
 
 class PathTaken(NamedTuple):
-    """The path of one attention call, and its number of queries."""
+    """Name of the path of one attention call, and its number of queries."""
 
-    path: AttentionPath
+    path: str
     queries: int
 
 
@@ -73,37 +77,23 @@ def record_paths() -> Iterator[list[PathTaken]]:
         _RECORDS[:] = [records for records in _RECORDS if records is not taken]
 
 
-def record(path: AttentionPath, queries: int) -> None:
+def record(path: str, queries: int) -> None:
     """Note a call for the open `record_paths` blocks."""
     for taken in _RECORDS:
         taken.append(PathTaken(path, queries))
 
 
-def attention(path: AttentionPath) -> Callable[[AttentionCall, SideSegments, SideSegments], torch.Tensor]:
-    """Return the function `attend` of a path, with the arguments and the result of `reference.attend`."""
-    found: Callable[..., torch.Tensor] = load_part(_MODULES[path]).attend
-    return found
-
-
-def path_over(step: Step, call: AttentionCall) -> AttentionPath:
+def path_over(step: Step, call: AttentionCall) -> AttentionPath | None:
     """Choose the path by which a call's queries attend to a layer's tokens.
 
-    Without packed tokens a few queries take torch, since codecs may not have their statistics yet, and a chunk takes
-    the model's own attention. With packed tokens a decode step takes the layer's backend, and so does a chunk of up to
-    `MAX_CPP_QUERIES` float32 queries on a CPU; a longer one goes tile by tile if that saves decoding a long layer.
+    The layer's back end takes steps, and the chunks that it is fast for. A longer chunk goes tile by tile if that saves
+    decoding a long layer. Without packed tokens a chunk takes the model's own attention.
     """
-    keys, query = step.keys, call.query
-    count = query.shape[2]
-    if not keys.packed:
-        return "torch" if count <= MAX_DECODE_TOKENS else "decode"
-    if count <= MAX_DECODE_TOKENS:
-        return step.backend
-    cpp = step.backend == "cpp"
-    if cpp and count <= MAX_CPP_QUERIES and query.dtype == torch.float32 and step.values.codec.chunks_on_cpp:
-        return "cpp"
-    tiled = load_part("attention.tiled")
-    long = cpp or keys.packed > tiled.TILE_TOKENS
-    return "tiled" if long and tiled.supports(call, keys, step.values) else "decode"
+    keys, values, backend = step.keys, step.values, step.backend
+    if backend.takes(call, keys, values) and (keys.packed or call.query.shape[2] <= MAX_DECODE_TOKENS):
+        return backend
+    long = keys.packed > (0 if backend.always_tiles else tiled.TILE_TOKENS)
+    return TILED if long and tiled.supports(call, keys, values) else None
 
 
 def attention_path(
@@ -113,23 +103,23 @@ def attention_path(
     mask: Any,
     dropout: float,
     options: Mapping[str, Any],
-) -> AttentionPath:
-    """Choose the path of a call by Transformers, with its mask: `decode` if no other path computes what is asked for.
+) -> AttentionPath | None:
+    """Choose the path of a call by Transformers, with its mask: None if no other path computes what is asked for.
 
     The others need: no gradients of queries, masks or `s_aux`, no dropout, no mask or one that is a tensor, causal
     attention, no attention weights, and no unknown option that could change attention.
     """
     inputs = call.query, mask, call.s_aux
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs):
-        return "decode"
+        return None
     if weights_wanted() or options.get("output_attentions"):
-        return "decode"
+        return None
     unknown = _unsupported(call, module, mask, dropout, options)
     if unknown is None:
         return step.path(call)
     if step.packed or torch.compiler.is_compiling():
         _warn_of_decoding(unknown)
-    return "decode"
+    return None
 
 
 def _unsupported(

@@ -38,7 +38,7 @@ def supports(call: AttentionCall, keys: SideSegments, values: SideSegments) -> b
 
 
 def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
-    """Attend with a call that `supports` allows; arguments and result as in `reference.attend`.
+    """Attend with a call that `supports` allows; arguments and result as in `backends.torch.attend`.
 
     The mask may also be a padding mask. An additive mask is clamped to -1e30 (float16: -6e4). Temporary memory: a tile
     of decoded keys and values, its mask for a block of queries, and the output in float32.

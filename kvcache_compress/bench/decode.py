@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from kvcache_compress.attention.handle import Step
-from kvcache_compress.codecs.backend import BackendChoice, interpreting, resolve_backend
+from kvcache_compress.backends.choice import resolve_backend
+from kvcache_compress.codecs.device import interpreting
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import error_message
 from kvcache_compress.storage.segments import SideSegments
@@ -168,8 +169,10 @@ def random_view(
         )
         for side in ("keys", "values")
     )  # fmt: skip
-    choice: BackendChoice = "triton" if interpreting() else "auto"
-    backend = resolve_backend(choice, device, (keys.codec, values.codec))
+    choice = "triton" if interpreting() else "auto"
+    backend = resolve_backend(
+        choice, device, ((type(c), c.options, c.context.side) for c in (keys.codec, values.codec))
+    )
     query = torch.randn(batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
     if not fixed:
         return Step(keys, values, backend), query

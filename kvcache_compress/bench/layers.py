@@ -12,9 +12,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.cache.estimate import MODELS
 from kvcache_compress.cache.layer import CompressedLayer
-from kvcache_compress.codecs.base import Backend, Codec, CodecContext, MethodOptions, Side
+from kvcache_compress.codecs.base import Codec, CodecContext, MethodOptions, Side
 from kvcache_compress.config import CompressionConfig, LayerPlan, get_method, load_config
 from kvcache_compress.methods.commvq.codebook_file import (
     CENTRES,
@@ -27,8 +28,7 @@ from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.storage.segments import SideSegments
-from kvcache_compress.storage.side import encoded
-from kvcache_compress.storage.static import StaticStorage, has_static_steps
+from kvcache_compress.storage.static import StaticStorage
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def encoded_side(
     codes: Literal["encoded", "random"] = "encoded",
     batch: int = 1,
     device: torch.device | None = None,
-    backend: Backend = "torch",
+    backend: str = "torch",
 ) -> SideSegments:
     """Segments of one side of a layer, as in a step of decoding.
 
@@ -156,14 +156,14 @@ def encoded_side(
         packed: number of compressed tokens.
         windows: numbers of dense tokens before and after them.
         codes: `encoded` from random tokens, or `random` codes and scales, for lengths that would take long to encode.
-        backend: backend that encodes, here and later.
+        backend: name of the back end that encodes, here and later.
 
     Raises:
         ValueError: the method does not support the head dimension, or `packed` is no multiple of its group.
     """
     device = device or torch.device("cpu")
     first, last = windows
-    codec = build_codec(method, options, side, head_dim, heads, dtype, device).on(backend)
+    codec = BACKENDS[backend].bind(build_codec(method, options, side, head_dim, heads, dtype, device))
     if packed % codec.group:
         raise ValueError(f"{packed} packed tokens for {method}: allowed multiples of {codec.group}")
     count = max(packed if codes == "encoded" else 128, *windows)
@@ -180,7 +180,7 @@ def encoded_side(
     store = PackedStore(codec.fields, batch, heads, device)
     if codes == "encoded":
         rope = None if track is None else track.read(0, packed)
-        store.append(encoded(codec, tokens[:, :, :packed], rope), packed, growing=True)
+        store.append(BACKENDS[backend].encoded(codec, tokens[:, :, :packed], rope), packed, growing=True)
     else:
         store.make_static(packed)
         store.tokens = packed
@@ -194,11 +194,12 @@ def encoded_side(
     )
 
 
-def use_backend(layer: CompressedLayer, backend: Backend) -> None:
+def use_backend(layer: CompressedLayer, name: str) -> None:
     """Make a layer encode and attend on this backend from now on, instead of its config's."""
-    layer.backend = backend
+    layer.backend = backend = BACKENDS[name]
     with layer.edited() as storage:
         for state in storage.sides.values():
-            state.codec = state.codec.on(backend)
-    if layer.max_cache_len and layer.storage is storage and has_static_steps(backend, layer.device):
+            state.codec = backend.bind(state.codec)
+        storage.backend = backend
+    if layer.max_cache_len and layer.storage is storage and backend.has_static_steps(layer.device):
         layer.storage = StaticStorage(storage)

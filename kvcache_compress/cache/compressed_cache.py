@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 
 from kvcache_compress.attention.position_hooks import ModelListener
-from kvcache_compress.codecs.backend import check_backend
+from kvcache_compress.backends.choice import check_backend
 from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.config import CompressionConfig, LayerPlan, load_config
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, layer_types
@@ -65,7 +65,8 @@ class CompressedCache(Cache, ModelListener):
             if is_full_attention(layer) and plans[index].compresses
         }
         rope = _check_plans(chosen, self.decoder_config)
-        check_backend(self.compression.backend, (plan.side(side).codec() for plan in chosen.values() for side in SIDES))
+        used = ((plan.side(side), side) for plan in chosen.values() for side in SIDES)
+        check_backend(self.compression.backend, ((one.codec(), one.options(), side) for one, side in used))
         tracks: dict[tuple[int, int], RopeTrack] = {}
         self.padding = padding = PaddingRecord()
         for index, plan in chosen.items():

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from kvcache_compress.attention import compile_ops as ops
 from kvcache_compress.attention.handle import PackedKV, Step, gradients_wanted, with_step
 from kvcache_compress.attention.interface import ATTENTION_NAME
-from kvcache_compress.codecs.backend import resolve_backend
+from kvcache_compress.backends.choice import resolve_backend
 from kvcache_compress.codecs.base import Codec, CodecContext, Side
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import CompressionConfig, LayerPlan, SideConfig
@@ -33,7 +33,7 @@ from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows
-from kvcache_compress.storage.static import StaticStorage, has_static_steps
+from kvcache_compress.storage.static import StaticStorage
 
 from .row_operations import RowOperations
 
@@ -120,8 +120,9 @@ class CompressedLayer(RowOperations):
             self.leads_track = self.track.leader == self.index
         inputs: dict[Side, torch.Tensor] = {"keys": key_states.detach(), "values": value_states.detach()}
         codecs = {side: self._codec(side, self.plan.side(side), x) for side, x in inputs.items()}
-        self.backend = resolve_backend(self.compression.backend, self.device, codecs.values())
-        codecs = {side: codec.on(self.backend) for side, codec in codecs.items()}
+        kinds = ((type(codec), codec.options, side) for side, codec in codecs.items())
+        self.backend = resolve_backend(self.compression.backend, self.device, kinds)
+        codecs = {side: self.backend.bind(codec) for side, codec in codecs.items()}
         self.group = math.lcm(*(codec.group for codec in codecs.values()))
         self.flush_tokens = math.lcm(FLUSH_TOKENS, self.group)
         plan, usual = self.plan, self.plan.recent_tokens + self.flush_tokens
@@ -131,8 +132,8 @@ class CompressedLayer(RowOperations):
         }
         windows = Windows(plan.sink_tokens, plan.recent_tokens, self.flush_tokens, self.group, self.max_cache_len)
         self.storage = storage = DynamicStorage(
-            sides, windows, self._checks, flushes_steps=self.compression.quantize_generated, track=self.track,
-            leads_track=self.leads_track,
+            sides, windows, self._checks, self.backend, flushes_steps=self.compression.quantize_generated,
+            track=self.track, leads_track=self.leads_track,
         )  # fmt: skip
         if self.max_cache_len is not None:
             self.cumulative_length = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -144,7 +145,7 @@ class CompressedLayer(RowOperations):
         """Keep this storage, or let a `StaticStorage` take over if steps have static shapes and it fits."""
         held = self.storage
         old = held.buffers if isinstance(held, StaticStorage) else None
-        static = storage.windows.capacity is not None and (old or has_static_steps(self.backend, self.device))
+        static = storage.windows.capacity is not None and (old or self.backend.has_static_steps(self.device))
         self.storage = StaticStorage(storage, old) if static and StaticStorage.is_loadable(storage) else storage
 
     def __getstate__(self) -> dict[str, Any]:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 Side: TypeAlias = Literal["keys", "values"]
 SIDES: tuple[Side, ...] = ("keys", "values")
-Backend: TypeAlias = Literal["triton", "cpp", "torch"]
 Fields: TypeAlias = tuple[torch.Tensor, ...]
 """Stored tensors of a run of tokens, in the order of `Codec.fields`,
 each `[B, H, tokens / field.tokens, *field.shape]`."""
@@ -106,8 +105,8 @@ class Codec(ABC):
     """Stored quantities, as `layout` returns them; every byte count comes from here."""
     group: int
     """Number of tokens that are encoded together, as some fields have one entry for all of them."""
-    backend: Backend = "torch"
-    """Backend of `encode`, chosen by the layer for its device; see `on` and `backend.quantizer`."""
+    native: Any = None
+    """The back end's functions for parts of `encode` by name, such as `quantize_levels`; PyTorch does the others."""
     chunks_on_cpp: bool = True
     """True if prompt chunks can use the C++ attention too; False if code space is much wider than a head."""
     per_prompt: bool = False
@@ -205,7 +204,7 @@ class Codec(ABC):
 
     @cached_property
     def kernel_side(self) -> KernelSide | None:
-        """Device functions and operands for attention in Triton. A class that has them supports all its options."""
+        """Device functions and operands for attention in Triton."""
         return None
 
     @cached_property
@@ -215,20 +214,19 @@ class Codec(ABC):
 
     @cached_property
     def cpu_side(self) -> CPUSide | None:
-        """Operands for attention in C++. A class that has them supports all its options."""
+        """Operands for attention in C++."""
         return None
 
-    def on(self, backend: Backend) -> Self:
-        """Copy the codec for another backend; the copy shares all tensors, which no codec changes in place."""
+    def with_native(self, native: Any) -> Self:
+        """Copy the codec for another `native`; the copy shares all tensors, which no codec changes in place."""
         twin = copy.copy(self)
-        twin.backend = backend
+        twin.native = native
         return twin
 
     @classmethod
-    def runs_on(cls, backend: Backend) -> bool:
-        """True if the class has the hook that attention on this backend needs."""
-        hook = {"triton": "kernel_side", "cpp": "cpu_side"}.get(backend)
-        return hook is None or getattr(cls, hook) is not getattr(Codec, hook)
+    def has_kernels(cls, hook: str, options: Any, side: Side) -> bool:
+        """True if codecs with these options have this one of the `HOOKS`, by default all of a class that defines it."""
+        return getattr(cls, hook) is not getattr(Codec, hook)
 
     def constant_bytes(self) -> int:
         """Bytes of all tensors that the codec and its kernels keep; shared memory counts once."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from . import packing
-from .backend import quantizer
-from .base import Backend, Fields
+from .base import Fields
 from .lloyd_max import boundaries
 
 Scalar = Literal["norm", "match", "unbiased", "least_squares"]
@@ -22,10 +21,11 @@ SEARCH_STEPS = 256
 
 
 def quantize_on(
-    backend: Backend, z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar
+    native: Any, z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar
 ) -> Fields:
-    """Quantize with the backend's own implementation of `quantize`, if it has one."""
-    return quantizer(backend, quantize, "quantize_levels")(z, norm, levels, bits, scalar)
+    """Quantize with the back end's function for it, if it has one (`Codec.native`)."""
+    found: Fields = getattr(native, "quantize_levels", quantize)(z, norm, levels, bits, scalar)
+    return found
 
 
 def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:

@@ -16,13 +16,12 @@ from __future__ import annotations
 import math
 from functools import reduce
 from operator import xor
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from . import packing
-from .backend import quantizer
-from .base import Backend, Fields
+from .base import Fields
 from .constants import on_cpu
 from .scalar import Scalar, stored_scalar
 
@@ -72,10 +71,11 @@ def look_up(planes: tuple[torch.Tensor, ...], bits: int, levels: torch.Tensor) -
 
 
 def quantize_on(
-    backend: Backend, z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar
+    native: Any, z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar
 ) -> Fields:
-    """Quantize with the backend's own implementation of `quantize`, if it has one."""
-    return quantizer(backend, quantize, "quantize_trellis")(z, norm, levels, bits, scalar)
+    """Quantize with the back end's function for it, if it has one (`Codec.native`)."""
+    found: Fields = getattr(native, "quantize_trellis", quantize)(z, norm, levels, bits, scalar)
+    return found
 
 
 def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:

@@ -13,7 +13,6 @@ import torch
 from pydantic import field_validator
 
 from kvcache_compress.codecs import packing
-from kvcache_compress.codecs.backend import quantizer
 from kvcache_compress.codecs.base import Codec, Fields, MethodOptions, Rope, Side
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
 from kvcache_compress.registry import register_method
@@ -85,7 +84,7 @@ class KIVICodec(Codec):
         zero = low.clamp(-limit, limit).to(torch.float16)
         scale = ((high - low) / (2**self.options.bits - 1)).clamp(max=limit).to(torch.float16)
         tokens, channels = (self.options.group_size, 1) if axis == 3 else (1, self.options.group_size)
-        quantize_on = quantizer(self.backend, quantize, "quantize_groups")
+        quantize_on = getattr(self.native, "quantize_groups", quantize)
         return (*quantize_on(x.float(), scale, zero, self.options.bits, tokens, channels), scale, zero)
 
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:

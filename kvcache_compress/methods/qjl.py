@@ -186,7 +186,7 @@ class QJLCodec(LinearCodec):
                 signs = (sketched > 0).float() * 2 - 1
                 point = signs @ basis[:, part.span]
                 stored = norm / point.norm(dim=-1).clamp_min(1e-30)
-            fields += quantize_on(self.backend, sketched, stored, self._levels, 1, "norm")
+            fields += quantize_on(self.native, sketched, stored, self._levels, 1, "norm")
         return fields
 
     def parts(self, fields: Fields) -> Iterator[Part]:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from kvcache_compress.codecs.backend import load_part, on_device
 from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.mask import AttentionCall
 
-from .checks import LONGEST, PackableChecks, same_prompt
+from .backend import Backend
+from .checks import PackableChecks, same_prompt
 from .rope_track import RopeTrack
 from .segments import SideSegments
-from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows, statistics_tokens, triton_encoder
+from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows, statistics_tokens
 
 
 class DynamicStorage:
@@ -26,6 +26,7 @@ class DynamicStorage:
         sides: the two sides, empty.
         windows: numbers of tokens per segment.
         checks: of the vectors that are about to be packed.
+        backend: the layer's.
         flushes_steps: True if steps and drafts pack earlier tokens, False if only prompts and their chunks do.
         track: cos and sin of the packed groups, if a codec needs them.
         leads_track: True for the layer that writes `track`.
@@ -36,6 +37,7 @@ class DynamicStorage:
         sides: dict[Side, SideState],
         windows: Windows,
         checks: PackableChecks,
+        backend: Backend,
         *,
         flushes_steps: bool = True,
         track: RopeTrack | None = None,
@@ -44,6 +46,7 @@ class DynamicStorage:
         self.sides = sides
         self.windows = windows
         self.checks = checks
+        self.backend = backend
         self.flushes_steps = flushes_steps
         self.track = track
         self.leads_track = leads_track
@@ -257,10 +260,7 @@ class DynamicStorage:
         return tails["keys"], tails["values"]
 
     def _add(self, keys: torch.Tensor, values: torch.Tensor, sinks: int) -> None:
-        """Add new tokens `[B, H, n, D]`, the first `sinks` of them to the sinks, the others to the tails.
-
-        Triton copies a step's tokens to both tails in one launch.
-        """
+        """Add new tokens `[B, H, n, D]`, the first `sinks` of them to the sinks, the others to the tails."""
         k_side, v_side = self.sides["keys"], self.sides["values"]
         k_tail, v_tail = k_side.tail, v_side.tail
         count = keys.shape[2] - sinks
@@ -272,30 +272,17 @@ class DynamicStorage:
                 torch.cat([side.sinks, x[:, :, :sinks]], 2) for side, x in ((k_side, keys), (v_side, values))
             )
             keys, values = keys[:, :, sinks:], values[:, :, sinks:]
-        few = 0 < count <= MAX_DECODE_TOKENS
-        if few and k_side.codec.backend == "triton" and keys.stride(3) == values.stride(3) == 1:
-            with on_device(keys):
-                load_part("triton_kernels.update.append").append(
-                    keys, values, k_tail.buffer, v_tail.buffer, k_tail.tokens
-                )
-            k_tail.tokens += count
-            v_tail.tokens += count
-        else:
-            k_tail.append(keys)
-            v_tail.append(values)
+        self.backend.append(keys, values, k_tail, v_tail)
 
     def _flush(self) -> None:
         """Flush the oldest tokens of the tails to the packed stores, if enough have left the recent window."""
         leaving = self.windows.leaving(self.sides["keys"].tail.tokens)
         if not leaving:
             return
-        states = self.sides.values()
         if self.lacks_queries():
             self._check_packable({side: state.tail.view() for side, state in self.sides.items()}, leaving)
             self._leaving, self.waiting = leaving, True
-        elif all(state.prepared and triton_encoder(state.codec) for state in states):
-            self._flush_in_triton(leaving)
-        else:
+        elif not self.backend.flush(self.sides, leaving, self.checks):
             tails = {side: state.tail.view() for side, state in self.sides.items()}
             self._check_packable(tails, leaving)
             self._flush_tails(tails, leaving, growing=True)
@@ -303,30 +290,8 @@ class DynamicStorage:
     def _flush_tails(self, tails: Mapping[Side, torch.Tensor], leaving: int, growing: bool) -> None:
         """Append the first `leaving` tokens of `tails` `[B, H, T, D]` encoded, and keep the others as the new tails."""
         for side, tail in tails.items():
-            self.sides[side].flush(tail, leaving, growing)
+            self.backend.pack(self.sides[side], tail, leaving, growing)
             self.sides[side].tail.replace(tail[:, :, leaving:])
-
-    def _flush_in_triton(self, leaving: int) -> None:
-        """Do what `_flush_tails` does in one launch per side, which also checks the tokens.
-
-        Nothing changes if the checks raise at once.
-        """
-        following = []
-        flags = self.checks.flags(self.sides["keys"].sinks.device)
-        for state, good in zip(self.sides.values(), flags, strict=True):
-            tail, encoder = state.tail, state.codec.kernel_encoder
-            kept = tail.tokens - leaving
-            following.append(tail.new_buffer(kept))
-            with on_device(tail.buffer):
-                load_part("triton_kernels.encode.launch").flush(
-                    encoder, tail.buffer, leaving, kept, state.store.writable_buffers(leaving, growing=True),
-                    state.store.tokens, following[-1], good, LONGEST, state.rope_rows,
-                )  # fmt: skip
-        self.checks.add_flags()
-        for state, buffer in zip(self.sides.values(), following, strict=True):
-            state.store.tokens += leaving
-            state.tail.buffer = buffer
-            state.tail.tokens -= leaving
 
     def crop(self, left: int) -> None:
         """Keep the first `left` tokens: exactly within the tail, while a packed group that is cut is decoded."""

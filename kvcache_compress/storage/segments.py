@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvcache_compress.codecs.backend import on_device
 from kvcache_compress.codecs.base import Codec
+from kvcache_compress.codecs.device import on_device
 from kvcache_compress.codecs.padding import LeftPadding
 from kvcache_compress.modeling.rope import Rope
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from kvcache_compress.codecs.backend import load_part, on_device
-from kvcache_compress.codecs.base import Codec, Fields, Prompt
+from kvcache_compress.codecs.base import Codec, Prompt
+from kvcache_compress.codecs.device import on_device
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import Rope
 
@@ -20,15 +19,10 @@ from .padding import PaddingRecord
 from .rope_track import RopeTrack
 from .segments import SideSegments
 
-if TYPE_CHECKING:
-    from kvcache_compress.triton_kernels.common.operands import KernelEncoder
-
 MAX_DECODE_TOKENS = 16
 """Most queries of a decode kernel, and most tokens of a step with static shapes."""
 MAX_DRAFT_TOKENS = 128
 """Most tokens of a step or draft: none of them is packed before the next tokens arrive, as a draft may be cropped."""
-ENCODE_CHUNK_TOKENS = 4096
-"""Tokens encoded at a time, a multiple of every group size; bounds the memory that a long prompt needs."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +73,6 @@ class SideState:
         self.tail = TailBuffer(like, usual_tail)
         self.prepared = False
 
-    def flush(self, x: torch.Tensor, tokens: int, growing: bool) -> None:
-        """Encode the first `tokens` of `x` into the store; the first call takes statistics from all of `x`."""
-        self.prepare(x, self.sinks.shape[2])
-        self.store.ensure_capacity(tokens, growing)
-        for start in range(0, tokens, ENCODE_CHUNK_TOKENS):
-            part = x[:, :, start : min(start + ENCODE_CHUNK_TOKENS, tokens)]
-            count, done = part.shape[2], self.store.tokens
-            with on_device(part):
-                if encoder := triton_encoder(self.codec):
-                    load_part("triton_kernels.encode.launch").encode(
-                        encoder, part, self.store.writable_buffers(count, growing), done, self.rope_rows
-                    )
-                    self.store.tokens += count
-                else:
-                    encoded = self.codec.encode(part, self._rope(done, done + count))
-                    self.store.append(encoded, count, growing)
-
     def prepare(self, x: torch.Tensor, first: int) -> None:
         """Take the codec's statistics, unless it has them, from `x` `[B, H, T, D]` without its padding.
 
@@ -128,7 +105,7 @@ class SideState:
         whole = -(-x.shape[2] // self.codec.group) * self.codec.group
         places = None if self.track is None else self.track.first_positions(self.codec.group, x.device)
         with on_device(x), torch.no_grad():
-            rope = self._rope(0, whole)
+            rope = self.rope(0, whole)
             if rows < len(x):
                 x, rope = x[:rows], None if rope is None else (rope[0][:rows], rope[1][:rows])
                 queries = None if queries is None else queries.first_rows(rows)
@@ -140,7 +117,7 @@ class SideState:
         """cos and sin of the first token of each packed group, `[B, capacity, 2 * rotary]`, if the codec needs them."""
         return None if self.track is None else self.track.buffer
 
-    def _rope(self, start: int, stop: int) -> Rope | None:
+    def rope(self, start: int, stop: int) -> Rope | None:
         return None if self.track is None else self.track.read(start, stop)
 
     def decode(self, start: int, stop: int) -> torch.Tensor:
@@ -148,7 +125,7 @@ class SideState:
         device = self.codec.context.device
         fields = tuple(field.to(device) for field in self.store.read(start, stop))
         with on_device(fields[0]):
-            return self.codec.decode(fields, self._rope(start, stop))
+            return self.codec.decode(fields, self.rope(start, stop))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tokens without spare capacity and the codec's statistics, by the names of saved files."""
@@ -201,21 +178,6 @@ class SideState:
         self.store = copy.copy(self.store)  # views that are held keep the old one
         self.store.truncate(whole)
         self.sinks = self.sinks[:, :, :sinks]
-
-
-def triton_encoder(codec: Codec) -> KernelEncoder | None:
-    """Return the Triton kernel that encodes for this codec and writes to the store, or None if `encode` must do it."""
-    return codec.kernel_encoder if codec.backend == "triton" else None
-
-
-def encoded(codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-    """Encode `x` `[B, H, T, D]`, whole groups, with the codec's backend, into new fields."""
-    with on_device(x):
-        if encoder := triton_encoder(codec):
-            rows = None if rope is None else torch.cat(rope, -1)
-            found: Fields = load_part("triton_kernels.encode.launch").encoded(encoder, x, codec.fields, rows)
-            return found
-        return codec.encode(x, rope)
 
 
 def statistics_tokens(first: torch.Tensor, sinks: int, recent: int) -> tuple[torch.Tensor, int]:

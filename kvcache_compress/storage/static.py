@@ -11,182 +11,17 @@ On CPUs, which have no graphs and nothing to wait for, a static layer has a `Dyn
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from kvcache_compress.codecs.backend import load_part, on_device
-from kvcache_compress.codecs.base import Backend, Side
-from kvcache_compress.codecs.padding import LeftPadding
-from kvcache_compress.modeling.rope import Rope
+from kvcache_compress.codecs.base import Side
 
-from .checks import LONGEST, full_error, longest, not_packable_error
+from .checks import full_error, not_packable_error
 from .dynamic import DynamicStorage
 from .segments import SideSegments
-from .side import MAX_DECODE_TOKENS, SideState, Windows, encoded, triton_encoder
+from .side import MAX_DECODE_TOKENS, SideState
 from .slots import Slots
-
-NOT_FINITE, FULL = 1, 2
-
-
-class StepBuffers:
-    """Dense tokens and counters of a layer, which its steps write in place.
-
-    sinks, tail: `[B, H, sinks, D]` and `[B, H, tail_capacity + 1, D]` per side; the last row absorbs masked writes.
-    length, packed: tokens and packed tokens, int64 `[]`.
-    fault: `[2 B H]`, `NOT_FINITE` or `FULL` after an error, else 0.
-    counts: `[3, 2 B H]`, the memory of the three counters, with a column for each program of a kernel.
-    """
-
-    def __init__(self, sides: Mapping[Side, SideState], windows: Windows) -> None:
-        assert windows.capacity is not None
-        self.windows, self.capacity = windows, windows.capacity
-        self.sinks: dict[Side, torch.Tensor] = {}
-        self.tail: dict[Side, torch.Tensor] = {}
-        for side, state in sides.items():
-            batch, heads, _, dim = state.sinks.shape
-            self.sinks[side] = state.sinks.new_zeros(batch, heads, windows.sinks, dim)
-            self.tail[side] = state.sinks.new_zeros(batch, heads, windows.tail_capacity + 1, dim)
-        device = sides["keys"].sinks.device
-        self.counts = torch.zeros(3, 2 * batch * heads, dtype=torch.int64, device=device)
-        self._view_counts()
-
-    def _view_counts(self) -> None:
-        self.length, self.packed, self.fault = self.counts[0, 0], self.counts[1, 0], self.counts[2]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make the views anew, which pickling turns into copies."""
-        self.__dict__.update(state)
-        self._view_counts()
-
-    def fits(self, sides: Mapping[Side, SideState]) -> bool:
-        """Return True if these sides have the buffers' batch, device and dtypes."""
-        held = {side: state.sinks for side, state in sides.items()}
-        return all(
-            (x.shape[0], x.device, x.dtype) == (held[side].shape[0], held[side].device, held[side].dtype)
-            for side, x in self.tail.items()
-        )
-
-    def load(self, side: Side, state: SideState, packed: int) -> None:
-        """Copy sinks and tail of a side that has `packed` packed tokens."""
-        sinks, tail = state.sinks.shape[2], state.tail.tokens
-        self.sinks[side][:, :, :sinks] = state.sinks
-        self.tail[side].index_copy_(2, self.slots(packed, packed + tail), state.tail.view())
-        state.sinks = self.sinks[side][:, :, :sinks]
-        state.tail.clear()
-        self.counts[0].fill_(sinks + packed + tail)
-        self.counts[1].fill_(packed)
-
-    def slots(self, start: int, stop: int) -> torch.Tensor:
-        """Return the tail's slots of tokens `[start, stop)`, counted after the sinks."""
-        return (torch.arange(start, stop) % self.windows.tail_capacity).to(self.counts.device)
-
-    def check(self, fresh: Mapping[Side, torch.Tensor]) -> torch.Tensor:
-        """Return the fault of a step's tokens, int64 `[]`, or 0."""
-        good = torch.stack([longest(x) for x in fresh.values()]).amax() <= LONGEST
-        fault = torch.where(good, 0, NOT_FINITE)
-        return torch.where(self.length + fresh["keys"].shape[2] > self.capacity, FULL, fault)
-
-    def step(
-        self,
-        sides: Mapping[Side, SideState],
-        fresh: Mapping[Side, torch.Tensor],
-        counter: torch.Tensor | None,
-    ) -> None:
-        """Write n tokens, and encode the groups that become complete as n tokens leave the recent window.
-
-        With a kernel encoder, Triton encodes them only in the step from which on they count as packed. Every shape
-        depends on n alone, and no value is read back. `counter`, int64 `[]`, receives the number of tokens.
-        """
-        if sides["keys"].codec.backend == "triton":
-            self._step_in_triton(sides, fresh, counter)
-            return
-        windows, count = self.windows, fresh["keys"].shape[2]
-        self.fault.copy_(torch.maximum(self.fault, self.check(fresh)))
-        positions = torch.arange(count, device=self.length.device) + self.length
-        tail_slots = torch.where(
-            positions < windows.sinks, windows.tail_capacity, (positions - windows.sinks) % windows.tail_capacity
-        )
-        for side, x in fresh.items():
-            self._write_sinks(self.sinks[side], x)
-            self.tail[side].index_copy_(2, tail_slots, x)
-        waiting = self.length - windows.sinks - self.packed - windows.recent
-        self.packed.add_(waiting.clamp_min(0) // windows.flush * windows.flush)
-        self.length.add_(count)
-        if counter is not None:
-            counter.copy_(self.length)
-        for side, state in sides.items():
-            x, groups = self._leaving(side, state.codec.group, count)
-            state.store.write(groups, encoded(state.codec, x, self._rope(state, count)), state.codec.group)
-
-    def settle(self, padding: LeftPadding, fresh: dict[Side, torch.Tensor]) -> None:
-        """Let new tokens that are sinks of left-padded rows change places with the padding there."""
-        for side, x in fresh.items():
-            sinks, fresh[side] = padding.settle(self.sinks[side], x, self.length, self.windows.sinks)
-            self.sinks[side].copy_(sinks)
-
-    def _write_sinks(self, sinks: torch.Tensor, x: torch.Tensor) -> None:
-        """Write those new tokens that are sinks, gathered by sink to keep shapes static."""
-        count = x.shape[2]
-        age = torch.arange(sinks.shape[2], device=sinks.device) - self.length
-        new = (age >= 0) & (age < count)
-        sinks.copy_(torch.where(new[:, None], x.index_select(2, age.clamp(0, count - 1)), sinks))
-
-    def _leaving(self, side: Side, group: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens of the groups that `count` tokens may complete, and the indices of these groups.
-
-        A group that is not complete gets the index after the last group's, where nothing is read.
-        """
-        windows = self.windows
-        stop, groups = self._groups(group, count)
-        new = (groups * group >= self.packed) & ((groups + 1) * group > stop - count)
-        new &= (groups >= 0) & ((groups + 1) * group <= windows.packed_capacity)
-        x = self.tail[side].index_select(2, _tokens(groups, group) % windows.tail_capacity)
-        return x, torch.where(new, groups, windows.packed_capacity // group)
-
-    def _rope(self, state: SideState, count: int) -> Rope | None:
-        if state.track is None:
-            return None
-        _, groups = self._groups(state.codec.group, count)
-        return state.track.gather(groups)
-
-    def _groups(self, group: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the number of tokens between sinks and recent window, and the groups that `count` may complete."""
-        stop = self.length - self.windows.sinks - self.windows.recent
-        return stop, stop // group - torch.arange((count - 1) // group + 1, device=stop.device) - 1
-
-    def _step_in_triton(
-        self, sides: Mapping[Side, SideState], fresh: Mapping[Side, torch.Tensor], counter: torch.Tensor | None
-    ) -> None:
-        """Do a `step` in one kernel, plus one that writes the groups of sides without a kernel encoder."""
-        kernels, windows = load_part("triton_kernels.update.write_slots"), self.windows
-        states, count = list(sides.values()), fresh["keys"].shape[2]
-        with on_device(self.counts):
-            leaving = kernels.write_slots(
-                list(fresh.values()), list(self.sinks.values()), list(self.tail.values()),
-                [state.codec.group for state in states], [triton_encoder(state.codec) for state in states],
-                [state.store.buffers for state in states], self.counts, counter,
-                recent=windows.recent, flush=windows.flush, capacity=self.capacity,
-                packed_capacity=windows.packed_capacity, longest=LONGEST, rope=sides["keys"].rope_rows,
-            )  # fmt: skip
-            left = [(state, *copied) for state, copied in zip(states, leaving, strict=True) if copied is not None]
-            if left:
-                kernels.store_groups(
-                    [encoded(state.codec, x, self._rope(state, count)) for state, x, _ in left],
-                    [state.store.buffers for state, _, _ in left],
-                    [groups for _, _, groups in left],
-                    [state.store.capacity // state.codec.group for state, _, _ in left],
-                )
-
-
-def _tokens(groups: torch.Tensor, group: int) -> torch.Tensor:
-    return (groups[:, None] * group + torch.arange(group, device=groups.device)).flatten()
-
-
-def has_static_steps(backend: Backend, device: torch.device) -> bool:
-    """Return True if steps have static shapes: on CPUs only in Triton's interpreter, which stands in for a GPU."""
-    return backend == "triton" or device.type != "cpu"
+from .step_buffers import FULL, StepBuffers
 
 
 class StaticStorage:
@@ -206,7 +41,7 @@ class StaticStorage:
 
     def __init__(self, dynamic: DynamicStorage, buffers: StepBuffers | None = None) -> None:
         assert self.is_loadable(dynamic)
-        self.windows = dynamic.windows
+        self.windows, self.backend = dynamic.windows, dynamic.backend
         self._load(dynamic, buffers)
 
     @staticmethod
@@ -280,7 +115,7 @@ class StaticStorage:
         if self._rows is not None and self._lacking > 0:
             self._lacking -= keys.shape[2]
             self.buffers.settle(self._rows, fresh)
-        self.buffers.step(carrier.sides, fresh, counter)
+        self.backend.step(self.buffers, carrier.sides, fresh, counter)
         return self.segments()
 
     def is_step(self, count: int) -> bool:
@@ -318,8 +153,8 @@ class StaticStorage:
         for state in dynamic.sides.values():
             group = state.codec.group
             early = max(0, state.tail.tokens - self.windows.recent) // group * group
-            if early and not triton_encoder(state.codec):
-                state.flush(state.tail.view(), early, growing=False)
+            if early and not self.backend.encodes_in_steps(state.codec):
+                self.backend.pack(state, state.tail.view(), early, growing=False)
                 state.store.truncate(packed)
         if buffers is None or not buffers.fits(dynamic.sides):
             buffers = self._new_buffers(dynamic)

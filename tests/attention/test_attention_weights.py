@@ -78,7 +78,7 @@ def test_nothing_else_falls_back(family: str, ids: torch.Tensor) -> None:
     model(input_ids=ids[:, :1], **with_cache(cache), output_attentions=True)
     with record_paths() as taken:
         model(input_ids=ids[:, :1], **with_cache(cache), output_hidden_states=True)
-    assert taken == [(cache.layers[0].backend, 1)] * model.config.num_hidden_layers
+    assert taken == [(cache.layers[0].backend.name, 1)] * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("how", [{}, {"prompt_lookup_num_tokens": 4}], ids=["greedy", "prompt lookup"])

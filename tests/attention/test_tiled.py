@@ -33,9 +33,11 @@ from support.segment_makers import make_codec, make_side, poison  # noqa: F401
 from support.small_model import VOCAB, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention, register_position_hooks
-from kvcache_compress.attention import reference, tiled
+from kvcache_compress.attention import tiled
 from kvcache_compress.attention.handle import Step
 from kvcache_compress.attention.path import PathTaken, record_paths
+from kvcache_compress.backends import torch as reference
+from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
@@ -185,7 +187,7 @@ def test_padding_mask_of_flash_attention(padded: bool, make_side: Callable[..., 
     mask[1, :100] = 1 - padded
     allowed = torch.ones(40, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - 40) & mask[:, None, None].bool()
     longer = torch.nn.functional.pad(mask, (7, 0))  # of a cache with room for more: the last tokens count
-    out = Step(keys, values, "torch").attend(AttentionCall.of(query, longer, scaling=0.125))
+    out = Step(keys, values, BACKENDS["torch"]).attend(AttentionCall.of(query, longer, scaling=0.125))
     assert error(out, plain_attention(query, keys, values, allowed, case, None)) <= BARS[F32]
 
 
@@ -216,12 +218,9 @@ def test_which_calls_take_tiles(path: str, changes: dict[str, Any], make_side: C
     if "static" in changes:
         keys = replace(keys, slots=Slots(16, keys.packed, 17, 400, torch.tensor(56), torch.tensor(40)))
     query = torch.zeros(2, 6, case.count, 64, dtype=case.dtype)
-    assert (
-        Step(keys, values, changes.get("backend", "torch")).path(
-            AttentionCall.of(query, scaling=1.0, softcap=case.softcap)
-        )
-        == path
-    )
+    step = Step(keys, values, BACKENDS[changes.get("backend", "torch")])
+    found = step.path(AttentionCall.of(query, scaling=1.0, softcap=case.softcap))
+    assert ("decode" if found is None else found.name) == path
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="on CPUs PyTorch has no attention for them that gives its logarithm")

@@ -11,7 +11,7 @@ from gpu_kit import check, check_static
 from gpu_kit.check_static import STATIC, check_steps, graph_check
 
 from kvcache_compress.bench.layers import Shape
-from kvcache_compress.codecs.backend import load_part
+from kvcache_compress.triton_kernels.update import write_slots as slots
 
 CPU = torch.device("cpu")
 TINY = Shape(2, 1, 32)
@@ -42,7 +42,7 @@ def test_steps_are_right(preset: str) -> None:
 )
 def test_wrong_kernels_fail_the_check_of_the_preset(monkeypatch: pytest.MonkeyPatch, wrong: str, message: str) -> None:
     """Wrong results of the kernel that encodes and writes are detected: codes of step 5, a token of step 3, counts."""
-    kernels, calls = load_part("triton_kernels.update.write_slots"), []
+    kernels, calls = slots, []
     write = kernels.write_slots
 
     def write_wrongly(
@@ -75,7 +75,7 @@ def test_wrong_kernels_fail_the_check_of_the_preset(monkeypatch: pytest.MonkeyPa
 
 def test_wrong_storing_of_groups_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of a method without a kernel encoder that are stored one place too early are detected."""
-    kernels = load_part("triton_kernels.update.write_slots")
+    kernels = slots
     store = kernels.store_groups
 
     def store_wrongly(encoded: Any, buffers: Any, targets: Any, capacities: Any) -> None:

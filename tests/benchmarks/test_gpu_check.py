@@ -11,8 +11,9 @@ from support.fake_device import fake_devices
 
 from kvcache_compress.bench import decode
 from kvcache_compress.bench.layers import Shape
-from kvcache_compress.codecs.backend import load_part
 from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.triton_kernels.encode import launch as encoding
+from kvcache_compress.triton_kernels.update import append as appending
 
 CPU = torch.device("cpu")
 TINY = Shape(2, 1, 32)
@@ -60,7 +61,7 @@ def test_groups_are_filled_up() -> None:
 
 @pytest.mark.parametrize("wrong", ["later", "elsewhere"])
 def test_appending_to_a_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    module = load_part("triton_kernels.update.append")
+    module = appending
     append, shape = module.append, Shape(4, 2, 32)
     assert check._appends(shape, CPU, torch.bfloat16)
 
@@ -85,7 +86,7 @@ def test_right_flushes_pass() -> None:
 @pytest.mark.parametrize("wrong", ["codes", "place", "moved", "unseen"])
 def test_wrong_flushes_are_found(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     """Wrong codes in the second call, or a missed NaN in the third, are detected and reported by `check_kernels`."""
-    module, calls = load_part("triton_kernels.encode.launch"), []
+    module, calls = encoding, []
     flush = module.flush
 
     def flush_wrongly(encoder: Any, x: torch.Tensor, tokens: int, kept: int, fields: Any, at: int, *rest: Any) -> None:

@@ -17,12 +17,13 @@ from transformers.cache_utils import Cache, DynamicLayer
 from kvcache_compress import CompressedCache, CompressionConfig, disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention import interface
 from kvcache_compress.attention.interface import ATTENTION_NAME, attention_forward
-from kvcache_compress.codecs.backend import resolve_backend
+from kvcache_compress.backends.choice import resolve_backend
 from kvcache_compress.codecs.base import Codec, CodecContext, Prompt
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.codecs.padding import LeftPadding
 from kvcache_compress.config import LayerPlan, load_config
 from kvcache_compress.modeling.rope import Rope, rope_layout
+from kvcache_compress.storage.backend import Backend
 
 SINKS, RECENT, LAYERS, VOCAB = 4, 8, 3, 128
 
@@ -153,12 +154,17 @@ class OracleLayer(DynamicLayer):
                 places = self.rotary.places(codec.group)
                 keys = x[:, :, :first], x[:, :, first:]
                 # Statistics of the backends agree up to rounding, which may put a number on the other side of a level.
-                codec.backend = resolve_backend(self.config.backend, x.device, self.codecs)
+                codec.native = self._backend.bind(codec).native
                 codec.observe(Prompt(*keys, self.plan.recent_tokens, rope, places, queries, padding))
             else:
                 codec.prepare(self._without_padding(x[:, :, first:]))
         self.prepared = True
         self._flush(self.due)
+
+    @property
+    def _backend(self) -> Backend:
+        kinds = [(type(codec), codec.options, codec.context.side) for codec in self.codecs]
+        return resolve_backend(self.config.backend, self.keys.device, kinds)
 
     def _stored(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens in the order in which they are stored: in rows with padding, sinks change places with it.
@@ -193,14 +199,13 @@ class OracleLayer(DynamicLayer):
             self.rotary.waiting[self.index], self.due = self, length
             return
         both = []
-        backend = resolve_backend(self.config.backend, self.keys.device, self.codecs)
         for codec, x in zip(self.codecs, stored, strict=True):
             tail = x[:, :, start:]
             if not self.prepared:
                 codec.prepare(self._without_padding(tail))
             begins = slice(start, start + leaving, codec.group)
             rope = (self.rope.keys[:, 0, begins], self.rope.values[:, 0, begins])
-            decoded = codec.decode(codec.on(backend).encode(tail[:, :, :leaving], rope), rope).to(x.dtype)
+            decoded = codec.decode(self._backend.bind(codec).encode(tail[:, :, :leaving], rope), rope).to(x.dtype)
             both.append(self._stored(torch.cat([x[:, :, :start], decoded, tail[:, :, leaving:]], 2)))
         self.keys, self.values = both
         self.prepared = True

@@ -66,7 +66,7 @@ def test_generate(kind: str, capacity: int | None, request: pytest.FixtureReques
         with record_paths() as taken:
             found.append(model.generate(ids, **with_cache(cache), **options, **drafts, disable_compile=True))
         assert cache.packed_tokens == 96
-    assert {path for path, queries in taken} - {"decode"} == {cache.layers[0].backend}
+    assert {path for path, queries in taken} - {"decode"} == {cache.layers[0].backend.name}
     assert all(torch.equal(found[0], one) for one in found)
 
 

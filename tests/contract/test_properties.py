@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.small_model import HEAD_DIM, HEADS, method_config, small_config
 
 from kvcache_compress import CompressedCache
-from kvcache_compress.codecs.backend import resolve_backend
+from kvcache_compress.backends.choice import resolve_backend
 from kvcache_compress.codecs.base import CodecContext
 from kvcache_compress.config import LayerPlan, load_config
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
@@ -64,7 +64,8 @@ class LayerModel:
             )
             self.codecs[side] = chosen.codec()(chosen.options(), context)
         self.group = math.lcm(*(codec.group for codec in self.codecs.values())) if self.codecs else 1
-        self.backend = resolve_backend("auto", torch.device("cpu"), self.codecs.values())
+        kinds = [(type(codec), codec.options, side) for side, codec in self.codecs.items()]
+        self.backend = resolve_backend("auto", torch.device("cpu"), kinds)
 
     @property
     def tokens(self) -> int:
@@ -97,7 +98,7 @@ class LayerModel:
             if not self.prepared:
                 codec.prepare(x[:, :, start:])
             rope = factors(len(x), start, start + leaving, codec.group)
-            decoded = codec.decode(codec.on(self.backend).encode(x[:, :, start : start + leaving], rope), rope)
+            decoded = codec.decode(self.backend.bind(codec).encode(x[:, :, start : start + leaving], rope), rope)
             self.x[side] = torch.cat([x[:, :, :start], decoded, x[:, :, start + leaving :]], 2)
         self.prepared = True
         self.packed += leaving

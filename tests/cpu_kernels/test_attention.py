@@ -15,7 +15,7 @@ from support.attention_cases import BARS, CASES, F32, NONE, Case, error, kivi, m
 from support.commvq_files import codebook_file
 from support.method_cases import declared
 
-from kvcache_compress.attention import reference
+from kvcache_compress.backends import torch as reference
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.cpu_kernels.attention import launch
 from kvcache_compress.modeling.rope import RopeLayout

@@ -18,7 +18,7 @@ from support.paths import ROOT
 from support.small_model import method_config, small_model
 
 from kvcache_compress import CompressedCache
-from kvcache_compress.codecs import backend
+from kvcache_compress.backends import cpp
 from kvcache_compress.cpu_kernels import build
 
 
@@ -27,10 +27,10 @@ def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Empty build folder and forgotten state. Tests must not load the code then: a process can only do so once."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     build.problem.cache_clear()
-    backend._cpp_problem.cache_clear()
+    cpp._problem.cache_clear()
     yield
     build.problem.cache_clear()
-    backend._cpp_problem.cache_clear()
+    cpp._problem.cache_clear()
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_without_a_compiler(
     with caplog.at_level(logging.WARNING, "kvcache_compress"):
         cache.update(x, x, 0)
         cache.update(x, x, 1)
-    assert [layer.backend for layer in cache.layers] == ["torch", "torch"]
+    assert [layer.backend.name for layer in cache.layers] == ["torch", "torch"]
     assert caplog.text.count("no C++ code") == 1
     assert not list(tmp_path.iterdir())
 

@@ -14,6 +14,7 @@ from support.small_model import method_config, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_compress import CompressedCache
+from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs import scalar
 from kvcache_compress.codecs.base import Codec, Side
 from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward, uniform_levels
@@ -222,7 +223,7 @@ def test_codecs_encode_alike(
     codec.prepare(x)
     part = x[:, :, 64:192]
     rope = random_track(half_layout(head_dim), 2, 256, 64, codec.group).read(0, 128)
-    expected, cpp = codec.encode(part, rope), codec.on("cpp")
+    expected, cpp = codec.encode(part, rope), BACKENDS["cpp"].bind(codec)
     assert_equal_fields(cpp.encode(part, rope), expected)
     for strided in (part.transpose(1, 2).contiguous().transpose(1, 2), part.mT.contiguous().mT):
         assert_equal_fields(cpp.encode(strided, rope), expected)

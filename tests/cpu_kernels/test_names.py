@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.attention_cases import Case, segments
 
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.codecs.scalar import Scalar
 from kvcache_compress.cpu_kernels.attention import launch
 from kvcache_compress.cpu_kernels.common.operands import Form
@@ -32,7 +33,7 @@ def test_forms(side: int, make_side: Callable[..., SideSegments]) -> None:
     sides = segments(Case(), make_side)
     codec = sides[side].codec
     codec.cpu_side = replace(codec.cpu_side, form="unknown")
-    call = partial(launch.attend, torch.randn(2, 6, 1, 64), *sides, scaling=0.125)
+    call = partial(launch.attend, AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125), *sides)
     assert names_in_cpp("form", call) == sorted(get_args(Form))
 
 

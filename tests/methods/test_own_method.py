@@ -11,9 +11,9 @@ from support.cache_name import with_cache
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, enable_fused_attention, get_method, load_config
-from kvcache_compress.codecs import backend
-from kvcache_compress.codecs.backend import resolve_backend
-from kvcache_compress.codecs.base import HOOKS, Codec
+from kvcache_compress.backends import cpp
+from kvcache_compress.backends.choice import resolve_backend
+from kvcache_compress.codecs.base import HOOKS, Codec, Side
 from kvcache_compress.methods.turboquant.codec import TurboQuantCodec
 
 MOST_LINES = 59
@@ -48,10 +48,14 @@ def test_numbers_are_rounded_to_the_nearest(make_codec: Any, bits: int) -> None:
     assert not codec.decode(codec.encode(torch.zeros(1, 1, 8, 64))).abs().max() > 1e-6
 
 
+def kinds(*codecs: type[Codec]) -> list[tuple[type[Codec], Any, Side]]:
+    return [(codec, codec.Options(), "keys") for codec in codecs]
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
 @pytest.mark.parametrize("codecs", [(RoundingCodec, RoundingCodec), (RoundingCodec, TurboQuantCodec)])
 def test_it_runs_in_torch_on_every_device(codecs: tuple[type[Codec], ...], device: str) -> None:
-    assert resolve_backend("auto", torch.device(device), codecs) == "torch"
+    assert resolve_backend("auto", torch.device(device), kinds(*codecs)).name == "torch"
 
 
 @pytest.mark.parametrize("backend", ["triton", "cpp"])
@@ -63,8 +67,8 @@ def test_other_backends_are_refused(pair: str, backend: str) -> None:
 
 
 def test_it_does_not_ask_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_cpp_problem", lambda: pytest.fail("the C++ code is not needed"))
-    assert backend.resolve_backend("auto", torch.device("cpu"), [RoundingCodec, TurboQuantCodec]) == "torch"
+    monkeypatch.setattr(cpp, "_problem", lambda: pytest.fail("the C++ code is not needed"))
+    assert resolve_backend("auto", torch.device("cpu"), kinds(RoundingCodec, TurboQuantCodec)).name == "torch"
 
 
 def test_it_has_no_hooks(make_codec: Any) -> None:
@@ -85,7 +89,7 @@ def test_generate_save_and_load(pair: str, capacity: int | None, fused: bool, tm
     cache = CompressedCache(model.config, tmp_path / "own.yaml")
     ids = torch.randint(1, 64, (2, 160), generator=torch.Generator().manual_seed(1))
     generated = model.generate(ids, **with_cache(cache), max_new_tokens=4, do_sample=False)
-    assert {layer.backend for layer in cache.layers} == {"torch"}
+    assert {layer.backend.name for layer in cache.layers} == {"torch"}
     report = cache.memory_report()
     assert all(layer.packed_tokens for layer in report.layers)
     assert report.layers[0].method.startswith("rounding")

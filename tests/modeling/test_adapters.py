@@ -89,7 +89,7 @@ def test_fused_attention(model: Any, prompt: torch.Tensor) -> None:
             with record_paths() as taken:
                 output = model.generate(input_ids=prompt, **with_cache(cache), **GREEDY, **options)
             assert cache.packed_tokens > 0
-            backend = cache.layers[0].backend
+            backend = cache.layers[0].backend.name
             assert taken == ([(backend, 1)] * 2 * 5 if switch is enable_fused_attention else [])
             outputs.append(torch.stack(output.logits))
     for one in outputs[1:]:
@@ -108,7 +108,7 @@ def test_forward_of_the_wrapper(prompt: torch.Tensor) -> None:
     model(input_ids=prompt, **with_cache(cache))
     with record_paths() as taken:
         model(input_ids=prompt[:, :1], **with_cache(cache))
-    assert taken == [(cache.layers[0].backend, 1)] * 2
+    assert taken == [(cache.layers[0].backend.name, 1)] * 2
 
 
 @pytest.mark.parametrize("switch", [enable_fused_attention, lambda model: compress(model, CONFIG).__enter__()])

@@ -67,25 +67,6 @@ def test_the_folder_refuses_another_name(folder: str) -> None:
     assert f"installed as kvcache_compress.{folder}" in done.stderr
 
 
-def test_imports_by_name_go_one_way_too() -> None:
-    """import-linter does not see names like `"attention.tiled"`; `codecs.backend` alone hands out rooms above it."""
-    contracts = PROJECT["tool"]["importlinter"]["contracts"]
-    layers = next(contract["layers"] for contract in contracts if contract["containers"] == ["kvcache_compress"])
-    height = {room: -level for level, layer in enumerate(layers) for room in layer.split(" | ")}
-    names = re.compile(rf'f?"({"|".join(height)})\.\w+\.?[\w{{}}.]*"')
-    folders = {"kvcache_compress": (), "triton_kernels": ("triton_kernels",), "cpu_kernels": ("cpu_kernels",)}
-    loaded = []
-    for folder, prefix in folders.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            room = (*prefix, *path.relative_to(ROOT / folder).with_suffix("").parts)[0]
-            if room == "__init__":
-                continue  # the package itself is above all rooms
-            found = names.findall(path.read_text(encoding="utf-8"))
-            loaded += [(path.name, height[room] - height[name]) for name in found]
-    assert len(loaded) > 10
-    assert {name for name, rise in loaded if rise < 0} == {"backend.py"}
-
-
 def pins(path: Path) -> dict[str, str]:
     return dict(re.findall(r"^([\w-]+)==([^\s;]+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE))
 

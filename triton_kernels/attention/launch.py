@@ -1,4 +1,4 @@
-"""Launch the attention kernels: operands, tiles and splits. `attend` is the twin of `reference.attend`."""
+"""Launch the attention kernels: operands, tiles and splits. `attend` is the twin of `backends.torch.attend`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 
 
 def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
-    """Attend with the kernels; same arguments and result as the twin, `reference.attend`.
+    """Attend with the kernels; same arguments and result as the twin, `backends.torch.attend`.
 
     With slots (`keys.slots`), the call's mask is over tokens, as `Slots.mask` takes it.
     """

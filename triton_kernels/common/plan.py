@@ -15,7 +15,7 @@ import torch
 from triton import knobs
 from triton.runtime.driver import driver
 
-from kvcache_compress.codecs.backend import interpreting
+from kvcache_compress.codecs.device import interpreting
 
 PORTABLE = interpreting() or torch.version.hip is not None
 ALIGNMENT = 256

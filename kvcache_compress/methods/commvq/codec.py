@@ -149,13 +149,13 @@ class CommVQCodec(Codec):
             if self.weights is not None:
                 x = x * self._weights_by_channel()
         if self.encoder:
-            codes, point, token_norm = self.encoder.encode(x, self.backend)
+            codes, point, token_norm = self.encoder.encode(x, self.native)
             usual = token_norm[:, None].expand(x.shape[:3])
             norm = usual if self.scalar == "norm" else x.norm(dim=-1)
             return codes, self._scale(x / norm.clamp_min(1e-30)[..., None], point, norm, usual)
         norm = x.norm(dim=-1)
         z = x / norm.clamp_min(1e-30)[..., None]
-        codes, point = self._residual().encode(z, self.backend)
+        codes, point = self._residual().encode(z, self.native)
         return codes, self._scale(z, point, norm, norm)
 
     def _scale(self, z: torch.Tensor, point: torch.Tensor, norm: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:

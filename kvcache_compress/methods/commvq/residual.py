@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
-
-from kvcache_compress.codecs.backend import quantizer
-from kvcache_compress.codecs.base import Backend
 
 from . import additive
 
@@ -92,10 +90,10 @@ class ResidualBooks:
         by_head = [self.of_head(head) for head in range(len(self.rounds))]
         return torch.stack([pad(x, (*(0, 0) * (x.ndim - 2), 0, most - x.shape[1])) for x in by_head])
 
-    def encode(self, z: torch.Tensor, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, z: torch.Tensor, native: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode float32 `z` `[B, H, T, D]`, with pairs of keys interleaved: packed codes, and their points."""
-        index = self.search(self._by_group(z), backend)
-        pack = quantizer(backend, additive.pack_codes, "pack_codes")
+        index = self.search(self._by_group(z), native)
+        pack = getattr(native, "pack_codes", additive.pack_codes)
         packed = pack(self._codes(index, z), self.code_bits)
         heads = len(self.rounds)
         if self.sizes != (self.row,) * heads:
@@ -125,25 +123,25 @@ class ResidualBooks:
             found.append(pad(self._by_group(codes[:, None])[0], (0, max(self.rounds) - count)))
         return self._by_token(self.points(torch.stack(found)), packed)
 
-    def search(self, z: torch.Tensor, backend: Backend) -> torch.Tensor:
+    def search(self, z: torch.Tensor, native: Any) -> torch.Tensor:
         """Greedy residual search for `z` `[H, G, n, w]`: indices int64 `[H, G, n, R]`, for keys `a * N + b`.
 
         R is the largest number of rounds; indices beyond a head's rounds are zero.
         """
         if self.even:
-            return self._found(z, self.widened(), backend)
+            return self._found(z, self.widened(), native)
         # The heads with most rounds come first, so that those which still have one are a part of the tensors.
         order = sorted(range(len(self.rounds)), key=lambda head: -self.rounds[head])
         heads = [sum(count > i for count in self.rounds) for i in range(max(self.rounds))]
-        index = self._found(z[order], self.widened()[order], backend, heads)
+        index = self._found(z[order], self.widened()[order], native, heads)
         return index[[order.index(head) for head in range(len(order))]]
 
     def _found(
-        self, z: torch.Tensor, books: torch.Tensor, backend: Backend, heads: Sequence[int] | None = None
+        self, z: torch.Tensor, books: torch.Tensor, native: Any, heads: Sequence[int] | None = None
     ) -> torch.Tensor:
         if not self.of_pairs:
-            return additive.real_encode(z, books, quantizer(backend, additive.real_step, "real_step"), heads)
-        step = quantizer(backend, additive.complex_step, "complex_step")
+            return additive.real_encode(z, books, getattr(native, "real_step", additive.real_step), heads)
+        step = getattr(native, "complex_step", additive.complex_step)
         codes = additive.complex_encode(z.unflatten(-1, (-1, 2)), books, step, heads)
         return codes[..., 0] << self.index_bits | codes[..., 1]
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from pydantic import field_validator
 
-from kvcache_compress.codecs.backend import quantizer
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.centering import Center, check_center
 from kvcache_compress.codecs.equalization import Equalize, check_equalize
@@ -178,7 +177,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         y = self._to_code_space(x, self.statistics)
-        encode = quantizer(self.backend, polar_tree.encode, "quantize_tree")
+        encode = getattr(self.native, "quantize_tree", polar_tree.encode)
         planes, energy, cross = encode(y, self.tree, self._ready_books())
         if self.scalar == "unbiased":
             radii = energy / cross.clamp_min(1e-30)

@@ -15,7 +15,6 @@ import torch
 from pydantic import field_validator
 
 from kvcache_compress.codecs import packing
-from kvcache_compress.codecs.backend import quantizer
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, RopeUse, Side, Statistics
 from kvcache_compress.codecs.centering import Center, centred
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
@@ -156,7 +155,7 @@ class PolarQuantRopeCodec(LinearCodec):
         radius = radii(real, imaginary)
         stored = self._stored_scale(radius)
         steps = radius / self._token_scale(stored).clamp_min(1e-30)
-        quantize_on = quantizer(self.backend, quantize, "quantize_pairs")
+        quantize_on = getattr(self.native, "quantize_pairs", quantize)
         bits = self.options.angle_bits, self.options.radius_bits
         fields = (*quantize_on(real, imaginary, steps, self.bounds, *bits), *stored)
         if self.options.scalar == "match":

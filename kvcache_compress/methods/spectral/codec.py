@@ -16,7 +16,6 @@ import torch
 from pydantic import BeforeValidator, field_validator
 
 from kvcache_compress.codecs import packing
-from kvcache_compress.codecs.backend import quantizer
 from kvcache_compress.codecs.base import (
     CodecContext,
     Fields,
@@ -141,7 +140,7 @@ class SpectralCodec(LinearCodec):
         self._set(*self._measured(prompt, rope))
 
     def _measured(self, prompt: Prompt, rope: GroupRope | None, quiet: bool = False) -> tuple[Statistics, DigitCodes]:
-        costs = quantizer(self.backend, attention_costs, "attention_costs")
+        costs = getattr(self.native, "attention_costs", attention_costs)
         tensors = prompt_statistics(prompt, self.group, rope, costs=costs, quiet=quiet)
         digits = digit_codes(tensors["deviation"], self.counts)
         return _coded(tensors, digits), digits
@@ -235,7 +234,7 @@ class SpectralCodec(LinearCodec):
         else:
             x = x - means
         y = x.flatten(2, 3) @ self.encoding
-        encode = quantizer(self.backend, quantize, "quantize_digits")
+        encode = getattr(self.native, "quantize_digits", quantize)
         *planes, scale = encode(y, self.deviation, self.ready_digits(), tables(y.device), SEARCHED)
         return *planes, scale.clamp(max=SCALE_MAX).to(torch.float16).unflatten(2, (-1, self.group))
 

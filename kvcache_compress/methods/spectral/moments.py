@@ -82,7 +82,7 @@ class Window:
     query: `[Hq, R, D]`, sampled queries.
     at: int64 `[R]`, their positions.
     mask: added to the scores if float, allows attention if bool, `[Hq or 1, R, T]`; None masks the future alone.
-    scaling, softcap, s_aux: as in `attention.reference.attend`.
+    scaling, softcap, s_aux: as in `AttentionCall`.
     costs: `attention_costs`, or another backend's function like it without options.
     """
 

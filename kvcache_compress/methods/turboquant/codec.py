@@ -192,10 +192,10 @@ class TurboQuantCodec(LinearCodec):
                 if component.sketch:
                     length = residual.norm(dim=-1) * norm * sketch_constant(self.options.sketch, component.width)
                     sketched = residual @ self._sketches[index].mT
-                    fields += quantize_on(self.backend, sketched, length, component.levels, component.bits, "norm")
+                    fields += quantize_on(self.native, sketched, length, component.levels, component.bits, "norm")
                 else:
                     quantized = trellis.quantize_on if component.trellis else quantize_on
-                    part = quantized(self.backend, direction, norm, component.levels, component.bits, self.scalar)
+                    part = quantized(self.native, direction, norm, component.levels, component.bits, self.scalar)
                     fields += part
                     if self._sketches:
                         point = packing.look_up(part[:-1], component.bits, component.table)

@@ -62,7 +62,7 @@ def attention_paid(
 ) -> torch.Tensor:
     """Attention `[H, R, T]` that queries `[H, R, D]` at positions `at` `[R]` pay keys `[H, T, D]`; none to the ends.
 
-    scaling, softcap, mask: as in `attention.reference.attend`; the mask is `[H or 1, R, T]`, None masks the future.
+    scaling, softcap, mask: as in `AttentionCall`; the mask is `[H or 1, R, T]`, None masks the future.
     s_aux: learned logits `[H, R]` that join the softmax's denominator.
     sinks, recent: tokens at the ends that are not encoded, whose attention is set to zero.
     """

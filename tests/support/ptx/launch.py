@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 
-from kvcache_compress.codecs import backend
+from kvcache_compress.backends import triton as backend
 from kvcache_compress.triton_kernels import aot
 from kvcache_compress.triton_kernels.attention import launch
 

@@ -24,7 +24,7 @@ from support.attention_cases import (
 )
 from support.device import DEVICE
 
-from kvcache_compress.attention import reference
+from kvcache_compress.backends import torch as reference
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots

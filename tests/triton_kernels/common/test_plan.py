@@ -19,8 +19,9 @@ from support.spectral_files import statistics_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_compress import CompressedCache
-from kvcache_compress.attention import reference
 from kvcache_compress.attention.interface import AttentionName, attention_forward
+from kvcache_compress.backends import torch as reference
+from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.bench.layers import use_backend
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import load_config
@@ -165,7 +166,7 @@ def decoding(emulator: Any, chosen: Any, capacity: int | None) -> tuple[Any, Any
 
         traced, _ = Traced(emulator, step), caches[1].update(keys, values, 1)
         if attends:
-            expected = layer.step().attend(AttentionCall.of(query.float(), scaling=0.125), "torch")
+            expected = layer.step().attend(AttentionCall.of(query.float(), scaling=0.125), BACKENDS["torch"])
             assert error(traced.result, expected) <= BARS[BF16]
         return traced
 

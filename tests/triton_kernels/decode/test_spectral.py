@@ -26,7 +26,7 @@ from support.ptx import inline
 from support.spectral_files import statistics_file
 from triton.runtime.interpreter import InterpreterBuilder
 
-from kvcache_compress.attention import reference
+from kvcache_compress.backends import torch as reference
 from kvcache_compress.codecs.base import Codec
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import RopeLayout

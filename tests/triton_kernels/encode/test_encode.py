@@ -14,11 +14,11 @@ from support.device import DEVICE
 from support.encode_cases import SIDES, assert_equal_but_for_ties, assert_equal_fields, unit_vectors
 from support.method_cases import half_layout, random_track
 
+from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs import packing, trellis
 from kvcache_compress.codecs.base import Codec
 from kvcache_compress.codecs.layout import PLANES, padded_words
 from kvcache_compress.codecs.scalar import Scalar
-from kvcache_compress.storage.side import encoded
 from kvcache_compress.triton_kernels.encode.trellis import best_path
 
 ROTATED = {"turboquant", "qjl", "polarquant_recursive", "spectral"}
@@ -34,7 +34,7 @@ def test_turboquant_codes(kind: Scalar, head_dim: int, bits: int, order: str, ma
     x[0, 0, 1] *= 1e5
     x[1, 0, 3] = 0.0
     assert codec.kernel_encoder is not None
-    assert_equal_but_for_ties(codec, encoded(codec.on("triton"), x), codec.encode(x))
+    assert_equal_but_for_ties(codec, BACKENDS["triton"].encoded(codec, x), codec.encode(x))
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def test_trellis_scalars(kind: Scalar, make_codec: Callable[..., Codec]) -> None
     x = torch.randn(1, 2, 9, 40, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     x[0, 0, 1] *= 1e5
     x[0, 1, 3] = 0.0
-    assert_equal_but_for_ties(codec, encoded(codec.on("triton"), x), codec.encode(x))
+    assert_equal_but_for_ties(codec, BACKENDS["triton"].encoded(codec, x), codec.encode(x))
 
 
 @pytest.mark.parametrize("head_dim", [64, 160])
@@ -91,7 +91,7 @@ def test_torch_encodes_wide_trellis_codes(head_dim: int, make_codec: Callable[..
     codec = make_codec("turboquant", {"bits": 2, "codebook": "trellis"}, "values", head_dim)
     assert (codec.kernel_encoder is None) == (head_dim == 160)
     x = torch.randn(1, 2, 3, head_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
-    assert_equal_but_for_ties(codec, encoded(codec.on("triton"), x), codec.encode(x))
+    assert_equal_but_for_ties(codec, BACKENDS["triton"].encoded(codec, x), codec.encode(x))
 
 
 @pytest.mark.parametrize("bits", range(1, 7))
@@ -101,7 +101,7 @@ def test_kivi_codes(bits: int, head_dim: int, side: Any, group: int, make_codec:
     x = torch.randn(2, 2, 64, head_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(bits))
     x[0, 0, :32, :32] = 3.0
     assert codec.kernel_encoder is not None
-    assert_equal_fields(encoded(codec.on("triton"), x), codec.encode(x))
+    assert_equal_fields(BACKENDS["triton"].encoded(codec, x), codec.encode(x))
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])
@@ -116,7 +116,7 @@ def test_codecs_encode_alike_on_both_backends(
     rope = random_track(half_layout(head_dim), 2, 64, 16, codec.group).read(0, 32)
     # A slice of a bigger tensor, as the tail of a layer is.
     part = x[:, :, 16:48]
-    ours, theirs = encoded(codec.on("triton"), part, rope), codec.encode(part, rope)
+    ours, theirs = BACKENDS["triton"].encoded(codec, part, rope), codec.encode(part, rope)
     if method in ROTATED and codec.kernel_encoder is not None:
         assert_equal_but_for_ties(codec, ours, theirs, rope)
     else:
@@ -133,7 +133,7 @@ def test_angles_on_boundaries(bits: int, head_dim: int, make_codec: Callable[...
     real = torch.where((real == 0) & (imaginary == 0), 0.0, real)  # zero vectors have no angle
     points = torch.cat([real.repeat(head_dim // 32), imaginary.repeat(head_dim // 32)])
     x = (torch.rand(1, 1, 32, 1).exp() * points).bfloat16()
-    ours = encoded(codec.on("triton"), x)
+    ours = BACKENDS["triton"].encoded(codec, x)
     assert_equal_fields(ours, codec.encode(x))
     angle = torch.atan2(imaginary.double(), real.double()).remainder(2 * math.pi) / (2 * math.pi)
     cell = (angle * 2**bits + 1e-9).long().where(real.abs() + imaginary.abs() > 0, 0)
@@ -146,4 +146,4 @@ def test_pairs_that_take_several_turns(scalar: str, make_codec: Callable[..., Co
     codec = make_codec("polarquant_rope", {"group_size": 128, "scalar": scalar, "center": "on"}, "keys", 160)
     x = 3 + torch.randn(1, 2, 256, 160)
     codec.prepare(x)
-    assert_equal_fields(encoded(codec.on("triton"), x), codec.encode(x))
+    assert_equal_fields(BACKENDS["triton"].encoded(codec, x), codec.encode(x))

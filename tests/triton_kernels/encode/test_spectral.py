@@ -13,10 +13,10 @@ from support.encode_cases import assert_equal_but_for_ties
 from support.method_cases import half_layout, random_track
 from support.spectral_files import statistics_file
 
+from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import Codec
 from kvcache_compress.modeling.rope import Rope, RopeLayout
-from kvcache_compress.storage.side import encoded
 
 Make = Callable[..., Codec]
 PREFILL = {"statistics": "prefill", "group": 32}
@@ -28,7 +28,7 @@ def factors(layout: RopeLayout, tokens: int, group: int) -> Rope:
 
 
 def check(codec: Codec, x: torch.Tensor, rope: Rope | None) -> None:
-    ours, theirs = encoded(codec.on("triton"), x, rope), codec.encode(x, rope)
+    ours, theirs = BACKENDS["triton"].encoded(codec, x, rope), codec.encode(x, rope)
     assert codec.kernel_encoder is not None
     assert_equal_but_for_ties(codec, ours, theirs, rope)
 
@@ -91,7 +91,7 @@ def test_zeros_and_outliers(make_codec: Make) -> None:
     x[0, 1, 5] = 0.0
     x[1, 0, 7] *= 1000
     rope = factors(half_layout(64), 64, 32)
-    ours, theirs = encoded(codec.on("triton"), x, rope), codec.encode(x, rope)
+    ours, theirs = BACKENDS["triton"].encoded(codec, x, rope), codec.encode(x, rope)
     assert_equal_but_for_ties(codec, ours, theirs, rope)
     for mine, yours in zip(ours[:-1], theirs[:-1], strict=True):
         assert torch.equal(mine[0, 1, 5], yours[0, 1, 5])
@@ -105,6 +105,6 @@ def test_digits_by_hand(make_codec: Make) -> None:
     eye, none = torch.eye(16).repeat(2, 1, 1), {"means": torch.zeros(2, 16, 16), "places": torch.zeros(2, 32, 16)}
     codec._build({"basis": eye, "inverse": eye, "deviation": torch.ones(2, 16), **none})
     signs = torch.where(torch.rand(1, 2, 32, 16) < 0.5, -1.0, 1.0)
-    plane, scale = encoded(codec.on("triton"), 3 * signs)
+    plane, scale = BACKENDS["triton"].encoded(codec, 3 * signs)
     assert torch.equal(packing.unpack((plane,), 1), (signs > 0).long())
     torch.testing.assert_close(scale.float().flatten(2), torch.full((1, 2, 32), 3 / 0.79788), rtol=1e-3, atol=0)

@@ -1,4 +1,4 @@
-"""Decode attention over `sinks | packed | tail` in torch: the fallback of other backends and the kernels' reference.
+"""The back end in PyTorch's operators: the fallback of the others, and the reference of their kernels.
 
 Packed tokens are scored and summed in code space, chunk by chunk, and are never rotated back.
 """
@@ -8,7 +8,20 @@ from __future__ import annotations
 import torch
 
 from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.storage.backend import Backend
 from kvcache_compress.storage.segments import DECODE_CHUNK_TOKENS, SideSegments
+
+
+class TorchBackend(Backend):
+    """Runs everywhere, for every codec."""
+
+    name = "torch"
+
+    def runs_on(self, device: torch.device, asked: bool = False) -> bool:
+        return True
+
+    def attend(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
+        return attend(call, keys, values)
 
 
 def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:

@@ -1,0 +1,64 @@
+"""Choice of a layer's back end by its name, its device and its codecs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+
+from kvcache_compress.codecs.base import Codec, Side
+from kvcache_compress.storage.backend import Backend
+
+from .cpp import CppBackend
+from .torch import TorchBackend
+from .triton import TritonBackend
+
+logger = logging.getLogger(__name__)
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TritonBackend(), CppBackend(), TorchBackend())}
+"""Back ends by name, the fastest first; the last one runs everywhere."""
+
+
+def check_backend(choice: str, codecs: Iterable[tuple[type[Codec], Any, Side]]) -> None:
+    """Raise `ValueError` if an explicitly chosen back end is unavailable here or for one of the codecs.
+
+    `codecs`: their classes, options and sides.
+    """
+    if choice == "auto":
+        return
+    backend = BACKENDS[choice]
+    for codec, options, side in codecs:
+        if not backend.supports(codec, options, side):
+            raise ValueError(
+                f'backend="{choice}" is unavailable for method {codec.name!r}; use backend="torch" or "auto"'
+            )
+    if problem := backend.problem():
+        raise ValueError(f'backend="{choice}" is unavailable: {problem}; use backend="torch" or "auto"')
+
+
+def resolve_backend(choice: str, device: torch.device, codecs: Iterable[tuple[type[Codec], Any, Side]] = ()) -> Backend:
+    """Resolve the back end of a layer on `device`, with codecs as in `check_backend`; `auto` takes the first that can.
+
+    Raises:
+        ValueError: The back end is chosen explicitly, and does not run on the device.
+    """
+    if choice != "auto":
+        backend = BACKENDS[choice]
+        if not backend.runs_on(device, asked=True):
+            raise ValueError(f'backend="{choice}" is unavailable for tensors on {device.type}; use backend="auto"')
+    else:
+        needed = list(codecs)
+        backend = next(
+            one
+            for one in BACKENDS.values()
+            if one.runs_on(device) and all(one.supports(*codec) for codec in needed) and not one.problem()
+        )
+    _log_once(backend.name, device.type)
+    return backend
+
+
+@cache
+def _log_once(backend: str, device: str) -> None:
+    logger.info("packed cache on %s runs on the %s backend", device, backend)

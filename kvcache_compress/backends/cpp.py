@@ -1,0 +1,65 @@
+"""The back end for CPUs: attention in C++, compiled at its first use."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvcache_compress.codecs.base import Codec, Side
+from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.cpu_kernels import build
+from kvcache_compress.cpu_kernels.attention import launch
+from kvcache_compress.cpu_kernels.encode import launch as encode
+from kvcache_compress.storage.segments import SideSegments
+
+from .torch import TorchBackend
+
+logger = logging.getLogger(__name__)
+_NATIVE = SimpleNamespace(**dict(inspect.getmembers(encode, inspect.isfunction)))
+"""The C++ encoders by name; unlike a module it can be copied."""
+MAX_QUERIES = 128
+"""Most queries of a chunk; with more, PyTorch's attention over decoded tiles is faster."""
+
+
+class CppBackend(TorchBackend):
+    """Attends and encodes in C++."""
+
+    name = "cpp"
+    always_tiles = True
+
+    def problem(self) -> str | None:
+        return _problem()
+
+    def runs_on(self, device: torch.device, asked: bool = False) -> bool:
+        return device.type == "cpu"
+
+    def supports(self, codec: type[Codec], options: Any, side: Side) -> bool:
+        return codec.has_kernels("cpu_side", options, side)
+
+    def bind(self, codec: Codec) -> Codec:
+        return codec.with_native(_NATIVE)
+
+    def takes(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> bool:
+        if super().takes(call, keys, values):
+            return True
+        few = call.query.shape[2] <= MAX_QUERIES
+        return few and call.query.dtype == torch.float32 and values.codec.chunks_on_cpp
+
+    def attend(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
+        if not keys.packed:  # codecs may not have their statistics yet
+            return super().attend(call, keys, values)
+        return launch.attend(call, keys, values)
+
+
+@cache
+def _problem() -> str | None:
+    """Compile the C++ code if it has not been, and return the reason if it is unavailable."""
+    problem: str | None = build.problem()
+    if problem:
+        logger.warning("no C++ code on CPUs, which makes compressed caches slower: %s", problem)
+    return problem

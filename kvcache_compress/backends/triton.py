@@ -1,0 +1,156 @@
+"""The back end for GPUs: Triton's kernels. Its modules are imported at their first use, as Triton may be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from kvcache_compress.codecs.base import Codec, Fields, Side
+from kvcache_compress.codecs.device import interpreting, on_device
+from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.modeling.rope import Rope
+from kvcache_compress.storage.checks import LONGEST, PackableChecks
+from kvcache_compress.storage.packed_store import TailBuffer
+from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.side import MAX_DECODE_TOKENS, SideState
+from kvcache_compress.storage.step_buffers import StepBuffers
+
+from .torch import TorchBackend
+
+
+class TritonBackend(TorchBackend):
+    """Attends, encodes and moves tokens in Triton; where a codec has no kernel encoder, PyTorch encodes."""
+
+    name = "triton"
+    makes_slot_masks = True
+
+    @cached_property
+    def _attention(self) -> Any:
+        from kvcache_compress.triton_kernels.attention import launch
+
+        return launch
+
+    @cached_property
+    def _encoding(self) -> Any:
+        from kvcache_compress.triton_kernels.encode import launch
+
+        return launch
+
+    @cached_property
+    def _append(self) -> Any:
+        from kvcache_compress.triton_kernels.update import append
+
+        return append
+
+    @cached_property
+    def _slots(self) -> Any:
+        from kvcache_compress.triton_kernels.update import write_slots
+
+        return write_slots
+
+    def problem(self) -> str | None:
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        if not torch.cuda.is_available() and not interpreting():
+            return "there is no GPU (and TRITON_INTERPRET=1 is not set)"
+        return None
+
+    def runs_on(self, device: torch.device, asked: bool = False) -> bool:
+        return device.type == "cuda" or (asked and interpreting())
+
+    def supports(self, codec: type[Codec], options: Any, side: Side) -> bool:
+        return codec.has_kernels("kernel_side", options, side)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, k_tail: TailBuffer, v_tail: TailBuffer) -> None:
+        """Copy a step's tokens to both tails in one launch."""
+        count = keys.shape[2]
+        if not 0 < count <= MAX_DECODE_TOKENS or not keys.stride(3) == values.stride(3) == 1:
+            super().append(keys, values, k_tail, v_tail)
+            return
+        with on_device(keys):
+            self._append.append(keys, values, k_tail.buffer, v_tail.buffer, k_tail.tokens)
+        k_tail.tokens += count
+        v_tail.tokens += count
+
+    def encoded(self, codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
+        if codec.kernel_encoder is None:
+            return super().encoded(codec, x, rope)
+        with on_device(x):
+            rows = None if rope is None else torch.cat(rope, -1)
+            found: Fields = self._encoding.encoded(codec.kernel_encoder, x, codec.fields, rows)
+            return found
+
+    def encode(self, state: SideState, x: torch.Tensor, growing: bool) -> None:
+        encoder, store, count = state.codec.kernel_encoder, state.store, x.shape[2]
+        if encoder is None:
+            super().encode(state, x, growing)
+            return
+        with on_device(x):
+            self._encoding.encode(encoder, x, store.writable_buffers(count, growing), store.tokens, state.rope_rows)
+        store.tokens += count
+
+    def flush(self, sides: Mapping[Side, SideState], leaving: int, checks: PackableChecks) -> bool:
+        """Check, pack and move tokens in one launch per side. Nothing changes if the checks raise at once."""
+        states = sides.values()
+        if not all(state.prepared and state.codec.kernel_encoder for state in states):
+            return False
+        following = []
+        flags = checks.flags(sides["keys"].sinks.device)
+        for state, good in zip(states, flags, strict=True):
+            tail = state.tail
+            kept = tail.tokens - leaving
+            following.append(tail.new_buffer(kept))
+            with on_device(tail.buffer):
+                self._encoding.flush(
+                    state.codec.kernel_encoder, tail.buffer, leaving, kept,
+                    state.store.writable_buffers(leaving, growing=True), state.store.tokens, following[-1], good,
+                    LONGEST, state.rope_rows,
+                )  # fmt: skip
+        checks.add_flags()
+        for state, buffer in zip(states, following, strict=True):
+            state.store.tokens += leaving
+            state.tail.buffer = buffer
+            state.tail.tokens -= leaving
+        return True
+
+    def has_static_steps(self, device: torch.device) -> bool:
+        return True
+
+    def encodes_in_steps(self, codec: Codec) -> bool:
+        return codec.kernel_encoder is not None
+
+    def step(
+        self,
+        buffers: StepBuffers,
+        sides: Mapping[Side, SideState],
+        fresh: Mapping[Side, torch.Tensor],
+        counter: torch.Tensor | None,
+    ) -> None:
+        """Do a step in one kernel, plus one that writes the groups of sides without a kernel encoder."""
+        windows, states, count = buffers.windows, list(sides.values()), fresh["keys"].shape[2]
+        with on_device(buffers.counts):
+            leaving = self._slots.write_slots(
+                list(fresh.values()), list(buffers.sinks.values()), list(buffers.tail.values()),
+                [state.codec.group for state in states], [state.codec.kernel_encoder for state in states],
+                [state.store.buffers for state in states], buffers.counts, counter,
+                recent=windows.recent, flush=windows.flush, capacity=buffers.capacity,
+                packed_capacity=windows.packed_capacity, longest=LONGEST, rope=sides["keys"].rope_rows,
+            )  # fmt: skip
+            left = [(state, *copied) for state, copied in zip(states, leaving, strict=True) if copied is not None]
+            if left:
+                self._slots.store_groups(
+                    [state.codec.encode(x, buffers.rope(state, count)) for state, x, _ in left],
+                    [state.store.buffers for state, _, _ in left],
+                    [groups for _, _, groups in left],
+                    [state.store.capacity // state.codec.group for state, _, _ in left],
+                )
+
+    def attend(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
+        if not keys.packed:  # codecs may not have their statistics yet
+            return super().attend(call, keys, values)
+        found: torch.Tensor = self._attention.attend(call, keys, values)
+        return found

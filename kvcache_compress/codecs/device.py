@@ -1,0 +1,40 @@
+"""The device that codecs and attention run on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def interpreting() -> bool:
+    """True if Triton runs its kernels in its interpreter, which needs no GPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Context in which codecs and attention run: the device of `x` is current, and autocast is off.
+
+    Triton launches on the current device, and autocast would do float32 arithmetic in 16 bits.
+    """
+    kind = x.device.type
+    narrows = _has_autocast(kind) and torch.is_autocast_enabled(kind)
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return _changed(x.device if elsewhere else None, kind if narrows else None) if narrows or elsewhere else _AS_IT_IS
+
+
+_has_autocast = cache(torch.amp.is_autocast_available)
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
+
+
+@contextmanager
+def _changed(device: torch.device | None, autocast: str | None) -> Iterator[None]:
+    with (
+        nullcontext() if device is None else torch.cuda.device(device),
+        nullcontext() if autocast is None else torch.autocast(autocast, enabled=False),
+    ):
+        yield

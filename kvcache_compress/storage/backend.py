@@ -1,0 +1,122 @@
+"""A back end: how a layer appends to its tails, encodes, and attends on one kind of device.
+
+A layer has one. The operations here are PyTorch's; a back end overrides those that it does better.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+
+from kvcache_compress.codecs.base import Codec, Fields, Side
+from kvcache_compress.codecs.device import on_device
+from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.modeling.rope import Rope
+
+from .checks import PackableChecks
+from .packed_store import TailBuffer
+from .segments import SideSegments
+from .side import MAX_DECODE_TOKENS, SideState
+from .step_buffers import StepBuffers
+
+ENCODE_CHUNK_TOKENS = 4096
+"""Tokens encoded at a time, a multiple of every group size; bounds the memory that a long prompt needs."""
+
+
+class Backend(ABC):
+    """Operations of a layer's steps. Stateless: layers share one.
+
+    Attributes:
+        name: its name in configs and in `record_paths`.
+        makes_slot_masks: True if `attend` takes the masks of static layers over tokens, not over slots.
+        always_tiles: True if long chunks are attended to in tiles however short the layer is.
+    """
+
+    name: ClassVar[str]
+    makes_slot_masks: ClassVar[bool] = False
+    always_tiles: ClassVar[bool] = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+    def problem(self) -> str | None:
+        """Why it cannot run on this machine, or None."""
+        return None
+
+    @abstractmethod
+    def runs_on(self, device: torch.device, asked: bool = False) -> bool:
+        """True if it runs on tensors of this device; `asked`: also where it only does so if asked for by name."""
+
+    def supports(self, codec: type[Codec], options: Any, side: Side) -> bool:
+        """True if it has what codecs of this class, with these options, need for one side."""
+        return True
+
+    def bind(self, codec: Codec) -> Codec:
+        """A copy of the codec that encodes with what this back end has for it (`Codec.native`)."""
+        return codec.with_native(None)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, k_tail: TailBuffer, v_tail: TailBuffer) -> None:
+        """Append tokens `[B, H, n, D]` to the tails, which have the capacity for them."""
+        k_tail.append(keys)
+        v_tail.append(values)
+
+    def encoded(self, codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
+        """Encode tokens `[B, H, T, D]`, whole groups, into new fields."""
+        with on_device(x):
+            return codec.encode(x, rope)
+
+    def encode(self, state: SideState, x: torch.Tensor, growing: bool) -> None:
+        """Encode tokens `[B, H, T, D]`, whole groups, and append them to a side's packed store."""
+        store, count = state.store, x.shape[2]
+        fields = self.encoded(state.codec, x, state.rope(store.tokens, store.tokens + count))
+        store.append(fields, count, growing)
+
+    def pack(self, state: SideState, x: torch.Tensor, tokens: int, growing: bool) -> None:
+        """Encode the first `tokens` of `x` into the store; the first call takes statistics from all of `x`."""
+        state.prepare(x, state.sinks.shape[2])
+        state.store.ensure_capacity(tokens, growing)
+        for start in range(0, tokens, ENCODE_CHUNK_TOKENS):
+            self.encode(state, x[:, :, start : min(start + ENCODE_CHUNK_TOKENS, tokens)], growing)
+
+    def flush(self, sides: Mapping[Side, SideState], leaving: int, checks: PackableChecks) -> bool:
+        """Check and pack the first `leaving` tokens of both tails, and move the others to new tails, in one go.
+
+        Returns False, with nothing done, if the back end has nothing better than `pack` for these codecs.
+        """
+        return False
+
+    def has_static_steps(self, device: torch.device) -> bool:
+        """True if the steps of static layers have static shapes; on CPUs there is nothing to gain by it."""
+        return device.type != "cpu"
+
+    def encodes_in_steps(self, codec: Codec) -> bool:
+        """True if `step` encodes a block when it begins to count as packed, not group by group before that."""
+        return False
+
+    def step(
+        self,
+        buffers: StepBuffers,
+        sides: Mapping[Side, SideState],
+        fresh: Mapping[Side, torch.Tensor],
+        counter: torch.Tensor | None,
+    ) -> None:
+        """Do a static layer's step, as `StepBuffers.step` does it."""
+        with on_device(buffers.counts):
+            buffers.step(sides, fresh, counter)
+
+    def takes(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> bool:
+        """True if `attend` is a fast way for this call to attend to packed tokens."""
+        return call.query.shape[2] <= MAX_DECODE_TOKENS
+
+    @abstractmethod
+    def attend(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
+        """Attend to a layer's segments: `[B, n, Hq, Dv]` in the query's dtype, zero where the mask hides all tokens.
+
+        The call's mask is over stored tokens, or as `makes_slot_masks` says.
+        """
