@@ -179,13 +179,14 @@ def static_step_launches(
     for side in both:
         codec = build_codec(*(keys if side == "keys" else values), side, 128, 2, torch.bfloat16)
         sides[side] = SideState(codec, tokens, 96, track_of(codec, tokens), PaddingRecord())
-        sides[side].prepare(tokens, 0)
+        codec.prepare(tokens)
+        sides[side].prepared = True
     group = sides["keys"].codec.group
     windows = Windows(sinks=16, recent=64, flush=max(32, group), group=group, capacity=464)
     storage = StaticStorage(DynamicStorage(sides, windows, PackableChecks(0), BACKENDS["triton"]))
 
     def step() -> None:
-        storage.buffers.step(sides, dict.fromkeys(both, tokens[:, :, :1]), None)
+        storage.backend.step(storage.buffers, sides, dict.fromkeys(both, tokens[:, :, :1]), None)
         query = tokens[:, :, :1].repeat(1, 2, 1, 1)
         launch.attend(AttentionCall.of(query, scaling=0.1), *storage.segments())
 

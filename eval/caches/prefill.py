@@ -93,7 +93,7 @@ class Prefill:
                 cache.update(keys, values, index)
                 layer = cache.layers[index]
                 if isinstance(layer, CompressedLayer) and layer.waits:
-                    layer.take_queries(self.queries()[index])
+                    layer.close(self.queries()[index])
         return cache
 
     def queries(self) -> dict[int, AttentionCall]:

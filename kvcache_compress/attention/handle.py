@@ -32,14 +32,14 @@ class Step:
         keys, values: segments of both sides.
         backend: the layer's backend.
         capacity: `max_cache_len` of a static layer, whose masks have that many tokens; else None.
-        observer: called with the step's queries, if packing waits for them.
+        closes: called with the step's attention, if packing waits for its queries.
     """
 
     keys: SideSegments
     values: SideSegments
     backend: Backend
     capacity: int | None = None
-    observer: Callable[[AttentionCall], None] | None = None
+    closes: Callable[[AttentionCall], None] | None = None
     layer: weakref.ref[CompressedLayer] | None = None
     """The layer, while it holds exactly the tokens of this step; writes then reach it. None afterwards."""
 
@@ -110,14 +110,11 @@ class Step:
     def path(self, call: AttentionCall) -> AttentionPath | None:
         return path_over(self, call)
 
-    def show_queries(self, call: AttentionCall) -> bool:
-        """Show the step's queries to the layer, if packing waits for them, and return True if it did.
-
-        Layers that share keys and values show theirs too; the first ones count.
-        """
-        if self.observer is None:
+    def close(self, call: AttentionCall) -> bool:
+        """Let the layer pack what waits for the queries of this attention; False if nothing did."""
+        if self.closes is None:
             return False
-        self.observer(replace(call, mask=self._over_tokens(call.mask)))
+        self.closes(replace(call, mask=self._over_tokens(call.mask)))
         return True
 
     def attend(self, call: AttentionCall, path: AttentionPath | None = None) -> torch.Tensor:

@@ -75,11 +75,11 @@ def attention_forward(
             query, attention_mask, scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap=kwargs.get("softcap"), s_aux=kwargs.get("s_aux"),
         )  # fmt: skip
-        observed = isinstance(step, Step) and step.show_queries(call)
+        closed = isinstance(step, Step) and step.close(call)
         path = attention_path(step, call, module, attention_mask, dropout, kwargs)
         if path is not None:
             return step.attend(call, path), None
-        if not (observed or torch.compiler.is_compiling()):
+        if not (closed or torch.compiler.is_compiling()):
             record(DECODE, query.shape[2])
         if weights_wanted() or not Mask.supports(attention_mask):
             key, value = step.dense("keys"), step.dense("values")

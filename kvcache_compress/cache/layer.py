@@ -90,7 +90,6 @@ class CompressedLayer(RowOperations):
         self.storage: DynamicStorage | StaticStorage | None = None
         self._checks = PackableChecks(self.index)
         self._accepted: tuple[Any, ...] | None = None
-        self._shown = False
         self._views: list[weakref.ref[Step]] = []
         """Steps that were handed out and may still be held."""
         for name in ("batch_size", "cumulative_length"):  # they describe tokens that are gone
@@ -179,8 +178,8 @@ class CompressedLayer(RowOperations):
 
     @property
     def waits(self) -> bool:
-        """True if tokens wait to be packed until attention shows their queries."""
-        return self.storage is not None and self.storage.waiting
+        """True if tokens wait to be packed until `close` brings their queries."""
+        return isinstance(self.storage, DynamicStorage) and self.storage.due is not None
 
     @property
     def packed_tokens(self) -> int:
@@ -305,12 +304,11 @@ class CompressedLayer(RowOperations):
         keys, values = self._append(key_states, value_states, counting=capacity is not None)
         storage = self.storage
         assert storage is not None
-        if storage.waiting:
-            if self.fused and not self._shown and not gradients_wanted(key_states, value_states):
-                self._shown = True
-                step = self._handed_out(Step(keys, values, self.backend, capacity, self.take_queries))
+        if self.waits:
+            if self.fused and not gradients_wanted(key_states, value_states):
+                step = self._handed_out(Step(keys, values, self.backend, capacity, self.close))
                 return PackedKV(step, "keys"), PackedKV(step, "values")
-            self.take_queries(None)
+            self.close(None)
         if first:
             return key_states, value_states
         step = Step(keys, values, self.backend, capacity)
@@ -355,22 +353,23 @@ class CompressedLayer(RowOperations):
         """
         counting = self.max_cache_len is not None and not self._keeps_counter(key_states)
         segments = self._append(key_states, value_states, counting)
-        if self.storage is not None and self.storage.waiting:
-            self.take_queries(None)
+        self.close(None)
         return segments
 
-    def take_queries(self, queries: AttentionCall | None) -> None:
-        """Prepare codecs that waited for the queries of the last tokens, or without any, and pack what is due."""
+    def close(self, call: AttentionCall | None) -> None:
+        """End a step: pack what waits for the queries of its attention, which are None if nobody saw them.
+
+        Of the layers that share keys and values, the first to attend closes.
+        """
         storage = self.storage
-        if not isinstance(storage, DynamicStorage) or not storage.waiting:
-            return  # taken already: later layers that share these keys and values show their queries as well
+        if not isinstance(storage, DynamicStorage) or storage.due is None:
+            return
         away = storage.dense_parts["keys"].device != self.device
         if away:
             self.prefetch()
         with self._writable_buffers():
-            storage.take_queries(queries)
+            storage.close(call)
             self._take_over(storage)
-        self._shown = False
         if away:
             self.offload()
 
@@ -378,6 +377,7 @@ class CompressedLayer(RowOperations):
         self, key_states: torch.Tensor, value_states: torch.Tensor, counting: bool
     ) -> tuple[SideSegments, SideSegments]:
         keys, values = self._accept(key_states, value_states)
+        self.close(None)
         storage = self.storage
         assert storage is not None
         self.release_views()
@@ -388,7 +388,7 @@ class CompressedLayer(RowOperations):
             storage = storage.as_dynamic()
         held = MAX_DRAFT_TOKENS if self.record_past else 0
         segments = storage.append(keys, values, self.cumulative_length if counting else None, held)
-        if self.max_cache_len is not None and not storage.waiting:
+        if self.max_cache_len is not None and storage.due is None:
             with self._writable_buffers():
                 self._take_over(storage)
         return segments
@@ -511,8 +511,6 @@ class CompressedLayer(RowOperations):
         with self._writable_buffers():
             storage = self.storage.as_dynamic()
             yield storage
-            storage.stop_waiting_if_cropped()
-            self._shown &= storage.waiting
             self._take_over(storage)
         if self.max_cache_len is not None:
             self.cumulative_length.fill_(self._length())

@@ -71,7 +71,7 @@ class CodecContext:
 
 @dataclass(frozen=True)
 class Prompt:
-    """First tokens of a layer, from which a codec that `needs_queries` takes its statistics.
+    """First tokens of a layer, from which a codec takes its statistics if they follow from queries too.
 
     sinks, keys: keys that stay dense `[B, H, S, head_dim]`, and those after them `[B, H, T, head_dim]`.
     recent: number of tokens that the recent window will hold.
@@ -134,11 +134,9 @@ class Codec(ABC):
         """True if layers without RoPE are refused; False if the codec does without what `rope_use` says there."""
         return cls.rope_use(options, side) != "none"
 
-    def needs_queries(self, keys: torch.Tensor | None) -> bool:
-        """True if statistics follow from queries too: packing then waits for those of the first tokens (`observe`).
-
-        `keys` are the first tokens of this side, `[B, H, T, head_dim]`, or None if they are not known yet.
-        """
+    @property
+    def may_need_queries(self) -> bool:
+        """True if statistics may follow from queries too, so that `learn` may return False."""
         return False
 
     @classmethod
@@ -149,6 +147,11 @@ class Codec(ABC):
     def prepare(self, x: torch.Tensor) -> None:
         """Set the data-dependent parts, once, from the first tokens `[B, H, T, head_dim]`."""
         self.set_statistics(self.measure(x))
+
+    def learn(self, x: torch.Tensor) -> bool:
+        """Do what `prepare` does if `x` is enough; return False if `observe` must follow, with the last queries."""
+        self.prepare(x)
+        return True
 
     def observe(self, prompt: Prompt) -> None:
         """Set the data-dependent parts, once, from keys and queries."""

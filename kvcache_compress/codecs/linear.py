@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import reduce
@@ -59,7 +58,6 @@ class LinearCodec(Codec):
         """float32 `[H, head_dim]`, subtracted from tokens before they are encoded, or None."""
         self.factors: torch.Tensor | None = None
         """float32 `[H, head_dim]`, by which tokens are divided after that, or None."""
-        self._known_moments: tuple[weakref.ref[torch.Tensor], Moments] | None = None
         self._query_basis: torch.Tensor | None = None
         """Basis times the factors, once it has been asked for."""
 
@@ -83,29 +81,35 @@ class LinearCodec(Codec):
         """Rows `[H or 1, W, head_dim]` whose products with centred tokens are those of `rows` with equalized ones."""
         return rows if self.factors is None else (rows / self.factors[:, None]).contiguous()
 
-    def needs_queries(self, keys: torch.Tensor | None) -> bool:
-        """True where keys have outlier channels: their factors follow from the queries as well."""
-        if not self.equalized or keys is None:
-            return self.equalized
-        _, size = moments = self._moments(keys)
-        outliers = has_outliers(size)
-        self._known_moments = None if outliers else (weakref.ref(keys), moments)
-        return outliers
+    @property
+    def may_need_queries(self) -> bool:
+        return self.equalized
 
-    def _moments(self, keys: torch.Tensor) -> Moments:
-        """Measure the channels of keys; `needs_queries` has done so for the tokens of `prepare`, where it was False."""
-        if self._known_moments is not None and self._known_moments[0]() is keys:
-            return self._known_moments[1]
+    def learn(self, x: torch.Tensor) -> bool:
+        """As in the base class; False where keys have outlier channels, as their factors follow from queries too."""
+        moments = self.moments(x) if self.equalized else None
+        if moments is not None and has_outliers(moments.size):
+            return False
+        self.set_statistics(self.measure(x, moments=moments))
+        return True
+
+    def moments(self, keys: torch.Tensor) -> Moments:
+        """Measure the channels of keys."""
         mean = mean_key(keys, "off" if self.center == "off" else "on")
         return Moments(mean, channel_rms(centred(keys, mean)))
 
-    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
-        """Measure the keys' `mean` `[H, head_dim]`, if centred, and `factors` `[H, head_dim]` of outlier channels."""
+    def measure(
+        self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Moments | None = None
+    ) -> Statistics:
+        """Measure the keys' `mean` `[H, head_dim]`, if centred, and `factors` `[H, head_dim]` of outlier channels.
+
+        `moments` are those of `x`, if they are known.
+        """
         factors = None
         if not self.equalized:
             mean = mean_key(x, self.center)
         else:
-            mean, size = self._moments(x)
+            mean, size = moments or self.moments(x)
             factors = channel_factors(size, x.shape[0] * x.shape[2], queries)
             if factors is not None:  # whether a mean is large is a question of equalized keys
                 mean = mean_key(x.float() / factors[:, None], self.center)
@@ -122,7 +126,7 @@ class LinearCodec(Codec):
     def set_statistics(self, statistics: Statistics) -> None:
         super().set_statistics(statistics)
         self.mean, self.factors = statistics.get("mean"), statistics.get("factors")
-        self._known_moments = self._query_basis = None
+        self._query_basis = None
 
     def equalize(self, x: torch.Tensor, statistics: Statistics) -> torch.Tensor:
         """Return tokens `[B, H, T, head_dim]` less the mean and divided by the factors; float32."""

@@ -20,7 +20,7 @@ from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Ro
 from kvcache_compress.codecs.centering import Center
 from kvcache_compress.codecs.equalization import Equalize
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, code_fields
-from kvcache_compress.codecs.linear import LinearCodec, Part
+from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
 from kvcache_compress.codecs.scalar import quantize_on
 from kvcache_compress.codecs.sketch import SketchKind, sketch_constant, sketch_matrix
 from kvcache_compress.registry import register_method
@@ -148,9 +148,11 @@ class QJLCodec(LinearCodec):
             fields += (*code_fields(1, part.rows, prefix), Field(f"{prefix}scale", torch.float16))
         return fields
 
-    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
+    def measure(
+        self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Moments | None = None
+    ) -> Statistics:
         """Measure `mean` and `factors`, and `energy` `[H, D]` of channels, if some have a sketch of their own."""
-        statistics = super().measure(x, queries)
+        statistics = super().measure(x, queries, moments)
         if self.options.outlier_channels:
             statistics["energy"] = self.equalize(x, statistics).square().sum(dim=(0, 2))
         return statistics

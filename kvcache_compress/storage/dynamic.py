@@ -50,12 +50,8 @@ class DynamicStorage:
         self.flushes_steps = flushes_steps
         self.track = track
         self.leads_track = leads_track
-        self.waiting = False
-        """True if tokens are due to be packed and a codec needs the last ones' queries: `take_queries` must follow."""
-        self._leaving = 0
-        """Tokens to be packed once the queries are there."""
-        self._checked = False
-        """True if the last step's tokens and all before them were found packable, though they wait."""
+        self.due: int | None = None
+        """Tokens that `close` packs after the step's attention, as a codec needs its queries; None if none waits."""
         if windows.capacity is not None:
             for state in sides.values():
                 state.store.make_static(windows.packed_capacity + windows.group)
@@ -121,7 +117,6 @@ class DynamicStorage:
             ValueError: a vector to be encoded is not finite.
         """
         length = self.tokens
-        self._checked = False
         self.checks.raise_for_known()
         sinks_before = [state.sinks for state in self.sides.values()]
         try:
@@ -172,32 +167,23 @@ class DynamicStorage:
         v_side.sinks, values = rows.settle(v_side.sinks, values, length, sinks)
         return keys, values
 
-    def lacks_queries(self, first: Mapping[Side, torch.Tensor] | None = None) -> bool:
-        """True if a codec takes its statistics from queries and has none: until it has, nothing is packed.
-
-        `first` are the tokens after the sinks, if they are not in the tails yet.
-        """
-        return any(state.lacks_queries(None if first is None else first[side]) for side, state in self.sides.items())
-
-    def take_queries(self, queries: AttentionCall | None) -> None:
-        """Prepare codecs that are `waiting` for queries, those of the last tokens or none, and pack what is due.
-
-        Raises:
-            ValueError: a vector to be encoded is not finite; nothing has changed.
-        """
-        tails = {side: state.tail.view() for side, state in self.sides.items()}
-        leaving = min(self._leaving, self.windows.leaving(tails["keys"].shape[2]))
-        if not self._checked:
-            self._check_packable(tails, leaving)
+    def close(self, call: AttentionCall | None) -> None:
+        """End a step after its attention: pack what is due, with statistics from its queries, if these were seen."""
+        if self.due is None:
+            return
         for state in self.sides.values():
-            if state.lacks_queries():
-                state.take_queries(queries, self.windows.recent)
-        self.waiting = False
-        self._flush_tails(tails, leaving, growing=self.flushes_steps)
+            state.observe(call, self.windows.recent)
+        tails, due, self.due = self._tails(), self.due, None
+        self._flush_tails(tails, due, growing=self.flushes_steps)
 
-    def stop_waiting_if_cropped(self) -> None:
-        """Wait no longer if the tokens that were due to be packed are gone."""
-        self.waiting &= self.windows.leaving(self.sides["keys"].tail.tokens) > 0
+    def _tails(self) -> dict[Side, torch.Tensor]:
+        return {side: state.tail.view() for side, state in self.sides.items()}
+
+    def _learn(self, tails: Mapping[Side, torch.Tensor], first: int) -> bool:
+        """Take statistics from tails whose first token has index `first`; False if a codec needs queries as well."""
+        waiting = [side for side, state in self.sides.items() if state.codec.may_need_queries]
+        known = [self.sides[side].prepare(tails[side], first) for side in waiting]
+        return all(known)
 
     def _check_packable(self, tails: Mapping[Side, torch.Tensor], leaving: int) -> None:
         """Raise if a vector to be encoded, or one that an unprepared codec takes statistics from, cannot be packed."""
@@ -228,12 +214,18 @@ class DynamicStorage:
 
     def _prepare(self) -> None:
         """Take statistics from the first tokens before any is packed, from the sinks too if there are few others."""
-        if self.lacks_queries():
+        if not self.tokens or self.is_prepared:
             return
+        # Keys first: if they need queries, values wait for the same tokens.
         for state in self.sides.values():
-            if not state.prepared and self.tokens:
-                written = torch.cat([state.sinks, state.tail.view()], 2)
-                state.prepare(*statistics_tokens(written, state.sinks.shape[2], self.windows.recent))
+            written = torch.cat([state.sinks, state.tail.view()], 2)
+            if not state.prepare(*statistics_tokens(written, state.sinks.shape[2], self.windows.recent)):
+                return
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if no codec lacks statistics that it may take from queries."""
+        return all(state.prepared for state in self.sides.values())
 
     def _add_prompt(
         self, keys: torch.Tensor, values: torch.Tensor, sinks: int, held: int
@@ -247,11 +239,11 @@ class DynamicStorage:
         if self.tokens:
             tails = {side: torch.cat([self.sides[side].tail.view(), x], 2) for side, x in tails.items()}
         tail = tails["keys"].shape[2]
-        leaving = self.windows.leaving(tail - held)
-        waits = self.windows.leaving(tail) > 0 and self.lacks_queries(tails)
+        leaving, first = self.windows.leaving(tail - held), self.sides["keys"].sinks.shape[2] + sinks
+        waits = self.windows.leaving(tail) > 0 and not self._learn(tails, first)
         if leaving or waits:
             self._check_packable(tails, leaving)
-            self._leaving, self._checked, self.waiting = leaving, waits, waits
+            self.due = leaving if waits else None
         if leaving and not waits:
             self._add(keys[:, :, :sinks], values[:, :, :sinks], sinks)
             self._flush_tails(tails, leaving, growing=self.flushes_steps)
@@ -279,11 +271,11 @@ class DynamicStorage:
         leaving = self.windows.leaving(self.sides["keys"].tail.tokens)
         if not leaving:
             return
-        if self.lacks_queries():
-            self._check_packable({side: state.tail.view() for side, state in self.sides.items()}, leaving)
-            self._leaving, self.waiting = leaving, True
+        tails = self._tails()
+        if not self._learn(tails, self.sides["keys"].sinks.shape[2]):
+            self._check_packable(tails, leaving)
+            self.due = leaving
         elif not self.backend.flush(self.sides, leaving, self.checks):
-            tails = {side: state.tail.view() for side, state in self.sides.items()}
             self._check_packable(tails, leaving)
             self._flush_tails(tails, leaving, growing=True)
 
@@ -309,6 +301,8 @@ class DynamicStorage:
                 state.crop(sinks, packed, self.windows.group)
             else:
                 state.tail.truncate(left - sinks - packed)
+        if self.due is not None:
+            self.due = min(self.due, self.windows.leaving(keys.tail.tokens)) or None
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every buffer `[B, ...]` by `change(buffer)`: beams, batch selection, moves between devices."""

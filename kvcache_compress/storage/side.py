@@ -73,33 +73,26 @@ class SideState:
         self.tail = TailBuffer(like, usual_tail)
         self.prepared = False
 
-    def prepare(self, x: torch.Tensor, first: int) -> None:
+    def prepare(self, x: torch.Tensor, first: int) -> bool:
         """Take the codec's statistics, unless it has them, from `x` `[B, H, T, D]` without its padding.
 
-        `x` are tokens as they are stored, from index `first` on.
+        `x` are tokens as they are stored, from index `first` on. Returns False if the codec needs queries as well.
+        """
+        if not self.prepared:
+            with on_device(x):
+                x = x[:1] if self.codec.per_prompt else x
+                if padding := self.padding.rows:
+                    x = padding.without(x, self.codec.context.sink_tokens, first)
+                self.prepared = self.codec.learn(x)
+        return self.prepared
+
+    def observe(self, call: AttentionCall | None, recent: int) -> None:
+        """Take the codec's statistics, unless it has them, from all tokens and the last queries, if there are any.
+
+        No token is packed. Rows of one prompt, as for beams, count once.
         """
         if self.prepared:
             return
-        with on_device(x):
-            x = x[:1] if self.codec.per_prompt else x
-            if padding := self.padding.rows:
-                x = padding.without(x, self.codec.context.sink_tokens, first)
-            self.codec.prepare(x)
-        self.prepared = True
-
-    def lacks_queries(self, first: torch.Tensor | None = None) -> bool:
-        """True if the codec has no statistics and takes those of the `first` tokens (those held) from queries too."""
-        if self.prepared:
-            return False
-        if first is None:
-            first = self.tail.view() if self.tail.tokens else self.sinks
-        return self.codec.needs_queries(first if first.shape[2] else None)
-
-    def take_queries(self, queries: AttentionCall | None, recent: int) -> None:
-        """Take the statistics of a codec that `needs_queries` from all tokens, none of which is packed.
-
-        Rows of one prompt, as for beams, count once.
-        """
         x = self.tail.view()
         rows = 1 if same_prompt(x) else len(x)
         whole = -(-x.shape[2] // self.codec.group) * self.codec.group
@@ -108,8 +101,8 @@ class SideState:
             rope = self.rope(0, whole)
             if rows < len(x):
                 x, rope = x[:rows], None if rope is None else (rope[0][:rows], rope[1][:rows])
-                queries = None if queries is None else queries.first_rows(rows)
-            self.codec.observe(Prompt(self.sinks[:rows], x, recent, rope, places, queries, self.padding.rows))
+                call = None if call is None else call.first_rows(rows)
+            self.codec.observe(Prompt(self.sinks[:rows], x, recent, rope, places, call, self.padding.rows))
         self.prepared = True
 
     @property

@@ -36,9 +36,6 @@ class StaticStorage:
         buffers: buffers of the storage that this one replaces; they are used again if they fit.
     """
 
-    waiting = False
-    """False: its codecs have their statistics."""
-
     def __init__(self, dynamic: DynamicStorage, buffers: StepBuffers | None = None) -> None:
         assert self.is_loadable(dynamic)
         self.windows, self.backend = dynamic.windows, dynamic.backend
@@ -51,7 +48,7 @@ class StaticStorage:
         return (
             windows.capacity is not None
             and dynamic.sides["keys"].tail.tokens <= windows.tail_capacity
-            and not dynamic.lacks_queries()
+            and all(state.prepared or not state.codec.may_need_queries for state in dynamic.sides.values())
         )
 
     @torch.inference_mode(False)

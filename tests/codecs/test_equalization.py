@@ -103,8 +103,8 @@ def test_scores_lose_as_little_as_of_even_keys(name: str, options: dict[str, Any
     for factor, equalize in ((1.0, "auto"), (16.0, "auto"), (16.0, "off")):
         keys, queries = states(factor)
         made = codec(name, **options, equalize=equalize)
-        assert made.needs_queries(None) == (equalize == "auto")
-        assert made.needs_queries(keys) == (factor > 1 and equalize == "auto")
+        assert made.may_need_queries == (equalize == "auto")
+        assert made.learn(keys) == (factor == 1 or equalize == "off")
         made.observe(Prompt(keys[:, :, :0], keys, 0, queries=AttentionCall.of(queries, scaling=1.0)))
         errors.append(score_error(made, keys, queries))
     plain, cured, hard = errors
@@ -114,24 +114,22 @@ def test_scores_lose_as_little_as_of_even_keys(name: str, options: dict[str, Any
 
 @pytest.mark.parametrize("center", ["auto", "on", "off"])
 def test_even_keys_are_measured_once(center: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`measure` takes what `needs_queries` found in the same tokens, and measures others itself."""
     keys, _ = states()
     keys[:, 0] += 3
-    made = codec("turboquant", center=center)
-    assert not made.needs_queries(keys)
-    monkeypatch.delattr(linear, "channel_rms")
+    made, calls, measure = codec("turboquant", center=center), [], linear.channel_rms
+    monkeypatch.setattr(linear, "channel_rms", lambda x: calls.append(1) or measure(x))
+    assert made.learn(keys)
+    assert len(calls) == 1
     mean = mean_key(keys, center)
-    assert mean is None if center == "off" else mean is not None and torch.equal(made.measure(keys)["mean"], mean)
-    with pytest.raises(NameError):
-        made.measure(keys.clone())
+    assert mean is None if center == "off" else mean is not None and torch.equal(made.statistics["mean"], mean)
 
 
 def test_off() -> None:
     """Values are not equalized, nor keys without dense sinks, nor where channels have a sketch of their own."""
     keys, queries = states(16.0)
     for made in (codec("turboquant", "values"), codec("turboquant", sinks=0), codec("qjl", outlier_channels=4)):
-        assert not made.needs_queries(None)
-        assert not made.needs_queries(keys)
+        assert not made.may_need_queries
+        assert made.learn(keys)
         assert "factors" not in made.measure(keys, queries)
     with pytest.raises(ValueError, match="equalize='auto' for values of turboquant: allowed 'off'"):
         codec("turboquant", "values", equalize="auto")

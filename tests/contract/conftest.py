@@ -75,7 +75,7 @@ class Rotary:
     def attention(self, module: Any, query: torch.Tensor, key: Any, value: Any, *mask: Any, **options: Any) -> Any:
         """Fused attention that first shows a step's queries to an oracle's layer that waits for them."""
         if waiting := self.waiting.pop(getattr(module, "layer_idx", None), None):
-            waiting.take_queries(AttentionCall.of(query, *mask, scaling=options["scaling"]))
+            waiting.close(AttentionCall.of(query, *mask, scaling=options["scaling"]))
         return attention_forward(module, query, key, value, *mask, **options)
 
     @property
@@ -141,15 +141,16 @@ class OracleLayer(DynamicLayer):
         if prompt:
             self._flush()
         if not self.rotary.fused and self.rotary.waiting.pop(self.index, None):
-            self.take_queries(None)
+            self.close(None)
         return seen
 
-    def take_queries(self, queries: AttentionCall | None) -> None:
+    def close(self, queries: AttentionCall | None) -> None:
         """Take the statistics of codecs that need queries from all tokens, and pack what is due."""
         first = min(self.plan.sink_tokens, self.get_seq_length())
         padding = LeftPadding(torch.tensor(found), max(found)) if (found := self.rotary.padding) else None
         for codec, x in zip(self.codecs, map(self._stored, (self.keys, self.values)), strict=True):
-            if codec.needs_queries(x[:, :, first:]):
+            tokens = self._without_padding(x[:, :, first:])
+            if codec.may_need_queries and not codec.learn(tokens):
                 rope = self.rope.keys[:, 0, first :: codec.group], self.rope.values[:, 0, first :: codec.group]
                 places = self.rotary.places(codec.group)
                 keys = x[:, :, :first], x[:, :, first:]
@@ -157,7 +158,7 @@ class OracleLayer(DynamicLayer):
                 codec.native = self._backend.bind(codec).native
                 codec.observe(Prompt(*keys, self.plan.recent_tokens, rope, places, queries, padding))
             else:
-                codec.prepare(self._without_padding(x[:, :, first:]))
+                codec.prepare(tokens)
         self.prepared = True
         self._flush(self.due)
 
@@ -194,8 +195,8 @@ class OracleLayer(DynamicLayer):
         if not leaving:
             return
         stored = [self._stored(x) for x in (self.keys, self.values)]
-        first = ((codec, x[:, :, start:]) for codec, x in zip(self.codecs, stored, strict=False))
-        if not self.prepared and any(codec.needs_queries(x) for codec, x in first):
+        first = ((codec, self._without_padding(x[:, :, start:])) for codec, x in zip(self.codecs, stored, strict=False))
+        if not self.prepared and any(codec.may_need_queries and not codec.learn(x) for codec, x in first):
             self.rotary.waiting[self.index], self.due = self, length
             return
         both = []

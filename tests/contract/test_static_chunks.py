@@ -13,7 +13,7 @@ from kvcache_compress import CompressedCache, disable_fused_attention, enable_fu
 from kvcache_compress.attention import interface as attention
 from kvcache_compress.attention import tiled
 from kvcache_compress.attention.handle import PackedKV
-from kvcache_compress.attention.path import PathTaken, record_paths
+from kvcache_compress.attention.path import TILED, PathTaken, record_paths
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
 
@@ -166,7 +166,7 @@ def test_padding_masks_of_flash_attention(model: Any, width: int | None) -> None
     whole = torch.zeros(2, 1, 20, 120, dtype=torch.bool)
     whole[..., :100] = torch.ones(20, 100, dtype=torch.bool).tril(80) & padding[:, None, None, :100].bool()
     query = torch.randn(2, 6, 20, 32, generator=torch.Generator().manual_seed(1))
-    assert keys.step.path(AttentionCall.of(query, scaling=1.0)) == "tiled"
+    assert keys.step.path(AttentionCall.of(query, scaling=1.0)) is TILED
     mask = None if width is None else padding[:, :width]
     got, expected = (keys.step.attend(AttentionCall.of(query, one, scaling=0.2)) for one in (mask, whole))
     torch.testing.assert_close(got, expected)

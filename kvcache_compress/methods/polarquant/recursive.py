@@ -19,7 +19,7 @@ from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Ro
 from kvcache_compress.codecs.centering import Center, check_center
 from kvcache_compress.codecs.equalization import Equalize, check_equalize
 from kvcache_compress.codecs.layout import Field, check_head_dim
-from kvcache_compress.codecs.linear import LinearCodec, Part, prepared
+from kvcache_compress.codecs.linear import LinearCodec, Moments, Part, prepared
 from kvcache_compress.codecs.rotation import RotationKind, random_rotation
 from kvcache_compress.codecs.scalar import SCALE_MAX, Scalar
 from kvcache_compress.registry import register_method
@@ -146,9 +146,11 @@ class PolarQuantRecursiveCodec(LinearCodec):
             basis = random_rotation(self.options.rotation, dim, seed)
         return basis[None, polar_tree.adjacent_order(dim, len(self.tree.levels))]
 
-    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
+    def measure(
+        self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Moments | None = None
+    ) -> Statistics:
         """Measure `mean` and `factors` of keys, `angles1`, ... of online codebooks, and the range of 8-bit radii."""
-        statistics = super().measure(x, queries)
+        statistics = super().measure(x, queries, moments)
         y = self._to_code_space(x, statistics)
         if self.options.codebook == "online":
             angles = polar_tree.angles(y, len(self.tree.levels))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from pydantic import BeforeValidator, field_validator
@@ -128,7 +128,7 @@ class SpectralCodec(LinearCodec):
         self.directions = tensors["directions"]
         """float32 `[H, D, D]`, x of a channel of one standard deviation; in 11 bits, as kernels use it in float16."""
 
-    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
+    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Any = None) -> Statistics:
         """Measure statistics of keys alone, as if all had stood at the first position of a model without RoPE."""
         return self._measured(Prompt(x[:, :, :0], x, 0), None, quiet=True)[0] if _file(self.options) is None else {}
 
@@ -174,8 +174,12 @@ class SpectralCodec(LinearCodec):
         file = _file(options)
         return file is not None and bool(file.facts.rope)
 
-    def needs_queries(self, keys: torch.Tensor | None) -> bool:
+    @property
+    def may_need_queries(self) -> bool:
         return _file(self.options) is None
+
+    def learn(self, x: torch.Tensor) -> bool:
+        return not self.may_need_queries
 
     @classmethod
     def check_model(cls, options: SpectralOptions, side: Side, config: PreTrainedConfig, layer: int) -> None:

@@ -21,7 +21,7 @@ from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Ro
 from kvcache_compress.codecs.centering import Center, check_center
 from kvcache_compress.codecs.equalization import Equalize, check_equalize
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
-from kvcache_compress.codecs.linear import LinearCodec, Part
+from kvcache_compress.codecs.linear import LinearCodec, Moments, Part
 from kvcache_compress.codecs.rotation import RotationKind, random_rotation
 from kvcache_compress.codecs.scalar import Scalar, quantize_on
 from kvcache_compress.codecs.sketch import SketchKind, sketch_constant, sketch_matrix
@@ -166,9 +166,11 @@ class TurboQuantCodec(LinearCodec):
         self.set_rows = tuple(kept.get(index, row) for index, row in enumerate(rows))
         self._rotations = ()
 
-    def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
+    def measure(
+        self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Moments | None = None
+    ) -> Statistics:
         """Measure `mean` and `factors` of keys, and for fractional bits the `energy` `[H, D]` of equalized channels."""
-        statistics = super().measure(x, queries)
+        statistics = super().measure(x, queries, moments)
         if len(self.sets) == 2:
             statistics["energy"] = self.equalize(x, statistics).square().mean(dim=(0, 2))
         return statistics

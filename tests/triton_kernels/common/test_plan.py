@@ -25,7 +25,6 @@ from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.bench.layers import use_backend
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import load_config
-from kvcache_compress.storage.side import encoded
 from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.common.plan import Launch, Plan
 from kvcache_compress.triton_kernels.encode import launch as encode
@@ -181,7 +180,7 @@ def test_decoding_repeats_all_launches(name: str, capacity: int | None, emulator
     layer, twin, decode = decoding(emulator, CONFIGS[name], capacity)
     keys, apart, turned = layer.sides["keys"].codec, name == "apart", name == "turned"
     group = torch.zeros(1, 2, keys.group, 64, dtype=BF16)
-    alone = Traced(emulator, lambda: encoded(keys, group) if apart else None)
+    alone = Traced(emulator, lambda: BACKENDS["triton"].encoded(keys, group) if apart else None)
     attending = ["map_query_kernel", *["turn_kernel"] * turned, "attend_kernel", "merge_kernel"]
     flushing, writing = [*alone.kernels, "encode_kernel"] if apart else ["flush_kernel"] * 2, ["append_kernel"]
     if capacity:

@@ -91,7 +91,7 @@ def test_equals_operators(name: str, recent: int, monkeypatch: pytest.MonkeyPatc
         mine, yours = ours.sides[side], theirs.sides[side]
         assert torch.equal(mine.tail.view(), yours.tail.view())
         stored = [state.store.read(0, ours.packed_tokens) for state in (mine, yours)]
-        assert_equal_but_for_ties(mine.codec, *stored, rope=mine._rope(0, ours.packed_tokens))
+        assert_equal_but_for_ties(mine.codec, *stored, rope=mine.rope(0, ours.packed_tokens))
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU's findings are read later: test_late_findings_raise_once")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.storage.checks import PackableChecks
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.packed_store import TailBuffer
@@ -20,9 +21,9 @@ SIDES = ("keys", "values")
 
 def with_tails(tails: Sequence[TailBuffer]) -> DynamicStorage:
     """Storage with the Triton backend that has only tails."""
-    codec = SimpleNamespace(backend="triton")
-    sides: Any = {name: SimpleNamespace(tail=tail, codec=codec) for name, tail in zip(SIDES, tails, strict=True)}
-    return DynamicStorage(sides, Windows(sinks=0, recent=8, flush=32, group=1), PackableChecks(0))
+    sides: Any = {name: SimpleNamespace(tail=tail) for name, tail in zip(SIDES, tails, strict=True)}
+    windows = Windows(sinks=0, recent=8, flush=32, group=1)
+    return DynamicStorage(sides, windows, PackableChecks(0), BACKENDS["triton"])
 
 
 @pytest.mark.parametrize(

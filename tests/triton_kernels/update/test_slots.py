@@ -17,7 +17,8 @@ from kvcache_compress.bench.layers import use_backend
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.dynamic import DynamicStorage
-from kvcache_compress.storage.static import FULL, NOT_FINITE, StaticStorage
+from kvcache_compress.storage.static import StaticStorage
+from kvcache_compress.storage.step_buffers import FULL, NOT_FINITE
 
 HEADS, GROUPS, DIM, CAPACITY = 2, 3, 32, 140
 KIVI = {"method": "kivi", "bits": 2}
