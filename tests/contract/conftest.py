@@ -112,6 +112,8 @@ class OracleLayer(DynamicLayer):
         self.codecs: list[Codec] = []
         self.packed = 0
         self.prepared = False
+        self.learned: list[Codec] = []
+        """Codecs that have taken their statistics without queries."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -149,8 +151,9 @@ class OracleLayer(DynamicLayer):
         first = min(self.plan.sink_tokens, self.get_seq_length())
         padding = LeftPadding(torch.tensor(found), max(found)) if (found := self.rotary.padding) else None
         for codec, x in zip(self.codecs, map(self._stored, (self.keys, self.values)), strict=True):
-            tokens = self._without_padding(x[:, :, first:])
-            if codec.may_need_queries and not codec.learn(tokens):
+            if codec in self.learned:
+                continue
+            if codec.may_need_queries:
                 rope = self.rope.keys[:, 0, first :: codec.group], self.rope.values[:, 0, first :: codec.group]
                 places = self.rotary.places(codec.group)
                 keys = x[:, :, :first], x[:, :, first:]
@@ -158,7 +161,7 @@ class OracleLayer(DynamicLayer):
                 codec.native = self._backend.bind(codec).native
                 codec.observe(Prompt(*keys, self.plan.recent_tokens, rope, places, queries, padding))
             else:
-                codec.prepare(tokens)
+                codec.prepare(self._without_padding(x[:, :, first:]))
         self.prepared = True
         self._flush(self.due)
 
@@ -195,14 +198,17 @@ class OracleLayer(DynamicLayer):
         if not leaving:
             return
         stored = [self._stored(x) for x in (self.keys, self.values)]
-        first = ((codec, self._without_padding(x[:, :, start:])) for codec, x in zip(self.codecs, stored, strict=False))
-        if not self.prepared and any(codec.may_need_queries and not codec.learn(x) for codec, x in first):
+        if not self.prepared:
+            for codec, x in zip(self.codecs, stored, strict=False):
+                if codec.may_need_queries and codec.learn(self._without_padding(x[:, :, start:])):
+                    self.learned.append(codec)
+        if any(codec.may_need_queries and codec not in self.learned for codec in self.codecs if not self.prepared):
             self.rotary.waiting[self.index], self.due = self, length
             return
         both = []
         for codec, x in zip(self.codecs, stored, strict=True):
             tail = x[:, :, start:]
-            if not self.prepared:
+            if not self.prepared and codec not in self.learned:
                 codec.prepare(self._without_padding(tail))
             begins = slice(start, start + leaving, codec.group)
             rope = (self.rope.keys[:, 0, begins], self.rope.values[:, 0, begins])
