@@ -228,7 +228,7 @@ class CompressionConfig(StrictOptions):
         if self.backend not in ("auto", *BACKENDS):
             *names, last = ("auto", *BACKENDS)
             choices = f"{', '.join(map(repr, names))} or {last!r}"
-            raise ValueError(f"backend={self.backend!r}: must be {choices}")
+            raise ValueError(f"backend={quoted(self.backend)}: must be {choices}")
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-// Decode attention over `sinks | packed | tail` on CPUs, the twin of `reference.attend`.
+// Decode attention over `sinks | packed | tail` on CPUs, the twin of PyTorch's back end.
 //
 // A task is a block of rows of a key/value head and a split of its tokens; tasks run in parallel and are then merged by
 // log-sum-exp. Packed tokens are scored and summed in code space: queries and sums are mapped, tokens are not.

@@ -16,7 +16,7 @@ from kvcache_compress.storage.backend import Backend
 from kvcache_compress.storage.segments import SideSegments
 
 from .decoded import decoded
-from .path import TILED, AttentionPath, path_over, record
+from .path import AttentionPath, path_over, record
 
 if TYPE_CHECKING:
     from kvcache_compress.cache.layer import CompressedLayer
@@ -30,7 +30,7 @@ class Step:
 
     Args:
         keys, values: segments of both sides.
-        backend: the layer's backend.
+        backend: the layer's back end.
         capacity: `max_cache_len` of a static layer, whose masks have that many tokens; else None.
         closes: called with the step's attention, if packing waits for its queries.
     """
@@ -140,11 +140,13 @@ class Step:
         if slots is not None:
             if padding is not None:
                 mask = mask.exchanged(padding, slots.sinks, count, slots.capacity, device, slots.length)
-            return mask if isinstance(path, Backend) and path.makes_slot_masks else slots.mask(mask, count)
-        mask, tokens = self._over_tokens(mask), keys.shape[2]
-        if padding is not None:
-            return mask.exchanged(padding, keys.sinks.shape[2], count, tokens, device)
-        return mask if path is TILED else mask.by_query(count, tokens)
+            return mask if path.takes_token_masks and keys.packed else slots.mask(mask, count)
+        tokens = keys.shape[2]
+        if padding is not None:  # exchanged before it is trimmed, so that all layers share the result
+            mask = mask if mask.is_by_query else self._over_tokens(mask)
+            return self._over_tokens(mask.exchanged(padding, keys.sinks.shape[2], count, tokens, device))
+        mask = self._over_tokens(mask)
+        return mask if path.takes_padding_masks else mask.by_query(count, tokens)
 
 
 class PackedKV:

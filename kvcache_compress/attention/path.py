@@ -33,6 +33,7 @@ class Tiled:
     """The path over tiles of decoded tokens."""
 
     name = "tiled"
+    takes_token_masks, takes_padding_masks = False, True
     attend = staticmethod(tiled.attend)
 
 
@@ -86,8 +87,8 @@ def record(path: str, queries: int) -> None:
 def path_over(step: Step, call: AttentionCall) -> AttentionPath | None:
     """Choose the path by which a call's queries attend to a layer's tokens.
 
-    The layer's back end takes steps, and the chunks that it is fast for. A longer chunk goes tile by tile if that saves
-    decoding a long layer. Without packed tokens a chunk takes the model's own attention.
+    The layer's back end handles decode steps, and chunks that it computes fast (`takes`). A longer chunk goes tile by
+    tile if that saves decoding a long layer. Without packed tokens a chunk takes the model's own attention.
     """
     keys, values, backend = step.keys, step.values, step.backend
     if backend.takes(call, keys, values) and (keys.packed or call.query.shape[2] <= MAX_DECODE_TOKENS):

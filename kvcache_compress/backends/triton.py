@@ -26,28 +26,28 @@ class TritonBackend(TorchBackend):
     """Attends, encodes and moves tokens in Triton; where a codec has no kernel encoder, PyTorch encodes."""
 
     name = "triton"
-    makes_slot_masks = True
+    takes_token_masks = True
 
     @cached_property
-    def _attention(self) -> Any:
+    def _attention_kernels(self) -> Any:
         from kvcache_compress.triton_kernels.attention import launch
 
         return launch
 
     @cached_property
-    def _encoding(self) -> Any:
+    def _encoding_kernels(self) -> Any:
         from kvcache_compress.triton_kernels.encode import launch
 
         return launch
 
     @cached_property
-    def _append(self) -> Any:
+    def _append_kernels(self) -> Any:
         from kvcache_compress.triton_kernels.update import append
 
         return append
 
     @cached_property
-    def _slots(self) -> Any:
+    def _slot_kernels(self) -> Any:
         from kvcache_compress.triton_kernels.update import write_slots
 
         return write_slots
@@ -72,7 +72,7 @@ class TritonBackend(TorchBackend):
             super().append(keys, values, k_tail, v_tail)
             return
         with on_device(keys):
-            self._append.append(keys, values, k_tail.buffer, v_tail.buffer, k_tail.tokens)
+            self._append_kernels.append(keys, values, k_tail.buffer, v_tail.buffer, k_tail.tokens)
         k_tail.tokens += count
         v_tail.tokens += count
 
@@ -81,7 +81,7 @@ class TritonBackend(TorchBackend):
             return super().encoded(codec, x, rope)
         with on_device(x):
             rows = None if rope is None else torch.cat(rope, -1)
-            found: Fields = self._encoding.encoded(codec.kernel_encoder, x, codec.fields, rows)
+            found: Fields = self._encoding_kernels.encoded(codec.kernel_encoder, x, codec.fields, rows)
             return found
 
     def encode(self, state: SideState, x: torch.Tensor, growing: bool) -> None:
@@ -90,7 +90,9 @@ class TritonBackend(TorchBackend):
             super().encode(state, x, growing)
             return
         with on_device(x):
-            self._encoding.encode(encoder, x, store.writable_buffers(count, growing), store.tokens, state.rope_rows)
+            self._encoding_kernels.encode(
+                encoder, x, store.writable_buffers(count, growing), store.tokens, state.rope_rows
+            )
         store.tokens += count
 
     def flush(self, sides: Mapping[Side, SideState], leaving: int, checks: PackableChecks) -> bool:
@@ -105,7 +107,7 @@ class TritonBackend(TorchBackend):
             kept = tail.tokens - leaving
             following.append(tail.new_buffer(kept))
             with on_device(tail.buffer):
-                self._encoding.flush(
+                self._encoding_kernels.flush(
                     state.codec.kernel_encoder, tail.buffer, leaving, kept,
                     state.store.writable_buffers(leaving, growing=True), state.store.tokens, following[-1], good,
                     LONGEST, state.rope_rows,
@@ -133,7 +135,7 @@ class TritonBackend(TorchBackend):
         """Do a step in one kernel, plus one that writes the groups of sides without a kernel encoder."""
         windows, states, count = buffers.windows, list(sides.values()), fresh["keys"].shape[2]
         with on_device(buffers.counts):
-            leaving = self._slots.write_slots(
+            leaving = self._slot_kernels.write_slots(
                 list(fresh.values()), list(buffers.sinks.values()), list(buffers.tail.values()),
                 [state.codec.group for state in states], [state.codec.kernel_encoder for state in states],
                 [state.store.buffers for state in states], buffers.counts, counter,
@@ -142,7 +144,7 @@ class TritonBackend(TorchBackend):
             )  # fmt: skip
             left = [(state, *copied) for state, copied in zip(states, leaving, strict=True) if copied is not None]
             if left:
-                self._slots.store_groups(
+                self._slot_kernels.store_groups(
                     [state.codec.encode(x, buffers.rope(state, count)) for state, x, _ in left],
                     [state.store.buffers for state, _, _ in left],
                     [groups for _, _, groups in left],
@@ -152,5 +154,5 @@ class TritonBackend(TorchBackend):
     def attend(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
         if not keys.packed:  # codecs may not have their statistics yet
             return super().attend(call, keys, values)
-        found: torch.Tensor = self._attention.attend(call, keys, values)
+        found: torch.Tensor = self._attention_kernels.attend(call, keys, values)
         return found

@@ -359,7 +359,7 @@ class CompressedLayer(RowOperations):
     def close(self, call: AttentionCall | None) -> None:
         """End a step: pack what waits for the queries of its attention, which are None if nobody saw them.
 
-        Of the layers that share keys and values, the first to attend closes.
+        If layers share keys and values, the first one that attends closes the step; later calls do nothing.
         """
         storage = self.storage
         if not isinstance(storage, DynamicStorage) or storage.due is None:

@@ -90,7 +90,7 @@ class LinearCodec(Codec):
         moments = self.moments(x) if self.equalized else None
         if moments is not None and has_outliers(moments.size):
             return False
-        self.set_statistics(self.measure(x, moments=moments))
+        self.set_statistics(self.measure(x) if moments is None else self.measure(x, moments=moments))
         return True
 
     def moments(self, keys: torch.Tensor) -> Moments:

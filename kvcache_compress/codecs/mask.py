@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from .padding import LeftPadding
 
@@ -56,7 +57,11 @@ class Mask:
             return mask
         last = torch.arange(count, device=device)[:, None] + (tokens if length is None else length) - count
         causal = (torch.arange(tokens, device=device) <= last)[None, None]
-        return causal if mask is None else causal & mask[:, None, None, -tokens:].bool()
+        if mask is None:
+            return causal
+        if mask.shape[1] < tokens:  # a static cache's may end with the last token written
+            mask = functional.pad(mask, (0, tokens - mask.shape[1]))
+        return causal & mask[:, None, None, -tokens:].bool()
 
     def applied(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores `[B, Hq, n, T]` of the last n of T tokens, -inf or lower where the mask hides a token."""
@@ -73,8 +78,8 @@ class Mask:
         mask = self.tensor
         if mask is not None and mask.ndim == 4:
             return mask.expand(-1, -1, count, tokens)[:, :, rows, begin:end]
+        # The last token that the first of these queries sees is its own.
         first, size = tokens - count + rows.start, rows.stop - rows.start
-        """First: the last token that the first of these queries sees, its own."""
         causal = None
         if end > first + 1:
             causal = torch.ones(size, end - begin, dtype=torch.bool, device=device).tril(first - begin)[None, None]

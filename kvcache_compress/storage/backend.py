@@ -31,12 +31,14 @@ class Backend(ABC):
 
     Attributes:
         name: its name in configs and in `record_paths`.
-        makes_slot_masks: True if `attend` takes the masks of static layers over tokens, not over slots.
+        takes_token_masks: True if `attend` takes the masks of static layers over tokens, not over slots.
+        takes_padding_masks: True if it takes masks `[B, T]` as they are.
         always_tiles: True if long chunks are attended to in tiles however short the layer is.
     """
 
     name: ClassVar[str]
-    makes_slot_masks: ClassVar[bool] = False
+    takes_token_masks: ClassVar[bool] = False
+    takes_padding_masks: ClassVar[bool] = False
     always_tiles: ClassVar[bool] = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -51,7 +53,7 @@ class Backend(ABC):
 
     @abstractmethod
     def runs_on(self, device: torch.device, asked: bool = False) -> bool:
-        """True if it runs on tensors of this device; `asked`: also where it only does so if asked for by name."""
+        """True if it runs on tensors of this device; with `asked`, also where `auto` does not choose it."""
 
     def supports(self, codec: type[Codec], options: Any, side: Side) -> bool:
         """True if it has what codecs of this class, with these options, need for one side."""
@@ -118,5 +120,5 @@ class Backend(ABC):
     def attend(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
         """Attend to a layer's segments: `[B, n, Hq, Dv]` in the query's dtype, zero where the mask hides all tokens.
 
-        The call's mask is over stored tokens, or as `makes_slot_masks` says.
+        The call's mask is over stored tokens, or over slots, unless `takes_token_masks`.
         """

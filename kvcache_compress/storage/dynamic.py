@@ -171,19 +171,27 @@ class DynamicStorage:
         """End a step after its attention: pack what is due, with statistics from its queries, if these were seen."""
         if self.due is None:
             return
+        tails, due = self._tails(), self.due
+        self._check_packable(tails, due)
         for state in self.sides.values():
-            state.observe(call, self.windows.recent)
-        tails, due, self.due = self._tails(), self.due, None
+            if state.codec.may_need_queries:
+                state.observe(call, self.windows.recent)
+        self.due = None
         self._flush_tails(tails, due, growing=self.flushes_steps)
 
     def _tails(self) -> dict[Side, torch.Tensor]:
         return {side: state.tail.view() for side, state in self.sides.items()}
 
     def _learn(self, tails: Mapping[Side, torch.Tensor], first: int) -> bool:
-        """Take statistics from tails whose first token has index `first`; False if a codec needs queries as well."""
-        waiting = [side for side, state in self.sides.items() if state.codec.may_need_queries]
-        known = [self.sides[side].prepare(tails[side], first) for side in waiting]
-        return all(known)
+        """Take statistics from tails whose first token has index `first`; False if a codec needs queries as well.
+
+        The other side then waits too.
+        """
+        return all(self.sides[side].prepare(tails[side], first) for side in self._sides_by_need())
+
+    def _sides_by_need(self) -> list[Side]:
+        """Sides that may need queries come first."""
+        return sorted(self.sides, key=lambda side: not self.sides[side].codec.may_need_queries)
 
     def _check_packable(self, tails: Mapping[Side, torch.Tensor], leaving: int) -> None:
         """Raise if a vector to be encoded, or one that an unprepared codec takes statistics from, cannot be packed."""
@@ -214,18 +222,13 @@ class DynamicStorage:
 
     def _prepare(self) -> None:
         """Take statistics from the first tokens before any is packed, from the sinks too if there are few others."""
-        if not self.tokens or self.is_prepared:
+        if self.due is not None or not self.tokens or all(state.prepared for state in self.sides.values()):
             return
-        # Keys first: if they need queries, values wait for the same tokens.
-        for state in self.sides.values():
+        for side in self._sides_by_need():
+            state = self.sides[side]
             written = torch.cat([state.sinks, state.tail.view()], 2)
             if not state.prepare(*statistics_tokens(written, state.sinks.shape[2], self.windows.recent)):
                 return
-
-    @property
-    def is_prepared(self) -> bool:
-        """True if no codec lacks statistics that it may take from queries."""
-        return all(state.prepared for state in self.sides.values())
 
     def _add_prompt(
         self, keys: torch.Tensor, values: torch.Tensor, sinks: int, held: int
@@ -240,9 +243,10 @@ class DynamicStorage:
             tails = {side: torch.cat([self.sides[side].tail.view(), x], 2) for side, x in tails.items()}
         tail = tails["keys"].shape[2]
         leaving, first = self.windows.leaving(tail - held), self.sides["keys"].sinks.shape[2] + sinks
-        waits = self.windows.leaving(tail) > 0 and not self._learn(tails, first)
-        if leaving or waits:
+        waits = False
+        if self.windows.leaving(tail):
             self._check_packable(tails, leaving)
+            waits = not self._learn(tails, first)
             self.due = leaving if waits else None
         if leaving and not waits:
             self._add(keys[:, :, :sinks], values[:, :, :sinks], sinks)
@@ -272,8 +276,9 @@ class DynamicStorage:
         if not leaving:
             return
         tails = self._tails()
-        if not self._learn(tails, self.sides["keys"].sinks.shape[2]):
+        if not all(state.prepared for state in self.sides.values()):
             self._check_packable(tails, leaving)
+        if not self._learn(tails, self.sides["keys"].sinks.shape[2]):
             self.due = leaving
         elif not self.backend.flush(self.sides, leaving, self.checks):
             self._check_packable(tails, leaving)
@@ -302,7 +307,8 @@ class DynamicStorage:
             else:
                 state.tail.truncate(left - sinks - packed)
         if self.due is not None:
-            self.due = min(self.due, self.windows.leaving(keys.tail.tokens)) or None
+            due = self.windows.leaving(keys.tail.tokens)
+            self.due = min(self.due, due) if due else None
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace every buffer `[B, ...]` by `change(buffer)`: beams, batch selection, moves between devices."""

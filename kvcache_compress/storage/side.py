@@ -89,7 +89,7 @@ class SideState:
     def observe(self, call: AttentionCall | None, recent: int) -> None:
         """Take the codec's statistics, unless it has them, from all tokens and the last queries, if there are any.
 
-        No token is packed. Rows of one prompt, as for beams, count once.
+        Call it before any token is packed. Rows of one prompt, as for beams, count once.
         """
         if self.prepared:
             return

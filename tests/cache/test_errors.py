@@ -226,6 +226,7 @@ def test_non_finite_prompt(method: str, side: str, bad: float) -> None:
     with pytest.raises(ValueError, match=message):
         cache.update(*pair, 0)
     assert cache.get_seq_length() == cache.packed_tokens == 0
+    assert not any(state.prepared for state in cache.layers[0].sides.values()), "no statistics of refused tokens"
     twin = copy.deepcopy(cache)
     twin.update(states(60, batch=1), states(60, batch=1), 0)
     assert twin.packed_tokens > 0, "not even the refused batch's size is kept"

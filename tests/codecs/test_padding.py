@@ -80,6 +80,17 @@ def test_masks_follow_their_tokens(kind: str) -> None:
     assert torch.equal(got if got.dtype == torch.bool else got == 0, expected)
 
 
+def test_a_padding_mask_may_end_before_the_capacity() -> None:
+    """A static cache's mask has the tokens so far; the room after them is hidden."""
+    made, written, capacity = padding(0, 5), 20, 32
+    real = torch.arange(written) >= torch.tensor([0, 5])[:, None]
+    length, cpu = torch.tensor(written), torch.device("cpu")
+    got = Mask(real.long()).exchanged(made, SINKS, 1, capacity, cpu, length).tensor
+    whole = torch.nn.functional.pad(real, (0, capacity - written))[:, None, None]
+    assert torch.equal(got, Mask(whole).exchanged(made, SINKS, 1, capacity, cpu, length).tensor)
+    assert not got[..., written:].any()
+
+
 def test_tokens_without_padding() -> None:
     rows, total = (0, 2, 5, 17), 20
     made, x = padding(*rows), torch.randn(len(rows), 2, total, 8)

@@ -1,4 +1,4 @@
-"""The C++ attention against `reference.attend` and against plain attention over decoded tokens."""
+"""The C++ attention against PyTorch's back end and against plain attention over decoded tokens."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import torch
 from support import family_cases
 from support.cache_name import with_cache
 from support.saved_files import Change, changed, filled
+from support.small_model import HEAD_DIM, HEADS, small_config
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.serialization import cache_file as saving
@@ -149,3 +150,22 @@ def test_layers_of_an_unknown_kind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="layer 2, a DynamicLayer, cannot be saved: more is a object"):
         cache.save(tmp_path / "x")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_that_may_end_in_a_draft(tmp_path: Path) -> None:
+    """Both sides take their statistics together, though nothing is packed yet."""
+    sides = {side: {"method": "turboquant", "bits": 3.5} for side in ("keys", "values")}
+    saved = CompressedCache(small_config(), {**sides, "sink_tokens": 4, "recent_tokens": 8})
+    saved.activate_past_recording()
+    x = torch.randn(1, HEADS, 140, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    for layer in range(2):
+        saved.update(x, x, layer)
+    assert saved.packed_tokens == 0
+    saved.save(tmp_path / "cache.safetensors")
+    loaded = CompressedCache.load(tmp_path / "cache.safetensors", small_config())
+    loaded.activate_past_recording()
+    for cache in (saved, loaded):
+        for layer in range(2):
+            cache.update(x, x, layer)
+    assert saved.packed_tokens > 0
+    assert torch.equal(loaded.layers[1].keys, saved.layers[1].keys)

@@ -83,7 +83,7 @@ class Window:
     at: int64 `[R]`, their positions.
     mask: added to the scores if float, allows attention if bool, `[Hq or 1, R, T]`; None masks the future alone.
     scaling, softcap, s_aux: as in `AttentionCall`.
-    costs: `attention_costs`, or another backend's function like it without options.
+    costs: `attention_costs`, or a back end's function that takes its place where there are no options.
     """
 
     keys: torch.Tensor

@@ -1,4 +1,4 @@
-"""The attention kernel and its merge against `reference.attend` and against plain attention over decoded tokens."""
+"""The attention kernel and its merge against PyTorch's back end and against plain attention over decoded tokens."""
 
 from __future__ import annotations
 

@@ -157,3 +157,24 @@ def test_copies_count_on(backend: str, copied: Callable[[CompressedLayer], Compr
     assert layer.get_seq_length() == other.get_seq_length() == 55
     for side in ("keys", "values"):
         assert torch.equal(layer.sides[side].all_segments().dense(), other.sides[side].all_segments().dense())
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_capacity_that_the_sinks_fill(backend: str) -> None:
+    """Nothing is ever packed, and slots without a token are hidden."""
+    config = {"keys": TURBOQUANT, "values": TURBOQUANT, "sink_tokens": 16, "recent_tokens": 8}
+    static, growing = (
+        CompressedCache(small_model(1).config, {**config, "backend": "torch", "max_cache_len": capacity}).layers[0]
+        for capacity in (12, None)
+    )
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
+    prompt, fresh = (torch.randn(2, HEADS, count, DIM, generator=generator) for count in (5, 1))
+    query = torch.randn(2, HEADS * GROUPS, 1, DIM, generator=generator)
+    for layer in (static, growing):
+        layer.update(prompt, prompt)
+        layer.update(fresh, fresh)
+    use_backend(static, backend)
+    if isinstance(static.storage, DynamicStorage):
+        static.storage = StaticStorage(static.storage)
+    ours, expected = (layer.step().attend(AttentionCall.of(query, scaling=0.2)) for layer in (static, growing))
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
