@@ -83,7 +83,9 @@ class SideState:
                 x = x[:1] if self.codec.per_prompt else x
                 if padding := self.padding.rows:
                     x = padding.without(x, self.codec.context.sink_tokens, first)
-                self.prepared = self.codec.learn(x)
+                if self.codec.per_prompt:  # it must fit the first tokens, however few, before rows continue apart
+                    self.codec.prepare(x)
+                self.prepared = self.codec.per_prompt or self.codec.learn(x)
         return self.prepared
 
     def observe(self, call: AttentionCall | None, recent: int) -> None:
