@@ -118,7 +118,9 @@ def check_steps(
         error = relative_error(ours, expected)
         problem = attention_problem(error, allowed_error(expected, dtype))
         if problem is None and share > CODES_BAR:
-            problem = f"{share:.1e} of the stored words differ: allowed {CODES_BAR:g}"
+            problem = (
+                f"{share:.1e} of the stored words differ, more than {CODES_BAR:g}: compare the encoder with PyTorch's"
+            )
         if problem:
             return error, f"static cache, step {number}{' (recorded)' if recorded else ''}: {problem}"
         worst = max(worst, error)

@@ -125,7 +125,9 @@ class Step:
         """
         path = path or self.path(call) or self.backend
         record(path.name, call.query.shape[2])
-        call = replace(call, mask=self._stored_mask(call, path))
+        mask = self._stored_mask(call, path)
+        if mask is not call.mask:
+            call = replace(call, mask=mask)
         with on_device(call.query):
             return path.attend(call, self.keys, self.values)
 

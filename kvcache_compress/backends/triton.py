@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,28 +30,13 @@ class TritonBackend(TorchBackend):
     takes_token_masks = True
 
     @cached_property
-    def _attention_kernels(self) -> Any:
-        from kvcache_compress.triton_kernels.attention import launch
+    def _kernels(self) -> SimpleNamespace:
+        """Launchers of the kernels; importing them here costs steps nothing."""
+        from kvcache_compress.triton_kernels.attention import launch as attention
+        from kvcache_compress.triton_kernels.encode import launch as encoding
+        from kvcache_compress.triton_kernels.update import append, write_slots
 
-        return launch
-
-    @cached_property
-    def _encoding_kernels(self) -> Any:
-        from kvcache_compress.triton_kernels.encode import launch
-
-        return launch
-
-    @cached_property
-    def _append_kernels(self) -> Any:
-        from kvcache_compress.triton_kernels.update import append
-
-        return append
-
-    @cached_property
-    def _slot_kernels(self) -> Any:
-        from kvcache_compress.triton_kernels.update import write_slots
-
-        return write_slots
+        return SimpleNamespace(attention=attention, encoding=encoding, append=append, slots=write_slots)
 
     def problem(self) -> str | None:
         if find_spec("triton") is None:
@@ -72,7 +58,7 @@ class TritonBackend(TorchBackend):
             super().append(keys, values, k_tail, v_tail)
             return
         with on_device(keys):
-            self._append_kernels.append(keys, values, k_tail.buffer, v_tail.buffer, k_tail.tokens)
+            self._kernels.append.append(keys, values, k_tail.buffer, v_tail.buffer, k_tail.tokens)
         k_tail.tokens += count
         v_tail.tokens += count
 
@@ -81,7 +67,7 @@ class TritonBackend(TorchBackend):
             return super().encoded(codec, x, rope)
         with on_device(x):
             rows = None if rope is None else torch.cat(rope, -1)
-            found: Fields = self._encoding_kernels.encoded(codec.kernel_encoder, x, codec.fields, rows)
+            found: Fields = self._kernels.encoding.encoded(codec.kernel_encoder, x, codec.fields, rows)
             return found
 
     def encode(self, state: SideState, x: torch.Tensor, growing: bool) -> None:
@@ -90,7 +76,7 @@ class TritonBackend(TorchBackend):
             super().encode(state, x, growing)
             return
         with on_device(x):
-            self._encoding_kernels.encode(
+            self._kernels.encoding.encode(
                 encoder, x, store.writable_buffers(count, growing), store.tokens, state.rope_rows
             )
         store.tokens += count
@@ -107,7 +93,7 @@ class TritonBackend(TorchBackend):
             kept = tail.tokens - leaving
             following.append(tail.new_buffer(kept))
             with on_device(tail.buffer):
-                self._encoding_kernels.flush(
+                self._kernels.encoding.flush(
                     state.codec.kernel_encoder, tail.buffer, leaving, kept,
                     state.store.writable_buffers(leaving, growing=True), state.store.tokens, following[-1], good,
                     LONGEST, state.rope_rows,
@@ -135,7 +121,7 @@ class TritonBackend(TorchBackend):
         """Do a step in one kernel, plus one that writes the groups of sides without a kernel encoder."""
         windows, states, count = buffers.windows, list(sides.values()), fresh["keys"].shape[2]
         with on_device(buffers.counts):
-            leaving = self._slot_kernels.write_slots(
+            leaving = self._kernels.slots.write_slots(
                 list(fresh.values()), list(buffers.sinks.values()), list(buffers.tail.values()),
                 [state.codec.group for state in states], [state.codec.kernel_encoder for state in states],
                 [state.store.buffers for state in states], buffers.counts, counter,
@@ -144,7 +130,7 @@ class TritonBackend(TorchBackend):
             )  # fmt: skip
             left = [(state, *copied) for state, copied in zip(states, leaving, strict=True) if copied is not None]
             if left:
-                self._slot_kernels.store_groups(
+                self._kernels.slots.store_groups(
                     [state.codec.encode(x, buffers.rope(state, count)) for state, x, _ in left],
                     [state.store.buffers for state, _, _ in left],
                     [groups for _, _, groups in left],
@@ -154,5 +140,5 @@ class TritonBackend(TorchBackend):
     def attend(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
         if not keys.packed:  # codecs may not have their statistics yet
             return super().attend(call, keys, values)
-        found: torch.Tensor = self._attention_kernels.attend(call, keys, values)
+        found: torch.Tensor = self._kernels.attention.attend(call, keys, values)
         return found

@@ -1,6 +1,6 @@
 """An attention call as Transformers makes it: its queries, and the mask that says which tokens they see.
 
-Whatever depends on a mask's form is here. Everything else asks: attention, tiles of it, statistics, the padding record.
+Attention, its tiles, statistics and the padding record ask the mask; only kernels read its numbers themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARED_QUERIES = 16
 
 @dataclass(slots=True)
 class Mask:
-    """Which tokens the queries of a call see.
+    """Mask of an attention call, over its tokens.
 
     tensor: None if every query sees the tokens up to its own. `[B or 1, Hq or 1, n, T]`: boolean (True = sees) or added
         to the scores. `[B, T]`: flash attention's padding mask, with which queries see the real tokens up to their own.
