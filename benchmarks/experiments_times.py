@@ -59,7 +59,7 @@ def scores(
             calls = _torch_calls(query.view(1, HEADS, each, HEAD_DIM), dense)
             for preset, keys in sides.items():
                 _check(query, keys, values)
-                calls[preset] = partial(attend, query, keys, values, scaling=1.0)
+                calls[preset] = partial(attend, AttentionCall.of(query, scaling=1.0), keys, values)
             found = {name: row | {"tokens": count, "queries": each} for name, row in _in_turns(calls, turns).items()}
             for name, row in found.items():
                 bits = sides[name].codec.bits_per_number() if name in sides else None
