@@ -23,7 +23,7 @@ from kvcache_compress.codecs.base import MethodOptions
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.cpu_kernels.attention.launch import attend
 from kvcache_compress.eval.caches.resolve import resolve_cache
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.view import View
 
 HEADS, HEAD_DIM = 8, 128
 """Key heads of Llama-3.1-8B, and the papers' head dimension."""
@@ -67,7 +67,7 @@ def scores(
     return {"heads": HEADS, "head_dim": HEAD_DIM, "value_dim": VALUE_DIM, "turns": turns, "rows": rows}
 
 
-def _side(preset: str, side: Any, head_dim: int, tokens: int) -> SideSegments:
+def _side(preset: str, side: Any, head_dim: int, tokens: int) -> View:
     """Random packed tokens of one side by a preset's method, without dense ones."""
     plan = middle_layer(named_config(preset)).keys
     method, options = ("none", MethodOptions()) if preset == "none" else (plan.method, plan.options())
@@ -102,7 +102,7 @@ def look_up(query: torch.Tensor, codes: torch.Tensor, radii: torch.Tensor, point
     return torch.stack(by_query, 1)
 
 
-def _check(query: torch.Tensor, keys: SideSegments, values: SideSegments) -> None:
+def _check(query: torch.Tensor, keys: View, values: View) -> None:
     """Raise ValueError unless the kernel's attention is that over decoded keys and values."""
     expected = plain_attention(query[:, :, 0], keys.dense(), values.dense(), 1.0)
     error = relative_error(attend(AttentionCall.of(query, scaling=1.0), keys, values)[:, 0], expected)

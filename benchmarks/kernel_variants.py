@@ -21,9 +21,9 @@ from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.rope_track import RopeTrack
-from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.side import SideState, Windows
 from kvcache_compress.storage.static import StaticStorage
+from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels import aot
 from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.attention.kernel import attend_kernel, merge_kernel
@@ -106,7 +106,7 @@ def attention_variants() -> dict[str, Variant]:
     }
 
 
-def segments(variant: Variant, side: Side) -> SideSegments:
+def side_view(variant: Variant, side: Side) -> View:
     method, options = variant.keys if side == "keys" else variant.values
     return encoded_side(method, options, side, variant.head_dim, variant.dtype)
 
@@ -114,7 +114,7 @@ def segments(variant: Variant, side: Side) -> SideSegments:
 def stored_bytes(variant: Variant) -> float:
     """Stored bytes of a packed token's key and value in one head."""
     both: tuple[Side, Side] = ("keys", "values")
-    return sum(bytes_per_token(segments(variant, side).codec.fields) for side in both)
+    return sum(bytes_per_token(side_view(variant, side).codec.fields) for side in both)
 
 
 NAMES = {attend_kernel: "", map_query_kernel: "map query ", turn_kernel: "turn ", merge_kernel: "merge "}
@@ -126,10 +126,10 @@ def attention_launches(variant: Variant, target: str) -> dict[str, tuple[Any, di
 
     Their keys are put before the variant's name, see `NAMES`.
     """
-    keys, values = segments(variant, "keys"), segments(variant, "values")
+    keys, values = side_view(variant, "keys"), side_view(variant, "values")
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
     sizes = launch.sizes_of(query, keys, values, aot.capability(target))
-    mask = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool) if variant.mask or variant.fixed else None
+    mask = torch.ones(1, 1, 1, keys.tokens, dtype=torch.bool) if variant.mask or variant.fixed else None
     inputs, kind = launch.attend_inputs(query, keys, values, mask, sizes.split_tokens)
     out = torch.empty(1, variant.count, 2 * variant.groups, variant.head_dim, dtype=variant.dtype)
     calls = launch.attention_calls(query, keys, values, inputs, kind, sizes, out, scaling=0.1)
@@ -188,7 +188,7 @@ def static_step_launches(
     def step() -> None:
         storage.backend.step(storage.buffers, sides, dict.fromkeys(both, tokens[:, :, :1]), None)
         query = tokens[:, :, :1].repeat(1, 2, 1, 1)
-        launch.attend(AttentionCall.of(query, scaling=0.1), *storage.segments())
+        launch.attend(AttentionCall.of(query, scaling=0.1), *storage.views())
 
     names = {"write_slots_kernel": "write slots", "store_groups_kernel": "store groups", "map_step_kernel": "map step"}
     launches = ((kernel.__name__, (kernel, arguments)) for kernel, arguments in aot.captured_launches(step))

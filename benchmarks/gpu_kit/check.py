@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 
-from kvcache_compress.attention.handle import Step
 from kvcache_compress.backends import torch as reference
 from kvcache_compress.backends.choice import BACKENDS, resolve_backend
 from kvcache_compress.bench.compare import allowed_error, attention_problem, relative_error
@@ -21,7 +20,7 @@ from kvcache_compress.codecs.device import interpreting, on_device
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.backend import Backend
 from kvcache_compress.storage.checks import LONGEST
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.encode import launch as encoding
 from kvcache_compress.triton_kernels.update import append as appending
 
@@ -106,7 +105,7 @@ def check_kernels(
 
 
 def _attention_error(
-    keys: SideSegments, values: SideSegments, shape: Shape, device: torch.device, dtype: torch.dtype, backend: Backend
+    keys: View, values: View, shape: Shape, device: torch.device, dtype: torch.dtype, backend: Backend
 ) -> tuple[float, float]:
     """Error of attention and its allowed error, of the worst of all calls.
 
@@ -121,10 +120,10 @@ def _attention_error(
             for side in (keys, values)
         )
         expected = reference.attend(AttentionCall.of(query.float(), scaling=scaling), k_moved, v_moved)
-        calls.append((query, Step(k_moved, v_moved, backend), expected))
+        calls.append((query, k_moved, v_moved, expected))
     errors = []
-    for query, view, expected in calls:
-        ours = view.attend(AttentionCall.of(query, scaling=scaling))
+    for query, k_moved, v_moved, expected in calls:
+        ours = k_moved.attend(AttentionCall.of(query, scaling=scaling), v_moved, backend)
         errors.append((relative_error(ours, expected), allowed_error(expected, dtype)))
     return max(errors, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
 
@@ -144,7 +143,7 @@ def _appends(shape: Shape, device: torch.device, dtype: torch.dtype) -> bool:
     return right
 
 
-def _flushes(side: SideSegments, device: torch.device, dtype: torch.dtype) -> bool:
+def _flushes(side: View, device: torch.device, dtype: torch.dtype) -> bool:
     """True if the flush kernel encodes as the prompt's kernel does, moves the other tokens, and reports a NaN.
 
     The second of three calls is a repeated launch. Also True if the codec has no such kernel.

@@ -13,7 +13,6 @@ from typing import cast
 import torch
 from transformers import LlamaConfig
 
-from kvcache_compress.attention.handle import PackedKV
 from kvcache_compress.attention.interface import AttentionName
 from kvcache_compress.bench.compare import allowed_error, attention_problem, relative_error
 from kvcache_compress.bench.layers import Shape, named_config, random_codebooks
@@ -22,6 +21,7 @@ from kvcache_compress.codecs.base import Fields
 from kvcache_compress.codecs.device import interpreting
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.packed_store import PackedStore
+from kvcache_compress.storage.view import View
 
 STATIC = ("turboquant-4bit", "kivi-2bit", "polarquant-rope-4bit", "commvq-1bit")
 """Presets whose steps of static layers are checked: more take long to compile. The last has no kernel encoder."""
@@ -96,9 +96,9 @@ def check_steps(
     keys, values, query = tokens(shape.kv_heads, 1), tokens(shape.kv_heads, 1), tokens(shape.query_heads, 1)
 
     def step() -> torch.Tensor:
-        view = cast(PackedKV, kernels.update(keys, values, 0)[0]).step
-        stores[:] = view.keys.store, view.values.store
-        return view.attend(AttentionCall.of(query, scaling=shape.head_dim**-0.5))
+        k_view, v_view = (cast(View, x) for x in kernels.update(keys, values, 0))
+        stores[:] = k_view.store, v_view.store
+        return k_view.attend(AttentionCall.of(query, scaling=shape.head_dim**-0.5), v_view)
 
     stores: list[PackedStore] = []
     run: Callable[[], torch.Tensor] = step
@@ -108,13 +108,13 @@ def check_steps(
             x.copy_(torch.randn_like(x))
         if recorded and number == WARM_UP_STEPS + 1:
             run = record(run)
-        ours, view = run(), cast(PackedKV, operators.update(keys, values, 0)[0]).step
+        ours, views = run(), [cast(View, x) for x in operators.update(keys, values, 0)]
         count, share = operators.packed_tokens, 0.0
-        for store, side in zip(stores, (view.keys, view.values), strict=True):
-            share = max(share, differing(store.read(0, count), side.store.read(0, count)))
+        for store, view in zip(stores, views, strict=True):
+            share = max(share, differing(store.read(0, count), view.store.read(0, count)))
         # A code at a tie may be the other one, which a heavy token shows in attention: so over the kernels' own codes.
-        own = replace(view, keys=replace(view.keys, store=stores[0]), values=replace(view.values, store=stores[1]))
-        expected = own.attend(AttentionCall.of(query.float(), scaling=shape.head_dim**-0.5))
+        k_own, v_own = (replace(view, store=store) for view, store in zip(views, stores, strict=True))
+        expected = k_own.attend(AttentionCall.of(query.float(), scaling=shape.head_dim**-0.5), v_own)
         error = relative_error(ours, expected)
         problem = attention_problem(error, allowed_error(expected, dtype))
         if problem is None and share > CODES_BAR:

@@ -16,7 +16,7 @@ import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 
 from kvcache_compress.attention.interface import disable_fused_attention, enable_fused_attention
-from kvcache_compress.bench.compare import Comparison, compare_view
+from kvcache_compress.bench.compare import Comparison, compare_views
 from kvcache_compress.bench.layers import Shape, named_config
 from kvcache_compress.cache.compressed_cache import CompressedCache
 from kvcache_compress.cache.layer import CompressedLayer
@@ -224,10 +224,10 @@ def _compared(model: PreTrainedModel, cache: Cache) -> Comparison:
     layer = cache.layers[len(cache.layers) // 2]
     if not isinstance(layer, CompressedLayer):
         return Comparison(None, None)
-    config, view = model.config, layer.step()
+    config = model.config
     size = (layer.batch_size, config.num_attention_heads, 1, config.head_dim)
     query = torch.randn(size, device=model.device, dtype=model.dtype)
-    return compare_view(view, query, config.head_dim**-0.5)
+    return compare_views(*layer.views(), query, config.head_dim**-0.5)
 
 
 def fill(model: PreTrainedModel, cache: Cache, batch: int, tokens: int) -> float:

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from kvcache_compress.attention.handle import Step
-from kvcache_compress.bench.compare import compare_view
+from kvcache_compress.bench.compare import compare_views
 from kvcache_compress.bench.decode import random_view
 from kvcache_compress.bench.layers import Shape, encoded_side, middle_layer, named_config
 from kvcache_compress.bench.timing import median_ms
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.files.text import parse_json, read_text
+from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import tiles
 
 from .jobs import TUNING, Job, is_missing
@@ -143,7 +143,7 @@ def plan_tiles(cases: Sequence[Case], size: tuple[int, int]) -> list[Job]:
 @lru_cache(maxsize=1)
 def _views(
     preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, inputs: int
-) -> tuple[tuple[Step, torch.Tensor], ...]:
+) -> tuple[tuple[View, View, torch.Tensor], ...]:
     """Layers and queries of a case, cached because its tiles are tried one after the other."""
     return tuple(random_view(preset, shape, batch, tokens, device, torch.bfloat16) for _ in range(inputs))
 
@@ -167,16 +167,16 @@ def try_tile(
         ValueError: attention is wrong, or registers spill.
     """
     scaling, errors, times = shape.head_dim**-0.5, [], []
-    for view, query in _views(preset, shape, batch, tokens, device, INPUTS if timed else 1):
-        k_side, v_side = view.keys.codec.kernel_side, view.values.codec.kernel_side
+    for keys, values, query in _views(preset, shape, batch, tokens, device, INPUTS if timed else 1):
+        k_side, v_side = keys.codec.kernel_side, values.codec.kernel_side
         assert k_side is not None
         assert v_side is not None
 
-        def attend(view: Step = view, query: torch.Tensor = query) -> torch.Tensor:
-            return view.attend(AttentionCall.of(query, scaling=scaling))
+        def attend(keys: View = keys, values: View = values, query: torch.Tensor = query) -> torch.Tensor:
+            return keys.attend(AttentionCall.of(query, scaling=scaling), values)
 
         k_side.use_tile(tiles.Tile(*tile))
-        error, problem = compare_view(view, query, scaling)
+        error, problem = compare_views(keys, values, query, scaling)
         if problem is not None or error is None:
             raise ValueError(problem)
         errors.append(error)

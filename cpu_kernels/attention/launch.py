@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from kvcache_compress.codecs.base import Fields
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.cpu_kernels import build
 from kvcache_compress.cpu_kernels.common.operands import CPUSide
-
-if TYPE_CHECKING:
-    from kvcache_compress.codecs.base import Fields
-    from kvcache_compress.codecs.mask import AttentionCall
-    from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.view import View
 
 
 @dataclass(slots=True)
@@ -34,7 +32,7 @@ class DescribedSide:
         return type(None), ()
 
 
-def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
+def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
     """Attend in C++; same arguments and result as `backends.torch.attend`.
 
     Raises:
@@ -43,7 +41,7 @@ def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> tor
     query, mask, s_aux = call.query, call.mask.tensor, call.s_aux
     if mask is not None:
         mask = mask if mask.dtype == torch.bool or mask.is_floating_point() else mask.float()
-        mask = mask.expand(*query.shape[:3], keys.shape[2])
+        mask = mask.expand(*query.shape[:3], keys.tokens)
     return build.operators().attend.default(
         query if query.stride(3) == 1 else query.contiguous(),
         _described(keys),
@@ -57,7 +55,7 @@ def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> tor
     )
 
 
-def _described(side: SideSegments) -> torch.Tensor:
+def _described(side: View) -> torch.Tensor:
     """Description of a side for the operator, made anew only if one of its tensors was replaced."""
     store, cpu_side = side.store, side.codec.cpu_side
     rope_rows = None if side.track is None else side.track.buffer

@@ -8,14 +8,14 @@ evaluation alone.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from transformers import Cache
 
 from kvcache_compress.cache.layer import CompressedLayer
-from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.side import SideState
+from kvcache_compress.storage.view import View
 
 
 def decode_once(cache: Cache) -> None:
@@ -23,8 +23,8 @@ def decode_once(cache: Cache) -> None:
     for layer in cache.layers:
         if isinstance(layer, CompressedLayer):
             for state in layer.sides.values():
-                # Its layer asks this very object for the segments of each step.
-                state.segments = _Decoded(state).segments  # type: ignore[method-assign]
+                # Its layer asks this very object for the view of each step.
+                state.view = _Decoded(state).view  # type: ignore[method-assign]
 
 
 class _Decoded:
@@ -34,16 +34,18 @@ class _Decoded:
         self.state: SideState = weakref.proxy(state)  # which holds this object, and all that is decoded
         self.packed = state.sinks[:, :, :0]
 
-    def segments(self, packed: int, tail: torch.Tensor, tokens: int) -> SideSegments:
-        state = self.state
-        return _Kept(state.sinks, state.store, packed, tail, tokens, state.codec, state.track, decoded=self)
+    def view(self, packed: int | None = None, tail: torch.Tensor | None = None) -> View:
+        view = SideState.view(self.state, packed, tail)
+        kept = _Kept(*(getattr(view, field.name) for field in fields(View)))
+        kept.decoded = self
+        return kept
 
 
-@dataclass(slots=True)
-class _Kept(SideSegments):
+@dataclass(slots=True, eq=False, repr=False)
+class _Kept(View):
     decoded: _Decoded | None = None
 
-    def dense(self) -> torch.Tensor:
+    def stored(self) -> torch.Tensor:
         assert self.decoded is not None
         known = self.decoded.packed
         if (start := known.shape[2]) < self.packed:

@@ -1,13 +1,16 @@
 """The attention function that Transformers calls: registered by name and switched on per model.
 
-Without packed tokens (prefill) the model's previous attention runs on the new tensors. With packed tokens `path.py`
-chooses; where it finds no path, the previous attention runs over the decoded layer, with its own mask.
+Without packed tokens (prefill) the model's previous attention runs on the new tensors. With packed tokens the layer's
+back end chooses: its own attention over the codes as they are stored, or attention of many queries over tiles of
+decoded tokens. Where it has neither, or a call asks for more, the previous attention runs over the whole layer,
+decoded, with its own mask.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,16 +18,28 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
 
 from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.modeling.adapters import compressible, unwrapped
+from kvcache_compress.storage.view import AttentionPath, View, record
 
-from .handle import PackedKV, Step
-from .path import DECODE, attention_path, record, weights_wanted
 from .position_hooks import register_fused_hooks, remove_fused_hooks
 
+logger = logging.getLogger(__name__)
 ATTENTION_NAME = "kvcache_compress"
-"""Name of the registered attention; while it is set in a decoder's config, `update()` returns `PackedKV`."""
+"""Name of the registered attention; while it is set in a decoder's config, `update()` returns views."""
+DECODE = "decode"
+"""Name of the path None in records."""
+_KNOWN = {"softcap", "s_aux", "is_causal", "output_attentions"}
+"""Options of attention functions that `attention_path` or the fused paths read."""
+_IDLE = {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "output_router_logits"}
+_IDLE |= {"num_items_in_batch", "seq_idx", "max_length_q", "max_length_k", "logits_to_keep", "return_shared_kv_states"}
+"""Options that do not change attention: other parts of a model read them, or flash attention with `cu_seq_lens_*`."""
+_IN_MASK = {"sliding_window", "cu_seq_lens_q", "cu_seq_lens_k"}
+"""Options that only flash attention reads; eager attention and SDPA get the same from the mask."""
+_WARNED: set[str] = set()
+"""Arguments that a warning has named."""
 
 
 class AttentionName(str):
@@ -61,35 +76,107 @@ def attention_mask(*args: Any, **kwargs: Any) -> Any:
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor | PackedKV,
-    value: torch.Tensor | PackedKV,
+    key: torch.Tensor | View,
+    value: torch.Tensor | View,
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend as Transformers' attention functions do: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]` and weights."""
-    if isinstance(key, PackedKV) and isinstance(value, PackedKV):
-        step = key.step
+    if isinstance(key, View) and isinstance(value, View):
         call = AttentionCall.of(
             query, attention_mask, scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap=kwargs.get("softcap"), s_aux=kwargs.get("s_aux"),
         )  # fmt: skip
-        closed = isinstance(step, Step) and step.close(call)
-        path = attention_path(step, call, module, attention_mask, dropout, kwargs)
+        closed = key.close(call)
+        path = _path(key, value, call, module, attention_mask, dropout, kwargs)
         if path is not None:
-            return step.attend(call, path), None
+            return key.attend(call, value, path), None
         if not (closed or torch.compiler.is_compiling()):
             record(DECODE, query.shape[2])
-        if weights_wanted() or not Mask.supports(attention_mask):
-            key, value = step.dense("keys"), step.dense("values")
+        if _weights_wanted() or not Mask.supports(attention_mask):
+            key, value = key.dense(), value.dense()
         else:
-            key, value, attention_mask = step.without_spare_capacity(attention_mask)
+            attention_mask = key.over_tokens(call.mask).tensor
+            key, value = key.stored(), value.stored()
     else:
-        key, value = (x.step.dense(x.side) if isinstance(x, PackedKV) else x for x in (key, value))
+        key, value = (x.dense() if isinstance(x, View) else x for x in (key, value))
     previous = _previous_attention(module)
     with _under_previous_name(module.config):
         return previous(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+
+
+def _path(
+    keys: View,
+    values: View,
+    call: AttentionCall,
+    module: torch.nn.Module,
+    mask: Any,
+    dropout: float,
+    options: Mapping[str, Any],
+) -> AttentionPath | None:
+    """Choose the path of a call by Transformers, with its mask: None if no other path computes what is asked for.
+
+    The others need: no gradients of queries, masks or `s_aux`, no dropout, no mask or one that is a tensor, causal
+    attention, no attention weights, and no unknown option that could change attention.
+    """
+    inputs = call.query, mask, call.s_aux
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs):
+        return None
+    if _weights_wanted() or options.get("output_attentions"):
+        return None
+    unknown = _unsupported(call, module, mask, dropout, options)
+    if unknown is None:
+        return keys.path(call, values)
+    if keys.packed or torch.compiler.is_compiling():
+        _warn_of_decoding(unknown)
+    return None
+
+
+def _unsupported(
+    call: AttentionCall, module: torch.nn.Module, mask: Any, dropout: float, options: Mapping[str, Any]
+) -> str | None:
+    """Return the argument of a call that fused attention does not support, in words for a warning, or None."""
+    if dropout:
+        return "dropout, which model.eval() switches off"
+    if not Mask.supports(mask):
+        return f"masks of type {type(mask).__name__}"
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    # A mask over queries and tokens replaces causality, and a single query sees all tokens either way.
+    if not causal and call.query.shape[2] > 1 and not call.mask.is_by_query:
+        return "is_causal=False for several tokens without a mask"
+    for name, value in options.items():
+        if value is None or value is False or name in _KNOWN or name in _IDLE:
+            continue
+        config: Any = module.config
+        if name not in _IN_MASK or getattr(config._attn_implementation, "previous", "sdpa") not in ("sdpa", "eager"):
+            return f"the option {name}"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_decoding(unknown: str) -> None:
+    """Warn once about an argument, also while a model is being compiled."""
+    if unknown not in _WARNED:
+        _WARNED.add(unknown)
+        logger.warning(
+            "fused attention does not support %s: steps with it decode all packed tokens, which is slower. Leave it "
+            "out if you pass it yourself",
+            unknown,
+        )
+
+
+def _weights_wanted() -> bool:
+    """Return True if this forward is to return attention weights, which several families do not pass on as an option.
+
+    GPT-2 is one. If only layers are compiled, this cannot be known, and those families return no weights.
+    """
+    if torch.compiler.is_compiling() and not _active_collector.compiling:
+        return False
+    return any("attentions" in name for name in _active_collector.get() or ())
 
 
 @contextmanager

@@ -20,8 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcache_compress.modeling.adapters import unwrapped
-
-from .path import PathTaken, record_paths
+from kvcache_compress.storage.view import PathTaken, record_paths
 
 logger = logging.getLogger(__name__)
 _REPORTED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()

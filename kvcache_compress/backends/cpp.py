@@ -15,7 +15,7 @@ from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.cpu_kernels import build
 from kvcache_compress.cpu_kernels.attention import launch
 from kvcache_compress.cpu_kernels.encode import launch as encode
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.view import View
 
 from .torch import TorchBackend
 
@@ -44,13 +44,13 @@ class CppBackend(TorchBackend):
     def bind(self, codec: Codec) -> Codec:
         return codec.with_native(_NATIVE)
 
-    def takes(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> bool:
+    def takes(self, call: AttentionCall, keys: View, values: View) -> bool:
         if super().takes(call, keys, values):
             return True
         few = call.query.shape[2] <= MAX_QUERIES
         return few and call.query.dtype == torch.float32 and values.codec.chunks_on_cpp
 
-    def attend(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
+    def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         if not keys.packed:  # codecs may not have their statistics yet
             return super().attend(call, keys, values)
         return launch.attend(call, keys, values)

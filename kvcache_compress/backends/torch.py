@@ -9,27 +9,42 @@ import torch
 
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.backend import Backend
-from kvcache_compress.storage.segments import DECODE_CHUNK_TOKENS, SideSegments
+from kvcache_compress.storage.side import MAX_DECODE_TOKENS
+from kvcache_compress.storage.view import DECODE_CHUNK_TOKENS, AttentionPath, View
+
+from . import tiled
 
 
 class TorchBackend(Backend):
     """Runs everywhere, for every codec."""
 
     name = "torch"
+    always_tiles = False
+    """True if long chunks are attended to in tiles however short the layer is."""
 
     def runs_on(self, device: torch.device, asked: bool = False) -> bool:
         return True
 
-    def attend(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
+    def path(self, call: AttentionCall, keys: View, values: View) -> AttentionPath | None:
+        """Take decode steps, and chunks that are computed fast here; a longer chunk goes tile by tile.
+
+        That saves decoding a long layer. Without packed tokens a chunk takes the model's own attention.
+        """
+        if self.takes(call, keys, values) and (keys.packed or call.query.shape[2] <= MAX_DECODE_TOKENS):
+            return self
+        long = keys.packed > (0 if self.always_tiles else tiled.TILE_TOKENS)
+        return tiled.TILED.path(call, keys, values) if long else None
+
+    def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         return attend(call, keys, values)
 
 
-def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
+def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
     """Attend with a few queries, the last tokens of the tail, to a compressed layer.
 
     Args:
         call: the queries `[B, Hq, n, Dk]`, with a mask over the stored tokens; `Hq = G * H`.
-        keys, values: the layer's segments, `H` key/value heads.
+        keys, values: the layer's, `H` key/value heads.
 
     Returns:
         `[B, n, Hq, Dv]` in the query's dtype; rows whose mask hides everything are zero.
@@ -57,7 +72,7 @@ def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> tor
     return output.transpose(1, 2).to(query.dtype).contiguous()
 
 
-def _scores(rows: torch.Tensor, keys: SideSegments) -> torch.Tensor:
+def _scores(rows: torch.Tensor, keys: View) -> torch.Tensor:
     mapped = keys.codec.map_query(rows) if keys.packed else rows
     parts = [rows @ keys.sinks.float().mT]
     for start in range(0, keys.packed, DECODE_CHUNK_TOKENS):
@@ -67,7 +82,7 @@ def _scores(rows: torch.Tensor, keys: SideSegments) -> torch.Tensor:
     return torch.cat(parts, -1)
 
 
-def _weighted_sum(weights: torch.Tensor, values: SideSegments) -> torch.Tensor:
+def _weighted_sum(weights: torch.Tensor, values: View) -> torch.Tensor:
     sinks = values.sinks.shape[2]
     output = weights[..., :sinks] @ values.sinks.float()
     output = output + weights[..., sinks + values.packed :] @ values.tail.float()

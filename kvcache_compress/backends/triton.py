@@ -16,9 +16,9 @@ from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import Rope
 from kvcache_compress.storage.checks import LONGEST, PackableChecks
 from kvcache_compress.storage.packed_store import TailBuffer
-from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS, SideState
 from kvcache_compress.storage.step_buffers import StepBuffers
+from kvcache_compress.storage.view import View
 
 from .torch import TorchBackend
 
@@ -137,7 +137,7 @@ class TritonBackend(TorchBackend):
                     [state.store.capacity // state.codec.group for state, _, _ in left],
                 )
 
-    def attend(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
+    def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         if not keys.packed:  # codecs may not have their statistics yet
             return super().attend(call, keys, values)
         found: torch.Tensor = self._kernels.attention.attend(call, keys, values)

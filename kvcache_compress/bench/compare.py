@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from kvcache_compress.attention.handle import Step
 from kvcache_compress.codecs.mask import AttentionCall, Mask
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.view import View
 
 ATTENTION_BAR = 2e-3
 """Allowed RMS of the difference relative to the RMS of the output, in addition to rounding of the output."""
@@ -31,17 +30,19 @@ class Comparison(NamedTuple):
     problem: str | None
 
 
-def compare_view(view: Step, query: torch.Tensor, scaling: float, mask: torch.Tensor | None = None) -> Comparison:
+def compare_views(
+    keys: View, values: View, query: torch.Tensor, scaling: float, mask: torch.Tensor | None = None
+) -> Comparison:
     """Compare attention of queries `[B, Hq, 1, D]` over a layer, with a mask `[B, 1, 1, T]` over its tokens or none.
 
     The second of two calls is a repeated launch, as timed ones are.
     """
-    slots = view.keys.slots
+    slots = keys.slots
     hidden = mask if slots is None else slots.mask(Mask(mask), 1).tensor
     return compare(
-        lambda: view.attend(AttentionCall.of(query, mask, scaling=scaling))[:, 0],
+        lambda: keys.attend(AttentionCall.of(query, mask, scaling=scaling), values)[:, 0],
         query[:, :, 0],
-        lambda rows: (_decoded(view.keys, rows), _decoded(view.values, rows)),
+        lambda rows: (_decoded(keys, rows), _decoded(values, rows)),
         scaling,
         mask=None if hidden is None else hidden.expand(len(query), -1, -1, -1),
     )
@@ -87,14 +88,14 @@ def plain_attention(
     return (scores.softmax(-1) @ values).flatten(1, 2)
 
 
-def _decoded(side: SideSegments, rows: list[int]) -> torch.Tensor:
+def _decoded(side: View, rows: list[int]) -> torch.Tensor:
     """Decode the given batch rows of a side to float32."""
     store, track = copy.copy(side.store), copy.copy(side.track)
     store.buffers = tuple(buffer[rows] for buffer in store.buffers)
     if track is not None:
         track.buffer = track.buffer[rows]
     sinks, tail = side.sinks[rows].float(), side.tail[rows].float()
-    return replace(side, sinks=sinks, tail_buffer=tail, store=store, track=track, slots=None).dense()
+    return replace(side, sinks=sinks, tail_buffer=tail, store=store, track=track, slots=None).stored()
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from kvcache_compress.attention.handle import Step
 from kvcache_compress.backends.choice import resolve_backend
 from kvcache_compress.codecs.device import interpreting
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import error_message
-from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
+from kvcache_compress.storage.view import View
 
-from .compare import LIBRARY_BAR, compare, compare_view
+from .compare import LIBRARY_BAR, compare, compare_views
 from .layers import Shape, encoded_side, middle_layer, named_config
 from .peers import OTHERS, peers
 from .timing import kernel_ms, median_ms
@@ -114,16 +113,16 @@ def compressed_time(
     Raises:
         ValueError: the preset does not support the shape.
     """
-    view, query = random_view(preset, shape, batch, tokens, device, dtype, fixed=call == "fixed")
-    mask = _left_padding(view) if call == "mask" else None
+    keys, values, query = random_view(preset, shape, batch, tokens, device, dtype, fixed=call == "fixed")
+    mask = _left_padding(keys) if call == "mask" else None
 
     def attend() -> torch.Tensor:
-        return view.attend(AttentionCall.of(query, mask, scaling=shape.head_dim**-0.5))
+        return keys.attend(AttentionCall.of(query, mask, scaling=shape.head_dim**-0.5), values)
 
-    error, problem = compare_view(view, query, shape.head_dim**-0.5, mask)
+    error, problem = compare_views(keys, values, query, shape.head_dim**-0.5, mask)
     time = median_ms(attend, device, repeats)
-    size = _stored(view.keys) + _stored(view.values)
-    numbers = 2 * batch * shape.kv_heads * view.shape("keys")[2] * shape.head_dim
+    size = _stored(keys) + _stored(values)
+    numbers = 2 * batch * shape.kv_heads * keys.shape[2] * shape.head_dim
     return DecodeTime(
         preset, name, batch, tokens, time, size / time / 1e6, 8 * size / numbers,
         attention_error=error, kernels=_kernels(attend, device), call=call, invalid=problem,
@@ -139,11 +138,11 @@ def _kernels(call: Callable[[], Any], device: torch.device) -> dict[str, float] 
         return None
 
 
-def _left_padding(view: Step) -> torch.Tensor:
+def _left_padding(keys: View) -> torch.Tensor:
     """Mask `[B, 1, 1, T]` that hides a few of the first tokens, more of each sequence of a batch than of the last."""
-    batch, _, tokens, _ = view.shape("keys")
-    hidden = 3 * torch.arange(batch, device=view.device)[:, None]
-    return (torch.arange(tokens, device=view.device) >= hidden)[:, None, None]
+    batch, _, tokens, _ = keys.shape
+    hidden = 3 * torch.arange(batch, device=keys.device)[:, None]
+    return (torch.arange(tokens, device=keys.device) >= hidden)[:, None, None]
 
 
 def random_view(
@@ -154,8 +153,10 @@ def random_view(
     device: torch.device,
     dtype: torch.dtype,
     fixed: bool = False,
-) -> tuple[Step, torch.Tensor]:
-    """A layer with `tokens` random packed tokens, in a full static capacity if `fixed`, and queries `[B, Hq, 1, D]`.
+) -> tuple[View, View, torch.Tensor]:
+    """Keys and values of a layer with `tokens` random packed tokens, and queries `[B, Hq, 1, D]`.
+
+    They fill a static capacity if `fixed`.
 
     Raises:
         ValueError: the preset does not support the shape.
@@ -175,11 +176,12 @@ def random_view(
     )
     query = torch.randn(batch, shape.query_heads, 1, shape.head_dim, device=device, dtype=dtype)
     if not fixed:
-        return Step(keys, values, backend), query
+        return replace(keys, backend=backend), replace(values, backend=backend), query
     count = tokens + sum(windows)
     counters = (torch.tensor(number, device=device) for number in (count, tokens))
     slots = Slots(windows[0], tokens, windows[1], count, *counters)
-    return Step(replace(keys, slots=slots), replace(values, slots=slots), backend, count), query
+    keys, values = (replace(side, slots=slots, backend=backend, capacity=count) for side in (keys, values))
+    return keys, values, query
 
 
 def measure_decode(
@@ -218,7 +220,7 @@ def _or_error(cache: str, call: tuple[Any, ...], measure: Callable[[], DecodeTim
         return DecodeTime(cache, name, batch, tokens, error=error_message(error))
 
 
-def _stored(side: SideSegments) -> int:
+def _stored(side: View) -> int:
     """Bytes that a step reads of one side."""
     factors = 0 if side.track is None else side.track.bytes_used()
     return sum(side.store.bytes_used().values()) + side.sinks.nbytes + side.tail.nbytes + factors

@@ -27,8 +27,8 @@ from kvcache_compress.methods.commvq.codebook_file import (
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.packed_store import PackedStore
 from kvcache_compress.storage.rope_track import RopeTrack
-from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.static import StaticStorage
+from kvcache_compress.storage.view import View
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ def encoded_side(
     batch: int = 1,
     device: torch.device | None = None,
     backend: str = "torch",
-) -> SideSegments:
-    """Segments of one side of a layer, as in a step of decoding.
+) -> View:
+    """View of one side of a layer, as in a step of decoding.
 
     Args:
         packed: number of compressed tokens.
@@ -189,9 +189,10 @@ def encoded_side(
                 buffer.uniform_(0.5, 1.5)
             else:
                 buffer.random_()
-    return SideSegments(
-        tokens[:, :, :first].contiguous(), store, packed, tokens[:, :, :last].contiguous(), last, codec, track
-    )
+    return View(
+        tokens[:, :, :first].contiguous(), store, packed, tokens[:, :, :last].contiguous(), last, codec, track,
+        backend=BACKENDS[backend],
+    )  # fmt: skip
 
 
 def use_backend(layer: CompressedLayer, name: str) -> None:
@@ -199,7 +200,7 @@ def use_backend(layer: CompressedLayer, name: str) -> None:
     layer.backend = backend = BACKENDS[name]
     with layer.edited() as storage:
         for state in storage.sides.values():
-            state.codec = backend.bind(state.codec)
+            state.codec, state.backend = backend.bind(state.codec), backend
         storage.backend = backend
     if layer.max_cache_len and layer.storage is storage and backend.has_static_steps(layer.device):
         layer.storage = StaticStorage(storage)

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from kvcache_compress.attention import compile_ops as ops
-from kvcache_compress.attention.handle import PackedKV, Step, gradients_wanted, with_step
 from kvcache_compress.attention.interface import ATTENTION_NAME
 from kvcache_compress.backends.choice import resolve_backend
 from kvcache_compress.codecs.base import Codec, CodecContext, Side
@@ -31,9 +30,9 @@ from kvcache_compress.storage.checks import (
 from kvcache_compress.storage.dynamic import DynamicStorage
 from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.rope_track import RopeTrack
-from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows
 from kvcache_compress.storage.static import StaticStorage
+from kvcache_compress.storage.view import View
 
 from .row_operations import RowOperations
 
@@ -90,8 +89,8 @@ class CompressedLayer(RowOperations):
         self.storage: DynamicStorage | StaticStorage | None = None
         self._checks = PackableChecks(self.index)
         self._accepted: tuple[Any, ...] | None = None
-        self._views: list[weakref.ref[Step]] = []
-        """Steps that were handed out and may still be held."""
+        self._views: list[weakref.ref[View]] = []
+        """Views that were handed out and may still be held."""
         for name in ("batch_size", "cumulative_length"):  # they describe tokens that are gone
             self.__dict__.pop(name, None)
 
@@ -124,12 +123,13 @@ class CompressedLayer(RowOperations):
         codecs = {side: self.backend.bind(codec) for side, codec in codecs.items()}
         self.group = math.lcm(*(codec.group for codec in codecs.values()))
         self.flush_tokens = math.lcm(FLUSH_TOKENS, self.group)
-        plan, usual = self.plan, self.plan.recent_tokens + self.flush_tokens
+        plan = self.plan
+        windows = Windows(plan.sink_tokens, plan.recent_tokens, self.flush_tokens, self.group, self.max_cache_len)
         tracks = {side: self.track if plan.rope_use(side) == "factors" else None for side in codecs}
         sides = {
-            side: SideState(codec, inputs[side], usual, tracks[side], self.padding) for side, codec in codecs.items()
+            side: SideState(codec, inputs[side], windows, self.backend, tracks[side], self.padding)
+            for side, codec in codecs.items()
         }
-        windows = Windows(plan.sink_tokens, plan.recent_tokens, self.flush_tokens, self.group, self.max_cache_len)
         self.storage = storage = DynamicStorage(
             sides, windows, self._checks, self.backend, flushes_steps=self.compression.quantize_generated,
             track=self.track, leads_track=self.leads_track,
@@ -215,8 +215,9 @@ class CompressedLayer(RowOperations):
         if self.storage is None:
             return None
         self._fetch(self.storage)
-        keys, values = (state.all_segments() for state in self.storage.sides.values())
-        return self._handed_out(Step(keys, values, self.backend)).writable(side)
+        view = replace(self.storage.sides[side].view(), capacity=None)
+        self._hand_out(view)
+        return view.writable()
 
     def _assign(self, side: Side, x: torch.Tensor) -> None:
         held = self._dense(side)
@@ -253,13 +254,14 @@ class CompressedLayer(RowOperations):
                 )
             if tokens > first + packed:
                 self._checks.add(side, torch.where(changed, x, 0)[:, :, first + packed :])
-            held = state.all_segments().written(x, changed)
+            held = state.view()
+            held.write(x, changed)
             state.sinks = held.sinks
-            state.tail.replace(held.tail)
-        for view in self._views:
-            step = view()
-            if step is not None and step.layer is not None and step.keys.slots is None:
-                setattr(step, side, step.side(side).written(x, changed))
+            state.tail.replace(held.tail_buffer)
+        for reference in self._views:
+            view = reference()
+            if view is not None and view.owner is not None and view.side == side and view.slots is None:
+                view.write(x, changed)
 
     def _fetch(self, storage: DynamicStorage | StaticStorage) -> None:
         """Bring offloaded tokens to the layer's device."""
@@ -268,12 +270,12 @@ class CompressedLayer(RowOperations):
         if self.compression.offloading and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
-    def _handed_out(self, step: Step) -> Step:
-        """Remember a step for as long as somebody holds it."""
-        step.layer = weakref.ref(self)
+    def _hand_out(self, *views: View) -> None:
+        """Remember views for as long as somebody holds them."""
         self._views = [view for view in self._views if view() is not None]
-        self._views.append(weakref.ref(step))
-        return step
+        for view in views:
+            view.owner = self
+            self._views.append(weakref.ref(view))
 
     def release_views(self, kept: int | None = None) -> None:
         """Save the content of views that are still held, before a change that may keep the first `kept` tokens only.
@@ -281,16 +283,16 @@ class CompressedLayer(RowOperations):
         If nobody holds a view, as in an ordinary step, this costs nothing.
         """
         if self._views:
-            self._views = [view for view in self._views if (step := view()) is not None and not step.release(kept)]
+            self._views = [one for one in self._views if (view := one()) is not None and not view.release(kept)]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor | PackedKV, torch.Tensor | PackedKV]:
+    ) -> tuple[torch.Tensor | View, torch.Tensor | View]:
         """Store keys and values `[B, H, T, D]` and return the keys and values that this step attends to.
 
         These are plain tensors while nothing is packed, while fused attention is off, and for gradients, which reach
-        this step's keys and values but none of an earlier step; else `PackedKV`, also for the tokens whose queries
-        attention is to show to a codec.
+        this step's keys and values but none of an earlier step; else views, also of the tokens whose queries attention
+        is to show to a codec.
 
         Raises:
             ValueError: The batch size changes, the tokens exceed the static capacity, or tokens to be packed are not
@@ -304,39 +306,35 @@ class CompressedLayer(RowOperations):
         keys, values = self._append(key_states, value_states, counting=capacity is not None)
         storage = self.storage
         assert storage is not None
-        if self.waits:
-            if self.fused and not gradients_wanted(key_states, value_states):
-                step = self._handed_out(Step(keys, values, self.backend, capacity, self.close))
-                return PackedKV(step, "keys"), PackedKV(step, "values")
+        gradients = (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled()
+        fused = self.fused and not gradients
+        if self.waits and not fused:
             self.close(None)
+        if fused and (self.waits or (not first and (keys.packed or capacity is not None))):
+            self._hand_out(keys, values)
+            return keys, values
         if first:
             return key_states, value_states
-        step = Step(keys, values, self.backend, capacity)
-        # Every layer runs this at every step, where a call of `gradients_wanted` would cost more than the check itself.
-        if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
-            count = key_states.shape[2]
-            start: Any = keys.shape[2] - count
-            if capacity is not None:
-                start = (self.cumulative_length - count).clamp(max=capacity - count)
-            k_dense, v_dense = step.dense("keys"), step.dense("values")
-            return with_step(k_dense, key_states, start), with_step(v_dense, value_states, start)
-        if self.fused and (keys.packed or capacity is not None):
-            self._handed_out(step)
-            return PackedKV(step, "keys"), PackedKV(step, "values")
-        return step.dense("keys"), step.dense("values")
+        if not gradients:
+            return keys.dense(), values.dense()
+        count = key_states.shape[2]
+        start: Any = keys.tokens - count
+        if capacity is not None:
+            start = (self.cumulative_length - count).clamp(max=capacity - count)
+        return _with_step(keys.dense(), key_states, start), _with_step(values.dense(), value_states, start)
 
     def _update_when_run(
         self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor | PackedKV, torch.Tensor | PackedKV]:
+    ) -> tuple[torch.Tensor | View, torch.Tensor | View]:
         """Trace an `update`: put operators into the graph that store and attend when the compiled code runs."""
-        if gradients_wanted(key_states, value_states):
+        if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
             raise ValueError(
                 "gradients of keys and values: allowed where the model is not compiled, else torch.no_grad()"
             )
         tokens = key_states.shape[2]
         total = self.get_mask_sizes(tokens)[0]
         counts = self.max_cache_len is not None and self._keeps_counter(key_states)
-        trace = ops.traced_step if self.fused and tokens <= MAX_DECODE_TOKENS else ops.decoded
+        trace = ops.traced_views if self.fused and tokens <= MAX_DECODE_TOKENS else ops.decoded
         found: tuple[Any, Any] = trace(self, key_states, value_states, total)
         if counts:
             self.cumulative_length.add_(tokens)
@@ -346,15 +344,15 @@ class CompressedLayer(RowOperations):
         """True if the layer keeps its counter tensor, to which compiled code then adds the step's tokens itself."""
         return self.is_initialized and bool(key_states.shape[0] == self.batch_size > 0)
 
-    def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[SideSegments, SideSegments]:
-        """Store keys and values `[B, H, T, D]` for compiled code, and return the segments that this step attends to.
+    def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[View, View]:
+        """Store keys and values `[B, H, T, D]` for compiled code, and return what this step attends to.
 
         With a static capacity the counter is left to the compiled code, which adds to it itself, unless it is new.
         """
         counting = self.max_cache_len is not None and not self._keeps_counter(key_states)
-        segments = self._append(key_states, value_states, counting)
+        views = self._append(key_states, value_states, counting)
         self.close(None)
-        return segments
+        return views
 
     def close(self, call: AttentionCall | None) -> None:
         """End a step: pack what waits for the queries of its attention, which are None if nobody saw them.
@@ -373,9 +371,7 @@ class CompressedLayer(RowOperations):
         if away:
             self.offload()
 
-    def _append(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, counting: bool
-    ) -> tuple[SideSegments, SideSegments]:
+    def _append(self, key_states: torch.Tensor, value_states: torch.Tensor, counting: bool) -> tuple[View, View]:
         keys, values = self._accept(key_states, value_states)
         self.close(None)
         storage = self.storage
@@ -387,11 +383,11 @@ class CompressedLayer(RowOperations):
             self._renumber()
             storage = storage.as_dynamic()
         held = MAX_DRAFT_TOKENS if self.record_past else 0
-        segments = storage.append(keys, values, self.cumulative_length if counting else None, held)
+        views = storage.append(keys, values, self.cumulative_length if counting else None, held)
         if self.max_cache_len is not None and storage.due is None:
             with self._writable_buffers():
                 self._take_over(storage)
-        return segments
+        return views
 
     def _accept(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Check new keys and values, make a storage if there is none, and return them in its dtypes, detached.
@@ -441,15 +437,10 @@ class CompressedLayer(RowOperations):
                 storage.widen(*wider)
         return wider
 
-    def dense_step(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys and values, and return all that the step attends to decoded, `[B, H, T, D]`."""
-        step = Step(*self.append(key_states, value_states), self.backend, self.max_cache_len)
-        return step.dense("keys"), step.dense("values")
-
-    def step(self) -> Step:
-        """All tokens of the layer, as a step of a few tokens attends to them right after it is stored."""
+    def views(self) -> tuple[View, View]:
+        """All keys and values of the layer, as a step of a few tokens attends to them right after it is stored."""
         assert self.storage is not None
-        return Step(*self.storage.segments(), self.backend, self.max_cache_len)
+        return self.storage.views()
 
     def raise_for_known(self) -> None:
         """Raise `ValueError` if a finished check found tokens packed on a GPU that are not finite."""
@@ -520,3 +511,12 @@ class CompressedLayer(RowOperations):
         self._accepted = None
         if isinstance(self.storage, StaticStorage) and not self.storage.empty:
             self.number = ops.register(self, self.number)
+
+
+def _with_step(dense: torch.Tensor, states: torch.Tensor, start: torch.Tensor | int) -> torch.Tensor:
+    """Put a step's own tokens `[B, H, n, D]` into `dense` `[B, H, T, D]` from `start` on.
+
+    Gradients reach them there, but not the tokens that were read from a cache.
+    """
+    at = torch.arange(states.shape[2], device=dense.device) + start
+    return dense.index_copy(2, at, states.to(dense.dtype))

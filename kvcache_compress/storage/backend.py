@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 
@@ -18,9 +18,9 @@ from kvcache_compress.modeling.rope import Rope
 
 from .checks import PackableChecks
 from .packed_store import TailBuffer
-from .segments import SideSegments
 from .side import MAX_DECODE_TOKENS, SideState
 from .step_buffers import StepBuffers
+from .view import AttentionPath, View
 
 ENCODE_CHUNK_TOKENS = 4096
 """Tokens encoded at a time, a multiple of every group size; bounds the memory that a long prompt needs."""
@@ -31,15 +31,12 @@ class Backend(ABC):
 
     Attributes:
         name: its name in configs and in `record_paths`.
-        takes_token_masks: True if `attend` takes the masks of static layers over tokens, not over slots.
-        takes_padding_masks: True if it takes masks `[B, T]` as they are.
-        always_tiles: True if long chunks are attended to in tiles however short the layer is.
+        takes_token_masks, takes_padding_masks: as in `AttentionPath`.
     """
 
-    name: ClassVar[str]
-    takes_token_masks: ClassVar[bool] = False
-    takes_padding_masks: ClassVar[bool] = False
-    always_tiles: ClassVar[bool] = False
+    name: str
+    takes_token_masks: bool = False
+    takes_padding_masks: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -112,13 +109,14 @@ class Backend(ABC):
         with on_device(buffers.counts):
             buffers.step(sides, fresh, counter)
 
-    def takes(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> bool:
+    def takes(self, call: AttentionCall, keys: View, values: View) -> bool:
         """True if `attend` is a fast way for this call to attend to packed tokens."""
         return call.query.shape[2] <= MAX_DECODE_TOKENS
 
-    @abstractmethod
-    def attend(self, call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
-        """Attend to a layer's segments: `[B, n, Hq, Dv]` in the query's dtype, zero where the mask hides all tokens.
+    def path(self, call: AttentionCall, keys: View, values: View) -> AttentionPath | None:
+        """Choose how a call attends to a layer: None for the model's own attention over decoded tokens."""
+        return self if self.takes(call, keys, values) else None
 
-        The call's mask is over stored tokens, or over slots, unless `takes_token_masks`.
-        """
+    @abstractmethod
+    def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
+        """Attend to both sides of a layer, as in `AttentionPath`."""

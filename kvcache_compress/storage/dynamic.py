@@ -12,8 +12,8 @@ from kvcache_compress.codecs.mask import AttentionCall
 from .backend import Backend
 from .checks import PackableChecks, same_prompt
 from .rope_track import RopeTrack
-from .segments import SideSegments
 from .side import MAX_DECODE_TOKENS, MAX_DRAFT_TOKENS, SideState, Windows, statistics_tokens
+from .view import View
 
 
 class DynamicStorage:
@@ -77,10 +77,10 @@ class DynamicStorage:
         """The dense buffers of both sides with their spare capacity, in the model's dtype."""
         return tuple(x for state in self.sides.values() for x in (state.sinks, state.tail.buffer))
 
-    def segments(self) -> tuple[SideSegments, SideSegments]:
-        """Segments of both sides over all their tokens."""
+    def views(self) -> tuple[View, View]:
+        """Views of keys and values over all their tokens."""
         k_side, v_side = self.sides.values()
-        return k_side.all_segments(), v_side.all_segments()
+        return k_side.view(), v_side.view()
 
     def as_dynamic(self) -> DynamicStorage:
         """Return the storage itself, for the interface of `StaticStorage.as_dynamic`."""
@@ -98,7 +98,7 @@ class DynamicStorage:
 
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, counter: torch.Tensor | None = None, held: int = 0
-    ) -> tuple[SideSegments, SideSegments]:
+    ) -> tuple[View, View]:
         """Append new tokens `[B, H, n, D]`, in the dtypes that the storage holds.
 
         The first tokens are a prompt, and so is a later chunk of more than `MAX_DRAFT_TOKENS`. All of a prompt but the
@@ -110,8 +110,8 @@ class DynamicStorage:
             held: number of last tokens of a prompt that may be a draft; they and the window before them stay dense.
 
         Returns:
-            The segments of both sides that these tokens attend to: themselves and all that was dense before, in full
-            precision even if packed by now.
+            What these tokens attend to: themselves and all that was dense before, in full precision even if packed by
+            now.
 
         Raises:
             ValueError: a vector to be encoded is not finite.
@@ -132,9 +132,7 @@ class DynamicStorage:
             counter.fill_(self.tokens)
         return found
 
-    def _append(
-        self, keys: torch.Tensor, values: torch.Tensor, length: int, held: int
-    ) -> tuple[SideSegments, SideSegments]:
+    def _append(self, keys: torch.Tensor, values: torch.Tensor, length: int, held: int) -> tuple[View, View]:
         count = keys.shape[2]
         if not length:
             self._begin({"keys": keys, "values": values})
@@ -148,11 +146,9 @@ class DynamicStorage:
         packed = k_side.store.tokens
         if prompt:
             k_tail, v_tail = self._add_prompt(keys, values, sinks, held)
-            found = k_side.segments(packed, k_tail, k_tail.shape[2]), v_side.segments(packed, v_tail, v_tail.shape[2])
-        else:
-            self._add(keys, values, sinks)
-            found = k_side.all_segments(), v_side.all_segments()
-        return found
+            return k_side.view(packed, k_tail), v_side.view(packed, v_tail)
+        self._add(keys, values, sinks)
+        return self.views()
 
     def _settled(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Let new tokens that are sinks of left-padded rows change places with the padding there."""
@@ -296,7 +292,7 @@ class DynamicStorage:
         rows = keys.padding.rows
         if rows is not None and left < rows.longest + self.windows.sinks:
             for state in self.sides.values():  # padding returns to where removed tokens were sinks
-                tokens = state.all_segments().dense()[:, :, :left]
+                tokens = state.view().stored()[:, :, :left]
                 rows.exchange_(tokens.mT, self.windows.sinks)
                 state.sinks = tokens[:, :, : self.windows.sinks].contiguous()
         sinks = min(left, keys.sinks.shape[2])

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from kvcache_compress.codecs.base import Fields
 from kvcache_compress.codecs.layout import Field, grown_capacity
-
-if TYPE_CHECKING:
-    from kvcache_compress.cpu_kernels.attention.launch import DescribedSide
 
 
 def _writable(buffer: torch.Tensor) -> torch.Tensor:
@@ -37,8 +34,8 @@ class PackedStore:
             torch.empty(batch, heads, 0, *field.shape, dtype=field.dtype, device=device) for field in fields
         )
         """One buffer per field; another tuple whenever one of them is replaced."""
-        self.described: DescribedSide | None = None
-        """Description of the side for the C++ attention, kept while its tensors stay the same."""
+        self.described: Any = None
+        """What a back end keeps about the side for its attention, until a buffer is replaced."""
 
     def make_static(self, capacity: int) -> None:
         """Allocate `capacity` tokens, a multiple of `group`, once and for all; spare capacity is zero."""

@@ -17,7 +17,7 @@ from .checks import same_prompt
 from .packed_store import PackedStore, TailBuffer
 from .padding import PaddingRecord
 from .rope_track import RopeTrack
-from .segments import SideSegments
+from .view import AttentionPath, View
 
 MAX_DECODE_TOKENS = 16
 """Most queries of a decode kernel, and most tokens of a step with static shapes."""
@@ -63,14 +63,19 @@ class SideState:
     """`sinks | packed | tail` of one side."""
 
     def __init__(
-        self, codec: Codec, like: torch.Tensor, usual_tail: int, track: RopeTrack | None, padding: PaddingRecord
+        self,
+        codec: Codec,
+        like: torch.Tensor,
+        windows: Windows,
+        backend: AttentionPath,
+        track: RopeTrack | None,
+        padding: PaddingRecord,
     ) -> None:
-        self.codec = codec
-        self.track = track
-        self.padding = padding
+        self.codec, self.backend, self.capacity = codec, backend, windows.capacity
+        self.track, self.padding = track, padding
         self.sinks = like.new_empty(*like.shape[:2], 0, like.shape[3])
         self.store = PackedStore(codec.fields, like.shape[0], like.shape[1], like.device)
-        self.tail = TailBuffer(like, usual_tail)
+        self.tail = TailBuffer(like, windows.recent + windows.flush)
         self.prepared = False
 
     def prepare(self, x: torch.Tensor, first: int) -> bool:
@@ -147,15 +152,14 @@ class SideState:
         self.sinks = self.sinks.to(dtype)
         self.tail.apply(lambda x: x.to(dtype))
 
-    def segments(self, packed: int, tail: torch.Tensor, tokens: int) -> SideSegments:
-        """Return segments of the first `packed` tokens of the store and the first `tokens` of a contiguous `tail`."""
-        return SideSegments(
-            self.sinks, self.store, packed, tail, tokens, self.codec, self.track, padding=self.padding.rows
-        )
-
-    def all_segments(self) -> SideSegments:
-        """Return segments of all tokens."""
-        return self.segments(self.store.tokens, self.tail.buffer, self.tail.tokens)
+    def view(self, packed: int | None = None, tail: torch.Tensor | None = None) -> View:
+        """View of the sinks, the first `packed` tokens of the store, and `tail`; by default of all tokens."""
+        packed = self.store.tokens if packed is None else packed
+        tail, tokens = (self.tail.buffer, self.tail.tokens) if tail is None else (tail, tail.shape[2])
+        return View(
+            self.sinks, self.store, packed, tail, tokens, self.codec, self.track, padding=self.padding.rows,
+            backend=self.backend, capacity=self.capacity,
+        )  # fmt: skip
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.sinks = change(self.sinks)

@@ -18,10 +18,10 @@ from kvcache_compress.codecs.base import Side
 
 from .checks import full_error, not_packable_error
 from .dynamic import DynamicStorage
-from .segments import SideSegments
 from .side import MAX_DECODE_TOKENS, SideState
 from .slots import Slots
 from .step_buffers import FULL, StepBuffers
+from .view import View
 
 
 class StaticStorage:
@@ -75,8 +75,8 @@ class StaticStorage:
         """The dense buffers of both sides with their spare capacity, as in `DynamicStorage`."""
         return (*self.buffers.sinks.values(), *self.buffers.tail.values())
 
-    def segments(self) -> tuple[SideSegments, SideSegments]:
-        """Return all slots of both sides, whether they hold a token or not."""
+    def views(self) -> tuple[View, View]:
+        """Views of all slots of both sides, whether they hold a token or not."""
         windows, buffers = self.windows, self.buffers
         slots = Slots(
             windows.sinks,
@@ -87,9 +87,9 @@ class StaticStorage:
             buffers.packed,
         )
         keys, values = (
-            SideSegments(
+            View(
                 buffers.sinks[side], state.store, windows.packed_capacity, buffers.tail[side], windows.tail_capacity,
-                state.codec, state.track, slots, state.padding.rows,
+                state.codec, state.track, slots, state.padding.rows, self.backend, windows.capacity,
             )
             for side, state in self._carrier.sides.items()
         )  # fmt: skip
@@ -102,7 +102,7 @@ class StaticStorage:
 
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, counter: torch.Tensor | None = None
-    ) -> tuple[SideSegments, SideSegments]:
+    ) -> tuple[View, View]:
         """Append the tokens of a step, as `DynamicStorage.append` does, and return all slots."""
         carrier = self._carrier
         if carrier.track is not None:
@@ -113,7 +113,7 @@ class StaticStorage:
             self._lacking -= keys.shape[2]
             self.buffers.settle(self._rows, fresh)
         self.backend.step(self.buffers, carrier.sides, fresh, counter)
-        return self.segments()
+        return self.views()
 
     def is_step(self, count: int) -> bool:
         """Return True if `count` new tokens are a step of static shapes.

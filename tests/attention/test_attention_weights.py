@@ -9,7 +9,7 @@ from support.family_cases import FAMILIES, build, method_config
 from transformers import PreTrainedModel
 
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
-from kvcache_compress.attention.path import record_paths
+from kvcache_compress.storage.view import record_paths
 
 CONFIG = method_config("llama", "turboquant")
 SILENT = ["opt", "gpt2", "gpt_bigcode", "nemotron", "persimmon", "stablelm"]

@@ -13,7 +13,7 @@ from support.small_model import VOCAB, method_config, small_config, small_model
 from transformers import CompileConfig, PreTrainedModel
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.attention.path import record_paths
+from kvcache_compress.storage.view import record_paths
 
 STEPS = 36
 """Steps; enough to cross a flush and to grow buffers."""

@@ -12,10 +12,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.attention import path
-from kvcache_compress.attention.path import record_paths
+from kvcache_compress.attention import interface
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.decoder import cache_argument
+from kvcache_compress.storage.view import record_paths
 
 LENGTHS = torch.tensor([0, 1])
 IDLE: dict[str, Any] = {
@@ -36,11 +36,11 @@ IDLE: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _start() -> None:
     torch.set_num_threads(1)
-    path._WARNED.clear()
+    interface._WARNED.clear()
 
 
 def unsupported(model: PreTrainedModel, query: torch.Tensor, mask: Any, options: dict[str, Any]) -> str | None:
-    return path._unsupported(AttentionCall.of(query, mask, scaling=1.0), model, mask, 0.0, options)
+    return interface._unsupported(AttentionCall.of(query, mask, scaling=1.0), model, mask, 0.0, options)
 
 
 @pytest.fixture

@@ -33,14 +33,12 @@ from support.segment_makers import make_codec, make_side, poison  # noqa: F401
 from support.small_model import VOCAB, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention, register_position_hooks
-from kvcache_compress.attention import tiled
-from kvcache_compress.attention.handle import Step
-from kvcache_compress.attention.path import PathTaken, record_paths
+from kvcache_compress.backends import tiled
 from kvcache_compress.backends import torch as reference
 from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
+from kvcache_compress.storage.view import PathTaken, View, record_paths
 
 TILE = 64
 """Tokens per tile in these tests, a multiple of every group size."""
@@ -70,7 +68,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_equals_plain_attention(name: str, make_side: Callable[..., SideSegments]) -> None:
+def test_equals_plain_attention(name: str, make_side: Callable[..., View]) -> None:
     case = CALLS[name]
     torch.manual_seed(len(name))
     keys, values = segments(case, make_side)
@@ -91,7 +89,7 @@ def test_equals_plain_attention(name: str, make_side: Callable[..., SideSegments
 
 
 def _decoded_whole(
-    query: torch.Tensor, keys: SideSegments, values: SideSegments, mask: torch.Tensor | None, s_aux: torch.Tensor | None
+    query: torch.Tensor, keys: View, values: View, mask: torch.Tensor | None, s_aux: torch.Tensor | None
 ) -> torch.Tensor:
     """PyTorch's attention over the decoded layer; learned sink logits are a token whose value is zero."""
     key, value = (side.dense().repeat_interleave(query.shape[1] // side.sinks.shape[1], 1) for side in (keys, values))
@@ -104,7 +102,7 @@ def _decoded_whole(
     return out.transpose(1, 2)
 
 
-def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegments]) -> None:
+def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) -> None:
     case = Case(packed=160, count=20)
     keys, values = segments(case, make_side)
     query = torch.randn(2, 6, 20, 64)
@@ -118,7 +116,7 @@ def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegme
     assert error(out, expected) <= BARS[F32]
 
 
-def test_a_tile_that_a_row_does_not_see(make_side: Callable[..., SideSegments]) -> None:
+def test_a_tile_that_a_row_does_not_see(make_side: Callable[..., View]) -> None:
     """Large logits in a tile that a row does not see have no effect on the row."""
     case = Case(packed=160, count=20)
     keys, values = segments(case, make_side)
@@ -159,7 +157,7 @@ def test_chunks_of_a_prompt_never_decode_a_layer(backend: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("least", [-2e4, -1e30, torch.finfo(torch.float32).min, -torch.inf])
-def test_additive_masks_of_any_size(least: float, make_side: Callable[..., SideSegments]) -> None:
+def test_additive_masks_of_any_size(least: float, make_side: Callable[..., View]) -> None:
     """A row masked everywhere by a finite number attends to all tokens equally; by infinity, to none."""
     case = Case(packed=160, count=20)
     keys, values = segments(case, make_side)
@@ -179,7 +177,7 @@ def test_additive_masks_of_any_size(least: float, make_side: Callable[..., SideS
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_padding_mask_of_flash_attention(padded: bool, make_side: Callable[..., SideSegments]) -> None:
+def test_padding_mask_of_flash_attention(padded: bool, make_side: Callable[..., View]) -> None:
     case = Case(packed=160, count=40)
     keys, values = segments(case, make_side)
     query = torch.randn(2, 6, 40, 64)
@@ -187,7 +185,8 @@ def test_padding_mask_of_flash_attention(padded: bool, make_side: Callable[..., 
     mask[1, :100] = 1 - padded
     allowed = torch.ones(40, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - 40) & mask[:, None, None].bool()
     longer = torch.nn.functional.pad(mask, (7, 0))  # of a cache with room for more: the last tokens count
-    out = Step(keys, values, BACKENDS["torch"]).attend(AttentionCall.of(query, longer, scaling=0.125))
+    keys = replace(keys, backend=BACKENDS["torch"])
+    out = keys.attend(AttentionCall.of(query, longer, scaling=0.125), values)
     assert error(out, plain_attention(query, keys, values, allowed, case, None)) <= BARS[F32]
 
 
@@ -211,20 +210,20 @@ def test_padding_mask_of_flash_attention(padded: bool, make_side: Callable[..., 
     ids=str,
 )
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU takes other widths")
-def test_which_calls_take_tiles(path: str, changes: dict[str, Any], make_side: Callable[..., SideSegments]) -> None:
+def test_which_calls_take_tiles(path: str, changes: dict[str, Any], make_side: Callable[..., View]) -> None:
     call = {name: x for name, x in changes.items() if name not in ("backend", "static")}
     case = Case(**{"packed": TILE + 32, "count": 17} | call)
     keys, values = segments(case, make_side)
     if "static" in changes:
         keys = replace(keys, slots=Slots(16, keys.packed, 17, 400, torch.tensor(56), torch.tensor(40)))
     query = torch.zeros(2, 6, case.count, 64, dtype=case.dtype)
-    step = Step(keys, values, BACKENDS[changes.get("backend", "torch")])
-    found = step.path(AttentionCall.of(query, scaling=1.0, softcap=case.softcap))
+    keys = replace(keys, backend=BACKENDS[changes.get("backend", "torch")])
+    found = keys.path(AttentionCall.of(query, scaling=1.0, softcap=case.softcap), values)
     assert ("decode" if found is None else found.name) == path
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="on CPUs PyTorch has no attention for them that gives its logarithm")
-def test_values_of_another_width(make_side: Callable[..., SideSegments]) -> None:
+def test_values_of_another_width(make_side: Callable[..., View]) -> None:
     case = Case(packed=160, count=40, head_dim=96, value_dim=64, dtype=F16)
     keys, values = segments(case, make_side)
     query = torch.randn(2, 6, 40, 96).to(F16)

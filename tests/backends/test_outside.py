@@ -11,12 +11,12 @@ from support.cache_name import with_cache
 from support.small_model import VOCAB, method_config, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.attention.path import record_paths
 from kvcache_compress.backends.choice import BACKENDS, resolve_backend
 from kvcache_compress.backends.torch import TorchBackend
 from kvcache_compress.codecs.base import Codec, Side
 from kvcache_compress.methods.kivi import KIVICodec
 from kvcache_compress.methods.turboquant.codec import TurboQuantCodec
+from kvcache_compress.storage.view import record_paths
 
 
 class EvenBits(TorchBackend):

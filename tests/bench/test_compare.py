@@ -10,11 +10,11 @@ import torch
 from gpu_kit import models
 from support.cache_name import with_cache
 
-from kvcache_compress.attention.handle import Step
 from kvcache_compress.bench import compare, decode, peers
 from kvcache_compress.bench.layers import Shape
 from kvcache_compress.codecs.mask import Mask
 from kvcache_compress.storage.rope_track import _warn_of_positions
+from kvcache_compress.storage.view import View
 
 CPU = torch.device("cpu")
 TINY = Shape(4, 2, 64)
@@ -61,14 +61,14 @@ def test_both_calls_are_compared(wrong: int) -> None:
 
 def spoil(monkeypatch: pytest.MonkeyPatch, row: int, factor: float) -> None:
     """Make a row of attention's results wrong."""
-    attend = Step.attend
+    attend = View.attend
 
     def attend_wrongly(*arguments: Any) -> torch.Tensor:
         out = attend(*arguments)
         out[row] *= factor
         return out
 
-    monkeypatch.setattr(Step, "attend", attend_wrongly)
+    monkeypatch.setattr(View, "attend", attend_wrongly)
 
 
 @pytest.mark.parametrize(("row", "factor"), [(2, 1.01), (0, NAN)])
@@ -102,8 +102,8 @@ def test_masked_and_fixed_calls_are_compared(name: str, call: str, monkeypatch: 
     assert (found.call, found.invalid) == (call, None)
     assert 0 < (found.attention_error or 0) < 3e-3
     if call == "mask":
-        attend = Step.attend
-        monkeypatch.setattr(Step, "attend", lambda view, call: attend(view, replace(call, mask=Mask())))
+        attend = View.attend
+        monkeypatch.setattr(View, "attend", lambda view, call, values: attend(view, replace(call, mask=Mask()), values))
         assert decode.compressed_time(*timed).invalid, "a mask that attention does not see"
 
 

@@ -9,10 +9,10 @@ from support.small_model import VOCAB, small_model
 from transformers import Cache, PreTrainedModel
 
 from kvcache_compress.attention.interface import ATTENTION_NAME
-from kvcache_compress.attention.path import record_paths
 from kvcache_compress.bench.steps import measure_steps
 from kvcache_compress.eval.caches.caches import CacheSpec, full_cache
 from kvcache_compress.eval.caches.resolve import resolve_cache
+from kvcache_compress.storage.view import record_paths
 
 
 class Broken(Cache):

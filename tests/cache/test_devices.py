@@ -21,11 +21,11 @@ from kvcache_compress import (
     enable_fused_attention,
     load_config,
 )
-from kvcache_compress.attention.handle import PackedKV
 from kvcache_compress.attention.interface import ATTENTION_NAME
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.checks import PackableChecks
+from kvcache_compress.storage.view import View
 
 SIZES = [44, 1, 33, 1]
 LAYERS = 2
@@ -66,8 +66,8 @@ def steps(
             x = torch.randn(rows, HEADS, size, HEAD_DIM, generator=generator).to(device)
             keys, values = cache.update(x, x, layer)
             assert keys.device == values.device == device
-            if isinstance(keys, PackedKV) and size <= 16:
-                keys = keys.step.attend(AttentionCall.of(x, scaling=1.0))
+            if isinstance(keys, View) and size <= 16:
+                keys = keys.attend(AttentionCall.of(x, scaling=1.0), values)
                 assert keys.device == device
             outputs.append(keys.cpu())
     return outputs

@@ -13,7 +13,7 @@ from support.small_model import VOCAB, method_config, small_config, small_model
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
 
 from kvcache_compress import CompressedCache, compress, disable_fused_attention, enable_fused_attention
-from kvcache_compress.attention.path import record_paths
+from kvcache_compress.storage.view import record_paths
 
 PROMPT, STEPS = 60, 4
 

@@ -9,8 +9,8 @@ from support.closeness import assert_close_but_for_flips
 from transformers import DynamicCache
 
 from kvcache_compress import enable_fused_attention
-from kvcache_compress.attention.path import record_paths
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
+from kvcache_compress.storage.view import record_paths
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 

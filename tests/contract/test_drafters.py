@@ -11,10 +11,10 @@ from support.cache_name import with_cache
 from transformers import cache_utils
 
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
-from kvcache_compress.attention.path import record_paths
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.cache.offloading import Offloading
 from kvcache_compress.storage.rope_track import RopeTrack
+from kvcache_compress.storage.view import record_paths
 
 SIDE = {"method": "turboquant", "bits": 6}
 CONFIG = {"keys": SIDE, "values": SIDE, "sink_tokens": 4, "recent_tokens": 16}

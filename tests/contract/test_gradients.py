@@ -12,7 +12,7 @@ from support.small_model import METHODS, VOCAB, method_config, mixed_config, sma
 from transformers import Cache, DynamicCache, GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.attention.handle import PackedKV
+from kvcache_compress.storage.view import View
 
 PROMPT, CAPACITY = 60, 100
 CONFIGS: dict[str, dict[str, Any]] = {name: method_config(name) for name in METHODS} | {
@@ -146,9 +146,9 @@ def test_without_them_attention_stays_fused() -> None:
     x = torch.randn(1, 2, PROMPT, 32, requires_grad=True)
     layer.update(x, x)
     with torch.no_grad():
-        assert isinstance(layer.update(x[:, :, :1], x[:, :, :1])[0], PackedKV)
+        assert isinstance(layer.update(x[:, :, :1], x[:, :, :1])[0], View)
         leaf = torch.randn(1, 2, 1, 32, requires_grad=True)
-        assert isinstance(layer.update(leaf, leaf)[0], PackedKV)
+        assert isinstance(layer.update(leaf, leaf)[0], View)
     assert layer.update(leaf, leaf)[0].requires_grad
 
 

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.attention_cases import attended
 from support.cache_name import with_cache
 from support.closeness import assert_close_but_for_flips
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -162,7 +163,7 @@ def test_steps_have_static_shapes_and_never_wait(unfused: Any, ids: torch.Tensor
         for at in range(36):
             with _Watch() as watch:
                 layer.append(*(states[:, :, at : at + 1],) * 2)
-                layer.step().attend(AttentionCall.of(query, scaling=0.2))
+                attended(layer.views(), AttentionCall.of(query, scaling=0.2))
             traces.append(watch.seen)
         assert all(trace == traces[0] for trace in traces)
         assert layer.packed_tokens == before + 32
@@ -291,7 +292,7 @@ def test_padding_mask_of_flash_attention(tiny_model: Any) -> None:
     whole = torch.zeros(2, 1, 3, 100, dtype=torch.bool)
     whole[..., :73] = torch.ones(3, 73, dtype=torch.bool).tril(70) & padding[:, None, None].bool()
     query = torch.randn(2, 6, 3, 32, generator=torch.Generator().manual_seed(1))
-    got, expected = (layer.step().attend(AttentionCall.of(query, mask, scaling=0.2)) for mask in (padding, whole))
+    got, expected = (attended(layer.views(), AttentionCall.of(query, mask, scaling=0.2)) for mask in (padding, whole))
     torch.testing.assert_close(got, expected)
 
 

@@ -5,17 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.attention_cases import attended
 from support.cache_name import with_cache
 from support.closeness import assert_close_but_for_flips
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention import interface as attention
-from kvcache_compress.attention import tiled
-from kvcache_compress.attention.handle import PackedKV
-from kvcache_compress.attention.path import TILED, PathTaken, record_paths
-from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.backends import tiled
+from kvcache_compress.backends.tiled import TILED
+from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
+from kvcache_compress.storage.view import PathTaken, View, record_paths
 
 TILE, CAPACITY = 32, 235
 SIZES = [100, 20, 1, 40, 16, 33]
@@ -135,16 +136,16 @@ def test_foreign_code_and_attention_with_nothing_packed(model: Any, packed: bool
     states = torch.randn(2, 2, 70, 32, generator=torch.Generator().manual_seed(0))
     layer.update(states[:, :, :50], states[:, :, :50])
     keys, values = layer.update(states[:, :, 50:], states[:, :, 50:])
-    assert isinstance(keys, PackedKV)
-    assert (keys.step.packed > 0) == packed
+    assert isinstance(keys, View)
+    assert (keys.packed > 0) == packed
     assert keys.shape == keys.dense().shape == (2, 2, 100, 32)
     assert layer.get_mask_sizes(20) == (keys.shape[2], 0)
     assert keys[:, :, 70:].eq(0).all()
     whole = torch.zeros(2, 1, 20, 100, dtype=torch.bool)
     whole[..., :70] = torch.ones(20, 70, dtype=torch.bool).tril(50)
-    there = keys.step.without_spare_capacity(whole)
-    assert [x.shape[2] for x in there[:2]] == [70, 70]
-    assert torch.equal(torch.cat([there[0], keys[:, :, 70:]], 2), keys.dense())
+    there = keys.stored()
+    assert there.shape[2] == keys.over_tokens(Mask(whole)).tensor.shape[3] == 70
+    assert torch.equal(torch.cat([there, keys[:, :, 70:]], 2), keys.dense())
     query = torch.randn(2, 6, 20, 32, generator=torch.Generator().manual_seed(1))
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, keys.dense(), values.dense(), whole, scale=0.2, enable_gqa=True
@@ -160,15 +161,15 @@ def test_padding_masks_of_flash_attention(model: Any, width: int | None) -> None
     layer = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": 120, "backend": "torch"}).layers[1]
     states = torch.randn(2, 2, 100, 32, generator=torch.Generator().manual_seed(0))
     layer.update(states[:, :, :80], states[:, :, :80])
-    keys, _ = layer.update(states[:, :, 80:], states[:, :, 80:])
+    views = layer.update(states[:, :, 80:], states[:, :, 80:])
     padding = torch.ones(2, 120, dtype=torch.long)
     padding[1, :9] = width is None
     whole = torch.zeros(2, 1, 20, 120, dtype=torch.bool)
     whole[..., :100] = torch.ones(20, 100, dtype=torch.bool).tril(80) & padding[:, None, None, :100].bool()
     query = torch.randn(2, 6, 20, 32, generator=torch.Generator().manual_seed(1))
-    assert keys.step.path(AttentionCall.of(query, scaling=1.0)) is TILED
+    assert views[0].path(AttentionCall.of(query, scaling=1.0), views[1]) is TILED
     mask = None if width is None else padding[:, :width]
-    got, expected = (keys.step.attend(AttentionCall.of(query, one, scaling=0.2)) for one in (mask, whole))
+    got, expected = (attended(views, AttentionCall.of(query, one, scaling=0.2)) for one in (mask, whole))
     torch.testing.assert_close(got, expected)
 
 

@@ -1,4 +1,4 @@
-"""`PackedKV`, the handle that `update()` returns while fused attention is on, works in place of a tensor."""
+"""`View`, the handle that `update()` returns while fused attention is on, works in place of a tensor."""
 
 import copy
 import gc
@@ -11,16 +11,15 @@ import pytest
 import torch
 
 from kvcache_compress import enable_fused_attention
-from kvcache_compress.attention.handle import PackedKV
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.view import View
 
 STATIC = ("turboquant-4", "kivi-4", "commvq", "polarquant-rope", "spectral")
 """Configurations without and with groups of tokens, and with positions, for static caches too."""
 
 
 @pytest.fixture
-def views(unfused: Any, ids: torch.Tensor) -> tuple[PackedKV, PackedKV, torch.Tensor, torch.Tensor]:
+def views(unfused: Any, ids: torch.Tensor) -> tuple[View, View, torch.Tensor, torch.Tensor]:
     """Keys and values of layer 1 as a decode step gets them, and the step's dense tensors."""
     enable_fused_attention(unfused.model)
     cache = unfused.cache()
@@ -29,9 +28,9 @@ def views(unfused: Any, ids: torch.Tensor) -> tuple[PackedKV, PackedKV, torch.Te
     fresh = torch.randn(2, 2, 1, 32, generator=torch.Generator().manual_seed(1))
     keys, values = copy.deepcopy(cache).update(fresh, -fresh, 1)
     cache.update(fresh, -fresh, 1)
-    assert isinstance(keys, PackedKV)
-    assert isinstance(values, PackedKV)
-    assert keys.step.packed > 0
+    assert isinstance(keys, View)
+    assert isinstance(values, View)
+    assert keys.packed > 0
     return keys, values, cache.layers[1].keys, cache.layers[1].values
 
 
@@ -112,11 +111,11 @@ def states(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(2, 2, count, 32, generator=torch.Generator().manual_seed(seed))
 
 
-def update(cache: Any, count: int, seed: int) -> list[PackedKV]:
+def update(cache: Any, count: int, seed: int) -> list[View]:
     """Give every layer `count` new tokens, and return the handles of the compressed ones."""
     keys, values = states(count, seed), states(count, seed + 1)
     found = [handle for index in range(3) for handle in cache.update(keys, values, index)]
-    return [handle for handle in found if isinstance(handle, PackedKV)]
+    return [handle for handle in found if isinstance(handle, View)]
 
 
 def crop_and_go_on(cache: Any, tokens: int, *following: int) -> None:
@@ -149,7 +148,7 @@ def test_held_views_stay_what_they_are(filled: Any, count: int) -> None:
         cache = copy.deepcopy(filled)
         held = update(cache, count, 5)
         before = [handle.dense().clone() for handle in held]
-        assert all(handle.step.packed > 0 for handle in held)
+        assert all(handle.packed > 0 for handle in held)
         change(cache)
         for handle, dense in zip(held, before, strict=True):
             assert torch.equal(handle.dense(), dense), name
@@ -161,31 +160,28 @@ def test_held_views_stay_what_they_are(filled: Any, count: int) -> None:
 
 def test_views_that_nobody_holds_cost_nothing(filled: Any) -> None:
     """The layer keeps no view, and copies nothing where no view is held."""
-    gone = [weakref.ref(handle.step) for handle in update(filled, 1, 5)]
+    gone = [weakref.ref(handle) for handle in update(filled, 1, 5)]
     gc.disable()
     try:
-        assert not any(step() for step in gone)
+        assert not any(view() for view in gone)
     finally:
         gc.enable()
-    with mock.patch.object(SideSegments, "own_dense") as copied, mock.patch.object(SideSegments, "own_packed") as both:
+    with mock.patch.object(View, "release") as released:
         update(filled, 1, 6)
         filled.crop(-50)
         for count in (40, 1, 1):
             update(filled, count, 7)
-    assert not copied.called
-    assert not both.called
-    assert all(len(layer._views) == 1 for layer in filled.compressed_layers.values())
+    assert not released.called
+    assert all(len(layer._views) == 2 for layer in filled.compressed_layers.values())
     assert filled.packed_tokens > 0
 
 
 def test_attention_to_a_held_view(filled: Any) -> None:
     """Fused attention to a held handle is that to its decoded tokens, also after a crop and a chunk."""
     held = update(filled, 1, 5)
-    query = torch.randn(2, 6, 1, 32, generator=torch.Generator().manual_seed(2))
-    before = [step.attend(AttentionCall.of(query, scaling=0.2)) for step in (handle.step for handle in held)]
+    call = AttentionCall.of(torch.randn(2, 6, 1, 32, generator=torch.Generator().manual_seed(2)), scaling=0.2)
+    before = [keys.attend(call, values) for keys, values in zip(held[::2], held[1::2], strict=True)]
     crop_and_go_on(filled, 50, 60)
-    for handle, expected in zip(held, before, strict=True):
-        assert handle.step.packed > 0
-        torch.testing.assert_close(
-            handle.step.attend(AttentionCall.of(query, scaling=0.2)), expected, atol=1e-5, rtol=0
-        )
+    for keys, values, expected in zip(held[::2], held[1::2], before, strict=True):
+        assert keys.packed > 0
+        torch.testing.assert_close(keys.attend(call, values), expected, atol=1e-5, rtol=0)

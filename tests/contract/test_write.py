@@ -10,7 +10,7 @@ import torch
 from support.closeness import assert_close_but_for_flips
 
 from kvcache_compress import enable_fused_attention
-from kvcache_compress.attention.handle import PackedKV
+from kvcache_compress.storage.view import View
 
 SOME = ("turboquant-4", "kivi-4", "commvq", "turboquant-none")
 
@@ -160,7 +160,7 @@ def test_handles(filled: Any, unfused: Any) -> None:
         cache = copy.deepcopy(filled)
         fresh = torch.randn(2, 2, count, 32, generator=torch.Generator().manual_seed(count))
         keys, values = cache.update(fresh, -fresh, 1)
-        assert isinstance(keys, PackedKV)
+        assert isinstance(keys, View)
         last = cache.layers[1].get_seq_length() - 1
         keys[:, :, last] = 0
         values[:, :, last:].copy_(torch.ones(2, 2, values.shape[2] - last, 32))

@@ -19,7 +19,7 @@ from kvcache_compress.backends import torch as reference
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.cpu_kernels.attention import launch
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.view import View
 
 pytestmark = pytest.mark.usefixtures("built")
 
@@ -61,7 +61,7 @@ CALLS = CASES | {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_equals_reference_and_plain_attention(name: str, make_side: Callable[..., SideSegments]) -> None:
+def test_equals_reference_and_plain_attention(name: str, make_side: Callable[..., View]) -> None:
     case = CALLS[name]
     torch.manual_seed(len(name))
     keys, values = segments(case, make_side)
@@ -79,7 +79,7 @@ def test_equals_reference_and_plain_attention(name: str, make_side: Callable[...
     assert error(out, reference.attend(AttentionCall.of(query.float(), mask, **call), keys, values)) <= bar
 
 
-def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegments]) -> None:
+def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) -> None:
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
     mask = torch.ones(2, 1, 1, keys.shape[2], dtype=torch.bool)
@@ -89,7 +89,7 @@ def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegme
     assert (out[1] == 0).all()
 
 
-def test_rows_hidden_by_the_lowest_number_are_averages(make_side: Callable[..., SideSegments]) -> None:
+def test_rows_hidden_by_the_lowest_number_are_averages(make_side: Callable[..., View]) -> None:
     """Rows masked with the lowest number are averages, as in plain attention, where all logits become that number."""
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
@@ -99,7 +99,7 @@ def test_rows_hidden_by_the_lowest_number_are_averages(make_side: Callable[..., 
 
 
 @pytest.mark.parametrize("rotary", [4, 20, 32])
-def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callable[..., SideSegments]) -> None:
+def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callable[..., View]) -> None:
     """RoPE on some of the pairs of neighbours, as in GLM 4 and GPT-NeoX; positions differ per row."""
     rest = range(2 * rotary, 64)
     real, imaginary = range(0, 2 * rotary, 2), range(1, 2 * rotary, 2)
@@ -112,7 +112,7 @@ def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callab
     assert error(out, plain_attention(query, keys, values, None, Case(), None)) <= BARS[F32]
 
 
-def test_few_rows_sum_values_by_code(make_side: Callable[..., SideSegments]) -> None:
+def test_few_rows_sum_values_by_code(make_side: Callable[..., View]) -> None:
     """Up to eight rows of many tokens add in another order than nine, which decode the values, or than few tokens."""
     keys, values = segments(Case(tq(4), commvq(64), packed=1100), make_side)
     query = torch.randn(2, 2, 9, 64)
@@ -130,7 +130,7 @@ def test_few_rows_sum_values_by_code(make_side: Callable[..., SideSegments]) -> 
 
 
 @pytest.mark.parametrize("bits", [0, 192])
-def test_codebooks_are_not_copied(bits: int, make_side: Callable[..., SideSegments]) -> None:
+def test_codebooks_are_not_copied(bits: int, make_side: Callable[..., View]) -> None:
     """Neither residual codebooks nor, with `bits`, the encoder's codebook are copied."""
     side = commvq(64, encoder_bits=bits, weighed=True)
     keys, values = segments(Case(side, side), make_side)
@@ -139,7 +139,7 @@ def test_codebooks_are_not_copied(bits: int, make_side: Callable[..., SideSegmen
     assert [keys.codec.constant_bytes(), values.codec.constant_bytes()] == held
 
 
-def test_queries_of_any_strides(make_side: Callable[..., SideSegments]) -> None:
+def test_queries_of_any_strides(make_side: Callable[..., View]) -> None:
     case = Case(count=3)
     keys, values = segments(case, make_side)
     query = torch.randn(2, 6, 3, 64)
@@ -148,7 +148,7 @@ def test_queries_of_any_strides(make_side: Callable[..., SideSegments]) -> None:
         assert torch.equal(launch.attend(AttentionCall.of(strided, scaling=0.125), keys, values), out)
 
 
-def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> None:
+def test_fewer_tokens_than_stored(make_side: Callable[..., View]) -> None:
     """A view of an earlier step sees only its own tokens; with a static capacity some slots are empty."""
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
@@ -161,7 +161,7 @@ def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> Non
     assert error(launch.attend(AttentionCall.of(query, mask, scaling=0.125), *larger), expected) <= BARS[F32]
 
 
-def test_result_does_not_depend_on_threads(make_side: Callable[..., SideSegments]) -> None:
+def test_result_does_not_depend_on_threads(make_side: Callable[..., View]) -> None:
     """The number of threads sets the number of splits, but not the result."""
     keys, values = segments(Case(packed=3000), make_side)
     query = torch.randn(2, 6, 1, 64)
@@ -177,7 +177,7 @@ def test_result_does_not_depend_on_threads(make_side: Callable[..., SideSegments
 
 
 @pytest.mark.parametrize(("dim", "rows"), [(520, 2080), (576, 2128)])
-def test_more_words_than_usual(dim: int, rows: int, make_side: Callable[..., SideSegments]) -> None:
+def test_more_words_than_usual(dim: int, rows: int, make_side: Callable[..., View]) -> None:
     case = Case(("qjl", {"sketch_dim": rows}), tq(4), head_dim=dim, packed=33)
     keys, values = segments(case, make_side)
     query = torch.randn(2, 6, 1, dim)
@@ -185,7 +185,7 @@ def test_more_words_than_usual(dim: int, rows: int, make_side: Callable[..., Sid
     assert error(out, plain_attention(query, keys, values, None, case, None)) <= BARS[F32]
 
 
-def test_what_does_not_fit_is_refused(make_side: Callable[..., SideSegments]) -> None:
+def test_what_does_not_fit_is_refused(make_side: Callable[..., View]) -> None:
     keys, values = segments(Case(), make_side)
     for shape, message in (((3, 6, 1, 64), "3 sequences"), ((2, 5, 1, 64), "5 query"), ((2, 6, 1, 72), "72 numbers")):
         with pytest.raises(RuntimeError, match=message):
@@ -200,12 +200,12 @@ def test_what_does_not_fit_is_refused(make_side: Callable[..., SideSegments]) ->
         launch.attend(AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125), keys, values)
 
 
-def test_sides_are_described_anew_when_a_tensor_is_replaced(make_side: Callable[..., SideSegments]) -> None:
+def test_sides_are_described_anew_when_a_tensor_is_replaced(make_side: Callable[..., View]) -> None:
     """The description is kept while the tensors are the same, and neither outlives them nor goes along in copies."""
     keys, values = segments(Case(NONE, tq(4)), make_side)
     query = torch.randn(2, 6, 1, 64)
 
-    def check(keys: SideSegments, values: SideSegments) -> None:
+    def check(keys: View, values: View) -> None:
         out = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
         assert error(out, plain_attention(query, keys, values, None, Case(), None)) <= BARS[F32]
 
@@ -231,7 +231,7 @@ def test_sides_are_described_anew_when_a_tensor_is_replaced(make_side: Callable[
     check(*(replace(side, packed=side.packed + 32) for side in (keys, values)))
 
 
-def test_integer_mask_is_added(make_side: Callable[..., SideSegments]) -> None:
+def test_integer_mask_is_added(make_side: Callable[..., View]) -> None:
     keys, values = segments(Case(), make_side)
     query, mask = torch.randn(2, 6, 1, 64), torch.zeros(1, 1, 1, keys.shape[2], dtype=torch.int64)
     mask[..., ::2] = -3
@@ -239,12 +239,12 @@ def test_integer_mask_is_added(make_side: Callable[..., SideSegments]) -> None:
     assert error(out, reference.attend(AttentionCall.of(query, mask, scaling=0.125), keys, values)) <= BARS[F32]
 
 
-def test_empty_batch(make_side: Callable[..., SideSegments]) -> None:
+def test_empty_batch(make_side: Callable[..., View]) -> None:
     keys, values = (make_side(*tq(4), side, 64, 32, batch=0) for side in ("keys", "values"))
     assert launch.attend(AttentionCall.of(torch.randn(0, 6, 1, 64), scaling=0.125), keys, values).shape == (0, 1, 6, 64)
 
 
-def test_not_a_number_in_the_tail_shows(make_side: Callable[..., SideSegments]) -> None:
+def test_not_a_number_in_the_tail_shows(make_side: Callable[..., View]) -> None:
     keys, values = segments(Case(), make_side)
     keys.tail[1, 0, 2, 5] = torch.nan
     out = launch.attend(AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125), keys, values)

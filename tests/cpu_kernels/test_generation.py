@@ -10,7 +10,7 @@ from support.cache_name import with_cache
 from support.small_model import VOCAB, method_config, small_model
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.attention.path import record_paths
+from kvcache_compress.storage.view import record_paths
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from kvcache_compress.codecs.scalar import Scalar
 from kvcache_compress.cpu_kernels.attention import launch
 from kvcache_compress.cpu_kernels.common.operands import Form
 from kvcache_compress.cpu_kernels.encode import launch as encode
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.view import View
 
 pytestmark = pytest.mark.usefixtures("built")
 
@@ -29,7 +29,7 @@ def names_in_cpp(kind: str, call: Callable[[], object]) -> list[str]:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_forms(side: int, make_side: Callable[..., SideSegments]) -> None:
+def test_forms(side: int, make_side: Callable[..., View]) -> None:
     sides = segments(Case(), make_side)
     codec = sides[side].codec
     codec.cpu_side = replace(codec.cpu_side, form="unknown")

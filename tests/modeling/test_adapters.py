@@ -15,8 +15,8 @@ from kvcache_compress import (
     register_position_hooks,
 )
 from kvcache_compress.attention.interface import ATTENTION_NAME
-from kvcache_compress.attention.path import record_paths
 from kvcache_compress.modeling.decoder import cache_argument
+from kvcache_compress.storage.view import record_paths
 
 peft = pytest.importorskip("peft", reason="peft is not installed (extra `clients`)")
 CONFIG = method_config("turboquant")

@@ -11,7 +11,7 @@ import torch
 
 from kvcache_compress.bench.compare import relative_error
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.view import AttentionPath, View
 from support.method_cases import declared
 
 BARS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-3}
@@ -175,7 +175,12 @@ CASES |= {
 }
 
 
-def segments(case: Case, make_side: Callable[..., SideSegments]) -> tuple[SideSegments, SideSegments]:
+def attended(views: tuple[View, View], call: AttentionCall, path: AttentionPath | None = None) -> torch.Tensor:
+    """Attention to keys and values."""
+    return views[0].attend(call, views[1], path)
+
+
+def segments(case: Case, make_side: Callable[..., View]) -> tuple[View, View]:
     common = {"sinks": case.sinks, "tail": case.tail, "dtype": case.dtype}
     keys = make_side(*case.keys, "keys", case.head_dim, case.packed, **common)
     values = make_side(*case.values, "values", case.value_dim or case.head_dim, case.packed, **common)
@@ -200,7 +205,7 @@ def make_mask(case: Case, batch: int, heads: int, tokens: int) -> torch.Tensor |
 
 
 def plain_attention(
-    query: torch.Tensor, keys: SideSegments, values: SideSegments, mask: torch.Tensor | None, case: Case, s_aux: Any
+    query: torch.Tensor, keys: View, values: View, mask: torch.Tensor | None, case: Case, s_aux: Any
 ) -> torch.Tensor:
     """Softmax attention over decoded tokens in float64, `[B, n, Hq, Dv]`; written without the package's arithmetic."""
     groups = query.shape[1] // keys.sinks.shape[1]
@@ -242,7 +247,7 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return 0.0 if square < 0 else math.sqrt(square)  # NaN stays NaN
 
 
-def attention_error(attend: Callable[..., torch.Tensor], case: Case, keys: SideSegments, values: SideSegments) -> float:
+def attention_error(attend: Callable[..., torch.Tensor], case: Case, keys: View, values: View) -> float:
     """Error of a case's attention over two sequences and random queries, against plain attention."""
     query = torch.randn(2, 2 * case.groups, case.count, case.head_dim).to(case.dtype)
     mask, s_aux = make_mask(case, 2, 2 * case.groups, keys.shape[2]), torch.randn(2 * case.groups)

@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvcache_compress import CompressedCache, CompressionConfig, compress, load_config
-from kvcache_compress.attention.path import record_paths
 from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.methods.commvq.codebook_file import describe_model, write_codebooks
+from kvcache_compress.storage.view import record_paths
 from support.cache_name import with_cache
 from support.commvq_files import FOLDER, codebook_file, random_codebooks
 from support.spectral_files import statistics_of

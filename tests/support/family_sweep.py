@@ -13,8 +13,8 @@ from transformers.cache_utils import Cache
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from kvcache_compress import CompressedCache, compress, load_config
-from kvcache_compress.attention.path import record_paths
 from kvcache_compress.modeling.decoder import cache_argument
+from kvcache_compress.storage.view import record_paths
 from support.shrink import FAMILIES, HEAD_DIM, WORDS, small_config, small_model
 
 PROMPT, STEPS, PADDING, IMAGE_AT = 60, 5, 9, 2

@@ -15,12 +15,12 @@ from kvcache_compress.codecs.base import Codec, CodecContext, Side
 from kvcache_compress.config import get_method
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.packed_store import PackedStore
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.view import View
 from support.device import DEVICE
 from support.method_cases import half_layout, random_track
 
 CodecMaker: TypeAlias = Callable[..., Codec]
-SideMaker: TypeAlias = Callable[..., SideSegments]
+SideMaker: TypeAlias = Callable[..., View]
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def make_side(make_codec: CodecMaker) -> SideMaker:
         tail: int = 5,
         dtype: torch.dtype = torch.float32,
         layout: RopeLayout | None = None,
-    ) -> SideSegments:
+    ) -> View:
         codec = make_codec(method, options, side, head_dim, heads, dtype, layout)
         scale = torch.rand(heads, 1, head_dim) + 0.5
         tokens = torch.randn(batch, heads, sinks + packed + tail + 64, head_dim) * scale
@@ -96,6 +96,6 @@ def make_side(make_codec: CodecMaker) -> SideMaker:
             store.append(codec.encode(tokens[:, :, sinks : sinks + packed], rope), packed, growing=True)
         buffer = torch.empty(batch, heads, tail + 11, head_dim, dtype=dtype)
         buffer[:, :, :tail] = tokens[:, :, sinks + packed : sinks + packed + tail]
-        return SideSegments(tokens[:, :, :sinks].contiguous(), store, packed, buffer, tail, codec, track)
+        return View(tokens[:, :, :sinks].contiguous(), store, packed, buffer, tail, codec, track)
 
     return make

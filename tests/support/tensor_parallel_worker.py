@@ -52,7 +52,7 @@ def generate(model: PreTrainedModel, fused: bool, config: Any) -> Found:
     how = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     output = model.generate(ids, attention_mask=mask, **with_cache(cache), **how)
     layer = cache.layers[1]
-    keys = layer.sides["keys"].all_segments().dense()
+    keys = layer.sides["keys"].view().stored()
     return Found(output.sequences, torch.stack(output.logits), [cache.packed_tokens, layer.keys.shape[1]], keys)
 
 

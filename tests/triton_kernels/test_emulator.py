@@ -25,7 +25,7 @@ from support.attention_cases import (
 from support.device import EMULATED
 
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 
 Edit = Callable[[str], str]
@@ -129,9 +129,7 @@ ALONE = [("float32", "attend", 14), ("4-bit", "map_query", 7), ("4-bit", "merge"
 
 
 @pytest.fixture
-def attend(
-    make_side: Callable[..., SideSegments], emulator: Any, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., list[str]]:
+def attend(make_side: Callable[..., View], emulator: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """`attend(case, kernel, edit)`: what is noticed when a kernel of a case is edited."""
     monkeypatch.setattr(launch, "split_sizes", lambda packed, tile, *_: (tile.tokens, -(-packed // tile.tokens)))
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from kvcache_compress.codecs.mask import AttentionCall
+from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.common.operands import is_fast, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import KernelCall, Plan, addresses, kept, portable
 
@@ -14,10 +16,6 @@ from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, MERGED, NO_MASK, Maskin
 from .query import map_query_arguments, map_query_kernel
 from .slot_mask import CAUSAL, SlotMask
 from .tiles import Tile, capability_of, tile_shape
-
-if TYPE_CHECKING:
-    from kvcache_compress.codecs.mask import AttentionCall
-    from kvcache_compress.storage.segments import SideSegments
 
 MAX_TILE_ROWS = 32
 """Query rows per program of more than two warps (else 16): more would spill registers, so codes are read again."""
@@ -42,7 +40,7 @@ class Sizes(NamedTuple):
     tile: Tile
 
 
-def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
+def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
     """Attend with the kernels; same arguments and result as the twin, `backends.torch.attend`.
 
     With slots (`keys.slots`), the call's mask is over tokens, as `Slots.mask` takes it.
@@ -87,7 +85,7 @@ def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> tor
 
 
 def attend_inputs(
-    query: torch.Tensor, keys: SideSegments, values: SideSegments, mask: torch.Tensor | None, split_tokens: int
+    query: torch.Tensor, keys: View, values: View, mask: torch.Tensor | None, split_tokens: int
 ) -> tuple[dict[str, Any], int]:
     """Arguments of `attend_kernel` that change from step to step, and the kind of the mask."""
     mask_operand, mask_kind, mask_strides = _mask_operand(mask, query, keys)
@@ -108,8 +106,8 @@ def attend_inputs(
 
 def attention_calls(
     query: torch.Tensor,
-    keys: SideSegments,
-    values: SideSegments,
+    keys: View,
+    values: View,
     inputs: dict[str, Any],
     mask_kind: int,
     sizes: Sizes,
@@ -185,7 +183,7 @@ def split_sizes(packed: int, tile: Tile, programs: int, processors: int) -> tupl
     return split_blocks * tile.tokens, -(-blocks // split_blocks)
 
 
-def sizes_of(query: torch.Tensor, keys: SideSegments, values: SideSegments, capability: str | None) -> Sizes:
+def sizes_of(query: torch.Tensor, keys: View, values: View, capability: str | None) -> Sizes:
     """Tile and splits for a call's packed tokens on a device of this compute capability."""
     batch, query_heads, count, _ = query.shape
     heads = keys.sinks.shape[1]
@@ -206,11 +204,11 @@ def _processors(device: torch.device) -> int:
 
 
 def _mask_operand(
-    mask: torch.Tensor | None, query: torch.Tensor, keys: SideSegments
+    mask: torch.Tensor | None, query: torch.Tensor, keys: View
 ) -> tuple[torch.Tensor, int, tuple[int, ...]]:
     if mask is None:
         return query, NO_MASK.value, (0, 0, 0, 0)
-    mask = mask.expand(*query.shape[:3], keys.shape[2])
+    mask = mask.expand(*query.shape[:3], keys.tokens)
     if mask.dtype == torch.bool:
         return mask.view(torch.uint8), BOOL_MASK.value, mask.stride()
     return mask, FLOAT_MASK.value, mask.stride()

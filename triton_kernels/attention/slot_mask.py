@@ -5,18 +5,16 @@ The twin of `Slots.mask`; `storage/slots.py` says which token lies in which slot
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from kvcache_compress.storage.slots import Slots
 from kvcache_compress.triton_kernels.common.plan import KernelCall
 
 from .query import CHUNK, map_query
-
-if TYPE_CHECKING:
-    from kvcache_compress.storage.slots import Slots
 
 CAUSAL, BOOL, FLOAT, PADDING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 BLOCK = tl.constexpr(1024)

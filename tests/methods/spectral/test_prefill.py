@@ -19,7 +19,6 @@ from support.spectral_files import statistics_file
 from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, SpectralCache, disable_fused_attention, enable_fused_attention
-from kvcache_compress.attention.handle import PackedKV
 from kvcache_compress.codecs.base import CodecContext, Prompt
 from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.methods.spectral import moments, prefill
@@ -29,6 +28,7 @@ from kvcache_compress.methods.spectral.digits import allocate_bits
 from kvcache_compress.methods.spectral.moments import KeyMoments
 from kvcache_compress.methods.spectral.prefill import sampled_positions
 from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS
+from kvcache_compress.storage.view import View
 
 GROUP, DIM, HEADS = 32, 32, 2
 WINDOWS = {"sink_tokens": 4, "recent_tokens": 8}
@@ -280,7 +280,7 @@ def test_handles_without_attention(model: Any) -> None:
     """If the queries of a prompt are never shown, the next update takes statistics from keys alone."""
     cache, x = spectral(model), torch.randn(1, HEADS, 100, DIM)
     key, value = cache.update(x, x, 0)
-    assert isinstance(key, PackedKV)
+    assert isinstance(key, View)
     assert torch.equal(key.dense(), x)
     assert torch.equal(value.dense(), x)
     assert cache.packed_tokens == 0

@@ -26,14 +26,14 @@ from support.device import DEVICE
 
 from kvcache_compress.backends import torch as reference
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
+from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_equals_reference_and_plain_attention(
-    name: str, make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch
+    name: str, make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
     torch.manual_seed(len(name))
@@ -70,7 +70,7 @@ def test_rounding_of_the_output_does_not_count_as_error(dtype: torch.dtype) -> N
     assert math.isnan(error((exact * torch.nan).to(dtype), exact))
 
 
-def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegments]) -> None:
+def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., View]) -> None:
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
     mask = torch.ones(2, 1, 1, keys.shape[2], dtype=torch.bool)
@@ -81,7 +81,7 @@ def test_rows_without_visible_tokens_are_zero(make_side: Callable[..., SideSegme
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1e4])
-def test_queries_of_any_range_fit_16_bit_operands(scale: float, make_side: Callable[..., SideSegments]) -> None:
+def test_queries_of_any_range_fit_16_bit_operands(scale: float, make_side: Callable[..., View]) -> None:
     case = Case(dtype=BF16)
     keys, values = segments(case, make_side)
     query = (torch.randn(2, 6, 1, 64) * scale).to(BF16)
@@ -91,7 +91,7 @@ def test_queries_of_any_range_fit_16_bit_operands(scale: float, make_side: Calla
     assert error(out, unscaled) <= 1e-2
 
 
-def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> None:
+def test_fewer_tokens_than_stored(make_side: Callable[..., View]) -> None:
     """A view of an earlier step sees only its own tokens, even after more were appended."""
     keys, values = segments(Case(), make_side)
     query = torch.randn(2, 6, 1, 64)
@@ -100,9 +100,7 @@ def test_fewer_tokens_than_stored(make_side: Callable[..., SideSegments]) -> Non
     assert error(out, plain_attention(query, *before, None, Case(), None)) <= BARS[F32]
 
 
-def test_result_does_not_depend_on_splits(
-    make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_result_does_not_depend_on_splits(make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch) -> None:
     keys, values = segments(Case(packed=96), make_side)
     query = torch.randn(2, 6, 1, 64)
     whole = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
@@ -112,7 +110,7 @@ def test_result_does_not_depend_on_splits(
         torch.testing.assert_close(launch.attend(AttentionCall.of(query, scaling=0.125), keys, values), whole)
 
 
-def test_all_programs_share_the_tokens_of_a_fixed_capacity(make_side: Callable[..., SideSegments]) -> None:
+def test_all_programs_share_the_tokens_of_a_fixed_capacity(make_side: Callable[..., View]) -> None:
     """Splits follow the number of packed tokens in memory: half full, each of five has one of five tiles."""
     keys, values = segments(Case(packed=160), make_side)
     sinks, tail = keys.sinks.shape[2], keys.tail_tokens
@@ -127,7 +125,7 @@ def test_all_programs_share_the_tokens_of_a_fixed_capacity(make_side: Callable[.
     assert arguments["p_stats"][:, :, :5, :, 0].isfinite().all()
 
 
-def test_steps_that_follow_each_other(make_side: Callable[..., SideSegments]) -> None:
+def test_steps_that_follow_each_other(make_side: Callable[..., View]) -> None:
     """Later steps repeat the first one's launches, with other tensors and a longer tail."""
     case = Case(kivi(4), tq(3), dtype=BF16)
     keys, values = segments(case, make_side)
@@ -142,7 +140,7 @@ def test_steps_that_follow_each_other(make_side: Callable[..., SideSegments]) ->
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
-def test_in_a_cuda_graph(make_side: Callable[..., SideSegments]) -> None:
+def test_in_a_cuda_graph(make_side: Callable[..., View]) -> None:
     """A captured graph is right when replayed with another query and more tokens."""
     case = Case(tq(4), tq(4), dtype=F16)
     keys, values = segments(case, make_side)

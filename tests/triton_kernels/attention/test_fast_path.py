@@ -27,7 +27,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from kvcache_compress.codecs.base import Codec
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.common import plan
 from kvcache_compress.triton_kernels.decode import polar_columns
@@ -120,7 +120,7 @@ CASES |= {
 
 @pytest.mark.parametrize("name", CASES)
 def test_fast_path_equals_plain_attention(
-    name: str, make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch
+    name: str, make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, texts = CASES[name], []
 

@@ -10,7 +10,7 @@ from support.cache_name import with_cache
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvcache_compress import CompressedCache, enable_fused_attention
-from kvcache_compress.attention.path import PathTaken, record_paths
+from kvcache_compress.storage.view import PathTaken, record_paths
 
 
 def tiny_llama() -> LlamaForCausalLM:

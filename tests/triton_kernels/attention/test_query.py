@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.attention.query import map_query_arguments, map_query_kernel
 
@@ -26,7 +26,7 @@ METHODS = {
 @pytest.mark.parametrize("dim", [64, 80])
 @pytest.mark.parametrize("name", METHODS)
 def test_mapped_queries_factors_and_biases(
-    name: str, dim: int, dtype: torch.dtype, make_side: Callable[..., SideSegments]
+    name: str, dim: int, dtype: torch.dtype, make_side: Callable[..., View]
 ) -> None:
     side = make_side(*METHODS[name], "keys", dim, 32, dtype=dtype).codec.kernel_side
     query = (100 * torch.randn(2, 6, 3, dim)).to(dtype)
@@ -51,7 +51,7 @@ def test_mapped_queries_factors_and_biases(
         assert (bias == 0).all()
 
 
-def test_a_query_of_zeros(make_side: Callable[..., SideSegments]) -> None:
+def test_a_query_of_zeros(make_side: Callable[..., View]) -> None:
     side = make_side(*METHODS["turboquant"], "keys", 64, 32, dtype=torch.float16).codec.kernel_side
     grid, arguments = map_query_arguments(torch.zeros(1, 2, 1, 64, dtype=torch.float16), side, 2, 1.0)
     map_query_kernel[grid](**arguments)

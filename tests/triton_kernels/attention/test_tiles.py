@@ -15,7 +15,7 @@ from support.device import DEVICE
 from kvcache_compress.bench.layers import SHAPES, VARIANTS, build_codec, middle_layer, named_config
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import preset_names
-from kvcache_compress.storage.segments import SideSegments
+from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels import aot
 from kvcache_compress.triton_kernels.attention import launch, tiles
 from kvcache_compress.triton_kernels.attention.tiles import Tile
@@ -79,7 +79,7 @@ def test_the_name_of_a_kernel_is_what_it_is_compiled_for() -> None:
 
 
 def test_sizes_and_launches_are_those_of_the_entry(
-    use_table: Callable[..., None], make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch
+    use_table: Callable[..., None], make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes and launches follow the entry, also ahead of time for targets of that capability; results are right."""
     case = Case(kivi(4), tq(3), dtype=BF16, packed=96)

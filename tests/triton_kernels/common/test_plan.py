@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from support.attention_cases import BARS, BF16, Case, error, segments, tq
+from support.attention_cases import BARS, BF16, Case, attended, error, segments, tq
 from support.device import EMULATED
 from support.small_model import small_config
 from support.spectral_files import statistics_file
@@ -165,7 +165,7 @@ def decoding(emulator: Any, chosen: Any, capacity: int | None) -> tuple[Any, Any
 
         traced, _ = Traced(emulator, step), caches[1].update(keys, values, 1)
         if attends:
-            expected = layer.step().attend(AttentionCall.of(query.float(), scaling=0.125), BACKENDS["torch"])
+            expected = attended(layer.views(), AttentionCall.of(query.float(), scaling=0.125), BACKENDS["torch"])
             assert error(traced.result, expected) <= BARS[BF16]
         return traced
 
@@ -197,9 +197,9 @@ def test_decoding_repeats_all_launches(name: str, capacity: int | None, emulator
             assert traced.operators == alone.operators
         elif not (capacity or flushes):
             assert not traced.operators
-    for side in ("keys", "values"):
+    for ours, theirs in zip(layer.views(), twin.views(), strict=True):
         # A token that is wrong or lies elsewhere is an error of 0.03, a flipped code one of 0.001.
-        assert error(layer.step().dense(side), twin.step().dense(side)) <= 0.01
+        assert error(ours.dense(), theirs.dense()) <= 0.01
 
 
 @pytest.mark.parametrize("moved", [False, True])

@@ -30,8 +30,8 @@ from kvcache_compress.backends import torch as reference
 from kvcache_compress.codecs.base import Codec
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.storage.segments import SideSegments
 from kvcache_compress.storage.slots import Slots
+from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.common import plan
 
@@ -75,7 +75,7 @@ FAST |= {
 }
 
 
-def check(case: Case, keys: SideSegments, values: SideSegments, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(case: Case, keys: View, values: View, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = case.groups * keys.sinks.shape[1]
     query = torch.randn(2, heads, case.count, case.head_dim).to(case.dtype)
     mask = make_mask(case, 2, heads, keys.shape[2])
@@ -96,7 +96,7 @@ def check(case: Case, keys: SideSegments, values: SideSegments, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_equals_reference_and_plain_attention(
-    name: str, make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch
+    name: str, make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(len(name))
     check(CASES[name], *segments(CASES[name], make_side), monkeypatch)
@@ -104,7 +104,7 @@ def test_kernel_equals_reference_and_plain_attention(
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU runs it in all tests of 16 bits")
 @pytest.mark.parametrize("name", FAST)
-def test_fast_path(name: str, make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_path(name: str, make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch) -> None:
     """The assembly in Triton's interpreter, run by `ptx/inline.py`."""
     monkeypatch.setattr(plan, "PORTABLE", False)
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", inline.create_inline_asm)
@@ -114,7 +114,7 @@ def test_fast_path(name: str, make_side: Callable[..., SideSegments], monkeypatc
 
 @pytest.mark.parametrize("rotary", [4, 20, 32])
 def test_partial_rotary_in_any_order(
-    rotary: int, make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch
+    rotary: int, make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models that rotate the first channels alone, neighbours as pairs."""
     torch.manual_seed(rotary)
@@ -129,7 +129,7 @@ def test_partial_rotary_in_any_order(
 
 @pytest.mark.parametrize("scale", [2.0**-10, 2.0**10])
 def test_keys_of_any_range_fit_16_bit_operands(
-    scale: float, make_side: Callable[..., SideSegments], monkeypatch: pytest.MonkeyPatch
+    scale: float, make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bases, and means a hundred times as long as the rest of the keys, in units in which float16 overflows."""
     case = Case(spectral(3), tq(3), packed=96, split=(96, 1), dtype=F16)
@@ -144,7 +144,7 @@ def test_keys_of_any_range_fit_16_bit_operands(
     assert error(out, reference.attend(AttentionCall.of(query.float(), **call), keys, values)) <= 2 * BARS[F16]
 
 
-def test_static_slots_beyond_the_packed_ones_are_not_read(make_side: Callable[..., SideSegments]) -> None:
+def test_static_slots_beyond_the_packed_ones_are_not_read(make_side: Callable[..., View]) -> None:
     """Only groups that a static layer's counter names are read; codes and anchors of others are poison here."""
     torch.manual_seed(0)
     case = Case(spectral(2), tq(2), groups=4, packed=160)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.attention_cases import attended
 from support.small_model import small_config, small_model
 from support.spectral_files import statistics_of
 
@@ -86,7 +87,7 @@ def test_steps_equal_those_of_operators(keys: dict[str, Any], sinks: int, recent
         outputs = []
         for layer in layers:
             layer._append(fresh, 2 * fresh, counting=True)
-            outputs.append(layer.step().attend(AttentionCall.of(query, mask, scaling=0.2)))
+            outputs.append(attended(layer.views(), AttentionCall.of(query, mask, scaling=0.2)))
             assert (layer.storage.buffers.counts[0, 0], layer.cumulative_length) == (tokens, tokens)
         torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=1e-4)
         by_operators, by_kernels = (layer.storage.buffers for layer in layers)
@@ -110,9 +111,9 @@ def test_masks_of_one_row_serve_all_queries() -> None:
     outputs = []
     for layer in layers:
         layer._append(fresh, 2 * fresh, counting=True)
-        outputs.append(layer.step().attend(AttentionCall.of(query, mask, scaling=0.2)))
+        outputs.append(attended(layer.views(), AttentionCall.of(query, mask, scaling=0.2)))
         with pytest.raises(RuntimeError):
-            layer.step().attend(AttentionCall.of(query, mask.expand(-1, -1, 9, -1), scaling=0.2))
+            attended(layer.views(), AttentionCall.of(query, mask.expand(-1, -1, 9, -1), scaling=0.2))
     torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=1e-4)
 
 
@@ -137,7 +138,7 @@ def test_too_many_are_noted_and_not_read() -> None:
     layer = static_layer("triton", TURBOQUANT, 4, 8)
     for _ in range(8):
         layer.append(*(torch.randn(2, HEADS, 16, DIM),) * 2)
-        assert layer.step().dense("keys").shape == (2, HEADS, CAPACITY, DIM)
+        assert layer.views()[0].dense().shape == (2, HEADS, CAPACITY, DIM)
     assert layer.storage.buffers.fault.amax() == FULL
 
 
@@ -156,7 +157,7 @@ def test_copies_count_on(backend: str, copied: Callable[[CompressedLayer], Compr
     other.crop(-1)
     assert layer.get_seq_length() == other.get_seq_length() == 55
     for side in ("keys", "values"):
-        assert torch.equal(layer.sides[side].all_segments().dense(), other.sides[side].all_segments().dense())
+        assert torch.equal(layer.sides[side].view().stored(), other.sides[side].view().stored())
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -176,5 +177,5 @@ def test_a_capacity_that_the_sinks_fill(backend: str) -> None:
     use_backend(static, backend)
     if isinstance(static.storage, DynamicStorage):
         static.storage = StaticStorage(static.storage)
-    ours, expected = (layer.step().attend(AttentionCall.of(query, scaling=0.2)) for layer in (static, growing))
+    ours, expected = (attended(layer.views(), AttentionCall.of(query, scaling=0.2)) for layer in (static, growing))
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)

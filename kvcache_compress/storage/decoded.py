@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
-
-if TYPE_CHECKING:
-    from kvcache_compress.codecs.base import Side
-
-    from .handle import Step
 
 
 class DecodedTensor(torch.Tensor):
@@ -52,45 +47,34 @@ class DecodedTensor(torch.Tensor):
 
 
 class Origin:
-    """Source of decoded tokens: one side of a step, as it was when they were decoded."""
+    """Source of decoded tokens.
 
-    def __init__(self, step: Step, side: Side) -> None:
-        self.step, self.side = step, side
-        self.segments = step.side(side)
-        self.base = step.decode(self.segments)
-        self._storage = self.base.untyped_storage().data_ptr()
+    Args:
+        base: the tokens as they were decoded.
+        write: called after changes, with the tokens and True if their memory was replaced by other memory.
+    """
+
+    def __init__(self, base: torch.Tensor, write: Callable[[torch.Tensor, bool], None]) -> None:
+        self.base, self.write = base, write
+        self._storage = base.untyped_storage().data_ptr()
 
     def shares(self, x: torch.Tensor) -> bool:
         """Return True if `x` is a view of these tokens."""
         return bool(self._storage) and x.layout == torch.strided and x.untyped_storage().data_ptr() == self._storage
 
     def write_back(self, x: torch.Tensor) -> None:
-        """Write changes made through `x`, a view of these tokens, to the layer, if it still holds them."""
-        layer = None if self.step.layer is None else self.step.layer()
-        if layer is None:
-            return
+        """Hand on changes made through `x`, a view of these tokens."""
         base = self.base.detach()
-        try:
-            if base.numel() and not self.shares(x):
-                raise ValueError(f"the memory of a cache's {self.side} cannot be replaced; use copy_() instead")
-            layer.write(self.side, base, self.step.decode(self.segments))
-        except ValueError:
-            base.copy_(self.step.dense(self.side))
-            raise
+        self.write(base, bool(base.numel()) and not self.shares(x))
+
+    def tied(self, x: torch.Tensor) -> torch.Tensor:
+        """Let changes of `x`, these tokens or a view of them, be handed on."""
+        x = x.as_subclass(DecodedTensor)
+        x.origin = self
+        return x
 
 
 def _tied(x: Any, given: list[DecodedTensor]) -> Any:
     """If a result is a view of a given tensor, tie it to that tensor's origin."""
-    if type(x) is torch.Tensor and (origin := next((y.origin for y in given if y.origin.shares(x)), None)) is not None:
-        x = x.as_subclass(DecodedTensor)
-        x.origin = origin
-    return x
-
-
-def decoded(step: Step, side: Side) -> torch.Tensor:
-    """Decode a side of a step, `[B, H, T, D]`; writes into the result reach the step's layer."""
-    with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode do not count their changes
-        origin = Origin(step, side)
-        x = origin.base.as_subclass(DecodedTensor)
-        x.origin = origin
-        return x
+    origin = next((y.origin for y in given if y.origin.shares(x)), None) if type(x) is torch.Tensor else None
+    return x if origin is None else origin.tied(x)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.storage.segments import DECODE_CHUNK_TOKENS, SideSegments
+from kvcache_compress.storage.view import DECODE_CHUNK_TOKENS, View
 
 TILE_TOKENS = 4 * DECODE_CHUNK_TOKENS
 """Tokens of a tile. To merge a tile, the output is read and written once, so fewer tiles cost less."""
@@ -22,7 +22,23 @@ BLOCK_QUERIES = 1024
 mask differs by head."""
 
 
-def supports(call: AttentionCall, keys: SideSegments, values: SideSegments) -> bool:
+class Tiled:
+    """The path over tiles of decoded tokens."""
+
+    name = "tiled"
+    takes_token_masks, takes_padding_masks = False, True
+
+    def path(self, call: AttentionCall, keys: View, values: View) -> Tiled | None:
+        return self if supports(call, keys, values) else None
+
+    def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
+        return attend(call, keys, values)
+
+
+TILED = Tiled()
+
+
+def supports(call: AttentionCall, keys: View, values: View) -> bool:
     """Return True if `attend` supports these dtypes, dimensions and devices."""
     query = call.query
     if call.softcap is not None or keys.slots is not None:
@@ -37,7 +53,7 @@ def supports(call: AttentionCall, keys: SideSegments, values: SideSegments) -> b
     return query.dtype in (torch.float32, torch.float16)
 
 
-def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> torch.Tensor:
+def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
     """Attend with a call that `supports` allows; arguments and result as in `backends.torch.attend`.
 
     The mask may also be a padding mask. An additive mask is clamped to -1e30 (float16: -6e4). Temporary memory: a tile
@@ -47,7 +63,7 @@ def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> tor
         raise ValueError(f"tiled attention does not support softcap (got {call.softcap})")
     query = call.query
     batch, heads, count, _ = query.shape
-    groups, tokens = heads // keys.sinks.shape[1], keys.shape[2]
+    groups, tokens = heads // keys.sinks.shape[1], keys.tokens
     out = query.new_zeros(batch, heads, count, values.sinks.shape[3], dtype=torch.float32)
     lse = out.new_full((batch, heads, count), -torch.inf)
     sees = torch.zeros(batch, heads, count, dtype=torch.bool, device=query.device)
@@ -77,7 +93,7 @@ def attend(call: AttentionCall, keys: SideSegments, values: SideSegments) -> tor
     return out.transpose(1, 2).to(query.dtype).contiguous()
 
 
-def _tiles(keys: SideSegments, values: SideSegments) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _tiles(keys: View, values: View) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield decoded keys and values of all tokens, tile by tile in order, `[B, H, tokens, D]`."""
     for start in range(0, keys.packed, TILE_TOKENS):
         stop = min(start + TILE_TOKENS, keys.packed)

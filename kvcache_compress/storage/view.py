@@ -1,0 +1,340 @@
+"""What a step attends to: keys or values of a layer as stored, which `update()` returns in place of tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from kvcache_compress.codecs.base import Codec, Side
+from kvcache_compress.codecs.device import on_device
+from kvcache_compress.codecs.mask import AttentionCall, Mask
+from kvcache_compress.codecs.padding import LeftPadding
+from kvcache_compress.modeling.rope import Rope
+
+from .decoded import Origin
+from .packed_store import PackedStore
+from .rope_track import RopeTrack
+from .slots import Slots
+
+DECODE_CHUNK_TOKENS = 2048
+"""Packed tokens decoded at a time, a multiple of every group size."""
+
+
+class AttentionPath(Protocol):
+    """A way to attend to packed tokens: that of a back end, or tiles of decoded tokens.
+
+    takes_token_masks: True if `attend` takes the masks of static layers over tokens, not over slots.
+    takes_padding_masks: True if it takes masks `[B, T]` as they are.
+    """
+
+    name: str
+    takes_token_masks: bool
+    takes_padding_masks: bool
+
+    def path(self, call: AttentionCall, keys: View, values: View) -> AttentionPath | None:
+        """The path for this call; None if the model's own attention over decoded tokens is the better one."""
+
+    def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
+        """Attend to both sides: `[B, n, Hq, Dv]` in the query's dtype, zero where the mask hides all tokens.
+
+        The call's mask is over stored tokens, or over slots, unless `takes_token_masks`.
+        """
+
+
+class Owner(Protocol):
+    """A layer, as its views and compiled code know it."""
+
+    @property
+    def waits(self) -> bool:
+        """True if tokens wait to be packed until `close` brings their queries."""
+
+    def close(self, call: AttentionCall | None) -> None:
+        """End a step: pack what waits for the queries of its attention."""
+
+    def write(self, side: Side, x: torch.Tensor, old: torch.Tensor) -> None:
+        """Write the numbers of decoded tokens `x` `[B, H, T, D]` that differ from `old` to the dense tokens."""
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
+class View:
+    """Keys or values of a layer in a step, the step's own tokens included: `sinks | packed | tail`, oldest first.
+
+    It reports the shape of the tensor that it stands for. Any other use by foreign code decodes it, and writes into
+    the result reach the layer.
+
+    sinks: dense, `[B, H, sinks, D]`.
+    packed: number of tokens in `store` that belong to this step; in a static layer on a GPU, the capacity for them.
+    tail_buffer: `[B, H, capacity, D]`, of which the first `tail_tokens` are the tail; contiguous except in a first
+        prompt.
+    track: cos and sin of the packed groups, if the codec needs them.
+    slots: those of a static layer, if these are all its slots, whether they hold a token or not.
+    padding: left padding of the rows, whose first tokens have changed places with it; None if there is none.
+    backend: the layer's.
+    capacity: `max_cache_len` of a static layer, whose masks have that many tokens; else None.
+    owner: the layer, while it holds exactly the tokens of this step; None afterwards.
+    """
+
+    sinks: torch.Tensor
+    store: PackedStore
+    packed: int
+    tail_buffer: torch.Tensor
+    tail_tokens: int
+    codec: Codec
+    track: RopeTrack | None = None
+    slots: Slots | None = None
+    padding: LeftPadding | None = None
+    backend: AttentionPath | None = None
+    capacity: int | None = None
+    owner: Owner | None = None
+
+    @property
+    def side(self) -> Side:
+        return self.codec.context.side
+
+    @property
+    def tail(self) -> torch.Tensor:
+        return self.tail_buffer[:, :, : self.tail_tokens]
+
+    @property
+    def tokens(self) -> int:
+        """Number of stored tokens, or of slots."""
+        return self.sinks.shape[2] + self.packed + self.tail_tokens
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape `[B, H, T, D]` of the tensor that it stands for, in which `T` is the capacity of a static layer."""
+        batch, heads, _, dim = self.sinks.shape
+        return torch.Size((batch, heads, self.capacity or self.tokens, dim))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tail_buffer.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.tail_buffer.device
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def path(self, call: AttentionCall, values: View) -> AttentionPath | None:
+        """How a call attends to these keys and to `values`; None for the model's own attention over decoded tokens."""
+        assert self.backend is not None
+        return self.backend.path(call, self, values)
+
+    def attend(self, call: AttentionCall, values: View, path: AttentionPath | None = None) -> torch.Tensor:
+        """Attend to these keys and to `values`: `[B, n, Hq, Dv]`.
+
+        The call's mask is over tokens, spare capacity of a static layer included. `path` is by default that of
+        `self.path`, or else the layer's back end.
+        """
+        path = path or self.path(call, values) or self.backend
+        assert path is not None
+        record(path.name, call.query.shape[2])
+        mask = self._stored_mask(call, path)
+        if mask is not call.mask:
+            call = replace(call, mask=mask)
+        with on_device(call.query):
+            return path.attend(call, self, values)
+
+    def close(self, call: AttentionCall) -> bool:
+        """Let the layer pack what waits for the queries of this attention; False if nothing did."""
+        if self.owner is None or not self.owner.waits:
+            return False
+        self.owner.close(replace(call, mask=self.over_tokens(call.mask)))
+        return True
+
+    def over_tokens(self, mask: Mask) -> Mask:
+        """Trim a mask to stored tokens."""
+        return mask if self.capacity is None or self.slots is not None else mask.trimmed(self.tokens)
+
+    def _stored_mask(self, call: AttentionCall, path: AttentionPath) -> Mask:
+        """Mask over stored tokens, or over slots, as this path takes it."""
+        mask, count, slots, padding = call.mask, call.query.shape[2], self.slots, self.padding
+        device = call.query.device
+        if slots is not None:
+            if padding is not None:
+                mask = mask.exchanged(padding, slots.sinks, count, slots.capacity, device, slots.length)
+            return mask if path.takes_token_masks and self.packed else slots.mask(mask, count)
+        if padding is not None:  # exchanged before it is trimmed, so that all layers share the result
+            mask = mask if mask.is_by_query else self.over_tokens(mask)
+            return self.over_tokens(mask.exchanged(padding, self.sinks.shape[2], count, self.tokens, device))
+        mask = self.over_tokens(mask)
+        return mask if path.takes_padding_masks else mask.by_query(count, self.tokens)
+
+    def rope(self, start: int, stop: int) -> Rope | None:
+        """Return cos and sin of the groups of packed tokens `[start, stop)`, or None without a track."""
+        return None if self.track is None else self.track.read(start, stop)
+
+    def dense(self) -> torch.Tensor:
+        """Decode all tokens in order: a tensor of this `shape` in the model's dtype, zero in spare capacity."""
+        stored = self.stored()
+        spare = self.shape[2] - stored.shape[2]
+        return torch.nn.functional.pad(stored, (0, 0, 0, spare)) if spare else stored
+
+    def stored(self) -> torch.Tensor:
+        """Decode as `dense`, but without spare capacity, unless only the device knows how many tokens there are."""
+        batch, heads, first, dim = self.sinks.shape
+        if not self.packed:
+            whole = torch.cat([self.sinks, self.tail], dim=2)
+        else:
+            whole = self.tail_buffer.new_empty(batch, heads, self.tokens, dim)
+            whole[:, :, :first] = self.sinks
+            self.decode_into(whole[:, :, first : first + self.packed], 0)
+            whole[:, :, first + self.packed :] = self.tail
+        if self.slots is not None:
+            whole = self.slots.by_token(whole)
+        if self.padding is not None:
+            self.padding.exchange_(whole.mT, first, None if self.slots is None else self.slots.length)
+        return whole
+
+    def tile(self, start: int, stop: int) -> torch.Tensor:
+        """Decode packed tokens `[start, stop)`, whole groups, to the model's dtype, with the sinks before the first."""
+        sinks = self.sinks[:, :, : None if start == 0 else 0]
+        batch, heads, first, dim = sinks.shape
+        tile = self.tail_buffer.new_empty(batch, heads, first + stop - start, dim)
+        tile[:, :, :first] = sinks
+        self.decode_into(tile[:, :, first:], start)
+        return tile
+
+    def decode_into(self, out: torch.Tensor, start: int) -> None:
+        """Decode packed tokens from `start` on, whole groups, into `out` `[B, H, tokens, D]`."""
+        stop = start + out.shape[2]
+        for begin in range(start, stop, DECODE_CHUNK_TOKENS):
+            end = min(begin + DECODE_CHUNK_TOKENS, stop)
+            with on_device(out):
+                part = self.codec.decode(self.store.read(begin, end), self.rope(begin, end))
+            out[:, :, begin - start : end - start] = part
+
+    def release(self, kept: int | None) -> bool:
+        """Copy the tokens that the layer is about to change; True if all tokens of the step are copied.
+
+        The layer may keep only the first `kept` tokens. None means that packed tokens stay as they are.
+        """
+        if self.owner is not None:
+            self.owner = None
+            self.sinks = self.sinks.clone()
+            self.tail_buffer = self.tail_buffer.clone(memory_format=torch.contiguous_format)
+            self.track = copy.copy(self.track)
+            if self.slots is not None:
+                self.slots = replace(self.slots, length=self.slots.length.clone(), packed=self.slots.packed.clone())
+        whole = kept is not None and self.packed > 0 and self.sinks.shape[2] + self.packed > kept
+        if whole:  # the layer overwrites packed tokens only after a crop
+            self.store = copy.copy(self.store)
+            self.store.apply(torch.clone)
+            if self.track is not None:
+                self.track.buffer = self.track.buffer.clone()
+        return whole
+
+    def write(self, x: torch.Tensor, changed: torch.Tensor) -> None:
+        """Take the dense tokens of `x` `[B, H, T, D]` where `changed`, into new buffers."""
+        first, last = self.sinks.shape[2], self.sinks.shape[2] + self.packed
+        self.sinks = torch.where(changed[:, :, :first], x[:, :, :first], self.sinks)
+        self.tail_buffer = torch.where(changed[:, :, last:], x[:, :, last:], self.tail)
+
+    def writable(self) -> torch.Tensor:
+        """Decode as `dense`; writes into the result reach the layer (`DecodedTensor`)."""
+        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode do not count their changes
+            before = replace(self)
+
+            def write_back(x: torch.Tensor, replaced: bool) -> None:
+                if self.owner is None:
+                    return
+                try:
+                    if replaced:
+                        raise ValueError(f"the memory of a cache's {self.side} cannot be replaced; use copy_() instead")
+                    self.owner.write(self.side, x, before.dense())
+                except ValueError:
+                    x.copy_(self.dense())
+                    raise
+
+            origin = Origin(before.dense(), write_back)
+            return origin.tied(origin.base)
+
+    def to(self, target: Any, *args: Any, **kwargs: Any) -> View | torch.Tensor:
+        """Return the view itself if it is already on device `target`, as a tensor would; else decode and move it."""
+        if isinstance(target, torch.device) and target == self.device and not args and not kwargs.get("dtype"):
+            return self
+        return self.writable().to(target, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.writable(), name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.writable()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.writable()[index] = value
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def plain(value: Any) -> Any:
+            if isinstance(value, View):
+                return value.writable()
+            return type(value)(plain(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+        return func(*plain(args), **{name: plain(value) for name, value in (kwargs or {}).items()})
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"View({self.side}, shape={tuple(self.shape)}, packed={self.packed})"
+
+
+def _decoding(name: str) -> Callable[..., Any]:
+    def operator(view: View, *operands: Any) -> Any:
+        return getattr(view.writable(), name)(*operands)
+
+    return operator
+
+
+# Python looks operators up on the class, without `__getattr__`.
+_OPERATORS = """add sub mul truediv matmul radd rsub rmul rtruediv neg iter pow floordiv lt le gt ge eq ne
+iadd isub imul itruediv ifloordiv imod ipow"""
+for _name in _OPERATORS.split():
+    setattr(View, f"__{_name}__", _decoding(f"__{_name}__"))
+
+
+class PathTaken(NamedTuple):
+    """Name of the path of one attention call, and its number of queries."""
+
+    path: str
+    queries: int
+
+
+_RECORDS: list[list[PathTaken]] = []
+
+
+@contextmanager
+def record_paths() -> Iterator[list[PathTaken]]:
+    """Record the path of every attention call over a compressed layer, in order, while the block runs.
+
+    Calls of a first prompt, which nothing compressed takes part in, are not recorded.
+
+        with record_paths() as taken:
+            model.generate(**inputs, past_key_values=cache)
+        print(Counter(taken))
+    """
+    taken: list[PathTaken] = []
+    _RECORDS.append(taken)
+    try:
+        yield taken
+    finally:
+        _RECORDS[:] = [records for records in _RECORDS if records is not taken]
+
+
+def record(path: str, queries: int) -> None:
+    """Note a call for the open `record_paths` blocks."""
+    for taken in _RECORDS:
+        taken.append(PathTaken(path, queries))
