@@ -43,6 +43,7 @@ CASES = {
         f"{PLAN}steps_with_masks_repeat_those_of_the_same_kind",
         f"{PLAN}numbers_of_64_bits_take_another_kernel",
         f"{PLAN}decoding_repeats_all_launches[polarquant-rope-4bit-growing]",
+        f"{PLAN}decoding_repeats_all_launches[turned-growing]",
     ],
     "sm_80, oldest Triton": [f"{PLAN}decoding_repeats_all_launches[turned-growing]"],
     "sm_80": [f"{ATTENTION}[4-2-128-float16]", f"{FLUSH}[0-4]"],

@@ -14,6 +14,7 @@ means is exact in float16. The portable path turns, maps and scores in float32.
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -83,6 +84,11 @@ BIT = assembly.text(
 BIT_REGISTERS = assembly.registers(8, 4)
 
 
+STAGES = tl.constexpr(3 if tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) >= (3, 7, 1) else 1)
+"""Stages of the loop over a map. Earlier releases show tensor cores of Hopper what was copied ahead without the fence
+that they need (triton-lang/triton#10537)."""
+
+
 @triton.jit(do_not_specialize=("n_packed", "k_capacity", "rope_capacity"))
 def turn_kernel(
     p_mapped, p_rope, p_packed, p_map, p_factors, p_turned, p_shift, n_packed, k_capacity, rope_capacity, rows,
@@ -123,7 +129,7 @@ def turn_kernel(
     p_out = p_turned + (first + o_r)[:, None] * COLUMNS + o_w[None, :]
     b_shift = tl.zeros([M, CHUNK], tl.float32)
     # In float32 at D = 256, copies ahead would not fit the 64 KB of shared memory of AMD's GPUs.
-    for column in tl.range(0, COLUMNS, CHUNK, num_stages=3 if FAST else 1):
+    for column in tl.range(0, COLUMNS, CHUNK, num_stages=STAGES if FAST else 1):
         m_w = column + o_w < COLUMNS
         p_tile = p_map + o_map + column
         b_map = tl.load(p_tile, mask=m_w[None, :], other=0.0).to(DTYPE)
