@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcache_compress.triton_kernels.attention.launch import split_sizes
-from kvcache_compress.triton_kernels.attention.tiles import Tile
+from kvcache_compress.triton_kernels.common.operands import Tile
 
 HEADS = 8
 """Key/value heads of the shapes in tables, as Llama-3.1-8B has."""

@@ -35,13 +35,13 @@ from transformers import DynamicCache
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext
 from kvcache_compress.codecs.lloyd_max import boundaries, lloyd_max_levels
+from kvcache_compress.codecs.polar_tree import adjacent_order, angles
 from kvcache_compress.codecs.rotation import random_rotation
 from kvcache_compress.eval.provenance.artifacts import save_figure, write_json
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.reporting.drawing import COLORS, new_figure
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT
 from kvcache_compress.methods.polarquant.codebooks import angle_density
-from kvcache_compress.methods.polarquant.tree import adjacent_order, angles
 from kvcache_compress.methods.turboquant.codec import TurboQuantCodec, TurboQuantOptions
 from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model

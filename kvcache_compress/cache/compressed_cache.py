@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
-    Cache,
     CacheLayerMixin,
     DynamicCache,
     LinearAttentionAndFullAttentionLayer,
@@ -24,7 +23,6 @@ from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.config import CompressionConfig, LayerPlan, load_config
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, layer_types
 from kvcache_compress.modeling.rope import RopeLayout, layer_has_rope, rope_layout
-from kvcache_compress.serialization.cache_file import load_cache, save_cache
 from kvcache_compress.storage.checks import CROPS_TO_LENGTH, check_croppable, tokens_after_crop
 from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.rope_track import RopeTrack
@@ -34,9 +32,10 @@ from .hybrid_layer import HybridCompressedLayer
 from .layer import CompressedLayer
 from .memory_report import MemoryReport, memory_report
 from .offloading import Offloading
+from .serialization.cache_file import SavableCache, load_cache, save_cache
 
 
-class CompressedCache(Cache, ModelListener):
+class CompressedCache(SavableCache, ModelListener):
     """A key/value cache that stores older tokens compressed.
 
     Args:
@@ -85,7 +84,6 @@ class CompressedCache(Cache, ModelListener):
             layers[index] = kind(index, plan, self.compression, self.decoder_config, layer_rope, track, leads, padding)
         super().__init__(layers=layers)
         self.rope_tracks = list(tracks.values())
-        """Cos and sin for the layers that need them: one track unless these have other sinks or groups."""
         self._followed = self.decoder_config
         self._offloading = Offloading() if self.compression.offloading else None
 
@@ -167,11 +165,6 @@ class CompressedCache(Cache, ModelListener):
         if isinstance(receiver, CompressedLayer) and receiver.track is not None:
             known = isinstance(embeddings, tuple)
             receiver.track.inputs = tuple(x[:, -tokens:] for x in embeddings) if known else None
-
-    @property
-    def compressed_layers(self) -> dict[int, CompressedLayer]:
-        """Compressed layers by index."""
-        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -23,9 +23,6 @@ from .rotation import hashed_seed
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from kvcache_compress.cpu_kernels.common.operands import CPUSide
-    from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
-
 Side: TypeAlias = Literal["keys", "values"]
 SIDES: tuple[Side, ...] = ("keys", "values")
 Fields: TypeAlias = tuple[torch.Tensor, ...]
@@ -38,7 +35,9 @@ RopeUse: TypeAlias = Literal["none", "pairs", "factors"]
 """A codec's need for RoPE: nothing, the pairing of channels, or also the cos and sin of each group's first token."""
 
 HOOKS = ("kernel_side", "kernel_encoder", "cpu_side")
-"""Optional parts of a codec for fast backends, each a `cached_property`; `set_statistics` drops the cached values."""
+"""Optional parts of a codec for fast backends, each a `cached_property`; `set_statistics` drops the cached values.
+
+Their types belong to the kernels, which are built on this module."""
 
 
 class MethodOptions(StrictOptions):
@@ -206,18 +205,18 @@ class Codec(ABC):
         return accumulated
 
     @cached_property
-    def kernel_side(self) -> KernelSide | None:
-        """Device functions and operands for attention in Triton."""
+    def kernel_side(self) -> Any:
+        """Device functions and operands for attention in Triton, a `KernelSide`, or None."""
         return None
 
     @cached_property
-    def kernel_encoder(self) -> KernelEncoder | None:
-        """Triton encoder that encodes and stores tokens in one launch; if None, `encode` is used."""
+    def kernel_encoder(self) -> Any:
+        """Triton encoder that encodes and stores tokens in one launch, a `KernelEncoder`; if None, `encode` is used."""
         return None
 
     @cached_property
-    def cpu_side(self) -> CPUSide | None:
-        """Operands for attention in C++."""
+    def cpu_side(self) -> Any:
+        """Operands for attention in C++, a `CPUSide`, or None."""
         return None
 
     def with_native(self, native: Any) -> Self:

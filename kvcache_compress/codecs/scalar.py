@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,28 @@ SEARCHED = tuple((26 + 3 * i) / 32 for i in range(5))
 on all backends."""
 SEARCH_STEPS = 256
 """Integer steps per standard deviation of a coordinate, in which errors of the scales are compared."""
+
+
+@dataclass(frozen=True)
+class Component:
+    """One scalar-quantized component: `width` codes of `bits` bits along rows `[start, start + width)` of the basis."""
+
+    bits: int
+    width: int
+    start: int
+    channel_set: int
+    sketch: bool
+    levels: torch.Tensor
+    """float32 on the device: `[2 ** bits]` in the order of their codes, or `[2 ** (bits + 1)]` of a trellis."""
+    table: torch.Tensor
+    """Table of the levels, for `packing.look_up`; the levels themselves of a trellis."""
+    even: bool
+    """True if levels are evenly spaced."""
+    trellis: bool
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + self.width)
 
 
 def quantize_on(

@@ -97,13 +97,13 @@ class KIVICodec(Codec):
     def kernel_side(self) -> KernelSide:
         from kvcache_compress.triton_kernels.decode.kivi import kivi_side
 
-        return kivi_side(self)
+        return kivi_side(self.context, self.options.bits, self.options.group_size)
 
     @cached_property
     def kernel_encoder(self) -> KernelEncoder | None:
         from kvcache_compress.triton_kernels.encode.kivi import kivi_encoder
 
-        return kivi_encoder(self)
+        return kivi_encoder(self.context, self.options.bits, self.options.group_size)
 
     @cached_property
     def cpu_side(self) -> CPUSide:

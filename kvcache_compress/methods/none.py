@@ -43,7 +43,7 @@ class DenseCodec(Codec):
     def kernel_side(self) -> KernelSide:
         from kvcache_compress.triton_kernels.decode.dense import dense_side
 
-        return dense_side(self)
+        return dense_side(self.context)
 
     @cached_property
     def cpu_side(self) -> CPUSide:

@@ -201,13 +201,16 @@ class QJLCodec(LinearCodec):
     def kernel_side(self) -> KernelSide:
         from kvcache_compress.triton_kernels.decode.qjl import qjl_side
 
-        return qjl_side(self)
+        return qjl_side(self.ready_basis(), [part.rows for part in self.instances], self.mean)
 
     @cached_property
     def kernel_encoder(self) -> KernelEncoder | None:
         from kvcache_compress.triton_kernels.encode.qjl import qjl_encoder
 
-        return qjl_encoder(self)
+        kind, match = self.options.sketch, self.options.scalar == "match"
+        sketches = [(part.rows, sketch_constant(kind, part.channels, part.rows)) for part in self.instances]
+        weights = self.members if self.factors is None else 1 / self.factors[None]
+        return qjl_encoder(self.encoding_rows(self.own_basis()), sketches, match, self.mean, weights)
 
     @cached_property
     def cpu_side(self) -> CPUSide:

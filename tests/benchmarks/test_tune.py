@@ -22,7 +22,7 @@ from support.paths import ROOT
 
 from kvcache_compress.bench.layers import SHAPES, Shape
 from kvcache_compress.triton_kernels.attention import tiles
-from kvcache_compress.triton_kernels.attention.tiles import Tile
+from kvcache_compress.triton_kernels.common.operands import Tile
 
 CPU = torch.device("cpu")
 TINY = Shape(4, 2, 64)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_compress import CompressedCache
 from kvcache_compress.backends.choice import BACKENDS
-from kvcache_compress.codecs import scalar
+from kvcache_compress.codecs import polar_pairs, polar_tree, scalar
 from kvcache_compress.codecs.base import Codec, Side
 from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward, uniform_levels
 from kvcache_compress.codecs.packing import pack_signs
@@ -25,8 +25,6 @@ from kvcache_compress.cpu_kernels.encode import launch as encode
 from kvcache_compress.methods import kivi
 from kvcache_compress.methods.commvq import additive
 from kvcache_compress.methods.commvq.codebook_file import CENTRES, rounds_for
-from kvcache_compress.methods.polarquant import pairs as polar_pairs
-from kvcache_compress.methods.polarquant import tree as polar_tree
 from kvcache_compress.methods.polarquant.codebooks import offline_codebook, online_codebook
 from kvcache_compress.methods.spectral.moments import attention_costs
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from kvcache_compress import CompressedCache
-from kvcache_compress.serialization import cache_file as saving
+from kvcache_compress.cache.serialization import cache_file as saving
 from support.small_model import RECENT, SINKS, method_config, small_config
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor], dict[str, str]], Any]

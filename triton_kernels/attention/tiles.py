@@ -10,12 +10,11 @@ from __future__ import annotations
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from kvcache_compress.files.text import parse_json
-from kvcache_compress.triton_kernels.common.operands import KernelSide
+from kvcache_compress.triton_kernels.common.operands import KernelSide, Tile
 from kvcache_compress.triton_kernels.common.plan import portable
 
 TABLE = Path(__file__).with_name("tiles.json")
@@ -25,14 +24,6 @@ USUAL_TOKENS = 64
 """Most tokens of a candidate, unless the rule has more: levels and weights of more tokens take many registers."""
 MEASURED_ROWS = 16
 """Most query rows of a program that the entries hold for."""
-
-
-class Tile(NamedTuple):
-    """Tokens that a program of `attend_kernel` processes at a time, its warps, and its pipeline stages."""
-
-    tokens: int
-    warps: int
-    stages: int
 
 
 Measured = dict[str, dict[str, Tile]]

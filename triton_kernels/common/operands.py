@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,9 +13,6 @@ from kvcache_compress.codecs.layout import code_order, padded_width, padded_word
 
 from .codes import tile_width
 from .plan import KernelCall, Plan, portable
-
-if TYPE_CHECKING:
-    from kvcache_compress.triton_kernels.attention.tiles import Tile
 
 
 def next_power_of_2(n: int) -> int:
@@ -37,6 +34,14 @@ def launch_options(fusion: bool = True) -> dict[str, Any]:
 def is_fast(dtype: torch.dtype) -> bool:
     """True if attention with queries of this dtype takes the fast path."""
     return dtype != torch.float32 and not portable()
+
+
+class Tile(NamedTuple):
+    """Tokens that a program of `attend_kernel` processes at a time, its warps, and its pipeline stages."""
+
+    tokens: int
+    warps: int
+    stages: int
 
 
 class SideForm(NamedTuple):

@@ -11,7 +11,7 @@ all heads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,11 +19,9 @@ import triton.language as tl
 
 from kvcache_compress.codecs.constants import on_cpu
 from kvcache_compress.codecs.layout import padded_words, words_per_token
+from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order
-
-if TYPE_CHECKING:
-    from kvcache_compress.methods.commvq.codec import CommVQCodec
 
 TOKENS = 128
 """Tokens per tile: more of them read each centre less often from beyond the L1 cache, too small for a codebook."""
@@ -230,38 +228,44 @@ def accumulate_bits(
     return b_sums
 
 
-@on_cpu
-def commvq_side(codec: CommVQCodec) -> KernelSide:
-    """Kernel operands of a CommVQ codec.
+def bits_side(codebook: torch.Tensor) -> KernelSide:
+    """Kernel operands of values in the encoder form, `codebook` float32 `[H, bits, D]`. Code space: all heads' bits."""
+    heads, bits = len(codebook), codebook.shape[1] // len(codebook)
+    matrix = in_code_order(codebook, (bits,) * heads).contiguous()
+    meta = Bits(words_per_token(bits), padded_words(bits), heads)
+    return KernelSide(accumulate_bits, meta, code_tiles(bits) * heads, tokens=64, warps=8, matrix=matrix)
 
-    Code space: of keys, tiles of pairs by group, real parts first; of values, channels or encoder bits.
+
+@on_cpu
+def books_side(
+    books: torch.Tensor, places: torch.Tensor, groups: int, row: int, rope: RopeLayout | None,
+    weights: torch.Tensor | None,
+) -> KernelSide:  # fmt: skip
+    """Kernel operands of the residual form.
+
+    Code space: of keys, tiles of pairs by group, real parts first; of values, channels.
+
+    books, places, groups, row: as in `ResidualBooks`.
+    rope: of keys; None for values.
+    weights: scales of the pairs of keys before coding, `[H, D / 2]`, or None.
     """
-    if codec.books is None:
-        heads, bits = codec.context.heads, codec.fields[0].shape[0] * 8
-        output_map = in_code_order(codec.output_map(), (bits,) * heads).contiguous()
-        widths = code_tiles(bits) * heads
-        meta = Bits(words_per_token(bits), padded_words(bits), heads)
-        return KernelSide(accumulate_bits, meta, widths, tokens=64, warps=8, matrix=output_map)
-    books, rope, device = codec.books, codec.context.rope, codec.books.books.device
-    groups, width, keys = books.groups, books.books.shape[-1], codec.context.side == "keys"
-    rotary = rope.rotary if keys and rope else 0
-    meta = Books(groups, width, books.index_bits, books.row, len(books.rounds) * books.row, rotary)
-    tile = min(KEY_PAIRS if keys else COLUMNS, max(16, triton.next_power_of_2(width)))
+    device, (_, centres, *_, width) = books.device, books.shape
+    rotary = rope.rotary if rope else 0
+    meta = Books(groups, width, centres.bit_length() - 1, row, len(places) * row, rotary)
+    tile = min(KEY_PAIRS if rope else COLUMNS, max(16, triton.next_power_of_2(width)))
     tiles = -(-width // tile)
-    tables = books.books, books.places
-    if keys:
-        assert rope is not None
+    if rope:
         function, widths, order = score, (tile,) * (2 * groups * tiles), torch.tensor(rope.order)
         spread = _spread(order.view(2, groups, width).transpose(0, 1), 2 * groups, tiles * tile)
         spread = spread.view(groups, 2, tiles, tile, -1).transpose(1, 2).flatten(0, 3).unsqueeze(0)
         matrix = spread.mT.contiguous().to(device)
-        if codec.weights is not None:
-            matrix = matrix / codec.weights.float().repeat(1, 2)[:, order.argsort().to(device), None]
+        if weights is not None:
+            matrix = matrix / weights.float().repeat(1, 2)[:, order.argsort().to(device), None]
     else:
         function, widths, matrix = accumulate, (tile,) * (groups * tiles), None
         if tiles * tile != width:
-            matrix = _spread(torch.arange(codec.context.head_dim), groups, tiles * tile).to(device)
-    return KernelSide(function, meta, widths, tables, tokens=TOKENS, warps=8, matrix=matrix)
+            matrix = _spread(torch.arange(groups * width), groups, tiles * tile).to(device)
+    return KernelSide(function, meta, widths, (books, places), tokens=TOKENS, warps=8, matrix=matrix)
 
 
 def _spread(channels: torch.Tensor, tiles: int, padded: int) -> torch.Tensor:

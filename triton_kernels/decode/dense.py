@@ -18,16 +18,14 @@ FAST: True if 16-bit operands may be unpacked by NVIDIA assembly (`assembly.py`)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from kvcache_compress.codecs.base import CodecContext
 from kvcache_compress.triton_kernels.common.operands import KernelSide
-
-if TYPE_CHECKING:
-    from kvcache_compress.methods.none import DenseCodec
 
 
 class Width(NamedTuple):
@@ -61,12 +59,12 @@ def accumulate(
     return (tl.dot(tl.trans(b_v.to(DTYPE)), b_p.to(DTYPE), b_acc[0], input_precision="ieee"),)
 
 
-def dense_side(codec: DenseCodec) -> KernelSide:
-    """Kernel operands of a `none` codec: code space is the head's space, padded."""
-    dim, keys = codec.context.head_dim, codec.context.side == "keys"
+def dense_side(context: CodecContext) -> KernelSide:
+    """Kernel operands of dense tokens: code space is the head's space, padded."""
+    dim, keys = context.head_dim, context.side == "keys"
     padded = max(16, triton.next_power_of_2(dim))
     side = KernelSide(score if keys else accumulate, Width(dim, padded), (padded,))
     if padded != dim:
-        spread = torch.eye(padded, dim, device=codec.context.device).unsqueeze(0)
+        spread = torch.eye(padded, dim, device=context.device).unsqueeze(0)
         side.matrix = spread.mT.contiguous() if keys else spread
     return side

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from kvcache_compress.codecs.base import CodecContext
 from kvcache_compress.codecs.layout import padded_width, padded_words, words_per_token
 from kvcache_compress.triton_kernels.common import assembly, in_place, lookup
 from kvcache_compress.triton_kernels.common.codes import load_codes, tile_channels, tile_width
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order
-
-if TYPE_CHECKING:
-    from kvcache_compress.methods.kivi import KIVICodec
 
 
 class Grouped(NamedTuple):
@@ -238,10 +236,12 @@ def accumulate(
     return b_sums
 
 
-def kivi_side(codec: KIVICodec) -> KernelSide:
-    """Kernel operands of a KIVI codec: code space is the head's space, padded, and with folded values sums by group."""
-    width, group, device = codec.context.head_dim, codec.options.group_size, codec.context.device
-    keys, bits = codec.context.side == "keys", codec.options.bits
+def kivi_side(context: CodecContext, bits: int, group: int) -> KernelSide:
+    """Kernel operands of codes of `bits` bits, of which `group` tokens (keys) or channels (values) share a scale.
+
+    Code space is the head's space, padded, and with folded values sums by group.
+    """
+    width, device, keys = context.head_dim, context.device, context.side == "keys"
     tokens, channels = (group, 1) if keys else (1, group)
     fits, words, padded = lookup.fits(width, bits), words_per_token(width), padded_words(width)
     tiles = code_tiles(width)

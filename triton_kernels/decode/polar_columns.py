@@ -12,19 +12,14 @@ memory at once; in a tree of four levels, level 4 is undone like the others.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.constants import on_cpu
+from kvcache_compress.codecs.polar_tree import AngleCodebook, PolarTree
 from kvcache_compress.triton_kernels.common import assembly
 from kvcache_compress.triton_kernels.common.codes import load_words
-
-if TYPE_CHECKING:
-    from kvcache_compress.methods.polarquant.codebooks import AngleCodebook
-    from kvcache_compress.methods.polarquant.tree import PolarTree
 
 WHOLE = ((4, 3, 2, 2, 2, 2, 2), (4, 2, 2, 2, 2, 2, 2))
 FOUR_LEVELS = ((4, 2, 2, 2),)
@@ -98,10 +93,10 @@ LANES = tl.constexpr(tuple(_lanes(bits).value for bits in (2, 3, 4)))
 LANES_REGISTERS = tl.constexpr(tuple(assembly.registers(1, 2**bits).value for bits in (2, 3, 4)))
 
 
-def fits(tree: PolarTree, radius_bits: int) -> bool:
-    """True if `column_tiles` can undo this tree: all seven levels, or four with 16-bit radii."""
+def fits(tree: PolarTree, coded: bool) -> bool:
+    """True if `column_tiles` can undo this tree: all seven levels, or four with radii that are not `coded`."""
     bits = tuple(level.bits for level in tree.levels)
-    return tree.head_dim == 128 and (bits in WHOLE or (bits in FOUR_LEVELS and radius_bits == 16))
+    return tree.head_dim == 128 and (bits in WHOLE or (bits in FOUR_LEVELS and not coded))
 
 
 @on_cpu

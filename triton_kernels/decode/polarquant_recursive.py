@@ -1,4 +1,4 @@
-"""Recursive PolarQuant's device functions (Han et al., Algorithm 1; see `methods/polarquant/tree.py`).
+"""Recursive PolarQuant's device functions (Han et al., Algorithm 1; see `codecs/polar_tree.py`).
 
     a tile of tokens, from the roots down:  r_(ℓ-1) = [r_ℓ cos θ_ℓ | r_ℓ sin θ_ℓ],  ℓ = L, ..., 1
     score:       s[t] = ⟨q_low, r_1 cos θ_1⟩ + ⟨q_high, r_1 sin θ_1⟩
@@ -11,21 +11,20 @@ of two and pairing by halves stays as it is. `polar_columns.py` has a faster pat
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from kvcache_compress.codecs.base import Side
+from kvcache_compress.codecs.layout import PLANES
+from kvcache_compress.codecs.polar_tree import AngleCodebook, PolarTree
 from kvcache_compress.triton_kernels.common import assembly
 from kvcache_compress.triton_kernels.common.codes import load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, with_mean
 
 from . import polar_columns
-
-if TYPE_CHECKING:
-    from kvcache_compress.methods.polarquant.recursive import PolarQuantRecursiveCodec
-    from kvcache_compress.methods.polarquant.tree import PolarTree
 
 
 class Tree(NamedTuple):
@@ -220,33 +219,37 @@ def level_columns(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
     return tuple(zip(*rows, strict=True))
 
 
-def polarquant_side(codec: PolarQuantRecursiveCodec) -> KernelSide:
-    """Kernel operands of a prepared recursive PolarQuant codec."""
-    dim, tree, own = codec.context.head_dim, codec.tree, codec.ready_basis()
-    device = own.device
+def polarquant_recursive_side(
+    side: Side, tree: PolarTree, books: tuple[AngleCodebook, ...], basis: torch.Tensor,
+    radius_table: torch.Tensor | None, mean: torch.Tensor | None,
+) -> KernelSide:  # fmt: skip
+    """Kernel operands of trees along `basis` `[H or 1, D, D]`, and the keys' `mean` `[H, D]`, if any.
+
+    radius_table: float32 `[H, 256]`, radii of 8-bit codes, or None for radii in 16 bits.
+    """
+    dim, device, keys, coded = tree.head_dim, basis.device, side == "keys", radius_table is not None
     odd, pad = padding(dim)
     width = dim // odd * pad
     channel = torch.arange(dim, device=device)
-    basis = torch.zeros(len(own), width, dim, device=device)
-    basis[:, channel // odd * pad + channel % odd] = own
-    tables = (torch.cat([book.points for book in codec.books]),)
-    if codec.radius_table is not None:  # as integers, which are not cast: numbers of 32 bits are prefetched
-        tables += (codec.radius_table.float().contiguous().view(torch.int32),)
-    fast = polar_columns.fits(tree, codec.options.radius_bits)
-    keys = codec.context.side == "keys"
+    padded = torch.zeros(len(basis), width, dim, device=device)
+    padded[:, channel // odd * pad + channel % odd] = basis
+    tables = (torch.cat([book.points for book in books]),)
+    if radius_table is not None:  # as integers, which are not cast: numbers of 32 bits are prefetched
+        tables += (radius_table.float().contiguous().view(torch.int32),)
+    fast = polar_columns.fits(tree, coded)
     if fast:
-        basis = basis[:, polar_columns.tile_order(keys).to(device)]
-        coarse = polar_columns.coarse_table(codec.books) if tree.roots == 1 else polar_columns.odd_rows()
+        padded = padded[:, polar_columns.tile_order(keys).to(device)]
+        coarse = polar_columns.coarse_table(books) if tree.roots == 1 else polar_columns.odd_rows()
         tables += (coarse.to(device),)
-    coded, radii = codec.radius_table is not None, len(codec.fields) - 1
+    radii = sum(len(PLANES[bits]) for bits, _ in tree.widths)
     return KernelSide(
         score if keys else accumulate,
         Tree(odd, pad, tree.roots, radii, coded, fast, keys, *level_columns(tree)),
         (16,) * 8 if fast else (width // 2, width // 2),
         tables=tables,
-        words=polar_columns.words(codec.books).to(device) if fast else None,
+        words=polar_columns.words(books).to(device) if fast else None,
         places=(8 if tree.roots == 1 else 16) if fast else 0,
         tokens=16 if fast else 32,
         warps=1 if fast else 2,
-        matrix=with_mean(basis.mT, codec.mean) if keys else basis,
+        matrix=with_mean(padded.mT, mean) if keys else padded,
     )

@@ -6,19 +6,17 @@ vectors of the angles, the scores are `s[t] = Σ_j q_xj r_j cos φ(a_j) + q_yj r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words, words_per_token
+from kvcache_compress.codecs.polar_pairs import PairCodes
 from kvcache_compress.triton_kernels.common import assembly, directions, lookup
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_row, load_scales, tile_channels
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order, with_mean
-
-if TYPE_CHECKING:
-    from kvcache_compress.methods.polarquant.rope import PolarQuantRopeCodec
 
 
 class Polar(NamedTuple):
@@ -150,26 +148,31 @@ def score(
     return b_s
 
 
-def polarquant_rope_side(codec: PolarQuantRopeCodec) -> KernelSide:
-    """Kernel operands of a prepared PolarQuant codec of RoPE pairs."""
-    options, pairs = codec.options, codec.pairs.pairs
-    fast = lookup.fits(pairs, options.radius_bits) and directions.fits(codec.points, pairs)
+def polarquant_rope_side(
+    codes: PairCodes, points: torch.Tensor, basis: torch.Tensor, mean: torch.Tensor | None
+) -> KernelSide:
+    """Kernel operands of RoPE pairs in polar codes, and the keys' `mean` `[H, D]`, if any.
+
+    points: unit vectors of the angle codes, float32 `[2 ** angle_bits, 2]`.
+    basis: rows of the pairs' real parts, then of their imaginary parts, `[H or 1, D, D]`.
+    """
+    pairs = basis.shape[1] // 2
+    fast = lookup.fits(pairs, codes.radius_bits) and directions.fits(points, pairs)
     meta = Polar(
-        options.angle_bits, options.radius_bits, words_per_token(pairs), padded_words(pairs), options.offset,
-        0 if options.radius_scale == "channel" else options.group_size, options.scalar == "match", fast,
+        codes.angle_bits, codes.radius_bits, words_per_token(pairs), padded_words(pairs), codes.offset, codes.tokens,
+        codes.match, fast,
     )  # fmt: skip
-    basis = in_code_order(codec.direct_basis(), (pairs, pairs))
     side = KernelSide(
         score,
         meta,
         2 * code_tiles(pairs),
-        tables=(codec.points,),
+        tables=(points,),
         tokens=16,
-        most_tokens=128 if options.radius_scale == "channel" else options.group_size,
-        matrix=with_mean(basis.mT, codec.mean),
+        most_tokens=codes.tokens or 128,
+        matrix=with_mean(in_code_order(basis, (pairs, pairs)).mT, mean),
     )
     if fast:
         side.places = padded_words(pairs)
-        words = [directions.tables(codec.points), *lookup.even_tables(options.radius_bits)]
-        side.words = torch.cat([*words, assembly.places(side.places)]).to(codec.points.device)
+        words = [directions.tables(points), *lookup.even_tables(codes.radius_bits)]
+        side.words = torch.cat([*words, assembly.places(side.places)]).to(points.device)
     return side

@@ -7,7 +7,8 @@ With sketches i of rows S_i, signs g_i[t] and stored scales c_i[t] (QJL, Definit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,9 +18,6 @@ from kvcache_compress.codecs.layout import CODES_PER_WORD, words_per_token
 from kvcache_compress.triton_kernels.common import assembly, in_place
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, with_mean
-
-if TYPE_CHECKING:
-    from kvcache_compress.methods.qjl import QJLCodec
 
 CHUNK_WORDS = 16
 """Words of a token that are unpacked at a time; 512 signs at once would spill registers."""
@@ -90,13 +88,12 @@ def score(
     return b_s
 
 
-def qjl_side(codec: QJLCodec) -> KernelSide:
-    """Kernel operands of a prepared QJL codec."""
+def qjl_side(basis: torch.Tensor, counts: Sequence[int], mean: torch.Tensor | None) -> KernelSide:
+    """Kernel operands of sketches of `counts` rows each of `basis` `[H or 1, W, D]`, and `mean` `[H, D]`, if any."""
     meta, widths, parts = [], [], []
-    basis = codec.ready_basis()
-    for index, part in enumerate(codec.instances):
-        words = words_per_token(part.rows)
-        rows = 2 * basis[:, part.span].unflatten(1, (CODES_PER_WORD, words))
+    for index, rows in enumerate(basis.split([*counts], 1)):
+        words = words_per_token(rows.shape[1])
+        rows = 2 * rows.unflatten(1, (CODES_PER_WORD, words))
         placed = words % CHUNK_WORDS == 0
         middle = []
         for first in range(0, words, CHUNK_WORDS):
@@ -121,6 +118,6 @@ def qjl_side(codec: QJLCodec) -> KernelSide:
         tuple(widths),
         words=assembly.places(CHUNK_WORDS).to(basis.device),
         places=CHUNK_WORDS,
-        matrix=with_mean(torch.cat(parts, 1).mT, codec.mean),
+        matrix=with_mean(torch.cat(parts, 1).mT, mean),
         headroom=in_place.HEADROOM,
     )

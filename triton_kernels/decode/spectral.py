@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
 
+from kvcache_compress.codecs.base import CodecContext
+from kvcache_compress.codecs.digits import DigitCodes
 from kvcache_compress.codecs.layout import words_per_token
 from kvcache_compress.triton_kernels.common import assembly, lookup
 from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, is_fast, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import KernelCall
-
-if TYPE_CHECKING:
-    from kvcache_compress.methods.spectral.codec import SpectralCodec
 
 TILE = tl.constexpr(16)
 """Columns of a tile: the depth of the tensor cores' operands."""
@@ -244,17 +243,26 @@ def score(
     return tl.fma(b_s + b_q[MEANS + 1][None, :], b_scale[:, None].broadcast_to(b_s.shape), b_means)
 
 
-def spectral_side(codec: SpectralCodec) -> KernelSide:
-    """Kernel operands of a spectral codec with statistics. Code space: real and imaginary parts of 16 pairs in turn."""
-    digits, device, dim = codec.ready_digits(), codec.context.device, codec.context.head_dim
+def spectral_side(
+    context: CodecContext, group: int, digits: DigitCodes, levels: torch.Tensor, directions: torch.Tensor,
+    means: torch.Tensor, places: torch.Tensor,
+) -> KernelSide:  # fmt: skip
+    """Kernel operands of digits of keys. Code space: real and imaginary parts of 16 pairs in turn.
+
+    group: tokens with one anchor.
+    levels: of digits of two bits, float32 `[4]`.
+    directions: keys of each channel, `[H, D, D]`, in 11 bits.
+    means, places: factors of the mean key at each place in a group, `[H, rank, D]` and `[H, group, rank]`.
+    """
+    device, dim, rope = context.device, context.head_dim, context.rope
     chosen = digits.channels[..., None].expand(*digits.channels.shape, dim)
-    directions = codec.directions.gather(1, chosen)
+    by_digit = directions.gather(1, chosen)
     of_parts, rows, factors = [], [], []
     first = digit = 0
-    planes = [(bits, width) for bits, width in zip((2, 1), codec.counts, strict=True) if width]
+    planes = [(bits, width) for bits, width in zip((2, 1), digits.counts, strict=True) if width]
     for field, (bits, width) in enumerate(planes):
         words, run = words_per_token(width), slice(digit, digit + width)
-        by_word = directions[:, run].unflatten(1, (8, words))
+        by_word = by_digit[:, run].unflatten(1, (8, words))
         weights = digits.weights[:, run].unflatten(1, (8, words))
         exponents = torch.arange(8.0, device=device)[:, None]
         if bits == 2:
@@ -272,40 +280,35 @@ def spectral_side(codec: SpectralCodec) -> KernelSide:
         digit += width
     fast = [_fits(*part[:5]) for part in of_parts]
     sizes = sorted({part[4] for part, fits in zip(of_parts, fast, strict=True) if fits}, reverse=True)
-    tables = [assembly.byte_table(SMALL.value * codec.digit_levels[0].cpu(), 2)] if codec.counts.twos else []
+    tables = [assembly.byte_table(SMALL.value * levels.cpu(), 2)] if digits.counts.twos else []
     ahead = sum(map(len, tables))
     places_of = tuple(ahead + sizes.index(part[4]) if fits else -1 for part, fits in zip(of_parts, fast, strict=True))
     bits_of, words_of, at_of, count_of, padded_of, field_of, tile_of = zip(*of_parts, strict=True)
-    unit, means, places = _scaled(codec.directions, codec.means, codec.places)
+    unit, means, places = _scaled(directions, means, places)
     of_means = torch.tensor([SMALL.value, SMALL.value, 0.0], device=device)
     factors.append(of_means[:, None].expand(len(means), 3, means.shape[1]))
-    rope, half = codec.context.rope, dim // 2
+    half = dim // 2
     order = torch.tensor(rope.order if rope else range(dim), device=device).view(2, half)
     spread = functional.pad(torch.eye(dim, device=device)[order], (0, 0, 0, max(16, next_power_of_2(half)) - half))
     spread = spread.flatten(0, 1)
     matrix = torch.cat([*(part / unit for part in rows), means], 1)
     meta = Digits(
         bits_of, words_of, at_of, count_of, padded_of, field_of, places_of, tile_of, scale=len(planes), tables=ahead,
-        group=codec.group, rotary=rope.rotary if rope else 0, columns=matrix.shape[1],
+        group=group, rotary=rope.rotary if rope else 0, columns=matrix.shape[1],
     )  # fmt: skip
     return KernelSide(
         score,
         meta,
         (TILE.value,) * (matrix.shape[1] // TILE.value),
-        tables=(
-            spread @ matrix.mT,
-            places,
-            codec.digit_levels[0],
-            torch.cat(factors, 2).contiguous().view(torch.int32),
-        ),
+        tables=(spread @ matrix.mT, places, levels, torch.cat(factors, 2).contiguous().view(torch.int32)),
         words=torch.cat([*tables, *map(_places, sizes)]).to(device) if sizes else None,
         places=sum(sizes),
-        tokens=min(codec.group, 64 if dim <= 64 else 32),
-        most_tokens=codec.group,
+        tokens=min(group, 64 if dim <= 64 else 32),
+        most_tokens=group,
         warps=assembly.warps(dim),
         matrix=(unit / UNIT.value * spread.mT[None]).contiguous(),
         prologue=turn_call,
-        group=codec.group,
+        group=group,
     )
 
 

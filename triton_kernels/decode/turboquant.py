@@ -8,20 +8,20 @@ With components i along rows A_i of the basis, scales c_i[t], levels L_i (TurboQ
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from kvcache_compress.codecs.base import Side
 from kvcache_compress.codecs.layout import PLANES, padded_words, words_per_token
+from kvcache_compress.codecs.scalar import Component
 from kvcache_compress.triton_kernels.common import assembly, in_place, lookup
 from kvcache_compress.triton_kernels.common.codes import in_halves, load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order, with_mean
 from kvcache_compress.triton_kernels.decode import trellis_codes
-
-if TYPE_CHECKING:
-    from kvcache_compress.methods.turboquant.codec import TurboQuantCodec
 
 
 class Components(NamedTuple):
@@ -138,17 +138,17 @@ def accumulate(
     return b_sums
 
 
-def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
-    """Kernel operands of a prepared TurboQuant codec."""
-    keys = codec.context.side == "keys"
+def turboquant_side(
+    side: Side, components: Sequence[Component], basis: torch.Tensor, mean: torch.Tensor | None
+) -> KernelSide:
+    """Kernel operands of components along `basis` `[H or 1, W, D]`, and the keys' `mean` `[H, D]`, if any."""
+    keys = side == "keys"
     meta, words, tiles, rows = [], [], [], []
     at, places = 0, 0
-    widths = tuple(component.width for component in codec.components)
-    basis = codec.ready_basis()
-    for component, part in zip(codec.components, basis.split(widths, 1), strict=True):
+    widths = tuple(component.width for component in components)
+    for component, part in zip(components, basis.split(widths, 1), strict=True):
         width, bits, levels = component.width, component.bits, component.levels
-        trellis, padded = component.trellis, padded_words(width)
-        even = (bits == 1 and not trellis) or codec.options.codebook == "uniform"
+        even, trellis, padded = component.even, component.trellis, padded_words(width)
         unit, first = 1.0, -1
         needed = lookup.places_needed(width, bits, trellis)
         if lookup.fits(width, bits, trellis) and (needed in (0, places) or not places):
@@ -177,17 +177,17 @@ def turboquant_side(codec: TurboQuantCodec) -> KernelSide:
         rows.append(part)
         at += len(PLANES[bits]) + 1
     if places:
-        words.append(assembly.places(places).to(codec.context.device))
+        words.append(assembly.places(places).to(basis.device))
     basis = torch.cat(rows, 1)
     return KernelSide(
         score if keys else accumulate,
         Components(*zip(*meta, strict=True)),
         tuple(tiles),
-        tables=tuple(component.levels for component in codec.components),
+        tables=tuple(component.levels for component in components),
         words=torch.cat(words) if words else None,
         places=places,
         tokens=16 if len(meta) > 2 else 64 if sum(tiles) <= 80 or (len(meta) == 1 and placed) else 32,
         warps=max(sum(widths) // 256 if len(meta) > 2 else 1, *map(assembly.warps, widths)),
-        matrix=with_mean(basis.mT, codec.mean) if keys else basis.contiguous(),
+        matrix=with_mean(basis.mT, mean) if keys else basis.contiguous(),
         headroom=in_place.HEADROOM,
     )

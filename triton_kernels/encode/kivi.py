@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
+from kvcache_compress.codecs.base import CodecContext
 from kvcache_compress.codecs.layout import PLANES, padded_width, padded_words, words_per_token
 from kvcache_compress.triton_kernels.common.codes import store_codes
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder, next_power_of_2
-
-if TYPE_CHECKING:
-    from kvcache_compress.methods.kivi import KIVICodec
 
 MAX_NUMBERS = 8192
 """Most numbers of a group of keys, over all channels: a program holds them all, and more would spill registers."""
@@ -67,10 +65,9 @@ def encode_groups(
     store_codes(b_codes, fields[0], fields[SCALE - 1], o_row, m_t, META.bits, WORDS, PADDED)
 
 
-def kivi_encoder(codec: KIVICodec) -> KernelEncoder | None:
-    """Encoder of a KIVI codec, or None if its groups do not make power-of-two tiles."""
-    width, group, bits = codec.context.head_dim, codec.options.group_size, codec.options.bits
-    keys = codec.context.side == "keys"
+def kivi_encoder(context: CodecContext, bits: int, group: int) -> KernelEncoder | None:
+    """Encoder for the codes of `kivi_side`, or None if their groups do not make power-of-two tiles."""
+    width, keys = context.head_dim, context.side == "keys"
     words = words_per_token(width)
     fits = group * padded_width(width) <= MAX_NUMBERS if keys else words == padded_words(width)
     if group != next_power_of_2(group) or not fits:

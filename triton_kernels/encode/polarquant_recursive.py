@@ -1,26 +1,24 @@
 """Recursive PolarQuant's encoder: rotation, codes of all levels and radii in one launch (Han et al., Algorithm 1).
 
-The codes are those of `encode` in `methods/polarquant/tree.py`.
+The codes are those of `encode` in `codecs/polar_tree.py`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import PLANES
+from kvcache_compress.codecs.polar_tree import AngleCodebook, PolarTree
+from kvcache_compress.codecs.scalar import Scalar
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder
 from kvcache_compress.triton_kernels.decode.polarquant_recursive import halves, level_columns, padding, points
 
 from .rotate import rotated
 from .turboquant import SCALARS, UNBIASED
-
-if TYPE_CHECKING:
-    from kvcache_compress.methods.polarquant.recursive import PolarQuantRecursiveCodec
-    from kvcache_compress.methods.polarquant.tree import PolarTree
 
 
 class EncodedTree(NamedTuple):
@@ -115,7 +113,7 @@ def store_shared(b_levels, fields, o_n, m_n, META: tl.constexpr, PLACE: tl.const
 
 @triton.jit
 def circle_codes(b_x, b_y, p_bounds, BITS: tl.constexpr, LOWER: tl.constexpr):
-    """Nearest codes on the circle: the number of boundaries below each angle (in torch `tree.circle_codes`)."""
+    """Nearest codes on the circle: the number of boundaries below each angle (in torch `polar_tree.circle_codes`)."""
     b_near, b_far = tl.zeros(b_x.shape, tl.int32), tl.full(b_x.shape, LOWER, tl.int32)
     for i in tl.static_range(2**BITS):
         b_turned = (b_y * tl.load(p_bounds + 2 * i) > b_x * tl.load(p_bounds + 2 * i + 1)).to(tl.int32)
@@ -217,18 +215,20 @@ def shared_columns(tree: PolarTree) -> tuple[tuple[int, ...], ...]:
     return tuple(zip(*shared, strict=True)) or ((),) * 7
 
 
-def polarquant_recursive_encoder(codec: PolarQuantRecursiveCodec) -> KernelEncoder:
-    """Encoder of a prepared recursive PolarQuant codec."""
-    books, tree, radii = codec.books, codec.tree, codec.radius_table is not None
+def polarquant_recursive_encoder(
+    tree: PolarTree, books: tuple[AngleCodebook, ...], rows: torch.Tensor, scalar: Scalar,
+    radius_range: torch.Tensor | None, mean: torch.Tensor | None,
+) -> KernelEncoder:  # fmt: skip
+    """Encoder of trees along `rows` `[H or 1, D, D]` of tokens less the `mean` `[H, D]` of keys, if any.
+
+    radius_range: first logarithm and step of 8-bit radii, `[H, 2]`, or None for radii in 16 bits.
+    """
     bound = tuple(sum(len(book.bounds) for book in books[:level]) for level in range(len(books)))
-    rows = codec.encoding_rows(codec.own_basis())
     stride = rows.stride(0) if len(rows) > 1 else 0
     meta = EncodedTree(
-        *padding(codec.context.head_dim), tree.roots, books[0].lower, SCALARS.index(codec.scalar), radii,
-        codec.mean is not None, stride, *level_columns(tree), bound, *shared_columns(tree),
+        *padding(tree.head_dim), tree.roots, books[0].lower, SCALARS.index(scalar), radius_range is not None,
+        mean is not None, stride, *level_columns(tree), bound, *shared_columns(tree),
     )  # fmt: skip
     bounds, table = (torch.cat([getattr(book, name) for book in books]) for name in ("bounds", "points"))
-    names = "least_log_radius", "log_radius_step"
-    spread = torch.stack([codec.statistics[name] for name in names], -1) if radii else bounds
-    tables = (rows, bounds, table, spread, bounds if codec.mean is None else codec.mean)
+    tables = (rows, bounds, table, bounds if radius_range is None else radius_range, bounds if mean is None else mean)
     return KernelEncoder(encode_tree, meta, tables)

@@ -8,20 +8,19 @@ No angle is computed: a point rotated back to the first quarter is `(u, v)`, and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import PLANES, padded_words, words_per_token
+from kvcache_compress.codecs.polar_pairs import PairCodes
+from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.triton_kernels.common.codes import store_codes
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder
 
 from .launch import MANY_TOKENS
-
-if TYPE_CHECKING:
-    from kvcache_compress.methods.polarquant.rope import PolarQuantRopeCodec
 
 MAX_PAIRS = 4096
 """Pairs, over all tokens of a group, that a program holds at a time; more would spill registers."""
@@ -49,7 +48,7 @@ class Pairs(NamedTuple):
 
 @triton.jit
 def angle_codes(b_x, b_y, p_bounds, BITS: tl.constexpr):
-    """Codes of the angles of points, as `pairs.angle_codes` of the torch twin."""
+    """Codes of the angles of points, as `polar_pairs.angle_codes` of the torch twin."""
     m_1, m_2, m_3 = (b_y > 0) & (b_x <= 0), (b_y <= 0) & (b_x < 0), (b_y < 0) & (b_x >= 0)
     b_codes = (m_1.to(tl.int32) + 2 * m_2.to(tl.int32) + 3 * m_3.to(tl.int32)) * 2 ** (BITS - 2)
     b_u = tl.where(m_1 | m_3, tl.abs(b_y), tl.abs(b_x))
@@ -129,17 +128,20 @@ def encode_pairs(
         tl.store(fields[len(fields) - 1] + o_row, tl.minimum(b_match, 65504.0).to(tl.float16), mask=m_t)
 
 
-def polarquant_rope_encoder(codec: PolarQuantRopeCodec) -> KernelEncoder:
-    """Encoder of a prepared PolarQuant codec of RoPE pairs."""
-    options, pairs = codec.options, codec.pairs.pairs
-    grouped, device = options.radius_scale == "group", codec.points.device
-    tokens = codec.group if grouped else MANY_TOKENS
+def polarquant_rope_encoder(
+    codes: PairCodes, layout: RopeLayout, bounds: torch.Tensor, scale: torch.Tensor | None, mean: torch.Tensor | None
+) -> KernelEncoder:
+    """Encoder of RoPE pairs of keys less their `mean` `[H, D]`, if any.
+
+    bounds: `quarter_bounds` of the angles.
+    scale: of radii, float32 `[H, pairs]`, or None if each group has its own.
+    """
+    at_once = MAX_PAIRS // (8 * (codes.tokens or MANY_TOKENS))
     meta = Pairs(
-        options.angle_bits, options.radius_bits, len(PLANES[options.angle_bits]), len(PLANES[options.radius_bits]),
-        words_per_token(pairs), min(padded_words(pairs), MAX_PAIRS // (8 * tokens)), codec.group if grouped else 0,
-        options.steps, options.offset, codec.mean is not None, options.scalar == "match",
+        codes.angle_bits, codes.radius_bits, len(PLANES[codes.angle_bits]), len(PLANES[codes.radius_bits]),
+        words_per_token(layout.pairs), min(padded_words(layout.pairs), at_once), codes.tokens, codes.steps,
+        codes.offset, mean is not None, codes.match,
     )  # fmt: skip
-    channels = torch.tensor(codec.pairs.order, dtype=torch.int32, device=device)
-    scale = codec.bounds if codec.scale is None else codec.scale
-    mean = codec.bounds if codec.mean is None else codec.mean
-    return KernelEncoder(encode_pairs, meta, (channels, codec.bounds, scale, mean), codec.group)
+    channels = torch.tensor(layout.order, dtype=torch.int32, device=bounds.device)
+    tables = (channels, bounds, bounds if scale is None else scale, bounds if mean is None else mean)
+    return KernelEncoder(encode_pairs, meta, tables, codes.tokens or 1)

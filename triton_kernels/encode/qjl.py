@@ -5,20 +5,18 @@ g = sign(S k),  c = ‖k‖ times a constant (`norm`), or ‖k‖ / ‖Sᵀ g‖
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words, words_per_token
-from kvcache_compress.codecs.sketch import sketch_constant
 from kvcache_compress.triton_kernels.common.codes import store_codes
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder, next_power_of_2
 
 from .rotate import rotated
-
-if TYPE_CHECKING:
-    from kvcache_compress.methods.qjl import QJLCodec
 
 MAX_DIM = 256
 """Largest head dimension: wider tiles would spill registers and exceed shared memory."""
@@ -102,21 +100,26 @@ def encode_signs(
         tl.store(fields[2 * i + 1] + o_row, tl.minimum(b_scale, 65504.0).to(tl.float16), mask=m_t)
 
 
-def qjl_encoder(codec: QJLCodec) -> KernelEncoder | None:
-    """Encoder of a prepared QJL codec, or None if a token would spill registers."""
-    basis, dim = codec.encoding_rows(codec.own_basis()), codec.context.head_dim
-    if dim > MAX_DIM:
+def qjl_encoder(
+    rows: torch.Tensor, sketches: Sequence[tuple[int, float]], match: bool, mean: torch.Tensor | None,
+    weights: torch.Tensor | None,
+) -> KernelEncoder | None:  # fmt: skip
+    """Encoder of keys less their `mean` `[H, D]`, if any; None if a token would spill registers.
+
+    rows: of all sketches in turn, `[H or 1, W, D]`.
+    sketches: number of rows of each, and the constant of its scale.
+    match: True if scales match the keys' norms, and constants are not used.
+    weights: what each sketch multiplies the channels by, `[sketches, H, D]`, or None.
+    """
+    if rows.shape[2] > MAX_DIM:
         return None
-    padded = max(16, next_power_of_2(dim))
-    sketches = [
-        (
-            words_per_token(part.rows), min(padded_words(part.rows), MAX_NUMBERS // (8 * padded)), part.start,
-            sketch_constant(codec.options.sketch, part.channels, part.rows),
-        )
-        for part in codec.instances
-    ]  # fmt: skip
-    stride, match = basis.stride(0) if len(basis) > 1 else 0, codec.options.scalar == "match"
-    weights = codec.members if codec.factors is None else 1 / codec.factors[None]
-    meta = Sketches(padded, stride, codec.mean is not None, weights is not None, match, *zip(*sketches, strict=True))
-    tables = (basis, basis if codec.mean is None else codec.mean, *(() if weights is None else weights))
+    padded = max(16, next_power_of_2(rows.shape[2]))
+    members, start = [], 0
+    for count, constant in sketches:
+        at_once = min(padded_words(count), MAX_NUMBERS // (8 * padded))
+        members.append((words_per_token(count), at_once, start, constant))
+        start += count
+    stride = rows.stride(0) if len(rows) > 1 else 0
+    meta = Sketches(padded, stride, mean is not None, weights is not None, match, *zip(*members, strict=True))
+    tables = (rows, rows if mean is None else mean, *(() if weights is None else weights))
     return KernelEncoder(encode_signs, meta, tables)

@@ -1,4 +1,4 @@
-"""Spectral's encoder: digits and scale of keys in one launch, the twin of `methods/spectral/digits.py`.
+"""Spectral's encoder: digits and scale of keys in one launch, the twin of `codecs/digits.py`.
 
 For a key k at place b of a group whose first token was turned by R, with the encoding E, deviations σ and points p:
 
@@ -12,21 +12,19 @@ suffices. Points are symmetric about zero, so the search is among the positive o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
 
+from kvcache_compress.codecs.base import CodecContext
+from kvcache_compress.codecs.digits import SEARCHED, DigitCodes, Tables
+from kvcache_compress.codecs.digits import tables as points_on
 from kvcache_compress.codecs.layout import padded_words, words_per_token
 from kvcache_compress.triton_kernels.common.codes import store_codes
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder, next_power_of_2
-
-if TYPE_CHECKING:
-    from kvcache_compress.methods.spectral.codec import SpectralCodec
-    from kvcache_compress.methods.spectral.digits import Tables
 
 MAX_DIM = 256
 """Largest head dimension: wider tiles would spill registers."""
@@ -240,33 +238,38 @@ def store_digits(b_codes, p_words, tables, o_digit, o_row, m_t, META: tl.constex
         store_codes(b_digits, p_words, p_words, o_row, m_t, BITS, WORDS, PADDED, start)
 
 
-def spectral_encoder(codec: SpectralCodec, points: Tables, searched: Sequence[float]) -> KernelEncoder | None:
-    """Encoder of a spectral codec with statistics, or None if a token would spill registers.
+def spectral_encoder(
+    context: CodecContext, group: int, digits: DigitCodes, encoding: torch.Tensor, deviation: torch.Tensor,
+    means: torch.Tensor, places: torch.Tensor,
+) -> KernelEncoder | None:  # fmt: skip
+    """Encoder of keys by digits, or None if a token would spill registers.
 
-    points: of all kinds of channels; searched: scales to try, in units of a token's RMS.
+    group: tokens with one anchor.
+    encoding, deviation: keys to their channels, `[H, D, D]`, and the channels' standard deviations, `[H, D]`.
+    means, places: factors of the mean key at each place in a group, `[H, RANK, D]` and `[H, group, RANK]`.
     """
-    dim, rope, digits, device = codec.context.head_dim, codec.context.rope, codec.ready_digits(), codec.context.device
+    dim, rope, device = context.head_dim, context.rope, context.device
     if dim > MAX_DIM:
         return None
-    planes = [(bits, words_per_token(width)) for bits, width in zip((2, 1), codec.counts, strict=True) if width]
+    points = points_on(device)
+    planes = [(bits, words_per_token(width)) for bits, width in zip((2, 1), digits.counts, strict=True) if width]
     pieces = next_power_of_2(-(-dim // PIECE.value))
     meta = EncodedDigits(
-        rope.rotary if rope else 0, codec.group, pieces,
-        digits.channels.shape[1], len(searched), *zip(*planes, strict=True),
+        rope.rotary if rope else 0, group, pieces, digits.channels.shape[1], len(SEARCHED), *zip(*planes, strict=True),
         padded=tuple(min(MOST_WORDS, padded_words(8 * words)) for _, words in planes),
-        first=(0, codec.counts.twos)[-len(planes) :],
+        first=(0, digits.counts.twos)[-len(planes) :],
     )  # fmt: skip
     order = torch.tensor(rope.order if rope else range(dim), dtype=torch.int32, device=device)
     padding = (0, pieces * PIECE.value - dim)
-    kind, deviation = functional.pad(digits.kind, padding), functional.pad(codec.deviation, padding, value=1.0)
+    kind, deviation = functional.pad(digits.kind, padding), functional.pad(deviation, padding, value=1.0)
     depth = torch.tensor(points.bits, device=device)[kind].unflatten(1, (pieces, -1)).amax(-1) - 1
     coded = (kind > 0).sum(-1, keepdim=True).clamp_min(1)
     steps = torch.cat([coded, depth.clamp_min(0)], 1)
     numbers = (kind * POINTS.value, steps, *_positive(points), digits.channels, digits.shifts)
     tables = (
-        order, codec.places, codec.means, codec.encoding, deviation,
+        order, places, means, encoding, deviation,
         *(x.to(torch.int32) if x.dtype == torch.int64 else x for x in numbers),
-        torch.tensor(searched, device=device),
+        torch.tensor(SEARCHED, device=device),
     )  # fmt: skip
     return KernelEncoder(encode_digits, meta, tuple(x.contiguous() for x in tables))
 

@@ -5,28 +5,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from kvcache_compress.codecs import trellis
 from kvcache_compress.codecs.layout import PLANES, padded_width, padded_words, words_per_token
 from kvcache_compress.codecs.lloyd_max import boundaries
+from kvcache_compress.codecs.scalar import Component, Scalar
 from kvcache_compress.triton_kernels.common.codes import store_codes
 from kvcache_compress.triton_kernels.common.operands import KernelEncoder
 
 from .rotate import rotated
 from .trellis import best_path
 
-if TYPE_CHECKING:
-    from kvcache_compress.methods.turboquant.codec import TurboQuantCodec
-
 MAX_WIDTH = 256
 """Most channels of a channel set: wider tiles would spill registers and exceed shared memory."""
 MAX_TRELLIS_WIDTH = 128
 """The same for trellis codes."""
-SCALARS = ("norm", "match", "unbiased", "least_squares")
+SCALARS: tuple[Scalar, ...] = ("norm", "match", "unbiased", "least_squares")
 """Stored scalars; kernels get their index, as Triton takes no strings in tuples of tuples."""
 NORM, MATCH, UNBIASED = (tl.constexpr(number) for number in range(3))
 
@@ -141,20 +141,24 @@ def encode_tokens(
         )  # fmt: skip
 
 
-def turboquant_encoder(codec: TurboQuantCodec) -> KernelEncoder | None:
-    """Encoder of a prepared TurboQuant codec without a sketch, or None if a token would spill registers."""
-    if any(padded_width(c.width) > (MAX_TRELLIS_WIDTH if c.trellis else MAX_WIDTH) for c in codec.components):
+def turboquant_encoder(
+    components: Sequence[Component], basis: Sequence[torch.Tensor], scalar: Scalar, mean: torch.Tensor | None
+) -> KernelEncoder | None:
+    """Encoder of tokens less the `mean` `[H, D]` of keys, if any; None if a token would spill registers.
+
+    basis: rows of each component, `[H or 1, width, D]`, contiguous.
+    """
+    if any(padded_width(c.width) > (MAX_TRELLIS_WIDTH if c.trellis else MAX_WIDTH) for c in components):
         return None
     sets, tables, at = [], [], 0
-    for component, rows in zip(codec.components, codec.set_rows, strict=True):
+    for component, rows in zip(components, basis, strict=True):
         width, bits = component.width, component.bits
-        rows = codec.encoding_rows(rows)
         stride = rows.stride(0) if len(rows) > 1 else 0
         planes = len(PLANES[bits])
         sets.append((bits, words_per_token(width), padded_words(width), planes, at, stride, component.trellis))
         levels = component.levels
         tables += [rows, levels, trellis.in_steps(levels, width) if component.trellis else boundaries(levels)]
         at += planes + 1
-    tables.append(tables[0] if codec.mean is None else codec.mean)
-    meta = Sets(*zip(*sets, strict=True), scalar=SCALARS.index(codec.scalar), centred=codec.mean is not None)
+    tables.append(tables[0] if mean is None else mean)
+    meta = Sets(*zip(*sets, strict=True), scalar=SCALARS.index(scalar), centred=mean is not None)
     return KernelEncoder(encode_tokens, meta, tuple(tables))

@@ -205,9 +205,12 @@ class CommVQCodec(Codec):
 
     @cached_property
     def kernel_side(self) -> KernelSide:
-        from kvcache_compress.triton_kernels.decode.commvq import commvq_side
+        from kvcache_compress.triton_kernels.decode.commvq import bits_side, books_side
 
-        return commvq_side(self)
+        if self.encoder:
+            return bits_side(self.output_map())
+        books, rope = self._residual(), self.context.rope if self.context.side == "keys" else None
+        return books_side(books.books, books.places, books.groups, books.row, rope, self.weights)
 
     @cached_property
     def cpu_side(self) -> CPUSide:

@@ -7,36 +7,17 @@ Level 1 angles lie on the circle [0, 2π), deeper ones in [0, π/2]. After a ran
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+
+from kvcache_compress.codecs.polar_tree import AngleCodebook
 
 _CELLS = 1 << 15
 _ITERATIONS = 30
 """Iterations of k-means; one-dimensional clusters hardly move after that."""
 SAMPLES = 1 << 13
 """Most angles of a level on which an online codebook is trained."""
-
-
-@dataclass(frozen=True)
-class AngleCodebook:
-    """Angles of one level, ascending from the code nearest to angle 0, with the tables to quantize and decode them.
-
-    angles: float64 `[n]`.
-    points: float32 `[n, 2]`, their cos and sin rounded to 16 bits, so that kernels' 16-bit tables are exact.
-    bounds: float32 `[n, 2]` on the circle: cos and sin of the boundary above each code, ascending from angle 0;
-        `[n - 1, 2]` elsewhere: cos² and sin² of the boundaries between codes.
-    lower: number of boundaries on the circle below π.
-    """
-
-    angles: torch.Tensor
-    points: torch.Tensor
-    bounds: torch.Tensor
-    lower: int
-
-    def to(self, device: torch.device) -> AngleCodebook:
-        return AngleCodebook(self.angles, self.points.to(device), self.bounds.to(device), self.lower)
 
 
 def make_codebook(angles: torch.Tensor, circular: bool) -> AngleCodebook:

@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from pydantic import field_validator
 
+from kvcache_compress.codecs import polar_tree
 from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Rope, Side, Statistics
 from kvcache_compress.codecs.centering import Center, check_center
 from kvcache_compress.codecs.equalization import Equalize, check_equalize
 from kvcache_compress.codecs.layout import Field, check_head_dim
 from kvcache_compress.codecs.linear import LinearCodec, Moments, Part, prepared
+from kvcache_compress.codecs.polar_tree import AngleCodebook
 from kvcache_compress.codecs.rotation import RotationKind, random_rotation
 from kvcache_compress.codecs.scalar import SCALE_MAX, Scalar
 from kvcache_compress.registry import register_method
 from kvcache_compress.validation.options import AnyTuple
 
-from . import tree as polar_tree
-from .codebooks import AngleCodebook, make_codebook, offline_codebook, online_codebook
+from .codebooks import make_codebook, offline_codebook, online_codebook
 
 if TYPE_CHECKING:
     from kvcache_compress.cpu_kernels.common.operands import CPUSide
@@ -190,15 +191,15 @@ class PolarQuantRecursiveCodec(LinearCodec):
     def _ready_books(self) -> tuple[AngleCodebook, ...]:
         return prepared(self.books or None, "online codebooks")
 
-    def _ready_range(self) -> None:
-        if self.options.radius_bits == 8:
-            prepared(self.radius_table, "8-bit radii")
+    def _radius_range(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """First logarithm and step of 8-bit radii, each `[H]`."""
+        prepared(self.radius_table, "8-bit radii")
+        return self.statistics["least_log_radius"], self.statistics["log_radius_step"]
 
     def _store_radii(self, radii: torch.Tensor) -> torch.Tensor:
         if self.options.radius_bits == 16:
             return radii.clamp(max=SCALE_MAX).to(torch.float16)
-        self._ready_range()
-        least, step = (self.statistics[name][:, None, None] for name in ("least_log_radius", "log_radius_step"))
+        least, step = (x[:, None, None] for x in self._radius_range())
         codes = ((radii.log2() - least) / step).round() + 1
         return torch.where(radii > 0, codes.clamp(0, RADIUS_CODES - 1), 0).to(torch.uint8)
 
@@ -215,17 +216,18 @@ class PolarQuantRecursiveCodec(LinearCodec):
 
     @cached_property
     def kernel_side(self) -> KernelSide:
-        from kvcache_compress.triton_kernels.decode.polarquant_recursive import polarquant_side
+        from kvcache_compress.triton_kernels.decode.polarquant_recursive import polarquant_recursive_side
 
-        return polarquant_side(self)
+        basis = self.ready_basis()
+        return polarquant_recursive_side(self.context.side, self.tree, self.books, basis, self.radius_table, self.mean)
 
     @cached_property
     def kernel_encoder(self) -> KernelEncoder:
         from kvcache_compress.triton_kernels.encode.polarquant_recursive import polarquant_recursive_encoder
 
-        self._ready_books()
-        self._ready_range()
-        return polarquant_recursive_encoder(self)
+        books, rows = self._ready_books(), self.encoding_rows(self.own_basis())
+        radii = torch.stack(self._radius_range(), -1) if self.options.radius_bits == 8 else None
+        return polarquant_recursive_encoder(self.tree, books, rows, self.scalar, radii, self.mean)
 
     @cached_property
     def cpu_side(self) -> CPUSide:

@@ -19,11 +19,10 @@ from kvcache_compress.codecs.base import CodecContext, Fields, MethodOptions, Ro
 from kvcache_compress.codecs.centering import Center, centred
 from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, check_head_dim, code_fields
 from kvcache_compress.codecs.linear import LinearCodec, Moments, Part, prepared
+from kvcache_compress.codecs.polar_pairs import PairCodes, quantize, quarter_bounds, radii
 from kvcache_compress.codecs.scalar import SCALE_MAX
 from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.registry import register_method
-
-from .pairs import quantize, quarter_bounds, radii
 
 if TYPE_CHECKING:
     from kvcache_compress.cpu_kernels.common.operands import CPUSide
@@ -71,14 +70,11 @@ class PolarQuantRopeOptions(MethodOptions):
         return {"group_size": "radius_scale 'group'"} if self.radius_scale == "channel" else {}
 
     @property
-    def offset(self) -> float:
-        """Position in its cell to which a code is decoded, 0 to 1."""
-        return 0.5 if self.reconstruction == "midpoint" else 0.0
-
-    @property
-    def steps(self) -> int:
-        """Steps from zero to the largest radius: one per cell, or one less as in the paper."""
-        return 2**self.radius_bits - (self.reconstruction == "edge")
+    def codes(self) -> PairCodes:
+        """The codes of pairs; the largest radius is one step per cell, or one less as in the paper."""
+        edge, tokens = self.reconstruction == "edge", self.group_size if self.radius_scale == "group" else 0
+        steps, offset = 2**self.radius_bits - edge, 0.0 if edge else 0.5
+        return PairCodes(self.angle_bits, self.radius_bits, tokens, steps, offset, self.scalar == "match")
 
 
 @register_method
@@ -91,11 +87,11 @@ class PolarQuantRopeCodec(LinearCodec):
 
     def __init__(self, options: PolarQuantRopeOptions, context: CodecContext) -> None:
         super().__init__(options, context)
-        self.pairs = pair_layout(options, context)
+        self.pairs, self.codes = pair_layout(options, context), options.codes
         self.scale: torch.Tensor | None = None
         """float32 `[H, pairs]`, the paper's scales per channel; None if scales are per group."""
         codes = torch.arange(2**options.angle_bits, device="cpu")
-        angles = 2 * math.pi * (codes + options.offset) / 2**options.angle_bits
+        angles = 2 * math.pi * (codes + self.codes.offset) / 2**options.angle_bits
         self.points = torch.stack([angles.cos(), angles.sin()], -1).to(context.device)
         """Unit vectors of the angle codes, float32 `[2 ** angle_bits, 2]`."""
         self.bounds = quarter_bounds(options.angle_bits).to(context.device)
@@ -127,7 +123,7 @@ class PolarQuantRopeCodec(LinearCodec):
         statistics = super().measure(x, queries, moments)
         if self.options.radius_scale == "channel":
             real, imaginary = self.pairs.split(centred(x, statistics.get("mean")))
-            statistics["scale"] = radii(real, imaginary).amax(dim=(0, 2)) / self.options.steps
+            statistics["scale"] = radii(real, imaginary).amax(dim=(0, 2)) / self.codes.steps
         return statistics
 
     def set_statistics(self, statistics: Statistics) -> None:
@@ -140,7 +136,7 @@ class PolarQuantRopeCodec(LinearCodec):
         """Scales of the groups of `radius` `[B, H, T, pairs]`; empty if scales are per channel."""
         if self.options.radius_scale == "channel":
             return ()
-        scale = radius.unflatten(2, (-1, self.group)).amax(3) / self.options.steps
+        scale = radius.unflatten(2, (-1, self.group)).amax(3) / self.codes.steps
         return (scale.clamp(max=SCALE_MAX).to(torch.float16),)
 
     def _token_scale(self, stored: Fields) -> torch.Tensor:
@@ -170,7 +166,7 @@ class PolarQuantRopeCodec(LinearCodec):
         options = self.options
         split = len(PLANES[options.angle_bits])
         end = split + len(PLANES[options.radius_bits])
-        steps = packing.unpack(fields[split:end], options.radius_bits) + options.offset
+        steps = packing.unpack(fields[split:end], options.radius_bits) + self.codes.offset
         return packing.unpack(fields[:split], options.angle_bits), steps * self._token_scale(fields[end:])
 
     def _matched(self, fields: Fields, x: torch.Tensor) -> torch.Tensor:
@@ -218,23 +214,21 @@ class PolarQuantRopeCodec(LinearCodec):
     def kernel_side(self) -> KernelSide:
         from kvcache_compress.triton_kernels.decode.polarquant_rope import polarquant_rope_side
 
-        return polarquant_rope_side(self)
+        return polarquant_rope_side(self.codes, self.points, self.direct_basis(), self.mean)
 
     @cached_property
     def kernel_encoder(self) -> KernelEncoder:
         from kvcache_compress.triton_kernels.encode.polarquant_rope import polarquant_rope_encoder
 
-        if self.options.radius_scale == "channel":
-            self._channel_scale()
-        return polarquant_rope_encoder(self)
+        scale = self._channel_scale() if self.options.radius_scale == "channel" else None
+        return polarquant_rope_encoder(self.codes, self.pairs, self.bounds, scale, self.mean)
 
     @cached_property
     def cpu_side(self) -> CPUSide:
         from kvcache_compress.cpu_kernels.common.operands import cpu_side
 
-        options = self.options
-        tokens = self.group if options.radius_scale == "group" else 0
-        numbers = (options.angle_bits, options.radius_bits, tokens, round(2 * options.offset))
+        codes = self.codes
+        numbers = (codes.angle_bits, codes.radius_bits, codes.tokens, round(2 * codes.offset))
         return cpu_side("pairs", numbers, [self.points], self.direct_basis(), self.mean)
 
 

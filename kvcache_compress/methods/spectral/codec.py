@@ -3,7 +3,8 @@
 Keys come in groups. A key k_t = R_t z_t is coded as `x_t = R_(t - t0) (z_t - μ)`, t0 the first token of its group, R
 the rotation of RoPE and μ the mean before it. That is exact, since `q·k_t = (R_t0ᵀ q) · (x_t + R_(t - t0) μ)`, and its
 statistics are the same wherever the group stands. x is mapped into spectral channels y (`transform.py`), which are
-quantized with bits of their own (`digits.py`), and one scalar per token, whose scale is searched for when encoding.
+quantized with bits of their own (`codecs/digits.py`). Each token has one scalar, whose scale is searched for when
+encoding.
 """
 
 from __future__ import annotations
@@ -26,6 +27,16 @@ from kvcache_compress.codecs.base import (
     Side,
     Statistics,
 )
+from kvcache_compress.codecs.digits import (
+    MOST_BITS,
+    SEARCHED,
+    DigitCodes,
+    digit_codes,
+    digit_counts,
+    quantize,
+    tables,
+    two_bit_levels,
+)
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, check_head_dim, code_fields
 from kvcache_compress.codecs.linear import LinearCodec, Part, prepared
 from kvcache_compress.codecs.scalar import SCALE_MAX
@@ -34,7 +45,6 @@ from kvcache_compress.modeling.model_file import ModelFile
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 from kvcache_compress.registry import register_method
 
-from .digits import MOST_BITS, SEARCHED, DigitCodes, digit_codes, digit_counts, quantize, tables, two_bit_levels
 from .moments import GroupRope, attention_costs, place_factors
 from .prefill import prompt_statistics
 from .statistics_file import GROUPS, RANK, check_model, group_size, load_layer, read_statistics
@@ -54,7 +64,7 @@ PREFILL = "prefill"
 class SpectralOptions(MethodOptions):
     """Options of `spectral`, for keys.
 
-    bits: code bits per number, on average over the channels; 0.5 to 6, whole words of eight digits (`digits.py`).
+    bits: code bits per number, on average over the channels; 0.5 to 6, whole words of eight digits.
     statistics: `prefill`, to measure them on the first prompt, or the path of the model's file, which
         `kvcache-compress calibrate --method spectral` writes.
     any_model: accept a file for a model of another name, as long as dimensions and RoPE agree.
@@ -290,13 +300,15 @@ class SpectralCodec(LinearCodec):
     def kernel_side(self) -> KernelSide:
         from kvcache_compress.triton_kernels.decode.spectral import spectral_side
 
-        return spectral_side(self)
+        digits, (levels, _) = self.ready_digits(), self.digit_levels
+        return spectral_side(self.context, self.group, digits, levels, self.directions, self.means, self.places)
 
     @cached_property
     def kernel_encoder(self) -> KernelEncoder | None:
         from kvcache_compress.triton_kernels.encode.spectral import spectral_encoder
 
-        return spectral_encoder(self, tables(self.context.device), SEARCHED)
+        digits, keys = self.ready_digits(), (self.encoding, self.deviation)
+        return spectral_encoder(self.context, self.group, digits, *keys, self.means, self.places)
 
 
 def _coded(tensors: Mapping[str, torch.Tensor], digits: DigitCodes) -> Statistics:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import field_validator, model_validator
@@ -27,7 +27,7 @@ from kvcache_compress.codecs.scalar import Scalar, quantize_on
 from kvcache_compress.codecs.sketch import SketchKind, sketch_constant, sketch_matrix
 from kvcache_compress.registry import register_method
 
-from .components import build_components, channel_sets, component_bits
+from .components import Codebook, Estimator, build_components, channel_sets, component_bits
 
 if TYPE_CHECKING:
     from kvcache_compress.cpu_kernels.common.operands import CPUSide
@@ -47,11 +47,11 @@ class TurboQuantOptions(MethodOptions):
     """
 
     bits: float = 4
-    estimator: Literal["mse", "prod"] = "mse"
+    estimator: Estimator = "mse"
     scalar: Scalar | None = None
     rotation: RotationKind = "haar"
     shared_rotation: bool = False
-    codebook: Literal["trellis", "lloyd_max", "uniform"] | None = None
+    codebook: Codebook | None = None
     center: Center | None = None
     equalize: Equalize | None = None
     outlier_fraction: float = 0.5
@@ -107,7 +107,7 @@ class TurboQuantCodec(LinearCodec):
         default: Scalar = "unbiased" if context.side == "values" else "match"
         self.scalar: Scalar = "norm" if options.estimator == "prod" else options.scalar or default
         self.sets = channel_sets(options.bits, context.head_dim, options.outlier_fraction)
-        self.components = build_components(options, self.sets, context.device)
+        self.components = build_components(options.estimator, options.codebook, self.sets, context.device)
         self._rotations, self._sketches = self._build_rotations()
         self.set_rows: tuple[torch.Tensor, ...] = ()
         if len(self.sets) == 1:
@@ -122,7 +122,7 @@ class TurboQuantCodec(LinearCodec):
         fields: tuple[Field, ...] = ()
         for index, (width, set_bits) in enumerate(sets):
             prefix = "outlier_" if len(sets) == 2 and index == 0 else ""
-            for bits, sketch in component_bits(options, set_bits):
+            for bits, sketch in component_bits(options.estimator, set_bits):
                 part = f"{prefix}{'sketch_' if sketch else ''}"
                 fields += (*code_fields(bits, width, part), Field(f"{part}scale", torch.float16))
         return fields
@@ -218,13 +218,16 @@ class TurboQuantCodec(LinearCodec):
     def kernel_side(self) -> KernelSide:
         from kvcache_compress.triton_kernels.decode.turboquant import turboquant_side
 
-        return turboquant_side(self)
+        return turboquant_side(self.context.side, self.components, self.ready_basis(), self.mean)
 
     @cached_property
     def kernel_encoder(self) -> KernelEncoder | None:
         from kvcache_compress.triton_kernels.encode.turboquant import turboquant_encoder
 
-        return None if self._sketches else turboquant_encoder(self)
+        if self._sketches:
+            return None
+        rows = [self.encoding_rows(rows) for rows in self.set_rows]
+        return turboquant_encoder(self.components, rows, self.scalar, self.mean)
 
     @cached_property
     def cpu_side(self) -> CPUSide:

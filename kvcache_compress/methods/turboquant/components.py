@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.layout import CODES_PER_WORD
 from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward, uniform_levels
+from kvcache_compress.codecs.scalar import Component
 from kvcache_compress.codecs.trellis import LEAST_WIDTH, TRELLIS_BITS, trellis_levels
 
-if TYPE_CHECKING:
-    from .codec import TurboQuantOptions
-
-
-@dataclass(frozen=True)
-class Component:
-    """One scalar-quantized component: `width` codes of `bits` bits along rows `[start, start + width)` of the basis."""
-
-    bits: int
-    width: int
-    start: int
-    channel_set: int
-    sketch: bool
-    levels: torch.Tensor
-    """float32 on the device: `[2 ** bits]` in the order of their codes, or `[2 ** (bits + 1)]` of a trellis."""
-    table: torch.Tensor
-    """Table of the levels, for `packing.look_up`; the levels themselves of a trellis."""
-    trellis: bool = False
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.start, self.start + self.width)
+Estimator = Literal["mse", "prod"]
+Codebook = Literal["trellis", "lloyd_max", "uniform"]
 
 
 def channel_sets(bits: float, head_dim: int, outlier_fraction: float) -> tuple[tuple[int, int], ...]:
@@ -47,31 +27,27 @@ def channel_sets(bits: float, head_dim: int, outlier_fraction: float) -> tuple[t
     return ((outliers, low + 1), (head_dim - outliers, low))
 
 
-def component_bits(options: TurboQuantOptions, bits: int) -> tuple[tuple[int, bool], ...]:
+def component_bits(estimator: Estimator, bits: int) -> tuple[tuple[int, bool], ...]:
     """Components of one channel set, as (bits, is sketch)."""
-    if options.estimator == "mse":
+    if estimator == "mse":
         return ((bits, False),)
     return ((bits - 1, False), (1, True)) if bits > 1 else ((1, True),)
 
 
-def uses_trellis(options: TurboQuantOptions, width: int, bits: int) -> bool:
-    """True if `width` codes of `bits` bits are trellis codes; they pay if they are more than the trellis remembers."""
-    chosen = options.estimator == "mse" and options.codebook in (None, "trellis")
-    return chosen and bits in TRELLIS_BITS and width >= LEAST_WIDTH
-
-
 def build_components(
-    options: TurboQuantOptions, sets: tuple[tuple[int, int], ...], device: torch.device
+    estimator: Estimator, codebook: Codebook | None, sets: tuple[tuple[int, int], ...], device: torch.device
 ) -> tuple[Component, ...]:
     """The components of all channel sets `(width, bits)`, in the order of their rows and fields."""
     components: list[Component] = []
-    start = 0
+    start, wanted = 0, estimator == "mse" and codebook in (None, "trellis")
     for index, (width, set_bits) in enumerate(sets):
-        for bits, sketch in component_bits(options, set_bits):
-            trellis = uses_trellis(options, width, bits)
+        for bits, sketch in component_bits(estimator, set_bits):
+            # A trellis pays if the codes are more than it remembers.
+            trellis = wanted and bits in TRELLIS_BITS and width >= LEAST_WIDTH
+            even = codebook == "uniform" or (bits == 1 and not trellis)
             if sketch:
                 levels = torch.tensor([-1.0, 1.0], device="cpu")
-            elif options.codebook == "uniform":
+            elif codebook == "uniform":
                 levels = uniform_levels(width, bits).float()
             else:
                 levels = (trellis_levels if trellis else lloyd_max_levels)(width, bits).float()
@@ -79,6 +55,6 @@ def build_components(
                     levels = outward(levels)
             levels = levels.to(device)
             table = levels if trellis else packing.level_table(levels, bits)
-            components.append(Component(bits, width, start, index, sketch, levels, table, trellis))
+            components.append(Component(bits, width, start, index, sketch, levels, table, even, trellis))
             start += width
     return tuple(components)

@@ -20,11 +20,11 @@ from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, SpectralCache, disable_fused_attention, enable_fused_attention
 from kvcache_compress.codecs.base import CodecContext, Prompt
+from kvcache_compress.codecs.digits import allocate_bits
 from kvcache_compress.codecs.mask import AttentionCall, Mask
 from kvcache_compress.methods.spectral import moments, prefill
 from kvcache_compress.methods.spectral.calibration import SpectralSettings, _Run
 from kvcache_compress.methods.spectral.codec import SpectralCodec, SpectralOptions
-from kvcache_compress.methods.spectral.digits import allocate_bits
 from kvcache_compress.methods.spectral.moments import KeyMoments
 from kvcache_compress.methods.spectral.prefill import sampled_positions
 from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS

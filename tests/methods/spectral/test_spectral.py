@@ -20,10 +20,7 @@ from typer.testing import CliRunner
 from kvcache_compress import CompressedCache, SpectralCache, enable_fused_attention
 from kvcache_compress.cli import app
 from kvcache_compress.codecs.base import Codec, CodecContext
-from kvcache_compress.config import get_method
-from kvcache_compress.methods.spectral.calibration import SpectralSettings, calibrate_spectral
-from kvcache_compress.methods.spectral.codec import SpectralOptions
-from kvcache_compress.methods.spectral.digits import (
+from kvcache_compress.codecs.digits import (
     DISTORTION,
     WEIGHTS,
     DigitCounts,
@@ -33,6 +30,9 @@ from kvcache_compress.methods.spectral.digits import (
     split_bits,
     tables,
 )
+from kvcache_compress.config import get_method
+from kvcache_compress.methods.spectral.calibration import SpectralSettings, calibrate_spectral
+from kvcache_compress.methods.spectral.codec import SpectralOptions
 from kvcache_compress.methods.spectral.statistics_file import write_statistics
 from kvcache_compress.methods.spectral.transform import mean_table, spectral_basis
 from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS, attention_paid

@@ -143,7 +143,7 @@ def test_fast_path_equals_plain_attention(
 def test_which_trees_are_undone_in_columns(make_codec: Callable[..., Codec]) -> None:
     def fits(dim: int, **options: Any) -> bool:
         codec = make_codec("polarquant_recursive", options, "keys", dim)
-        return polar_columns.fits(codec.tree, codec.options.radius_bits)
+        return polar_columns.fits(codec.tree, coded=codec.options.radius_bits == 8)
 
     assert fits(128)
     assert fits(128, bits=(4, 2))

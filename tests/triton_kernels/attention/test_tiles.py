@@ -18,8 +18,7 @@ from kvcache_compress.config import preset_names
 from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels import aot
 from kvcache_compress.triton_kernels.attention import launch, tiles
-from kvcache_compress.triton_kernels.attention.tiles import Tile
-from kvcache_compress.triton_kernels.common.operands import KernelSide
+from kvcache_compress.triton_kernels.common.operands import KernelSide, Tile
 
 
 @pytest.fixture(autouse=True)

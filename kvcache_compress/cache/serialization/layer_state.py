@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
+from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.storage.side import MAX_DRAFT_TOKENS, SideState
-
-if TYPE_CHECKING:
-    from kvcache_compress.cache.layer import CompressedLayer
 
 CHECKED_TOKENS = 8
 CHECK_TOLERANCE = 1e-3

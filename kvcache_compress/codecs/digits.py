@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-from kvcache_compress.codecs import packing
-from kvcache_compress.codecs.base import Fields
-from kvcache_compress.codecs.constants import on_cpu
-from kvcache_compress.codecs.lloyd_max import boundaries, lloyd_max_levels
+from . import packing
+from .base import Fields
+from .constants import on_cpu
+from .lloyd_max import boundaries, lloyd_max_levels
 
 MOST_BITS = 6
 """Most bits of a channel."""
@@ -110,14 +110,14 @@ class DigitCodes(NamedTuple):
     channels: int64 `[H, n₂ + n₁]`, channel of each digit, those of two bits first.
     shifts: int64 `[H, n₂ + n₁]`, place of each digit in its channel's code.
     weights: float32 `[H, n₂ + n₁]`, factor of each digit's level.
-    twos: n₂, digits of two bits per head.
+    counts: n₂ and n₁, digits of two bits and of one per head.
     """
 
     kind: torch.Tensor
     channels: torch.Tensor
     shifts: torch.Tensor
     weights: torch.Tensor
-    twos: int
+    counts: DigitCounts
 
 
 def digit_codes(deviation: torch.Tensor, counts: DigitCounts) -> DigitCodes:
@@ -136,7 +136,7 @@ def digit_codes(deviation: torch.Tensor, counts: DigitCounts) -> DigitCodes:
         torch.tensor([[digit[part] for digit in head] for head in by_head], device=deviation.device) for part in (0, 1)
     )
     weights = torch.tensor([[digit[2] for digit in head] for head in by_head], device=deviation.device)
-    return DigitCodes(torch.tensor(kinds, device=deviation.device), channels, shifts, weights, counts.twos)
+    return DigitCodes(torch.tensor(kinds, device=deviation.device), channels, shifts, weights, counts)
 
 
 @lru_cache(maxsize=1)
@@ -209,8 +209,9 @@ def quantize(
     _, scale, nearest = best
     shape = *nearest.shape[:-1], digits.channels.shape[-1]
     codes = _of_channel(code_of, nearest).gather(-1, digits.channels[:, None].expand(shape)) >> digits.shifts[:, None]
-    planes = packing.pack(codes[..., : digits.twos] & 3, 2) if digits.twos else ()
-    return *planes, *packing.pack(codes[..., digits.twos :] & 1, 1), scale.float()
+    twos = digits.counts.twos
+    planes = packing.pack(codes[..., :twos] & 3, 2) if twos else ()
+    return *planes, *packing.pack(codes[..., twos:] & 1, 1), scale.float()
 
 
 def _nearest(z: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
-from kvcache_compress.codecs import packing
-from kvcache_compress.codecs.constants import on_cpu
+from . import packing
+from .constants import on_cpu
+
+
+class PairCodes(NamedTuple):
+    """Codes of a pair's angle and radius.
+
+    angle_bits, radius_bits: bits of each.
+    tokens: tokens of a group that shares the scale of a pair's radii; 0 if all tokens share it.
+    steps: steps from zero to the largest radius of a scale.
+    offset: position in its cell to which a code is decoded, 0 to 1.
+    match: True if a factor per token makes up for the length that its key loses.
+    """
+
+    angle_bits: int
+    radius_bits: int
+    tokens: int
+    steps: int
+    offset: float
+    match: bool
 
 
 def radii(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:

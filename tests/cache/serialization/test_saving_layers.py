@@ -14,7 +14,7 @@ from support.saved_files import Change, changed, filled
 from support.small_model import HEAD_DIM, HEADS, small_config
 
 from kvcache_compress import CompressedCache
-from kvcache_compress.serialization import cache_file as saving
+from kvcache_compress.cache.serialization import cache_file as saving
 
 
 def refuses(path: Path, message: str, model_config: Any) -> None:

@@ -15,12 +15,30 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_compress.codecs import packing
-from kvcache_compress.codecs.base import Fields
-from kvcache_compress.codecs.constants import on_cpu
-from kvcache_compress.codecs.layout import CODES_PER_WORD, PLANES, Field, code_fields
+from . import packing
+from .base import Fields
+from .constants import on_cpu
+from .layout import CODES_PER_WORD, PLANES, Field, code_fields
 
-from .codebooks import AngleCodebook
+
+@dataclass(frozen=True)
+class AngleCodebook:
+    """Angles of one level, ascending from the code nearest to angle 0, with the tables to quantize and decode them.
+
+    angles: float64 `[n]`.
+    points: float32 `[n, 2]`, their cos and sin rounded to 16 bits, so that kernels' 16-bit tables are exact.
+    bounds: float32 `[n, 2]` on the circle: cos and sin of the boundary above each code, ascending from angle 0;
+        `[n - 1, 2]` elsewhere: cos² and sin² of the boundaries between codes.
+    lower: number of boundaries on the circle below π.
+    """
+
+    angles: torch.Tensor
+    points: torch.Tensor
+    bounds: torch.Tensor
+    lower: int
+
+    def to(self, device: torch.device) -> AngleCodebook:
+        return AngleCodebook(self.angles, self.points.to(device), self.bounds.to(device), self.lower)
 
 
 @dataclass(frozen=True)

@@ -23,32 +23,48 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from pydantic import NonNegativeInt, ValidationError
-from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, LinearAttentionAndFullAttentionLayer
 
 from kvcache_compress._version import __version__
+from kvcache_compress.cache.layer import CompressedLayer
 from kvcache_compress.config import CompressionConfig, load_config
 from kvcache_compress.files.tensors import open_tensors, write_tensors
 from kvcache_compress.files.text import is_file, is_folder
 from kvcache_compress.modeling.facts import head_shape, rope_record, same_model
 from kvcache_compress.modeling.foreign_layer import read_attributes, set_attributes
+from kvcache_compress.storage.padding import PaddingRecord
+from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.validation.arguments import usable_device
 from kvcache_compress.validation.messages import on_one_line, quoted
 
 from .layer_state import LayerState, StrictModel, expect, layer_state, layer_tensors, not_finite, restore_layer
 from .shapes import Share, check_share, disagreement, misfit, share_held
 
-if TYPE_CHECKING:
-    from kvcache_compress.cache.compressed_cache import CompressedCache
-
-C = TypeVar("C", bound="CompressedCache")
+C = TypeVar("C", bound="SavableCache")
 FORMAT, VERSION = "kvcache_compress.cache", 4
 """In version 1 the tensor `rope` had the cos and sin of all tokens; now there is a tensor of each track. Before
 version 3 the `codebook` of TurboQuant was always named, and before version 4 padding was not recorded."""
+
+
+class SavableCache(Cache):
+    """Parts of a cache that its file describes."""
+
+    compression: CompressionConfig
+    decoder_config: PreTrainedConfig
+    padding: PaddingRecord
+    rope_tracks: list[RopeTrack]
+    """Cos and sin for the layers that need them: one track unless these have other sinks or groups."""
+
+    @property
+    def compressed_layers(self) -> dict[int, CompressedLayer]:
+        """Compressed layers by index."""
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)}
 
 
 class ModelFacts(StrictModel):
@@ -87,7 +103,7 @@ class Header(StrictModel):
     rope: tuple[NonNegativeInt, NonNegativeInt] | None = None
 
 
-def save_cache(cache: CompressedCache, path: str | Path) -> None:
+def save_cache(cache: SavableCache, path: str | Path) -> None:
     """Write a cache to `path`; see `CompressedCache.save`."""
     path = Path(path).expanduser()
     if is_folder(path):
@@ -178,7 +194,7 @@ def _digest(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _facts(cache: CompressedCache) -> ModelFacts:
+def _facts(cache: SavableCache) -> ModelFacts:
     config = cache.decoder_config
     head_dim, kv_heads, _ = head_shape(config)
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -192,7 +208,7 @@ def _facts(cache: CompressedCache) -> ModelFacts:
     )  # fmt: skip
 
 
-def _check_model(header: Header, cache: CompressedCache, any_model: bool) -> None:
+def _check_model(header: Header, cache: SavableCache, any_model: bool) -> None:
     ours, saved = _facts(cache).model_dump(), header.model.model_dump()
     names = (saved.pop("name"), ours.pop("name"))
     start = f"made by another model, {names[0] or saved['model_type']!r}"
@@ -208,7 +224,7 @@ def _check_model(header: Header, cache: CompressedCache, any_model: bool) -> Non
         )
 
 
-def _check_shapes(cache: CompressedCache, header: Header) -> None:
+def _check_shapes(cache: SavableCache, header: Header) -> None:
     if problem := disagreement(cache.layers) or misfit(cache.layers, cache.decoder_config, header.share):
         raise ValueError(f"damaged: {problem}")
 
@@ -240,9 +256,7 @@ def _config(header: Header, files: Mapping[str, str | Path | None]) -> Compressi
     return load_config(plain)
 
 
-def _restore_padding(
-    cache: CompressedCache, header: Header, padding: torch.Tensor | None, device: torch.device
-) -> None:
+def _restore_padding(cache: SavableCache, header: Header, padding: torch.Tensor | None, device: torch.device) -> None:
     states = [layer.state for layer in header.layers if layer.state is not None]
     batch = states[0].batch if states else 0
     if padding is None:
@@ -255,7 +269,7 @@ def _restore_padding(
     cache.padding.truncate(max((state.tokens for state in states), default=0))
 
 
-def _restore(cache: CompressedCache, header: Header, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+def _restore(cache: SavableCache, header: Header, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Fill a new cache from tensors, copied to `device`; raises `ValueError` for tensors that do not fit."""
     left, compressed = dict(tensors), cache.compressed_layers
     _restore_padding(cache, header, left.pop("padding", None), device)
