@@ -34,9 +34,10 @@ from transformers import DynamicCache
 
 from kvcache_compress.codecs import packing
 from kvcache_compress.codecs.base import CodecContext
-from kvcache_compress.codecs.lloyd_max import boundaries, lloyd_max_levels
+from kvcache_compress.codecs.lloyd_max import lloyd_max_levels
 from kvcache_compress.codecs.polar_tree import adjacent_order, angles
 from kvcache_compress.codecs.rotation import random_rotation
+from kvcache_compress.codecs.scalar import boundaries
 from kvcache_compress.eval.provenance.artifacts import save_figure, write_json
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.reporting.drawing import COLORS, new_figure

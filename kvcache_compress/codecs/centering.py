@@ -42,11 +42,6 @@ def large_mean(mean: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
     return torch.where(share[:, None] > CENTER_SHARE, mean, 0.0)
 
 
-def centred(x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
-    """Tokens `[B, H, T, D]` less the mean `[H, D]`, if any; float32."""
-    return x.float() if mean is None else x.float() - mean[:, None]
-
-
 def check_center(method: str, center: Center | None, side: Side) -> None:
     """Raise `ValueError` if values are to be centred; only keys can be."""
     if side == "values" and center in ("on", "auto"):

@@ -20,7 +20,8 @@ import torch
 from . import packing
 from .base import Fields
 from .constants import on_cpu
-from .lloyd_max import boundaries, lloyd_max_levels
+from .lloyd_max import lloyd_max_levels
+from .scalar import boundaries
 
 MOST_BITS = 6
 """Most bits of a channel."""

@@ -19,8 +19,6 @@ import torch
 CODES_PER_WORD = 8
 PLANE_WORD = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
-SLACK = 1 / 8
-"""Largest share of a growing buffer that may be allocated but unused."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,3 @@ def group_tokens(fields: tuple[Field, ...]) -> int:
 def bytes_per_token(fields: tuple[Field, ...]) -> float:
     """Bytes stored per token of one key/value head."""
     return sum(field.bytes_per_token for field in fields)
-
-
-def grown_capacity(tokens: int, multiple: int) -> int:
-    """Capacity, in tokens, of a growing buffer that must hold `tokens`; its slack is at most `SLACK`."""
-    return max(tokens, int(tokens * (1 + SLACK)) // multiple * multiple)

@@ -11,7 +11,7 @@ import torch
 
 from . import packing
 from .base import Codec, CodecContext, Fields, Rope, Statistics
-from .centering import Center, centred, chosen_center, large_mean, mean_key
+from .centering import Center, chosen_center, large_mean, mean_key
 from .equalization import channel_factors, channel_rms, chosen_equalize, has_outliers
 
 T = TypeVar("T")
@@ -173,3 +173,8 @@ def prepared(value: T | None, name: str) -> T:
     if value is None:
         raise RuntimeError(f"{name} must be set by prepare() before the first token is encoded")
     return value
+
+
+def centred(x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
+    """Tokens `[B, H, T, D]` less the mean `[H, D]`, if any; float32."""
+    return x.float() if mean is None else x.float() - mean[:, None]

@@ -100,9 +100,3 @@ def outward(levels: torch.Tensor) -> torch.Tensor:
     """
     negative, positive = levels.chunk(2)
     return torch.cat([negative.flip(0), positive])
-
-
-def boundaries(levels: torch.Tensor) -> torch.Tensor:
-    """Ascending midpoints between levels, which may be in any order: a value above `i` of them gets level `i`."""
-    levels = levels.sort().values
-    return (levels[1:] + levels[:-1]) / 2

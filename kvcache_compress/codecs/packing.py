@@ -6,12 +6,12 @@ import sys
 
 import torch
 
-from .layout import CODES_PER_WORD, PLANE_WORD, PLANES, words_per_token
+from .layout import CODES_PER_WORD, PLANE_WORD, PLANES
 
 
 def pack(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
     """Pack codes `[..., width]` (integers below `2 ** bits`) into one tensor `[..., width / 8]` per bit plane."""
-    parts = codes.to(torch.int64).unflatten(-1, (CODES_PER_WORD, words_per_token(codes.shape[-1])))
+    parts = codes.to(torch.int64).unflatten(-1, (CODES_PER_WORD, -1))
     planes = []
     shift = 0
     for plane in PLANES[bits]:

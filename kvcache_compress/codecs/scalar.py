@@ -10,7 +10,6 @@ import torch
 
 from . import packing
 from .base import Fields
-from .lloyd_max import boundaries
 
 Scalar = Literal["norm", "match", "unbiased", "least_squares"]
 SCALE_MAX = torch.finfo(torch.float16).max
@@ -85,3 +84,9 @@ def stored_scalar(z: torch.Tensor, point: torch.Tensor, norm: torch.Tensor, scal
     elif scalar == "least_squares":
         norm = norm * (z * point).sum(-1) / point.square().sum(-1)
     return norm.clamp(max=SCALE_MAX).to(torch.float16)
+
+
+def boundaries(levels: torch.Tensor) -> torch.Tensor:
+    """Ascending midpoints between levels, which may be in any order: a value above `i` of them gets level `i`."""
+    levels = levels.sort().values
+    return (levels[1:] + levels[:-1]) / 2

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from kvcache_compress.codecs.base import Fields
-from kvcache_compress.codecs.layout import Field, grown_capacity
+from kvcache_compress.codecs.layout import Field
+
+SLACK = 1 / 8
+"""Largest share of a growing buffer that may be allocated but unused."""
+
+
+def grown_capacity(tokens: int, multiple: int) -> int:
+    """Capacity, in tokens, of a growing buffer that must hold `tokens`; its slack is at most `SLACK`."""
+    return max(tokens, int(tokens * (1 + SLACK)) // multiple * multiple)
 
 
 def _writable(buffer: torch.Tensor) -> torch.Tensor:
@@ -20,7 +28,7 @@ def _writable(buffer: torch.Tensor) -> torch.Tensor:
 class PackedStore:
     """Append-only buffers, one per field: `[B, H, capacity / field.tokens, *field.shape]`.
 
-    Stored tokens are never rewritten. A full buffer grows by an eighth (`layout.SLACK`), so growth copies each token
+    Stored tokens are never rewritten. A full buffer grows by an eighth (`SLACK`), so growth copies each token
     about eight times in all, not once per step, and only one field is held twice while it is copied.
     """
 

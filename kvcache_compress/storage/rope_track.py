@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_compress.codecs.layout import grown_capacity
 from kvcache_compress.modeling.rope import Rope, RopeLayout, rotary_embedding
+
+from .packed_store import grown_capacity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -9,7 +9,7 @@ import torch
 
 from kvcache_compress.codecs import linear
 from kvcache_compress.codecs.base import Codec, CodecContext, Prompt
-from kvcache_compress.codecs.centering import centred, mean_key
+from kvcache_compress.codecs.centering import mean_key
 from kvcache_compress.codecs.equalization import channel_factors, channel_rms
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import get_method
@@ -52,7 +52,7 @@ def score_error(made: Codec, keys: torch.Tensor, queries: torch.Tensor) -> float
 def factors_of(
     keys: torch.Tensor, mean: torch.Tensor | None = None, queries: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    return channel_factors(channel_rms(centred(keys, mean)), keys.shape[0] * keys.shape[2], queries)
+    return channel_factors(channel_rms(linear.centred(keys, mean)), keys.shape[0] * keys.shape[2], queries)
 
 
 def test_even_channels_are_left_alone() -> None:

@@ -5,12 +5,10 @@ import torch
 
 from kvcache_compress.codecs.layout import (
     PLANES,
-    SLACK,
     Field,
     bytes_per_token,
     code_fields,
     code_order,
-    grown_capacity,
     padded_width,
     padded_words,
     words_per_token,
@@ -62,12 +60,3 @@ def test_code_order(width: int) -> None:
     assert order.tolist() == [j * padded + c for j in range(8) for c in range(words)]
     assert len(order.unique()) == width
     assert order.max() < padded_width(width)
-
-
-@pytest.mark.parametrize("multiple", [1, 16, 32, 128])
-def test_growth(multiple: int) -> None:
-    """Capacity is at least as needed and at most an eighth more, in multiples of the group if possible."""
-    for tokens in range(multiple, 5000, multiple):
-        capacity = grown_capacity(tokens, multiple)
-        assert tokens <= capacity <= tokens * (1 + SLACK)
-        assert capacity % multiple == 0
