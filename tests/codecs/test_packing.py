@@ -76,8 +76,3 @@ def test_extremes(bits: int) -> None:
         assert torch.equal(unpack(pack(codes, bits), bits), codes)
     empty = torch.zeros(2, 0, 64, dtype=torch.int64)
     assert unpack(pack(empty, bits), bits).shape == (2, 0, 64)
-
-
-def test_refused() -> None:
-    with pytest.raises(ValueError, match="a multiple of 8 is needed"):
-        pack(torch.zeros(1, 12, dtype=torch.int64), 4)
