@@ -190,7 +190,7 @@ def static_step_launches(
         query = tokens[:, :, :1].repeat(1, 2, 1, 1)
         launch.attend(AttentionCall.of(query, scaling=0.1), *storage.segments())
 
-    names = {"write_slots_kernel": "write slots", "store_groups_kernel": "store groups", "map_step_kernel": "map step"}
+    names = {"write_slots_kernel": "write slots", "map_step_kernel": "map step"}
     launches = ((kernel.__name__, (kernel, arguments)) for kernel, arguments in aot.captured_launches(step))
     return {names[name]: call for name, call in launches if name in names}
 
@@ -211,8 +211,7 @@ def step_launches() -> dict[str, tuple[Any, dict[str, Any]]]:
         keys = plan.keys.method, plan.keys.options()
         steps[f"flush {name}"] = flush_launch(keys)
         steps[f"write slots {name}"] = static_step_launches(keys, four)["write slots"]
-    apart = static_step_launches(side_of("turboquant", bits=3, estimator="prod"), four)
-    return steps | {"store groups": apart["store groups"]}
+    return steps
 
 
 def encode_variants() -> dict[str, tuple[Side, str, MethodOptions, int]]:

@@ -99,9 +99,13 @@ class StepBuffers:
         self.length.add_(count)
         if counter is not None:
             counter.copy_(self.length)
+        self.encode(sides, count)
+
+    def encode(self, sides: Mapping[Side, SideState], count: int) -> None:
+        """Encode the groups that became complete as `count` tokens, already counted, left the recent window."""
         for side, state in sides.items():
             x, groups = self._leaving(side, state.codec.group, count)
-            state.store.write(groups, state.codec.encode(x, self.rope(state, count)), state.codec.group)
+            state.store.write(groups, state.codec.encode(x, self._rope(state, count)), state.codec.group)
 
     def settle(self, padding: LeftPadding, fresh: dict[Side, torch.Tensor]) -> None:
         """Let new tokens that are sinks of left-padded rows change places with the padding there."""
@@ -128,7 +132,7 @@ class StepBuffers:
         x = self.tail[side].index_select(2, _tokens(groups, group) % windows.tail_capacity)
         return x, torch.where(new, groups, windows.packed_capacity // group)
 
-    def rope(self, state: SideState, count: int) -> Rope | None:
+    def _rope(self, state: SideState, count: int) -> Rope | None:
         if state.track is None:
             return None
         _, groups = self._groups(state.codec.group, count)

@@ -31,7 +31,7 @@ ENCODED = [
     for preset in ("polarquant-rope-4bit", "qjl-3bit", "polarquant-3.4bit", "spectral-2bit")
 ]
 TRELLIS = [f"{kernel} turboquant-2bit" for kernel in ("encode keys of", "flush", "write slots")]
-STEP = ["append", "write slots", "store groups", "map step", *ENCODED]
+STEP = ["append", "write slots", "map step", *ENCODED]
 
 # Instructions per element on sm_90 that the codes of these presets must not exceed (docs/dev/kernels.md).
 BUDGET = {
