@@ -103,14 +103,18 @@ def middle_tile(TOKENS: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, F
     return tl.full([TOKENS, 16], 2.0**BITS * (UNIT if FAST else 1.0), DTYPE)
 
 
+def places_undone(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows of a map `[H, W, D]` in the order of codes, divided by the places of these codes."""
+    field = torch.arange(rows.shape[1], device=rows.device) * 8 // rows.shape[1]
+    return rows * 2.0 ** -place(field, bits)[:, None]
+
+
 def in_place(rows: torch.Tensor, bits: int, keys: bool) -> torch.Tensor:
     """Rows of a map `[H, W, D]` for codes in place, and 16 more for the middle code: `[H, W + 16, D]`.
 
     Rows are of levels a distance of 1 apart, in the order of codes. The middle of queries is divided into shares of
     different lengths, so that they are not all rounded alike.
     """
-    fields = torch.arange(8, device=rows.device).repeat_interleave(rows.shape[1] // 8)
-    places = torch.tensor([place(field, bits) for field in range(8)], device=rows.device)[fields]
     shares = torch.arange(1.0, 17.0, device=rows.device) / 136 if keys else torch.eye(16, device=rows.device)[0]
     middle = -(2**bits - 1) / 2 * 2.0**-bits * rows.sum(1, keepdim=True) * shares[:, None]
-    return torch.cat([rows * 2.0 ** -places[:, None], middle], 1)
+    return torch.cat([places_undone(rows, bits), middle], 1)

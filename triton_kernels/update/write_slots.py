@@ -23,8 +23,6 @@ ROWS = tl.constexpr(16)
 _STRIDES = tuple(f"s_{name}_{axis}" for name in ("k", "v") for axis in "bht")
 SINKS, TAIL, FIELDS = (tl.constexpr(place) for place in range(3))
 """Indices into a side's memory: sinks, tail, fields."""
-
-
 UNENCODED = KernelEncoder(None, ())
 """Stands in for the encoder of a side that has none."""
 
@@ -55,61 +53,43 @@ class Step(NamedTuple):
 
 
 @triton.jit
-def _encode_side(
-    memory, tables, p_rope, i_bh, i_h, packed, flushed, rows, packed_capacity,
-    SIDE: tl.constexpr, STEP: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Encode the tokens that are packed from this step on, if any: tail slots to rows of the store.
-
-    They are `STEP.flush` or none, as no step has more tokens than that.
-    """
-    META: tl.constexpr = SIDE.meta
-    BLOCK: tl.constexpr = SIDE.group if SIDE.group > ROWS else ROWS
-    if flushed > packed:
-        for start in range(0, STEP.flush, BLOCK):
-            o_token = packed + start + tl.arange(0, BLOCK)
-            o_x = (i_bh * (STEP.tail + 1) + o_token % STEP.tail) * SIDE.dim
-            m_t = (o_token < flushed) & (o_token < packed_capacity)
-            o_row = i_bh * rows + o_token
-            ENCODE(
-                memory[TAIL], o_x, m_t, memory[FIELDS:], o_row, p_rope, o_token, tables, i_h, SIDE.dim, META, PRECISION
-            )
-        # From here on their slots may be overwritten.
-        tl.debug_barrier()
-
-
-@triton.jit
-def _write_side(
-    p_x, memory, p_fault, s_b, s_h, s_t, i_b, i_h, length, capacity, SIDE: tl.constexpr, STEP: tl.constexpr
-):  # fmt: skip
-    i_bh = i_b * STEP.heads + i_h
-    o_n, o_d = tl.arange(0, STEP.padded)[:, None], tl.arange(0, SIDE.padded)[None, :]
-    m_x = (o_n < STEP.count) & (o_d < SIDE.dim)
-    b_x = tl.load(p_x + i_b * s_b + i_h * s_h + o_n * s_t + o_d, mask=m_x, other=0.0)
-    o_token = length - STEP.sinks + o_n
-    p_sinks = memory[SINKS] + (i_bh * STEP.sinks + length + o_n) * SIDE.dim
-    tl.store(p_sinks + o_d, b_x, mask=m_x & (o_token < 0))
-    p_tail = memory[TAIL] + i_bh * (STEP.tail + 1) * SIDE.dim
-    o_slot = (o_token + STEP.sinks * STEP.tail) % STEP.tail
-    tl.store(p_tail + o_slot * SIDE.dim + o_d, b_x, mask=m_x & (o_token >= 0))
-    b_length = tl.sqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1))
-    fault = 1 - tl.min((b_length <= STEP.longest).to(tl.int32), 0)
-    fault = tl.where(length + STEP.count > capacity, 2, fault)
-    tl.store(p_fault, fault.to(tl.int64), mask=fault > 0)
-
-
-@triton.jit
 def _step_side(
     p_x, memory, tables, p_rope, p_fault, s_b, s_h, s_t, i_b, i_h, length, packed, flushed, capacity, packed_capacity,
     rows,
     SIDE: tl.constexpr, STEP: tl.constexpr, ENCODE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Encode the tokens that are packed from this step on, tail slots to rows of the store; write the step's own.
+
+    The former are `STEP.flush` or none, as no step has more tokens than that.
+    """
+    META: tl.constexpr = SIDE.meta
+    BLOCK: tl.constexpr = SIDE.group if SIDE.group > ROWS else ROWS
     i_bh = i_b * STEP.heads + i_h
-    if ENCODE is not None:
-        _encode_side(
-            memory, tables, p_rope, i_bh, i_h, packed, flushed, rows, packed_capacity, SIDE, STEP, ENCODE, PRECISION
-        )  # fmt: skip
-    _write_side(p_x, memory, p_fault, s_b, s_h, s_t, i_b, i_h, length, capacity, SIDE, STEP)
+    if ENCODE is not None:  # noqa: SIM102 - known as it is compiled
+        if flushed > packed:
+            for start in range(0, STEP.flush, BLOCK):
+                o_token = packed + start + tl.arange(0, BLOCK)
+                o_x = (i_bh * (STEP.tail + 1) + o_token % STEP.tail) * SIDE.dim
+                m_t = (o_token < flushed) & (o_token < packed_capacity)
+                ENCODE(
+                    memory[TAIL], o_x, m_t, memory[FIELDS:], i_bh * rows + o_token, p_rope, o_token, tables, i_h,
+                    SIDE.dim, META, PRECISION,
+                )  # fmt: skip
+            # From here on their slots may be overwritten.
+            tl.debug_barrier()
+    o_n, o_d = tl.arange(0, STEP.padded)[:, None], tl.arange(0, SIDE.padded)[None, :]
+    m_x = (o_n < STEP.count) & (o_d < SIDE.dim)
+    b_x = tl.load(p_x + i_b * s_b + i_h * s_h + o_n * s_t + o_d, mask=m_x, other=0.0)
+    o_new = length - STEP.sinks + o_n
+    p_sinks = memory[SINKS] + (i_bh * STEP.sinks + length + o_n) * SIDE.dim
+    tl.store(p_sinks + o_d, b_x, mask=m_x & (o_new < 0))
+    p_tail = memory[TAIL] + i_bh * (STEP.tail + 1) * SIDE.dim
+    o_slot = (o_new + STEP.sinks * STEP.tail) % STEP.tail
+    tl.store(p_tail + o_slot * SIDE.dim + o_d, b_x, mask=m_x & (o_new >= 0))
+    b_length = tl.sqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1))
+    fault = 1 - tl.min((b_length <= STEP.longest).to(tl.int32), 0)
+    fault = tl.where(length + STEP.count > capacity, 2, fault)
+    tl.store(p_fault, fault.to(tl.int64), mask=fault > 0)
 
 
 @triton.jit(
