@@ -226,25 +226,6 @@ template <int BITS, class Emit>
   }
 }
 
-// Levels of codes of BITS bits.
-template <int BITS>
-class LevelTable {
- public:
-  explicit LevelTable(const float* levels) : levels_(levels) {}
-
-  // Unpacks the levels of a token and calls `emit(channel, levels, lanes)` as the function `each_run` does.
-  template <class Emit>
-  [[gnu::always_inline]] void each_run(const Field* planes, const Head& head, int64_t token, Emit emit) const {
-    kvcache_compress::each_run<BITS>(planes, head, token, planes[0].words(),
-                                     [&] [[gnu::always_inline]] (int64_t channel, Ints codes, int64_t lanes) {
-                                       emit(channel, levels_[codes], lanes);
-                                     });
-  }
-
- private:
-  Table<1 << BITS> levels_;
-};
-
 // Levels of trellis codes of BITS bits (see codecs/trellis.py), looked up in halves of at most eight.
 template <int BITS>
 class TrellisTable {
@@ -331,18 +312,6 @@ inline void with_bits(int64_t bits, Call call) {
   }
 }
 
-// Decodes `scale(token) * level` of tokens [first, first + count) of a head to `tile`, `width` numbers per token.
-template <class Levels, class Scale>
-void decode_levels(const Levels& table, const Field* planes, const Head& head, int64_t first, int64_t count,
-                   Scale scale, float* tile, int64_t width) {
-  for (int64_t token = first; token < first + count; ++token, tile += width) {
-    const float factor = scale(token);
-    table.each_run(planes, head, token, [&] [[gnu::always_inline]] (int64_t channel, Floats levels, int64_t lanes) {
-      store(tile + channel, levels * factor, lanes);
-    });
-  }
-}
-
 inline int64_t plane_count(int64_t bits) { return bits == 3 || bits >= 5 ? 2 : 1; }
 
 // TurboQuant (Algorithms 1 and 2) and QJL (Definition 3.1): components `scale * levels[codes]`, each along its rows.
@@ -364,15 +333,20 @@ class LevelDecoder : public Decoder {
 
   void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
     for (const auto& part : components_) {
-      const auto scale = [&](int64_t token) { return *part.fields.back().row<Half>(head, token); };
-      const auto decode = [&](const auto& table) {
-        decode_levels(table, part.fields.data(), head, first, count, scale, tile + part.start, width);
-      };
+      if (part.trellis) {
+        decode_trellis(part, head, first, count, tile);
+        continue;
+      }
       with_bits(part.bits, [&]<int BITS>() {
-        if constexpr (BITS <= 3) {
-          if (part.trellis) return decode(TrellisTable<BITS>(part.levels));
+        const Table<1 << BITS> table(part.levels);
+        for (int64_t t = 0; t < count; ++t) {
+          const float scale = *part.fields.back().row<Half>(head, first + t);
+          float* to = tile + t * width + part.start;
+          each_run<BITS>(part.fields.data(), head, first + t, part.fields[0].words(),
+                         [&] [[gnu::always_inline]] (int64_t channel, Ints codes, int64_t lanes) {
+                           store(to + channel, table[codes] * scale, lanes);
+                         });
         }
-        decode(LevelTable<BITS>(part.levels));
       });
     }
   }
@@ -384,6 +358,22 @@ class LevelDecoder : public Decoder {
     const float* levels;
     std::vector<Field> fields;
   };
+
+  void decode_trellis(const Component& part, const Head& head, int64_t first, int64_t count, float* tile) const {
+    with_bits(part.bits, [&]<int BITS>() {
+      if constexpr (BITS <= 3) {
+        const TrellisTable<BITS> table(part.levels);
+        for (int64_t t = 0; t < count; ++t) {
+          const float scale = *part.fields.back().row<Half>(head, first + t);
+          float* to = tile + t * width + part.start;
+          table.each_run(part.fields.data(), head, first + t,
+                         [&] [[gnu::always_inline]] (int64_t channel, Floats levels, int64_t lanes) {
+                           store(to + channel, levels * scale, lanes);
+                         });
+        }
+      }
+    });
+  }
 
   std::vector<Component> components_;
 };

@@ -17,7 +17,7 @@ class DigitDecoder : public Decoder {
     auto field = side.fields.begin();
     for (const auto& [bits, digits] : {std::pair{2, twos}, {1, ones}}) {
       if (digits == 0) continue;
-      components_.push_back({bits, width, side.tables[2 - bits].const_data_ptr<float>(), Field(*field++)});
+      components_.push_back({bits, width, side.tables[2 - bits].const_data_ptr<float>(), {Field(*field++)}});
       width += digits;
     }
     STD_TORCH_CHECK(field->stride(2) == group && field->stride(3) == 1, "the scales of a head must be contiguous");
@@ -25,11 +25,18 @@ class DigitDecoder : public Decoder {
   }
 
   void decode(const Head& head, int64_t first, int64_t count, float* tile) const override {
-    const auto scale = [scales = scales_[0].row<Half>(head, 0)](int64_t token) { return scales[token]; };
+    const Half* scales = scales_[0].row<Half>(head, 0) + first;
     for (const auto& part : components_) {
       with_bits(part.bits, [&]<int BITS>() {
-        const LevelTable<BITS> table(part.levels);
-        decode_levels(table, &part.plane, head, first, count, scale, tile + part.start, width);
+        const Table<1 << BITS> table(part.levels);
+        for (int64_t t = 0; t < count; ++t) {
+          const float scale = scales[t];
+          float* to = tile + t * width + part.start;
+          each_run<BITS>(part.planes.data(), head, first + t, part.planes[0].words(),
+                         [&] [[gnu::always_inline]] (int64_t digit, Ints codes, int64_t lanes) {
+                           store(to + digit, table[codes] * scale, lanes);
+                         });
+        }
       });
     }
   }
@@ -40,7 +47,7 @@ class DigitDecoder : public Decoder {
   struct Component {
     int64_t bits, start;
     const float* levels;
-    Field plane;
+    std::vector<Field> planes;
   };
   std::vector<Component> components_;
   std::vector<Field> scales_;

@@ -39,7 +39,8 @@ Row by_state(Fours costs, std::integer_sequence<int, LANE...>) {
   const Row order = {((LANE % 4) ^ FLIPPED ^ LANE / 8 * 2)...};
   return (Row)_mm512_permutexvar_epi32((__m512i)order, _mm512_castsi128_si512((__m128i)costs));
 #else
-  return __builtin_shufflevector(costs, costs, ((LANE % 4) ^ FLIPPED)...);
+  const Row both = __builtin_shufflevector(costs, costs, (LANE % 4)...);
+  return __builtin_shufflevector(both, both, (LANE ^ FLIPPED)...);
 #endif
 }
 
