@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all the set-up on a fresh machine.
 PYTHON ?= python3
 VENV ?= .venv
-# Folder for the results of `bench-gpu` and `tune-gpu`.
+# Folder for the results of `bench-gpu`.
 OUTPUT ?= build/gpu
 # The GPU that `emulate` stands in for, and the processes that share its tests.
 TARGET ?= sm_90
@@ -14,7 +14,7 @@ OLDEST_TRITON := triton==3.5.1
 CPP := $(wildcard cpu_kernels/*/*.cpp cpu_kernels/*/*.h)
 
 # `build/bench` is a folder, copied anew each time.
-.PHONY: demo test check format venv docs clean kernels emulate bench-gpu tune-gpu build/bench
+.PHONY: demo test check format venv docs clean kernels emulate bench-gpu build/bench
 
 demo: $(VENV)/.runs
 	-$(BIN)/kvcache-compress build
@@ -52,10 +52,6 @@ emulate: $(VENV)/.tests
 # Checks and measures the kernels on the GPU of this machine, with its own Python: nothing is installed or fetched.
 bench-gpu: build/bench
 	PYTHONPATH=build/bench $(PYTHON) benchmarks/gpu.py --output $(OUTPUT) $(if $(MINUTES),--minutes $(MINUTES))
-
-# Finds the fastest tiles of the attention kernel on this GPU, and writes them to triton_kernels/attention/tiles.json.
-tune-gpu: build/bench
-	PYTHONPATH=build/bench $(PYTHON) benchmarks/tune.py --output $(OUTPUT) $(if $(MINUTES),--minutes $(MINUTES))
 
 # The package as it would be installed; with KERNELS=COMMIT, its Triton kernels are those of that commit.
 build/bench:

@@ -3,7 +3,7 @@
     t = max(bytes / bandwidth, issue slots, each pipe, the warps' own time / warps resident)
 
 A multiprocessor has four schedulers. Each starts one instruction per clock, and keeps a pipe busy for `CLOCKS` of it.
-A warp alone takes the clocks of `triton_kernels/sass.py`, memory latency included where its loop waits for it; as many
+A warp alone takes the clocks of `sass.py`, memory latency included where its loop waits for it; as many
 as fit side by side divide that time. The largest of these is the time, as if all else were hidden behind it: the
 prediction is a lower bound, with these assumptions:
 

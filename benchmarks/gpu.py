@@ -24,7 +24,7 @@ from gpu_kit.gpu_table import line, plan_text, tables
 from gpu_kit.jobs import KEYS, SIZES, SMALL_SIZES, TUNED, TUNED_TILES, Job, plan_jobs
 from gpu_kit.result_file import ResultFile, hash_sources
 from gpu_kit.supervise import Workers, default_processes, measure_stages
-from gpu_kit.tune import plan_cases
+from gpu_kit.tiles import tiles_to_time
 
 from kvcache_compress.bench.layers import VARIANTS
 from kvcache_compress.codecs.device import interpreting
@@ -41,6 +41,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.5, help="minutes for the complete run (%(default)s)")
     parser.add_argument("--preset", action="append", help="presets to measure; all by default")
     parser.add_argument("--part", action="append", choices=[*KEYS], help="parts; all by default")
+    parser.add_argument("--tiles", type=int, default=TUNED_TILES, help="tiles to time of each preset (%(default)s)")
     parser.add_argument("--processes", type=int, default=default_processes(), help="that compile at once (%(default)s)")
     parser.add_argument("--small", action="store_true", help="tiny sizes; runs without a GPU")
     parser.add_argument("--plan", action="store_true", help="only print the time plan and the predictions")
@@ -51,7 +52,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     known = [*VARIANTS, *preset_names()]
     if unknown := {*(options.preset or ())} - {*known}:
         parser.error(f"--preset {', '.join(sorted(unknown))}: allowed {', '.join(known)}")
-    options.preset = options.preset or (["turboquant-4bit", "kivi-2bit"] if options.small else known)
+    options.tuned = options.preset or TUNED
+    options.preset = options.preset or (list(TUNED) if options.small else known)
     return options
 
 
@@ -63,10 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(tables(json.loads(path.read_text(encoding="utf-8"))))
         return
     sizes = SMALL_SIZES if options.small else SIZES
-    main_shape = dict([next(iter(sizes.shapes.items()))])
-    tuned = [name for name in TUNED if name in options.preset]
-    cases = plan_cases(tuned, main_shape, options.small, 1 if options.small else TUNED_TILES)
-    jobs = plan_jobs(options.preset, options.part or KEYS, sizes, {case.cache: case.others for case in cases})
+    main_shape = next(iter(sizes.shapes.values()))
+    tiles = {name: tiles_to_time(name, main_shape, options.tiles) for name in options.tuned}
+    jobs = plan_jobs(options.preset, options.part or KEYS, sizes, tiles)
     if options.plan:
         print(plan_text(jobs, options.processes))
         return

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from compile_kernels import captured_launches
 from transformers import LlamaConfig
 
 from kvcache_compress.backends.choice import BACKENDS
@@ -24,7 +25,6 @@ from kvcache_compress.storage.rope_track import RopeTrack
 from kvcache_compress.storage.side import SideState, Windows
 from kvcache_compress.storage.static import StaticStorage
 from kvcache_compress.storage.view import View
-from kvcache_compress.triton_kernels import aot
 from kvcache_compress.triton_kernels.attention import launch
 from kvcache_compress.triton_kernels.attention.kernel import attend_kernel, merge_kernel
 from kvcache_compress.triton_kernels.attention.query import map_query_kernel
@@ -121,14 +121,14 @@ NAMES = {attend_kernel: "", map_query_kernel: "map query ", turn_kernel: "turn "
 """Prefix of a variant's name for the figures of each kernel."""
 
 
-def attention_launches(variant: Variant, target: str) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Kernels of an attention call and their arguments, as for `target`; merges are for many splits.
+def attention_launches(variant: Variant) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Kernels of an attention call and their arguments; merges are for many splits.
 
     Their keys are put before the variant's name, see `NAMES`.
     """
     keys, values = side_view(variant, "keys"), side_view(variant, "values")
     query = torch.zeros(1, 2 * variant.groups, variant.count, variant.head_dim, dtype=variant.dtype)
-    sizes = launch.sizes_of(query, keys, values, aot.capability(target))
+    sizes = launch.sizes_of(query, keys, values)
     mask = torch.ones(1, 1, 1, keys.tokens, dtype=torch.bool) if variant.mask or variant.fixed else None
     inputs, kind = launch.attend_inputs(query, keys, values, mask, sizes.split_tokens)
     out = torch.empty(1, variant.count, 2 * variant.groups, variant.head_dim, dtype=variant.dtype)
@@ -165,7 +165,7 @@ def flush_launch(keys: tuple[str, MethodOptions]) -> tuple[Any, dict[str, Any]]:
     track = track_of(codec, tail)
     rows = None if track is None else track.buffer
     call = functools.partial(flush, encoder, tail, leaving, 64, fields, 0, torch.empty_like(tail), good, LONGEST, rows)
-    ((kernel, arguments),) = aot.captured_launches(call)
+    ((kernel, arguments),) = captured_launches(call)
     return kernel, arguments
 
 
@@ -190,8 +190,8 @@ def static_step_launches(
         query = tokens[:, :, :1].repeat(1, 2, 1, 1)
         launch.attend(AttentionCall.of(query, scaling=0.1), *storage.views())
 
-    names = {"write_slots_kernel": "write slots", "store_groups_kernel": "store groups", "map_step_kernel": "map step"}
-    launches = ((kernel.__name__, (kernel, arguments)) for kernel, arguments in aot.captured_launches(step))
+    names = {"write_slots_kernel": "write slots", "map_step_kernel": "map step"}
+    launches = ((kernel.__name__, (kernel, arguments)) for kernel, arguments in captured_launches(step))
     return {names[name]: call for name, call in launches if name in names}
 
 
@@ -200,7 +200,7 @@ def step_launches() -> dict[str, tuple[Any, dict[str, Any]]]:
     two, four = side_of("turboquant", bits=2), side_of("turboquant", bits=4)
     fresh, tail = (torch.zeros(1, 2, 1, 128, dtype=torch.bfloat16) for _ in range(2))
     steps = {
-        "append": aot.captured_launches(lambda: append(fresh, fresh, tail, tail, 0))[0],
+        "append": captured_launches(lambda: append(fresh, fresh, tail, tail, 0))[0],
         "flush": flush_launch(four),
     }
     steps |= static_step_launches(four, four)
@@ -211,8 +211,7 @@ def step_launches() -> dict[str, tuple[Any, dict[str, Any]]]:
         keys = plan.keys.method, plan.keys.options()
         steps[f"flush {name}"] = flush_launch(keys)
         steps[f"write slots {name}"] = static_step_launches(keys, four)["write slots"]
-    apart = static_step_launches(side_of("turboquant", bits=3, estimator="prod"), four)
-    return steps | {"store groups": apart["store groups"]}
+    return steps
 
 
 def encode_variants() -> dict[str, tuple[Side, str, MethodOptions, int]]:
@@ -240,4 +239,4 @@ def encode_launches(side: Side, method: str, options: MethodOptions, head_dim: i
     codec.prepare(tokens)
     track = track_of(codec, tokens)
     rope = None if track is None else track.read(0, 512)
-    return aot.captured_launches(lambda: BACKENDS["triton"].encoded(codec, tokens, rope))
+    return captured_launches(lambda: BACKENDS["triton"].encoded(codec, tokens, rope))

@@ -28,8 +28,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import device_model
+import sass
 import torch
 import typer
+from compile_kernels import TARGETS, MachineCode, compile_for, launching_for
 from kernel_variants import (
     NAMES,
     attention_launches,
@@ -41,7 +43,6 @@ from kernel_variants import (
 )
 
 from kvcache_compress.eval.provenance.results import write_atomically
-from kvcache_compress.triton_kernels import aot, sass
 from kvcache_compress.triton_kernels.attention import kernel as attention
 from kvcache_compress.triton_kernels.decode import commvq
 
@@ -80,7 +81,7 @@ class LoopFigures:
         tokens: packed tokens of a turn.
         bytes: stored bytes of a token's keys and values in one head.
         warps, stages: of a program, and of the pipeline.
-        instructions: instructions, and `pipes`: those of each pipe (`triton_kernels/sass.py`).
+        instructions: instructions, and `pipes`: those of each pipe (`sass.py`).
         clocks: clocks of a warp alone, and `clocks_without_memory`: the same if memory answered at once.
     """
 
@@ -110,16 +111,14 @@ Table = dict[str, dict[str, Figures]]
 
 
 def packed_loop(
-    kernel: Any, arguments: dict[str, Any], stored: float, code: aot.MachineCode, target: str
+    kernel: Any, arguments: dict[str, Any], stored: float, code: MachineCode, target: str
 ) -> LoopFigures | None:
     """The loop over packed tokens of `stored` bytes each, inner loops over rounds included."""
     turns = inner_turns(arguments)
     candidates = [loop for loop in code.loops if len(loop.inner) == len(turns)]
     if not candidates:
         return None
-    alone = aot.compile_for(
-        kernel, {**arguments, "n_sinks": 0, "n_tail": 0}, target, constant=("n_sinks", "n_tail")
-    ).loops
+    alone = compile_for(kernel, {**arguments, "n_sinks": 0, "n_tail": 0}, target, constant=("n_sinks", "n_tail")).loops
     if len(alone) != 1 or len(alone[0].inner) != len(turns):
         return None
     path = min(candidates, key=lambda loop: abs(loop.instructions - alone[0].instructions)).path(turns)
@@ -170,7 +169,7 @@ def measure_target(target: str, only: list[str]) -> dict[str, Figures]:
     table: dict[str, Figures] = {}
 
     def add(name: str, kernel: Any, arguments: dict[str, Any], stored: float = 0) -> None:
-        code = aot.compile_for(kernel, arguments, target)
+        code = compile_for(kernel, arguments, target)
         looped = kernel is attention.attend_kernel
         loop = packed_loop(kernel, arguments, stored, code, target) if looped else None
         density = None
@@ -179,10 +178,10 @@ def measure_target(target: str, only: list[str]) -> dict[str, Figures]:
             density = round(loop.instructions * 32 * loop.warps / numbers, 2)
         table[name] = Figures(code.registers, code.stack_bytes, code.shared_bytes, density, loop)
 
-    with aot.launching_for(target):
+    with launching_for(target):
         for name, variant in attention_variants().items():
             if not only or any(f"{part}{name}" in only for part in NAMES.values()):
-                for part, call in attention_launches(variant, target).items():
+                for part, call in attention_launches(variant).items():
                     add(f"{part}{name}", *call, stored_bytes(variant))
         for name, call in step_launches().items():
             if not only or name in only:
@@ -231,7 +230,7 @@ def save(table: Table, path: Path) -> None:
         "hardware": "none: compiled ahead of time",
         "versions": {"python": platform.python_version(), **versions},
         "kernels": {
-            name: {target: _without_none(asdict(targets[target])) for target in aot.TARGETS if target in targets}
+            name: {target: _without_none(asdict(targets[target])) for target in TARGETS if target in targets}
             for name, targets in table.items()
         },
     }
@@ -289,7 +288,7 @@ def main(
     check: Annotated[bool, typer.Option("--check", help="Compile and compare with the committed figures.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Print the committed figures as Markdown.")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Names of the variants to compile.")] = None,
-    target: Annotated[list[str] | None, typer.Option(help=f"Targets, of {', '.join(aot.TARGETS)}.")] = None,
+    target: Annotated[list[str] | None, typer.Option(help=f"Targets, of {', '.join(TARGETS)}.")] = None,
 ) -> None:
     """Compile the kernels ahead of time and record registers, stack, shared memory and instructions per element."""
     if table:
@@ -298,7 +297,7 @@ def main(
         return
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise typer.BadParameter("TRITON_INTERPRET=1 is set: the interpreter has no machine code")
-    measured = measure(target or list(aot.TARGETS), only or [])
+    measured = measure(target or list(TARGETS), only or [])
     if output is not None:
         save(measured, output)
     if update:

@@ -1,4 +1,4 @@
-"""The GPU kit: checks and measurements of the kernels on a GPU, behind `make bench-gpu` and `make tune-gpu`.
+"""The GPU kit: checks and measurements of the kernels on a GPU, behind `make bench-gpu`.
 
 It needs torch, Triton and Transformers, and no other package; importing it makes the presets readable without pydantic.
 """

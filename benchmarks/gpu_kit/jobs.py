@@ -11,14 +11,13 @@ from kvcache_compress.bench.layers import SHAPES, Shape
 
 from .check_static import GRAPHS
 
-_TILE = ("cache", "shape", "batch", "tokens", "block", "warps", "stages")
 KEYS = {
     "bandwidth": ("cache",),
     "memory": ("cache",),
     "check": ("cache", "shape", "tokens"),
     "decode": ("cache", "shape", "batch", "tokens", "call"),
     "profile": ("cache", "shape", "batch", "tokens"),
-    "tile": _TILE,
+    "tile": ("cache", "shape", "batch", "tokens", "block", "warps", "stages"),
     "models": ("cache", "batch", "tokens", "loop"),
     "graph": ("cache", "shape"),
     "longest": ("cache",),
@@ -26,36 +25,34 @@ KEYS = {
     "encode": ("cache", "shape", "batch", "tokens"),
 }
 """Parts of the kit, with the fields that identify a row of each."""
-TUNING = dict.fromkeys(("try", "tile"), _TILE)
-"""Parts of tuning (`tune.py`): `try` checks a tile, in several processes; `tile` times it."""
-PARALLEL = ("memory", "check", "try")
+PARALLEL = ("memory", "check")
 """Parts whose rows are not timed, and run in several processes."""
 TARGETS = ("turboquant-4bit", "turboquant-2bit", "uniform-4bit", "kivi-2bit")
 """Presets that are checked, measured and profiled first, in the model's shape."""
 DENSE = ("full", "none")
 """Caches of uncompressed keys and values: other libraries' attention, and our kernel's."""
-UNCHECKED_PARTS = ("bandwidth", "memory", "check", "try")
+UNCHECKED_PARTS = ("bandwidth", "memory", "check")
 """Parts whose rows need no check before them."""
 CALLS = ("mask", "fixed")
 TUNED, TUNED_TILES = ("turboquant-4bit", "kivi-2bit"), 6
-"""Presets of which the kit times this many tiles; `tune.py` times all."""
+"""Presets of which the kit times tiles, if none are named, and how many of each."""
 LONGEST = ("turboquant-4bit", "turboquant-2bit")
 
 
 class Job(NamedTuple):
-    """Name of one row: its part, and the values of the part's fields in `KEYS` or `TUNING`."""
+    """Name of one row: its part, and the values of the part's fields in `KEYS`."""
 
     part: str
     values: tuple[str | int, ...]
 
     @property
     def named(self) -> dict[str, Any]:
-        return dict(zip((KEYS | TUNING)[self.part], self.values, strict=True))
+        return dict(zip(KEYS[self.part], self.values, strict=True))
 
     @classmethod
     def of(cls, part: str, row: Mapping[str, Any]) -> Job:
         """Job of a row of a result file."""
-        return cls(part, tuple(row[key] for key in (KEYS | TUNING)[part]))
+        return cls(part, tuple(row[key] for key in KEYS[part]))
 
     def __str__(self) -> str:
         return " ".join(map(str, (self.part, *self.values)))
@@ -177,12 +174,7 @@ class Checks:
 
 
 def blocked(job: Job, rows: Mapping[Job, Mapping[str, Any]]) -> str | None:
-    """Reason why a job is not begun: its kernels ended or hung the process that checked them, or its tile is wrong."""
-    tried = rows.get(Job("try", job.values)) if job.part == "tile" else None
-    if tried is not None:
-        if is_missing(tried):
-            return f"{NOT_MEASURED} it was not tried"
-        return None if tried.get("error") is None else CHECK_FAILED + str(tried["error"])
+    """Reason why a job is not begun: its kernels ended or hung the process that checked them."""
     errors = [str(row.get("error")) for row in Checks(rows).of(job)]
     return next((CHECK_FAILED + error for error in errors if error.startswith((ENDED, SILENT))), None)
 

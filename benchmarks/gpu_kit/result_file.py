@@ -25,11 +25,11 @@ COMPARED_WITH_FULL = {
 FOLDERS = ("kvcache_compress", "triton_kernels", "configs", "benchmarks/gpu_kit")
 
 
-def hash_sources(root: Path, kinds: Sequence[str] = ("*.py", "*.yaml", "*.json")) -> str:
-    """Digest of all code, presets and tables that take part in the measurements, committed or not."""
+def hash_sources(root: Path) -> str:
+    """Digest of all code and presets that take part in the measurements, committed or not."""
     digest = hashlib.sha256()
     for folder in FOLDERS:
-        for path in sorted(path for kind in kinds for path in (root / folder).rglob(kind)):
+        for path in sorted(path for kind in ("*.py", "*.yaml", "*.json") for path in (root / folder).rglob(kind)):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -42,11 +42,9 @@ class ResultFile:
     `NAME.previous.json`, the next as `NAME.previous-2.json`.
     """
 
-    def __init__(
-        self, path: Path, where: Mapping[str, Any], jobs: Sequence[Job], parts: Sequence[str] = tuple(KEYS)
-    ) -> None:
+    def __init__(self, path: Path, where: Mapping[str, Any], jobs: Sequence[Job]) -> None:
         """Open or begin the file; `where` holds command, date, commit and the entries of `COMPARED`."""
-        self.path, self.where, self.parts = path, dict(where), parts
+        self.path, self.where = path, dict(where)
         self._lock = threading.Lock()
         self.runs = [{key: self.where.pop(key) for key in ("command", "date", "minutes")}]
         self.rows: dict[Job, dict[str, Any]] = {}
@@ -70,7 +68,7 @@ class ResultFile:
             contents = parse_json(read_text(self.path), str(self.path))
             differs = ", ".join(key for key in COMPARED if contents.get(key) != self.where.get(key))
             if not differs:
-                rows = [(part, row) for part in self.parts for row in contents[part]]
+                rows = [(part, row) for part in KEYS for row in contents[part]]
                 self.rows = {Job.of(part, row): _own(row) for part, row in rows if not planned_again(row)}
                 self.runs = contents["runs"] + self.runs
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -101,7 +99,7 @@ class ResultFile:
     def contents(self) -> dict[str, Any]:
         """Contents of the file, with predictions, comparisons with the full cache, and marks of invalid rows."""
         finished, checks = all(measured(row) for row in self.rows.values()), Checks(self.rows)
-        parts: dict[str, list[dict[str, Any]]] = {part: [] for part in self.parts}
+        parts: dict[str, list[dict[str, Any]]] = {part: [] for part in KEYS}
         for job, row in self.rows.items():
             parts[job.part].append(self._completed(job, row, checks))
         return {**self.where, "runs": self.runs, "finished": finished, **parts}

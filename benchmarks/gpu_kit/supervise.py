@@ -31,7 +31,7 @@ THREADS = "2"
 """PyTorch's threads in a worker: several workers share the processor, which only builds codecs."""
 END_SECONDS = 10.0
 """Longest wait for a killed worker: a device that hangs may not release its process."""
-CAPS = {"memory": 0.25, "check": 0.35, "try": 0.6, "profile": 0.25}
+CAPS = {"memory": 0.25, "check": 0.35, "profile": 0.25}
 """Largest share of the whole time for one stage of these parts."""
 Keep = Callable[[Job, dict[str, Any]], None]
 

@@ -31,9 +31,9 @@ from kvcache_compress.eval.provenance.results import error_message
 from .check import check_kernels
 from .check_static import graph_check
 from .encode import encode_time
-from .jobs import MEMORY_SHAPE, MEMORY_TOKENS, SIZES, SMALL_SIZES, TUNING, Job, Sizes
+from .jobs import MEMORY_SHAPE, MEMORY_TOKENS, SIZES, SMALL_SIZES, Job, Sizes
 from .models import longest_context, model_time, prefill_time, random_llama
-from .tune import try_tile
+from .tiles import Tile, time_tile
 
 Emit = Callable[[dict[str, Any]], None]
 LONGEST_MESSAGE = 300
@@ -112,9 +112,8 @@ class Measurements:
             if job.part == "graph":
                 return graph_check(name, shape_name, shape, self.device)
             call = (name, shape_name, shape, named["batch"], named["tokens"], self.device)
-            if job.part in TUNING:
-                tile = (named["block"], named["warps"], named["stages"])
-                return try_tile(*call, tile, timed=job.part == "tile", repeats=sizes.repeats)
+            if job.part == "tile":
+                return time_tile(*call, Tile(named["block"], named["warps"], named["stages"]), sizes.repeats)
             if job.part == "encode":
                 return encode_time(*call, repeats=max(1, sizes.repeats // 4))
             if job.part == "profile":

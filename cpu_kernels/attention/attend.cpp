@@ -2,7 +2,6 @@
 //
 // A task is a block of rows of a key/value head and a split of its tokens; tasks run in parallel and are then merged by
 // log-sum-exp. Packed tokens are scored and summed in code space: queries and sums are mapped, tokens are not.
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <functional>
@@ -288,16 +287,11 @@ Tensor attend(const Tensor& query, const Tensor& key_side, const Tensor& value_s
 }
 
 }  // namespace
+
+KVCACHE_COMPRESS_OPERATOR(describe, "(str form, int[] options, int fields, Tensor[] tensors) -> Tensor", describe)
+KVCACHE_COMPRESS_OPERATOR(attend,
+                          "(Tensor query, Tensor keys, Tensor values, Tensor? mask, Tensor? s_aux, int packed, int "
+                          "tail, float scaling, float softcap) -> Tensor",
+                          attend)
+
 }  // namespace kvcache_compress
-
-STABLE_TORCH_LIBRARY(kvcache_compress_cpu, m) {
-  m.def("describe(str form, int[] options, int fields, Tensor[] tensors) -> Tensor");
-  m.def(
-      "attend(Tensor query, Tensor keys, Tensor values, Tensor? mask, Tensor? s_aux, int packed, int tail, "
-      "float scaling, float softcap) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {
-  m.impl("describe", TORCH_BOX(&kvcache_compress::describe));
-  m.impl("attend", TORCH_BOX(&kvcache_compress::attend));
-}

@@ -1,12 +1,18 @@
-// Names passed from Python: each `Literal` that is passed has a table of the same names in C++.
+// Names that Python and C++ share: of operators, and of `Literal`s, each of which has a table of the same names in C++.
 #pragma once
 
 #include <torch/csrc/stable/c/shim.h>
+#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/shim_utils.h>
 
 #include <string>
+
+// Registers `function` for CPUs as an operator of `torch.ops.kvcache_compress_cpu`; `types` are those of its schema.
+#define KVCACHE_COMPRESS_OPERATOR(name, types, function)                         \
+  STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) { m.def(#name types); } \
+  STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) { m.impl(#name, TORCH_BOX(&function)); }
 
 namespace kvcache_compress {
 

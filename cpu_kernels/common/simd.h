@@ -20,6 +20,12 @@ constexpr int64_t LANES = 8;
 using Floats = float __attribute__((vector_size(4 * LANES)));
 using Ints = int32_t __attribute__((vector_size(4 * LANES)));
 
+// LANES words of 32, 16 or 8 bits.
+template <class Word>
+struct WordsOf {
+  using Vector __attribute__((vector_size(LANES * sizeof(Word)))) = Word;
+};
+
 inline int64_t whole_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
 template <class Vector, class Number>
@@ -42,8 +48,7 @@ inline Floats load(const Half* from) {
 }
 
 inline Floats load(const BFloat16* from) {
-  using Words = uint16_t __attribute__((vector_size(2 * LANES)));
-  return (Floats)(__builtin_convertvector(load<Words>(from), Ints) << 16);
+  return (Floats)(__builtin_convertvector(load<WordsOf<uint16_t>::Vector>(from), Ints) << 16);
 }
 
 // Loads the first `count` numbers only, followed by zeros.
@@ -56,27 +61,22 @@ inline Floats load(const Half* from, int64_t count) {
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
-// Loads eight words of 32, 16 or 8 bits.
-inline Ints load_words(const int32_t* from) { return load<Ints>(from); }
-
-inline Ints load_words(const int16_t* from) {
-  using Words = int16_t __attribute__((vector_size(2 * LANES)));
-  return __builtin_convertvector(load<Words>(from), Ints);
-}
-
-inline Ints load_words(const uint8_t* from) {
-  using Words = uint8_t __attribute__((vector_size(LANES)));
-  return __builtin_convertvector(load<Words>(from), Ints);
+template <class Word>
+inline Ints load_words(const Word* from) {
+  return __builtin_convertvector(load<typename WordsOf<Word>::Vector>(from), Ints);
 }
 
 // Moves every number one lane up; lane 0 gets the last.
-inline Ints moved_up(Ints x) {
+inline Ints moved_up(Ints x) { return __builtin_shufflevector(x, x, 7, 0, 1, 2, 3, 4, 5, 6); }
+
+// Mask with one bit per lane, set if the lane is true.
+inline uint32_t true_lanes(Ints x) {
 #ifdef __AVX2__
-  return (Ints)_mm256_permutevar8x32_epi32((__m256i)x, _mm256_setr_epi32(7, 0, 1, 2, 3, 4, 5, 6));
+  return _mm256_movemask_ps((__m256)x);
 #else
-  Ints moved;
-  for (int lane = 0; lane < LANES; ++lane) moved[lane] = x[(lane + LANES - 1) % LANES];
-  return moved;
+  uint32_t bits = 0;
+  for (int lane = 0; lane < LANES; ++lane) bits |= (x[lane] & 1) << lane;
+  return bits;
 #endif
 }
 

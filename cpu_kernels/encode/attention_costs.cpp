@@ -1,7 +1,5 @@
 // What errors of keys cost attention, the twin of `attention_costs` in methods/spectral/moments.py: p (1 - p), summed
 // by key and by query and group.
-#include <torch/csrc/stable/library.h>
-
 #include <cmath>
 #include <limits>
 
@@ -80,14 +78,9 @@ std::vector<Tensor> attention_costs(Tensor logits, const Tensor& at, int64_t sin
 }
 
 }  // namespace
+
+KVCACHE_COMPRESS_OPERATOR(attention_costs,
+                          "(Tensor(a!) logits, Tensor at, int sinks, int recent, int group, int groups) -> Tensor[]",
+                          attention_costs)
+
 }  // namespace kvcache_compress
-
-STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) {
-  m.def(
-      "attention_costs(Tensor(a!) logits, Tensor at, int sinks, int recent, int group, int groups) "
-      "-> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {
-  m.impl("attention_costs", TORCH_BOX(&kvcache_compress::attention_costs));
-}

@@ -1,8 +1,6 @@
 // Encoders of tokens on CPUs, twins of the `quantize` functions in torch: quantize and pack in one pass.
 #include "encode/encode.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <cmath>
 
 #include "encode/scalar.h"
@@ -182,18 +180,15 @@ std::vector<Tensor> quantize_pairs(const Tensor& real, const Tensor& imaginary, 
 }
 
 }  // namespace
+
+KVCACHE_COMPRESS_OPERATOR(quantize_levels, "(Tensor z, Tensor norm, Tensor levels, int bits, str scalar) -> Tensor[]",
+                          quantize_levels)
+KVCACHE_COMPRESS_OPERATOR(quantize_groups,
+                          "(Tensor x, Tensor scale, Tensor zero, int bits, int tokens, int channels) -> Tensor[]",
+                          quantize_groups)
+KVCACHE_COMPRESS_OPERATOR(
+    quantize_pairs,
+    "(Tensor real, Tensor imaginary, Tensor steps, Tensor bounds, int angle_bits, int radius_bits) -> Tensor[]",
+    quantize_pairs)
+
 }  // namespace kvcache_compress
-
-STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) {
-  m.def("quantize_levels(Tensor z, Tensor norm, Tensor levels, int bits, str scalar) -> Tensor[]");
-  m.def("quantize_groups(Tensor x, Tensor scale, Tensor zero, int bits, int tokens, int channels) -> Tensor[]");
-  m.def(
-      "quantize_pairs(Tensor real, Tensor imaginary, Tensor steps, Tensor bounds, int angle_bits, int radius_bits) "
-      "-> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {
-  m.impl("quantize_levels", TORCH_BOX(&kvcache_compress::quantize_levels));
-  m.impl("quantize_groups", TORCH_BOX(&kvcache_compress::quantize_groups));
-  m.impl("quantize_pairs", TORCH_BOX(&kvcache_compress::quantize_pairs));
-}

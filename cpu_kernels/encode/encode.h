@@ -32,23 +32,10 @@ inline Floats load_lanes(const float* from, int64_t lanes) {
 
 inline Floats keep_lanes(Floats x, int64_t lanes) { return lanes >= LANES ? x : (first_lanes(lanes) ? x : Floats{}); }
 
-// Narrows LANES numbers to words of 32, 16 or 8 bits, keeping the low bits.
-inline Ints narrow_words(Ints x, int32_t) { return x; }
-
-inline auto narrow_words(Ints x, int16_t) {
-  using Words = int16_t __attribute__((vector_size(2 * LANES)));
-  return __builtin_convertvector(x, Words);
-}
-
-inline auto narrow_words(Ints x, uint8_t) {
-  using Words = uint8_t __attribute__((vector_size(LANES)));
-  return __builtin_convertvector(x, Words);
-}
-
-// Stores the first `lanes` words only.
+// Stores the low bits of the first `lanes` numbers as words.
 template <class Word>
 inline void store_words(Word* to, Ints x, int64_t lanes) {
-  const auto words = narrow_words(x, Word{});
+  const auto words = __builtin_convertvector(x, typename WordsOf<Word>::Vector);
   std::memcpy(to, &words, std::min(lanes, LANES) * sizeof(Word));
 }
 

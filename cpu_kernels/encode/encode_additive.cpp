@@ -1,6 +1,4 @@
 // Encoder of CommVQ: one round of the greedy search of additive.py, with matrix products by torch, and packing.
-#include <torch/csrc/stable/library.h>
-
 #include <limits>
 
 #include "decode/commvq.h"
@@ -12,29 +10,12 @@ namespace {
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 // `a` if it is less, else `b`, also if either is NaN.
-inline Floats lesser(Floats a, Floats b) {
-#ifdef __AVX2__
-  return _mm256_min_ps(a, b);
-#else
-  return a < b ? a : b;
-#endif
-}
+inline Floats lesser(Floats a, Floats b) { return a < b ? a : b; }
 
 inline float least_lane(Floats x) {
   x = lesser(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
   x = lesser(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
   return x[0] < x[1] ? x[0] : x[1];
-}
-
-// Mask with one bit per lane, set if the lane is true.
-inline uint32_t true_lanes(Ints x) {
-#ifdef __AVX2__
-  return _mm256_movemask_ps((__m256)x);
-#else
-  uint32_t bits = 0;
-  for (int lane = 0; lane < LANES; ++lane) bits |= (x[lane] & 1) << lane;
-  return bits;
-#endif
 }
 
 // Index of the first minimum of `n` numbers; as in torch, NaN is less than any number. `numbers(i)` returns LANES
@@ -207,19 +188,12 @@ Tensor pack_signs(const Tensor& x) {
 }
 
 }  // namespace
+
+KVCACHE_COMPRESS_OPERATOR(subtract_nearest_row, "(Tensor z, Tensor products, Tensor squares, Tensor rows) -> Tensor[]",
+                          subtract_nearest<RowSearch>)
+KVCACHE_COMPRESS_OPERATOR(subtract_nearest_pair, "(Tensor z, Tensor products, Tensor table, Tensor rows) -> Tensor[]",
+                          subtract_nearest<PairSearch>)
+KVCACHE_COMPRESS_OPERATOR(pack_run, "(Tensor codes, int bits) -> Tensor", pack_run)
+KVCACHE_COMPRESS_OPERATOR(pack_signs, "(Tensor x) -> Tensor", pack_signs)
+
 }  // namespace kvcache_compress
-
-STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) {
-  m.def("subtract_nearest_row(Tensor z, Tensor products, Tensor squares, Tensor rows) -> Tensor[]");
-  m.def("subtract_nearest_pair(Tensor z, Tensor products, Tensor table, Tensor rows) -> Tensor[]");
-  m.def("pack_run(Tensor codes, int bits) -> Tensor");
-  m.def("pack_signs(Tensor x) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {
-  using namespace kvcache_compress;
-  m.impl("subtract_nearest_row", TORCH_BOX(&subtract_nearest<RowSearch>));
-  m.impl("subtract_nearest_pair", TORCH_BOX(&subtract_nearest<PairSearch>));
-  m.impl("pack_run", TORCH_BOX(&pack_run));
-  m.impl("pack_signs", TORCH_BOX(&pack_signs));
-}

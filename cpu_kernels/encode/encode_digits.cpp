@@ -1,7 +1,5 @@
 // Encoder of spectral channels, the twin of `quantize` in codecs/digits.py: eight tokens at a time, channel
 // by channel, for all scales that are tried.
-#include <torch/csrc/stable/library.h>
-
 #include <cmath>
 
 #include "encode/encode.h"
@@ -159,14 +157,10 @@ std::vector<Tensor> quantize_digits(const Tensor& y, const Tensor& deviation, co
 }
 
 }  // namespace
+
+KVCACHE_COMPRESS_OPERATOR(quantize_digits,
+                          "(Tensor y, Tensor deviation, Tensor kind, Tensor points, Tensor bounds, Tensor codes, int[] "
+                          "bits, Tensor channels, Tensor shifts, int twos, float[] factors) -> Tensor[]",
+                          quantize_digits)
+
 }  // namespace kvcache_compress
-
-STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) {
-  m.def(
-      "quantize_digits(Tensor y, Tensor deviation, Tensor kind, Tensor points, Tensor bounds, Tensor codes, "
-      "int[] bits, Tensor channels, Tensor shifts, int twos, float[] factors) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {
-  m.impl("quantize_digits", TORCH_BOX(&kvcache_compress::quantize_digits));
-}

@@ -1,7 +1,5 @@
 // Encoder of recursive PolarQuant (Han et al., Algorithm 1), the twin of `encode` in codecs/polar_tree.py: level
 // by level for all tokens of a tile.
-#include <torch/csrc/stable/library.h>
-
 #include <map>
 
 #include "decode/polar.h"
@@ -156,12 +154,9 @@ std::vector<Tensor> quantize_tree(const Tensor& y, const std::vector<Tensor>& po
 }
 
 }  // namespace
+
+KVCACHE_COMPRESS_OPERATOR(quantize_tree,
+                          "(Tensor y, Tensor[] points, Tensor[] bounds, int[] places, int lower) -> Tensor[]",
+                          quantize_tree)
+
 }  // namespace kvcache_compress
-
-STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) {
-  m.def("quantize_tree(Tensor y, Tensor[] points, Tensor[] bounds, int[] places, int lower) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) {
-  m.impl("quantize_tree", TORCH_BOX(&kvcache_compress::quantize_tree));
-}

@@ -32,7 +32,7 @@ ATTENTION_NAME = "kvcache_compress"
 DECODE = "decode"
 """Name of the path None in records."""
 _KNOWN = {"softcap", "s_aux", "is_causal", "output_attentions"}
-"""Options of attention functions that `attention_path` or the fused paths read."""
+"""Options of attention functions that `_path` or the fused paths read."""
 _IDLE = {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "output_router_logits"}
 _IDLE |= {"num_items_in_batch", "seq_idx", "max_length_q", "max_length_k", "logits_to_keep", "return_shared_kv_states"}
 """Options that do not change attention: other parts of a model read them, or flash attention with `cu_seq_lens_*`."""

@@ -118,24 +118,18 @@ class TritonBackend(TorchBackend):
         fresh: Mapping[Side, torch.Tensor],
         counter: torch.Tensor | None,
     ) -> None:
-        """Do a step in one kernel, plus one that writes the groups of sides without a kernel encoder."""
-        windows, states, count = buffers.windows, list(sides.values()), fresh["keys"].shape[2]
+        """Do a step in one kernel; sides without a kernel encoder are encoded by PyTorch's operators."""
+        windows, states = buffers.windows, list(sides.values())
         with on_device(buffers.counts):
-            leaving = self._kernels.slots.write_slots(
+            self._kernels.slots.write_slots(
                 list(fresh.values()), list(buffers.sinks.values()), list(buffers.tail.values()),
-                [state.codec.group for state in states], [state.codec.kernel_encoder for state in states],
-                [state.store.buffers for state in states], buffers.counts, counter,
+                [state.codec.kernel_encoder for state in states], [state.store.buffers for state in states],
+                buffers.counts, counter,
                 recent=windows.recent, flush=windows.flush, capacity=buffers.capacity,
                 packed_capacity=windows.packed_capacity, longest=LONGEST, rope=sides["keys"].rope_rows,
             )  # fmt: skip
-            left = [(state, *copied) for state, copied in zip(states, leaving, strict=True) if copied is not None]
-            if left:
-                self._kernels.slots.store_groups(
-                    [state.codec.encode(x, buffers.rope(state, count)) for state, x, _ in left],
-                    [state.store.buffers for state, _, _ in left],
-                    [groups for _, _, groups in left],
-                    [state.store.capacity // state.codec.group for state, _, _ in left],
-                )
+        left = {side: state for side, state in sides.items() if state.codec.kernel_encoder is None}
+        buffers.encode(left, fresh["keys"].shape[2])
 
     def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         if not keys.packed:  # codecs may not have their statistics yet

@@ -99,9 +99,13 @@ class StepBuffers:
         self.length.add_(count)
         if counter is not None:
             counter.copy_(self.length)
+        self.encode(sides, count)
+
+    def encode(self, sides: Mapping[Side, SideState], count: int) -> None:
+        """Encode the groups that became complete as `count` tokens, already counted, left the recent window."""
         for side, state in sides.items():
             x, groups = self._leaving(side, state.codec.group, count)
-            state.store.write(groups, state.codec.encode(x, self.rope(state, count)), state.codec.group)
+            state.store.write(groups, state.codec.encode(x, self._rope(state, count)), state.codec.group)
 
     def settle(self, padding: LeftPadding, fresh: dict[Side, torch.Tensor]) -> None:
         """Let new tokens that are sinks of left-padded rows change places with the padding there."""
@@ -123,12 +127,14 @@ class StepBuffers:
         """
         windows = self.windows
         stop, groups = self._groups(group, count)
-        new = (groups * group >= self.packed) & ((groups + 1) * group > stop - count)
-        new &= (groups >= 0) & ((groups + 1) * group <= windows.packed_capacity)
-        x = self.tail[side].index_select(2, _tokens(groups, group) % windows.tail_capacity)
+        first = groups * group
+        least = torch.maximum(self.packed, stop - (count + group - 1)).clamp_min(0)
+        new = (first >= least) & (first <= windows.packed_capacity - group)
+        tokens = (first[:, None] + torch.arange(group, device=first.device)).flatten()
+        x = self.tail[side].index_select(2, tokens % windows.tail_capacity)
         return x, torch.where(new, groups, windows.packed_capacity // group)
 
-    def rope(self, state: SideState, count: int) -> Rope | None:
+    def _rope(self, state: SideState, count: int) -> Rope | None:
         if state.track is None:
             return None
         _, groups = self._groups(state.codec.group, count)
@@ -136,9 +142,5 @@ class StepBuffers:
 
     def _groups(self, group: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the number of tokens between sinks and recent window, and the groups that `count` may complete."""
-        stop = self.length - self.windows.sinks - self.windows.recent
-        return stop, stop // group - torch.arange((count - 1) // group + 1, device=stop.device) - 1
-
-
-def _tokens(groups: torch.Tensor, group: int) -> torch.Tensor:
-    return (groups[:, None] * group + torch.arange(group, device=groups.device)).flatten()
+        stop = self.length - (self.windows.sinks + self.windows.recent)
+        return stop, stop // group - torch.arange(1, (count - 1) // group + 2, device=stop.device)

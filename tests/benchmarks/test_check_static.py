@@ -11,6 +11,7 @@ from gpu_kit import check, check_static
 from gpu_kit.check_static import STATIC, check_steps, graph_check
 
 from kvcache_compress.bench.layers import Shape
+from kvcache_compress.storage.step_buffers import StepBuffers
 from kvcache_compress.triton_kernels.update import write_slots as slots
 
 CPU = torch.device("cpu")
@@ -46,18 +47,10 @@ def test_wrong_kernels_fail_the_check_of_the_preset(monkeypatch: pytest.MonkeyPa
     write = kernels.write_slots
 
     def write_wrongly(
-        fresh: Any,
-        sinks: Any,
-        tails: Any,
-        groups: Any,
-        encoders: Any,
-        fields: Any,
-        counts: Any,
-        total: Any,
-        **rest: Any,
-    ) -> Any:
+        fresh: Any, sinks: Any, tails: Any, encoders: Any, fields: Any, counts: Any, total: Any, **rest: Any
+    ) -> None:
         packed = int(counts[1, 0])
-        left = write(fresh, sinks, tails, groups, encoders, fields, counts, total, **rest)
+        write(fresh, sinks, tails, encoders, fields, counts, total, **rest)
         calls.append(packed)
         if wrong == "codes" and int(counts[1, 0]) > packed:
             fields[1][0][:, :, packed:] ^= 0x5555
@@ -65,7 +58,6 @@ def test_wrong_kernels_fail_the_check_of_the_preset(monkeypatch: pytest.MonkeyPa
             tails[1][:, :, :-1] += 0.1
         if wrong == "counts":
             counts[1] = packed
-        return left
 
     monkeypatch.setattr(kernels, "write_slots", write_wrongly)
     found = check.check_kernels("turboquant-4bit", "tiny", TINY, 64, CPU)
@@ -75,14 +67,14 @@ def test_wrong_kernels_fail_the_check_of_the_preset(monkeypatch: pytest.MonkeyPa
 
 def test_wrong_storing_of_groups_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of a method without a kernel encoder that are stored one place too early are detected."""
-    kernels = slots
-    store = kernels.store_groups
+    leaving = StepBuffers._leaving
 
-    def store_wrongly(encoded: Any, buffers: Any, targets: Any, capacities: Any) -> None:
-        store(encoded, buffers, [groups - 1 for groups in targets], capacities)
+    def one_too_early(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, groups = leaving(*args)
+        return x, groups - 1
 
     assert STATIC[-1] == "commvq-1bit"
-    monkeypatch.setattr(kernels, "store_groups", store_wrongly)
+    monkeypatch.setattr(StepBuffers, "_leaving", one_too_early)
     _, problem = check_steps("commvq-1bit", TINY, CPU, BF16)
     assert str(problem).startswith("static cache, step 5:")
     assert "of the stored words differ" in str(problem)

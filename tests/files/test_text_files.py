@@ -20,7 +20,6 @@ from kvcache_compress.eval.tasks.longbench.prompts import read_templates
 from kvcache_compress.eval.tasks.perplexity import _read
 from kvcache_compress.eval.tasks.samples import read_jsonl
 from kvcache_compress.files.text import MOST_DEPTH, MOST_NODES, MOST_YAML_BYTES, parse_json, parse_yaml
-from kvcache_compress.triton_kernels.attention.tiles import read_tiles
 from kvcache_compress.validation.messages import on_one_line, shortened
 
 SIDES = "keys: {method: kivi, bits: 4}\nvalues: {method: kivi, bits: 2}\n"
@@ -174,7 +173,6 @@ def test_json(case: str, tmp_path: Path) -> None:
     refused(lambda: read_templates(path, [TASKS["qasper"]]), "x.json", message)
     refused(lambda: load_rows(str(path), "v1"), "x.json", message)
     refused(lambda: Cell.read(path), "x.json: not a cell", message)
-    refused(lambda: read_tiles(text), "tiles.json: no table", message)
 
 
 def test_options_of_benchmarks_are_of_their_types() -> None:

@@ -39,7 +39,6 @@ def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
         "py.typed",
         "configs/turboquant-4bit.yaml",
         "triton_kernels/attention/kernel.py",
-        "triton_kernels/attention/tiles.json",
         "cpu_kernels/attention/attend.cpp",
         "cpu_kernels/attention/softmax.h",
         "eval/tasks/default_text.txt",

@@ -11,7 +11,7 @@ from support.segment_makers import make_codec, make_side, poison  # noqa: F401
 if EMULATED:
     from support.ptx.launch import Emulator, emulate
 
-    collect_ignore = ["test_aot.py", "test_sass.py", "test_compiled.py"]  # they launch nothing here
+    collect_ignore = ["test_aot.py", "test_compiled.py"]  # they launch nothing here
     _EMULATOR = emulate(EMULATED)
 
     @pytest.fixture(autouse=True)

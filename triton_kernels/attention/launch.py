@@ -9,13 +9,13 @@ import torch
 
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.view import View
-from kvcache_compress.triton_kernels.common.operands import is_fast, launch_options, next_power_of_2
+from kvcache_compress.triton_kernels.common.operands import Tile, is_fast, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import KernelCall, Plan, addresses, kept, portable
 
 from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, MERGED, NO_MASK, Masking, attend_kernel, merge_kernel
 from .query import map_query_arguments, map_query_kernel
 from .slot_mask import CAUSAL, SlotMask
-from .tiles import Tile, capability_of, tile_shape
+from .tiles import tile_shape
 
 MAX_TILE_ROWS = 32
 """Query rows per program of more than two warps (else 16): more would spill registers, so codes are read again."""
@@ -51,7 +51,7 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
     like = (v_side, query.shape, query.dtype, query.device, keys.sinks.shape, keys.slots is None)
     sizes = k_side.sizes.get((keys.packed, like))
     if sizes is None:
-        sizes = kept(k_side.sizes, (keys.packed, like), sizes_of(query, keys, values, capability_of(query.device)))
+        sizes = kept(k_side.sizes, (keys.packed, like), sizes_of(query, keys, values))
     slot_mask = None if keys.slots is None else SlotMask(mask, query, keys.slots)
     if slot_mask is not None:
         mask = slot_mask.tensor
@@ -183,13 +183,12 @@ def split_sizes(packed: int, tile: Tile, programs: int, processors: int) -> tupl
     return split_blocks * tile.tokens, -(-blocks // split_blocks)
 
 
-def sizes_of(query: torch.Tensor, keys: View, values: View, capability: str | None) -> Sizes:
-    """Tile and splits for a call's packed tokens on a device of this compute capability."""
+def sizes_of(query: torch.Tensor, keys: View, values: View) -> Sizes:
+    """Tile and splits for a call's packed tokens."""
     batch, query_heads, count, _ = query.shape
     heads = keys.sinks.shape[1]
     rows = query_heads // heads * count
-    exact = query.dtype == torch.float32
-    tile = tile_shape(keys.codec.kernel_side, values.codec.kernel_side, exact, rows, capability)
+    tile = tile_shape(keys.codec.kernel_side, values.codec.kernel_side, query.dtype == torch.float32)
     programs = batch * heads * -(-rows // _tile_rows(tile, rows))
     split_tokens, splits = split_sizes(keys.packed, tile, programs, _processors(query.device))
     even = keys.slots is None and keys.packed % tile.tokens == split_tokens % tile.tokens == 0

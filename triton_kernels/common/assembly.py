@@ -27,6 +27,11 @@ def registers(outputs: int, inputs: int) -> tl.constexpr:
     return tl.constexpr(",".join(["=&r"] * outputs + ["r"] * inputs))
 
 
+def block(lines: tl.constexpr, outputs: int, inputs: int) -> tl.constexpr:
+    """Block of assembly and its register constraints, as `assembled` takes them."""
+    return tl.constexpr((lines.value, registers(outputs, inputs).value))
+
+
 def pairs(selectors: str, table: tuple[str, str, str, str], outputs: tuple[str, str], signs: str = "") -> list[str]:
     """Instructions that look up codes [A_i, A_j, B_i, B_j], the low 16 bits of `selectors`, as two pairs of levels.
 
@@ -47,6 +52,14 @@ def pairs(selectors: str, table: tuple[str, str, str, str], outputs: tuple[str, 
 
 HALF = text("prmt.b32 r0, $3, $4, 0x0072", "prmt.b32 $0, $1, $2, r0")
 HALF_REGISTERS = registers(1, 4)
+
+
+@triton.jit
+def assembled(BLOCK: tl.constexpr, b_inputs, COUNT: tl.constexpr = 8):
+    """`COUNT` float16 tiles that a block makes of the numbers of `b_inputs`, two at a time."""
+    return tl.inline_asm_elementwise(
+        BLOCK[0], BLOCK[1], b_inputs, dtype=(tl.float16,) * COUNT, is_pure=True, pack=2
+    )  # fmt: skip
 
 
 @triton.jit

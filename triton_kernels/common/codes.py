@@ -15,6 +15,11 @@ def tile_width(words):
     return max(16, words)
 
 
+@triton.constexpr_function
+def divides(part, total):
+    return total % part == 0
+
+
 @triton.jit
 def load_words(p_words, o_row, o_t, m_t, WORDS: tl.constexpr, PADDED: tl.constexpr, COUNT: tl.constexpr):
     """Load `COUNT` of a plane's `WORDS` words per token: `[T, PADDED]`; `o_row` is the row of the first token."""

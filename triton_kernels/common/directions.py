@@ -21,24 +21,6 @@ def _tables(first: int) -> tuple[tuple[str, str, str, str], tuple[str, str, str,
     return (cos_0, cos_1, cos_2, cos_3), (sin_0, sin_1, sin_2, sin_3)
 
 
-def _four_bits() -> tl.constexpr:
-    cos, sin = _tables(18)
-    lines = []
-    for half, places in ((0, "0x5140"), (1, "0x7362")):
-        lines += [
-            f"prmt.b32 r0, $16, $17, {places}",  # bytes of A and B alternate
-            "and.b32 r3, r0, 0x77777777",
-            "shl.b32 r4, r0, 4",
-            "shr.u32 r5, r3, 16",
-        ]
-        for part, selectors, signs in ((0, "r3", "0x5140"), (2, "r5", "0x7362")):
-            field = 4 * half + part
-            lines += [f"prmt.b32 r6, r4, r0, {signs}"]
-            lines += assembly.pairs(selectors, cos, (f"${field}", f"${field + 1}"), "r6")
-            lines += assembly.pairs(selectors, sin, (f"${8 + field}", f"${9 + field}"), "r6")
-    return assembly.text(*lines)
-
-
 def _five_bits() -> tl.constexpr:
     cos, sin = _tables(22)
     lines = [
@@ -66,8 +48,8 @@ def _five_bits() -> tl.constexpr:
     return assembly.text(*lines)
 
 
-FOUR_BITS, FOUR_BITS_REGISTERS = _four_bits(), assembly.registers(16, 18)
-FIVE_BITS, FIVE_BITS_REGISTERS = _five_bits(), assembly.registers(16, 22)
+FOUR_BITS = assembly.block(lookup.four_bits("$16", "$17", *_tables(18)), 16, 18)
+FIVE_BITS = assembly.block(_five_bits(), 16, 22)
 
 
 def fits(points: torch.Tensor, width: int) -> bool:
@@ -88,19 +70,10 @@ def directions(
     """Tiles of cos, then tiles of sin, float16 in code order; the last of `words` are `assembly.places`."""
     b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, WORDS)
     if BITS == 4:
-        b_both = tl.inline_asm_elementwise(
-            FOUR_BITS, FOUR_BITS_REGISTERS,
-            [b_words, words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7]],
-            dtype=(tl.float16,) * 16, is_pure=True, pack=2,
-        )  # fmt: skip
+        b_both = assembly.assembled(FOUR_BITS, (b_words,) + words[:8], 16)
     else:
         b_high = assembly.load_bytes(p_high, o_row, o_t, m_t, WORDS, PADDED, WORDS)
-        b_both = tl.inline_asm_elementwise(
-            FIVE_BITS, FIVE_BITS_REGISTERS,
-            [b_words, b_high, words[len(words) - 1],
-             words[0], words[1], words[2], words[3], words[4], words[5], words[6], words[7]],
-            dtype=(tl.float16,) * 16, is_pure=True, pack=2,
-        )  # fmt: skip
+        b_both = assembly.assembled(FIVE_BITS, (b_words, b_high, words[len(words) - 1]) + words[:8], 16)
     if PADDED < 16:
         b_both = assembly.joined(b_both)
     return b_both

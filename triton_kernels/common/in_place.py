@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .assembly import joined, load_bytes, load_halves, registers, text, turned
+from .assembly import assembled, block, joined, load_bytes, load_halves, text, turned
 from .codes import load_columns, load_words, tile_width
-from .lookup import FOUR_EVEN_BITS_REGISTERS
 
 UNIT = tl.constexpr(2.0**-24)
 """Value of the lowest bit of a float16 number, the smallest above zero."""
@@ -54,8 +53,7 @@ def _placed(bits: int) -> tl.constexpr:
     return text(*lines)
 
 
-PLACED_ONE, PLACED_TWO, PLACED_FOUR = _placed(1), _placed(2), _placed(4)
-PLACED_ONE_REGISTERS, PLACED_TWO_REGISTERS = registers(8, 4), registers(8, 1)
+PLACED_ONE, PLACED_TWO, PLACED_FOUR = (block(_placed(bits), 8, inputs) for bits, inputs in ((1, 4), (2, 1), (4, 2)))
 
 
 @triton.jit
@@ -78,18 +76,9 @@ def placed(
     else:
         b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
     if BITS == 1:
-        b_codes = tl.inline_asm_elementwise(
-            PLACED_ONE, PLACED_ONE_REGISTERS, [b_words, words[len(words) - 1]],
-            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
-        )  # fmt: skip
-    elif BITS == 2:
-        b_codes = tl.inline_asm_elementwise(
-            PLACED_TWO, PLACED_TWO_REGISTERS, [b_words], dtype=(tl.float16,) * 8, is_pure=True, pack=2
-        )
+        b_codes = assembled(PLACED_ONE, (b_words, words[len(words) - 1]))
     else:
-        b_codes = tl.inline_asm_elementwise(
-            PLACED_FOUR, FOUR_EVEN_BITS_REGISTERS, [b_words], dtype=(tl.float16,) * 8, is_pure=True, pack=2
-        )
+        b_codes = assembled(PLACED_TWO if BITS == 2 else PLACED_FOUR, (b_words,))
     if COLUMNS:
         b_codes = turned(b_codes)
     if PADDED < 16:
@@ -114,14 +103,18 @@ def middle_tile(TOKENS: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, F
     return tl.full([TOKENS, 16], 2.0**BITS * (UNIT if FAST else 1.0), DTYPE)
 
 
+def places_undone(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows of a map `[H, W, D]` in the order of codes, divided by the places of these codes."""
+    field = torch.arange(rows.shape[1], device=rows.device) * 8 // rows.shape[1]
+    return rows * 2.0 ** -place(field, bits)[:, None]
+
+
 def in_place(rows: torch.Tensor, bits: int, keys: bool) -> torch.Tensor:
     """Rows of a map `[H, W, D]` for codes in place, and 16 more for the middle code: `[H, W + 16, D]`.
 
     Rows are of levels a distance of 1 apart, in the order of codes. The middle of queries is divided into shares of
     different lengths, so that they are not all rounded alike.
     """
-    fields = torch.arange(8, device=rows.device).repeat_interleave(rows.shape[1] // 8)
-    places = torch.tensor([place(field, bits) for field in range(8)], device=rows.device)[fields]
     shares = torch.arange(1.0, 17.0, device=rows.device) / 136 if keys else torch.eye(16, device=rows.device)[0]
     middle = -(2**bits - 1) / 2 * 2.0**-bits * rows.sum(1, keepdim=True) * shares[:, None]
-    return torch.cat([rows * 2.0 ** -places[:, None], middle], 1)
+    return torch.cat([places_undone(rows, bits), middle], 1)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kvcache_compress.codecs.layout import padded_words, words_per_token
 
-from .assembly import byte_table, joined, load_bytes, load_halves, pairs, places, registers, text, turned
+from .assembly import assembled, block, byte_table, joined, load_bytes, load_halves, pairs, places, text, turned
 from .codes import in_halves, load_columns, load_words
 
 
@@ -57,19 +57,21 @@ def _three_bits() -> tl.constexpr:
     return text(*lines)
 
 
-def _four_bits() -> tl.constexpr:
+def four_bits(a: str, b: str, *tables: tuple[str, str, str, str]) -> tl.constexpr:
+    """Look up the four-bit codes of words A and B in tables of magnitudes, which follow each other in the outputs."""
     lines = []
     for half, order in ((0, "0x5140"), (1, "0x7362")):
         lines += [
-            f"prmt.b32 r0, $8, $9, {order}",  # bytes of A and B alternate
+            f"prmt.b32 r0, {a}, {b}, {order}",  # bytes of A and B alternate
             "and.b32 r3, r0, 0x77777777",  # magnitudes
             "shl.b32 r4, r0, 4",
             "shr.u32 r5, r3, 16",
         ]
         for part, selectors, signs in ((0, "r3", "0x5140"), (2, "r5", "0x7362")):
             lines += [f"prmt.b32 r6, r4, r0, {signs}"]
-            field = 4 * half + part
-            lines += pairs(selectors, ("$10", "$12", "$14", "$16"), (f"${field}", f"${field + 1}"), "r6")
+            for number, table in enumerate(tables):
+                field = 8 * number + 4 * half + part
+                lines += pairs(selectors, table, (f"${field}", f"${field + 1}"), "r6")
     return text(*lines)
 
 
@@ -92,10 +94,9 @@ def _four_even_bits() -> tl.constexpr:
     return text(*lines)
 
 
-TWO_BITS, TWO_BITS_REGISTERS = _two_bits(), registers(8, 5)
-THREE_BITS, THREE_BITS_REGISTERS = _three_bits(), registers(8, 13)
-FOUR_BITS, FOUR_BITS_REGISTERS = _four_bits(), registers(8, 10)
-FOUR_EVEN_BITS, FOUR_EVEN_BITS_REGISTERS = _four_even_bits(), registers(8, 2)
+TWO_BITS, THREE_BITS = block(_two_bits(), 8, 5), block(_three_bits(), 8, 13)
+FOUR_BITS = block(four_bits("$8", "$9", ("$10", "$12", "$14", "$16")), 8, 10)
+FOUR_EVEN_BITS = block(_four_even_bits(), 8, 2)
 
 
 @triton.constexpr_function
@@ -124,39 +125,21 @@ def levels(
     is the tile of `places`, if needed. VALUES: tokens will be the depth of the product.
     """
     COLUMNS: tl.constexpr = VALUES and PADDED >= 16 and PADDED == WORDS and (BITS == 2 or BITS == 4)
-    if BITS == 2:
-        if COLUMNS:
-            b_words = load_columns(p_low, o_row, o_t, m_t, WORDS)
-        else:
-            b_words = load_halves(p_low, words[len(words) - 1], o_row, o_t, m_t, WORDS, PADDED, COUNT)
-        b_levels = tl.inline_asm_elementwise(
-            TWO_BITS, TWO_BITS_REGISTERS, [b_words, words[FIRST], words[FIRST + 1]],
-            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
-        )  # fmt: skip
-    elif BITS == 3:
-        b_words = load_halves(p_low, words[len(words) - 1], o_row, o_t, m_t, WORDS, PADDED, COUNT)
-        b_high = load_bytes(p_high, o_row, o_t, m_t, WORDS, PADDED, COUNT)
-        b_levels = tl.inline_asm_elementwise(
-            THREE_BITS, THREE_BITS_REGISTERS,
-            [b_words, b_high, words[len(words) - 1],
-             words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
-            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
-        )  # fmt: skip
+    if COLUMNS:
+        b_words = load_columns(p_low, o_row, o_t, m_t, WORDS)
+    elif BITS == 4:
+        b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
     else:
-        if COLUMNS:
-            b_words = load_columns(p_low, o_row, o_t, m_t, WORDS)
-        else:
-            b_words = load_words(p_low, o_row, o_t, m_t, WORDS, PADDED, COUNT)
-        if EVEN:
-            b_levels = tl.inline_asm_elementwise(
-                FOUR_EVEN_BITS, FOUR_EVEN_BITS_REGISTERS, [b_words], dtype=(tl.float16,) * 8, is_pure=True, pack=2
-            )
-        else:
-            b_levels = tl.inline_asm_elementwise(
-                FOUR_BITS, FOUR_BITS_REGISTERS,
-                [b_words, words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
-                dtype=(tl.float16,) * 8, is_pure=True, pack=2,
-            )  # fmt: skip
+        b_words = load_halves(p_low, words[len(words) - 1], o_row, o_t, m_t, WORDS, PADDED, COUNT)
+    if BITS == 2:
+        b_levels = assembled(TWO_BITS, (b_words,) + words[FIRST : FIRST + 2])
+    elif BITS == 3:
+        b_high = load_bytes(p_high, o_row, o_t, m_t, WORDS, PADDED, COUNT)
+        b_levels = assembled(THREE_BITS, (b_words, b_high, words[len(words) - 1]) + words[FIRST : FIRST + 4])
+    elif EVEN:
+        b_levels = assembled(FOUR_EVEN_BITS, (b_words,))
+    else:
+        b_levels = assembled(FOUR_BITS, (b_words,) + words[FIRST : FIRST + 4])
     if COLUMNS:
         b_levels = turned(b_levels)
     if PADDED < 16:

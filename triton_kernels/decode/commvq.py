@@ -20,7 +20,7 @@ import triton.language as tl
 from kvcache_compress.codecs.constants import on_cpu
 from kvcache_compress.codecs.layout import padded_words, words_per_token
 from kvcache_compress.modeling.rope import RopeLayout
-from kvcache_compress.triton_kernels.common.codes import load_codes, load_scales
+from kvcache_compress.triton_kernels.common.codes import divides, load_codes, load_scales
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order
 
 TOKENS = 128
@@ -79,17 +79,11 @@ def load_run(
     return b_run >> (i_bit % 8)
 
 
-@triton.constexpr_function
-def fills(width, columns):
-    """True if tiles of `columns` columns cover a row of `width` numbers exactly."""
-    return width % columns == 0
-
-
 @triton.jit
 def load_part(p_rows, b_index, o_w, WIDTH: tl.constexpr, STRIDE: tl.constexpr, DTYPE: tl.constexpr):
     """Load rows `b_index` `[T]` of a codebook: `[T, padded]`, columns `o_w`, zero from `WIDTH` on."""
     o_c = b_index.to(tl.int32)[:, None] * STRIDE + o_w[None, :]
-    if fills(WIDTH, o_w.shape[0]):
+    if divides(o_w.shape[0], WIDTH):
         return tl.load(p_rows + o_c).to(DTYPE)
     return tl.load(p_rows + o_c, mask=(o_w < WIDTH)[None, :], other=0.0).to(DTYPE)
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from kvcache_compress.codecs.base import CodecContext
 from kvcache_compress.codecs.layout import padded_width, padded_words, words_per_token
 from kvcache_compress.triton_kernels.common import assembly, in_place, lookup
-from kvcache_compress.triton_kernels.common.codes import load_codes, tile_channels, tile_width
+from kvcache_compress.triton_kernels.common.codes import divides, load_codes, tile_channels, tile_width
 from kvcache_compress.triton_kernels.common.operands import KernelSide, code_tiles, in_code_order
 
 
@@ -29,11 +29,6 @@ class Grouped(NamedTuple):
     channels: int
     fits: bool
     folded: bool
-
-
-@triton.constexpr_function
-def divides(part, total):
-    return total % part == 0
 
 
 @triton.constexpr_function
@@ -255,18 +250,11 @@ def kivi_side(context: CodecContext, bits: int, group: int) -> KernelSide:
     identity = in_code_order(torch.eye(width, device=device).unsqueeze(0), (width,))
     if folded and not keys:
         side.widths = (*tiles, 16)
-        rows = torch.cat([_places_undone(identity, bits), _zeros_of_groups(identity, groups)], 1)
-        side.matrix = rows / weight_unit(bits)
+        rows = in_place.places_undone(identity, bits) / in_place.UNIT.value
+        side.matrix = torch.cat([rows, _zeros_of_groups(identity, groups)], 1) / weight_unit(bits)
     elif padded_width(width) != width:
         side.matrix = (identity.mT if keys else identity).contiguous()
     return side
-
-
-def _places_undone(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """Rows `[1, W, D]` of a map from codes in place, as the fast path holds them."""
-    field = torch.arange(rows.shape[1], device=rows.device) * 8 // rows.shape[1]
-    place = bits * (field % (10 // bits))
-    return rows * (2.0**-place / in_place.UNIT.value)[:, None]
 
 
 def _zeros_of_groups(rows: torch.Tensor, groups: int) -> torch.Tensor:

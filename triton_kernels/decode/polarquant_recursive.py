@@ -100,12 +100,6 @@ def halves(b_x):
 
 
 @triton.jit
-def single_radius(fields, tables, i_h, o_row, o_t, m_t, META: tl.constexpr):
-    """Load the only radius of each token as float32, `[T]`."""
-    return decoded_radii(load_scales(fields[META.radii], o_row, o_t, m_t), tables, i_h, META)
-
-
-@triton.jit
 def decoded_radii(b_radii, tables, i_h, META: tl.constexpr):
     """Stored radii as float32; 8-bit ones through their head's table."""
     if META.coded:
@@ -116,21 +110,18 @@ def decoded_radii(b_radii, tables, i_h, META: tl.constexpr):
 
 @triton.jit
 def tree_tile(fields, tables, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: tl.constexpr):
-    """Decode a tile from the roots down: low and high half `[T, W]` in code space, and radii left out of the tree."""
+    """Decode a tile from the roots down: low and high half `[T, W]` in code space, a single root of radius 1."""
     ODD: tl.constexpr = META.odd
     PAD: tl.constexpr = META.padded
     ROOTS: tl.constexpr = META.roots
     DEPTH: tl.constexpr = len(META.bits)
     SINGLE: tl.constexpr = ROOTS == 1
-    if SINGLE:
-        b_scale = single_radius(fields, tables, i_h, o_row, o_t, m_t, META)
-    else:
+    if not SINGLE:
         o_r = tl.arange(0, ROOTS // ODD * PAD)
         o_i = o_r // PAD * ODD + o_r % PAD
         m_r = m_t[:, None] & (o_r % PAD < ODD)[None, :]
         b_r = tl.load(fields[META.radii] + (o_row + o_t)[:, None] * ROOTS + o_i[None, :], mask=m_r, other=0)
         b_r = decoded_radii(b_r, tables, i_h, META)
-        b_scale = tl.full([o_t.shape[0]], 1.0, tl.float32)
     for i in tl.static_range(DEPTH):
         b_codes = level_codes(fields, o_row, o_t, m_t, META, DEPTH - 1 - i)
         b_pair = points(tables[0], b_codes, META.start[DEPTH - 1 - i])
@@ -139,8 +130,7 @@ def tree_tile(fields, tables, i_h, o_row, o_t, m_t, META: tl.constexpr, DTYPE: t
         if i < DEPTH - 1:
             b_pair = b_pair.to(tl.float32)
             b_r = tl.reshape(tl.permute(b_pair, [0, 2, 1]), [o_t.shape[0], 2 * b_codes.shape[1]])
-    b_low, b_high = tl.split(b_pair.to(DTYPE))
-    return b_low, b_high, b_scale
+    return tl.split(b_pair.to(DTYPE))
 
 
 @triton.jit
@@ -150,12 +140,8 @@ def tiles(
     """Decode two tiles of code space, or eight of 16 columns, and the radius per token left out of the tree."""
     if FAST and META.fast:
         b_tiles = polar_columns.column_tiles(fields, tables[2 if META.coded else 1], words, o_row, o_t, m_t, META)
-        if META.roots == 1:
-            b_scale = single_radius(fields, tables, i_h, o_row, o_t, m_t, META)
-        else:
-            b_scale = tl.full([o_t.shape[0]], 1.0, tl.float32)
     else:
-        b_low, b_high, b_scale = tree_tile(fields, tables, i_h, o_row, o_t, m_t, META, DTYPE)
+        b_low, b_high = tree_tile(fields, tables, i_h, o_row, o_t, m_t, META, DTYPE)
         b_tiles = (b_low, b_high)
         if META.fast:
             b_0, b_2 = halves(b_low)
@@ -169,6 +155,9 @@ def tiles(
                     polar_columns.beside(b_near_low, b_near_high, META.keys),
                     polar_columns.beside(b_far_low, b_far_high, META.keys),
                 )
+    b_scale = tl.full([o_t.shape[0]], 1.0, tl.float32)
+    if META.roots == 1:
+        b_scale = decoded_radii(load_scales(fields[META.radii], o_row, o_t, m_t), tables, i_h, META)
     return b_tiles, b_scale
 
 

@@ -75,12 +75,12 @@ class Digits(NamedTuple):
     columns: int
 
 
-BIT = assembly.text(
+_BIT = assembly.text(
     "lop3.b32 r1, 0x0000000f, $10, $11, 0xca",  # A's selector, then B's
     "prmt.b32 r0, $8, $9, r1",  # their bytes in halves, beside others that are masked
     *(f"and.b32 ${j}, r0, {0x00010001 << j:#x}" for j in range(8)),
 )
-BIT_REGISTERS = assembly.registers(8, 4)
+BIT = assembly.block(_BIT, 8, 4)
 
 
 STAGES = tl.constexpr(3 if tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) >= (3, 7, 1) else 1)
@@ -191,9 +191,7 @@ def part_levels(
     if FAST and PLACE >= 0:
         if BITS == 1:
             b_fours = assembly.load_bytes(p_words, o_row, o_t, m_t, WORDS, PADDED, COUNT)
-            b_levels = tl.inline_asm_elementwise(
-                BIT, BIT_REGISTERS, [b_fours, words[PLACE]], dtype=(tl.float16,) * 8, is_pure=True, pack=2
-            )
+            b_levels = assembly.assembled(BIT, (b_fours, words[PLACE]))
             if PADDED < TILE:
                 b_levels = assembly.joined(b_levels)
         else:

@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 
 from kvcache_compress.triton_kernels.common.assembly import (
+    assembled,
+    block,
     byte_table,
     joined,
     load_bytes,
     load_halves,
     pairs,
-    registers,
     text,
 )
 from kvcache_compress.triton_kernels.common.codes import in_halves
@@ -127,10 +128,8 @@ def _signed(codes: str, sign: str, table: tuple[str, str, str, str], outputs: tu
     return lines
 
 
-TRELLIS_TWO, TRELLIS_TWO_REGISTERS = _trellis(2), registers(8, 10)
-TWO_WORDS, TWO_WORDS_REGISTERS = _trellis_words(2), registers(16, 12)
-THREE_WORDS, THREE_WORDS_REGISTERS = _trellis_words(3), registers(16, 13)
-TRELLIS_THREE, TRELLIS_THREE_REGISTERS = _trellis(3), registers(8, 14)
+TRELLIS_TWO, TRELLIS_THREE = block(_trellis(2), 8, 10), block(_trellis(3), 8, 14)
+TWO_WORDS, THREE_WORDS = block(_trellis_words(2), 16, 12), block(_trellis_words(3), 16, 13)
 
 
 @triton.jit
@@ -163,41 +162,25 @@ def trellis_levels(
     FIRST: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Tiles of float16 levels of trellis codes of two or three bits; see `levels`."""
+    b_table = words[FIRST : FIRST + 4]
     if in_halves(BITS, PADDED, True):
         b_words, b_before = load_twos(p_low, o_row, o_t, m_t, WORDS, PADDED)
         if BITS == 2:
-            b_halves = tl.inline_asm_elementwise(
-                TWO_WORDS, TWO_WORDS_REGISTERS,
-                [b_words, b_before, words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
-                dtype=(tl.float16,) * 16, is_pure=True, pack=2,
-            )  # fmt: skip
+            b_halves = assembled(TWO_WORDS, (b_words, b_before) + b_table, 16)
         else:
             p_halves = p_high.to(tl.pointer_type(tl.int16), bitcast=True)
             b_high = load_halves(p_halves, words[len(words) - 1], o_row, o_t, m_t, WORDS // 2, PADDED // 2, WORDS // 2)
-            b_halves = tl.inline_asm_elementwise(
-                THREE_WORDS, THREE_WORDS_REGISTERS,
-                [b_words, b_before, b_high, words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
-                dtype=(tl.float16,) * 16, is_pure=True, pack=2,
-            )  # fmt: skip
+            b_halves = assembled(THREE_WORDS, (b_words, b_before, b_high) + b_table, 16)
         b_levels = ()
         for i in tl.static_range(8):
             b_levels = b_levels + joined((b_halves[i], b_halves[i + 8]))
     elif BITS == 2:
         b_words = load_pairs(p_low, o_row, o_t, m_t, WORDS, PADDED)
-        b_levels = tl.inline_asm_elementwise(
-            TRELLIS_TWO, TRELLIS_TWO_REGISTERS,
-            [b_words, words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
-            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
-        )  # fmt: skip
+        b_levels = assembled(TRELLIS_TWO, (b_words,) + b_table)
     else:
         b_words = load_pairs(p_low, o_row, o_t, m_t, WORDS, PADDED)
         b_high = load_bytes(p_high, o_row, o_t, m_t, WORDS, PADDED, WORDS)
-        b_levels = tl.inline_asm_elementwise(
-            TRELLIS_THREE, TRELLIS_THREE_REGISTERS,
-            [b_words, b_high, words[len(words) - 1],
-             words[FIRST], words[FIRST + 1], words[FIRST + 2], words[FIRST + 3]],
-            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
-        )  # fmt: skip
+        b_levels = assembled(TRELLIS_THREE, (b_words, b_high, words[len(words) - 1]) + b_table)
     if PADDED < 16:
         b_levels = joined(b_levels)
     return b_levels

@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from compile_kernels import TARGETS
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 
 from kvcache_compress.backends import triton as backend
-from kvcache_compress.triton_kernels import aot
-from kvcache_compress.triton_kernels.attention import launch
 
 from .counts import Meter
 from .machine import Machine
@@ -105,10 +104,9 @@ class Emulator:
 
 def emulate(target: str) -> Emulator:
     """Run all launches of this process as compiled for `target`, such as `sm_90`, over tensors of the CPU."""
-    emulator = Emulator(aot.TARGETS[target])
+    emulator = Emulator(TARGETS[target])
     emulator.install()
     backend.interpreting = lambda: True  # so that tensors of the CPU take kernels
-    launch.capability_of = lambda device: aot.capability(target)
     return emulator
 
 

@@ -16,8 +16,8 @@ from kvcache_compress.triton_kernels.common import assembly, directions
 
 TOKENS = 64
 TEXTS = {
-    4: (directions.FOUR_BITS, directions.FOUR_BITS_REGISTERS),
-    5: (directions.FIVE_BITS, directions.FIVE_BITS_REGISTERS),
+    4: directions.FOUR_BITS,
+    5: directions.FIVE_BITS,
 }
 
 
@@ -47,9 +47,9 @@ def test_text_gives_cos_and_sin_of_the_codes(
         held += inline.held(plane.contiguous().view(torch.int32).repeat_interleave(4, -1), keys)
         held += inline.held(assembly.places(plane.shape[-1]).expand(TOKENS, -1), keys)
     held += inline.constants(directions.tables(points).tolist(), len(held[0]))
-    text, constraints = TEXTS[bits]
-    assert len(held) == constraints.value.count(",r")
-    outputs = inline.run(text.value, {f"${16 + i}": register for i, register in enumerate(held)}, 16)
+    text, constraints = TEXTS[bits].value
+    assert len(held) == constraints.count(",r")
+    outputs = inline.run(text, {f"${16 + i}": register for i, register in enumerate(held)}, 16)
     expected = points.half()[codes].view(torch.int16).view(TOKENS, 8, words_per_token(width), 2)
     for field in range(8):
         for output, part in zip(outputs[field::8], expected[:, field].unbind(-1), strict=True):

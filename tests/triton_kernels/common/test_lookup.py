@@ -17,12 +17,12 @@ from kvcache_compress.triton_kernels.decode import trellis_codes
 
 TOKENS = 64
 TEXTS = {
-    (2, True): (lookup.TWO_BITS, lookup.TWO_BITS_REGISTERS),
-    (2, False): (lookup.TWO_BITS, lookup.TWO_BITS_REGISTERS),
-    (3, True): (lookup.THREE_BITS, lookup.THREE_BITS_REGISTERS),
-    (3, False): (lookup.THREE_BITS, lookup.THREE_BITS_REGISTERS),
-    (4, True): (lookup.FOUR_EVEN_BITS, lookup.FOUR_EVEN_BITS_REGISTERS),
-    (4, False): (lookup.FOUR_BITS, lookup.FOUR_BITS_REGISTERS),
+    (2, True): lookup.TWO_BITS,
+    (2, False): lookup.TWO_BITS,
+    (3, True): lookup.THREE_BITS,
+    (3, False): lookup.THREE_BITS,
+    (4, True): lookup.FOUR_EVEN_BITS,
+    (4, False): lookup.FOUR_BITS,
 }
 """Assembly and register constraints by bits and evenness of the levels."""
 
@@ -73,9 +73,9 @@ def test_text_gives_the_levels_of_the_codes(width: int, bits: int, even: bool, k
         levels = (torch.arange(2**bits) - (2**bits - 1) / 2).half() * lookup.unit(bits)
     table = [] if even and bits == 4 else assembly.byte_table(levels, bits).tolist()
     inputs = operands(bits, planes, table, keys)
-    text, constraints = TEXTS[bits, even]
-    assert len(inputs) == constraints.value.count(",r")
-    outputs = inline.run(text.value, inputs, 8)
+    text, constraints = TEXTS[bits, even].value
+    assert len(inputs) == constraints.count(",r")
+    outputs = inline.run(text, inputs, 8)
     expected = levels[codes].view(torch.int16).view(TOKENS, 8, words_per_token(width))
     for field, output in enumerate(outputs):
         assert np.array_equal(output, inline.held(expected[:, field], keys)[0])
@@ -95,13 +95,13 @@ def test_text_gives_the_levels_of_trellis_codes(width: int, bits: int, keys: boo
         held += inline.held(assembly.places(words.shape[-1]).expand(TOKENS, -1), keys)
     held += inline.constants(assembly.byte_table(levels, bits + 1).tolist(), len(held[0]))
     texts = {
-        2: (trellis_codes.TRELLIS_TWO, trellis_codes.TRELLIS_TWO_REGISTERS),
-        3: (trellis_codes.TRELLIS_THREE, trellis_codes.TRELLIS_THREE_REGISTERS),
+        2: trellis_codes.TRELLIS_TWO,
+        3: trellis_codes.TRELLIS_THREE,
     }
-    text, constraints = texts[bits]
+    text, constraints = texts[bits].value
     inputs = {f"${8 + i}": register for i, register in enumerate(held)}
-    assert len(inputs) == constraints.value.count(",r")
-    outputs = inline.run(text.value, inputs, 8)
+    assert len(inputs) == constraints.count(",r")
+    outputs = inline.run(text, inputs, 8)
     looked_up = packing.channel_order(trellis.look_up(planes, bits, levels))
     expected = looked_up.view(torch.int16).view(TOKENS, 8, words_per_token(width))
     for field, output in enumerate(outputs):
@@ -122,11 +122,11 @@ def test_text_gives_the_levels_of_trellis_codes_in_words_of_32_bits(width: int, 
     held += inline.constants(trellis_codes.trellis_table(levels, bits, 16).tolist(), len(held[0]))
     inputs = {f"${16 + i}": register for i, register in enumerate(held)}
     text, constraints = {
-        2: (trellis_codes.TWO_WORDS, trellis_codes.TWO_WORDS_REGISTERS),
-        3: (trellis_codes.THREE_WORDS, trellis_codes.THREE_WORDS_REGISTERS),
-    }[bits]
-    assert len(inputs) == constraints.value.count(",r")
-    outputs = inline.run(text.value, inputs, 16)
+        2: trellis_codes.TWO_WORDS,
+        3: trellis_codes.THREE_WORDS,
+    }[bits].value
+    assert len(inputs) == constraints.count(",r")
+    outputs = inline.run(text, inputs, 16)
     looked_up = packing.channel_order(trellis.look_up(planes, bits, levels))
     expected = looked_up.view(torch.int16).view(TOKENS, 8, words_per_token(width) // 2, 2)
     for field, output in enumerate(outputs):
@@ -165,13 +165,13 @@ def test_text_leaves_codes_in_place(width: int, bits: int, keys: bool) -> None:
     codes = torch.randint(0, 2**bits, (TOKENS, width), generator=torch.Generator().manual_seed(bits))
     planes = packing.pack(codes, bits)
     text, constraints = {
-        1: (in_place.PLACED_ONE, in_place.PLACED_ONE_REGISTERS),
-        2: (in_place.PLACED_TWO, in_place.PLACED_TWO_REGISTERS),
-        4: (in_place.PLACED_FOUR, lookup.FOUR_EVEN_BITS_REGISTERS),
-    }[bits]
+        1: in_place.PLACED_ONE,
+        2: in_place.PLACED_TWO,
+        4: in_place.PLACED_FOUR,
+    }[bits].value
     inputs = operands(bits, planes, [], keys)
-    assert len(inputs) == constraints.value.count(",r")
-    outputs = inline.run(text.value, inputs, 8)
+    assert len(inputs) == constraints.count(",r")
+    outputs = inline.run(text, inputs, 8)
     fields = codes.view(TOKENS, 8, words_per_token(width))
     for field, output in enumerate(outputs):
         numbers = (fields[:, field] << in_place.place(field, bits)).to(torch.int16)

@@ -14,12 +14,12 @@ from unittest import mock
 
 import torch
 import triton
+from sass import Loop, loops, read
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
-from .common import plan
-from .sass import Loop, loops, read
+from kvcache_compress.triton_kernels.common import plan
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -43,12 +43,6 @@ class MachineCode:
     loops: tuple[Loop, ...]
     """Outermost loops; empty on AMD targets."""
     warps: int
-
-
-def capability(target: str) -> str | None:
-    """Compute capability of one of `TARGETS`, as written in `tiles.json`; None on AMD."""
-    gpu = TARGETS[target]
-    return None if gpu.backend == "hip" else f"{gpu.arch // 10}.{gpu.arch % 10}"
 
 
 def launching_for(target: str) -> AbstractContextManager[Any]:

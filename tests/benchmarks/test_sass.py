@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from kvcache_compress.triton_kernels import sass
+import sass
 
 FREE = 7
 
