@@ -1,1 +1,1 @@
-"""Attention over compressed layers: the registered function, the choice of a path, and the paths in torch."""
+"""Attention over compressed layers: the registered function, its switch, compiled steps and position hooks."""

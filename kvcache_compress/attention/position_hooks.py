@@ -96,8 +96,8 @@ def register_fused_hooks(model: PreTrainedModel) -> None:
         if model in _REPORTED:
             return
         watch = _Watch()
-        model.register_forward_pre_hook(functools.partial(_begin, _FUSED, watch), with_kwargs=True)
-        model.register_forward_hook(functools.partial(_end, _FUSED, watch))
+        model.register_forward_pre_hook(functools.partial(_begin, watch), with_kwargs=True)
+        model.register_forward_hook(functools.partial(_end, watch))
 
 
 def remove_fused_hooks(model: PreTrainedModel) -> None:
@@ -140,7 +140,7 @@ class _Watch:
         return taken
 
 
-def _begin(owner: str, watch: _Watch, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin(watch: _Watch, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Watch a forward over a growing cache that begins with packed tokens.
 
     With gradients attention gets them decoded, and a static cache may be read by recorded graphs, which show no path.
@@ -155,7 +155,7 @@ def _begin(owner: str, watch: _Watch, module: Any, args: tuple[Any, ...], kwargs
         watch.begin()
 
 
-def _end(owner: str, watch: _Watch, module: Any, args: tuple[Any, ...], output: Any) -> None:
+def _end(watch: _Watch, module: Any, args: tuple[Any, ...], output: Any) -> None:
     """Report the model if its attention saw no packed tokens. One watched forward is enough, so both hooks go."""
     if torch.compiler.is_compiling() or (taken := watch.end()) is None:
         return

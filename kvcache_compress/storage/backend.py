@@ -113,9 +113,9 @@ class Backend(ABC):
         """True if `attend` is a fast way for this call to attend to packed tokens."""
         return call.query.shape[2] <= MAX_DECODE_TOKENS
 
+    @abstractmethod
     def path(self, call: AttentionCall, keys: View, values: View) -> AttentionPath | None:
         """Choose how a call attends to a layer: None for the model's own attention over decoded tokens."""
-        return self if self.takes(call, keys, values) else None
 
     @abstractmethod
     def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:

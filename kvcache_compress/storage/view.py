@@ -264,8 +264,8 @@ class View:
         return self.writable().to(target, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"{type(self).__name__} and torch.Tensor have no attribute {name!r}")
         return getattr(self.writable(), name)
 
     def __getitem__(self, index: Any) -> torch.Tensor:

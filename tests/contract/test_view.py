@@ -44,6 +44,14 @@ def test_reports_the_logical_tensor(views: Any) -> None:
         assert "packed=32" in repr(view)
 
 
+def test_has_the_attributes_of_a_tensor_alone(views: Any) -> None:
+    """A name that no tensor has is refused before anything is decoded."""
+    for view in views[:2]:
+        with mock.patch.object(View, "writable") as decoded, pytest.raises(AttributeError, match="segments"):
+            view.segments  # noqa: B018
+        assert not decoded.called
+
+
 def test_decodes_for_foreign_code(views: Any) -> None:
     """A handle decodes for torch functions, methods, indexing, and lists that mix it with tensors."""
     for view, dense in (views[::2], views[1::2]):

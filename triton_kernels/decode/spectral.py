@@ -276,7 +276,7 @@ def spectral_side(
             factors.append(functional.pad(by_part, (0, padded - count)).flatten(2, 3))
             first += 8 * padded // TILE.value
         digit += width
-    fast = [_fits(*part[:5]) for part in of_parts]
+    fast = [_fits(bits, words, count, padded) for bits, words, _, count, padded, _, _ in of_parts]
     sizes = sorted({part[4] for part, fits in zip(of_parts, fast, strict=True) if fits}, reverse=True)
     tables = [assembly.byte_table(SMALL.value * levels.cpu(), 2)] if digits.counts.twos else []
     ahead = sum(map(len, tables))
@@ -316,7 +316,7 @@ def _places(words: int) -> torch.Tensor:
     return assembly.places(words) & -0x10000 | byte | 4 + byte << 8
 
 
-def _fits(bits: int, words: int, at: int, count: int, padded: int) -> bool:
+def _fits(bits: int, words: int, count: int, padded: int) -> bool:
     """True if `lookup.levels` can unpack a part: it reads some planes as words of 32 bits."""
     if bits == 2:
         return padded >= TILE.value or words % 2 == count % 2 == 0

@@ -182,7 +182,8 @@ class _Run:
         at = at.to(key.device)
         return Window(
             key[0], self.settings.group, SINKS, RECENT, self.rope, query[0, :, at], at,
-            scaling=options.get("scaling") or self.head_dim**-0.5, s_aux=options.get("s_aux"),
+            scaling=options.get("scaling") or self.head_dim**-0.5, softcap=options.get("softcap"),
+            s_aux=options.get("s_aux"),
         )  # fmt: skip
 
 

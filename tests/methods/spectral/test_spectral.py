@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from kvcache_compress.codecs.digits import (
     tables,
 )
 from kvcache_compress.config import get_method
-from kvcache_compress.methods.spectral.calibration import SpectralSettings, calibrate_spectral
+from kvcache_compress.methods.spectral.calibration import SpectralSettings, _Run, calibrate_spectral
 from kvcache_compress.methods.spectral.codec import SpectralOptions
 from kvcache_compress.methods.spectral.statistics_file import write_statistics
 from kvcache_compress.methods.spectral.transform import mean_table, spectral_basis
@@ -367,3 +368,13 @@ def test_all_whole_bytes_are_allowed(dim: int) -> None:
         counts = digit_counts(8 * count / dim, dim)
         assert 2 * counts.twos + counts.ones == 8 * count
         assert digit_counts(float(f"{8 * count / dim:.6g}"), dim) == counts
+
+
+def test_calibration_sees_attention_as_the_model_computes_it() -> None:
+    """Soft-capped logits and sinks' logits (Gemma 2, gpt-oss) count in the statistics."""
+    run = SimpleNamespace(settings=SimpleNamespace(group=32), rope=None, head_dim=16)
+    query, key, s_aux = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16), torch.randn(4)
+    options = {"scaling": 0.5, "softcap": 50.0, "s_aux": s_aux}
+    window = _Run._window(run, query, key, options, torch.tensor([40, 63]))  # type: ignore[arg-type]
+    assert (window.scaling, window.softcap) == (0.5, 50.0)
+    assert window.s_aux is s_aux
