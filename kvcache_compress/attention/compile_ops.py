@@ -86,7 +86,7 @@ class TracedView(View):
     def __init__(self, number: int, of: Side, appended: torch.Tensor, fresh: torch.Tensor, tokens: int) -> None:
         self.number, self.of, self.appended = number, of, appended
         self.sinks = self.tail_buffer = fresh
-        self.packed, self.capacity, self.owner = 0, tokens, None
+        self.packed, self.capacity, self.owner, self.waited = 0, tokens, None, False
 
     @property
     def side(self) -> Side:

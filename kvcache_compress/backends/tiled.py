@@ -97,7 +97,7 @@ def _tiles(keys: View, values: View) -> Iterator[tuple[torch.Tensor, torch.Tenso
     """Yield decoded keys and values of all tokens, tile by tile in order, `[B, H, tokens, D]`."""
     for start in range(0, keys.packed, TILE_TOKENS):
         stop = min(start + TILE_TOKENS, keys.packed)
-        yield keys.tile(start, stop), values.tile(start, stop)
+        yield keys.decoded_tile(start, stop), values.decoded_tile(start, stop)
     yield from zip(keys.tail.split(TILE_TOKENS, 2), values.tail.split(TILE_TOKENS, 2), strict=True)
 
 

@@ -128,8 +128,8 @@ class TritonBackend(TorchBackend):
                 recent=windows.recent, flush=windows.flush, capacity=buffers.capacity,
                 packed_capacity=windows.packed_capacity, longest=LONGEST, rope=sides["keys"].rope_rows,
             )  # fmt: skip
-        left = {side: state for side, state in sides.items() if state.codec.kernel_encoder is None}
-        buffers.encode(left, fresh["keys"].shape[2])
+            left = {side: state for side, state in sides.items() if state.codec.kernel_encoder is None}
+            buffers.encode(left, fresh["keys"].shape[2])
 
     def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
         if not keys.packed:  # codecs may not have their statistics yet

@@ -274,7 +274,7 @@ class CompressedLayer(RowOperations):
         """Remember views for as long as somebody holds them."""
         self._views = [view for view in self._views if view() is not None]
         for view in views:
-            view.owner = self
+            view.owner, view.waited = self, self.waits
             self._views.append(weakref.ref(view))
 
     def release_views(self, kept: int | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -76,7 +76,8 @@ class View:
     padding: left padding of the rows, whose first tokens have changed places with it; None if there is none.
     backend: the layer's.
     capacity: `max_cache_len` of a static layer, whose masks have that many tokens; else None.
-    owner: the layer, while it holds exactly the tokens of this step; None afterwards.
+    owner: the layer, while it holds exactly the tokens of this step; None afterwards, and in copies.
+    waited: True if packing waited for the queries of this step.
     """
 
     sinks: torch.Tensor
@@ -91,6 +92,11 @@ class View:
     backend: AttentionPath | None = None
     capacity: int | None = None
     owner: Owner | None = None
+    waited: bool = False
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """State of a copy, which no layer knows of."""
+        return None, {field.name: getattr(self, field.name) for field in fields(self)} | {"owner": None}
 
     @property
     def side(self) -> Side:
@@ -144,11 +150,13 @@ class View:
             return path.attend(call, self, values)
 
     def close(self, call: AttentionCall) -> bool:
-        """Let the layer pack what waits for the queries of this attention; False if nothing did."""
-        if self.owner is None or not self.owner.waits:
-            return False
-        self.owner.close(replace(call, mask=self.over_tokens(call.mask)))
-        return True
+        """Let the layer pack what waits for the queries of this attention; False if nothing did.
+
+        If layers share keys and values, the first one that attends closes the step; later calls change nothing.
+        """
+        if self.waited and self.owner is not None and self.owner.waits:
+            self.owner.close(replace(call, mask=self.over_tokens(call.mask)))
+        return self.waited
 
     def over_tokens(self, mask: Mask) -> Mask:
         """Trim a mask to stored tokens."""
@@ -173,7 +181,10 @@ class View:
         return None if self.track is None else self.track.read(start, stop)
 
     def dense(self) -> torch.Tensor:
-        """Decode all tokens in order: a tensor of this `shape` in the model's dtype, zero in spare capacity."""
+        """Decode all tokens in order: a tensor of this `shape` in the model's dtype, zero in spare capacity.
+
+        Writes into it do not reach the layer; those into any other result of foreign code do (`writable`).
+        """
         stored = self.stored()
         spare = self.shape[2] - stored.shape[2]
         return torch.nn.functional.pad(stored, (0, 0, 0, spare)) if spare else stored
@@ -194,7 +205,7 @@ class View:
             self.padding.exchange_(whole.mT, first, None if self.slots is None else self.slots.length)
         return whole
 
-    def tile(self, start: int, stop: int) -> torch.Tensor:
+    def decoded_tile(self, start: int, stop: int) -> torch.Tensor:
         """Decode packed tokens `[start, stop)`, whole groups, to the model's dtype, with the sinks before the first."""
         sinks = self.sinks[:, :, : None if start == 0 else 0]
         batch, heads, first, dim = sinks.shape

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.cache_name import with_cache
+from support.device import INTERPRETED
 from support.small_model import METHODS, VOCAB, method_config, mixed_config, small_model
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
@@ -114,6 +115,26 @@ def test_autocast_leaves_the_codes_alone(ids: torch.Tensor) -> None:
         same.update(states, states, 0)
         assert torch.equal(same.layers[0].keys, cache.layers[0].keys)
     assert cache.packed_tokens == same.packed_tokens == 32
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's kernels on tensors of the CPU")
+@pytest.mark.parametrize("estimator", ["mse", "prod"])
+def test_autocast_leaves_the_codes_of_static_steps_alone(estimator: str) -> None:
+    """Sides with a kernel encoder and those that PyTorch encodes."""
+    side = {"method": "turboquant", "bits": 3, "estimator": estimator}
+    config = {"keys": side, "values": side, "sink_tokens": 4, "recent_tokens": 8, "max_cache_len": 120}
+    cache, same = (CompressedCache(small_model().config, {**config, "backend": "triton"}) for _ in range(2))
+    states = torch.randn(2, 2, 90, 32, generator=torch.Generator().manual_seed(0))
+    for start, stop in ((0, 60), *((at, at + 1) for at in range(60, 90))):
+        step = states[:, :, start:stop]
+        cache.update(step, step, 0)
+        with bf16():
+            same.update(step, step, 0)
+    (keys, _), (others, _) = (one.layers[0].views() for one in (same, cache))
+    count = cache.packed_tokens
+    assert count == same.packed_tokens == 64
+    for ours, theirs in zip(keys.store.read(0, count), others.store.read(0, count), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_one_config_for_models_in_threads(ids: torch.Tensor) -> None:

@@ -52,6 +52,22 @@ def test_has_the_attributes_of_a_tensor_alone(views: Any) -> None:
         assert not decoded.called
 
 
+def test_hides_no_method_of_a_tensor(views: Any) -> None:
+    """Only these names mean for a view what they mean for a tensor; all others of a tensor decode it."""
+    own = {name for name in dir(View) if not name.startswith("_")}
+    assert own & set(dir(torch.Tensor)) == {"shape", "dtype", "device", "ndim", "to"}
+    for view, dense in (views[::2], views[1::2]):
+        assert torch.equal(view.tile(1, 2, 1, 1), dense.tile(1, 2, 1, 1))
+
+
+def test_copies_belong_to_no_layer(views: Any) -> None:
+    for view, dense in (views[::2], views[1::2]):
+        copied = copy.deepcopy(view)
+        assert copied.owner is None
+        assert view.owner is not None
+        assert torch.equal(copied.dense(), dense)
+
+
 def test_decodes_for_foreign_code(views: Any) -> None:
     """A handle decodes for torch functions, methods, indexing, and lists that mix it with tensors."""
     for view, dense in (views[::2], views[1::2]):

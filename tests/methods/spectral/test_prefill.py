@@ -19,6 +19,7 @@ from support.spectral_files import statistics_file
 from transformers import DynamicCache
 
 from kvcache_compress import CompressedCache, SpectralCache, disable_fused_attention, enable_fused_attention
+from kvcache_compress.attention.interface import attention_forward
 from kvcache_compress.codecs.base import CodecContext, Prompt
 from kvcache_compress.codecs.digits import allocate_bits
 from kvcache_compress.codecs.mask import AttentionCall, Mask
@@ -28,7 +29,7 @@ from kvcache_compress.methods.spectral.codec import SpectralCodec, SpectralOptio
 from kvcache_compress.methods.spectral.moments import KeyMoments
 from kvcache_compress.methods.spectral.prefill import sampled_positions
 from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS
-from kvcache_compress.storage.view import View
+from kvcache_compress.storage.view import View, record_paths
 
 GROUP, DIM, HEADS = 32, 32, 2
 WINDOWS = {"sink_tokens": 4, "recent_tokens": 8}
@@ -286,6 +287,19 @@ def test_handles_without_attention(model: Any) -> None:
     assert cache.packed_tokens == 0
     cache.update(x[:, :, :1], x[:, :, :1], 0)
     assert cache.packed_tokens == 64
+
+
+def test_layers_that_share_a_prompt_close_it_once(model: Any) -> None:
+    """Both attend to the prompt's own tensors, and neither counts as a path over packed tokens."""
+    cache, x = spectral(model), torch.randn(1, HEADS, 100, DIM)
+    views = cache.update(x, x, 0)
+    query = x.repeat_interleave(model.config.num_attention_heads // HEADS, 1)
+    module = model.model.layers[0].self_attn
+    with torch.no_grad(), record_paths() as taken:
+        first, second = (attention_forward(module, query, *views, None, scaling=0.2)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert cache.packed_tokens == 64
+    assert taken == []
 
 
 def test_gradients_take_keys_alone(model: Any) -> None:
