@@ -176,13 +176,14 @@ def static_step_launches(
     sides: dict[Side, SideState] = {}
     tokens = torch.randn(1, 2, 512, 128).bfloat16()
     both: tuple[Side, Side] = ("keys", "values")
-    for side in both:
-        codec = build_codec(*(keys if side == "keys" else values), side, 128, 2, torch.bfloat16)
-        sides[side] = SideState(codec, tokens, 96, track_of(codec, tokens), PaddingRecord())
+    codecs = {side: build_codec(*(keys if side == "keys" else values), side, 128, 2, torch.bfloat16) for side in both}
+    group = codecs["keys"].group
+    windows = Windows(sinks=16, recent=64, flush=max(32, group), group=group, capacity=464)
+    for side, codec in codecs.items():
+        track = track_of(codec, tokens)
+        sides[side] = SideState(codec, tokens, windows, BACKENDS["triton"], track, PaddingRecord())
         codec.prepare(tokens)
         sides[side].prepared = True
-    group = sides["keys"].codec.group
-    windows = Windows(sinks=16, recent=64, flush=max(32, group), group=group, capacity=464)
     storage = StaticStorage(DynamicStorage(sides, windows, PackableChecks(0), BACKENDS["triton"]))
 
     def step() -> None:

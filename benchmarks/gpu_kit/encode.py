@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache_compress.backends.choice import resolve_backend
+from kvcache_compress.backends.choice import BACKENDS, resolve_backend
 from kvcache_compress.bench.layers import Shape, encoded_side, middle_layer, named_config
 from kvcache_compress.bench.timing import median_ms
 from kvcache_compress.codecs.device import interpreting
 from kvcache_compress.storage.padding import PaddingRecord
-from kvcache_compress.storage.side import SideState
+from kvcache_compress.storage.side import SideState, Windows
 
 FLUSHES = 16
 """Cache flushes before a call: about four milliseconds, enough for Python to queue all launches of a prompt."""
@@ -64,7 +64,8 @@ def encode_time(
             heads=shape.kv_heads, packed=tokens, codes="random", batch=batch, device=device,
         )  # fmt: skip
         x = torch.randn(batch, shape.kv_heads, tokens, shape.head_dim, device=device, dtype=dtype)
-        state = SideState(layer_side.codec, x, 0, layer_side.track, PaddingRecord())
+        windows = Windows(0, 0, 0, layer_side.codec.group)
+        state = SideState(layer_side.codec, x, windows, BACKENDS["torch"], layer_side.track, PaddingRecord())
         state.prepared = True  # the codec already is, and fractional bits can be prepared only once
         state.store.make_static(tokens)
         states.append((state, x))
