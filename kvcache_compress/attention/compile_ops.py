@@ -36,7 +36,7 @@ class Layer(Protocol):
         """Store new keys and values `[B, H, n, D]`, and return what their step attends to."""
 
     def views(self) -> tuple[View, View]:
-        """What a step attends to right after it is stored."""
+        """Views of all keys and values, as a step attends to them right after it is stored."""
 
 
 _LAYERS: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()

@@ -43,7 +43,7 @@ class PackedStore:
         )
         """One buffer per field; another tuple whenever one of them is replaced."""
         self.described: Any = None
-        """What a back end keeps about the side for its attention, until a buffer is replaced."""
+        """Description of the buffers that a back end made for its attention; dropped when one of them is replaced."""
 
     def make_static(self, capacity: int) -> None:
         """Allocate `capacity` tokens, a multiple of `group`, once and for all; spare capacity is zero."""

@@ -1,4 +1,4 @@
-"""What a step attends to: keys or values of a layer as stored, which `update()` returns in place of tensors."""
+"""Views: keys or values of a layer as they are stored, which `update()` returns in place of tensors."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class View:
         return 4
 
     def path(self, call: AttentionCall, values: View) -> AttentionPath | None:
-        """How a call attends to these keys and to `values`; None for the model's own attention over decoded tokens."""
+        """Choose how to attend to these keys and to `values`: None for the model's own attention, decoded."""
         assert self.backend is not None
         return self.backend.path(call, self, values)
 
