@@ -26,8 +26,8 @@ ONE_OF_EACH_METHOD = (
 
 @pytest.mark.parametrize("factor", [1.0, 1.01, float("nan")])
 def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    attend = check.Step.attend
-    monkeypatch.setattr(check.Step, "attend", lambda *arguments: attend(*arguments) * factor)
+    attend = check.View.attend
+    monkeypatch.setattr(check.View, "attend", lambda *arguments: attend(*arguments) * factor)
     found = check.check_kernels(*PLAIN)
     assert (found.error is None) == (factor == 1), found.error
     if found.error is not None:
@@ -37,16 +37,16 @@ def test_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch, factor: float
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_every_call_is_compared(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
     """Both the first and the repeated launch are compared."""
-    attend = check.Step.attend
+    attend = check.View.attend
     calls: list[int] = []
     places: set[tuple[int, ...]] = set()
 
-    def attend_once_wrong(view: check.Step, call: AttentionCall) -> torch.Tensor:
-        calls.append(len(view.keys.codec.kernel_side.plans))
-        places.add((call.query.data_ptr(), view.keys.tail.data_ptr(), view.values.sinks.data_ptr()))
-        return attend(view, call) * (1.5 if len(calls) == wrong + 1 else 1)
+    def attend_once_wrong(keys: check.View, call: AttentionCall, values: check.View, *path: Any) -> torch.Tensor:
+        calls.append(len(keys.codec.kernel_side.plans))
+        places.add((call.query.data_ptr(), keys.tail.data_ptr(), values.sinks.data_ptr()))
+        return attend(keys, call, values, *path) * (1.5 if len(calls) == wrong + 1 else 1)
 
-    monkeypatch.setattr(check.Step, "attend", attend_once_wrong)
+    monkeypatch.setattr(check.View, "attend", attend_once_wrong)
     found = check.check_kernels("uniform-4bit", "tiny", TINY, 128, CPU)
     assert str(found.error).startswith("attention differs by")
     assert calls == [0, 1], "plans before each call"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_kit.jobs import KEYS
 from gpu_kit.result_file import ResultFile
 from matplotlib.figure import Figure
 from support.saved_files import config, filled
@@ -28,7 +29,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "cache": lambda path: filled(20).save(path),
     "JSON": lambda path: write_json(path, {"a": 1}, torch.device("cpu")),
     "figure": lambda path: save_figure(Figure(), path),
-    "bench": lambda path: ResultFile(path, dict.fromkeys(("command", "date", "minutes"), ""), (), ()),
+    "bench": lambda path: ResultFile(path, dict.fromkeys(("command", "date", "minutes"), ""), ()),
 }
 
 
@@ -41,7 +42,7 @@ def test_links_are_followed(write: Callable[[Path], Any], tmp_path: Path) -> Non
     """Links are followed to an existing file, whose permissions stay, and to a new one."""
     target, link, loose = tmp_path / "there" / "target", tmp_path / "link", tmp_path / "loose"
     target.parent.mkdir()
-    target.write_text('{"runs": []}')
+    target.write_text(json.dumps({"runs": []} | dict.fromkeys(KEYS, [])))
     target.chmod(0o640)
     link.symlink_to("there/target")
     loose.symlink_to(tmp_path / "new" / "file")
