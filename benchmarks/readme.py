@@ -22,7 +22,7 @@ from kvcache_compress.eval.reporting.plots import pareto
 from kvcache_compress.eval.reporting.tables import MISSING, Table, tables
 from kvcache_compress.eval.runner.cells import Cell, read_cells
 from kvcache_compress.eval.tuning.tune import Budget
-from kvcache_compress.validation.sizes import parse_size, size_text
+from kvcache_compress.validation import parse_size, size_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

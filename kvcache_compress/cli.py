@@ -14,9 +14,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from kvcache_compress.validation.messages import quoted, shortened
-from kvcache_compress.validation.options import MOST_TOKENS
-from kvcache_compress.validation.sizes import parse_size, size_text
+from kvcache_compress.validation import MOST_TOKENS, parse_size, quoted, shortened, size_text
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="KV-cache compression for Hugging Face Transformers."

@@ -6,7 +6,9 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.resources import files
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -17,9 +19,17 @@ from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs.base import SIDES, Codec, MethodOptions, RopeUse, Side
 from kvcache_compress.codecs.layout import Field as StoredField
 from kvcache_compress.codecs.layout import group_tokens
-from kvcache_compress.files.text import is_file, is_folder, parse_yaml, read_yaml
-from kvcache_compress.validation.messages import explain, quoted, suggestion, unknown_key
-from kvcache_compress.validation.options import MOST_TOKENS, AnyList, Seed, StrictOptions, python_number
+from kvcache_compress.files.text import parse_yaml, read_yaml
+from kvcache_compress.validation import (
+    MOST_TOKENS,
+    AnyList,
+    Seed,
+    StrictOptions,
+    explain,
+    python_number,
+    quoted,
+    unknown_key,
+)
 
 from . import methods as methods  # importing it registers them
 from .registry import get_method as get_method
@@ -346,12 +356,15 @@ def load_config(source: str | Path | Mapping[str, Any] | CompressionConfig) -> C
             f"config={quoted(source)}: allowed a preset's name, a path, a dictionary or a CompressionConfig"
         )
     path, name = Path(source), str(source)
-    if path.suffix in (".yaml", ".yml") or is_file(path) or (name and name not in preset_names() and is_folder(path)):
+    if path.suffix in (".yaml", ".yml") or isfile(path) or (name and name not in preset_names() and isdir(path)):
         data = read_yaml(path)
     elif (name := BUDGETS.get(name, name)) in preset_names():
         data = parse_yaml((_presets() / f"{name}.yaml").read_text(encoding="utf-8"), name)
     else:
-        raise ValueError(f"unknown preset {quoted(name)}: {suggestion(name, [*BUDGETS, *preset_names()])}")
+        known = [*BUDGETS, *preset_names()]
+        near = get_close_matches(name[:100].lower(), known, 1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        raise ValueError(f"unknown preset {quoted(name)}: {hint}")
     if not isinstance(data, dict):
         raise ValueError(f"{name}: a mapping is needed at the top, with 'keys' and 'values'")
     return CompressionConfig.of(data, name)

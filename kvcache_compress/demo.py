@@ -15,7 +15,7 @@ from kvcache_compress.attention.interface import enable_fused_attention
 from kvcache_compress.cache.compressed_cache import CompressedCache
 from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
-from kvcache_compress.validation.sizes import size_text
+from kvcache_compress.validation import size_text
 
 from .config import load_config
 

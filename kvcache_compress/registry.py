@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from kvcache_compress.codecs.base import Codec
-from kvcache_compress.validation.messages import quoted
+from kvcache_compress.validation import quoted
 
 _CODECS: dict[str, type[Codec]] = {}
 C = TypeVar("C", bound=type[Codec])

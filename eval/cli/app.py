@@ -12,7 +12,7 @@ from kvcache_compress.eval.reporting import report
 from kvcache_compress.eval.runner.command import benchmark_command
 from kvcache_compress.eval.studies import distortion, neighbors, probe
 from kvcache_compress.eval.tasks import BENCHMARKS
-from kvcache_compress.validation.messages import shortened
+from kvcache_compress.validation import shortened
 
 from . import compare, fetch
 

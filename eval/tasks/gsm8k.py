@@ -20,7 +20,7 @@ from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun
-from kvcache_compress.validation.options import AnyPath
+from kvcache_compress.validation import AnyPath
 
 from .benchmark import Benchmark, Record, Sample, register_benchmark
 from .samples import check_fits, force_answer, generate_text, load_hub_rows, read_jsonl, split_ids

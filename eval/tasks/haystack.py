@@ -6,10 +6,11 @@ import random
 import re
 from collections.abc import Iterator
 from itertools import chain, cycle, islice
+from os.path import isdir
 from pathlib import Path
 
-from kvcache_compress.files.text import is_folder, read_text
-from kvcache_compress.validation.messages import quoted
+from kvcache_compress.files.text import read_text
+from kvcache_compress.validation import quoted
 
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*$")
 
@@ -86,7 +87,7 @@ def haystack_words(folder: Path | None, count: int, seed: int | str) -> list[str
     """
     if folder is None:
         return list(islice(chain.from_iterable(words_of(f" {text}") for text in plain_sentences(seed)), count))
-    if not is_folder(folder):
+    if not isdir(folder):
         raise ValueError(f"haystack={quoted(str(folder))}: no such folder")
     texts = [read_text(path).strip() for path in sorted(folder.glob("*.txt"))]
     words = words_of("".join(f"\n{text}" for text in texts if text))

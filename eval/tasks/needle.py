@@ -22,8 +22,7 @@ from pydantic import Field, model_validator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun
-from kvcache_compress.validation.options import AnyList, AnyPath, Seed
-from kvcache_compress.validation.packages import require
+from kvcache_compress.validation import AnyList, AnyPath, Seed, require
 
 from .benchmark import Benchmark, Record, Sample, register_benchmark
 from .haystack import haystack_words, hide

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from os.path import isdir
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,8 +25,8 @@ from pydantic import Field, model_validator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import STEP_TOKENS, CacheRun
-from kvcache_compress.files.text import is_folder, read_text
-from kvcache_compress.validation.options import AnyPath, AnyTuple
+from kvcache_compress.files.text import read_text
+from kvcache_compress.validation import AnyPath, AnyTuple
 
 from .benchmark import Benchmark, Record, Sample, register_benchmark
 from .scoring import compare_tokens, cut_windows
@@ -111,7 +112,7 @@ def _scores(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _read(path: Path) -> str:
-    files = sorted(path.glob("*.txt")) if is_folder(path) else [path]
+    files = sorted(path.glob("*.txt")) if isdir(path) else [path]
     if not files:
         raise ValueError(f"texts: no .txt file in the folder {path}")
     return "\n\n".join(read_text(file, f"texts={str(file)!r}") for file in files)

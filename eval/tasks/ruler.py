@@ -13,6 +13,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from itertools import chain, zip_longest
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -21,9 +22,7 @@ from pydantic import Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.eval.caches.prefill import CacheRun
-from kvcache_compress.files.text import is_file, is_folder
-from kvcache_compress.validation.messages import quoted
-from kvcache_compress.validation.options import AnyPath
+from kvcache_compress.validation import AnyPath, quoted
 
 from .benchmark import Benchmark, Record, Sample, register_benchmark
 from .samples import as_chat, check_fits, force_answer, generate_text, read_jsonl, split_ids, with_space
@@ -92,9 +91,9 @@ class Ruler(Benchmark):
         return scores
 
     def _files(self) -> list[Path]:
-        if not (is_folder(self.data) or is_file(self.data)):
+        if not (isdir(self.data) or isfile(self.data)):
             raise ValueError(f"data={quoted(str(self.data))}: no such file or folder")
-        if not is_folder(self.data):
+        if not isdir(self.data):
             return [self.data]
         if not (files := sorted(self.data.rglob("*.jsonl"))):
             raise ValueError(f"data={str(self.data)!r}: no .jsonl files in this folder")

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from kvcache_compress.eval.caches.prefill import STEP_TOKENS, CacheRun
 from kvcache_compress.files.text import parse_json, read_text
 from kvcache_compress.modeling import hub
-from kvcache_compress.validation.packages import require
+from kvcache_compress.validation import require
 
 
 def read_jsonl(path: Path, columns: Collection[str]) -> list[dict[str, Any]]:

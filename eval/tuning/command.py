@@ -31,8 +31,7 @@ from kvcache_compress.eval.tasks.benchmark import Sample
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT, Perplexity
 from kvcache_compress.files.atomic import whole_file
 from kvcache_compress.modeling.facts import head_shape
-from kvcache_compress.validation.messages import quoted
-from kvcache_compress.validation.sizes import parse_size
+from kvcache_compress.validation import parse_size, quoted
 
 from .sensitivity import Ends, Sensitivity, Sides, measure, with_bits
 from .tune import Budget, Certificate, certify, tune

@@ -19,7 +19,6 @@ from kvcache_compress.codecs.base import Codec, CodecContext, MethodOptions, Sid
 from kvcache_compress.config import CompressionConfig, LayerPlan, get_method, load_config
 from kvcache_compress.methods.commvq.codebook_file import (
     CENTRES,
-    describe_model,
     group_count,
     rounds_for,
     write_codebooks,
@@ -131,7 +130,7 @@ def random_codebooks(head_dim: int, heads: int, bits: float, encoder: bool) -> s
         shapes["codebook"] = (stored, width)
         tensors |= {f"values.0.{name}": torch.randn(shape) / head_dim for name, shape in shapes.items()}
     path = Path(tempfile.mkdtemp()) / "random.safetensors"
-    write_codebooks(describe_model(config, path), tensors)
+    write_codebooks(path, config, tensors)
     return str(path)
 
 

@@ -2,190 +2,145 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
-from os import PathLike
-from typing import Any, Literal, get_args
+from os import PathLike, fspath
+from typing import Any, ClassVar, get_type_hints
 
 from transformers import PreTrainedConfig
 
-from kvcache_compress.config import CompressionConfig, SideConfig
-from kvcache_compress.methods.qjl import QJLOptions
-from kvcache_compress.methods.spectral.codec import SpectralOptions
+from kvcache_compress.config import CompressionConfig, SideConfig, get_method
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of
-from kvcache_compress.validation.messages import quoted
+from kvcache_compress.validation import quoted
 
 from .compressed_cache import CompressedCache
 
-Variant = Literal["recursive", "rope"]
-ROPE_VALUES = {"method": "turboquant", "bits": 4}
-"""Default method for values with the variant `rope`, which encodes keys only."""
+_WINDOWS = {"sink_tokens": 16, "recent_tokens": 64}
+_SHARED = """
+Options of every cache.
+
+sink_tokens, recent_tokens: first and last tokens kept in full precision.
+options: fields of `CompressionConfig` (`layers`, `backend`, `seed`, `max_cache_len`, ...).
+
+Raises:
+    ValueError: An option is unknown or out of range, a file does not fit the model, or the model has no full-attention
+        layer.
+"""
 
 
-class PolarQuantCache(CompressedCache):
-    """Cache compressed by PolarQuant, in one of its two variants.
+class MethodCache(CompressedCache):
+    """Base of caches of one method; its signature and docstring list the options of the method.
 
-    Args:
-        config: the model's config.
-        variant: `recursive`, a tree of angles for keys and values (Han et al.), or `rope`, one angle and one radius
-            per rotary pair of the keys (Wu et al.).
-        sink_tokens: first tokens kept in full precision.
-        recent_tokens: last tokens kept in full precision.
-        values: method of the values, a name or a dictionary such as `{"method": "turboquant", "bits": 3}`. A dictionary
-            without a method changes options of the default, which is the keys' method, or for `rope` TurboQuant at 4
-            bits.
-        options: options of the method, `polarquant_recursive` or `polarquant_rope` (`bits`, `angle_bits`, ...;
-            `center`: keys only), or of `CompressionConfig` (`layers`, `seed`, ...).
-
-    Raises:
-        ValueError: An option is unknown or out of range, or the model has no full-attention layer.
+    names: the method, or several of which the option `variant` chooses.
+    own: options before those of the method, and other defaults, in the order of the signature.
     """
 
-    methods = frozenset({"polarquant_recursive", "polarquant_rope"})
+    names: ClassVar[tuple[str, ...]]
+    own: ClassVar[Mapping[str, Any]]
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        variant: Variant = "recursive",
-        sink_tokens: int = 16,
-        recent_tokens: int = 64,
-        values: str | Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        if variant not in get_args(Variant):
-            raise ValueError(f"variant={variant!r} for PolarQuantCache: allowed {', '.join(get_args(Variant))}")
-        sides: dict[str, dict[str, Any]] = {"keys": {}, "values": {}}
-        if "center" in options:
-            sides["keys"]["center"] = options.pop("center")
-        settings: dict[str, Any] = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
-        if isinstance(values, Mapping) and "method" not in values:
-            values = (ROPE_VALUES if variant == "rope" else {"method": "polarquant_recursive"}) | dict(values)
-        if variant == "rope" or values is not None:
-            del sides["values"]
-            settings["values"] = ROPE_VALUES if values is None else values
-        super().__init__(config, config_from_options(f"polarquant_{variant}", sides, options, **settings))
+    def __init_subclass__(cls) -> None:
+        cls.methods = frozenset(cls.names)
+        options = [get_method(name).Options for name in cls.names]
+        types = {name: kind for one in reversed(options) for name, kind in get_type_hints(one).items()}
+        usual = {name: field.default for one in reversed(options) for name, field in one.model_fields.items()}
+        own = {name: usual.get(name) if value is None else value for name, value in cls.own.items()}
+        windows = {name: own.pop(name, value) for name, value in _WINDOWS.items()}
+        defaults = own | {name: value for name, value in usual.items() if name not in own} | windows
+        kind = inspect.Parameter
+        shown = [
+            kind(name, kind.POSITIONAL_OR_KEYWORD, default=value, annotation=types.get(name, kind.empty))
+            for name, value in defaults.items()
+        ]
+        ends = kind("config", kind.POSITIONAL_OR_KEYWORD), kind("options", kind.VAR_KEYWORD)
+        cls.__signature__ = inspect.Signature([ends[0], *shown, ends[1]])
+        texts = [inspect.cleandoc(cls.__doc__ or ""), *(inspect.cleandoc(one.__doc__ or "") for one in options)]
+        cls.__doc__ = "\n\n".join([*texts, inspect.cleandoc(_SHARED)])
+
+    __signature__: ClassVar[inspect.Signature]
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
+        given = self.__signature__.bind(config, *args, **options).arguments
+        given = {name: x for name, x in given.items() if name not in ("config", "options")} | given.get("options", {})
+        if clash := given.keys() & ({"keys", "values", "method"} - self.own.keys()):
+            raise ValueError(f"{min(clash)!r} is no option here: use CompressedCache for other methods or sides")
+        given = {name: fspath(x) if isinstance(x, PathLike) else x for name, x in given.items() if x is not None}
+        if {"bits", "key_bits", "value_bits"} <= given.keys():
+            raise ValueError(
+                f"bits={quoted(given['bits'])} has no effect when key_bits and value_bits are both set; drop one of "
+                "the three"
+            )
+        chosen = {**_WINDOWS, **{name: x for name, x in self.own.items() if x is not None}, **given}
+        values = chosen.pop("values", None)
+        fields = {name: chosen.pop(name) for name in CompressionConfig.model_fields if name in chosen}
+        super().__init__(config, CompressionConfig.of({**self._sides(config, chosen, values), **fields}))
+
+    def _sides(self, config: PreTrainedConfig, options: dict[str, Any], values: Any) -> dict[str, SideConfig]:
+        """Config of each side from the method's options, and from what is said of the values."""
+        method = self._method(options)
+        default = self._default_values(config, method, options)
+        if values is None and default is None:
+            return _both_sides(method, options)
+        if not (values is None or isinstance(values, (str, Mapping))):
+            raise ValueError(f"values={quoted(values)}: must be a method's name or its options")
+        named = {"method": values} if isinstance(values, str) else dict(values or {})
+        if "method" not in named:
+            named = (default or {"method": method}) | named
+        return {"keys": SideConfig.of({"method": method, **options}), "values": SideConfig.of(named)}
+
+    def _method(self, options: dict[str, Any]) -> str:
+        """Name of the method; takes what chooses it out of the options."""
+        return self.names[0]
+
+    def _default_values(self, config: PreTrainedConfig, method: str, options: Mapping[str, Any]) -> Any:
+        """Method and options of the values where a user says nothing of them; None: as keys."""
+        return None
 
 
-class TurboQuantCache(CompressedCache):
+def _both_sides(method: str, options: dict[str, Any]) -> dict[str, SideConfig]:
+    """Config of two sides with the same options, but for `key_bits`, `value_bits` and `center`, which is for keys."""
+    bits = {"keys": options.pop("key_bits", None), "values": options.pop("value_bits", None)}
+    own: dict[str, dict[str, Any]] = {side: {} if one is None else {"bits": one} for side, one in bits.items()}
+    own["keys"] |= {"center": options.pop("center")} if "center" in options else {}
+    sides = {side: SideConfig.of({"method": method, **options, **given}) for side, given in own.items()}
+    idle = {side: config.idle().keys() for side, config in sides.items()}
+    # An option of both sides is refused only if it has no effect on either; the side that cannot use it drops it.
+    spared = options.keys() - set.intersection(*map(set, idle.values()))
+    return {side: config.without(idle[side] & spared) for side, config in sides.items()}
+
+
+class TurboQuantCache(MethodCache):
     """Cache compressed by TurboQuant: `model.generate(..., past_key_values=TurboQuantCache(model.config, bits=4))`.
 
     Args:
         config: the model's config.
-        bits: bits per number, 1 to 6 in steps of 0.5, by default 4; `key_bits` and `value_bits` override it for one
-            side.
-        sink_tokens: first tokens kept in full precision.
-        recent_tokens: last tokens kept in full precision.
-        options: further options of `TurboQuantOptions`, for both sides (`center`: keys only), or of
-            `CompressionConfig`.
-
-    Raises:
-        ValueError: An option is unknown or out of range, or the model has no full-attention layer.
+        bits: bits per number, 1 to 6 in steps of 0.5; `key_bits` and `value_bits` override it for one side.
+        options: the method's options (`TurboQuantOptions`), for both sides (`center`: keys only), `sink_tokens`,
+            `recent_tokens`, and others of `CompressionConfig`.
     """
 
-    methods = frozenset({"turboquant"})
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        bits: float | None = None,
-        key_bits: float | None = None,
-        value_bits: float | None = None,
-        sink_tokens: int = 16,
-        recent_tokens: int = 64,
-        **options: Any,
-    ) -> None:
-        sides = bits_of_sides(bits, key_bits, value_bits, default=4)
-        if "center" in options:
-            sides["keys"]["center"] = options.pop("center")
-        compression = config_from_options(
-            "turboquant", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens
-        )
-        super().__init__(config, compression)
+    names = ("turboquant",)
+    own: ClassVar = {"bits": 4, "key_bits": None, "value_bits": None}
 
 
-class KIVICache(CompressedCache):
+class KIVICache(MethodCache):
     """Cache compressed by KIVI, by default with the paper's window of 128 recent tokens and no sinks.
 
     Args:
         config: the model's config.
         bits: code bits per number, 1 to 6 (the paper's are 2 and 4), by default 2; `key_bits` and `value_bits` override
             it for one side.
-        group_size: tokens (keys) or channels (values) that share a scale and a zero point.
-        sink_tokens: first tokens kept in full precision.
-        recent_tokens: last tokens kept in full precision.
-        options: options of `CompressionConfig` (`layers`, `backend`, `quantize_generated`, ...).
-
-    Raises:
-        ValueError: An option is unknown or out of range, or the model has no full-attention layer.
+        group_size: tokens (keys) or channels (values) that share a scale and a zero point, by default 32.
+        options: `sink_tokens`, `recent_tokens`, and others of `CompressionConfig`.
     """
 
-    methods = frozenset({"kivi"})
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        bits: int | None = None,
-        key_bits: int | None = None,
-        value_bits: int | None = None,
-        group_size: int = 32,
-        sink_tokens: int = 0,
-        recent_tokens: int = 128,
-        **options: Any,
-    ) -> None:
-        sides = bits_of_sides(bits, key_bits, value_bits, default=2)
-        options["group_size"] = group_size
-        compression = config_from_options("kivi", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
-        super().__init__(config, compression)
+    names = ("kivi",)
+    own: ClassVar = {
+        "bits": 2, "key_bits": None, "value_bits": None, "group_size": 32, "sink_tokens": 0, "recent_tokens": 128,
+    }  # fmt: skip
 
 
-def _default_values(config: PreTrainedConfig) -> dict[str, Any]:
-    """KIVI at 2 bits in groups of 32 channels, or 16 if 32 does not divide the head dimension; else TurboQuant."""
-    decoder, _ = decoder_layers(config)
-    groups = [size for size in (32, 16) if head_dim_of(decoder) % size == 0]
-    return {"method": "kivi", "bits": 2, "group_size": groups[0]} if groups else {"method": "turboquant", "bits": 2}
-
-
-class QJLCache(CompressedCache):
-    """Cache with keys compressed by QJL, and values by KIVI's per-token groups as in QJL's paper.
-
-    Args:
-        config: the model's config.
-        sketch_ratio: sketch rows per channel of the keys, that is code bits per number; 2 by default.
-        sketch_dim: number of rows, a multiple of 8; replaces `sketch_ratio`.
-        values: method and options of the values; by default KIVI at 2 bits in the paper's groups of 32 channels, in
-            groups of 16 if 32 does not divide the head dimension, or TurboQuant at 2 bits if 16 does not either.
-            Options without a method change that default.
-        sink_tokens: first tokens kept in full precision.
-        recent_tokens: last tokens kept in full precision.
-        options: further options of `QJLOptions`, or of `CompressionConfig` (`layers`, `seed`, ...).
-
-    Raises:
-        ValueError: An option is unknown or out of range, or the model has no full-attention layer.
-    """
-
-    methods = frozenset({"qjl"})
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        sketch_ratio: float | None = None,
-        sketch_dim: int | None = None,
-        values: Mapping[str, Any] | str | None = None,
-        sink_tokens: int = 16,
-        recent_tokens: int = 64,
-        **options: Any,
-    ) -> None:
-        value_side = {"method": values} if isinstance(values, str) else dict(values or {})
-        value_side = value_side if "method" in value_side else _default_values(config) | value_side
-        keys = {name: options.pop(name) for name in QJLOptions.model_fields if name in options}
-        sizes = {"sketch_ratio": sketch_ratio, "sketch_dim": sketch_dim}
-        keys |= {name: number for name, number in sizes.items() if number is not None}
-        sides = {"keys": keys, "values": value_side}
-        compression = config_from_options("qjl", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens)
-        super().__init__(config, compression)
-
-
-class CommVQCache(CompressedCache):
+class CommVQCache(MethodCache):
     """Cache compressed by CommVQ with codebooks of the model: `CommVQCache(model.config, codebooks=path)`.
 
     For batches with left padding call `enable_fused_attention(model)` or `register_position_hooks(model)` once, so that
@@ -196,36 +151,37 @@ class CommVQCache(CompressedCache):
         codebooks: file that `kvcache-compress calibrate --method commvq` wrote for this model.
         bits: code bits per number, at most as many as in the file, by default those of its calibration; `key_bits` and
             `value_bits` override it for one side.
-        sink_tokens: first tokens kept in full precision.
-        recent_tokens: last tokens kept in full precision.
-        options: further options of `CommVQOptions`, for both sides, or of `CompressionConfig` (`layers`, ...).
-
-    Raises:
-        ValueError: The codebooks are missing, damaged or of another model, or an option is unknown or out of range.
+        options: the method's options (`CommVQOptions`), for both sides, `sink_tokens`, `recent_tokens`, and others of
+            `CompressionConfig`.
     """
 
-    methods = frozenset({"commvq"})
-
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        codebooks: str | PathLike[str] | None = None,
-        bits: float | None = None,
-        key_bits: float | None = None,
-        value_bits: float | None = None,
-        sink_tokens: int = 16,
-        recent_tokens: int = 64,
-        **options: Any,
-    ) -> None:
-        sides = bits_of_sides(bits, key_bits, value_bits, default=None)
-        options["codebooks"] = None if codebooks is None else str(codebooks)
-        compression = config_from_options(
-            "commvq", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens
-        )
-        super().__init__(config, compression)
+    names = ("commvq",)
+    own: ClassVar = {"codebooks": None, "bits": None, "key_bits": None, "value_bits": None}
 
 
-class SpectralCache(CompressedCache):
+class QJLCache(MethodCache):
+    """Cache with keys compressed by QJL, and values by KIVI's per-token groups as in QJL's paper.
+
+    Args:
+        config: the model's config.
+        sketch_ratio: sketch rows per channel of the keys, that is code bits per number; 2 by default.
+        sketch_dim: number of rows, a multiple of 8; replaces `sketch_ratio`.
+        values: method and options of the values; by default KIVI at 2 bits in the paper's groups of 32 channels, in
+            groups of 16 if 32 does not divide the head dimension, or TurboQuant at 2 bits if 16 does not either.
+            Options without a method change that default.
+        options: the method's options (`QJLOptions`), `sink_tokens`, `recent_tokens`, and others of `CompressionConfig`.
+    """
+
+    names = ("qjl",)
+    own: ClassVar = {"sketch_ratio": None, "sketch_dim": None, "values": None}
+
+    def _default_values(self, config: PreTrainedConfig, method: str, options: Mapping[str, Any]) -> Any:
+        decoder, _ = decoder_layers(config)
+        groups = [size for size in (32, 16) if head_dim_of(decoder) % size == 0]
+        return {"method": "kivi", "bits": 2, "group_size": groups[0]} if groups else {"method": "turboquant", "bits": 2}
+
+
+class SpectralCache(MethodCache):
     """Cache with spectral keys, and values by TurboQuant: `SpectralCache(model.config, bits=2)`.
 
     Call `enable_fused_attention(model)` once: statistics of the first prompt need its queries, and keys of batches with
@@ -235,73 +191,42 @@ class SpectralCache(CompressedCache):
         config: the model's config.
         statistics: `"prefill"`, to measure them on the first prompt, or the file that `kvcache-compress calibrate
             --method spectral` wrote for this model.
-        bits: code bits per number of the keys, 0.5 to 6 (see `SpectralOptions`), and of the values, to the next half.
+        bits: code bits per number of the keys, 0.5 to 6 (by default 2), and of the values, to the next half.
         values: method and options of the values; options without a method change those of TurboQuant.
-        sink_tokens: first tokens kept in full precision.
-        recent_tokens: last tokens kept in full precision.
-        options: further options of `SpectralOptions`, or of `CompressionConfig` (`layers`, `backend`, ...).
-
-    Raises:
-        ValueError: The statistics are missing, damaged or of another model, or an option is unknown or out of range.
+        options: the method's options (`SpectralOptions`), `sink_tokens`, `recent_tokens`, and others of
+            `CompressionConfig`.
     """
 
-    methods = frozenset({"spectral"})
+    names = ("spectral",)
+    own: ClassVar = {"statistics": "prefill", "bits": 2, "values": None}
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        statistics: str | PathLike[str] | None = "prefill",
-        bits: float = 2,
-        values: Mapping[str, Any] | str | None = None,
-        sink_tokens: int = 16,
-        recent_tokens: int = 64,
-        **options: Any,
-    ) -> None:
-        if not (values is None or isinstance(values, (str, Mapping))):
-            raise ValueError(f"values={quoted(values)}: allowed a method's name or its options")
-        keys = {name: options.pop(name) for name in SpectralOptions.model_fields if name in options}
-        keys |= {"bits": bits, "statistics": None if statistics is None else str(statistics)}
-        checked: Any = SideConfig.of({"method": "spectral", **keys}).options()
-        value_side = {"method": values} if isinstance(values, str) else dict(values or {})
-        if "method" not in value_side:
-            value_side = {"method": "turboquant", "bits": max(1.0, math.ceil(2 * checked.bits) / 2)} | value_side
-        sides = {"keys": keys, "values": value_side}
-        compression = config_from_options(
-            "spectral", sides, options, sink_tokens=sink_tokens, recent_tokens=recent_tokens
-        )
-        super().__init__(config, compression)
+    def _default_values(self, config: PreTrainedConfig, method: str, options: Mapping[str, Any]) -> Any:
+        checked: Any = SideConfig.of({"method": method, **options}).options()
+        return {"method": "turboquant", "bits": max(1.0, math.ceil(2 * checked.bits) / 2)}
 
 
-def config_from_options(
-    method: str, sides: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any], **fields: Any
-) -> CompressionConfig:
-    """Build the config of a cache class: options that are no fields of `CompressionConfig` go to both sides.
+class PolarQuantCache(MethodCache):
+    """Cache compressed by PolarQuant, in one of its two variants.
 
-    Raises:
-        ValueError: An option is unknown, out of range or has no effect, or names a side or method.
+    Args:
+        config: the model's config.
+        variant: `recursive` (default), a tree of angles for keys and values (Han et al.), or `rope`, one angle and one
+            radius per rotary pair of the keys (Wu et al.).
+        values: method of the values, a name or a dictionary such as `{"method": "turboquant", "bits": 3}`. A dictionary
+            without a method changes options of the default, which is the keys' method, or for `rope` TurboQuant at 4
+            bits.
+        options: options of the method, `polarquant_recursive` or `polarquant_rope` (`bits`, `angle_bits`, ...;
+            `center`: keys only), `sink_tokens`, `recent_tokens`, and others of `CompressionConfig`.
     """
-    own = {name: value for name, value in options.items() if name in CompressionConfig.model_fields}
-    both = {name: value for name, value in options.items() if name not in own}
-    if clash := options.keys() & {"keys", "values", "method"}:
-        raise ValueError(f"{sorted(clash)[0]!r} is no option here: use CompressedCache for other methods or sides")
-    built = {side: SideConfig.of({"method": method, **both, **given}) for side, given in sides.items()}
-    idle = {side: side_config.idle().keys() for side, side_config in built.items()}
-    # An option of both sides is refused only if it has no effect on either; the side that cannot use it drops it.
-    spared = both.keys() - set.intersection(*map(set, idle.values()))
-    built = {side: chosen.without(idle[side] & spared) for side, chosen in built.items()}
-    return CompressionConfig.of({**built, **own, **fields})
 
+    names = ("polarquant_recursive", "polarquant_rope")
+    own: ClassVar = {"variant": "recursive", "values": None}
 
-def bits_of_sides(
-    bits: float | None, key_bits: float | None, value_bits: float | None, default: float | None
-) -> dict[str, dict[str, Any]]:
-    """Options of each side from `bits`, which `key_bits` and `value_bits` override; `default` applies without any.
+    def _method(self, options: dict[str, Any]) -> str:
+        variant = options.pop("variant")
+        if variant not in ("recursive", "rope"):
+            raise ValueError(f"variant={quoted(variant)} for PolarQuantCache: must be 'recursive' or 'rope'")
+        return f"polarquant_{variant}"
 
-    Raises:
-        ValueError: All three are given, so that `bits` would have no effect.
-    """
-    if None not in (bits, key_bits, value_bits):
-        raise ValueError(f"bits={quoted(bits)} beside key_bits and value_bits: allowed beside one of them at most")
-    common = default if bits is None else bits
-    own = {"keys": key_bits, "values": value_bits}
-    return {side: {"bits": common if one is None else one} for side, one in own.items()}
+    def _default_values(self, config: PreTrainedConfig, method: str, options: Mapping[str, Any]) -> Any:
+        return {"method": "turboquant", "bits": 4} if method == "polarquant_rope" else None

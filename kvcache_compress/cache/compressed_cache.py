@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
+    Cache,
     CacheLayerMixin,
     DynamicCache,
     LinearAttentionAndFullAttentionLayer,
@@ -26,16 +28,16 @@ from kvcache_compress.modeling.rope import RopeLayout, layer_has_rope, rope_layo
 from kvcache_compress.storage.checks import CROPS_TO_LENGTH, check_croppable, tokens_after_crop
 from kvcache_compress.storage.padding import PaddingRecord
 from kvcache_compress.storage.rope_track import RopeTrack
-from kvcache_compress.validation.arguments import positive_count, row_numbers
+from kvcache_compress.validation import quoted
 
+from .cache_file import load_cache, save_cache
 from .hybrid_layer import HybridCompressedLayer
 from .layer import CompressedLayer
 from .memory_report import MemoryReport, memory_report
 from .offloading import Offloading
-from .serialization.cache_file import SavableCache, load_cache, save_cache
 
 
-class CompressedCache(SavableCache, ModelListener):
+class CompressedCache(Cache, ModelListener):
     """A key/value cache that stores older tokens compressed.
 
     Args:
@@ -51,6 +53,9 @@ class CompressedCache(SavableCache, ModelListener):
 
     methods: ClassVar[frozenset[str] | None] = None
     """Methods of which keys or values of this class use at least one; None for any."""
+
+    rope_tracks: list[RopeTrack]
+    """Cos and sin for the layers that need them: one track unless these have other sinks or groups."""
 
     def __init__(
         self, config: PreTrainedConfig, compression: CompressionConfig | str | Path | Mapping[str, Any]
@@ -207,6 +212,11 @@ class CompressedCache(SavableCache, ModelListener):
         return DynamicCache.__iter__(self)
 
     @property
+    def compressed_layers(self) -> dict[int, CompressedLayer]:
+        """Compressed layers by index."""
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)}
+
+    @property
     def packed_tokens(self) -> int:
         """Packed tokens per sequence, the largest number of any layer."""
         return max((layer.packed_tokens for layer in self.compressed_layers.values()), default=0)
@@ -246,7 +256,9 @@ class CompressedCache(SavableCache, ModelListener):
         self._select(super().reorder_cache, "beam_idx", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        repeats = positive_count("repeats", repeats)
+        repeats = operator.index(repeats)
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats}: must be at least 1")
         self._settle()
         self._refuse_static("repeated")
         if self._empty():
@@ -260,7 +272,7 @@ class CompressedCache(SavableCache, ModelListener):
 
     def _select(self, select: Callable[[Any], Any], name: str, rows: Any) -> None:
         if held := [batch for layer in self.layers if (batch := _rows_held(layer)) is not None]:
-            rows = row_numbers(name, rows, held[0])
+            rows = _row_numbers(name, rows, held[0])
         if self._empty():
             return
         self._settle()
@@ -301,6 +313,19 @@ class CompressedCache(SavableCache, ModelListener):
         memo[id(self)] = twin
         twin.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
         return twin
+
+
+def _row_numbers(name: str, rows: Any, batch: int) -> torch.Tensor:
+    """Resolve row numbers or a boolean mask, a tensor or a list, to the numbers `[n]` of the selected rows of a batch.
+
+    Raises:
+        ValueError, TypeError: `rows` is neither.
+        IndexError: A row does not exist, or a number is not whole.
+    """
+    chosen = torch.tensor(rows) if isinstance(rows, (list, tuple)) else rows
+    if not isinstance(chosen, torch.Tensor) or chosen.ndim != 1:
+        raise ValueError(f"{name}={quoted(rows)}: must be a tensor or a list of row numbers, or a boolean mask")
+    return torch.arange(batch, device=chosen.device)[chosen]
 
 
 def _rows_held(layer: Any) -> int | None:

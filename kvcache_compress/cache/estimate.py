@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from os.path import isdir
 from pathlib import Path
 from typing import NamedTuple
 
 from kvcache_compress.codecs.base import SIDES
 from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.config import CompressionConfig, LayerPlan
-from kvcache_compress.files.text import is_folder
 from kvcache_compress.modeling.decoder import decoder_layers, head_dim_of, is_full_attention, kv_heads_of
 from kvcache_compress.modeling.hub import from_cache_or_hub
 from kvcache_compress.storage.rope_track import DTYPE as ROPE_DTYPE
 from kvcache_compress.storage.rope_track import rope_rows
-from kvcache_compress.validation.messages import one_line, quoted
+from kvcache_compress.validation import one_line, quoted
 
 BF16_BYTES = 2
 
@@ -112,7 +112,7 @@ def model_shape(model: str) -> ModelShape:
     from transformers import AutoConfig
 
     try:
-        if is_folder(Path(model).expanduser()):
+        if isdir(Path(model).expanduser()):
             found = AutoConfig.from_pretrained(Path(model).expanduser())
         else:
             found = from_cache_or_hub(model, lambda local: AutoConfig.from_pretrained(model, local_files_only=local))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvcache_compress.storage.rope_track import RopeTrack
-from kvcache_compress.validation.sizes import size_text
+from kvcache_compress.validation import size_text
 
 from .layer import CompressedLayer
 

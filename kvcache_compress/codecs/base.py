@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 import torch
 
 from kvcache_compress.modeling.rope import Rope, RopeLayout
-from kvcache_compress.validation.options import StrictOptions
+from kvcache_compress.validation import StrictOptions
 
 from . import layout
 from .layout import Field
@@ -164,10 +164,6 @@ class Codec(ABC):
 
         `queries` `[B, Hq, n, head_dim]` are some that attend to them, if known.
         """
-        return {}
-
-    def optional_statistics(self) -> Statistics:
-        """Examples, in dtype and shape, of statistics that `measure` finds for some tokens only."""
         return {}
 
     def set_statistics(self, statistics: Statistics) -> None:

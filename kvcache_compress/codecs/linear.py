@@ -119,10 +119,6 @@ class LinearCodec(Codec):
         found = {"mean": mean, "factors": factors}
         return {name: x for name, x in found.items() if x is not None}
 
-    def optional_statistics(self) -> Statistics:
-        context = self.context
-        return {"factors": torch.ones(context.heads, context.head_dim)} if self.equalized else {}
-
     def set_statistics(self, statistics: Statistics) -> None:
         super().set_statistics(statistics)
         self.mean, self.factors = statistics.get("mean"), statistics.get("factors")

@@ -7,34 +7,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from kvcache_compress.validation.messages import one_line, quoted
+from kvcache_compress.validation import one_line, quoted
 
 MOST_YAML_BYTES = 1 << 18
 MOST_NODES = 5_000
 """Mappings, lists and scalars of a YAML text, each counted as often as aliases repeat it."""
 MOST_DEPTH = 50
 _LONGEST_NAME = 500
-
-
-def is_file(path: Path) -> bool:
-    """True if the path is a regular file; unlike `Path.is_file`, False for names that the system refuses."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
-def is_folder(path: Path) -> bool:
-    """True if the path is a folder; unlike `Path.is_dir`, False for names that the system refuses."""
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
 
 
 def read_text(path: str | Path, name: str | None = None, most_bytes: int | None = None) -> str:
@@ -49,8 +34,8 @@ def read_text(path: str | Path, name: str | None = None, most_bytes: int | None 
         ValueError: The file is missing, a folder, too large, unreadable or not UTF-8.
     """
     path, name = Path(path), (name or str(path))[-_LONGEST_NAME:]
-    if not is_file(path):
-        raise ValueError(f"{name}: {'a folder; a file is needed' if is_folder(path) else 'no such file'}")
+    if not isfile(path):
+        raise ValueError(f"{name}: {'a folder; a file is needed' if isdir(path) else 'no such file'}")
     try:
         size = path.stat().st_size
         if most_bytes is not None and size > most_bytes:

@@ -10,6 +10,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
+from os.path import isdir, isfile
 from pathlib import Path
 
 import torch
@@ -18,9 +19,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from kvcache_compress.files.text import is_file, is_folder
-from kvcache_compress.validation.arguments import usable_device
-from kvcache_compress.validation.messages import one_line, quoted
+from kvcache_compress.validation import one_line, quoted, usable_device
 
 from .hub import from_cache_or_hub
 
@@ -78,9 +77,9 @@ def _load(name: str, dtype: torch.dtype) -> LoadedModel:
     path = Path(name).expanduser()
     if name == SMOLLM2:
         return _load_smollm2(dtype)
-    if name and is_folder(path):
+    if name and isdir(path):
         return _load_pretrained(path, dtype)
-    if path.suffix == ".gguf" and is_file(path):
+    if path.suffix == ".gguf" and isfile(path):
         return _load_gguf(path, dtype)
     try:
         return _load_from_hub(name, dtype)

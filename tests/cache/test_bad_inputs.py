@@ -1,6 +1,6 @@
 """Generated bad inputs: each gives a clear error or a correct result, and an error leaves the cache as it was.
 
-`saved_files.outcome` defines a clear error; `tests/cache/serialization/test_bad_files.py` does the same for files.
+`saved_files.outcome` defines a clear error; `test_saving.py` does the same for files.
 """
 
 from __future__ import annotations

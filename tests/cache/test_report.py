@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from kvcache_compress import CompressedCache, KIVICache, TurboQuantCache
 from kvcache_compress.storage.static import StaticStorage
-from kvcache_compress.validation.sizes import size_text
+from kvcache_compress.validation import size_text
 
 BATCH, HEADS, DIM, TOKENS = 2, 2, 64, 60
 ROWS = BATCH * HEADS

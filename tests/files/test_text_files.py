@@ -20,7 +20,7 @@ from kvcache_compress.eval.tasks.longbench.prompts import read_templates
 from kvcache_compress.eval.tasks.perplexity import _read
 from kvcache_compress.eval.tasks.samples import read_jsonl
 from kvcache_compress.files.text import MOST_DEPTH, MOST_NODES, MOST_YAML_BYTES, parse_json, parse_yaml
-from kvcache_compress.validation.messages import on_one_line, shortened
+from kvcache_compress.validation import on_one_line, shortened
 
 SIDES = "keys: {method: kivi, bits: 4}\nvalues: {method: kivi, bits: 2}\n"
 

@@ -16,7 +16,7 @@ from support.spectral_files import statistics_of
 from transformers import LlamaConfig
 
 from kvcache_compress.codecs.base import CodecContext
-from kvcache_compress.methods.commvq.codebook_file import describe_model, write_codebooks
+from kvcache_compress.methods.commvq.codebook_file import write_codebooks
 from kvcache_compress.methods.commvq.codec import CommVQCodec, CommVQOptions
 from kvcache_compress.modeling.rope import rope_layout
 
@@ -35,9 +35,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     paths = {name: str(folder / name) for name in ("model", "results", "codebooks", "encoder")}
     paths["statistics"] = statistics_of(config(), "tensor-parallel")
     books = random_codebooks(config(), 1, (3, 16), (5, 16))
-    write_codebooks(describe_model(config(), paths["codebooks"]), books)
+    write_codebooks(paths["codebooks"], config(), books)
     keys = {name: tensor for name, tensor in books.items() if name.startswith("keys")}
-    write_codebooks(describe_model(config(), paths["encoder"]), keys | random_encoder(config(), 64 * KV_HEADS))
+    write_codebooks(paths["encoder"], config(), keys | random_encoder(config(), 64 * KV_HEADS))
     return paths
 
 

@@ -22,10 +22,9 @@ from kvcache_compress import CompressedCache, disable_fused_attention
 from kvcache_compress.cli import app
 from kvcache_compress.config import load_config
 from kvcache_compress.eval.cli.app import app as evaluations
-from kvcache_compress.methods.commvq.codebook_file import describe_model, write_codebooks
+from kvcache_compress.methods.commvq.codebook_file import write_codebooks
 from kvcache_compress.methods.spectral.statistics_file import write_statistics
 from kvcache_compress.modeling.loading import load_model
-from kvcache_compress.modeling.model_file import ModelFacts
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 ROOMS = ("kvcache_compress", "eval", "cpu_kernels", "triton_kernels")
@@ -113,9 +112,9 @@ def test_links_to_files_outside_of_the_site() -> None:
 def write_files(folder: Path, config: Any) -> None:
     """Write the files that pages name."""
     for name in ("model.safetensors", "codebooks.safetensors"):
-        write_codebooks(describe_model(config, folder / name), random_codebooks(config, 1, (3, 16), (5, 16)))
+        write_codebooks(folder / name, config, random_codebooks(config, 1, (3, 16), (5, 16)))
     path = str(folder / "statistics.safetensors")
-    write_statistics(path, ModelFacts.of(config), random_statistics(config), 32, {})
+    write_statistics(path, config, random_statistics(config), 32, {})
     yaml = "keys: {method: spectral, bits: 2}\nvalues: {method: turboquant, bits: 2}\n"
     (folder / "my.yaml").write_text(yaml, encoding="utf-8")
 

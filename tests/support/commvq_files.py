@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from kvcache_compress.methods.commvq.codebook_file import describe_model, write_codebooks
+from kvcache_compress.methods.commvq.codebook_file import write_codebooks
 
 FOLDER = Path(tempfile.mkdtemp(prefix="commvq-"))
 LAYERS, HEADS = 4, 2
@@ -89,5 +89,5 @@ def codebook_file(
         for name in [name for name in tensors if shared and name.endswith("codebooks")]:
             steps = torch.arange(tensors[name].shape[2] + 1)
             tensors[name.replace("codebooks", "errors")] = 0.2 ** torch.arange(heads)[:, None] * shrink ** (2 * steps)
-    write_codebooks(describe_model(config, path, data=data), tensors)
+    write_codebooks(path, config, tensors, data=data)
     return str(path)

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from kvcache_compress import CompressedCache, CompressionConfig, compress, load_config
 from kvcache_compress.cache.layer import CompressedLayer
-from kvcache_compress.methods.commvq.codebook_file import describe_model, write_codebooks
+from kvcache_compress.methods.commvq.codebook_file import codebook_facts, write_codebooks
 from kvcache_compress.storage.view import record_paths
 from support.cache_name import with_cache
 from support.commvq_files import FOLDER, codebook_file, random_codebooks
@@ -190,12 +190,11 @@ def codebooks(family: str) -> str:
     """CommVQ file with random codebooks for the family's model, or for another model if it cannot have any."""
     path = FOLDER / f"{family}.safetensors"
     try:
-        header = describe_model(model(family).config, path)
+        facts = codebook_facts(model(family).config)
     except ValueError:
         return codebook_file(32)
-    facts = header.facts
     shape = {"head_dim": facts.head_dim, "num_key_value_heads": facts.kv_heads, "num_hidden_layers": facts.layers}
-    write_codebooks(header, random_codebooks(SimpleNamespace(**shape), 1, (6, 64), (12, 64)))
+    write_codebooks(path, model(family).config, random_codebooks(SimpleNamespace(**shape), 1, (6, 64), (12, 64)))
     return str(path)
 
 

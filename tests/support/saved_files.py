@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from kvcache_compress import CompressedCache
-from kvcache_compress.cache.serialization import cache_file as saving
+from kvcache_compress.files.model_file import checksum
 from support.small_model import RECENT, SINKS, method_config, small_config
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor], dict[str, str]], Any]
@@ -50,8 +50,8 @@ def filled(tokens: int = 60) -> CompressedCache:
     return cache
 
 
-def changed(path: Path, change: Change, honest: bool = True) -> Path:
-    """Copy a saved cache with changes, and with a new checksum if `honest`."""
+def changed(path: Path, change: Change, honest: bool = True, name: Path | None = None) -> Path:
+    """Copy a file of a model, such as a saved cache, with changes, and with a new checksum if `honest`."""
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
@@ -59,8 +59,9 @@ def changed(path: Path, change: Change, honest: bool = True) -> Path:
     change(header, tensors, metadata)
     metadata["header"] = json.dumps(header)
     if honest:
-        metadata["sha256"] = saving._digest(metadata["header"], tensors)
-    copy = path.with_name("changed.safetensors")
+        metadata["sha256"] = checksum(metadata["header"], tensors)
+    copy = name or path.with_name("changed.safetensors")
+    copy.unlink(missing_ok=True)
     save_file(tensors, copy, metadata=metadata)
     return copy
 

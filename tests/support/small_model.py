@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvcache_compress.methods.commvq.codebook_file import describe_model, write_codebooks
+from kvcache_compress.methods.commvq.codebook_file import write_codebooks
 from support.commvq_files import FOLDER, random_codebooks
 from support.spectral_files import statistics_of
 
@@ -45,7 +45,7 @@ def codebooks(layers: int = 2) -> str:
     """CommVQ's file for `small_config(layers)`, made at its first use."""
     config = small_config(layers)
     path = FOLDER / f"small-{layers}.safetensors"
-    write_codebooks(describe_model(config, path), random_codebooks(config, 1, (3, 16), (5, 16)))
+    write_codebooks(path, config, random_codebooks(config, 1, (3, 16), (5, 16)))
     return str(path)
 
 

@@ -14,7 +14,6 @@ from kvcache_compress import CompressedCache
 from kvcache_compress.methods.spectral.statistics_file import write_statistics
 from kvcache_compress.methods.spectral.transform import mean_table
 from kvcache_compress.modeling.facts import head_shape
-from kvcache_compress.modeling.model_file import ModelFacts
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 from support.cache_name import with_cache
 from support.commvq_files import CONTRACT_MODEL
@@ -57,7 +56,7 @@ def statistics_of(config: PreTrainedConfig, name: str, group: int = 32) -> str:
     """A new file of random statistics for this model."""
     path = FOLDER / f"{name}.safetensors"
     with torch.device("cpu"):
-        write_statistics(str(path), ModelFacts.of(config), random_statistics(config, group), group, {})
+        write_statistics(str(path), config, random_statistics(config, group), group, {})
     return str(path)
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcache_compress.eval.caches.prefill import CacheRun
 from kvcache_compress.eval.tasks.benchmark import Benchmark, Record, Sample, register_benchmark
 from kvcache_compress.eval.tasks.samples import generate_text
-from kvcache_compress.validation.options import AnyPath, AnyTuple
+from kvcache_compress.validation import AnyPath, AnyTuple
 
 from .data import TASKS, V2, Row, Task, Version, load_rows
 from .prompts import Template, encode_prompt, read_templates

@@ -10,13 +10,13 @@ import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any, Literal
 
 from kvcache_compress.eval.tasks.samples import check_columns, check_hub, read_jsonl
-from kvcache_compress.files.text import is_file, is_folder, parse_json, read_text
-from kvcache_compress.validation.messages import quoted
-from kvcache_compress.validation.packages import require
+from kvcache_compress.files.text import parse_json, read_text
+from kvcache_compress.validation import quoted, require
 
 Version = Literal["v1", "e", "v2"]
 
@@ -141,9 +141,9 @@ def load_rows(data: str | None, version: Version, names: Sequence[str] = ()) -> 
     tasks = resolve_tasks(names, version)
     source = HUB[version] if data is None else data
     path = Path(source)
-    if is_file(path):
+    if isfile(path):
         rows_by_task = _of_file(path, tasks)
-    elif is_folder(path):
+    elif isdir(path):
         rows_by_task = _of_folder(path, tasks, version)
     elif source.count("/") == 1 and not path.suffix.startswith(".json"):
         rows_by_task = {task: hub_rows(source, _file_stem(task, version)) for task in tasks}

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
-from kvcache_compress.validation.packages import require
+from kvcache_compress.validation import require
 
 from .data import GROUPS, TASKS
 

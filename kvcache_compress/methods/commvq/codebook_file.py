@@ -1,6 +1,6 @@
 """CommVQ's codebook file: one safetensors file per model, written by calibration, read and checked by the codec.
 
-Metadata beside those of every model file: `options`, `data` and `losses` of the calibration. Tensors, float16, for H
+Header beside that of every model file: `options`, `data` and `losses` of the calibration. Tensors, float16, for H
 key/value heads, G groups of g pairs (G * g = head_dim / 2), R rounds of N centres:
 
     keys.{layer}.codebooks    [H, G, R, N, g, 2]          real and imaginary parts
@@ -15,7 +15,6 @@ key/value heads, G groups of g pairs (G * g = head_dim / 2), R rounds of N centr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,26 +23,22 @@ import torch
 
 from kvcache_compress.codecs.allocation import allocate
 from kvcache_compress.codecs.base import SIDES, Side
-from kvcache_compress.files.tensors import open_tensors
-from kvcache_compress.modeling.model_file import ModelFacts, ModelFile, open_model_file, write_model_file
-from kvcache_compress.validation.messages import on_one_line, quoted
+from kvcache_compress.files.model_file import ModelFacts, ModelFile, write_model_file
+from kvcache_compress.modeling.facts import model_facts
+from kvcache_compress.validation import quoted
 
 from .additive import code_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FORMAT, VERSION = "kvcache_compress.commvq", "1"
+KIND, VERSION = "codebooks", 1
+ADVICE = (
+    "Make one with `kvcache-compress calibrate --method commvq --model MODEL --text FILE --output FILE.safetensors`"
+)
 ENCODER = ("weight1", "bias1", "weight2", "bias2", "codebook")
-PARTS = {"keys": ("codebooks", "errors", "weights"), "values": ("codebooks", "errors", *ENCODER)}
-"""Tensors of a layer's side."""
 CENTRES, GROUP_PAIRS = 64, 64
 ALLOWED_CENTRES = {"keys": (2, 4, 8, 16, 32, 64), "values": (2, 4, 8, 16, 32, 64, 256)}
-
-
-def refusal(path: str, problem: str) -> ValueError:
-    """Error for a codebook file that cannot be used; `problem` may quote the file and is shortened to one line."""
-    return ValueError(f"codebooks={quoted(path)} for commvq: {on_one_line(problem, 600)}")
 
 
 def group_count(head_dim: int) -> int:
@@ -73,24 +68,8 @@ def share_rounds(errors: Sequence[Sequence[float]], groups: int, bits: int, most
     return tuple(1 + number for number in allocate(sizes, [error[1:] for error in errors], most_bytes))
 
 
-@dataclass(frozen=True)
-class CodebookHeader:
-    """Metadata of a codebook file, and the shapes of its tensors."""
-
-    path: str
-    facts: ModelFacts
-    options: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
-    losses: Any = None
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    @property
-    def head_dim(self) -> int:
-        return self.facts.head_dim
-
-    @property
-    def kv_heads(self) -> int:
-        return self.facts.kv_heads
+class Codebooks(ModelFile):
+    """A codebook file; its header has `options`, `data` and `losses` of the calibration."""
 
     @property
     def encoder_bits(self) -> int:
@@ -107,11 +86,11 @@ class CodebookHeader:
         for name, shape in self.shapes.items():
             if name.startswith(side) and name.endswith(".codebooks"):
                 return shape[0], shape[1], shape[2], shape[3]
-        raise refusal(self.path, f"it holds no {side}")
+        raise self.refusal(f"it holds no {side}")
 
     def meant_rounds(self, side: Side) -> int | None:
         """Rounds of a head on average that calibration was to make; None in files where heads do not share them."""
-        return self.data.get("rounds", {}).get(side)
+        return self.header["data"].get("rounds", {}).get(side)
 
     def rounds(self, side: Side, bits: float | None) -> int:
         """Number of rounds of a head for `bits` code bits per number, on average: the first ones can be used alone.
@@ -125,10 +104,10 @@ class CodebookHeader:
         wanted: int = (
             (self.meant_rounds(side) or available)
             if bits is None
-            else rounds_for(bits, side, self.head_dim, groups, centres)
+            else rounds_for(bits, side, self.facts.head_dim, groups, centres)
         )
         if wanted > available:
-            most = available * groups * code_bits(side, centres) / self.head_dim
+            most = available * groups * code_bits(side, centres) / self.facts.head_dim
             raise ValueError(f"bits={bits:g} for commvq: the {side} in {self.path!r} have {most:.3g}")
         return wanted
 
@@ -152,136 +131,105 @@ class CodebookHeader:
         Raises:
             ValueError: the encoder has another number of `bits` per number.
         """
-        share = self.encoder_bits // self.kv_heads
-        available = share / self.head_dim
+        share = self.encoder_bits // self.facts.kv_heads
+        available = share / self.facts.head_dim
         if bits is not None and abs(available - bits) > 0.1 * bits:
             raise ValueError(f"bits={bits:g} for commvq: the encoder of {self.path!r} has {available:.3g}, no others")
         return share
 
 
-def describe_model(
-    config: PreTrainedConfig, path: str | Path, *, options: Any = None, data: Any = None, losses: Any = None
-) -> CodebookHeader:
-    """Header of a codebook file for this model.
-
-    Raises:
-        ValueError: The model has no RoPE of a known kind.
-    """
-    facts = ModelFacts.of(config)
+def codebook_facts(config: PreTrainedConfig) -> ModelFacts:
+    """Facts of a model for its codebook file; raises `ValueError` if it has no RoPE of a known kind."""
+    facts = model_facts(config)
     if not facts.rope:
         raise ValueError(f"{config.model_type} has no rotary position embeddings of a known kind: commvq needs them")
-    return CodebookHeader(str(path), facts, options or {}, data or {}, losses)
+    return facts
 
 
-def write_codebooks(header: CodebookHeader, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the tensors, as float16, to `header.path`; an existing file is replaced only once all is written."""
+def write_codebooks(
+    path: str | Path,
+    config: PreTrainedConfig,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    options: Any = None,
+    data: Any = None,
+    losses: Any = None,
+) -> None:
+    """Write the tensors, as float16; an existing file is replaced only once all is written."""
     halves = {name: tensor.detach().to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
-    described = {"options": header.options, "data": header.data, "losses": header.losses}
-    write_model_file(header.path, FORMAT, VERSION, header.facts, halves, **described)
+    header = {"options": options or {}, "data": data or {}, "losses": losses}
+    write_model_file(path, KIND, VERSION, codebook_facts(config), halves, **header)
 
 
-@lru_cache(maxsize=8)
-def _parsed(file: ModelFile) -> CodebookHeader:
-    described = {name: file.described(name) for name in ("options", "data", "losses")}
-    if wrong := [name for name in ("options", "data") if not isinstance(described[name], dict)]:
-        raise file.refusal(f"its metadata is damaged ({wrong[0]} is no mapping)")
-    header = CodebookHeader(file.path, file.facts, shapes=file.shapes, **described)
-    if problem := _shape_problem(header) or (
-        f"dtypes {sorted(file.dtypes)}, not F16" if file.dtypes - {"F16"} else None
-    ):
-        raise file.refusal(f"damaged: {problem}")
-    return header
-
-
-def read_header(path: str) -> CodebookHeader:
+def read_codebooks(path: str | None) -> Codebooks:
     """Read and check the header of a codebook file, once as long as the file does not change.
 
     Raises:
-        ValueError: The file is missing, no safetensors file, cut short, of another format or version, or its tensors
-            are missing or do not fit together.
+        ValueError: No path is given, the file is missing, damaged or of another format or version, or its tensors do
+            not fit together.
     """
-    what = f"codebooks={quoted(path)} for commvq"
-    return _parsed(open_model_file(path, what, FORMAT, VERSION, "codebook file", how_to_calibrate()))
+    if path is None:
+        raise ValueError(f"codebooks=None for commvq: the codebooks of the model are needed. {ADVICE}")
+    return _checked(ModelFile.open(path, f"codebooks={quoted(path)} for commvq", KIND, VERSION, ADVICE))
 
 
-def how_to_calibrate() -> str:
-    return (
-        "Make one with `kvcache-compress calibrate --method commvq --model MODEL --text FILE --output FILE.safetensors`"
-    )
+@lru_cache(maxsize=8)
+def _checked(opened: ModelFile) -> Codebooks:
+    file = Codebooks(**vars(opened))
+    shapes = _expected_shapes(file)
+    for name, shape in file.shapes.items():
+        side, layer, part = [*name.split("."), "", ""][:3]
+        known = name == f"{side}.{layer}.{part}" and layer.isdecimal() and int(layer[:9]) < file.facts.layers
+        if not known or shape != shapes.get((side, part)) or file.dtypes[name] != torch.float16:
+            raise file.refusal(f"damaged: an unexpected tensor {name!r} of {file.dtypes[name]} {list(shape)}")
+    return file
 
 
-def _shape_problem(header: CodebookHeader) -> str | None:
-    """Description of what is wrong with the tensors' names and shapes, or None."""
-    heads, dim = header.kv_heads, header.head_dim
-    if not header.shapes:
-        return "no tensors"
-    kinds: dict[tuple[str, str], tuple[int, ...]] = {}
-    for name, shape in header.shapes.items():
-        side, layer, kind = [*name.split("."), "", ""][:3]
-        known = kind in PARTS.get(side, ()) and name == f"{side}.{layer}.{kind}"
-        numbered = layer.isdecimal() and len(layer) < 6 and int(layer) < header.facts.layers
-        if not known or not numbered:
-            return f"an unexpected tensor {name!r}"
-        if shape != kinds.setdefault((side, kind), shape):
-            return f"{name} of shape {list(shape)}, where another layer has {list(kinds[side, kind])}"
-    for (side, kind), shape in kinds.items():
-        groups = shape[1] if len(shape) > 3 else 0
-        divisible = groups > 0 and dim % (2 * groups) == 0
-        parts = (dim // (2 * groups), 2) if divisible and side == "keys" else (dim // max(1, groups),)
-        fits = divisible and shape[0] == heads and shape[2] > 0 and shape[4:] == parts
-        if kind == "weights" and shape != (heads, dim // 2):
-            return f"weights of shape {list(shape)} for {heads} heads of {dim}"
-        if kind == "errors" and shape != (heads, kinds.get((side, "codebooks"), (0,) * 3)[2] + 1):
-            return f"errors of {side} of shape {list(shape)} for {heads} heads"
-        if kind == "codebooks" and not (fits and shape[3] in ALLOWED_CENTRES.get(side, ())):
-            return f"{kind} of {side} of shape {list(shape)} for {heads} heads of {dim}"
-    meant = header.data.get("rounds", {})
-    for side in SIDES if isinstance(meant, dict) else ():
-        rounds, made = meant.get(side), kinds.get((side, "codebooks"), (0, 0, 0))[2]
-        if rounds is not None and made and not (type(rounds) is int and 1 <= rounds <= made):
-            return f"rounds={rounds!r} of {side}, which have {made}"
-    if not isinstance(meant, dict):
-        return f"rounds={meant!r}"
-    encoder = [kinds.get(("values", part), ()) for part in ENCODER]
-    if any(encoder):
-        hidden, bits, width = (encoder[0] or (0,))[0], header.encoder_bits, heads * dim
-        if encoder != [(hidden, width), (hidden,), (bits, hidden), (bits,), (bits, width)] or bits % (8 * heads):
-            return f"an encoder with shapes {encoder} for {heads} heads of {dim}"
-        if ("values", "codebooks") in kinds:
-            return "both an encoder and codebooks for values"
-    return None
+def _expected_shapes(file: Codebooks) -> dict[tuple[str, str], tuple[int, ...]]:
+    """Shapes of a layer's tensors by side and part, from the groups, rounds and centres of the first codebooks."""
+    heads, dim = file.facts.kv_heads, file.facts.head_dim
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {("keys", "weights"): (heads, dim // 2)}
+    for side in SIDES:
+        if side == "values" and file.encoder_bits:
+            width, hidden = heads * dim, next((shape[0] for name, shape in file.shapes.items() if "bias1" in name), 0)
+            bits = file.encoder_bits
+            parts = (hidden, width), (hidden,), (bits, hidden), (bits,), (bits, width)
+            shapes |= {(side, part): shape for part, shape in zip(ENCODER, parts, strict=True)}
+            continue
+        if not any(name.startswith(f"{side}.") for name in file.shapes):
+            continue
+        _, groups, rounds, centres = file.shape(side)
+        if dim % (2 * groups) or not rounds or centres not in ALLOWED_CENTRES[side]:
+            raise file.refusal(f"damaged: {side} of {groups} groups, {rounds} rounds and {centres} centres")
+        vector = (dim // (2 * groups), 2) if side == "keys" else (dim // groups,)
+        shapes[side, "codebooks"] = (heads, groups, rounds, centres, *vector)
+        shapes[side, "errors"] = (heads, rounds + 1)
+    return shapes
 
 
-def check_model(
-    header: CodebookHeader, side: Side, config: PreTrainedConfig, layer: int, any_model: bool = False
-) -> None:
+def check_model(file: Codebooks, side: Side, config: PreTrainedConfig, layer: int, any_model: bool = False) -> None:
     """Raise `ValueError` if the file was made for another model, or lacks this layer."""
-    if problem := header.facts.mismatch(config, rope=side == "keys", any_model=any_model):
-        raise refusal(header.path, problem)
-    _names(header, side, layer)
+    file.check_model(model_facts(config), rope=side == "keys", any_model=any_model)
+    _names(file, side, layer)
 
 
-def _names(header: CodebookHeader, side: Side, layer: int) -> list[str]:
-    encoder = side == "values" and header.encoder_bits
+def _names(file: Codebooks, side: Side, layer: int) -> list[str]:
+    encoder = side == "values" and file.encoder_bits
     names = [f"{side}.{layer}.{part}" for part in (ENCODER if encoder else ("codebooks",))]
-    if missing := [name for name in names if name not in header.shapes]:
-        raise refusal(header.path, f"it holds no {side} of layer {layer} ({missing[0]})")
+    if missing := [name for name in names if name not in file.shapes]:
+        raise file.refusal(f"it holds no {side} of layer {layer} ({missing[0]})")
     optional = (f"{side}.{layer}.{part}" for part in ("weights", "errors"))
-    return [*names, *(name for name in optional if name in header.shapes)]
+    return [*names, *(name for name in optional if name in file.shapes)]
 
 
-def load_layer(header: CodebookHeader, side: Side, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
+def load_layer(file: Codebooks, side: Side, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Load the float16 tensors of one side of a layer, by the last part of their names.
 
     Raises:
         ValueError: the layer is missing, numbers are not finite, or weights are not positive.
     """
-    prefix, names = f"{side}.{layer}.", _names(header, side, layer)
-    with open_tensors(header.path, f"codebooks={quoted(header.path)} for commvq") as file:
-        tensors = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise refusal(header.path, f"damaged: {prefix}{name} holds NaN or infinity")
-        if name == "weights" and not (tensor > 0).all():
-            raise refusal(header.path, f"damaged: {prefix}{name} holds weights of zero or less")
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+    prefix = f"{side}.{layer}."
+    tensors = {name.removeprefix(prefix): x for name, x in file.load(_names(file, side, layer), device).items()}
+    if "weights" in tensors and not (tensors["weights"] > 0).all():
+        raise file.refusal(f"damaged: {prefix}weights holds weights of zero or less")
+    return tensors

@@ -24,14 +24,12 @@ from . import additive
 from .bit_encoder import BitEncoder
 from .codebook_file import (
     CENTRES,
-    CodebookHeader,
+    Codebooks,
     check_model,
     code_bits,
     group_count,
-    how_to_calibrate,
     load_layer,
-    read_header,
-    refusal,
+    read_codebooks,
     rounds_for,
 )
 from .residual import ResidualBooks
@@ -79,13 +77,13 @@ class CommVQCodec(Codec):
 
     def __init__(self, options: CommVQOptions, context: CodecContext) -> None:
         super().__init__(options, context)
-        header = _header(options)
-        heads = _local_heads(header, context)
+        file = read_codebooks(options.codebooks)
+        heads = _local_heads(file, context)
         if context.side == "keys" and context.rope is None:
             raise ValueError("commvq for keys needs the model's rotary position embeddings")
         self.scalar: Scalar = options.scalar or "match"
-        tensors = load_layer(header, context.side, context.layer, context.device)
-        if context.heads < header.kv_heads:
+        tensors = load_layer(file, context.side, context.layer, context.device)
+        if context.heads < file.facts.kv_heads:
             tensors = {name: tensor[heads].clone() for name, tensor in tensors.items()}
         self.encoder = None if "codebooks" in tensors else BitEncoder(tensors, context.heads)
         self.chunks_on_cpp = not self.encoder
@@ -95,7 +93,7 @@ class CommVQCodec(Codec):
         """Residual codebooks; None with the encoder."""
         if not self.encoder:
             books, row = tensors["codebooks"], self.fields[0].shape[0]
-            rounds = header.rounds_of_heads(context.side, options.bits, context.heads, tensors.get("errors"))
+            rounds = file.rounds_of_heads(context.side, options.bits, context.heads, tensors.get("errors"))
             self.books = ResidualBooks.of_heads(books.mT if context.side == "keys" else books, rounds, row)
 
     @classmethod
@@ -106,10 +104,10 @@ class CommVQCodec(Codec):
             groups = group_count(head_dim)
             rounds = rounds_for(options.bits or DEFAULT_BITS, side, head_dim, groups)
             return Field("codes", torch.uint8, (additive.code_bytes(groups * rounds, code_bits(side)),)), scale
-        header = read_header(options.codebooks)
-        if side == "values" and header.encoder_bits:
-            return (*code_fields(1, header.encoder_share(options.bits)), scale)
-        return Field("codes", torch.uint8, (header.row_bytes(side, options.bits),)), scale
+        file = read_codebooks(options.codebooks)
+        if side == "values" and file.encoder_bits:
+            return (*code_fields(1, file.encoder_share(options.bits)), scale)
+        return Field("codes", torch.uint8, (file.row_bytes(side, options.bits),)), scale
 
     @classmethod
     def rope_use(cls, options: CommVQOptions, side: Side) -> RopeUse:
@@ -117,21 +115,21 @@ class CommVQCodec(Codec):
 
     @classmethod
     def check_model(cls, options: CommVQOptions, side: Side, config: PreTrainedConfig, layer: int) -> None:
-        check_model(_header(options), side, config, layer, options.any_model)
+        check_model(read_codebooks(options.codebooks), side, config, layer, options.any_model)
 
     @classmethod
     def constant_size(cls, options: CommVQOptions, side: Side, head_dim: int, heads: int) -> int:
         """Bytes of the codebooks of a layer, for rounds that heads share those of a layer on average."""
-        if options.codebooks is not None and side == "values" and read_header(options.codebooks).encoder_bits:
+        if options.codebooks is not None and side == "values" and read_codebooks(options.codebooks).encoder_bits:
             return super().constant_size(options, side, head_dim, heads)
         if options.codebooks is None:
             cls.layout(options, side, head_dim)
             rounds, centres = rounds_for(options.bits or DEFAULT_BITS, side, head_dim, group_count(head_dim)), CENTRES
             weighed = side == "keys"
         else:
-            header = read_header(options.codebooks)
-            rounds, centres = header.rounds(side, options.bits), header.shape(side)[3]
-            weighed = any(name.endswith(".weights") for name in header.shapes) and side == "keys"
+            file = read_codebooks(options.codebooks)
+            rounds, centres = file.rounds(side, options.bits), file.shape(side)[3]
+            weighed = any(name.endswith(".weights") for name in file.shapes) and side == "keys"
         weights = heads * head_dim // 2 if weighed else 0
         places = 3 * heads * torch.int32.itemsize
         return torch.float16.itemsize * (heads * rounds * centres * head_dim + weights) + places
@@ -230,22 +228,12 @@ class CommVQCodec(Codec):
         return CPUSide("complex", (books.groups,), (books.books, books.places, *weights), basis)
 
 
-def _local_heads(header: CodebookHeader, context: CodecContext) -> slice:
+def _local_heads(file: Codebooks, context: CodecContext) -> slice:
     """Heads of the file that this layer holds; see `ModelFacts.local_heads`."""
-    try:
-        heads = header.facts.local_heads(context.heads, context.head_dim)
-    except ValueError as error:
-        raise refusal(header.path, str(error)) from None
-    if context.heads < header.kv_heads and context.side == "values" and header.encoder_bits:
-        raise refusal(
-            header.path,
-            f"its encoder of values takes all {header.kv_heads} heads of a token together, and tensor parallelism "
-            f"leaves {context.heads} here: calibrate values without an encoder",
+    heads, stored = file.local_heads(context.heads, context.head_dim), file.facts.kv_heads
+    if context.heads < stored and context.side == "values" and file.encoder_bits:
+        raise file.refusal(
+            f"its encoder of values takes all {stored} heads of a token together, and tensor parallelism leaves "
+            f"{context.heads} here: calibrate values without an encoder"
         )
     return heads
-
-
-def _header(options: CommVQOptions) -> CodebookHeader:
-    if options.codebooks is None:
-        raise ValueError(f"codebooks=None for commvq: the codebooks of the model are needed. {how_to_calibrate()}")
-    return read_header(options.codebooks)

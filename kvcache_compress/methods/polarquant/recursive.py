@@ -25,7 +25,7 @@ from kvcache_compress.codecs.polar_tree import AngleCodebook
 from kvcache_compress.codecs.rotation import RotationKind, random_rotation
 from kvcache_compress.codecs.scalar import SCALE_MAX, Scalar
 from kvcache_compress.registry import register_method
-from kvcache_compress.validation.options import AnyTuple
+from kvcache_compress.validation import AnyTuple
 
 from .codebooks import make_codebook, offline_codebook, online_codebook
 

@@ -18,7 +18,6 @@ from kvcache_compress.modeling.calibration.observed_attention import RECENT, SIN
 from kvcache_compress.modeling.calibration.text import read_windows
 from kvcache_compress.modeling.decoder import is_full_attention
 from kvcache_compress.modeling.facts import head_shape
-from kvcache_compress.modeling.model_file import ModelFacts
 from kvcache_compress.modeling.rope import Rope, RopeLayout, layer_has_rope, rope_layout, rotary_embedding
 
 from .codec import GROUP
@@ -113,7 +112,7 @@ def calibrate_spectral(
             f"keys.{layer}.{name}": x for name, x in zip(PARTS, (basis, deviation, *tables[layer]), strict=True)
         }
     data = {"text": list(text), "tokens": windows.numel(), "context": settings.context, "sha256": digest}
-    write_statistics(str(output), ModelFacts.of(config), tensors, settings.group, data)
+    write_statistics(str(output), config, tensors, settings.group, data)
     return gains
 
 

@@ -40,14 +40,14 @@ from kvcache_compress.codecs.digits import (
 from kvcache_compress.codecs.layout import CODES_PER_WORD, Field, check_head_dim, code_fields
 from kvcache_compress.codecs.linear import LinearCodec, Part, prepared
 from kvcache_compress.codecs.scalar import SCALE_MAX
+from kvcache_compress.files.model_file import ModelFile
 from kvcache_compress.modeling.facts import head_shape
-from kvcache_compress.modeling.model_file import ModelFile
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 from kvcache_compress.registry import register_method
 
 from .moments import GroupRope, attention_costs, place_factors
 from .prefill import prompt_statistics
-from .statistics_file import GROUPS, RANK, check_model, group_size, load_layer, read_statistics
+from .statistics_file import GROUPS, RANK, check_model, load_layer, read_statistics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -116,10 +116,7 @@ class SpectralCodec(LinearCodec):
         """int64 `[D]`, channels in the order of `RopeLayout.order`."""
         file = _file(options)
         if file is not None:
-            try:
-                heads = file.facts.local_heads(context.heads, context.head_dim)
-            except ValueError as error:
-                raise file.refusal(str(error)) from None
+            heads = file.local_heads(context.heads, context.head_dim)
             tensors = load_layer(file, context.layer, device)
             if file.facts.rope and context.rope is None:
                 raise ValueError("spectral needs the model's rotary position embeddings, with which it was calibrated")
@@ -169,7 +166,7 @@ class SpectralCodec(LinearCodec):
             raise ValueError("spectral for values: allowed for keys; values have nothing to gain from it")
         check_head_dim(cls.name, head_dim, CODES_PER_WORD, 2 * CODES_PER_WORD)
         file = _file(options)
-        group = options.group or GROUP if file is None else group_size(file)
+        group = options.group or GROUP if file is None else file.header["group"]
         counts = digit_counts(options.bits, head_dim)
         twos = code_fields(2, counts.twos, "two_bit_") if counts.twos else ()
         return *twos, *code_fields(1, counts.ones, "one_bit_"), Field("scale", torch.float16, (group,), tokens=group)

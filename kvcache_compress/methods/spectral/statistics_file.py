@@ -7,7 +7,7 @@ Tensors, float32, for H key/value heads of dimension D and groups of n tokens:
     keys.{layer}.places       [H, n, RANK]    the mean key at each place in a group is `places @ means`,
     keys.{layer}.means        [H, RANK, D]    see `transform.mean_table`
 
-Metadata beside those of every model file: `group` (n), and `data` with the texts and their size.
+Header beside that of every model file: `group` (n), and `data` with the texts and their size.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_compress.modeling.model_file import ModelFacts, ModelFile, open_model_file, write_model_file
-from kvcache_compress.validation.messages import quoted
+from kvcache_compress.files.model_file import ModelFile, write_model_file
+from kvcache_compress.modeling.facts import model_facts
+from kvcache_compress.validation import quoted
 
 from .transform import RANK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FORMAT, VERSION = "kvcache_compress.spectral", "2"
+KIND, VERSION = "statistics", 1
 ADVICE = (
     "Make one with `kvcache-compress calibrate --method spectral --model MODEL --text FILE --output FILE.safetensors`"
 )
@@ -35,10 +36,12 @@ GROUPS = (32, 64, 128)
 """Allowed numbers of tokens with one anchor; they divide the chunks in which tokens are encoded and decoded."""
 
 
-def write_statistics(path: str, facts: ModelFacts, tensors: Mapping[str, torch.Tensor], group: int, data: Any) -> None:
+def write_statistics(
+    path: str, config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor], group: int, data: Any
+) -> None:
     """Write the tensors, as float32."""
     plain = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
-    write_model_file(path, FORMAT, VERSION, facts, plain, group=group, data=data)
+    write_model_file(path, KIND, VERSION, model_facts(config), plain, group=group, data=data)
 
 
 def read_statistics(path: str) -> ModelFile:
@@ -47,16 +50,13 @@ def read_statistics(path: str) -> ModelFile:
     Raises:
         ValueError: the file is missing, damaged, or no file of spectral statistics.
     """
-    return _checked(
-        open_model_file(path, f"statistics={quoted(path)} for spectral", FORMAT, VERSION, "statistics file", ADVICE)
-    )
+    return _checked(ModelFile.open(path, f"statistics={quoted(path)} for spectral", KIND, VERSION, ADVICE))
 
 
 @lru_cache(maxsize=8)
 def _checked(file: ModelFile) -> ModelFile:
-    """Check a file's tensors against the model that it names, once per file, and return it."""
-    heads, dim = file.facts.kv_heads, file.facts.head_dim
-    size = file.described("group")
+    """Check the shapes of a file's tensors, once per file, and return it."""
+    heads, dim, size = file.facts.kv_heads, file.facts.head_dim, file.header.get("group")
     if size not in GROUPS:
         raise file.refusal(f"damaged: group {size!r}")
     expected = {
@@ -66,21 +66,14 @@ def _checked(file: ModelFile) -> ModelFile:
         "means": (heads, RANK, dim),
     }
     for name, shape in file.shapes.items():
-        side, layer, part = [*name.split("."), "", ""][:3]
-        numbered = layer.isdecimal() and len(layer) < 6 and int(layer) < file.facts.layers
-        if side != "keys" or not numbered or expected.get(part) != shape:
+        if not name.startswith("keys.") or expected.get(name.rpartition(".")[2]) != shape:
             raise file.refusal(f"damaged: an unexpected tensor {name!r} of shape {list(shape)}")
     return file
 
 
-def group_size(file: ModelFile) -> int:
-    return int(file.described("group"))
-
-
 def check_model(file: ModelFile, config: PreTrainedConfig, layer: int, any_model: bool) -> None:
     """Raise `ValueError` if the file was made for another model, or lacks this layer."""
-    if problem := file.facts.mismatch(config, rope=True, any_model=any_model):
-        raise file.refusal(problem)
+    file.check_model(model_facts(config), any_model=any_model)
     if missing := [part for part in PARTS if f"keys.{layer}.{part}" not in file.shapes]:
         raise file.refusal(f"it holds no keys of layer {layer} ({missing[0]})")
 

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from kvcache_compress.files.atomic import is_replaceable
 from kvcache_compress.files.lock import only_one
 from kvcache_compress.modeling.loading import load_model
-from kvcache_compress.validation.arguments import usable_device
+from kvcache_compress.validation import usable_device
 
 from .text import check_sources
 

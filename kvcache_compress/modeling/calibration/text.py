@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from transformers import PreTrainedTokenizerBase
 
 from kvcache_compress.modeling.hub import check_hub
-from kvcache_compress.validation.packages import require
+from kvcache_compress.validation import require
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _FILE_NAME = re.compile(r".*\.(txt|text|md|rst|tex|html?|xml|json|jsonl|csv|tsv|parquet|gz|zip|zst)", re.IGNORECASE)

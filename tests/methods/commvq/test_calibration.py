@@ -32,7 +32,7 @@ from kvcache_compress.methods.commvq.calibration.calibrate import ERRORS_MOST, R
 from kvcache_compress.methods.commvq.calibration.collect import collect, read_layer
 from kvcache_compress.methods.commvq.calibration.em import Schedule
 from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule, encoder_bits
-from kvcache_compress.methods.commvq.codebook_file import read_header
+from kvcache_compress.methods.commvq.codebook_file import read_codebooks
 from kvcache_compress.modeling.calibration import command
 from kvcache_compress.modeling.calibration.text import read_windows
 from kvcache_compress.modeling.decoder import cache_argument
@@ -129,11 +129,11 @@ def test_collecting_holds_one_window(model: LlamaForCausalLM, tmp_path: Path) ->
 def test_a_file_that_the_cache_takes(model: LlamaForCausalLM, text: list[str], tmp_path: Path, values: str) -> None:
     output = tmp_path / "books.safetensors"
     calibrate(model, text, output, values=values, encoder=EncoderSchedule(steps=20, batch=64), centres=16)
-    header = read_header(str(output))
-    assert (header.facts.layers, header.kv_heads, header.head_dim) == (LAYERS, HEADS, HEAD_DIM)
-    assert header.options["bits"] == 2
-    assert (header.data["windows"], header.data["held_out_windows"]) == (8, 1)
-    assert set(header.losses) == {str(layer) for layer in range(LAYERS)}
+    header = read_codebooks(str(output))
+    assert (header.facts.layers, header.facts.kv_heads, header.facts.head_dim) == (LAYERS, HEADS, HEAD_DIM)
+    assert header.header["options"]["bits"] == 2
+    assert (header.header["data"]["windows"], header.header["data"]["held_out_windows"]) == (8, 1)
+    assert set(header.header["losses"]) == {str(layer) for layer in range(LAYERS)}
     cache = CommVQCache(model.config, codebooks=output, sink_tokens=2, recent_tokens=4)
     model(input_ids=torch.arange(48)[None], **with_cache(cache))
     assert cache.packed_tokens == 32  # of 42 outside sinks and window, in blocks of 32
@@ -170,7 +170,7 @@ def test_losses_of_what_was_held_out(model: LlamaForCausalLM, text: list[str], t
     output = tmp_path / "books.safetensors"
     schedule = EncoderSchedule(steps=200, batch=64)
     calibrate(model, text, output, values=values, encoder=schedule, key_rounds=4, value_rounds=4)
-    file, losses = load_file(output), read_header(str(output)).losses["1"]
+    file, losses = load_file(output), read_codebooks(str(output)).header["losses"]["1"]
     windows, _ = read_windows(text, Characters(), 576, CONTEXT)  # type: ignore[arg-type]
     weights = collect(model, windows[:8], tmp_path / "trained", [1])[1]
     torch.testing.assert_close(file["keys.1.weights"].float(), weights)
@@ -241,7 +241,7 @@ def test_the_same_text_by_another_name_goes_on(
     interrupted(model, text, tmp_path / "books.safetensors")
     monkeypatch.chdir(tmp_path)
     assert "3 of 3 layers" in calibrate(model, ["text.txt"], Path("books.safetensors"))[0]
-    assert read_header("books.safetensors").data["text"] == ["text.txt"]
+    assert read_codebooks("books.safetensors").header["data"]["text"] == ["text.txt"]
 
 
 def test_a_damaged_part_is_made_again(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
@@ -303,8 +303,8 @@ def test_heads_share_rounds_by_the_cost_of_their_errors(
         for layer in model.model.layers:
             layer.self_attn.v_proj.weight[HEAD_DIM:] *= 8
     calibrate(model, text, output, value_rounds=6, context=128, tokens=896)
-    header, file = read_header(str(output)), load_file(output)
-    assert header.data["rounds"] == {"keys": 5, "values": 6}
+    header, file = read_codebooks(str(output)), load_file(output)
+    assert header.header["data"]["rounds"] == {"keys": 5, "values": 6}
     assert file["values.0.codebooks"].shape[2] == 9
     even = tmp_path / "even.safetensors"
     calibrate(model, text, even, value_rounds=6, context=128, tokens=896, share_rounds=False)
@@ -319,7 +319,7 @@ def test_heads_share_rounds_by_the_cost_of_their_errors(
             assert errors.shape == (HEADS, 10)
             assert errors[1, 0] == ERRORS_MOST
             assert errors[0, 0] < 0.1 * ERRORS_MOST
-            first, second = header.losses[str(layer)]["values"]["of_heads"]
+            first, second = header.header["losses"][str(layer)]["values"]["of_heads"]
             assert first < 6 < second
             assert cache.layers[layer].storage.sides["values"].codec.books.rounds == (first, second)
     assert held[0] == held[1]
@@ -329,8 +329,8 @@ def test_heads_share_rounds_by_the_cost_of_their_errors(
 def test_groups_and_centres(model: LlamaForCausalLM, text: list[str], tmp_path: Path, groups: int) -> None:
     output = tmp_path / "books.safetensors"
     calibrate(model, text, output, groups=groups, centres=4)
-    assert read_header(str(output)).shape("keys")[1] == groups
-    assert read_header(str(output)).shape("values")[3] == 4
+    assert read_codebooks(str(output)).shape("keys")[1] == groups
+    assert read_codebooks(str(output)).shape("values")[3] == 4
     cache = CommVQCache(model.config, output, sink_tokens=2, recent_tokens=4)
     model(input_ids=torch.arange(48)[None], **with_cache(cache))
     assert cache.packed_tokens == 32
@@ -410,7 +410,7 @@ def test_pairs_weigh_alike_as_in_the_paper(
     assert "no queries could be observed in 3 layers" in notice
     assert "'eager'" in notice
     for path in (plain, eager):
-        assert read_header(str(path)).data["unweighed"] == [0, 1, 2]
+        assert read_codebooks(str(path)).header["data"]["unweighed"] == [0, 1, 2]
         assert not [name for name in load_file(path) if name.endswith("weights")]
         CommVQCache(model.config, path)
     one, other = load_file(plain), load_file(eager)
@@ -436,12 +436,12 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: str) -
     assert result.exit_code == 0, result.output
     assert "reading text: 1 of 2," in result.output
     assert re.search(r"training: \d+ of \d+, \d+ s left", result.output)
-    header = read_header(str(output))
-    assert header.options["weigh_pairs"] is False
+    header = read_codebooks(str(output))
+    assert header.header["options"]["weigh_pairs"] is False
     assert header.shape("keys") == (2, 2, 3, 8), "rounds to spare for heads to share"
     rows = [line.split("│") for line in result.output.splitlines() if line.startswith("│ values")]
     for row, windows, kind in zip(rows, ("trained on", "held out"), ("rounds", "held_out"), strict=True):
-        layers = [layer["values"] for layer in header.losses.values()]
+        layers = [layer["values"] for layer in header.header["losses"].values()]
         if values == "encoder":
             rounds, ends = "encoder", [layer["encoder" if kind == "rounds" else kind] for layer in layers]
         else:

@@ -27,7 +27,6 @@ from kvcache_compress import (
 from kvcache_compress.config import get_method
 from kvcache_compress.methods.commvq import additive
 from kvcache_compress.methods.commvq.codebook_file import (
-    describe_model,
     group_count,
     rounds_for,
     write_codebooks,
@@ -137,7 +136,7 @@ def test_points_of_the_codebook_come_back(make_codec: Make) -> None:
     path = FOLDER / "exact.safetensors"
     eye = torch.cat([torch.eye(32), -torch.eye(32)]) / 2**0.5
     books = torch.stack([eye, torch.zeros(64, 32)], -1).expand(HEADS, 1, 1, 64, 32, 2)
-    write_codebooks(describe_model(config, path), {"keys.0.codebooks": books})
+    write_codebooks(path, config, {"keys.0.codebooks": books})
     codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=str(path))
     generator = torch.Generator().manual_seed(0)
     index = torch.randint(4096, (HEADS, 1, 48, 1), generator=generator)
@@ -222,7 +221,7 @@ def neox_model() -> tuple[Any, str]:
     config = GPTNeoXConfig(**sizes, vocab_size=128, max_position_embeddings=512, initializer_range=0.05)
     config.head_dim, config.num_key_value_heads = 32, 4
     path = FOLDER / "gpt_neox.safetensors"
-    write_codebooks(describe_model(config, path), random_codebooks(config, 1, (3, 16), (4, 16)))
+    write_codebooks(path, config, random_codebooks(config, 1, (3, 16), (4, 16)))
     return AutoModelForCausalLM.from_config(config).eval(), str(path)
 
 
@@ -304,7 +303,7 @@ def test_partial_rotary_model_generates_alike_fused_and_not() -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     path = FOLDER / "phi3.safetensors"
     config.head_dim = 32
-    write_codebooks(describe_model(config, path), random_codebooks(config, 1, (3, 16), (4, 16)))
+    write_codebooks(path, config, random_codebooks(config, 1, (3, 16), (4, 16)))
     ids = torch.randint(1, 64, (1, 60), generator=torch.Generator().manual_seed(3))
     outputs = []
     for switch in (disable_fused_attention, enable_fused_attention):

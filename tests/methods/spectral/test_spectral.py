@@ -37,7 +37,6 @@ from kvcache_compress.methods.spectral.codec import SpectralOptions
 from kvcache_compress.methods.spectral.statistics_file import write_statistics
 from kvcache_compress.methods.spectral.transform import mean_table, spectral_basis
 from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS, attention_paid
-from kvcache_compress.modeling.model_file import ModelFacts
 from kvcache_compress.modeling.rope import Rope
 
 
@@ -296,7 +295,7 @@ def test_files_that_do_not_fit(change: Any, message: str, tmp_path: Path) -> Non
     tensors = {name: x.clone() for name, x in random_statistics(config).items()}
     change(tensors)
     path = tmp_path / "x.safetensors"
-    write_statistics(str(path), ModelFacts.of(config), tensors, 32, {})
+    write_statistics(str(path), config, tensors, 32, {})
     x = torch.randn(1, 2, 80, 32)
     with pytest.raises(ValueError, match=f"statistics='{path}' for spectral: .*{message}"):
         CompressedCache(config, {"keys": {**_SIDE, "statistics": str(path)}, "values": {"method": "none"}}).update(

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from kvcache_compress.methods.commvq.codebook_file import (
     ALLOWED_CENTRES,
     CENTRES,
     code_bits,
-    describe_model,
+    codebook_facts,
     group_count,
     rounds_for,
     share_rounds,
@@ -189,8 +189,8 @@ def calibrate_commvq(
     data: dict[str, Any] = {"windows": len(training), "held_out_windows": len(held_out)}
     data |= {"context": settings.context, "sha256": digest, "rounds": rounds}
     data["dtype"] = str(model.dtype).removeprefix("torch.")
-    header = describe_model(config, output, options=asdict(settings), data=data)
-    parts = Parts(output, asdict(header) | {"path": None, "training": _TRAINING, "layers": layers})
+    described = {"model": codebook_facts(config).model_dump(), "options": asdict(settings), "data": data}
+    parts = Parts(output, described | {"training": _TRAINING, "layers": layers})
     if parts.others:
         notice(f"keeping parts of other settings or texts: {', '.join(map(str, parts.others))}")
     missing = [layer for layer in layers if parts.load(layer) is None]
@@ -241,7 +241,7 @@ def calibrate_commvq(
     tensors = {name: tensor for part in finished.values() if part for name, tensor in part[0].items()}
     losses = {str(layer): part[1] for layer, part in finished.items() if part}
     data |= {"text": list(text), "unweighed": [layer for layer in layers if f"keys.{layer}.weights" not in tensors]}
-    write_codebooks(replace(header, losses=losses, data=data), tensors)
+    write_codebooks(output, config, tensors, options=asdict(settings), data=data, losses=losses)
     parts.remove()
     return losses
 

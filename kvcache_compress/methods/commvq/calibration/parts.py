@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from kvcache_compress.files.atomic import whole_file
-from kvcache_compress.files.tensors import write_tensors
+from kvcache_compress.files.model_file import write_tensors
 
 
 class Parts:

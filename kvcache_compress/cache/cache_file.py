@@ -1,0 +1,247 @@
+"""Saving and loading caches: one file holds all that a cache needs to continue where it stopped.
+
+A `ModelFile` of the kind `cache`. Its header has the cache's config, the kind of each layer with the attributes of
+those that are Transformers' own, and the share of the model's heads. Tensors, for layer i and its sides `keys` and
+`values`, without unused capacity:
+
+    layers.{i}.{side}.sinks, .tail         [B, H, T, D]      in the model's dtype
+    layers.{i}.{side}.packed.{field}       [B, H, T / field.tokens, *field.shape]
+    layers.{i}.{side}.statistics.{name}    the codec's statistics, measured on the first tokens
+    layers.{i}.{side}.check                [1, H, up to 8, D] the first packed tokens decoded, float32
+    layers.{i}.{attribute}                 layers that are Transformers' own
+    rope.{first}.{stride}                  [B, groups, 2 * rotary] cos and sin of the tokens `first + g * stride`, if a
+                                           codec needs them
+    padding                                int64 [B] or [1], the rows' left padding, if they have any
+
+Rotations are made anew from their seeds, and files of calibration (CommVQ's, spectral's) stay where they are; `check`
+reveals codecs that differ from those of the saving process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from os.path import isdir, isfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from transformers import PreTrainedConfig
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
+
+from kvcache_compress._version import __version__
+from kvcache_compress.codecs.base import SIDES, Side
+from kvcache_compress.config import CompressionConfig, load_config
+from kvcache_compress.files.model_file import not_finite, process_rank, read_model_file, write_model_file
+from kvcache_compress.modeling.facts import head_shape, model_facts
+from kvcache_compress.modeling.foreign_layer import read_attributes, set_attributes
+from kvcache_compress.storage.side import SideState
+from kvcache_compress.validation import quoted, usable_device
+
+from .layer import CompressedLayer
+
+C = TypeVar("C", bound=Any)
+"""Class of a cache, a `CompressedCache`."""
+KIND, VERSION = "cache", 1
+CHECKED_TOKENS = 8
+CHECK_TOLERANCE = 1e-3
+"""Relative error (RMS) up to which decoded tokens count as equal: devices and releases of torch round differently."""
+
+
+def save_cache(cache: Any, path: str | Path) -> None:
+    """Write a cache to `path`; see `CompressedCache.save`."""
+    path = Path(path).expanduser()
+    if isdir(path):
+        raise ValueError(f"path={quoted(str(path))} is a folder; pass the name of a file")
+    tensors: dict[str, torch.Tensor] = {}
+    layers: list[dict[str, Any]] = []
+    for index, layer in enumerate(cache.layers):
+        described: dict[str, Any] = {"kind": type(layer).__name__}
+        if not isinstance(layer, CompressedLayer):
+            described["attributes"], held = read_attributes(layer, index)
+        elif isinstance(layer, LinearAttentionAndFullAttentionLayer):
+            raise ValueError(f"layer {index}, with a recurrent state beside its keys and values, cannot be saved")
+        else:
+            held = dict(_layer_tensors(layer))
+            described["prepared"] = bool(layer.sides) and layer.sides["keys"].prepared
+            if layer.sides and (track := layer.track) is not None:
+                tensors[track.name] = track.buffer[:, : track.rows(int(layer.get_seq_length()))]
+            layer.raise_for_known()
+        layers.append(described)
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in held.items()}
+    if (rows := cache.padding.rows) is not None:
+        tensors["padding"] = rows.tokens
+    if unreal := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise ValueError(f"the cache cannot be saved: {unreal[0]} is on the meta device")
+    tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    if broken := not_finite(tensors):
+        raise ValueError(f"the cache cannot be saved: {broken} holds NaN or infinity")
+    write_model_file(
+        path, KIND, VERSION, model_facts(cache.decoder_config), tensors,
+        release=__version__, transformers=transformers.__version__, layers=layers, share=_share(cache),
+        config=cache.compression.model_dump(mode="json", exclude_none=True),
+    )  # fmt: skip
+
+
+def load_cache(
+    path: str | Path,
+    new_cache: Callable[[CompressionConfig], C],
+    files: Mapping[str, str | Path | None],
+    device: torch.device | str | None = None,
+    any_model: bool = False,
+) -> C:
+    """Read a cache from `path`; see `CompressedCache.load`. `new_cache` makes an empty cache of a config.
+
+    files: files that methods need, by option, if they have moved since the cache was saved.
+    """
+    place = Path(path).expanduser()
+    if not isfile(place):
+        raise FileNotFoundError(f"cache file {quoted(str(place))}: there is no such file")
+    file, tensors = read_model_file(str(place), f"cache file {str(place)!r}", KIND, VERSION)
+    try:
+        if broken := not_finite(tensors):
+            raise ValueError(f"damaged: {broken} holds NaN or infinity")
+        target = usable_device(device)
+        cache = new_cache(_config(file.header["config"], files))
+        if problem := file.facts.mismatch(model_facts(cache.decoder_config), any_model=any_model):
+            raise ValueError(problem)
+        _check_kinds(cache, file.header)
+        _check_share(file.header["share"])
+        _restore(cache, file.header["layers"], tensors, target)
+    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
+        raise file.refusal(str(error) if isinstance(error, ValueError) else f"damaged: {error}") from error
+    return cache
+
+
+def _layer_tensors(layer: CompressedLayer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of a layer by their names in the file, without its prefix."""
+    for side, state in layer.sides.items():
+        for name, tensor in state.tensors().items():
+            yield f"{side}.{name}", tensor
+        if state.store.tokens:
+            yield f"{side}.check", _first_decoded(state, layer.group)
+
+
+def _first_decoded(state: SideState, group: int) -> torch.Tensor:
+    """Decode the first packed tokens of the first sequence, float32 `[1, H, up to 8, D]`."""
+    whole = -(-CHECKED_TOKENS // group) * group
+    return state.decode(0, min(state.store.tokens, whole))[:1, :, :CHECKED_TOKENS]
+
+
+def _config(plain: dict[str, Any], files: Mapping[str, str | Path | None]) -> CompressionConfig:
+    """Config of the saved cache, with `files` in place of those that it names."""
+    for owner in (plain, *plain.get("layers", ())):
+        for side in SIDES:
+            options = owner.get(side) or {}
+            for name, path in files.items():
+                if path is not None and options.get(name) not in (None, "prefill"):
+                    options[name] = str(path)
+    return load_config(plain)
+
+
+def _check_kinds(cache: Any, header: Mapping[str, Any]) -> None:
+    saved, ours = [layer["kind"] for layer in header["layers"]], [type(layer).__name__ for layer in cache.layers]
+    if saved != ours:
+        raise ValueError(f"layers {saved} in the file (of Transformers {header['transformers']}), {ours} in the model")
+
+
+def _share(cache: Any) -> list[int]:
+    """Number of this process's share of the model's heads, and number of shares.
+
+    Under tensor parallelism each process holds a run of the heads of every layer, and shapes do not tell them apart.
+    """
+    rank, processes = process_rank()
+    config: PreTrainedConfig = cache.decoder_config
+    layer = next((layer for layer in cache.compressed_layers.values() if layer.sides), None)
+    if processes == 1 or layer is None or getattr(config, "kv_lora_rank", None) is not None:
+        return [0, 1]
+    shares = head_shape(config)[1] // layer.sides["keys"].sinks.shape[1]
+    return [rank % shares, shares]
+
+
+def _check_share(share: list[int]) -> None:
+    (number, shares), (rank, processes) = share, process_rank()
+    if processes % shares or rank % shares != number:
+        raise ValueError(
+            f"it holds share {number} of the model's heads, which tensor parallelism divided into {shares} shares: "
+            f"process {rank} of {processes} cannot load it"
+        )
+
+
+def _restore(
+    cache: Any, layers: list[dict[str, Any]], tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> None:
+    """Fill a new cache from tensors, copied to `device`; raises `ValueError` for tensors that do not fit."""
+    left = dict(tensors)
+    cache.padding.restore(left.pop("padding", None), device)
+    ropes = {track.name: left.pop(track.name, None) for track in cache.rope_tracks}
+    for index, (layer, described) in enumerate(zip(cache.layers, layers, strict=True)):
+        prefix = f"layers.{index}."
+        own = {name.removeprefix(prefix): left.pop(name) for name in tensors if name.startswith(prefix)}
+        try:
+            if not isinstance(layer, CompressedLayer):
+                copied = {name: tensor.to(device, copy=True) for name, tensor in own.items()}
+                set_attributes(layer, described["attributes"], copied, device)
+            elif own:
+                rope = None if layer.track is None else ropes[layer.track.name]
+                _restore_layer(layer, own, described["prepared"], rope, device)
+        except ValueError as error:
+            raise ValueError(f"layer {index}: {error}") from None
+    if left:
+        raise ValueError(f"damaged: an unknown tensor {next(iter(left))!r}")
+    cache.padding.truncate(max((int(layer.get_seq_length()) for layer in cache.compressed_layers.values()), default=0))
+
+
+def _restore_layer(
+    layer: CompressedLayer,
+    tensors: Mapping[str, torch.Tensor],
+    prepared: bool,
+    rope: torch.Tensor | None,
+    device: torch.device,
+) -> None:
+    """Fill a new layer from its tensors; `rope` has the rows of the layer's track."""
+    keys, values = (tensors[f"{side}.sinks"][:, :, :0].to(device) for side in SIDES)
+    layer.lazy_initialization(keys, values)
+    packed = {side: _check_side(side, state, tensors) for side, state in layer.sides.items()}
+    if len(set(packed.values())) > 1:
+        raise ValueError(f"damaged: {packed} packed tokens")
+    tokens = packed["keys"] + sum(tensors[f"keys.{part}"].shape[2] for part in ("sinks", "tail"))
+    if (track := layer.track) is not None and tokens:
+        rows = len(keys), track.rows(tokens), track.buffer.shape[2]
+        _expect(track.name, {} if rope is None else {track.name: rope}, rows, track.buffer.dtype)
+        assert rope is not None
+        track.restore(rope.to(device), tokens)
+    with layer.edited() as storage:
+        for side, state in storage.sides.items():
+            own = {name.removeprefix(f"{side}."): x for name, x in tensors.items() if name.startswith(f"{side}.")}
+            state.restore(own, packed[side], prepared)
+    for side, state in layer.sides.items() if packed["keys"] else ():
+        # In float64, since numbers of a damaged file may overflow float32 when squared.
+        saved, decoded = tensors[f"{side}.check"].double(), _first_decoded(state, layer.group).double().cpu()
+        if not (decoded - saved).norm() <= CHECK_TOLERANCE * saved.norm():
+            raise ValueError(
+                f"its {side} do not decode as they did when it was saved: the codebooks have changed, or this "
+                "release's codecs differ"
+            )
+
+
+def _check_side(side: Side, state: SideState, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Compare a side's tensors with what its codec stores, and return the number of packed tokens."""
+    (batch, heads), dim = tensors["keys.sinks"].shape[:2], state.sinks.shape[3]
+    for part in ("sinks", "tail"):
+        count = tensors[f"keys.{part}"].shape[2]
+        _expect(f"{side}.{part}", tensors, (batch, heads, count, dim), state.sinks.dtype)
+    first, *_ = state.store.fields
+    packed = tensors[f"{side}.packed.{first.name}"].shape[2] * first.tokens
+    for field in state.store.fields:
+        shape = batch, heads, packed // field.tokens, *field.shape
+        _expect(f"{side}.packed.{field.name}", tensors, shape, field.dtype)
+    return packed
+
+
+def _expect(name: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if name not in tensors:
+        raise ValueError(f"damaged: no tensor {name!r}")
+    x = tensors[name]
+    if (x.dtype, tuple(x.shape)) != (dtype, shape):
+        raise ValueError(f"damaged: {name} is {x.dtype} {list(x.shape)}, not {dtype} {list(shape)}")

@@ -1,1 +1,0 @@
-"""Saved caches: one safetensors file per cache."""

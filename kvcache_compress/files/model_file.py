@@ -1,0 +1,244 @@
+"""Safetensors files that belong to one model: codebooks, statistics and saved caches.
+
+Metadata, all strings: `kind` of the file, `version` of the kind's format, `header` (JSON: the `ModelFacts` as `model`,
+and what the kind adds), and `sha256` of the header and of all tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from os.path import isfile
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kvcache_compress.validation import on_one_line
+
+from .atomic import whole_file
+
+_LONGEST_PROBLEM = 600
+"""Characters of an error message, which may quote a file's contents."""
+
+
+class ModelFacts(BaseModel):
+    """Identity of the model that a file was made for: its id or path, type and sizes.
+
+    `rope` has the config's RoPE parameters and the pairing of channels; it is empty for a model without RoPE.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    name: str
+    model_type: str
+    head_dim: int
+    kv_heads: int
+    layers: int
+    rope: dict[str, Any]
+
+    def local_heads(self, heads: int, head_dim: int) -> slice:
+        """Heads of the file that a layer with `heads` heads holds: all or, under tensor parallelism, a process's share.
+
+        Transformers splits the key/value heads into runs, in the order of the ranks of the n processes that share a
+        model. n is the fastest dimension of its device mesh, so ranks continue through data-parallel copies.
+
+        Raises:
+            ValueError: The layer's heads are no such share.
+        """
+        shares, rest = divmod(self.kv_heads, heads)
+        rank, processes = process_rank()
+        if self.head_dim != head_dim or rest or not shares or processes % shares:
+            raise ValueError(
+                f"made for {self.kv_heads} heads of {self.head_dim}, not {heads} of {head_dim} in each of {processes} "
+                "processes"
+            )
+        first = rank % shares * heads
+        return slice(first, first + heads)
+
+    def mismatch(self, here: ModelFacts, *, rope: bool = True, any_model: bool = False) -> str | None:
+        """The reason why a file with these facts cannot serve the model `here`, or None.
+
+        Dimensions and, if `rope`, RoPE must agree in any case. Names agree if they are equal or, as for folders, if the
+        last two parts of the path are; an unnamed model agrees with all. `any_model` ignores names and types.
+        """
+        start = f"made for {self.name or self.model_type!r}, not for {here.name or f'this {here.model_type}'!r}"
+        names = ["head_dim", "kv_heads", "layers", *(["rope"] if rope else []), *([] if any_model else ["model_type"])]
+        differing = [name for name in names if getattr(self, name) != getattr(here, name)]
+        if differing:
+            words = (f"{name} {getattr(self, name)} in the file, {getattr(here, name)} here" for name in differing)
+            return f"{start}: {'; '.join(words)}"
+        parts = [PurePath(name).parts for name in (self.name, here.name)]
+        count = min(2, *map(len, parts))
+        if not any_model and count and parts[0][-count:] != parts[1][-count:]:
+            return f"{start}. If both have the same weights, set any_model to true"
+        return None
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """Checked file of one model: its header, and the dtypes and shapes of its tensors.
+
+    what: beginning of error messages, such as `statistics='x.safetensors' for spectral`.
+    """
+
+    path: str
+    what: str
+    facts: ModelFacts = field(hash=False)
+    header: Mapping[str, Any] = field(hash=False)
+    """What the kind of file adds to the facts."""
+    dtypes: Mapping[str, torch.dtype] = field(hash=False)
+    shapes: Mapping[str, tuple[int, ...]] = field(hash=False)
+
+    @classmethod
+    def open(cls, path: str, what: str, kind: str, version: int, advice: str = "") -> ModelFile:
+        """Check a file and read its header, once as long as the file does not change.
+
+        Raises:
+            ValueError: no such file (with `advice`), not a safetensors file, damaged, or of another kind or version.
+        """
+        file = Path(path).expanduser()
+        if not isfile(file):
+            raise ValueError(f"{what}: there is no such file. {advice}")
+        stat = file.stat()
+        return _open(str(file), what, kind, version, stat.st_mtime_ns, stat.st_size)
+
+    def refusal(self, problem: str) -> ValueError:
+        return _refusal(self.what, problem)
+
+    def check_model(self, here: ModelFacts, *, rope: bool = True, any_model: bool = False) -> None:
+        """Raise `ValueError` if the file was made for another model; see `ModelFacts.mismatch`."""
+        if problem := self.facts.mismatch(here, rope=rope, any_model=any_model):
+            raise self.refusal(problem)
+
+    def local_heads(self, heads: int, head_dim: int) -> slice:
+        """Heads that a layer holds, see `ModelFacts.local_heads`."""
+        try:
+            return self.facts.local_heads(heads, head_dim)
+        except ValueError as error:
+            raise self.refusal(str(error)) from None
+
+    def load(self, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
+        """Tensors by name. Raises `ValueError` for one that is missing or not finite."""
+        names = list(names)
+        if missing := [name for name in names if name not in self.shapes]:
+            raise self.refusal(f"it holds no {missing[0]}")
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in names}
+        except (SafetensorError, OSError) as error:
+            raise self.refusal(f"cannot be read: {error}") from None
+        if broken := not_finite(tensors):
+            raise self.refusal(f"damaged: {broken} holds NaN or infinity")
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+@lru_cache(maxsize=8)
+def _open(path: str, what: str, kind: str, version: int, changed: int, size: int) -> ModelFile:
+    return read_model_file(path, what, kind, version, keep=False)[0]
+
+
+def read_model_file(
+    path: str, what: str, kind: str, version: int, keep: bool = True
+) -> tuple[ModelFile, dict[str, torch.Tensor]]:
+    """Read and check a whole file, and return its header and, if `keep`, its tensors.
+
+    Raises:
+        ValueError: the file cannot be read, is damaged, or of another kind or version.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    dtypes, shapes = {}, {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            text = metadata.get("header", "")
+            digest = hashlib.sha256(text.encode())
+            for name in sorted(file.keys()):
+                tensor = file.get_tensor(name)
+                _add_to(digest, name, tensor)
+                dtypes[name], shapes[name] = tensor.dtype, tuple(tensor.shape)
+                if keep:
+                    tensors[name] = tensor
+    except SafetensorError as error:
+        raise _refusal(what, f"damaged, or no safetensors file: {error}") from None
+    except OSError as error:
+        raise _refusal(what, f"{str(path)!r} cannot be read: {error}") from None
+    if metadata.get("kind") != f"kvcache_compress.{kind}":
+        raise _refusal(what, f"not a file of {kind} of kvcache-compress")
+    if metadata.get("version") != str(version):
+        raise _refusal(what, f"format version {metadata.get('version')!r}, this release reads {str(version)!r}")
+    if digest.hexdigest() != metadata.get("sha256"):
+        raise _refusal(what, "damaged: its contents do not agree with its checksum")
+    try:
+        header = json.loads(text)
+        facts = ModelFacts(**header.pop("model"))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _refusal(what, f"damaged: its header has no model ({error})") from None
+    return ModelFile(path, what, facts, header, dtypes, shapes), tensors
+
+
+def write_model_file(
+    path: str | Path,
+    kind: str,
+    version: int,
+    facts: ModelFacts,
+    tensors: Mapping[str, torch.Tensor],
+    **header: Any,
+) -> None:
+    """Write contiguous CPU tensors and a header; an existing file is replaced only once all is written.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    text = json.dumps({"model": facts.model_dump(), **header}, default=str)
+    metadata = {"kind": f"kvcache_compress.{kind}", "version": str(version), "header": text}
+    write_tensors(path, tensors, {**metadata, "sha256": checksum(text, tensors)})
+
+
+def checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of a header and of the names, dtypes, shapes and bytes of all tensors."""
+    digest = hashlib.sha256(header.encode())
+    for name in sorted(tensors):
+        _add_to(digest, name, tensors[name])
+    return digest.hexdigest()
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write contiguous CPU tensors to a safetensors file, atomically; see `whole_file`.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    try:
+        with whole_file(path) as unfinished:
+            save_file(dict(tensors), unfinished, metadata=dict(metadata))
+    except SafetensorError as error:
+        raise OSError(f"{str(path)!r} could not be written: {error}") from None
+
+
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Name of a tensor with NaN or infinity, or None."""
+    floats = (name for name, tensor in tensors.items() if tensor.is_floating_point())
+    return next((name for name in floats if not tensors[name].isfinite().all()), None)
+
+
+def process_rank() -> tuple[int, int]:
+    """Rank of this process, and number of processes that work together."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def _add_to(digest: Any, name: str, tensor: torch.Tensor) -> None:
+    digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+    digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _refusal(what: str, problem: str) -> ValueError:
+    return ValueError(f"{what}: {on_one_line(problem, _LONGEST_PROBLEM)}")

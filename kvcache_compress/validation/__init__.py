@@ -1,1 +1,0 @@
-"""Checks of user input, and their error messages."""
