@@ -1,24 +1,22 @@
-"""Demonstration of `kvcache-compress demo`: a question about a long text, from a full and from compressed caches."""
+"""Demonstration: a question about a long text, answered from a full and from compressed caches."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import Cache, DynamicCache, PreTrainedTokenizerBase, TextStreamer
 
 from kvcache_compress.attention.interface import enable_fused_attention
 from kvcache_compress.cache.compressed_cache import CompressedCache
 from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.modeling.loading import load_model
-from kvcache_compress.validation import size_text
 
 from .config import load_config
 
+FULL = "full cache"
 PASSAGE_TOKENS = 4096
 WARM_TOKENS = 400
 """Prompt before anything is timed, long enough for statistics."""
@@ -36,80 +34,86 @@ class Run:
     held: int
 
 
-class _Stream(TextStreamer):
-    """Prints new tokens as they come, and notes when."""
+class Demo:
+    """A model and a prompt, for one `answer` from each cache.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    Args:
+        model_name: a model as for `load_model`.
+        presets: presets or YAML files of the compressed caches.
+        new_tokens: tokens of an answer.
+
+    Raises:
+        ValueError: A preset is unknown, or the model is missing, has no attention or too short a context.
+    """
+
+    def __init__(self, model_name: str, presets: Sequence[str], new_tokens: int) -> None:
+        from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT
+        from kvcache_compress.eval.tasks.samples import check_fits
+
+        self._configs = {name: load_config(name) for name in presets}
+        self.names, self._new_tokens = [FULL, *self._configs], new_tokens
+        self._model, self._tokenizer = load_model(model_name)
+        for config in self._configs.values():
+            CompressedCache(self._model.config, config)  # refuses models without attention before anything runs
+        enable_fused_attention(self._model)
+        self._prompt = _prompt(self._tokenizer, DEFAULT_TEXT.read_text(encoding="utf-8"))
+        self.prompt_tokens = self._prompt.shape[1]
+        check_fits(self._model, self.prompt_tokens + new_tokens, "the text, the question and the new tokens")
+        for name in self.names:  # compiles what needs to be compiled, before anything is timed
+            self._generate(self._prompt[:, :WARM_TOKENS], self._cache(name), 2, None)
+
+    def answer(self, name: str, say: Callable[[str], None]) -> Run:
+        """Answer the question from one cache; `say` gets the text as it is generated."""
+        cache, stream = self._cache(name), _Stream(self._tokenizer, say)
+        self._generate(self._prompt, cache, self._new_tokens, stream)
+        start, first, *rest = stream.times
+        return Run(name, first - start, (rest[-1] - first) / len(rest) if rest else 0.0, _held(cache))
+
+    def losses(self) -> dict[str, tuple[float, float]]:
+        """Mean KL divergence and share of equal most likely tokens of each compressed cache, on the same text."""
+        from kvcache_compress.eval.caches.caches import full_cache, preset_cache
+        from kvcache_compress.eval.runner.progress import ProgressLine
+        from kvcache_compress.eval.runner.runner import Runner
+        from kvcache_compress.eval.tasks.perplexity import Perplexity
+
+        specs = [full_cache(), *(preset_cache(name) for name in self._configs)]
+        runner = Runner(self._model, self._tokenizer, on_progress=ProgressLine())
+        cells = runner.run("perplexity", Perplexity(windows=1, scored=128), specs)
+        for cell in cells:
+            if cell.error is not None:
+                raise ValueError(f"{cell.cache['name']}: {cell.error}")
+        return {cell.cache["name"]: (cell.scores["kl"], cell.scores["top1"]) for cell in cells[1:]}
+
+    def _cache(self, name: str) -> Cache:
+        config = self._model.config
+        return DynamicCache(config=config) if name == FULL else CompressedCache(config, self._configs[name])
+
+    def _generate(self, prompt: torch.Tensor, cache: Cache, new_tokens: int, stream: TextStreamer | None) -> None:
+        """Generate greedily."""
+        self._model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            **{cache_argument(): cache},
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            streamer=stream,
+        )
+
+
+class _Stream(TextStreamer):
+    """Says new tokens as they come, and notes when."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.times = [time.perf_counter()]
+        self.times, self._say = [time.perf_counter()], say
 
     def put(self, value: torch.Tensor) -> None:
         if not self.next_tokens_are_prompt:
             self.times.append(time.perf_counter())
         super().put(value)
 
-
-def run_demo(console: Console, model_name: str, presets: Sequence[str], new_tokens: int) -> None:
-    """Print the answers from all caches as they are generated, and a table of their times, memory and losses."""
-    from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT
-    from kvcache_compress.eval.tasks.samples import check_fits
-
-    configs = {name: load_config(name) for name in presets}
-    console.print(f"[bold]Loading {model_name}[/bold] (the first time takes half a minute) ...")
-    model, tokenizer = load_model(model_name)
-    for config in configs.values():
-        CompressedCache(model.config, config)  # refuses models without attention before anything runs
-    enable_fused_attention(model)
-    prompt = _prompt(tokenizer, DEFAULT_TEXT.read_text(encoding="utf-8"))
-    check_fits(model, prompt.shape[1] + new_tokens, "the text, the question and the new tokens")
-
-    def make(name: str) -> Cache:
-        return CompressedCache(model.config, configs[name]) if name in configs else DynamicCache(config=model.config)
-
-    names = ["full cache", *configs]
-    for name in names:  # compiles what needs to be compiled, before anything is timed
-        _generate(model, prompt[:, :WARM_TOKENS], make(name), 2, None)
-    console.print(f"\n[bold]A text of {prompt.shape[1]} tokens with a pass key in its middle, and the question:[/bold]")
-    runs = []
-    for name in names:
-        console.print(f"[bold]{name}:[/bold] [dim]{QUESTION}[/dim]", end="")
-        cache, stream = make(name), _Stream(tokenizer)
-        _generate(model, prompt, cache, new_tokens, stream)
-        start, first, *rest = stream.times
-        runs.append(Run(name, first - start, (rest[-1] - first) / len(rest) if rest else 0.0, _held(cache)))
-        console.print()
-    losses = _losses(console, model, tokenizer, list(configs))
-    table = Table()
-    for heading in ("cache", "memory", "first token", "each further", "KL", "same top"):
-        table.add_column(heading, justify="left" if heading == "cache" else "right")
-    for run in runs:
-        loss = losses.get(run.name, ("0", "1.000"))
-        table.add_row(run.name, size_text(run.held), f"{run.first:.1f} s", f"{1000 * run.step:.0f} ms", *loss)
-    console.print(table)
-    console.print(
-        "Memory with 16 bits for each uncompressed number; the dense windows, tables and room for more tokens in it "
-        "weigh less in longer texts. KL: mean divergence of the next-token distribution from the "
-        "full cache's, in nats, and share of equal most likely tokens, on 128 tokens after the text's first 1,024."
-    )
-
-
-def _losses(
-    console: Console, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, presets: Sequence[str]
-) -> dict[str, tuple[str, str]]:
-    """KL and share of equal most likely tokens of each preset, on one window of the built-in text."""
-    from kvcache_compress.eval.caches.caches import full_cache, preset_cache
-    from kvcache_compress.eval.runner.progress import ProgressLine
-    from kvcache_compress.eval.runner.runner import Runner
-    from kvcache_compress.eval.tasks.perplexity import Perplexity
-
-    console.print("Measuring what is lost ...")
-    specs = [full_cache(), *(preset_cache(name) for name in presets)]
-    runner = Runner(model, tokenizer, on_progress=ProgressLine())
-    cells = runner.run("perplexity", Perplexity(windows=1, scored=128), specs)
-    for cell in cells:
-        if cell.error is not None:
-            raise ValueError(f"{cell.cache['name']}: {cell.error}")
-    return {cell.cache["name"]: (f"{cell.scores['kl']:.4f}", f"{cell.scores['top1']:.3f}") for cell in cells[1:]}
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._say(text)
 
 
 def _held(cache: Cache) -> int:
@@ -125,17 +129,3 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     ids = tokenizer(text, add_special_tokens=False).input_ids[:PASSAGE_TOKENS]
     before, after = (tokenizer.decode(part) for part in (ids[: len(ids) // 2], ids[len(ids) // 2 :]))
     return tokenizer(f"{before}{NEEDLE}{after}\n\n{QUESTION}", return_tensors="pt").input_ids
-
-
-def _generate(
-    model: PreTrainedModel, prompt: torch.Tensor, cache: Cache, new_tokens: int, stream: TextStreamer | None
-) -> None:
-    """Generate greedily."""
-    model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        **{cache_argument(): cache},
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        streamer=stream,
-    )

@@ -6,7 +6,6 @@ numbers stored in the model's own dtype (dense tokens, sides of method `none`) c
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -168,26 +167,23 @@ class MemoryReport:
         """Summary, then a table with a row for each run of layers that are alike, in 80 columns."""
         if not self.numbers:
             return f"no tokens; {size_text(self.total_bytes)} held"
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("layers", "method", "dense", "packed", "used", "held", "bits"):
-            table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True, overflow="fold")
+        table = [("layers", "method", "dense", "packed", "used", "held", "bits")]
         for _, run in groupby(self.layers, key=_likeness):
             alike = list(run)
             first, last = alike[0], alike[-1]
             named = str(first.layer) if first is last else f"{first.layer}-{last.layer}"
             sums = (sum(getattr(layer, name) for layer in alike) for name in ("used_bytes", "total_bytes"))
             counts = (str(first.dense_tokens), str(first.packed_tokens))
-            table.add_row(named, first.method, *counts, *map(size_text, sums), f"{first.bits_per_number:.2f}")
-        text = io.StringIO()
-        Console(file=text, width=80, force_jupyter=False, force_terminal=False).print(table)
-        rows = (line.rstrip() for line in text.getvalue().splitlines())
+            used, held = map(size_text, sums)
+            table.append((named, first.method, *counts, used, held, f"{first.bits_per_number:.2f}"))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        heading, *rows = (
+            "   ".join(cell.ljust(widths[i]) if i == 1 else cell.rjust(widths[i]) for i, cell in enumerate(row))
+            for row in table
+        )
         rest = {"tables and maps": self.constant_bytes, "unused capacity": self.allocated_bytes - self.used_bytes}
         parts = [*sorted(self.fields().items()), *rest.items()]
-        held = ", ".join(f"{name} {size_text(size)}" for name, size in parts if size)
+        by_part = ", ".join(f"{name} {size_text(size)}" for name, size in parts if size)
         tokens = max((layer.dense_tokens + layer.packed_tokens for layer in self.layers), default=0)
         return (
             f"{size_text(self.total_bytes)} held, {self.ratio:.2f}x smaller than a full cache in "
@@ -195,8 +191,8 @@ class MemoryReport:
             f"{self.packed_tokens:,} of {tokens:,} tokens packed"
             + (f", at {self.packed_bits_per_number:.2f} bits per packed number\n" if self.packed_numbers else "\n")
             + f"{self.bits_per_number:.2f} bits per number over all, dense tokens counted at 16\n"
-            + "\n".join(filter(None, rows))
-            + f"\n{textwrap.fill(f'held by part: {held}', 80)}"
+            + "\n".join(f" {line}".rstrip() for line in (heading, "─" * len(heading), *rows))
+            + f"\n{textwrap.fill(f'held by part: {by_part}', 80)}"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 
 from kvcache_compress.validation import on_one_line
 
-from .atomic import whole_file
+from .atomic import is_replaceable, whole_file
 
 _LONGEST_PROBLEM = 600
 """Characters of an error message, which may quote a file's contents."""
@@ -199,6 +200,23 @@ def write_model_file(
     text = json.dumps({"model": facts.model_dump(), **header}, default=str)
     metadata = {"kind": f"kvcache_compress.{kind}", "version": str(version), "header": text}
     write_tensors(path, tensors, {**metadata, "sha256": checksum(text, tensors)})
+
+
+def check_output(output: Path) -> None:
+    """Raise `ValueError` if a file of tensors cannot be written here."""
+    problem = None
+    if output.suffix != ".safetensors":
+        problem = "must be a file that ends in .safetensors"
+    elif output.is_dir():
+        problem = "is a folder; pass the name of a file"
+    elif not is_replaceable(output):
+        problem = "is a device or a pipe; pass a file that can be replaced"
+    else:
+        folder = next(folder for folder in output.absolute().parents if folder.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            problem = f"must be in a writable folder, which {str(folder)!r} is not"
+    if problem:
+        raise ValueError(f"output={str(output)!r} {problem}")
 
 
 def checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> str:

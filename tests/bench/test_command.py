@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from transformers import LlamaConfig, T5Config
 from typer.testing import CliRunner
 
-from kvcache_compress.bench import command
+from kvcache_compress.bench import run
 from kvcache_compress.bench.decode import DecodeTime
 from kvcache_compress.bench.layers import SHAPES, Shape
 from kvcache_compress.bench.plot import decode_plot
@@ -70,11 +70,11 @@ def test_models_in_16_bits(dtype: str) -> None:
     ("wrong", "message"),
     [
         (["--preset", "turboquant-5bits"], "did you mean"),
-        (["--device", "cuda:1"], "device='cuda:1': allowed 'cpu'"),
-        (["--dtype", "int8"], "dtype='int8' on cpu: allowed float32, bfloat16, float16"),
+        (["--device", "cuda:1"], "device='cuda:1'"),
+        (["--dtype", "int8"], "dtype='int8' on cpu"),
         (["--model", "/no/such/folder"], "/no/such/folder"),
         (["--plot", "no/such/folder/plot.png"], "there is no folder no/such/folder"),
-        (["--plot", "plot.svg"], "allowed are names that end in .png"),
+        (["--plot", "plot.svg"], "plot=plot.svg"),
         (["--tokens", "0"], "Invalid value for '--tokens'"),
     ],
 )
@@ -87,8 +87,8 @@ def test_wrong_arguments_are_messages(wrong: list[str], message: str) -> None:
 
 def test_shape_of_a_folder_and_of_what_cannot_be_compressed(tmp_path: Path) -> None:
     LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=32, hidden_size=64).save_pretrained(tmp_path)
-    assert command.attention_shape(str(tmp_path)) == Shape(8, 2, 32)
-    assert command.attention_shape("qwen2.5-7b") == SHAPES["qwen2.5-7b"]
+    assert run.attention_shape(str(tmp_path)) == Shape(8, 2, 32)
+    assert run.attention_shape("qwen2.5-7b") == SHAPES["qwen2.5-7b"]
     T5Config().save_pretrained(tmp_path)
     result = runner.invoke(app, [*FEW, "--model", str(tmp_path)])
     assert result.exit_code == 1
@@ -98,7 +98,7 @@ def test_shape_of_a_folder_and_of_what_cannot_be_compressed(tmp_path: Path) -> N
 def test_a_failed_measurement_is_a_row_and_an_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = [DecodeTime("full", "smollm2-135m", 1, 64, 1.0, 2.0, 32.0, 1.0, 1.0)]
     rows += [DecodeTime("turboquant-4bit", "smollm2-135m", 1, 64, error="out of memory: 80 GiB")]
-    monkeypatch.setattr(command, "measure_decode", lambda *_: iter(rows))
+    monkeypatch.setattr(run, "measure_decode", lambda *_: iter(rows))
     result = runner.invoke(app, [*FEW, "--plot", str(tmp_path / "plot.png")])
     assert result.exit_code == 1
     assert "turboquant-4bit, batch 1 x 64 tokens: out of memory: 80 GiB" in result.output
@@ -107,7 +107,7 @@ def test_a_failed_measurement_is_a_row_and_an_exit_code(monkeypatch: pytest.Monk
 
 def test_a_time_that_does_not_count_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [DecodeTime("kivi-2bit", "smollm2-135m", 1, 64, 1.0, 2.0, 3.0, invalid="attention differs by 0.5")]
-    monkeypatch.setattr(command, "measure_decode", lambda *_: iter(rows))
+    monkeypatch.setattr(run, "measure_decode", lambda *_: iter(rows))
     result = runner.invoke(app, FEW)
     assert result.exit_code == 1
     text = "kivi-2bit, batch 1 x 64 tokens: the time does not count: attention differs by 0.5"

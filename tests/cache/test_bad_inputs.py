@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,25 +91,6 @@ def test_fields_of_a_configuration() -> None:
                 found.append(outcome(lambda given=given: use(CompressedCache(small_config(), given))))
     assert len(found) > 100
     assert found.count(ACCEPTED) < 25
-
-
-YAMLS = (
-    "", "[]", "3", "keys", "keys: [", "keys: {method: turboquant}", "keys: 1\nvalues: 2", "a: &a [*a]", "\t",
-    "? [a]\n: b",
-    "keys: turboquant\nvalues: turboquant\nlayers: 3", "keys: turboquant\nvalues: turboquant\nlayers: [{}]",
-    "keys: turboquant\nvalues: turboquant\nlayers: [{match: 9, method: none}]",
-    "keys: turboquant\nvalues: turboquant\nlayers: [{match: 5-1, method: none}]",
-    "keys: turboquant\nvalues: turboquant\nlayers: [{match: first 50%, method: kivi, keys: none}]",
-    "!!python/object/apply:os.system ['true']", "keys: !!python/name:os.system\nvalues: none", "\x00",
-    "keys: ~\nvalues: ~",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("text", YAMLS)
-def test_yaml(tmp_path: Path, text: str) -> None:
-    (tmp_path / "x.yaml").write_text(text)
-    with pytest.raises(ValueError, match=r"."):
-        CompressedCache(small_config(), tmp_path / "x.yaml")
 
 
 def test_constructors() -> None:

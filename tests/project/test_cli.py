@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import kvcache_compress
 from kvcache_compress import preset_names
-from kvcache_compress.bench.command import attention_shape
 from kvcache_compress.bench.layers import SHAPES, Shape
+from kvcache_compress.bench.run import attention_shape
 from kvcache_compress.cache.estimate import MODELS, cache_bytes, constant_bytes, packed_bits, rope_bytes, total_bytes
 from kvcache_compress.cli import app
 from kvcache_compress.config import BUDGETS, load_config, measured_losses

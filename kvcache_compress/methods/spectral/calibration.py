@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache
 
-from kvcache_compress.modeling.calibration.command import Report, calibration, check_output
+from kvcache_compress.files.model_file import check_output
 from kvcache_compress.modeling.calibration.observed_attention import RECENT, SINKS, observed_attention
-from kvcache_compress.modeling.calibration.text import read_windows
+from kvcache_compress.modeling.calibration.text import Report, read_windows
 from kvcache_compress.modeling.decoder import is_full_attention
 from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.modeling.rope import Rope, RopeLayout, layer_has_rope, rope_layout, rotary_embedding
@@ -184,20 +182,3 @@ class _Run:
             scaling=options.get("scaling") or self.head_dim**-0.5, softcap=options.get("softcap"),
             s_aux=options.get("s_aux"),
         )  # fmt: skip
-
-
-def run_calibration(
-    console: Console, model: str, text: Sequence[str], output: Path, settings: SpectralSettings, device: str | None
-) -> None:
-    """Calibrate `spectral` and print progress, the gain of the transform, time and memory.
-
-    Raises:
-        ValueError: as `calibration` and `calibrate_spectral`.
-        OSError: a file cannot be written.
-    """
-    with calibration(console, model, text, output, device) as (loaded, tokenizer, report):
-        gains = calibrate_spectral(loaded, tokenizer, text, output, settings, report=report)
-        least, mean, most = min(gains.values()), fmean(gains.values()), max(gains.values())
-        console.print(
-            f"gain of the transform in bits per number, over layers: {least:.2f} to {most:.2f}, mean {mean:.2f}"
-        )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import codecs
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from huggingface_hub import constants
@@ -15,6 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from kvcache_compress.modeling.hub import check_hub
 from kvcache_compress.validation import require
 
+Report: TypeAlias = Callable[[str, int, int], None]
+"""Callback for progress: name of the work, steps done, steps in all."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _FILE_NAME = re.compile(r".*\.(txt|text|md|rst|tex|html?|xml|json|jsonl|csv|tsv|parquet|gz|zip|zst)", re.IGNORECASE)
 _WHOLE_BYTES = 1 << 22

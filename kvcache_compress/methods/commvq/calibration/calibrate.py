@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.codecs.rotation import hashed_seed
+from kvcache_compress.files.model_file import check_output
 from kvcache_compress.methods.commvq.additive import code_bytes
 from kvcache_compress.methods.commvq.codebook_file import (
     ALLOWED_CENTRES,
@@ -28,8 +29,7 @@ from kvcache_compress.methods.commvq.codebook_file import (
     share_rounds,
     write_codebooks,
 )
-from kvcache_compress.modeling.calibration.command import Report, check_output
-from kvcache_compress.modeling.calibration.text import read_windows
+from kvcache_compress.modeling.calibration.text import Report, read_windows
 from kvcache_compress.modeling.facts import head_shape
 
 from .collect import calibrated_layers, collect, layer_file, read_costs, read_layer

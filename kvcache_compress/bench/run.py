@@ -1,17 +1,13 @@
-"""`kvcache-compress bench`: time decode attention on this machine for a model's shape; table, file and plot."""
+"""Times of decode attention on this machine for a model's shape, with a file and a plot."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from kvcache_compress.cache.estimate import model_shape
 from kvcache_compress.config import load_config
@@ -29,13 +25,23 @@ DTYPES = {"cuda": ("bfloat16", "float16"), "cpu": ("float32", "bfloat16", "float
 """Dtypes of a model by device, the default first; on a GPU PyTorch has no float32 flash attention to compare with."""
 
 
+@dataclass(frozen=True)
+class BenchResult:
+    """Times by cache and length, the attention's shape, a copy's bandwidth in GB/s, a title, and the files written."""
+
+    rows: list[DecodeTime]
+    shape: Shape
+    bandwidth: float
+    title: str
+    written: list[Path]
+
+
 def attention_shape(model: str) -> Shape:
     """Shape of a model's attention; takes and raises the same as `estimate.model_shape`."""
     return Shape(*model_shape(model)[1:])
 
 
 def run_bench(
-    console: Console,
     model: str,
     presets: Sequence[str] = (),
     batches: Sequence[int] = (1,),
@@ -46,8 +52,9 @@ def run_bench(
     device: str | None = None,
     output: Path | None = None,
     plot: Path | None = None,
-) -> list[DecodeTime]:
-    """Measure one layer's attention over the full cache and over each preset's, and print a table.
+    on_row: Callable[[DecodeTime], None] = lambda row: None,
+) -> BenchResult:
+    """Measure one layer's attention over the full cache and over each preset's.
 
     Args:
         model: a model as for `attention_shape`.
@@ -59,6 +66,7 @@ def run_bench(
         device: `cpu` or `cuda`; if None the GPU, if there is one.
         output: JSON file for all figures and how they were measured.
         plot: PNG file for a plot of milliseconds against tokens.
+        on_row: called with each time as it is measured.
 
     Raises:
         ValueError, OSError: an argument is invalid; raised before anything is measured.
@@ -67,12 +75,12 @@ def run_bench(
     shape = attention_shape(model)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in LENGTHS or (device == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"device={device!r}: allowed 'cpu', and 'cuda' where there is a GPU")
+        raise ValueError(f"device={device!r}: must be 'cpu', or 'cuda' where there is a GPU")
     dtype = dtype or DTYPES[device][0]
     if dtype not in DTYPES[device]:
-        raise ValueError(f"dtype={dtype!r} on {device}: allowed {', '.join(DTYPES[device])}")
+        raise ValueError(f"dtype={dtype!r} on {device}: must be one of {', '.join(DTYPES[device])}")
     if plot is not None and plot.suffix != ".png":
-        raise ValueError(f"plot={plot}: allowed are names that end in .png")
+        raise ValueError(f"plot={plot}: must end in .png")
     for path in (output, plot):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}")
@@ -85,42 +93,17 @@ def run_bench(
 
     place, name = torch.device(device), without_folders(model)
     rows: list[DecodeTime] = []
-    with console.status("measuring ...") as status:
-        bandwidth = copy_bandwidth(place)
-        measured = measure_decode(presets, {name: shape}, batches, lengths, place, repeats, getattr(torch, dtype))
-        for row in measured:
-            rows.append(replace(row, cache=Path(row.cache).name))
-            status.update(escape(f"measuring ... {rows[-1].cache}, batch {row.batch} x {row.tokens} tokens done"))
-    title = f"decode attention of one layer of {name} on {device}, {dtype}"
-    console.print(_table(rows, bandwidth, title))
-    heads = f"{shape.query_heads} query heads, {shape.kv_heads} key/value heads of {shape.head_dim}"
-    console.print(f"{heads}. A copy in this memory reads and writes {bandwidth:.1f} GB/s.")
-    for row in rows:
-        if row.error is not None or row.invalid is not None:
-            why = row.error or f"the time does not count: {row.invalid}"
-            text = f"{row.cache}, batch {row.batch} x {row.tokens} tokens: {why}"
-            console.print(escape(text), style="red")
+    bandwidth = copy_bandwidth(place)
+    for row in measure_decode(presets, {name: shape}, batches, lengths, place, repeats, getattr(torch, dtype)):
+        rows.append(replace(row, cache=Path(row.cache).name))
+        on_row(rows[-1])
+    title, written = f"decode attention of one layer of {name} on {device}, {dtype}", []
     if output is not None:
         contents = {**circumstances(place), "dtype": dtype, "copy_gigabytes_per_second": round(bandwidth, 1)}
         contents |= {"heads": asdict(shape), "repeats": repeats, "decode": [asdict(row) for row in rows]}
         write_atomically(output, json.dumps(contents, indent=1) + "\n")
-        console.print(f"written: {escape(str(output))}")
+        written.append(output)
     if plot is not None and any(row.milliseconds is not None for row in rows):
         decode_plot(rows, title, plot)
-        console.print(f"written: {escape(str(plot))}")
-    return rows
-
-
-def _table(rows: Sequence[DecodeTime], bandwidth: float, title: str) -> Table:
-    """Table of the figures in 80 columns; `copy` is the bandwidth relative to that of a copy."""
-    table = Table(title=escape(title), box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in ("cache", "B x tokens", "bits", "ms", "GB/s", "copy", "speed-up", "bound"):
-        table.add_column(heading, justify="left" if heading == "cache" else "right", overflow="fold")
-    for row in rows:
-        cells = ["-"] * 6
-        if row.milliseconds is not None and row.gigabytes_per_second is not None:
-            share = row.gigabytes_per_second / bandwidth
-            cells = [f"{row.bits:.2f}", f"{row.milliseconds:.3f}", f"{row.gigabytes_per_second:.3g}", f"{share:.1%}"]
-            cells += [f"{x:.2f}x" if x is not None else "-" for x in (row.speedup, row.bound)]
-        table.add_row(escape(row.cache), f"{row.batch} x {row.tokens}", *cells)
-    return table
+        written.append(plot)
+    return BenchResult(rows, shape, bandwidth, title, written)

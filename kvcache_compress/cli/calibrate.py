@@ -1,0 +1,173 @@
+"""`kvcache-compress calibrate`."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .console import console, errors_as_lines, importing
+
+_QUIET_SECONDS = 30.0
+"""Interval between lines of progress if the output is not a terminal."""
+
+
+def calibrate(
+    text: Annotated[list[str], typer.Option(help="Text files, or a dataset's id on the hub; repeatable.")],
+    output: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
+    method: Annotated[str, typer.Option(help="Method to calibrate: commvq or spectral.")] = "commvq",
+    model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a path.")] = "smollm2-135m",
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of text; by default 55296 (--quick 18432), spectral 20480.")
+    ] = None,
+    bits: Annotated[int | None, typer.Option(help="commvq: code bits per number, 1 or 2 (default).")] = None,
+    values: Annotated[
+        str | None, typer.Option(help="commvq: value codes, residual (default) or the paper's encoder.")
+    ] = None,
+    key_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of keys, by head on average.")] = None,
+    value_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of values, likewise.")] = None,
+    share_rounds: Annotated[
+        bool | None,
+        typer.Option(
+            "--share-rounds/--even-rounds",
+            help="commvq: give sensitive heads more residual rounds (default), or give every head the same number.",
+        ),
+    ] = None,
+    centres: Annotated[
+        int | None, typer.Option(help="commvq: centres of a codebook, a power of two from 2 to 64 (default).")
+    ] = None,
+    groups: Annotated[
+        int | None,
+        typer.Option(help="commvq: groups of a head's channels, coded apart; 1 by default up to 128 channels."),
+    ] = None,
+    weigh_pairs: Annotated[
+        bool | None, typer.Option(help="commvq: weigh keys' errors by the queries (default); the paper does not.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="commvq: less text and fewer steps.")] = False,
+    group: Annotated[int | None, typer.Option(help="spectral: tokens per group: 32, 64 (default) or 128.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")] = None,
+) -> None:
+    """Calibrate a method on your model and write the result to a file.
+
+    CommVQ gets codebooks (an interrupted run resumes), spectral statistics.
+    """
+    common = {"tokens": tokens}
+    commvq = {"bits": bits, "values": values, "key_rounds": key_rounds, "value_rounds": value_rounds}
+    commvq |= {"share_rounds": share_rounds, "centres": centres, "groups": groups, "weigh_pairs": weigh_pairs}
+    own: dict[str, dict[str, Any]] = {"commvq": commvq, "spectral": {"group": group}}
+    with errors_as_lines():
+        if method not in own:
+            raise ValueError(f"method={method!r} needs no calibration; must be one of {', '.join(own)}")
+        others = [
+            name for other, options in own.items() if other != method for name in options if options[name] is not None
+        ]
+        if others or (quick and method != "commvq"):
+            raise ValueError(f"--{(*others, 'quick')[0].replace('_', '-')}: not an option of method {method!r}")
+        chosen = {name: value for name, value in (common | own[method]).items() if value is not None}
+        with importing():
+            from kvcache_compress.methods.commvq.calibration import CommVQSettings, calibrate_commvq
+            from kvcache_compress.methods.spectral.calibration import SpectralSettings, calibrate_spectral
+
+        if method == "commvq":
+            commvq_settings = CommVQSettings.quick(**chosen) if quick else CommVQSettings(**chosen)
+            with _calibration(model, text, output, device) as (loaded, tokenizer, report):
+                losses = calibrate_commvq(
+                    loaded, tokenizer, text, output, commvq_settings, report=report, notice=console.print
+                )
+                console.print(_loss_table(losses))
+        else:
+            settings = SpectralSettings(**chosen)
+            with _calibration(model, text, output, device) as (loaded, tokenizer, report):
+                gains = calibrate_spectral(loaded, tokenizer, text, output, settings, report=report).values()
+                console.print(
+                    f"gain of the transform in bits per number, over layers: {min(gains):.2f} to {max(gains):.2f}, "
+                    f"mean {statistics.fmean(gains):.2f}"
+                )
+
+
+@contextmanager
+def _calibration(model: str, text: Sequence[str], output: Path, device: str | None) -> Iterator[tuple[Any, Any, Any]]:
+    """Load a model to calibrate, show progress within the block, and print time, size and memory after it.
+
+    Yields the model, its tokenizer and a callback for progress.
+
+    Raises:
+        ValueError: The device does not exist, the output is impossible or texts are missing; these are reported before
+            the model is loaded.
+    """
+    import resource
+
+    import torch
+
+    from kvcache_compress.files.lock import only_one
+    from kvcache_compress.files.model_file import check_output
+    from kvcache_compress.modeling.calibration.text import check_sources
+    from kvcache_compress.modeling.loading import load_model
+    from kvcache_compress.validation import usable_device
+
+    started = time.perf_counter()
+    check_output(output)
+    check_sources(text)
+    place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    loaded, tokenizer = load_model(model, dtype=torch.float32 if place.type == "cpu" else torch.bfloat16, device=place)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+    times = (TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left"))
+    progress = Progress(*columns, *times, console=console, disable=not console.is_terminal)
+    with only_one(output.with_name(f".{output.name}.lock")), progress:
+        yield loaded, tokenizer, _Reporter(progress)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    minutes = (time.perf_counter() - started) / 60
+    size = output.stat().st_size / 2**20
+    console.print(
+        f"{output}: {size:.1f} MiB in {minutes:.1f} minutes, peak memory {peak / 2**30:.2f} GiB", soft_wrap=True
+    )
+
+
+class _Reporter:
+    """Progress report: a bar per kind of work on a terminal, else a line now and then."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+        self._started: dict[str, float] = {}
+        self._shown = 0.0
+
+    def __call__(self, doing: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if doing not in self._tasks:
+            self._tasks[doing] = self._progress.add_task(doing, total=total)
+            self._started[doing] = now
+        self._progress.update(self._tasks[doing], completed=done)
+        if console.is_terminal or not done or (now - self._shown < _QUIET_SECONDS and done < total):
+            return
+        self._shown = now
+        left = (now - self._started[doing]) / done * (total - done)
+        console.print(f"{doing}: {done} of {total}, {left:.0f} s left")
+
+
+def _loss_table(losses: dict[str, Any]) -> Table:
+    """Table of mean squared errors of normalized vectors, on windows trained on and on held-out ones."""
+    table = Table(title="mean squared error of normalized vectors, over layers and heads")
+    for heading in ("side", "rounds", "windows", "least", "mean", "most"):
+        table.add_column(heading, justify="left" if heading in ("side", "windows") else "right")
+    for side in ("keys", "values"):
+        parts = [layer[side] for layer in losses.values()]
+        encoder = "encoder" in parts[0]
+        counts = [] if encoder else [count for part in parts for count in part["of_heads"]]
+        rounds = "encoder" if encoder else "-".join(str(n) for n in sorted({min(counts), max(counts)}))
+        for windows, kind in (("trained on", "encoder" if encoder else "rounds"), ("held out", "held_out")):
+            if encoder:
+                ends = [part[kind] for part in parts]
+            else:
+                heads = [error for part in parts for error in part[kind]]
+                ends = [error[count - 1] for error, count in zip(heads, counts, strict=True)]
+            table.add_row(side, rounds, windows, *(f"{x:.4f}" for x in (min(ends), statistics.fmean(ends), max(ends))))
+    return table

@@ -1,0 +1,50 @@
+"""`kvcache-compress demo`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from kvcache_compress.validation import MOST_TOKENS, size_text
+
+from .console import console, errors_as_lines, importing
+
+
+def demo(
+    preset: Annotated[
+        list[str] | None, typer.Option(help="Preset or YAML file; repeatable, by default best-4bit and best-2bit.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a path.")] = "smollm2-135m",
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=1, max=MOST_TOKENS)] = 32,
+) -> None:
+    """Answer a question about a long text from compressed caches, and measure their time, memory and loss."""
+    with importing():
+        from kvcache_compress.demo import QUESTION, Demo
+
+    with errors_as_lines():
+        console.print(f"[bold]Loading {model}[/bold] (the first time takes half a minute) ...")
+        shown = Demo(model, preset or ["best-4bit", "best-2bit"], new_tokens)
+        console.print(
+            f"\n[bold]A text of {shown.prompt_tokens} tokens with a pass key in its middle, and the question:[/bold]"
+        )
+        runs = []
+        for name in shown.names:
+            console.print(f"[bold]{name}:[/bold] [dim]{QUESTION}[/dim]", end="")
+            runs.append(shown.answer(name, lambda text: print(text, end="", flush=True)))
+            console.print("\n")
+        console.print("Measuring what is lost ...")
+        losses = shown.losses()
+    table = Table()
+    for heading in ("cache", "memory", "first token", "each further", "KL", "same top"):
+        table.add_column(heading, justify="left" if heading == "cache" else "right")
+    for run in runs:
+        loss = "{:.4f} {:.3f}".format(*losses[run.name]).split() if run.name in losses else ("0", "1.000")
+        table.add_row(run.name, size_text(run.held), f"{run.first:.1f} s", f"{1000 * run.step:.0f} ms", *loss)
+    console.print(table)
+    console.print(
+        "Memory with 16 bits for each uncompressed number; the dense windows, tables and room for more tokens in it "
+        "weigh less in longer texts. KL: mean divergence of the next-token distribution from the "
+        "full cache's, in nats, and share of equal most likely tokens, on 128 tokens after the text's first 1,024."
+    )

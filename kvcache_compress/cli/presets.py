@@ -1,0 +1,44 @@
+"""`kvcache-compress presets`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from .console import COMPARED, console
+
+SCORES = {"kl": 4, "kl_999": 3}
+"""Measured losses of presets that are shown, and their decimals."""
+
+
+def presets(
+    everything: Annotated[
+        bool, typer.Option("--all", help="All presets, also the papers' and single methods'.")
+    ] = False,
+) -> None:
+    """List the recommended presets with their stored bits per number and what they lose."""
+    from kvcache_compress.cache.estimate import packed_bits, summary
+    from kvcache_compress.config import BUDGETS, load_config, measured_losses, preset_names
+
+    losses, aliases = measured_losses(), {preset: budget for budget, preset in BUDGETS.items()}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("preset", "D=64", "D=128", "KL", "99.9 %", "description"):
+        text = heading in ("preset", "description")
+        table.add_column(heading, justify="left" if text else "right", no_wrap=heading != "description")
+    for name in [*BUDGETS, *preset_names()] if everything else [*BUDGETS, *COMPARED]:
+        config = load_config(name)
+        about = summary(BUDGETS.get(name, name))
+        bits = [f"{packed_bits(config, dim):.2f}" for dim in (64, 128)]
+        same = next((known for known in (name, aliases.get(name)) if known in losses), None)
+        loss = [f"{losses[same][score]:.{digits}f}" if same else "-" for score, digits in SCORES.items()]
+        table.add_row(name, *bits, *loss, about)
+    console.print(table)
+    console.print("D: bits per packed number at this head dimension, everything counted.")
+    console.print("KL: nats per token, SmolLM2-135M, 1,024 tokens of six kinds of text.")
+    console.print("On your own model:")
+    console.print("kvcache-compress tune --verify PRESET --model MODEL --text FILE")
+    if not everything:
+        console.print("All presets: kvcache-compress presets --all")

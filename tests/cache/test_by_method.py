@@ -1,0 +1,55 @@
+"""Caches of one method: what `help` shows of them, and how arguments become the config of each side."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.small_model import small_config, statistics
+
+import kvcache_compress
+from kvcache_compress import PolarQuantCache, SpectralCache, TurboQuantCache
+from kvcache_compress.cache.by_method import MethodCache
+from kvcache_compress.config import get_method
+
+CLASSES = [each for name in kvcache_compress.__all__ if inspect.isclass(each := getattr(kvcache_compress, name))]
+CLASSES = [each for each in CLASSES if issubclass(each, MethodCache)]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_help_lists_every_option(kind: Any) -> None:
+    """The signature and the docstring name every option of the method, with the defaults of this class."""
+    parameters = inspect.signature(kind).parameters
+    for name in kind.names:
+        for option, field in get_method(name).Options.model_fields.items():
+            assert parameters[option].default in (field.default, kind.own.get(option, parameters[option].default))
+        assert inspect.cleandoc(get_method(name).Options.__doc__) in kind.__doc__
+    assert list(parameters)[:2] == ["config", next(iter(kind.own))]
+    assert {"sink_tokens", "recent_tokens"} < parameters.keys()
+
+
+def test_arguments_by_place_and_by_name() -> None:
+    config = small_config()
+    by_place = TurboQuantCache(config, 3, None, 2).compression
+    assert by_place == TurboQuantCache(config, bits=3, value_bits=2).compression
+    assert by_place.values.options().bits == 2
+    assert by_place.keys.options().bits == 3
+    assert PolarQuantCache(config, "rope").compression.keys.method == "polarquant_rope"
+    file = Path(statistics())
+    assert SpectralCache(config, file).compression == SpectralCache(config, statistics=str(file)).compression
+
+
+@pytest.mark.parametrize("name", ["keys", "values", "method", "window"])
+def test_options_that_are_none(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}'"):
+        TurboQuantCache(small_config(), **{name: "none"})
+
+
+def test_values_of_wrong_types() -> None:
+    for kind in (SpectralCache, PolarQuantCache):
+        with pytest.raises(ValueError, match="values=3"):
+            kind(small_config(), values=3)
+    with pytest.raises(ValueError, match="variant='x'"):
+        PolarQuantCache(small_config(), "x")
