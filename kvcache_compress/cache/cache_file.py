@@ -109,7 +109,8 @@ def load_cache(
         _check_share(file.header["share"])
         _restore(cache, file.header["layers"], tensors, target)
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
-        raise file.refusal(str(error) if isinstance(error, ValueError) else f"damaged: {error}") from error
+        known = isinstance(error, ValueError)
+        raise file.refusal(str(error) if known else f"damaged, or too large for the memory: {error}") from error
     return cache
 
 
