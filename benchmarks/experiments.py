@@ -1,4 +1,4 @@
-"""Experiments of the papers that are small enough for a CPU, and the tables of docs/dev/experiments.md.
+"""Experiments of the papers that are small enough for a CPU; docs/dev/evaluation.md has what follows from them.
 
 python benchmarks/experiments.py codes
 python benchmarks/experiments.py angles
@@ -7,7 +7,6 @@ python benchmarks/experiments.py commvq --text TEXT.txt
 python benchmarks/experiments.py scores
 python benchmarks/experiments.py generation
 python benchmarks/experiments.py likelihood
-python benchmarks/experiments.py page
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-import json
 import math
-import runpy
-import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -38,9 +34,7 @@ from kvcache_compress.codecs.lloyd_max import lloyd_max_levels
 from kvcache_compress.codecs.polar_tree import adjacent_order, angles
 from kvcache_compress.codecs.rotation import random_rotation
 from kvcache_compress.codecs.scalar import boundaries
-from kvcache_compress.eval.provenance.artifacts import save_figure, write_json
-from kvcache_compress.eval.provenance.results import write_atomically
-from kvcache_compress.eval.reporting.drawing import COLORS, new_figure
+from kvcache_compress.eval.provenance.artifacts import write_json
 from kvcache_compress.eval.tasks.perplexity import DEFAULT_TEXT
 from kvcache_compress.methods.polarquant.codebooks import angle_density
 from kvcache_compress.methods.turboquant.codec import TurboQuantCodec, TurboQuantOptions
@@ -49,8 +43,6 @@ from kvcache_compress.modeling.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "experiments"
-PAGE = ROOT / "docs" / "dev" / "experiments.md"
-IMAGE = ROOT / "docs" / "images" / "polar-angles.png"
 LEVELS = 4
 """Levels of the polar transform in the paper's Figure 2."""
 BINS = 48
@@ -188,67 +180,6 @@ def prod(
     _write("prod", {"model": Path(loaded.name_or_path).name, **sizes, "rows": rows})
 
 
-def codes_table(result: dict[str, Any]) -> str:
-    """Table by bits of the entropy of a code, and of what coding would save."""
-    lines = [
-        "| bits | entropy | prefix code | saved | on keys: entropy | prefix code |",
-        "|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in result["rows"]:
-        keys = [
-            f"{statistics.fmean(row[name]):.3f} ({min(row[name]):.3f} to {max(row[name]):.3f})"
-            for name in ("measured", "measured_prefix_code")
-        ]
-        saved = f"{100 * (1 - row['prefix_code'] / row['bits']):.1f} %"
-        lines.append(
-            f"| {row['bits']} | {row['entropy']:.3f} | {row['prefix_code']:.3f} | {saved} | {' | '.join(keys)} |"
-        )
-    return "\n".join(lines)
-
-
-def angles_table(result: dict[str, Any]) -> str:
-    """Table of the distance between the distribution of angles and Lemma 2's, by level."""
-    lines = ["| level | preconditioned | as they are |", "|---:|---:|---:|"]
-    for level in range(1, LEVELS + 1):
-        figures = [
-            f"{statistics.fmean(row['distance']):.3f} ({min(row['distance']):.3f} to {max(row['distance']):.3f})"
-            for wanted in (True, False)
-            for row in result["rows"]
-            if (row["level"], row["preconditioned"]) == (level, wanted)
-        ]
-        lines.append(f"| {level} | {' | '.join(figures)} |")
-    return "\n".join(lines)
-
-
-def prod_table(result: dict[str, Any]) -> str:
-    """Table by bits of the KL of both estimators."""
-    lines = ["| keys | dense | `mse` | `prod` | `mse`: same top token | `prod` |", "|---|---|---:|---:|---:|---:|"]
-    for (sinks, recent), bits in itertools.product(WINDOWS, (3, 4)):
-        rows = {row["estimator"]: row for row in result["rows"] if (row["bits"], row["sinks"]) == (bits, sinks)}
-        kl = [f"{rows[name]['kl']:.4f} ± {rows[name]['kl_stderr']:.4f}" for name in ("mse", "prod")]
-        top = [f"{rows[name]['top1']:.3f}" for name in ("mse", "prod")]
-        lines.append(f"| {bits} bits | {sinks} sinks, {recent} recent | {' | '.join([*kl, *top])} |")
-    return "\n".join(lines)
-
-
-def neighbors_table(result: dict[str, Any]) -> str:
-    """Table of recalls and times by index."""
-    lines = [
-        "| bits | index | stored bits | recall 1@1 | 1@8 | set-up | indexing |",
-        "|---:|---|---:|---:|---:|---:|---:|",
-    ]
-    for row in sorted(result["rows"], key=lambda row: row["bits"]):
-        times = f"{row['setup_seconds']:.2f} s | {row['index_seconds']:.2f} s"
-        recall = " | ".join(_share(row["recall"][count], result["queries"]) for count in ("1", "8"))
-        lines.append(f"| {row['bits']} | {row['method']} | {row['stored_bits']:.2f} | {recall} | {times} |")
-    return "\n".join(lines)
-
-
-def _share(share: float, count: int) -> str:
-    """A share of `count` draws with its standard error."""
-    return f"{share:.3f} ± {math.sqrt(share * (1 - share) / count):.3f}"
-
-
 def _add_command(run: Callable[..., dict[str, Any]]) -> None:
     """Register a command that writes what an experiment of another file returns."""
 
@@ -265,50 +196,6 @@ for _run in (
     experiments_likelihood.likelihood,
 ):
     _add_command(_run)
-
-TABLES = {
-    "codes": codes_table,
-    "angles": angles_table,
-    "prod": prod_table,
-    "neighbors": neighbors_table,
-    "commvq": experiments_commvq.commvq_table,
-    "scores": experiments_times.scores_table,
-    "generation": experiments_times.generation_table,
-    "likelihood": experiments_likelihood.likelihood_table,
-}
-
-
-def rendered() -> str:
-    """The page with its tables from the committed results."""
-    render = runpy.run_path(str(ROOT / "benchmarks" / "readme.py"))["render"]
-    texts = {}
-    for name, table in TABLES.items():
-        result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        texts[name] = f"{table(result)}\n\n`{result['command']}`"
-    page: str = render(PAGE.read_text(encoding="utf-8"), texts)
-    return page
-
-
-@app.command()
-def page() -> None:
-    """Write the page's tables, and the plot of the angles."""
-    write_atomically(PAGE, rendered())
-    result = json.loads((RESULTS / "angles.json").read_text(encoding="utf-8"))
-    figure, _ = new_figure(2.4 * LEVELS + 0.4, 4.0, axes=False)
-    panels = figure.subplots(2, LEVELS, sharex="col")
-    for row in result["rows"]:
-        line, level = int(not row["preconditioned"]), row["level"]
-        panel, top = panels[line][level - 1], 2 * math.pi if level == 1 else math.pi / 2
-        edges = [top * index / BINS for index in range(BINS + 1)]
-        panel.stairs([BINS / top * share for share in row["shares"]], edges, fill=True, color=COLORS[line], alpha=0.75)
-        middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
-        panel.plot(middles, [BINS / top * share for share in row["theory"]], color="black", linewidth=1)
-        panel.set_title(f"level {level}, {'preconditioned' if row['preconditioned'] else 'as they are'}", fontsize=9)
-        panel.set_yticks([])
-        panel.tick_params(labelsize=8)
-    figure.supxlabel("angle (line: Lemma 2)", fontsize=10)
-    save_figure(figure, IMAGE)
-
 
 if __name__ == "__main__":
     app()

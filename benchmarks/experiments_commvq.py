@@ -1,6 +1,6 @@
 """CommVQ's loss of keys by pairs per group, centres and rounds.
 
-Run by `benchmarks/experiments.py`: `commvq` returns what goes to a result file, `commvq_table` the page's table.
+Run by `benchmarks/experiments.py`, which writes what `commvq` returns to a result file.
 """
 
 from __future__ import annotations
@@ -22,11 +22,6 @@ from kvcache_compress.modeling.loading import load_model
 
 GRID = ((8, 2, 8), (16, 4, 8), (32, 4, 16), (32, 16, 8), (32, 64, 11))
 """Pairs g that share a code, centres N and rounds R of each calibration; losses are read after every round."""
-SHOWN = ((8, 2, 1), (16, 4, 1), (32, 16, 1), (8, 2, 8), (16, 4, 8), (32, 4, 16), (32, 16, 8), (32, 64, 1), (32, 64, 3),
-         (32, 64, 5), (32, 64, 8), (32, 64, 11))  # fmt: skip
-PAPER = {(8, 2, 1): 0.2699, (16, 4, 1): 0.2011, (32, 16, 1): 0.1265, (8, 2, 8): 0.0798, (16, 4, 8): 0.0790,
-         (32, 16, 8): 0.0254}  # fmt: skip
-"""Mean squared errors of CommVQ's Tables 9 and 10."""
 ModelOption = Annotated[str, typer.Option(help="Model: smollm2-135m, a hub id or a folder.")]
 
 
@@ -65,20 +60,3 @@ def commvq(
             rows.append({"g": pairs, "centres": centres, "bits_per_round": bits, "seconds": seconds} | found)
     sizes = {"tokens": tokens, "context": context, "layers": layers, "head_dim": head_dim}
     return {"model": Path(loaded.name_or_path).name, "texts": [Path(path).name for path in text], **sizes, "rows": rows}
-
-
-def commvq_table(result: dict[str, Any]) -> str:
-    """Table of losses by g, N and R: the paper's, those of the first layer, and those of all layers."""
-    lines = [
-        "| g | N | R | bits | paper, first layer | first layer | on held-out text | all layers | on held-out text |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    rows = {(row["g"], row["centres"]): row for row in result["rows"]}
-    for pairs, centres, rounds in SHOWN:
-        row = rows[pairs, centres]
-        losses = [[layer[rounds - 1] for layer in row[kind]] for kind in ("rounds", "held_out")]
-        figures = [f"{x:.4f}" for x in (*(of[0] for of in losses), *map(statistics.fmean, losses))]
-        paper = f"{PAPER[pairs, centres, rounds]:.4f}" if (pairs, centres, rounds) in PAPER else "–"
-        bits = f"{rounds * row['bits_per_round']:.3f}"
-        lines.append(f"| {pairs} | {centres} | {rounds} | {bits} | {paper} | {' | '.join(figures)} |")
-    return "\n".join(lines)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,29 +99,3 @@ def _write_task(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
     source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder)}}
     task = {"task": name, "test_split": "test"} | source | kind
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
-
-
-def likelihood_table(result: dict[str, Any]) -> str:
-    """Table by cache of accuracy, the right answer's log-likelihood, and perplexity, beside those of one pass."""
-    lines = [
-        "| scored | packed tokens | right | log-likelihood of the right answer | change | perplexity per word |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    dense = right_scores(result["rows"][0])
-    for row in result["rows"]:
-        right = right_scores(row)
-        hits = sum(max(scores) == mine for scores, mine in zip(row["scores"], right, strict=True))
-        name, packed, change = "in one pass, `HFLM`", "–", "–"
-        if row["cache"]:
-            changes = [ours - theirs for ours, theirs in zip(right, dense, strict=True)]
-            error = statistics.stdev(changes) / math.sqrt(len(changes))
-            name, packed = f"`{row['cache']}`", f"{row['packed_tokens']}"
-            change = f"{statistics.fmean(changes):+.3f} ± {error:.3f}"
-        figures = f"{hits} of {len(right)} | {statistics.fmean(right):.2f} | {change} | {row['word_perplexity']:.2f}"
-        lines.append(f"| {name} | {packed} | {figures} |")
-    return "\n".join(lines)
-
-
-def right_scores(row: dict[str, Any]) -> list[float]:
-    """Log-likelihood of the right answer to each question."""
-    return [scores[label] for scores, label in zip(row["scores"], row["labels"], strict=True)]

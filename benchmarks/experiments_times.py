@@ -1,6 +1,6 @@
 """Experiments on times: products of queries and packed keys alone, and a long prompt with a long answer.
 
-Run by `benchmarks/experiments.py`; each function returns what goes to a result file, its `_table` the page's table.
+Run by `benchmarks/experiments.py`, which writes what each function returns to a result file.
 All times are of one CPU thread. What is compared takes turns, and ratios are medians over the turns.
 """
 
@@ -145,49 +145,3 @@ def generation(
     fields = ("cache", "prefill_seconds", "prefill_ratio", "decode_seconds", "step_ms", "ratio")
     rows = [{name: getattr(row, name) for name in fields} for row in found]
     return {"model": SIZES, "tokens": tokens, "steps": steps, "rows": rows}
-
-
-WAYS = {
-    "float32": "dense, torch, float32",
-    "bfloat16": "dense, torch, bfloat16",
-    "lookup": "PolarQuant's lookup in torch, 5-bit angles",
-    "none": "dense keys, our kernel",
-}
-
-
-def scores_table(result: dict[str, Any]) -> str:
-    """Table by way of the time relative to the dense product in float32, by queries and tokens."""
-    rows = {(row["way"], row["queries"], row["tokens"]): row for row in result["rows"]}
-    columns = list(dict.fromkeys((row["queries"], row["tokens"]) for row in result["rows"]))
-    columns.sort()
-    heads = [f"{count:,}" + (f", {queries} queries" if queries > 1 else "") for queries, count in columns]
-    lines = [f"| keys | bits | {' | '.join(heads)} |", "|---|---:" + "|---:" * len(heads) + "|"]
-    for way in dict.fromkeys(row["way"] for row in result["rows"]):
-        bits = rows[(way, *columns[0])]["bits"]
-        cells = [f"{rows[(way, *column)]['ratio']:.2f}" for column in columns]
-        if way == "float32":
-            cells = [f"{rows[(way, *column)]['microseconds'] / 1000:.2f} ms" for column in columns]
-        name = WAYS.get(way, f"`{way}`")
-        lines.append(f"| {name} | {'–' if way in WAYS else f'{bits:.2f}'} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-PAPER_SECONDS = {"full": (2.934, 38.374), "kivi-2bit": (3.590, 49.564), "polarquant-paper-online": (11.633, 44.448),
-                 "polarquant-paper-offline": (3.364, 44.097)}  # fmt: skip
-"""Seconds of prefill and generation in recursive PolarQuant's Table 2."""
-
-
-def generation_table(result: dict[str, Any]) -> str:
-    """Table by cache of seconds of the prompt and of all steps, and their ratios to the full cache's."""
-    lines = [
-        "| cache | prefill | ratio | paper | generation | ratio | paper | median step |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    full, (prefill, decode) = result["rows"][0], PAPER_SECONDS["full"]
-    for row in result["rows"]:
-        paper = PAPER_SECONDS.get(row["cache"])
-        there = ["–", "–"] if paper is None else [f"{paper[0] / prefill:.2f}", f"{paper[1] / decode:.2f}"]
-        prompt = f"{row['prefill_seconds']:.1f} s | {row['prefill_ratio']:.2f} | {there[0]}"
-        answer = f"{row['decode_seconds']:.1f} s | {row['decode_seconds'] / full['decode_seconds']:.2f} | {there[1]}"
-        lines.append(f"| `{row['cache']}` | {prompt} | {answer} | {row['ratio']:.2f} |")
-    return "\n".join(lines)

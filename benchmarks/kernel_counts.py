@@ -1,8 +1,8 @@
 """Count what attention's kernels execute and ask of memory, in an emulator of a GPU; needs no GPU.
 
-    python benchmarks/kernel_counts.py                           # measure, and write the table of docs/dev/kernels.md
+    python benchmarks/kernel_counts.py                           # measure, and print a table
     python benchmarks/kernel_counts.py --only turboquant-4bit    # measure one preset again
-    python benchmarks/kernel_counts.py --table                   # only write the table again
+    python benchmarks/kernel_counts.py --table                   # print the committed counts
 
 Triton compiles the kernels of a decode step for sm_90, and the tests' emulator (`tests/support/ptx`) executes the PTX.
 The step has one query, 4 query heads per key head, a head dimension of 128, and bfloat16. Kernels whose work grows with
@@ -29,7 +29,6 @@ from unittest import mock
 import torch
 import typer
 from kernel_variants import Variant, attention_variants, stored_bytes
-from readme import render
 
 from kvcache_compress.bench.layers import encoded_side
 from kvcache_compress.codecs.mask import AttentionCall
@@ -43,7 +42,6 @@ from support.ptx.counts import CLASSES, SECTOR, class_of  # noqa: E402 - found b
 from support.ptx.launch import Emulator, Launched, emulate  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "kernel_counts.json"
-PAGE = ROOT / "docs" / "dev" / "kernels.md"
 PRESETS = (
     *(f"turboquant-{bits}bit" for bits in (4, 3, 2)), "uniform-4bit", "uniform-2bit", "kivi-4bit", "kivi-2bit",
     "polarquant-rope-4bit", "polarquant-3.4bit", "qjl-3bit", *(f"spectral-{bits}bit" for bits in (4, 3, 2)),
@@ -169,23 +167,23 @@ def save(table: Table) -> None:
 
 def main(
     only: Annotated[list[str] | None, typer.Option(help=f"Which to measure, of {', '.join(PRESETS)}.")] = None,
-    table: Annotated[bool, typer.Option("--table", help="Measure nothing, only write the table again.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Measure nothing; print the committed counts.")] = False,
 ) -> None:
-    """Count instructions and memory accesses of attention's kernels; write the results and the table."""
-    if not table:
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            raise typer.BadParameter("TRITON_INTERPRET=1 is set: kernels would be interpreted, not compiled")
-        emulator = emulate(TARGET)
-        emulator.counting = True
-        measured = load() if only else {}
-        for name in only or PRESETS:
-            measured[name] = measure(attention_variants()[name], emulator)
-            for kernel, counts in measured[name].items():
-                print(f"{name}, {kernel}", *counts.worst, sep="\n  ", flush=True)
-        print(markdown(measured))
-        save({name: measured[name] for name in PRESETS})
-    page = render(PAGE.read_text(encoding="utf-8"), {"kernel counts": markdown(load())})
-    write_atomically(PAGE, page)
+    """Count instructions and memory accesses of attention's kernels; write the results and print a table."""
+    if table:
+        print(markdown(load()))
+        return
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise typer.BadParameter("TRITON_INTERPRET=1 is set: kernels would be interpreted, not compiled")
+    emulator = emulate(TARGET)
+    emulator.counting = True
+    measured = load() if only else {}
+    for name in only or PRESETS:
+        measured[name] = measure(attention_variants()[name], emulator)
+        for kernel, counts in measured[name].items():
+            print(f"{name}, {kernel}", *counts.worst, sep="\n  ", flush=True)
+    print(markdown(measured))
+    save({name: measured[name] for name in PRESETS})
 
 
 if __name__ == "__main__":

@@ -367,7 +367,7 @@ def with_address(page: str, address: str | None) -> str:
 def pages() -> dict[Path, str]:
     """The pages as they should be, by path, from the committed results."""
     (table,), (budgets,), (answers,) = (tables(read_cells(folder)) for folder in (COMPARISON, BUDGETS, TASKS))
-    distortion, cpu = (json.loads(path.read_text(encoding="utf-8")) for path in (DISTORTION, CPU))
+    cpu = json.loads(CPU.read_text(encoding="utf-8"))
     texts = {
         README: {
             "headline": headline(budgets),
@@ -376,11 +376,8 @@ def pages() -> dict[Path, str]:
         },
         RESULTS_PAGE: {
             "lengths": lengths(budgets),
-            "texts": by_text(budgets),
             "perplexity": perplexity(table),
             "keys": keys(answers),
-            "tasks": tasks(table),
-            "distortion": distortion_table(distortion),
         },
         PRESETS_PAGE: {"ladder": ladder(budgets), "memory": memory_table()},
         CPU_PAGE: {"cpu": cpu_table(cpu)},

@@ -8,7 +8,6 @@ Needs the development requirements; the families of `tests/support/family_sweep.
 
 from __future__ import annotations
 
-import ast
 import sys
 from pathlib import Path
 
@@ -33,36 +32,36 @@ KINDS = {
 
 INTRODUCTION = """# Models and operations
 
-This page lists every causal and image-text model family of Transformers, and how compressed caches work with it.
-`tests/modeling/test_family_sweep.py` shrinks each family to a few small layers with random weights. It generates from a
-left-padded batch of text, or, where the list says *(image)*, from an image and text.
+How compressed caches work with every causal and image-text model family of Transformers.
+`tests/modeling/test_family_sweep.py` shrinks each family to a few small random layers and generates from a left-padded
+batch of text or, where the list says *(image)*, from an image and text.
 
-- *Packed*: without compression (`none`), logits equal those with Transformers' own cache, bit for bit. With TurboQuant
-  at 6 bits, tokens are packed.
-- *With fused attention*: attention reads packed tokens. Logits with and without it differ by less than 1e-5.
+- *Packed*: without compression, logits equal those with Transformers' own cache bit for bit; with TurboQuant at 6 bits,
+  tokens are packed.
+- *With fused attention*: attention reads packed tokens; logits differ by less than 1e-5.
 - *Without fused attention*: each step decodes the packed tokens first, for the reason given.
 - *Refused*: `CompressedCache` raises a `ValueError` with the reason given.
 
-Names are the `model_type` of Transformers. A comma and a change to the family's default config may follow.
-MPT's config sets `use_cache=False`, so call `generate` with `use_cache=True`; Transformers' own cache needs this too.
-BERT and similar models are decoders only with `is_decoder=True`.
+Names are the `model_type` of Transformers; a change to the family's default config may follow.
+Call MPT's `generate` with `use_cache=True`, and load BERT and similar models with `is_decoder=True`.
 """
 METHODS_TEXT = """## Methods
 
-This table shows which methods work with which kind of attention. Look for the row whose attention is like that of your
-model. `tests/modeling/test_families.py` runs every method on each kind with a left-padded batch: a prompt, single
-steps, several tokens at once and a chunk.
+Find the row whose attention is like your model's. `tests/modeling/test_families.py` runs every method on each kind with
+a left-padded batch: a prompt, single steps, several tokens at once and a chunk.
 
-- *Yes*: tokens are packed, full-attention layers are compressed while all others stay Transformers' own, and logits
-  with and without fused attention differ by less than 1e-4.
-- *No*: `CompressedCache` raises an error, which the footnote quotes.
-- *With a rule*: the method works if a rule gives the layers named in the footnote another method.
-- *Fused*: attention reads packed tokens without decoding them; with *no* in this column each step decodes them first.
+- *Yes*: tokens are packed in full-attention layers, and logits with and without fused attention differ by less than
+  1e-4.
+- *No*: `CompressedCache` raises the error in the footnote.
+- *With a rule*: it works if a rule gives the named layers another method.
+- *Fused*: attention reads packed tokens without decoding them.
 """
 OPERATIONS = """## Operations
 
-Each of these test files runs on a small Llama for every method, with and without fused attention where it matters.
-`tests/modeling/test_families.py` also tests beam search and sampling on families with several kinds of layers.
+`tests/contract` runs every cache operation on a small Llama for every method, with and without fused attention where it
+matters: prompts, chunks, steps and left padding; reordering, repeating and selecting rows; crop and drafts; all modes
+of `generate`; gradients; reset, copies and moves between devices; saving and loading; static capacity; and writing into
+keys and values.
 """
 
 
@@ -115,21 +114,11 @@ def method_table() -> str:
     return "\n".join([*lines, "", *(f"[^{number}]: {text}" for number, text in enumerate(notes, 1))])
 
 
-def operation_table() -> str:
-    """Table of the contract tests' files with their first docstring paragraphs."""
-    lines = ["| operations | tests |", "|---|---|"]
-    for path in sorted((ROOT / "tests" / "contract").glob("test_*.py")):
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        first = " ".join(text.split("\n\n")[0].split())
-        lines.append(f"| {first} | [{path.name}](../../{path.relative_to(ROOT).as_posix()}) |")
-    return "\n".join(lines)
-
-
 def render(methods: str | None = None) -> str:
     """Text of the complete page; without `methods`, every method is run for the table of methods."""
     source = f"Written by `python benchmarks/support_table.py` with Transformers {transformers.__version__}.\n"
     methods = methods or method_table()
-    parts = [INTRODUCTION, sweep_lists(), METHODS_TEXT, methods, "", source, OPERATIONS, operation_table(), ""]
+    parts = [INTRODUCTION, sweep_lists(), METHODS_TEXT, methods, "", source, OPERATIONS]
     return "\n".join(parts)
 
 

@@ -59,7 +59,7 @@ def test_measured_losses_keep_their_bounds(table: Table) -> None:
     kl = {row.cache: row.cells["wikitext"].score for row in table.rows}
     assert kl["turboquant-4bit@sinks=0,recent=0"] <= 0.011
     # The target was 0.042, which a single Hadamard round met (0.040) and no rotation that keeps Theorem 1 for every
-    # vector does: four seeds of uniform ones have 0.044 to 0.046 (docs/dev/methods.md).
+    # vector does: four seeds of uniform ones have 0.044 to 0.046.
     assert kl["turboquant-3bit@sinks=0,recent=0"] <= 0.047
     assert kl["turboquant-4bit"] <= 0.0045
     assert kl["turboquant-3bit"] <= 0.020

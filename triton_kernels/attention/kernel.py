@@ -6,6 +6,9 @@ accumulators of an online softmax (FlashDecoding); m is the largest logit, or up
 combines the splits by log-sum-exp, maps the packed sum out of code space and adds the dense ones:
 
     out = (Σ_s 2^(m_s - m) acc_s) A + Σ_d 2^(m_d - m) acc_d,  divided by  Σ_s 2^(m_s - m) l_s + Σ_d 2^(m_d - m) l_d
+
+Tokens are the rows of the tensor cores' tile in the scores, channels in the sums, and queries its eight columns in both
+(`S^T = K Q^T`, `acc^T += V^T P^T`). As rows, the four queries that usually share a head would fill a quarter of a tile.
 """
 
 import math
