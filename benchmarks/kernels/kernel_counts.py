@@ -1,8 +1,8 @@
 """Count what attention's kernels execute and ask of memory, in an emulator of a GPU; needs no GPU.
 
-    python benchmarks/kernel_counts.py                           # measure, and write the table of docs/dev/kernels.md
-    python benchmarks/kernel_counts.py --only turboquant-4bit    # measure one preset again
-    python benchmarks/kernel_counts.py --table                   # only write the table again
+    python benchmarks/kernels/kernel_counts.py                           # measure, and write the page's table
+    python benchmarks/kernels/kernel_counts.py --only turboquant-4bit    # measure one preset again
+    python benchmarks/kernels/kernel_counts.py --table                   # only write the table again
 
 Triton compiles the kernels of a decode step for sm_90, and the tests' emulator (`tests/support/ptx`) executes the PTX.
 The step has one query, 4 query heads per key head, a head dimension of 128, and bfloat16. Kernels whose work grows with
@@ -29,16 +29,16 @@ from unittest import mock
 import torch
 import typer
 from kernel_variants import Variant, attention_variants, stored_bytes
-from readme import render
 
 from kvcache_compress.bench.layers import encoded_side
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.triton_kernels.attention import launch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
+from readme import render  # noqa: E402
 from support.ptx.counts import CLASSES, SECTOR, class_of  # noqa: E402 - found by the line above
 from support.ptx.launch import Emulator, Launched, emulate  # noqa: E402
 
@@ -159,7 +159,7 @@ def load() -> Table:
 
 def save(table: Table) -> None:
     content = {
-        "command": "python benchmarks/kernel_counts.py",
+        "command": "python benchmarks/kernels/kernel_counts.py",
         "hardware": f"none: compiled for {TARGET} and emulated",
         "versions": {"python": platform.python_version(), "triton": importlib.metadata.version("triton")},
         "kernels": {name: {kernel: asdict(counts) for kernel, counts in row.items()} for name, row in table.items()},
