@@ -1,103 +1,493 @@
-"""Check the kernels on a GPU and measure them, the rows that are worth most first, within the minutes that are given.
+"""Check each preset's kernels on a GPU and time them, the rows that are worth most first.
 
-    make bench-gpu OUTPUT=DIR                       # results, tables and logs in DIR
-    python benchmarks/gpu.py --output DIR           # the same, where the package is installed; continues what is there
-    python benchmarks/gpu.py --output DIR --plan    # only the time plan, and the predicted time of each row
-    python benchmarks/gpu.py --output DIR --small   # all parts, tiny, also without a GPU (TRITON_INTERPRET=1)
-    python benchmarks/gpu.py --output DIR --table   # only the tables of what is there
+    make bench-gpu OUTPUT=build/gpu.jsonl MINUTES=9    # with this machine's Python; continues a file of the same commit
+    make tune-gpu OUTPUT=build/tiles.jsonl             # tiles of the attention kernel, beside the one the rule takes
+    TRITON_INTERPRET=1 python benchmarks/gpu.py --small --output F    # tiny sizes, without a GPU
 
-It needs torch, Triton and Transformers alone. Each preset's kernels are compared with PyTorch's operators; a preset
-that fails is timed all the same, and its rows are marked invalid. Rows are measured by a process that is restarted if
-it dies (`gpu_kit/worker.py`); each row is in the file as soon as it is measured. `gpu_kit/jobs.py` has the order.
+Each row is one line of JSON, written as soon as it is measured. A worker process measures. If it crashes or hangs, the
+row that it was measuring gets an error and another worker goes on with the next. A preset whose kernels differ from
+PyTorch's operators is not timed. Attention is compared once more at the size at which it is timed (`bench/compare.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-from collections.abc import Sequence
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
-from gpu_kit.gpu_table import line, plan_text, tables
-from gpu_kit.jobs import KEYS, SIZES, SMALL_SIZES, TUNED, TUNED_TILES, Job, plan_jobs
-from gpu_kit.result_file import ResultFile, hash_sources
-from gpu_kit.supervise import Workers, default_processes, measure_stages
-from gpu_kit.tiles import tiles_to_time
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
 
-from kvcache_compress.bench.layers import VARIANTS
+from kvcache_compress.attention.interface import AttentionName, enable_fused_attention
+from kvcache_compress.bench.compare import allowed_error, attention_problem, compare_views, relative_error
+from kvcache_compress.bench.decode import compressed_time, full_time, random_view
+from kvcache_compress.bench.layers import SHAPES, VARIANTS, Shape, named_config, single_layer
+from kvcache_compress.bench.timing import copy_bandwidth, median_ms
+from kvcache_compress.cache.compressed_cache import CompressedCache
+from kvcache_compress.codecs.base import Fields
 from kvcache_compress.codecs.device import interpreting
+from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import preset_names
-from kvcache_compress.eval.provenance.results import circumstances, git_commit
+from kvcache_compress.eval.provenance.results import circumstances, error_message, git_commit
+from kvcache_compress.modeling.decoder import cache_argument
+from kvcache_compress.storage.view import View
+from kvcache_compress.triton_kernels.attention.tiles import tile_shape
+from kvcache_compress.triton_kernels.common.operands import Tile
 
-ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+DTYPE = torch.bfloat16
+TARGETS = ("none", "turboquant-4bit", "turboquant-2bit", "uniform-4bit", "kivi-2bit")
+"""Presets that come first. `none` is our attention kernel over uncompressed keys and values."""
+STATIC = ("turboquant-4bit", "kivi-2bit", "polarquant-rope-4bit", "commvq-1bit")
+"""Presets whose steps with a static cache are checked: one for each kind of encoder, since they compile slowly."""
+BATCH = 2
+"""Sequences of a check."""
+CODES_BAR = 1e-3
+"""Share of stored words that may differ: where sums round differently, a number between two levels changes its code."""
+WARM_UP_STEPS = 4
+"""Steps before a CUDA graph is recorded."""
+FILL_TOKENS = 32_768
+FLUSHES = 16
+"""Reads of other data before a prompt is encoded, during which Python queues all launches."""
+POISONED = 75
+"""Exit status of a worker whose CUDA context no longer works, after it has written the row that broke it."""
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the command line; a wrong one ends the program with a message."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for gpu.json, tables.txt and logs")
-    parser.add_argument("--minutes", type=float, default=9.5, help="minutes for the complete run (%(default)s)")
-    parser.add_argument("--preset", action="append", help="presets to measure; all by default")
-    parser.add_argument("--part", action="append", choices=[*KEYS], help="parts; all by default")
-    parser.add_argument("--tiles", type=int, default=TUNED_TILES, help="tiles to time of each preset (%(default)s)")
-    parser.add_argument("--processes", type=int, default=default_processes(), help="that compile at once (%(default)s)")
-    parser.add_argument("--small", action="store_true", help="tiny sizes; runs without a GPU")
-    parser.add_argument("--plan", action="store_true", help="only print the time plan and the predictions")
-    parser.add_argument("--table", action="store_true", help="only print what the folder's file holds")
-    options = parser.parse_args(arguments)
-    if not (options.small or options.plan or options.table) and (not torch.cuda.is_available() or interpreting()):
-        parser.error("no GPU here, or TRITON_INTERPRET is set: only --small, --plan and --table run then")
-    known = [*VARIANTS, *preset_names()]
-    if unknown := {*(options.preset or ())} - {*known}:
-        parser.error(f"--preset {', '.join(sorted(unknown))}: allowed {', '.join(known)}")
-    options.tuned = options.preset or TUNED
-    options.preset = options.preset or (list(TUNED) if options.small else known)
-    return options
+class Job(NamedTuple):
+    """Name of a row.
+
+    Attributes:
+        part: bandwidth, check, decode, model, encode or tile.
+        cache: preset; `full` for the uncompressed cache.
+        shape: name of the model's shape.
+        batch, tokens: sequences, and packed tokens of each.
+        variant: of `decode` the call (plain, mask, fixed), of `model` the loop (graph, eager), of `tile` the tile.
+    """
+
+    part: str
+    cache: str
+    shape: str = ""
+    batch: int = 1
+    tokens: int = 0
+    variant: str = ""
+
+
+class Sizes(NamedTuple):
+    """Sizes of the measurements; the first shape is also the model's.
+
+    Attributes:
+        main, others: batches and lengths of decode rows.
+        checked: tokens of a check's prompt beyond the dense windows; a page more is packed in the fifth step.
+        encoded: tokens of a prompt that is encoded.
+        model: layers, hidden size and intermediate size.
+        model_sizes: batches and lengths of the model.
+        steps: decode steps of a check and of a timed model.
+        repeats: timed calls of which the median is taken.
+    """
+
+    shapes: Mapping[str, Shape]
+    main: tuple[tuple[int, int], ...]
+    others: tuple[tuple[int, int], ...]
+    checked: int
+    encoded: int
+    model: tuple[int, int, int]
+    model_sizes: tuple[tuple[int, int], ...]
+    steps: int
+    repeats: int
+
+
+SIZES = Sizes(
+    SHAPES, ((8, 32_768), (32, 32_768), (1, 131_072), (1, 8_192)),
+    ((8, 8_192), (32, 8_192), (1, 32_768), (8, 131_072), (32, 131_072)), 316, 32_768, (32, 4096, 14336),
+    ((1, 32_768), (8, 32_768), (1, 8_192), (8, 8_192), (1, 131_072)), 40, 20,
+)  # fmt: skip
+SMALL_SIZES = Sizes({"small": Shape(2, 1, 32)}, ((1, 64),), (), 60, 64, (2, 64, 64), ((1, 128),), 5, 1)
+
+
+def plan_jobs(presets: Sequence[str], parts: Iterable[str], sizes: Sizes) -> list[Job]:
+    """Rows of these parts in order of worth, with the checks that timed rows need before them."""
+    main, *others = sizes.shapes
+    targets = [name for name in TARGETS if name in presets] or presets
+    jobs = [Job("bandwidth", "copy")]
+
+    def add(names: Iterable[str], shape: str, pairs: Iterable[tuple[int, int]], calls: Iterable[str]) -> None:
+        pairs = list(pairs)
+        jobs.extend(Job("decode", "full", shape, *size, "plain") for size in pairs)
+        for name in names:
+            if name != "none":
+                jobs.append(Job("check", name, shape))
+            jobs.extend(Job("decode", name, shape, *size, call) for call, size in product(calls, pairs))
+            if name != "none":
+                jobs.append(Job("encode", name, shape, 1, sizes.encoded))
+
+    add(targets, main, sizes.main, ("plain", "mask", "fixed"))
+    for size, loop in product(sizes.model_sizes, ("graph", "eager")):
+        jobs += [Job("model", name, main, *size, loop) for name in ("full", *targets) if name != "none"]
+    add(presets, main, sizes.main, ("plain",))
+    for shape in (main, *others):
+        add(presets, shape, (*sizes.main, *sizes.others), ("plain",))
+    if "tile" in parts:
+        size = sizes.main[0]
+        jobs += [Job("tile", name, main, *size, t) for name in targets for t in tiles(name, sizes.shapes[main])]
+    asked = {job for job in jobs if job.part in parts}
+    needed = {(job.cache, job.shape) for job in asked}
+    return [job for job in dict.fromkeys(jobs) if job in asked or (job.part == "check" and job[1:3] in needed)]
+
+
+def tiles(preset: str, shape: Shape) -> list[str]:
+    """The rule's tile, then all others that both sides support, those most like it first."""
+    keys, values, _ = random_view(preset, shape, 1, 128, CPU, DTYPE)
+    k_side, v_side = cast(Any, keys.codec).kernel_side, cast(Any, values.codec).kernel_side
+    by_rule = tile_shape(k_side, v_side, False)
+    # Levels and weights of more than 64 tokens need many registers.
+    most = min(k_side.most_tokens, v_side.most_tokens, max(64, by_rule.tokens))
+
+    def doublings(tile: Sequence[int]) -> float:
+        return sum(abs(math.log2(ours / rules)) for ours, rules in zip(tile, by_rule, strict=True))
+
+    found = [tile for tile in product((16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4)) if tile[0] <= most]
+    return ["x".join(map(str, tile)) for tile in sorted(found, key=doublings)]
+
+
+@torch.inference_mode()
+def check_kernels(preset: str, shape: Shape, tokens: int, device: torch.device, steps: int) -> dict[str, float]:
+    """Worst error of attention in the steps of a growing cache and, for presets in `STATIC`, of a static one.
+
+    tokens: tokens of the prompt beyond the dense windows.
+
+    Raises:
+        ValueError: a step is wrong.
+    """
+    kinds = (False, True) if preset in STATIC else (False,)
+    return {"attention_error": max(check_steps(preset, shape, tokens, device, steps, static) for static in kinds)}
+
+
+def check_steps(preset: str, shape: Shape, tokens: int, device: torch.device, steps: int, static: bool) -> float:
+    """Run a prompt and steps with the kernels and with PyTorch's operators, and compare attention and codes.
+
+    On a GPU a static cache's steps are replayed from a CUDA graph, all but the first `WARM_UP_STEPS`.
+    """
+    # CommVQ may copy from the host in a step, unless a model hands over positions: then no graph can be recorded.
+    recorded = static and device.type == "cuda" and not preset.startswith("commvq")
+    model, config = single_layer(preset, shape)
+    model._attn_implementation = AttentionName("sdpa")
+    before = config.sink_tokens + config.recent_tokens + tokens
+    capacity = before + steps if static else None
+    kernels, operators = (
+        CompressedCache(model, config.changed(backend=name, max_cache_len=capacity)) for name in ("triton", "torch")
+    )
+
+    def random(heads: int, count: int) -> torch.Tensor:
+        return torch.randn(BATCH, heads, count, shape.head_dim, device=device, dtype=DTYPE)
+
+    prompt = random(shape.kv_heads, before), random(shape.kv_heads, before)
+    for cache in (kernels, operators):
+        cache.update(*prompt, 0)
+    packed = kernels.packed_tokens
+    keys, values, query = random(shape.kv_heads, 1), random(shape.kv_heads, 1), random(shape.query_heads, 1)
+    views: list[View] = []
+
+    def step() -> torch.Tensor:
+        views[:] = (cast(View, view) for view in kernels.update(keys, values, 0))
+        return views[0].attend(AttentionCall.of(query, scaling=shape.head_dim**-0.5), views[1])
+
+    run, worst = step, 0.0
+    for number in range(1, steps + 1):
+        for x in (keys, values, query):
+            x.copy_(torch.randn_like(x))
+        if recorded and number == WARM_UP_STEPS + 1:
+            run = record(run)
+        ours, theirs = run(), [cast(View, view) for view in operators.update(keys, values, 0)]
+        pairs, count = list(zip(views, theirs, strict=True)), operators.packed_tokens
+        share = max(differing(mine.store.read(0, count), yours.store.read(0, count)) for mine, yours in pairs)
+        # One differing code can show in attention, so the operators attend over the kernels' own codes.
+        k_own, v_own = (replace(yours, store=mine.store) for mine, yours in pairs)
+        expected = k_own.attend(AttentionCall.of(query.float(), scaling=shape.head_dim**-0.5), v_own)
+        error = relative_error(ours, expected)
+        problem = attention_problem(error, allowed_error(expected, DTYPE))
+        if problem is None and share > CODES_BAR:
+            problem = f"{share:.1e} of the stored words differ: at most {CODES_BAR:g} may"
+        if problem is not None:
+            kind = f"{'static' if static else 'growing'} cache{', recorded' if run is not step else ''}"
+            raise ValueError(f"{kind}, step {number}: {problem}")
+        worst = max(worst, error)
+    if not packed < kernels.packed_tokens == operators.packed_tokens:
+        raise ValueError(f"{kernels.packed_tokens} tokens are packed instead of {count}, {packed} of them at once")
+    return worst
+
+
+def differing(ours: Fields, theirs: Fields) -> float:
+    """Share of stored words that differ, 16-bit scalars by more than a unit in the last place."""
+    unequal = total = 0
+    for mine, yours in zip(ours, theirs, strict=True):
+        bad = mine != yours
+        if mine.dtype == torch.float16:
+            bad = (mine.view(torch.int16).int() - yours.view(torch.int16).int()).abs() > 1
+        unequal, total = unequal + int(bad.sum()), total + bad.numel()
+    return unequal / max(total, 1)
+
+
+def record(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Record a step as a CUDA graph; the function returned replays it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+@torch.inference_mode()
+def time_encoding(preset: str, shape: Shape, batch: int, tokens: int, device: torch.device, repeats: int) -> float:
+    """Milliseconds to encode the keys and values of a prompt, one layer."""
+    calls, size = [], (batch, shape.kv_heads, tokens, shape.head_dim)
+    for view in random_view(preset, shape, batch, tokens, device, DTYPE)[:2]:
+        x = torch.randn(size, device=device, dtype=DTYPE)
+        calls.append(partial(view.backend.encoded, view.codec, x, view.rope(0, tokens)))
+    return median_ms(lambda: [call() for call in calls], device, repeats, flushes=FLUSHES)
+
+
+@torch.inference_mode()
+def time_tile(job: Job, shape: Shape, device: torch.device, repeats: int) -> dict[str, float]:
+    """Milliseconds of attention of one layer with a tile, after a comparison; refuses tiles that spill registers."""
+    keys, values, query = random_view(job.cache, shape, job.batch, job.tokens, device, DTYPE)
+    k_side, scaling = cast(Any, keys.codec.kernel_side), shape.head_dim**-0.5
+    k_side.use_tile(Tile(*map(int, job.variant.split("x"))))
+    _, problem = compare_views(keys, values, query, scaling)
+    if problem is not None:
+        raise ValueError(problem)
+    refuse_spills(k_side)
+    call = AttentionCall.of(query, scaling=scaling)
+    return {"milliseconds": median_ms(lambda: keys.attend(call, values), device, repeats)}
+
+
+def refuse_spills(k_side: Any) -> None:
+    """Raise `ValueError` if the attention kernel launched last keeps registers in memory."""
+    (plan,) = k_side.plans.values()
+    compiled = next(launch.compiled for launch in plan.launches if launch.kernel.__name__ == "attend_kernel")
+    if compiled is not None and compiled.n_spills:  # None in Triton's interpreter
+        raise ValueError(f"{4 * compiled.n_spills} bytes of a thread's registers spill to memory")
+
+
+@torch.inference_mode()
+def time_model(job: Job, sizes: Sizes, device: torch.device) -> dict[str, float]:
+    """Tokens per second of a model with random weights after `tokens` tokens, and its memory.
+
+    The loop `graph` has a static cache and replays each step from a CUDA graph; `eager` has a growing one.
+    """
+    on_gpu, shape = device.type == "cuda", sizes.shapes[job.shape]
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    model = random_llama(shape, *sizes.model, device)
+    capacity = job.tokens + WARM_UP_STEPS + sizes.steps + 1 if job.variant == "graph" else None
+    cache: Cache
+    if job.cache != "full":
+        enable_fused_attention(model)
+        cache = CompressedCache(model.config, named_config(job.cache).changed(max_cache_len=capacity))
+    elif capacity is None:
+        cache = DynamicCache(config=model.config)
+    else:
+        cache = StaticCache(config=model.config, max_cache_len=capacity)
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    for layer, start in product(range(sizes.model[0]), range(0, job.tokens, FILL_TOKENS)):
+        size = (job.batch, shape.kv_heads, min(FILL_TOKENS, job.tokens - start), shape.head_dim)
+        cache.update(*(torch.randn(size, device=device, dtype=DTYPE) for _ in range(2)), layer)
+    figures = {"cache_gib": (torch.cuda.memory_allocated() - before) / 2**30} if on_gpu else {}
+    step = decode_step(model, cache, torch.randint(1000, (job.batch, 1), device=device), job.tokens)
+    for _ in range(WARM_UP_STEPS):
+        step()
+    run = record(step) if job.variant == "graph" and on_gpu else step
+    synchronize()
+    begun = time.perf_counter()
+    for _ in range(sizes.steps):
+        run()
+    synchronize()
+    figures["tokens_per_second"] = sizes.steps * job.batch / (time.perf_counter() - begun)
+    return figures | ({"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if on_gpu else {})
+
+
+def random_llama(shape: Shape, layers: int, hidden: int, intermediate: int, device: torch.device) -> PreTrainedModel:
+    """Bfloat16 Llama of these sizes with random weights, which take the same time as trained ones."""
+    config = LlamaConfig(
+        vocab_size=128_256 if hidden > 1024 else 1024, hidden_size=hidden, intermediate_size=intermediate,
+        num_hidden_layers=layers, num_attention_heads=shape.query_heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, max_position_embeddings=1 << 20,
+    )  # fmt: skip
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+
+
+def decode_step(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, position: int) -> Callable[[], torch.Tensor]:
+    """Step that a CUDA graph can record: it replaces the tokens `ids` `[B, 1]` by the next ones."""
+    positions = torch.full((1, 1), position, device=ids.device)
+
+    def step() -> torch.Tensor:
+        logits = model(input_ids=ids, **{cache_argument(): cache}, position_ids=positions).logits
+        positions.add_(1)
+        return ids.copy_(logits[:, -1:].argmax(-1))
+
+    return step
+
+
+def current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+def measure(job: Job, sizes: Sizes, device: torch.device, rows: Mapping[Job, Mapping[str, Any]]) -> dict[str, Any]:
+    """Figures of a row. `rows` are those measured so far, with the checks and the uncompressed cache's times."""
+    if job.part == "bandwidth":
+        return {"gigabytes_per_second": copy_bandwidth(device)}
+    shape = sizes.shapes[job.shape]
+    if job.part == "check":
+        return check_kernels(job.cache, shape, sizes.checked, device, sizes.steps)
+    check = rows.get(Job("check", job.cache, job.shape), {})
+    if "error" in check:
+        raise ValueError(f"not timed, since its check failed: {check['error']}")
+    call = (job.shape, shape, job.batch, job.tokens, device, DTYPE, sizes.repeats)
+    if job.part == "tile":
+        return time_tile(job, shape, device, sizes.repeats)
+    if job.part == "encode":
+        repeats = max(1, sizes.repeats // 4)
+        time = time_encoding(job.cache, shape, job.batch, job.tokens, device, repeats)
+        size = 2 * DTYPE.itemsize * job.batch * shape.kv_heads * job.tokens * shape.head_dim
+        return {"milliseconds": time, "gigabytes_per_second": size / time / 1e6}
+    if job.part == "model":
+        found, full = time_model(job, sizes, device), rows.get(job._replace(cache="full"), {})
+        if "tokens_per_second" in full:
+            found["speedup"] = found["tokens_per_second"] / full["tokens_per_second"]
+        return found
+    decoded = full_time(*call) if job.cache == "full" else compressed_time(job.cache, *call, job.variant)
+    found = {name: figure for name, figure in asdict(decoded).items() if figure is not None and name != "call"}
+    full = rows.get(job._replace(cache="full", variant="plain"), {})
+    if "milliseconds" in full:
+        found |= {"speedup": full["milliseconds"] / found["milliseconds"], "bound": full["bits"] / found["bits"]}
+    return found
+
+
+def work(jobs: Iterable[Job], sizes: Sizes, path: Path, commit: str | None) -> int:
+    """Measure rows one after the other and append each to the file; returns `POISONED` if the device stops working."""
+    for job in jobs:
+        torch.manual_seed(0)
+        try:
+            figures = measure(job, sizes, current_device(), read_rows(path, commit))
+        except Exception as error:
+            text = error_message(error)
+            figures = {"error": text if len(text) < 300 else f"{text[:150]} ... {text[-150:]}"}
+        append_row(path, job._asdict() | figures | {"commit": commit})
+        gc.collect()
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+        except RuntimeError:
+            return POISONED
+    return 0
+
+
+def read_rows(path: Path, commit: str | None) -> dict[Job, dict[str, Any]]:
+    """Rows of a commit, by their names."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = [row for row in map(json.loads, lines) if "part" in row and row["commit"] == commit]
+    return {Job(*(row[name] for name in Job._fields)): row for row in rows}
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append a row to the file and print it."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    figures = [(name, row[name]) for name in row if name not in (*Job._fields, "commit")]
+    shown = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures]
+    print(*(row[name] for name in Job._fields if name in row), *shown, sep="  ", flush=True)
+
+
+def supervise(
+    command: Sequence[str], jobs: Sequence[Job], path: Path, commit: str | None, end: float, silence: float
+) -> None:
+    """Run workers until no row is missing or it is `end`. A row in which a worker crashes, or that takes longer than
+    `silence` seconds, gets an error.
+
+    Raises:
+        RuntimeError: a worker could not be started.
+    """
+
+    def missing() -> list[Job]:
+        rows = read_rows(path, commit)
+        return [job for job in jobs if job not in rows]
+
+    while (left := missing()) and time.monotonic() < end:
+        worker, since, why = subprocess.Popen(command), time.monotonic(), None
+        while worker.poll() is None and why is None:
+            time.sleep(0.2)
+            if (now := missing()) != left:
+                left, since = now, time.monotonic()
+            if time.monotonic() >= end:
+                why = ""
+            elif time.monotonic() - since > silence:
+                why = f"no result within {silence:g} s"
+        worker.kill()
+        code = worker.wait()
+        if why is None and code == 1:
+            raise RuntimeError("the worker could not be started: see its message above")
+        if why != "" and code not in (0, POISONED) and (left := missing()):
+            append_row(path, left[0]._asdict() | {"error": why or f"the worker ended with {code}", "commit": commit})
+
+
+def print_best_tiles(rows: Mapping[Job, Mapping[str, Any]]) -> None:
+    """Print the fastest tile of each preset beside the rule's, which is the first."""
+    timed: dict[Job, list[tuple[float, str]]] = {}
+    for job, row in rows.items():
+        if job.part == "tile":
+            timed.setdefault(job._replace(variant=""), []).append((row.get("milliseconds", math.inf), job.variant))
+    for job, found in timed.items():
+        texts = [f"{tile} {time:.3f} ms" for time, tile in (found[0], min(found))]
+        print(f"{job.cache}, {job.shape}, {job.batch} x {job.tokens}: by rule {texts[0]}, best {texts[1]}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Check the kernels on the device and measure them."""
-    options = parse(arguments)
-    path = options.output / "gpu.json"
-    if options.table:
-        print(tables(json.loads(path.read_text(encoding="utf-8"))))
-        return
-    sizes = SMALL_SIZES if options.small else SIZES
-    main_shape = next(iter(sizes.shapes.values()))
-    tiles = {name: tiles_to_time(name, main_shape, options.tiles) for name in options.tuned}
-    jobs = plan_jobs(options.preset, options.part or KEYS, sizes, tiles)
-    if options.plan:
-        print(plan_text(jobs, options.processes))
-        return
-    options.output.mkdir(parents=True, exist_ok=True)
-    where = circumstances(
-        torch.device("cuda" if torch.cuda.is_available() else "cpu"), "flash-attn", "flashinfer-python"
+    parts = ("bandwidth", "check", "decode", "model", "encode", "tile")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="file of JSON lines; rows of this commit stay")
+    parser.add_argument("--minutes", type=float, default=9.5, help="minutes for the whole run (%(default)s)")
+    parser.add_argument("--preset", action="append", help="presets to measure; all by default")
+    parser.add_argument("--part", action="append", choices=parts, help="what to measure; all but tile by default")
+    parser.add_argument("--row-seconds", type=float, default=150, help="a row that takes longer hangs (%(default)s)")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, which also run in Triton's interpreter")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
+    if not (interpreting() if options.small and not torch.cuda.is_available() else torch.cuda.is_available()):
+        parser.error("there is no GPU here; use --small with TRITON_INTERPRET=1")
+    known = ["none", *VARIANTS, *preset_names()]
+    if unknown := {*(options.preset or ())} - {*known}:
+        parser.error(f"--preset {', '.join(sorted(unknown))} is unknown; use {', '.join(known)}")
+    sizes, commit = SMALL_SIZES if options.small else SIZES, git_commit(__file__)
+    jobs = plan_jobs(options.preset or known, options.part or parts[:-1], sizes)
+    if options.worker:
+        rows = read_rows(options.output, commit)
+        sys.exit(work([job for job in jobs if job not in rows], sizes, options.output, commit))
+    end = time.monotonic() + 60 * options.minutes
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    append_row(
+        options.output, {"run": circumstances(current_device(), "flash-attn", "flashinfer-python"), "commit": commit}
     )
-    where |= {"commit": git_commit(__file__), "sources": hash_sources(ROOT)}
-    results = ResultFile(path, where | {"small": options.small, "minutes": options.minutes}, jobs)
-    with (options.output / "log.txt").open("a", encoding="utf-8") as log:
-
-        def say(text: str) -> None:
-            print(text, flush=True)
-            print(text, file=log, flush=True)
-
-        def keep(job: Job, row: dict[str, Any]) -> None:
-            results.keep(job, row)
-            say(line(job.part, row))
-
-        say(json.dumps({name: where[name] for name in ("command", "date", "commit", "versions", "hardware")}))
-        if results.differs:
-            say(f"new file, the old one is kept next to it: other {results.differs}")
-        try:
-            workers = Workers(options.small, log=log)
-            measure_stages(results, 60 * options.minutes, workers, options.processes, keep, options.output)
-            results.close()
-        finally:
-            text = tables(results.contents())
-            (options.output / "tables.txt").write_text(text + "\n", encoding="utf-8")
-            print(f"{text}\nwritten: {options.output}")
+    command = [sys.executable, __file__, *arguments, "--worker"]
+    supervise(command, jobs, options.output, commit, end, options.row_seconds)
+    rows = read_rows(options.output, commit)
+    print_best_tiles({job: rows[job] for job in jobs if job in rows})
+    print(f"{sum(job in rows for job in jobs)} of {len(jobs)} rows are in {options.output}")
 
 
 if __name__ == "__main__":

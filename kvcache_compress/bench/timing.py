@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +14,6 @@ FLUSH_BYTES = 1 << 30
 which Python queues the call, so that Python's time is not measured unless it is longer."""
 LONGEST_NAME = 80
 """Characters of a kernel's name that are kept."""
-
-
-@dataclass(frozen=True)
-class CopyBandwidth:
-    """Bandwidth of a copy within the device's memory, bytes read and written together."""
-
-    gigabytes_per_second: float | None = None
-    error: str | None = None
 
 
 def median_ms(

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_kit import models
-from support.cache_name import with_cache
 
 from kvcache_compress.bench import compare, decode, peers
 from kvcache_compress.bench.layers import Shape
@@ -118,29 +116,3 @@ def test_other_libraries_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(decode, "peers", lambda _: wrong)
     with pytest.raises(ValueError, match=r"zeros: attention differs by 1\.0e\+00 of its size"):
         decode.full_time("tiny", TINY, 2, 64, CPU, torch.bfloat16, 1)
-
-
-@pytest.mark.parametrize("loop", ["eager", "graph"])
-def test_a_model_with_wrong_attention_is_marked(monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
-    model = models.random_llama(TINY, 2, 64, 64, CPU)
-    found = models.model_time(model, "kivi-2bit", 2, 160, loop)
-    assert 0 < (found.attention_error or 0) < 3e-3
-    assert (found.loop, found.invalid) == (loop, None)
-    assert models.model_time(model, "full", 2, 160, loop).attention_error is None
-    spoil(monkeypatch, 1, 1.01)
-    assert "attention differs by" in str(models.model_time(model, "kivi-2bit", 2, 160, loop).invalid)
-
-
-def test_steps_advance_as_the_models_own_do() -> None:
-    """A static cache's steps, whose positions are a tensor, give the tokens that a growing cache's give."""
-    model = models.random_llama(TINY, 2, 64, 64, CPU)
-    prompt = torch.randint(1000, (2, 40))
-    found = []
-    for capacity in (None, 64):
-        with models.on_model(model, "full"):
-            cache = models.cache_maker(model, "full", capacity)()
-            ids, positions = model(prompt, **with_cache(cache)).logits[:, -1:].argmax(-1), torch.tensor([[40]])
-            step = models.decode_step(model, cache, ids, positions)
-            found.append([step().tolist() for _ in range(4)])
-            assert positions.tolist() == [[44]]
-    assert found[0] == found[1]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from compile_kernels import TARGETS
+from machine_code import TARGETS
 from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver

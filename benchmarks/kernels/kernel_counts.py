@@ -1,8 +1,8 @@
 """Count what attention's kernels execute and ask of memory, in an emulator of a GPU; needs no GPU.
 
-    python benchmarks/kernel_counts.py                           # measure, and print a table
-    python benchmarks/kernel_counts.py --only turboquant-4bit    # measure one preset again
-    python benchmarks/kernel_counts.py --table                   # print the committed counts
+    python benchmarks/kernels/kernel_counts.py                           # measure, and print a table
+    python benchmarks/kernels/kernel_counts.py --only turboquant-4bit    # measure one preset again
+    python benchmarks/kernels/kernel_counts.py --table                   # print the committed counts
 
 Triton compiles the kernels of a decode step for sm_90, and the tests' emulator (`tests/support/ptx`) executes the PTX.
 The step has one query, 4 query heads per key head, a head dimension of 128, and bfloat16. Kernels whose work grows with
@@ -35,7 +35,7 @@ from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.eval.provenance.results import write_atomically
 from kvcache_compress.triton_kernels.attention import launch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))
 
 from support.ptx.counts import CLASSES, SECTOR, class_of  # noqa: E402 - found by the line above
@@ -157,7 +157,7 @@ def load() -> Table:
 
 def save(table: Table) -> None:
     content = {
-        "command": "python benchmarks/kernel_counts.py",
+        "command": "python benchmarks/kernels/kernel_counts.py",
         "hardware": f"none: compiled for {TARGET} and emulated",
         "versions": {"python": platform.python_version(), "triton": importlib.metadata.version("triton")},
         "kernels": {name: {kernel: asdict(counts) for kernel, counts in row.items()} for name, row in table.items()},

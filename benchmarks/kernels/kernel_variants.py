@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
-from compile_kernels import captured_launches
+import triton
 from transformers import LlamaConfig
 
 from kvcache_compress.backends.choice import BACKENDS
@@ -104,6 +106,18 @@ def attention_variants() -> dict[str, Variant]:
         "prod-2.5bit, float32": Variant(prod[2.5], prod[2.5], **exact),
         "prod-k3v2, D=64, float32": Variant(prod[3], prod[2], 64, **exact),
     }
+
+
+def captured_launches(call: Callable[[], Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Record kernel and arguments of every launch that `call` makes, running none; `call` sees empty results."""
+    launches: list[tuple[Any, dict[str, Any]]] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append((kernel, dict(zip((p.name for p in kernel.params), args, strict=False)) | kwargs))
+
+    with mock.patch.object(triton.JITFunction, "run", record):
+        call()
+    return launches
 
 
 def side_view(variant: Variant, side: Side) -> View:

@@ -1,0 +1,67 @@
+"""The script that times caches on the CPU, with few tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import cpu
+import pytest
+from typer.testing import CliRunner
+
+from kvcache_compress.bench.layers import Shape
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "HEADS", {"4/2 heads": Shape(4, 2, 64), "2/1 heads": Shape(2, 1, 64)})
+    monkeypatch.setattr(cpu, "SHAPE", Shape(4, 2, 64))
+    monkeypatch.setattr(cpu, "MLP", 64)
+
+
+def run(*words: str) -> str:
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(cpu.app, [*words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def times(output: str) -> dict[str, list[float]]:
+    """Cells of a table by its leading words."""
+    rows = re.findall(r"^\| `([\w.-]+)` \|(?: (\w+) \|)?((?: [\d.e+]+ \|){4})$", output, re.MULTILINE)
+    return {f"{name} {side}".strip(): [float(cell) for cell in cells.split("|")[:-1]] for name, side, cells in rows}
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="it compares C++ with torch")
+def test_encoding() -> None:
+    found = times(run("encode", "--tokens", "32", "--turns", "1", "--preset", "polarquant-3.4bit"))
+    assert [*found] == ["polarquant-3.4bit keys", "polarquant-3.4bit values"]
+    assert all(ms > 0 for row in found.values() for ms in row)
+
+
+def test_storing() -> None:
+    """CommVQ with codebooks for a model of one layer, and a preset with rules for single layers."""
+    presets = ("commvq-paper", "turboquant-mixed")
+    found = times(run("store", "--turns", "1", *(f"--preset={name}" for name in presets)))
+    assert [*found] == [*presets]
+    assert all(ms > 0 for row in found.values() for ms in row)
+
+
+def test_a_caches_share_of_a_prompt(tmp_path: Path) -> None:
+    """The cache's share is less than the complete prompt, and larger for a compressed cache than for the full one."""
+    output = tmp_path / "share.json"
+    run("prompt", "--tokens", "1024", "--turns", "2", "--preset", "turboquant-4bit", "--output", str(output))
+    full, ours = json.loads(output.read_text())["rows"]
+    assert (full["cache"], full["ratio"], ours["cache"]) == ("full", 1, "turboquant-4bit")
+    for row in (full, ours):
+        assert 0 < row["update_seconds"] < row["seconds"]
+        assert row["share"] >= full["share"]
+
+
+def test_committed_shares_keep_their_bound() -> None:
+    """The project's target is 5 % of a prompt of 32K tokens; here there are 4,096, of which CommVQ takes more."""
+    found = json.loads((cpu.RESULTS / "prefill_share.json").read_text(encoding="utf-8"))
+    rows = {row["cache"]: row for row in found["rows"]}
+    assert set(rows) == {"full", *cpu.PRESETS}
+    assert all(row["share"] <= (0.08 if name.startswith("commvq") else 0.05) for name, row in rows.items())
