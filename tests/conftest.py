@@ -27,10 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from support.interpreter import patch_language_once, patch_sums
+        from support.interpreter import patch
 
-        patch_language_once()
-        patch_sums()
+        patch()
 
 
 @pytest.fixture
