@@ -6,15 +6,14 @@ from dataclasses import astuple
 
 import pytest
 import torch
-from support.attention_cases import PAIRS
+from support.attention_cases import DECLARED, PAIRS
 from support.method_cases import half_layout, random_track
 
 from kvcache_compress.codecs.base import Codec, CodecContext, Side
 from kvcache_compress.config import get_method
 
-SIDES = {
-    f"{name}-{side}": (pair[side == "values"], side) for name, pair in PAIRS.items() for side in ("keys", "values")
-}
+NAMES = ("trellis", "uniform", "prod-1", "centred-fractional", "kivi-2-4", *DECLARED)
+SIDES = {f"{name}-{side}": (PAIRS[name][side == "values"], side) for name in NAMES for side in ("keys", "values")}
 
 
 @pytest.mark.parametrize("name", SIDES)

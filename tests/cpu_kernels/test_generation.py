@@ -18,10 +18,18 @@ def poison() -> None:
     """Override the poisoning of memory: the model's own code may read uninitialised numbers."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+METHODS = ("turboquant", "kivi", "qjl", "polarquant_rope", "polarquant_recursive", "commvq")
+
+
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("method", ["turboquant", "kivi", "qjl", "polarquant_rope", "polarquant_recursive", "commvq"])
-@pytest.mark.parametrize("changes", [{}, {"max_cache_len": 160}, {"layers": [{"match": [0], "keys": "none"}]}])
+@pytest.mark.parametrize(
+    ("method", "changes", "dtype"),
+    [
+        *((method, {}, torch.float32) for method in METHODS),
+        *((method, {"max_cache_len": 160}, torch.bfloat16) for method in METHODS),
+        ("kivi", {"layers": [{"match": [0], "keys": "none"}]}, torch.float32),
+    ],
+)
 def test_generation_equals_the_torch_backend(method: str, changes: dict[str, Any], dtype: torch.dtype) -> None:
     model = small_model().to(dtype)
     enable_fused_attention(model)

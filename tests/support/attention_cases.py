@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ import torch
 from kvcache_compress.bench.compare import relative_error
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.view import AttentionPath, View
+from support.commvq_files import codebook_file
 from support.method_cases import declared
+from support.spectral_files import statistics_file
 
-BARS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-3}
-"""Allowed `error` of attention, by its dtype."""
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+BARS = {torch.float64: 1e-5, F32: 1e-5, F16: 2e-3, BF16: 2e-3}
+"""Allowed `error` of attention, by its dtype."""
 
 
 def tq(bits: float, **options: Any) -> tuple[str, dict[str, Any]]:
@@ -35,15 +38,33 @@ def prod(bits: float, **options: Any) -> tuple[str, dict[str, Any]]:
     return tq(bits, estimator="prod", **options)
 
 
+def rope(angle: int, radius: int, **options: Any) -> tuple[str, dict[str, Any]]:
+    return "polarquant_rope", {"angle_bits": angle, "radius_bits": radius, "group_size": 32, **options}
+
+
+def tree(*bits: int, **options: Any) -> tuple[str, dict[str, Any]]:
+    return "polarquant_recursive", {"bits": bits, **options}
+
+
+def commvq(**shape: Any) -> tuple[str, Callable[[int], dict[str, Any]]]:
+    return "commvq", lambda head_dim: {"codebooks": codebook_file(head_dim, **shape)}
+
+
+def spectral(bits: float, group: int = 32) -> tuple[str, Callable[[int], dict[str, Any]]]:
+    return "spectral", lambda head_dim: {"bits": bits, "statistics": statistics_file(head_dim, group)}
+
+
 NONE: tuple[str, dict[str, Any]] = ("none", {})
+QJL = ("qjl", {"sketch_ratio": 3})
 
 
 @dataclass(frozen=True)
 class Case:
-    """An attention call; `split` is (tokens per split, splits), `block` the tokens of a tile."""
+    """An attention call; `split` is (tokens per split, splits); `block` and `warps` are those of a tile."""
 
     keys: tuple[str, dict[str, Any]] = tq(4)
     values: tuple[str, dict[str, Any]] = tq(4)
+    batch: int = 2
     groups: int = 3
     head_dim: int = 64
     value_dim: int | None = None
@@ -58,6 +79,7 @@ class Case:
     sinks: int = 3
     tail: int = 5
     block: int = 32
+    warps: int = 4
     split: tuple[int, int] = (32, 2)
 
 
@@ -68,68 +90,110 @@ PAIRS = {
     "4-bit": (tq(4), tq(4)),
     "5-bit": (tq(5), tq(5)),
     "6-bit": (tq(6), tq(6)),
-    "4-2": (tq(4), tq(2)),
     "2.5-3.5": (tq(2.5), tq(3.5)),
-    "1.5-5.5": (tq(1.5), tq(5.5)),
-    "quarter-outliers": (tq(2.5, outlier_fraction=0.25), tq(2.5, outlier_fraction=0.25)),
+    "1.5-5.5": (tq(1.5, outlier_fraction=0.25), tq(5.5)),
     "uniform": (tq(3, codebook="uniform"), tq(4, codebook="uniform")),
     "uniform-2": (tq(4, codebook="uniform"), tq(2, codebook="uniform")),
     "trellis": (trellis(2), trellis(3)),
     "trellis-1": (trellis(3), trellis(1)),
     "trellis-fractional": (trellis(2.5), trellis(1.5)),
-    "haar": (tq(4, rotation="haar"), tq(3, rotation="haar")),
-    "centred": (tq(3, center="on"), tq(3)),
     "not-centred": (tq(4, center="off"), tq(4)),
-    "not-centred-fractional": (tq(2.5, center="off"), tq(2.5)),
-    "qjl-of-30-bytes": (("qjl", {"sketch_dim": 240}), tq(4)),
     "centred-fractional": (tq(2.5, center="on"), tq(2)),
+    "qjl-of-30-bytes": (("qjl", {"sketch_dim": 240}), tq(4)),
     "prod-3-2": (prod(3), prod(2)),
-    "prod-1": (prod(1), prod(1)),
-    "prod-gaussian": (prod(3, sketch="gaussian"), prod(2, sketch="gaussian")),
+    "prod-1": (prod(1, sketch="gaussian", rotation="haar"), prod(1)),
     "prod-fractional": (prod(2.5, center="on"), prod(3.5)),
     "kivi-2-4": (kivi(2), kivi(4)),
     "kivi-3": (kivi(3), kivi(3)),
-    "turboquant-kivi": (tq(4), kivi(2)),
     "kivi-turboquant": (kivi(4), tq(2.5)),
     "turboquant-none": (tq(3), NONE),
     "none-turboquant": (NONE, prod(2)),
-    "kivi-none": (kivi(2), NONE),
 }
-PAIRS |= declared("KERNEL_PAIRS")
-CASES: dict[str, Case] = {name: Case(*pair) for name, pair in PAIRS.items()}
+DECLARED = declared("KERNEL_PAIRS")
+PAIRS |= DECLARED
+CASES: dict[str, Case] = {name: Case(*pair, batch=1) for name, pair in PAIRS.items()}
+CASES |= {f"{name}-bfloat16": Case(*PAIRS[name], dtype=BF16) for name in ("2.5-3.5", "prod-3-2", "kivi-2-4")}
 CASES |= {
-    f"{name}-bfloat16": Case(*PAIRS[name], dtype=BF16)
-    for name in (
-        *("4-bit", "3-bit", "2.5-3.5", "uniform", "prod-3-2", "kivi-2-4", "turboquant-none", "none-turboquant"),
-        *declared("KERNEL_PAIRS"),
-    )
+    f"{name}-bfloat16": Case(*pair, head_dim=head_dim, groups=groups, count=2, mask="bool", dtype=BF16)
+    for (name, pair), (head_dim, groups) in zip(DECLARED.items(), cycle([(128, 4), (80, 1), (96, 7)]), strict=False)
+}
+
+
+def fast(keys: Any, values: Any, head_dim: int = 128, **changes: Any) -> Case:
+    """A case in float16, which takes the kernels' assembly; its masks hide whole tiles from single rows."""
+    packed = 96 if {keys[0], values[0]} & {"kivi", "polarquant_rope"} else 97
+    hidden = {"count": 3, "mask": "bool", "hidden": 44, "rows_differ": True}
+    return Case(keys, values, head_dim=head_dim, dtype=F16, **{**hidden, "packed": packed, "split": (64, 2), **changes})
+
+
+DECODE: dict[str, Any] = {"batch": 1, "count": 1, "mask": None, "packed": 64, "split": (32, 2)}
+FOUR = {"levels": 4, "radius_bits": 16}
+ROUNDS = {"key_shape": (21, 64), "value_shape": (43, 64), "shrink": 0.97}
+"""Rounds for 2 bits and 128 channels; each is smaller than the last by about the ratio of trained ones."""
+FAST: dict[str, tuple[Any, Any]] = {
+    "4-2": (tq(4), tq(2)),
+    "qjl": (QJL, tq(4)),
+    "tree": (tree(4, 3, 2), tree(4, 2)),
+    "tree-of-16-bit-radii": (tree(4, 2, center="on"), tree(4, 3, 2, radius_bits=16)),
+    "tree-online": (tree(4, 2, codebook="online"), tree(4, 3, 2, codebook="online", precondition=False)),
+    "four-levels": (tree(4, 2, **FOUR), tree(4, 2, **FOUR)),
+    "four-levels-online": (
+        tree(4, 2, **FOUR, codebook="online"),
+        tree(4, 2, **FOUR, codebook="online", precondition=False),
+    ),
+    "four-levels-of-8-bit-radii": (tree(4, 2, levels=4), tree(4, 4, 2)),
+    "rope-4-4": (rope(4, 4), kivi(2)),
+    "rope-5-3": (rope(5, 3), tq(4)),
+    "rope-5-2": (rope(5, 2, scalar="match", center="on"), tq(2)),
+    "rope-4-2-paper": (rope(4, 2, radius_scale="channel", reconstruction="edge"), tq(3)),
+    "rope-3-3": (rope(3, 3), tq(5)),
+    "rope-5-4-edge": (rope(5, 4, reconstruction="edge"), tq(1)),
+    "commvq": (commvq(**ROUNDS), commvq(**ROUNDS)),
+    "commvq-groups": (commvq(groups=2, key_shape=(4, 16)), commvq(groups=2, value_shape=(7, 64))),
+    "commvq-shared": (commvq(key_shape=(5, 64), shared=True), commvq(value_shape=(7, 64), shared=True)),
+    "commvq-bytes": (commvq(key_shape=(5, 8)), commvq(value_shape=(7, 256))),
+    "kivi-1": (kivi(1), kivi(1, 64)),
+    "kivi-groups-of-16": (kivi(4, 16), kivi(4, 16)),
+    **{
+        name: PAIRS[name]
+        for name in (
+            *("1-bit", "2-bit", "3-bit", "uniform", "uniform-2", "prod-3-2", "prod-fractional", "trellis"),
+            *("kivi-2-4", "kivi-3", "kivi-turboquant", "2.5-3.5"),
+        )
+    },
+}
+CASES |= {f"{name}-128-float16": fast(*pair, batch=1) for name, pair in FAST.items()}
+CASES |= {
+    f"{name}-{head_dim}-float16": fast(*FAST[name], head_dim, **DECODE)
+    for head_dim, names in {
+        64: ("2-bit", "4-2", "uniform", "prod-3-2", "kivi-2-4", "2.5-3.5", "trellis", "commvq-groups", "tree"),
+        96: ("1-bit", "3-bit", "4-2", "kivi-2-4", "trellis", "commvq"),
+        256: ("uniform", "4-2"),
+    }.items()
+    for name in names
 }
 CASES |= {
-    f"{name}-{head_dim}": Case(*pair, head_dim=head_dim, groups=groups, count=2, mask="bool")
-    for name, pair in declared("KERNEL_PAIRS").items()
-    for head_dim, groups in ((80, 1), (96, 7), (128, 4))
-}
-# On a GPU these run all parts of `triton_kernels/common/lookup.py`, for keys and for values.
-CASES |= {
-    f"{name}-{head_dim}-float16": Case(*PAIRS[name], head_dim=head_dim, groups=4, dtype=F16)
-    for name, head_dim in (
-        *((name, 128) for name in ("1-bit", "2-bit", "3-bit", "4-2", "uniform", "uniform-2", "prod-3-2", "kivi-3")),
-        *((name, 128) for name in ("kivi-2-4", "2.5-3.5", "kivi-turboquant")),
-        ("qjl-of-30-bytes", 80),
-        *((name, 96) for name in ("1-bit", "3-bit", "4-bit", "kivi-2-4")),
-        *((name, 256) for name in ("3-bit", "4-bit", "uniform")),
-        *(("trellis", head_dim) for head_dim in (64, 96, 128)),
-    )
-}
-CASES |= {
-    "heads-1-of-128": Case(groups=1, head_dim=128, dtype=F16),
+    "qjl-of-30-bytes-80-float16": fast(*PAIRS["qjl-of-30-bytes"], 80, **DECODE),
+    "qjl-96-float16": fast(QJL, tq(4), 96),
+    "4-2-80-float16": fast(tq(4), tq(2), 80),
+    "3-2-80-float16": fast(tq(3), tq(2), 80, **DECODE),
+    "2-3-40-float16": fast(tq(2), tq(3), 40, **DECODE),
+    "4-32-float16": fast(tq(4), tq(4), 32, **DECODE),
+    "4-1-112-float16": fast(tq(4), tq(1), 112),
+    "3-2-256-float16": fast(tq(3), tq(2), 256, **DECODE),
+    "trellis-3-2-256-float16": fast(trellis(3), trellis(2), 256, **DECODE),
+    "kivi-256-float16": fast(kivi(4, 64), kivi(2), 256, **DECODE),
+    "rope-5-3-256-float16": fast(*FAST["rope-5-3"], 256, **DECODE),
+    "many-queries-float16": fast(tq(4), tq(4), 64, groups=5, count=9),
+    "values-of-128-float16": fast(tq(3), tq(2.5), 64, value_dim=128),
+    "finite-float16": fast(tq(4), tq(4), 64, mask="finite"),
+    "softcap-float16": fast(tq(4), tq(4), 64, softcap=5.0),
     "heads-4-of-128": Case(tq(2), tq(3), groups=4, head_dim=128),
     "heads-7-of-128": Case(kivi(4), kivi(2), groups=7, head_dim=128, dtype=BF16),
-    "heads-4-of-80": Case(groups=4, head_dim=80),
     "heads-7-of-80": Case(kivi(4), kivi(2, 16), groups=7, head_dim=80),
     "heads-1-of-80-outliers": Case(tq(2.5), tq(3.5), groups=1, head_dim=80, dtype=F16),
     "heads-3-of-80-none": Case(NONE, tq(3), groups=3, head_dim=80),
-    "heads-4-of-96": Case(prod(3), kivi(3), groups=4, head_dim=96),
+    "heads-16-of-96": Case(prod(3), kivi(3), groups=16, head_dim=96),
     "heads-7-of-96": Case(tq(6), tq(1), groups=7, head_dim=96, dtype=BF16),
     "heads-1-of-96-none": Case(tq(3), NONE, groups=1, head_dim=96),
     "trellis-heads-7-of-80": Case(trellis(3), trellis(2), groups=7, head_dim=80),
@@ -141,15 +205,11 @@ CASES |= {
     "wider-values": Case(kivi(4), tq(2.5), head_dim=64, value_dim=128),
     "causal": Case(count=3),
     "causal-bfloat16": Case(kivi(4), tq(4), count=3, dtype=BF16),
-    "padding": Case(mask="bool"),
     "padding-causal": Case(tq(3, center="on"), tq(3), count=3, mask="bool"),
     "padding-kivi-float16": Case(kivi(2), kivi(2), mask="bool", dtype=F16),
-    "additive": Case(mask="float"),
     "padding-beyond-a-tile": Case(mask="bool", hidden=44),
     "additive-beyond-a-tile": Case(mask="float", hidden=44),
-    "additive-beyond-a-tile-bfloat16": Case(mask="float", hidden=44, dtype=BF16),
     "finite-beyond-a-tile": Case(mask="finite", hidden=44),
-    "rows-that-differ": Case(mask="bool", hidden=44, rows_differ=True, count=3),
     "rows-that-differ-float16": Case(tq(2), tq(2), mask="float", hidden=44, rows_differ=True, count=3, dtype=F16),
     "additive-causal": Case(prod(2), kivi(4), count=3, mask="float"),
     "additive-per-head": Case(count=3, mask="per head"),
@@ -161,8 +221,7 @@ CASES |= {
     "nothing-packed": Case(packed=0, split=(16, 0)),
     "one-packed": Case(packed=1, split=(16, 1)),
     "no-sinks": Case(sinks=0),
-    "long-windows": Case(sinks=70, tail=150),
-    "long-windows-causal": Case(sinks=33, tail=100, count=3, mask="bool"),
+    "long-windows-causal": Case(sinks=70, tail=150, count=3, mask="bool"),
     "split-of-one-token": Case(packed=33, split=(32, 2)),
     "empty-splits": Case(packed=33, split=(32, 4), mask="bool"),
     "many-splits": Case(tq(2), kivi(4), packed=96, block=16, split=(16, 6), count=3),
@@ -171,7 +230,42 @@ CASES |= {
     "as-launched": Case(packed=70, block=0),
     "as-launched-bfloat16": Case(kivi(4), tq(4), packed=96, block=0, dtype=BF16),
     "as-launched-commvq": Case(*PAIRS["commvq"], head_dim=128, groups=8, count=3, block=0, dtype=F16),
-    "as-launched-commvq-none": Case(*PAIRS["commvq-none"], head_dim=128, groups=4, packed=96, block=0, dtype=BF16),
+}
+
+
+def anchored(bits: float = 2, values: Any = None, **changes: Any) -> Case:
+    """A case of spectral keys in groups of 32 tokens, whose splits may begin within a group."""
+    keys = spectral(bits, changes.pop("group", 32))
+    return Case(keys, values or tq(2), **{"batch": 1, "packed": 96, "split": (96, 1), "warps": 1, **changes})
+
+
+CASES |= {
+    f"spectral-{name}": case
+    for name, case in {
+        "one-query": anchored(3, tq(3), groups=1, packed=160, split=(96, 2)),
+        "two": anchored(groups=2, packed=160, split=(32, 5)),
+        "groups-of-64": anchored(group=64, groups=4, packed=192, split=(96, 2)),
+        "groups-of-128": anchored(3, tq(3), group=128, groups=4, packed=256, split=(160, 2)),
+        "seven": anchored(1.25, kivi(2), groups=7, block=16, warps=4),
+        "eight": anchored(4, NONE, groups=8, split=(64, 2), warps=4),
+        "sixteen": anchored(2.5, groups=16, packed=64, split=(32, 2), warps=4),
+        "more-rows-than-a-tile": anchored(groups=7, count=5, mask="bool", packed=64, split=(32, 2), warps=4),
+        "empty-splits": anchored(batch=2, packed=32, split=(32, 3), mask="bool"),
+        "nothing-packed": anchored(packed=0, split=(32, 0)),
+        "softcap": anchored(softcap=5.0),
+        "s-aux": anchored(s_aux=True),
+        "padding": anchored(batch=2, count=2, mask="bool", hidden=70, rows_differ=True),
+        "additive-per-head": anchored(count=2, mask="per head", hidden=70),
+        "112-bfloat16": anchored(groups=4, head_dim=112, dtype=BF16),
+        "as-launched": anchored(groups=4, packed=320, block=0, dtype=BF16),
+        **{
+            f"{bits}-bit-{head_dim}-float16": anchored(bits, groups=groups, head_dim=head_dim, dtype=F16)
+            for bits, head_dim, groups in (
+                *((0.5, 128, 4), (1, 128, 4), (2, 128, 8), (3, 128, 4), (4, 128, 4)),
+                *((1, 64, 4), (3, 64, 8), (2, 80, 8), (4, 96, 8), (2, 112, 4), (2, 256, 3)),
+            )
+        },
+    }.items()
 }
 
 
@@ -181,18 +275,19 @@ def attended(views: tuple[View, View], call: AttentionCall, path: AttentionPath 
 
 
 def segments(case: Case, make_side: Callable[..., View]) -> tuple[View, View]:
-    common = {"sinks": case.sinks, "tail": case.tail, "dtype": case.dtype}
+    common = {"batch": case.batch, "sinks": case.sinks, "tail": case.tail, "dtype": case.dtype}
     keys = make_side(*case.keys, "keys", case.head_dim, case.packed, **common)
     values = make_side(*case.values, "values", case.value_dim or case.head_dim, case.packed, **common)
     return keys, values
 
 
 def make_mask(case: Case, batch: int, heads: int, tokens: int) -> torch.Tensor | None:
-    """Mask with left padding of the second sequence into its packed tokens, and causal for several queries."""
+    """Mask with left padding of the last sequence into its packed tokens, and causal for several queries."""
     if case.mask is None:
         return None
     allowed = torch.ones(batch, 1, case.count, tokens, dtype=torch.bool).tril(tokens - case.count)
-    allowed[1, :, :, : min(case.hidden, tokens - case.count)] = False
+    if batch > 1 or not case.rows_differ:
+        allowed[-1, :, :, : min(case.hidden, tokens - case.count)] = False
     if case.rows_differ:
         allowed[0, :, 0, : case.hidden] = False
     if case.mask == "bool":
@@ -247,10 +342,12 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return 0.0 if square < 0 else math.sqrt(square)  # NaN stays NaN
 
 
-def attention_error(attend: Callable[..., torch.Tensor], case: Case, keys: View, values: View) -> float:
-    """Error of a case's attention over two sequences and random queries, against plain attention."""
-    query = torch.randn(2, 2 * case.groups, case.count, case.head_dim).to(case.dtype)
-    mask, s_aux = make_mask(case, 2, 2 * case.groups, keys.shape[2]), torch.randn(2 * case.groups)
-    call: dict[str, Any] = {"softcap": case.softcap, "s_aux": s_aux if case.s_aux else None}
-    out = attend(AttentionCall.of(query, mask, scaling=case.head_dim**-0.5, **call), keys, values)
-    return error(out, plain_attention(query, keys, values, mask, case, call["s_aux"]))
+def check_attention(attend: Callable[..., torch.Tensor], case: Case, keys: View, values: View) -> None:
+    """Attend with random queries, and assert that the result is that of plain attention."""
+    query = torch.randn(case.batch, 2 * case.groups, case.count, case.head_dim).to(case.dtype)
+    mask = make_mask(case, case.batch, 2 * case.groups, keys.shape[2])
+    s_aux = torch.randn(2 * case.groups) if case.s_aux else None
+    call = AttentionCall.of(query, mask, scaling=case.head_dim**-0.5, softcap=case.softcap, s_aux=s_aux)
+    out, expected = attend(call, keys, values), plain_attention(query, keys, values, mask, case, s_aux)
+    assert (out.shape, out.dtype) == (expected.shape, case.dtype)
+    assert error(out, expected) <= BARS[case.dtype]

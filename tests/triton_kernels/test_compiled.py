@@ -14,7 +14,7 @@ import pytest
 from support.device import INTERPRETED
 from support.paths import ROOT
 
-ATTENTION = "attention/test_attention.py::test_kernel_equals_reference_and_plain_attention"
+ATTENTION = "attention/test_attention.py::test_kernel_equals_plain_attention"
 FLUSH = "encode/test_flush.py::test_equals_operators"
 PLAN = "common/test_plan.py::test_"
 CASES = {
@@ -22,27 +22,22 @@ CASES = {
         f"{PLAN}steps_of_one_kind_repeat_the_first",
         f"{PLAN}decoding_repeats_all_launches[turboquant-4bit-growing]",
         f"{PLAN}decoding_repeats_all_launches[turboquant-4bit-static]",
-        f"{PLAN}decoding_repeats_all_launches[apart-static]",
-        *(f"{ATTENTION}[{name}-128-float16]" for name in ("trellis", "4-2", "kivi-2-4", "prod-3-2")),
+        *(f"{ATTENTION}[{name}-128-float16]" for name in ("trellis", "4-2", "kivi-2-4")),
         *(f"{ATTENTION}[{name}-bfloat16]" for name in ("polar-paper", "polarquant-rope", "qjl", "spectral-2.5")),
         f"{ATTENTION}[commvq-bfloat16]",
-        f"{ATTENTION}[padding-kivi-float16]",
         "attention/test_generation.py::test_generation_equals_the_torch_backend[static]",
-        *(f"{FLUSH}[0-{name}]" for name in ("4", "trellis", "groups", "sketch", "tree", "pairs", "anchors")),
+        *(f"{FLUSH}[0-{name}]" for name in ("4", "trellis", "groups", "tree", "anchors")),
         "encode/test_spectral.py::test_sizes[128-2-128]",
         "encode/test_encode.py::test_turboquant_codes[24-3-unbiased-uniform]",
-        "encode/test_encode.py::test_kivi_codes[64-values-32-4]",
-        "update/test_append.py::test_equals_copies[True-3-dims1-dtype1]",
+        "update/test_append.py::test_equals_copies[3-dims1-dtype1-True]",
         "update/test_slots.py::test_faults_are_noted",
         "test_emulator.py::test_faults_are_noticed[wait for fewer copies]",
         "test_emulator.py::test_faults_are_noticed[no wait for tensor cores]",
-        "test_emulator.py::test_faults_are_noticed[a load far away]",
         "test_emulator.py::test_a_barrier_less_is_noticed[float32-attend-3]",
     ],
     "sm_90, oldest Triton": [
         f"{PLAN}steps_with_masks_repeat_those_of_the_same_kind",
         f"{PLAN}numbers_of_64_bits_take_another_kernel",
-        f"{PLAN}decoding_repeats_all_launches[polarquant-rope-4bit-growing]",
         f"{PLAN}decoding_repeats_all_launches[turned-growing]",
     ],
     "sm_80, oldest Triton": [f"{PLAN}decoding_repeats_all_launches[turned-growing]"],

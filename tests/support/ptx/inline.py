@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
@@ -21,23 +20,6 @@ from .translate import vector
 from .warp import shuffle
 
 Register = npt.NDArray[np.uint32]
-
-
-def held(tile: torch.Tensor, keys: bool) -> list[Register]:
-    """Registers in which a thread holds elements A and B of each pair of an integer tile `[tokens, words]`.
-
-    32-bit words have a register each, and two 16-bit words share one. Pairs are two words of a token for keys, and two
-    tokens of a word for values.
-    """
-    a, b = (tile if keys else tile.T).reshape(-1, 2).to(torch.int64).numpy().T
-    if tile.dtype == torch.int16:
-        return [((a & 0xFFFF) | (b & 0xFFFF) << 16).astype(np.uint32)]
-    return [part.astype(np.uint64).astype(np.uint32) for part in (a & 0xFFFFFFFF, b & 0xFFFFFFFF)]
-
-
-def constants(words: list[int], size: int) -> list[Register]:
-    """Words that all elements share, as registers of pairs."""
-    return [np.full(size, word & 0xFFFFFFFF, np.uint32) for word in words for _ in range(2)]
 
 
 _lane_registers: list[Register] = []

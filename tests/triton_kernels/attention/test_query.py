@@ -22,9 +22,13 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [64, 80])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "dim", "dtype"),
+    [
+        *((name, dim, torch.bfloat16) for name, dim in zip(METHODS, (64, 80, 64, 80, 64), strict=True)),
+        *((name, 80, torch.float32) for name in ("turboquant", "not centred")),
+    ],
+)
 def test_mapped_queries_factors_and_biases(
     name: str, dim: int, dtype: torch.dtype, make_side: Callable[..., View]
 ) -> None:

@@ -94,22 +94,14 @@ def test_rows_of_tiles_meet_in_banks(step: int, turns: int) -> None:
     ("op", "expected"),
     [
         ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "tensor"),
-        ("wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16", "tensor"),
         ("wgmma.wait_group.sync.aligned", "control"),
         ("fma.rn.f16x2", "float"),
-        ("setp.gt.bf16", "float"),
         ("mad.wide.s32", "integer"),
-        ("lop3.b32", "bits"),
         ("ld.param.b64", "bits"),
         ("selp.f32", "bits"),
-        ("cvt.rn.f16x2.f32", "convert"),
-        ("ex2.approx.ftz.f32", "special"),
-        ("shfl.sync.bfly.b32", "shuffle"),
         ("ld.shared.v4.b32", "shared"),
-        ("st.global.b16", "global"),
         ("cp.async.ca.shared.global", "global"),
         ("cp.async.commit_group", "control"),
-        ("fence.proxy.async.shared::cta", "control"),
     ],
 )
 def test_classes(op: str, expected: str) -> None:

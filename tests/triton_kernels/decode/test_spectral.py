@@ -1,4 +1,4 @@
-"""Attention with spectral keys in Triton: groups, rows and head dimensions, against the reference."""
+"""Attention with spectral keys in Triton: rotary pairs, ranges, static slots and statistics."""
 
 from __future__ import annotations
 
@@ -8,23 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_cases import (
-    BARS,
-    BF16,
-    F16,
-    NONE,
-    Case,
-    error,
-    kivi,
-    make_mask,
-    plain_attention,
-    segments,
-    tq,
-)
-from support.device import INTERPRETED
-from support.ptx import inline
-from support.spectral_files import statistics_file
-from triton.runtime.interpreter import InterpreterBuilder
+from support.attention_cases import BARS, F16, Case, check_attention, error, plain_attention, segments, spectral, tq
 
 from kvcache_compress.backends import torch as reference
 from kvcache_compress.codecs.base import Codec
@@ -33,89 +17,10 @@ from kvcache_compress.modeling.rope import RopeLayout
 from kvcache_compress.storage.slots import Slots
 from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
-from kvcache_compress.triton_kernels.common import plan
 
 
-def spectral(bits: float, group: int = 32) -> tuple[str, Callable[[int], dict[str, Any]]]:
-    return "spectral", lambda head_dim: {"bits": bits, "statistics": statistics_file(head_dim, group)}
-
-
-# Splits begin within groups, too.
-CASES = {
-    "one-query": Case(spectral(3), tq(3), groups=1, packed=160, split=(96, 2)),
-    "two": Case(spectral(2), tq(2), groups=2, packed=160, split=(32, 5)),
-    "four": Case(spectral(2, 64), tq(2), groups=4, packed=192, split=(96, 2)),
-    "seven": Case(spectral(1.25), kivi(2), groups=7, packed=96, split=(96, 1), block=16),
-    "eight": Case(spectral(4), NONE, groups=8, packed=96, split=(64, 2)),
-    "sixteen": Case(spectral(2.5), tq(2), groups=16, packed=64),
-    "more-rows-than-a-tile": Case(spectral(2), tq(2), groups=7, count=5, mask="bool", packed=64),
-    "group-of-128": Case(spectral(3, 128), tq(3), groups=4, packed=256, split=(160, 2)),
-    "empty-splits": Case(spectral(2), tq(2), packed=32, split=(32, 3), mask="bool"),
-    "nothing-packed": Case(spectral(2), tq(2), packed=0, split=(32, 0)),
-    "softcap": Case(spectral(2), tq(2), packed=96, split=(96, 1), softcap=5.0),
-    "s-aux": Case(spectral(2), tq(2), packed=96, split=(96, 1), s_aux=True),
-    "padding": Case(spectral(2), tq(2), packed=96, split=(96, 1), count=2, mask="bool", hidden=70, rows_differ=True),
-    "additive": Case(spectral(2), tq(2), packed=96, split=(96, 1), mask="float", hidden=70),
-    "additive-per-head": Case(spectral(2), tq(2), packed=96, split=(96, 1), count=2, mask="per head", hidden=70),
-    "float16": Case(spectral(3), tq(3), packed=96, split=(96, 1), dtype=F16),
-    "bfloat16-112": Case(spectral(2), tq(2), groups=4, head_dim=112, packed=96, split=(96, 1), dtype=BF16),
-    "as-launched": Case(spectral(2), tq(2), groups=4, packed=320, block=0, dtype=BF16),
-    "256": Case(spectral(2), tq(1), head_dim=256, packed=64),
-}
-FAST = {
-    f"{bits}-bit-{head_dim}": Case(
-        spectral(bits), tq(2), groups=4, head_dim=head_dim, packed=96, split=(96, 1), dtype=F16
-    )
-    for bits in (0.5, 1, 2, 3, 4)
-    for head_dim in (64, 128)
-}
-FAST |= {
-    f"{head_dim}": Case(spectral(2), tq(2), groups=8, head_dim=head_dim, packed=64, dtype=F16)
-    for head_dim in (80, 96, 112)
-}
-
-
-def check(case: Case, keys: View, values: View, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = case.groups * keys.sinks.shape[1]
-    query = torch.randn(2, heads, case.count, case.head_dim).to(case.dtype)
-    mask = make_mask(case, 2, heads, keys.shape[2])
-    s_aux = torch.randn(heads) if case.s_aux else None
-    if case.block:
-        monkeypatch.setattr(launch, "tile_shape", lambda *_: launch.Tile(case.block, 4 if case.groups > 6 else 1, 2))
-        monkeypatch.setattr(launch, "split_sizes", lambda *_: case.split)
-    call = {"scaling": case.head_dim**-0.5, "softcap": case.softcap, "s_aux": s_aux}
-    out = launch.attend(AttentionCall.of(query, mask, **call), keys, values)
-    assert out.isfinite().all()
-    assert error(out, plain_attention(query, keys, values, mask, case, s_aux)) <= BARS[case.dtype]
-    if case.packed:
-        assert (
-            error(out, reference.attend(AttentionCall.of(query.float(), mask, **call), keys, values))
-            <= BARS[case.dtype]
-        )
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_kernel_equals_reference_and_plain_attention(
-    name: str, make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(len(name))
-    check(CASES[name], *segments(CASES[name], make_side), monkeypatch)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="a GPU runs it in all tests of 16 bits")
-@pytest.mark.parametrize("name", FAST)
-def test_fast_path(name: str, make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The assembly in Triton's interpreter, run by `ptx/inline.py`."""
-    monkeypatch.setattr(plan, "PORTABLE", False)
-    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", inline.create_inline_asm)
-    torch.manual_seed(len(name))
-    check(FAST[name], *segments(FAST[name], make_side), monkeypatch)
-
-
-@pytest.mark.parametrize("rotary", [4, 20, 32])
-def test_partial_rotary_in_any_order(
-    rotary: int, make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("rotary", [4, 20])
+def test_partial_rotary_in_any_order(rotary: int, make_side: Callable[..., View]) -> None:
     """Models that rotate the first channels alone, neighbours as pairs."""
     torch.manual_seed(rotary)
     rest = tuple(range(2 * rotary, 64))
@@ -124,13 +29,11 @@ def test_partial_rotary_in_any_order(
     layout = RopeLayout(order, rotary, tuple(range(rotary)))
     case = Case(spectral(2), tq(2), packed=96, split=(96, 1))
     keys = make_side(*case.keys, "keys", 64, case.packed, layout=layout)
-    check(case, keys, make_side(*case.values, "values", 64, case.packed), monkeypatch)
+    check_attention(launch.attend, case, keys, make_side(*case.values, "values", 64, case.packed))
 
 
 @pytest.mark.parametrize("scale", [2.0**-10, 2.0**10])
-def test_keys_of_any_range_fit_16_bit_operands(
-    scale: float, make_side: Callable[..., View], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_of_any_range_fit_16_bit_operands(scale: float, make_side: Callable[..., View]) -> None:
     """Bases, and means a hundred times as long as the rest of the keys, in units in which float16 overflows."""
     case = Case(spectral(3), tq(3), packed=96, split=(96, 1), dtype=F16)
     torch.manual_seed(0)

@@ -25,10 +25,23 @@ ROTATED = {"turboquant", "qjl", "polarquant_recursive", "spectral"}
 """Methods whose kernels also rotate, with sums in another order than torch's."""
 
 
-@pytest.mark.parametrize("order", ["lloyd_max", "uniform"])
-@pytest.mark.parametrize("kind", get_args(Scalar))
-@pytest.mark.parametrize(("head_dim", "bits"), [(16, 1), (24, 3), (48, 2), (64, 4), (80, 5), (128, 6), (256, 4)])
-def test_turboquant_codes(kind: Scalar, head_dim: int, bits: int, order: str, make_codec: Callable[..., Codec]) -> None:
+KINDS = get_args(Scalar)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "bits", "kind", "order"),
+    [
+        (16, 1, "norm", "lloyd_max"),
+        (24, 3, "unbiased", "uniform"),
+        (48, 2, "match", "uniform"),
+        (64, 4, "least_squares", "lloyd_max"),
+        (64, 4, "unbiased", "uniform"),
+        (80, 5, "match", "lloyd_max"),
+        (128, 6, "unbiased", "lloyd_max"),
+        (256, 4, "norm", "uniform"),
+    ],
+)
+def test_turboquant_codes(head_dim: int, bits: int, kind: Scalar, order: str, make_codec: Callable[..., Codec]) -> None:
     codec = make_codec("turboquant", {"bits": bits, "codebook": order, "scalar": kind}, "values", head_dim)
     x = torch.randn(2, 2, 9, head_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(head_dim))
     x[0, 0, 1] *= 1e5
@@ -57,7 +70,7 @@ def assert_best_paths(z: torch.Tensor, levels: torch.Tensor, bits: int) -> None:
         assert torch.equal(ours, theirs.int())
 
 
-@pytest.mark.parametrize(("width", "bits"), [(8, 2), (16, 1), (24, 3), (48, 2), (64, 1), (72, 3), (128, 2), (160, 3)])
+@pytest.mark.parametrize(("width", "bits"), [(8, 2), (16, 1), (24, 3), (72, 2), (128, 3)])
 def test_trellis_codes(width: int, bits: int) -> None:
     levels = trellis.trellis_levels(width, bits).float().to(DEVICE)
     z = unit_vectors(width, levels)[0][:, 0, :4].reshape(8, width)
@@ -69,34 +82,38 @@ def test_trellis_codes(width: int, bits: int) -> None:
 @pytest.mark.parametrize("bits", [1, 2, 3])
 def test_trellis_codes_of_equal_paths(bits: int) -> None:
     """Paths of equal cost are many where numbers have few values, zeros and multiples of a level."""
-    levels = trellis.trellis_levels(32, bits).float().to(DEVICE)
-    places = torch.randint(len(levels) + 1, (24, 32), generator=torch.Generator(levels.device).manual_seed(bits))
+    levels = trellis.trellis_levels(16, bits).float().to(DEVICE)
+    places = torch.randint(len(levels) + 1, (16, 16), generator=torch.Generator(levels.device).manual_seed(bits))
     z = torch.cat([levels, levels.new_zeros(1)])[places]
     z[:8] = z[:8, :1]
     for part in z.split(8):
         assert_best_paths(part, levels, bits)
 
 
-@pytest.mark.parametrize("kind", get_args(Scalar))
+@pytest.mark.parametrize("kind", KINDS)
 def test_trellis_scalars(kind: Scalar, make_codec: Callable[..., Codec]) -> None:
-    codec = make_codec("turboquant", {"bits": 2, "codebook": "trellis", "scalar": kind}, "values", 40)
-    x = torch.randn(1, 2, 9, 40, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
+    codec = make_codec("turboquant", {"bits": 2, "codebook": "trellis", "scalar": kind}, "values", 24)
+    x = torch.randn(1, 2, 9, 24, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     x[0, 0, 1] *= 1e5
     x[0, 1, 3] = 0.0
     assert_equal_but_for_ties(codec, BACKENDS["triton"].encoded(codec, x), codec.encode(x))
 
 
-@pytest.mark.parametrize("head_dim", [64, 160])
-def test_torch_encodes_wide_trellis_codes(head_dim: int, make_codec: Callable[..., Codec]) -> None:
-    codec = make_codec("turboquant", {"bits": 2, "codebook": "trellis"}, "values", head_dim)
-    assert (codec.kernel_encoder is None) == (head_dim == 160)
-    x = torch.randn(1, 2, 3, head_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
-    assert_equal_but_for_ties(codec, BACKENDS["triton"].encoded(codec, x), codec.encode(x))
+def test_torch_encodes_wide_trellis_codes(make_codec: Callable[..., Codec]) -> None:
+    codec = make_codec("turboquant", {"bits": 2, "codebook": "trellis"}, "values", 160)
+    assert codec.kernel_encoder is None
+    x = torch.randn(1, 2, 3, 160, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
+    assert_equal_fields(BACKENDS["triton"].encoded(codec, x), codec.encode(x))
 
 
-@pytest.mark.parametrize("bits", range(1, 7))
-@pytest.mark.parametrize(("head_dim", "side", "group"), [(128, "keys", 32), (80, "keys", 16), (64, "values", 32)])
-def test_kivi_codes(bits: int, head_dim: int, side: Any, group: int, make_codec: Callable[..., Codec]) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "side", "group", "bits"),
+    [
+        *((128, "keys", 32, 2), (128, "keys", 32, 5), (80, "keys", 16, 3), (80, "keys", 16, 6)),
+        *((64, "values", 32, 1), (64, "values", 32, 4), (64, "values", 32, 3)),
+    ],
+)
+def test_kivi_codes(head_dim: int, side: Any, group: int, bits: int, make_codec: Callable[..., Codec]) -> None:
     codec = make_codec("kivi", {"bits": bits, "group_size": group}, side, head_dim)
     x = torch.randn(2, 2, 64, head_dim, generator=torch.Generator(torch.get_default_device()).manual_seed(bits))
     x[0, 0, :32, :32] = 3.0
@@ -104,8 +121,9 @@ def test_kivi_codes(bits: int, head_dim: int, side: Any, group: int, make_codec:
     assert_equal_fields(BACKENDS["triton"].encoded(codec, x), codec.encode(x))
 
 
-@pytest.mark.parametrize("head_dim", [64, 96])
-@pytest.mark.parametrize(("method", "options", "side"), SIDES)
+@pytest.mark.parametrize(
+    ("method", "options", "side", "head_dim"), [(*case, (64, 96)[i // 2 % 2]) for i, case in enumerate(SIDES)]
+)
 def test_codecs_encode_alike_on_both_backends(
     method: str, options: dict[str, Any], side: Any, head_dim: int, make_codec: Callable[..., Codec]
 ) -> None:
@@ -123,9 +141,8 @@ def test_codecs_encode_alike_on_both_backends(
         assert_equal_fields(ours, theirs)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize("bits", range(2, 7))
-def test_angles_on_boundaries(bits: int, head_dim: int, make_codec: Callable[..., Codec]) -> None:
+@pytest.mark.parametrize(("head_dim", "bits"), [(32, 2), (64, 3), (128, 4), (32, 5), (64, 6)])
+def test_angles_on_boundaries(head_dim: int, bits: int, make_codec: Callable[..., Codec]) -> None:
     """Axes and diagonals, with zeros of either sign, belong to the cell above."""
     codec = make_codec("polarquant_rope", {"angle_bits": bits, "center": "off", "group_size": 32}, "keys", head_dim)
     signs = torch.tensor([0.0, -0.0, 1.0, -1.0])

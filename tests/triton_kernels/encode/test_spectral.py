@@ -35,7 +35,7 @@ def check(codec: Codec, x: torch.Tensor, rope: Rope | None) -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "bits", "group"),
-    [(16, 4, 32), (24, 2, 32), (64, 0.5, 32), (64, 6, 64), (80, 1.2, 32), (112, 3, 32), (128, 2, 128), (256, 2, 32)],
+    [(16, 4, 32), (24, 2, 32), (64, 0.5, 32), (64, 6, 64), (80, 1.2, 32), (128, 2, 128), (256, 3, 32)],
 )
 def test_sizes(head_dim: int, bits: float, group: int, make_codec: Make) -> None:
     codec = make_codec("spectral", {"bits": bits, "statistics": statistics_file(head_dim, group)}, "keys", head_dim)
@@ -44,7 +44,7 @@ def test_sizes(head_dim: int, bits: float, group: int, make_codec: Make) -> None
     check(codec, x, factors(half_layout(head_dim), group, group))
 
 
-@pytest.mark.parametrize("rotary", [4, 20, 32])
+@pytest.mark.parametrize("rotary", [4, 20])
 def test_partial_rotary_in_any_order(rotary: int, make_codec: Make) -> None:
     """Models that rotate the first channels alone, neighbours as pairs."""
     rest = tuple(range(2 * rotary, 64))
@@ -54,8 +54,7 @@ def test_partial_rotary_in_any_order(rotary: int, make_codec: Make) -> None:
     codec = make_codec("spectral", {"bits": 2, "statistics": statistics_file(64)}, "keys", 64, layout=layout)
     torch.manual_seed(rotary)
     cos, sin = factors(layout, 64, 32)
-    for scale in (1.0, 1.3):  # YaRN's factors are longer than 1
-        check(codec, torch.randn(2, 2, 64, 64), (scale * cos, scale * sin))
+    check(codec, torch.randn(2, 2, 64, 64), (1.3 * cos, 1.3 * sin))  # YaRN's factors are longer than 1
 
 
 def test_without_rope(make_codec: Make) -> None:
@@ -67,7 +66,7 @@ def test_without_rope(make_codec: Make) -> None:
     check(codec, x, None)
 
 
-@pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**10])
+@pytest.mark.parametrize("scale", [2.0**-10, 2.0**10])
 def test_statistics_of_a_prompt_in_any_range(scale: float, make_codec: Make) -> None:
     """Channels of ranges from 1 to 300, one with a mean fifty times its deviation; new statistics make new tables."""
     codec = make_codec("spectral", {**PREFILL, "bits": 3}, "keys", 64)

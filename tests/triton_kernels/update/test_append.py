@@ -27,15 +27,14 @@ def with_tails(tails: Sequence[TailBuffer]) -> DynamicStorage:
 
 
 @pytest.mark.parametrize(
-    ("count", "dims", "dtype"),
+    ("count", "dims", "dtype", "transposed"),
     [
-        (1, (64, 64), torch.bfloat16),
-        (3, (80, 80), torch.float16),
-        (16, (128, 96), torch.float32),
-        (5, (36, 128), torch.bfloat16),
+        (1, (64, 64), torch.bfloat16, False),
+        (3, (80, 80), torch.float16, True),
+        (16, (128, 96), torch.float32, True),
+        (5, (36, 128), torch.bfloat16, False),
     ],
 )
-@pytest.mark.parametrize("transposed", [False, True])
 def test_equals_copies(count: int, dims: tuple[int, int], dtype: torch.dtype, transposed: bool) -> None:
     """The kernel copies the new tokens and leaves everything around them unchanged."""
     given = []
