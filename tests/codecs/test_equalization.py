@@ -9,7 +9,6 @@ import torch
 
 from kvcache_compress.codecs import linear
 from kvcache_compress.codecs.base import Codec, CodecContext, Prompt
-from kvcache_compress.codecs.centering import mean_key
 from kvcache_compress.codecs.equalization import channel_factors, channel_rms
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.config import get_method
@@ -111,18 +110,6 @@ def test_scores_lose_as_little_as_of_even_keys(name: str, options: dict[str, Any
     plain, cured, hard = errors
     assert cured < 1.25 * plain
     assert hard > 2 * plain
-
-
-@pytest.mark.parametrize("center", ["auto", "on", "off"])
-def test_even_keys_are_measured_once(center: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, _ = states()
-    keys[:, 0] += 3
-    made, calls, measure = codec("turboquant", center=center), [], linear.channel_rms
-    monkeypatch.setattr(linear, "channel_rms", lambda x: calls.append(1) or measure(x))
-    assert made.learn(keys)
-    assert len(calls) == 1
-    mean = mean_key(keys, center)
-    assert mean is None if center == "off" else mean is not None and torch.equal(made.statistics["mean"], mean)
 
 
 def test_off() -> None:

@@ -8,9 +8,6 @@ from kvcache_compress.codecs.layout import (
     Field,
     bytes_per_token,
     code_fields,
-    code_order,
-    padded_width,
-    padded_words,
     words_per_token,
 )
 
@@ -40,23 +37,3 @@ def test_widths_that_do_not_pack() -> None:
     for width in (4, 12, 20, 63):
         with pytest.raises(ValueError, match=f"{width} codes per token cannot be packed: a multiple of 8"):
             words_per_token(width)
-
-
-@pytest.mark.parametrize(
-    ("width", "words", "padded"),
-    [(8, 1, 2), (16, 2, 2), (24, 3, 4), (64, 8, 8), (80, 10, 16), (96, 12, 16), (128, 16, 16)],
-)
-def test_padding(width: int, words: int, padded: int) -> None:
-    assert words_per_token(width) == words
-    assert padded_words(width) == padded
-    assert padded_width(width) == 8 * padded
-
-
-@pytest.mark.parametrize("width", [8, 16, 24, 64, 80, 96, 128])
-def test_code_order(width: int) -> None:
-    """Channel j * words + c is at position j * padded + c: the same part of a word, and the same word."""
-    order = code_order(width)
-    words, padded = width // 8, padded_words(width)
-    assert order.tolist() == [j * padded + c for j in range(8) for c in range(words)]
-    assert len(order.unique()) == width
-    assert order.max() < padded_width(width)

@@ -43,11 +43,12 @@ def test_uniform_steps(bits: int, step: float) -> None:
     assert steps[0].item() == pytest.approx(step, abs=3e-4)
 
 
-@pytest.mark.parametrize("dim", [3, 16, 24, 64, 128])
-@pytest.mark.parametrize("bits", range(1, 7))
+@pytest.mark.parametrize(("dim", "bits"), [(3, 1), (3, 4), (16, 2), (24, 6), (64, 3), (64, 5), (128, 1), (128, 4)])
 def test_levels_are_centroids(dim: int, bits: int) -> None:
     """Each level is the mean of its cell (integrated here anew); with nearest-level cells that is optimal."""
     levels = lloyd_max_levels(dim, bits)
+    assert (levels.shape, levels.dtype) == ((2**bits,), torch.float64)
+    torch.testing.assert_close(levels, -levels.flip(0))
     x, weight = density(dim)
     cell = torch.bucketize(x, boundaries(levels))
     mass = torch.zeros(2**bits, dtype=torch.float64).index_add_(0, cell, weight)
@@ -55,48 +56,12 @@ def test_levels_are_centroids(dim: int, bits: int) -> None:
     torch.testing.assert_close(moment / mass, levels, atol=2e-4 / math.sqrt(dim), rtol=0)
 
 
-@pytest.mark.parametrize("dim", [16, 64, 128])
-def test_samples_agree(dim: int) -> None:
-    """Levels agree with Monte Carlo: coordinates of random unit vectors, cell means within 4 standard errors."""
-    z = torch.randn(20_000, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    z = (z / z.norm(dim=1, keepdim=True)).flatten()
-    levels = lloyd_max_levels(dim, 3)
-    cell = torch.bucketize(z, boundaries(levels))
-    for index, level in enumerate(levels):
-        inside = z[cell == index]
-        assert abs(inside.mean() - level) < 4 * inside.std() / math.sqrt(len(inside))
-
-
-@pytest.mark.parametrize("bits", [1, 2, 4])
-@pytest.mark.parametrize("dim", [32, 128])
-def test_no_neighbour_is_better(bits: int, dim: int) -> None:
-    """Moved or scaled levels are worse for both codebooks, and the Lloyd-Max levels beat the uniform ones."""
-    best = loss(lloyd_max_levels(dim, bits), dim)
-    for factor in (0.97, 1.03):
-        assert loss(lloyd_max_levels(dim, bits) * factor, dim) > best
-        assert loss(uniform_levels(dim, bits) * factor, dim) > loss(uniform_levels(dim, bits), dim)
-    moved = lloyd_max_levels(dim, bits).clone()
-    moved[0] *= 1.03
-    assert loss(moved, dim) > best
-    assert best <= loss(uniform_levels(dim, bits), dim) + 1e-12
-
-
-@pytest.mark.parametrize(("bits", "mse"), [(1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)])
-def test_distortion(bits: int, mse: float) -> None:
-    """The distortion of a coordinate, times the dimension, is near Max's figures for a normal variable."""
-    assert 2000 * loss(lloyd_max_levels(2000, bits), 2000) == pytest.approx(mse, rel=3e-3)
-
-
-@pytest.mark.parametrize("codebook", [lloyd_max_levels, uniform_levels])
-def test_shape(codebook: object) -> None:
-    for dim in (16, 40, 64, 128):
-        for bits in range(1, 7):
-            levels = codebook(dim, bits)  # type: ignore[operator]
-            assert levels.shape == (2**bits,)
-            assert levels.dtype == torch.float64
-            assert (levels.diff() > 0).all()
-            torch.testing.assert_close(levels, -levels.flip(0))
-            assert levels.abs().max() < 1
+@pytest.mark.parametrize(("bits", "dim"), [(1, 32), (2, 128), (4, 64)])
+def test_no_other_step_is_better(bits: int, dim: int) -> None:
+    """Scaled uniform levels are worse, and the Lloyd-Max levels beat them."""
+    best = loss(uniform_levels(dim, bits), dim)
+    assert all(loss(uniform_levels(dim, bits) * factor, dim) > best for factor in (0.97, 1.03))
+    assert loss(lloyd_max_levels(dim, bits), dim) <= best + 1e-12
 
 
 @pytest.mark.parametrize("bits", range(1, 7))

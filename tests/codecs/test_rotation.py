@@ -8,11 +8,10 @@ import torch
 from kvcache_compress.codecs.base import CodecContext
 from kvcache_compress.codecs.rotation import haar, random_rotation
 from kvcache_compress.codecs.sketch import sketch_constant, sketch_matrix
-from kvcache_compress.methods.polarquant.codebooks import online_codebook
 
 
 @pytest.mark.parametrize("kind", ["haar", "hadamard"])
-@pytest.mark.parametrize("dim", [8, 16, 40, 64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("dim", [8, 40, 80, 112, 128])
 def test_orthogonal(kind: str, dim: int) -> None:
     matrix = random_rotation(kind, dim, seed=3)
     assert matrix.dtype == torch.float32
@@ -31,7 +30,7 @@ def test_seeds(kind: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["haar", "hadamard"])
-@pytest.mark.parametrize("dim", [40, 64, 80, 96, 112, 128])
+@pytest.mark.parametrize("dim", [40, 80, 112, 128])
 def test_single_channels_become_like_any_vector(kind: str, dim: int) -> None:
     """A rotated single channel has the variance and fourth moment, 3d / (d + 2), of a random unit vector's times √d.
 
@@ -83,37 +82,26 @@ def test_haar_is_uniform() -> None:
     assert 0.45 < (determinants > 0).double().mean() < 0.55
 
 
-@pytest.mark.parametrize("dim", [16, 64, 128])
-def test_sketch_constants(dim: int) -> None:
-    """√(π/2) / d for Gaussian S; for S = √d Haar the mean of |u₁| on the sphere, here by Monte Carlo within 0.3 %."""
-    assert sketch_constant("gaussian", dim) == pytest.approx(math.sqrt(math.pi / 2) / dim)
+@pytest.mark.parametrize(("dim", "rows"), [(8, 40), (16, 16), (64, 96), (128, 256)])
+def test_sketch_constants(dim: int, rows: int) -> None:
+    """√(π/2) / m for Gaussian S; for rows of √d Haar, 1 / (m √d E|u₁|) on the sphere, here by Monte Carlo."""
+    assert sketch_constant("gaussian", dim, rows) == pytest.approx(math.sqrt(math.pi / 2) / rows)
     x = torch.randn(200_000, dim, generator=torch.Generator().manual_seed(0))
     mean = (x[:, 0] / x.norm(dim=1)).abs().mean().item()
-    assert sketch_constant("orthogonal", dim) == pytest.approx(1 / (dim * math.sqrt(dim) * mean), rel=0.006)
-    ratio = sketch_constant("orthogonal", dim) / sketch_constant("gaussian", dim)
+    assert sketch_constant("orthogonal", dim, rows) == pytest.approx(1 / (rows * math.sqrt(dim) * mean), rel=0.006)
+    ratio = sketch_constant("orthogonal", dim, rows) / sketch_constant("gaussian", dim, rows)
     assert ratio == pytest.approx(1 - 1 / (4 * dim), abs=0.1 / dim**1.5), "a quarter over d below the Gaussian one"
 
 
 def test_sketch_matrices() -> None:
-    orthogonal = sketch_matrix("orthogonal", 64, seed=1)
-    torch.testing.assert_close(orthogonal @ orthogonal.T, 64 * torch.eye(64), atol=1e-4, rtol=0)
+    """Blocks of d rows are rotations times √d; the square sketch is the first block."""
+    whole = sketch_matrix("orthogonal", 16, 5, 40)
+    assert torch.equal(whole[:16], sketch_matrix("orthogonal", 16, 5))
+    for block in whole.split(16):
+        torch.testing.assert_close(block @ block.T, 16 * torch.eye(len(block)), atol=1e-4, rtol=0)
+    assert not torch.equal(whole[:16], whole[16:32])
     gaussian = sketch_matrix("gaussian", 128, seed=1)
     assert abs(gaussian.mean()) < 0.03
     assert gaussian.var() == pytest.approx(1, abs=0.05)
     assert torch.equal(gaussian, sketch_matrix("gaussian", 128, seed=1))
     assert not torch.equal(gaussian, sketch_matrix("gaussian", 128, seed=2))
-
-
-def test_numbers_do_not_depend_on_the_default_device() -> None:
-    angles = torch.rand(200)
-    made = [
-        lambda: random_rotation("haar", 24, 1),
-        lambda: random_rotation("hadamard", 24, 1),
-        lambda: sketch_matrix("gaussian", 24, 1),
-        lambda: sketch_matrix("orthogonal", 24, 1),
-        lambda: online_codebook(angles, 2, False, 1).angles,
-    ]
-    for make in made:
-        with torch.device("meta"):
-            elsewhere = make()
-        assert torch.equal(elsewhere, make())

@@ -26,8 +26,7 @@ def decoded(z: torch.Tensor, bits: int) -> torch.Tensor:
     return packing.channel_order(trellis.look_up(tuple(planes), bits, levels))
 
 
-@pytest.mark.parametrize("bits", MSE)
-@pytest.mark.parametrize("width", [64, 80, 128])
+@pytest.mark.parametrize(("width", "bits"), [(64, 1), (80, 2), (128, 3), (128, 2)])
 def test_error(width: int, bits: int) -> None:
     z = unit_vectors(2000, width)
     found = (decoded(z, bits) - z).square().sum(-1).mean().item()

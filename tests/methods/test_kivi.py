@@ -55,9 +55,7 @@ def test_groups_are_independent(make_codec: Make) -> None:
     assert all(torch.equal(a, torch.cat(b, 2)) for a, b in zip(whole, zip(*parts, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("group_size", [16, 32, 64])
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(("side", "group_size", "bits"), [("keys", 16, 2), ("values", 32, 4), ("keys", 64, 4)])
 def test_error_bound(make_codec: Make, side: str, group_size: int, bits: int) -> None:
     """The error is at most half a step, plus 16-bit rounding of scale and zero point (at most a 2048th of each)."""
     x = torch.randn(2, 2, 128, 64, generator=torch.Generator().manual_seed(1)) * 3 + 1
@@ -90,13 +88,3 @@ def test_constant_and_huge_groups(make_codec: Make) -> None:
         assert torch.equal(codec.decode(codec.encode(constant)), constant)
         huge = torch.randn(1, 1, 32, 64) * 1e6
         assert codec.decode(codec.encode(huge)).isfinite().all()
-
-
-@pytest.mark.parametrize("side", ["keys", "values"])
-def test_code_space_equals_decoding(make_codec: Make, side: str) -> None:
-    codec = make_codec("kivi", 64, side, heads=2, bits=4)
-    x, query, weights = torch.randn(2, 2, 64, 64), torch.randn(2, 2, 5, 64), torch.rand(2, 2, 5, 64)
-    fields = codec.encode(x)
-    decoded = codec.decode(fields)
-    torch.testing.assert_close(codec.score(codec.map_query(query), fields), query @ decoded.mT)
-    torch.testing.assert_close(codec.map_output(codec.accumulate(weights, fields)), weights @ decoded)

@@ -11,7 +11,6 @@ from transformers import LlamaConfig
 from kvcache_compress import load_config
 from kvcache_compress.cache.by_method import QJLCache
 from kvcache_compress.cache.layer import CompressedLayer
-from kvcache_compress.codecs.sketch import sketch_constant, sketch_matrix
 
 Make = Callable[..., Any]
 PAPER = {"scalar": "norm", "center": "off"}
@@ -44,8 +43,7 @@ def errors(codec: Any, keys: torch.Tensor, queries: torch.Tensor) -> torch.Tenso
     return codec.score(codec.map_query(queries), codec.encode(keys)) - queries @ keys.mT
 
 
-@pytest.mark.parametrize("outliers", [0, 8])
-@pytest.mark.parametrize("kind", ["orthogonal", "gaussian"])
+@pytest.mark.parametrize(("kind", "outliers"), [("orthogonal", 8), ("gaussian", 0)])
 def test_unbiased_over_sketches(make_codec: Make, kind: str, outliers: int) -> None:
     """Lemma 3.2: over 300 sketches the mean error of each product is within five standard errors of zero."""
     generator = torch.Generator().manual_seed(3)
@@ -69,7 +67,7 @@ def test_error_of_unit_vectors(make_codec: Make, unit_vectors: Make, kind: str, 
     assert abs(found.mean().item()) < 0.002
 
 
-@pytest.mark.parametrize(("outliers", "cosine"), [(0, 0.0), (0, 0.5), (0, 0.9), (8, 0.5)])
+@pytest.mark.parametrize(("outliers", "cosine"), [(0, 0.0), (0, 0.9), (8, 0.5)])
 def test_variance_bound_and_tail(make_codec: Make, cosine: float, outliers: int) -> None:
     """Gaussian S of m rows: variance (π/2 ‖q‖²‖k‖² - (q·k)²)/m, below (π/2m)‖q‖²‖k‖², and Bernstein's tail.
 
@@ -99,25 +97,6 @@ def test_variance_bound_and_tail(make_codec: Make, cosine: float, outliers: int)
     for epsilon in (0.4, 0.6, 0.8):
         slack = 4 / 3 * epsilon * max(bound / m for bound, _, m in parts)
         assert (found.abs() > epsilon).float().mean() <= 2 * math.exp(-(epsilon**2) / (2 * most + slack))
-
-
-def test_constant_is_exact() -> None:
-    """Rows of a rotation, whole blocks or not: the constant is 1 / (m √d E|u₁|); √(π/2)/m is 0.2 % off at d = 128."""
-    for dim, rows in ((8, 40), (64, 96), (128, 256)):
-        u = torch.randn(200_000, dim, generator=torch.Generator().manual_seed(0))
-        mean = (u[:, 0].abs() / u.norm(dim=-1)).mean().item()
-        assert sketch_constant("orthogonal", dim, rows) == pytest.approx(1 / (rows * math.sqrt(dim) * mean), rel=0.01)
-    ratio = sketch_constant("orthogonal", 128, 256) / sketch_constant("gaussian", 128, 256)
-    assert ratio == pytest.approx(1 - 1 / 512, abs=1e-4)
-
-
-def test_sketch_matrices() -> None:
-    """Blocks of d rows are rotations times √d; the square sketch is the first block."""
-    whole = sketch_matrix("orthogonal", 16, 5, 40)
-    assert torch.equal(whole[:16], sketch_matrix("orthogonal", 16, 5))
-    for block in whole.split(16):
-        torch.testing.assert_close(block @ block.T, 16 * torch.eye(len(block)), atol=1e-4, rtol=0)
-    assert not torch.equal(whole[:16], whole[16:32])
 
 
 def test_match_keeps_the_length(make_codec: Make, unit_vectors: Make) -> None:
@@ -161,7 +140,7 @@ def test_silent_outliers_and_zero_keys_stay_finite(make_codec: Make) -> None:
         assert decoded[..., 8:].abs().max() == 0
 
 
-@pytest.mark.parametrize(("dim", "rows"), [(128, 256), (128, 512), (80, 160), (96, 40)])
+@pytest.mark.parametrize(("dim", "rows"), [(128, 256), (80, 160), (96, 40)])
 def test_storage(make_codec: Make, dim: int, rows: int) -> None:
     """A compression of 16 d / (m + 16), and with outliers 16 + m' bits more."""
     codec = make_codec("qjl", dim, sketch_dim=rows)
@@ -171,16 +150,6 @@ def test_storage(make_codec: Make, dim: int, rows: int) -> None:
     assert 8 * sum(field.nbytes for field in codec.encode(keys)) == 32 * (rows + 16)
     with_outliers = make_codec("qjl", dim, sketch_dim=rows, outlier_channels=8, outlier_sketch_dim=64)
     assert with_outliers.bits_per_number() * dim == rows + 16 + 64 + 16
-
-
-@pytest.mark.parametrize("outliers", [0, 8])
-def test_code_space_equals_decoding(make_codec: Make, outliers: int) -> None:
-    codec = make_codec("qjl", 64, heads=2, outlier_channels=outliers, center="on")
-    x, query = torch.randn(2, 2, 64, 64), torch.randn(2, 2, 5, 64)
-    codec.prepare(x)
-    fields = codec.encode(x)
-    expected = query @ codec.decode(fields).mT
-    torch.testing.assert_close(codec.score(codec.map_query(query), fields), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

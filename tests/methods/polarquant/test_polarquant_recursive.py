@@ -77,8 +77,10 @@ def test_pairs_are_neighbours_in_blocks(dim: int, levels: int) -> None:
         torch.testing.assert_close(angles.sort(-1).values, expected.sort(-1).values)
 
 
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 112, 128, 256])
-@pytest.mark.parametrize("bits", [(4, 3, 2), (2,), (3,), (6, 5, 4, 1)])
+@pytest.mark.parametrize(
+    ("dim", "bits"),
+    [(32, (2,)), (64, (4, 3, 2)), (80, (3,)), (96, (6, 5, 4, 1)), (112, (4, 3, 2)), (256, (6, 5, 4, 1))],
+)
 def test_codes_come_back(dim: int, bits: tuple[int, ...]) -> None:
     levels = polar_tree.full_depth(dim)
     tree = polar_tree.polar_tree(dim, (bits + bits[-1:] * levels)[:levels])
@@ -94,8 +96,7 @@ def test_codes_come_back(dim: int, bits: tuple[int, ...]) -> None:
 # Angles
 
 
-@pytest.mark.parametrize("shift", [0.0, 0.01, 0.2, -0.2, 3.0])
-@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize(("bits", "shift"), [(1, 0.0), (1, 3.0), (2, 0.2), (4, -0.2), (4, 0.01)])
 def test_circle(bits: int, shift: float) -> None:
     """The code of an angle is the nearest one around the circle, for any rotation of the codebook."""
     even = 2 * math.pi * torch.arange(2**bits).double() / 2**bits
@@ -105,18 +106,6 @@ def test_circle(bits: int, shift: float) -> None:
     away = (angles[:, None] - book.angles + math.pi).remainder(2 * math.pi) - math.pi
     chosen = away.abs().gather(1, codes[:, None])[:, 0]
     torch.testing.assert_close(chosen, away.abs().amin(1), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("codebook", ["offline", "online"])
-def test_wrap(make_codec: Make, codebook: str) -> None:
-    """Angles a little below and above 0, which are 0 and almost 2π, decode to neighbours of the vector."""
-    codec = make_codec(NAME, 32, "values", levels=1, bits=4, radius_bits=16, precondition=False, codebook=codebook)
-    x = torch.zeros(1, 1, 200, 32)
-    tilt = torch.linspace(-0.05, 0.05, 200)
-    x[..., 0::2], x[..., 1::2] = tilt.cos()[:, None], tilt.sin()[:, None]
-    codec.prepare(torch.cat([x, gaussian(1, 1, 2000, 32)], 2))
-    assert (codec.decode(codec.encode(x)) - x).abs().max() < math.pi / 8
-    assert codec.encode(x)[0].unique().numel() < 10
 
 
 def test_quantizing_takes_the_nearest_angle() -> None:
@@ -156,9 +145,7 @@ def test_online_codebooks(make_codec: Make) -> None:
     ("dim", "options", "bits"),
     [
         (128, {"levels": 4, "bits": (4, 2), "radius_bits": 16}, 62 / 16),
-        (256, {"levels": 4, "bits": (4, 2), "radius_bits": 16}, 62 / 16),
         (128, {"bits": (4, 2), "radius_bits": 16}, (16 + 256 + 2 * 64) / 128),
-        (128, {"bits": (4, 2)}, (8 + 256 + 2 * 64) / 128),
         (128, {"bits": (4, 3, 2)}, (8 + 256 + 96 + 2 * 32) / 128),
         (64, {"levels": 4, "bits": (4, 2), "radius_bits": 16}, 4.0),
         (80, {"bits": (4, 2)}, (5 * 8 + 160 + 2 * 40) / 80),
@@ -173,7 +160,7 @@ def test_stored_bits(make_codec: Make, dim: int, options: dict[str, Any], bits: 
     assert 8 * sum(field.nbytes for field in codec.encode(x)) / x.numel() == codec.bits_per_number()
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("scale", [1e-3, 100.0])
 def test_8_bit_radii(make_codec: Make, scale: float) -> None:
     """8-bit radii are within half a logarithmic step of 16-bit ones, also for later tokens of very different length."""
     x = gaussian(1, 2, 300, 64) * scale * torch.linspace(0.5, 4, 300)[:, None]
@@ -188,27 +175,6 @@ def test_8_bit_radii(make_codec: Make, scale: float) -> None:
     assert float(coarse.decode(coarse.encode(x * 1e-4)).abs().max()) == 0, "never longer than they are"
     huge = coarse.decode(coarse.encode(x * 1e4))
     assert huge.isfinite().all()
-
-
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("options", [{}, {"levels": 3, "radius_bits": 16}, {"codebook": "online"}])
-def test_code_space_equals_decoding(make_codec: Make, side: str, options: dict[str, Any]) -> None:
-    codec = make_codec(NAME, 96, side, heads=2, **options)
-    x, query, weights = gaussian(2, 2, 40, 96) + 0.5, gaussian(2, 2, 5, 96, seed=1), torch.rand(2, 2, 5, 40)
-    codec.prepare(x)
-    fields = codec.encode(x)
-    decoded = codec.decode(fields)
-    torch.testing.assert_close(codec.score(codec.map_query(query), fields), query @ decoded.mT, atol=1e-4, rtol=1e-4)
-    if side == "values":
-        torch.testing.assert_close(codec.map_output(codec.accumulate(weights, fields)), weights @ decoded)
-
-
-def test_shared_rotation(make_codec: Make) -> None:
-    """Paper mode: one rotation for keys and values; ours differ."""
-    paper = [make_codec(NAME, 64, side, shared_rotation=True).basis for side in ("keys", "values")]
-    ours = [make_codec(NAME, 64, side).basis for side in ("keys", "values")]
-    assert torch.equal(*paper)
-    assert not torch.equal(*ours)
 
 
 # Options
@@ -243,8 +209,9 @@ def test_presets() -> None:
         assert config.quantize_generated is ("paper" not in name)
 
 
-@pytest.mark.parametrize("variant", ["recursive", "rope"])
-@pytest.mark.parametrize(("given", "center"), [("on", "on"), ("auto", "auto"), ("off", "off"), (True, "on")])
+@pytest.mark.parametrize(
+    ("variant", "given", "center"), [("recursive", "on", "on"), ("recursive", True, "on"), ("rope", "off", "off")]
+)
 def test_centring_is_for_keys(variant: Any, given: Any, center: str) -> None:
     cache = PolarQuantCache(LlamaConfig(num_hidden_layers=2, head_dim=64), variant, center=given)
     assert cache.compression.keys.options().center == center
@@ -258,9 +225,5 @@ def test_cache_class() -> None:
     assert (cache.compression.seed, cache.compression.sink_tokens, cache.compression.recent_tokens) == (3, 16, 64)
     mixed = PolarQuantCache(model, values={"method": "kivi", "bits": 2})
     assert (mixed.compression.keys.method, mixed.compression.values.method) == (NAME, "kivi")
-    with pytest.raises(ValueError, match="center='mean'"):
-        PolarQuantCache(model, center="mean")
-    with pytest.raises(ValueError, match=r"variant='polar'.*recursive, rope"):
+    with pytest.raises(ValueError, match="variant='polar'"):
         PolarQuantCache(model, variant="polar")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unknown key 'radius'"):
-        PolarQuantCache(model, radius=3)

@@ -11,7 +11,6 @@ from transformers import CohereConfig, GPTNeoXConfig, LlamaConfig
 
 from kvcache_compress import CompressedCache, load_config
 from kvcache_compress.codecs.base import CodecContext
-from kvcache_compress.codecs.layout import bytes_per_token
 from kvcache_compress.codecs.polar_pairs import radii
 from kvcache_compress.methods.polarquant.rope import PolarQuantRopeCodec, PolarQuantRopeOptions
 from kvcache_compress.modeling.rope import RopeLayout, rope_layout
@@ -66,7 +65,7 @@ def error(codec: Any, x: torch.Tensor) -> float:
     return ((codec.decode(codec.encode(x)) - x).square().sum() / x.square().sum()).item()
 
 
-@pytest.mark.parametrize("bits", range(2, 7))
+@pytest.mark.parametrize("bits", [2, 4, 6])
 def test_papers_formulas(make_codec: Make, bits: int) -> None:
     """Section 3.2 written out: floor(r / s) with s = max r / (2^n - 1), floor(2^(m-1) θ / π) mod 2^m, lower edges."""
     x = torch.randn(1, 2, 64, 32, generator=torch.Generator().manual_seed(bits)) + 0.5
@@ -99,7 +98,7 @@ def test_cells_by_hand(make_codec: Make) -> None:
     torch.testing.assert_close(decoded[:, :, 1:], x[:, :, 1:], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("bits", range(2, 7))
+@pytest.mark.parametrize("bits", [2, 3, 6])
 def test_angles_wrap(make_codec: Make, bits: int) -> None:
     """No angle is off by more than half a cell, -π, π and both sides of zero included."""
     theta = torch.linspace(-math.pi, math.pi, 64 * 32).view(1, 1, 64, 32)
@@ -110,18 +109,6 @@ def test_angles_wrap(make_codec: Make, bits: int) -> None:
     off = (torch.atan2(imaginary, real) - theta + math.pi).remainder(2 * math.pi) - math.pi
     assert off.abs().max() <= math.pi / 2**bits * 1.0001
     assert off.abs().max() > math.pi / 2**bits * 0.9
-
-
-@pytest.mark.parametrize("scale", ["channel", "group"])
-@pytest.mark.parametrize(("m", "n"), [(4, 4), (4, 2), (3, 3)])
-def test_midpoint_beats_edge(make_codec: Make, m: int, n: int, scale: str) -> None:
-    """The paper's lower edges put angles off by half a cell on average, four times the variance of midpoints."""
-    x = torch.randn(1, 1, 512, 64, generator=torch.Generator().manual_seed(0)) + 1
-    found = {
-        kind: error(make_codec(NAME, 64, angle_bits=m, radius_bits=n, radius_scale=scale, reconstruction=kind), x)
-        for kind in ("midpoint", "edge")
-    }
-    assert found["midpoint"] < 0.5 * found["edge"]
 
 
 def test_later_radii(make_codec: Make) -> None:
@@ -186,8 +173,7 @@ def test_pairing_auto_needs_a_layout() -> None:
         make_with(None, 64)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize(("m", "n"), [(3, 3), (6, 2), (3, 6), (5, 4)])
+@pytest.mark.parametrize(("dim", "m", "n"), [(64, 3, 3), (80, 6, 2), (128, 3, 6), (80, 5, 4)])
 def test_storage(make_codec: Make, dim: int, m: int, n: int) -> None:
     """Storage takes (m + n) / 2 bits, plus 16 / (2 g) for a scale per pair and group of g tokens."""
     paper = make_codec(NAME, dim, angle_bits=m, radius_bits=n, **PAPER)
@@ -198,23 +184,8 @@ def test_storage(make_codec: Make, dim: int, m: int, n: int) -> None:
     assert 8 * sum(field.nbytes for field in ours.encode(x)) / x.numel() == ours.bits_per_number()
 
 
-@pytest.mark.parametrize(("n", "group", "dense", "bits"), [(4, None, 128, 4.16), (2, 64, 64, 3.20), (2, 64, 128, 3.29)])
-def test_papers_bits(n: int, group: int | None, dense: int, bits: float) -> None:
-    """Table 3 counts (m + n) / 2, the scales, and 16 s / T for a residual s of T = 12.2K tokens; truncated.
-
-    Table 5's 3.29 for m4n2 would be that of a residual of 128; it names one of 64.
-    """
-    tokens, dim = 12_200, 128
-    scales = {"radius_scale": "channel"} if group is None else {"group_size": group}
-    options = PolarQuantRopeOptions(radius_bits=n, **scales)
-    stored = 8 * bytes_per_token(PolarQuantRopeCodec.layout(options, "keys", dim)) / dim
-    once = 16 * dim / 2 / (tokens * dim) if group is None else 0.0
-    assert math.floor(100 * (stored + once + 16 * dense / tokens)) / 100 == bits
-
-
-@pytest.mark.parametrize("scale", ["channel", "group"])
-@pytest.mark.parametrize(("m", "n"), [(2, 4), (3, 3), (4, 4), (6, 2)])
-def test_table_equals_direct(make_codec: Make, m: int, n: int, scale: str) -> None:
+@pytest.mark.parametrize(("scale", "m", "n"), [("channel", 2, 4), ("group", 3, 3), ("channel", 6, 2)])
+def test_table_equals_direct(make_codec: Make, scale: str, m: int, n: int) -> None:
     """Both score functions, for groups of 3 and 7 query heads, are q · decoded key."""
     options = {"angle_bits": m, "radius_bits": n, "radius_scale": scale, "scalar": "match", "center": "on"}
     direct, table = (make_codec(NAME, 64, heads=2, score_function=kind, **options) for kind in ("direct", "table"))
@@ -271,15 +242,6 @@ def test_paper_presets(preset: str, n: int) -> None:
     assert config.values.method == "none"
     assert (config.sink_tokens, config.recent_tokens) == (0, 128 if n == 4 else 64)
     CompressedCache(LlamaConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=2), config)
-
-
-def test_the_basis_is_built_once(make_codec: Make) -> None:
-    """The basis is built once, and again for new statistics."""
-    codec = make_codec(NAME, 64, heads=2, **PAPER)
-    for scale in (1.0, 3.0):
-        codec.prepare(scale * torch.ones(1, 2, 40, 64))
-        assert codec.ready_basis() is codec.basis
-        torch.testing.assert_close(codec.basis.amax(), codec.scale.amax())
 
 
 def test_layouts_index_outside_of_inference_mode_too() -> None:

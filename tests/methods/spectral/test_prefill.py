@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -259,24 +257,6 @@ def test_without_fused_attention(model: Any, caplog: pytest.LogCaptureFixture) -
     assert max(losses) < loss({"method": "turboquant", "bits": 2, "codebook": "lloyd_max", "scalar": "norm"})
 
 
-@pytest.mark.parametrize("capacity", [None, 200])
-@pytest.mark.parametrize("prompt", [40, 120])
-def test_unseen_queries_are_said_at_the_first_packed_token(
-    prompt: int, capacity: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Neither before nor later, in a prompt as in a step, with the loss and what to do; not with fused attention."""
-    for switch in (enable_fused_attention, disable_fused_attention):
-        made = small_model()
-        switch(made)
-        cache = spectral(made, max_cache_len=capacity)
-        with torch.no_grad():
-            for part in ids(prompt + 40).split([prompt, *[1] * 40], 1):
-                made(part, **with_cache(cache))
-                said = caplog.text.count("two to four times as large. Call enable_fused_attention(model)")
-                assert said == (cache.packed_tokens > 0 and switch is disable_fused_attention)
-        assert cache.packed_tokens > 0
-
-
 def test_handles_without_attention(model: Any) -> None:
     """If the queries of a prompt are never shown, the next update takes statistics from keys alone."""
     cache, x = spectral(model), torch.randn(1, HEADS, 100, DIM)
@@ -302,35 +282,11 @@ def test_layers_that_share_a_prompt_close_it_once(model: Any) -> None:
     assert taken == []
 
 
-def test_gradients_take_keys_alone(model: Any) -> None:
-    """A prompt that needs gradients gets its own tensors back."""
-    cache, x = spectral(model), torch.randn(1, HEADS, 100, DIM, requires_grad=True)
-    with torch.enable_grad():
-        key, _ = cache.update(x, x, 0)
-    assert key is x
-    assert cache.packed_tokens == 64
-
-
-def test_reset_and_copies(model: Any) -> None:
-    """A cache that is reset takes new statistics, and copies keep theirs."""
-    cache = spectral(model)
-    model(ids(300), **with_cache(cache))
-    first, twin = statistics(cache), copy.deepcopy(cache)
-    cache.reset()
-    model(ids(300, seed=1), **with_cache(cache))
-    assert not same(statistics(cache), first)
-    assert same(statistics(twin), first)
-    again = spectral(model)
-    model(ids(300, seed=1), **with_cache(again))
-    assert same(statistics(cache), statistics(again))
-
-
-@pytest.mark.parametrize("tokens", [30, 300])
 @pytest.mark.parametrize("capacity", [None, 400])
-def test_saved_caches_continue(model: Any, tokens: int, capacity: int | None, tmp_path: Path) -> None:
-    """A saved cache continues bit for bit, whether it has its statistics or still waits for them."""
+def test_saved_caches_wait_on(model: Any, capacity: int | None, tmp_path: Path) -> None:
+    """A saved cache that waits for its statistics continues bit for bit."""
     cache = spectral(model, max_cache_len=capacity)
-    model(ids(tokens), **with_cache(cache))
+    model(ids(30), **with_cache(cache))
     cache.save(tmp_path / "x.safetensors")
     loaded = SpectralCache.load(tmp_path / "x.safetensors", model.config)
     steps = ids(48, seed=1)
@@ -353,8 +309,7 @@ def test_static_caches_take_the_same_statistics(model: Any) -> None:
     assert not statistics(short)
 
 
-@pytest.mark.parametrize("first", [1, 16, 40])
-@pytest.mark.parametrize("capacity", [None, 500])
+@pytest.mark.parametrize(("first", "capacity"), [(1, None), (16, 500), (40, None)])
 def test_prompts_that_fit_the_sinks(first: int, capacity: int | None, model: Any) -> None:
     """After a first prompt of sinks alone, or little more, keys of later tokens are as good as TurboQuant's."""
     losses = []
@@ -376,15 +331,14 @@ def test_prompts_that_fit_the_sinks(first: int, capacity: int | None, model: Any
     assert losses[0] < 1.2 * losses[1], losses
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_padding_in_float_masks_counts_nowhere(size: int) -> None:
+def test_padding_in_float_masks_counts_nowhere() -> None:
     """Masks that are added to the scores, as eager attention has them, give the statistics of boolean ones."""
     seen = prompt().queries
     assert seen is not None
     tokens, count = 4 + prompt().keys.shape[2], seen.query.shape[2]
     visible = torch.ones(count, tokens, dtype=torch.bool).tril(tokens - count)
-    visible[:, : 40 * size] = False
-    visible[: 40 * size - (tokens - count)] = False
+    visible[:, :120] = False
+    visible[: 120 - (tokens - count)] = False
     boolean = visible.expand(len(seen.query), 1, -1, -1)
     added = torch.zeros(boolean.shape).masked_fill(~boolean, torch.finfo(torch.float32).min)
     found = [measured(replace(prompt(), queries=replace(seen, mask=Mask(mask)))) for mask in (boolean, added)]
@@ -414,28 +368,7 @@ def test_a_file_does_not_replace_statistics_of_a_prompt(model: Any, tmp_path: Pa
     assert same(statistics(cache), statistics(loaded))
 
 
-def test_pickled_caches_go_on(model: Any) -> None:
-    """A cache that took its statistics from a prompt can be pickled, and the copy continues alike."""
-    cache = spectral(model)
-    model(ids(300), **with_cache(cache))
-    copied = pickle.loads(pickle.dumps(cache))
-    ours, theirs = (model(ids(320)[:, 300:], **with_cache(one)).logits for one in (cache, copied))
-    assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("options", [{"offloading": True}, {"statistics": None}])
-def test_options_that_change_nothing(model: Any, options: dict[str, Any]) -> None:
-    """Offloaded layers come back to be packed, and `None` stands for the default."""
-    caches = spectral(model), spectral(model, **options)
-    logits = [
-        torch.cat([model(part, **with_cache(cache)).logits for part in ids(340).split([300, *[4] * 10], 1)], 1)
-        for cache in caches
-    ]
-    assert torch.equal(*logits)
-    assert caches[0].packed_tokens == caches[1].packed_tokens == 320
-
-
-FUSED = ["llama", "qwen2", "gemma2", "phi3", "phi3, 96", "gpt_oss", "cohere2", "glm4", "smollm3", "gpt_neox", "opt"]
+FUSED = ["gemma2", "gpt_oss", "cohere2", "glm4", "smollm3", "gpt_neox", "opt"]
 
 
 @pytest.mark.parametrize("family", FUSED)

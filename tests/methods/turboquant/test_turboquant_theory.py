@@ -53,8 +53,7 @@ def pair(dim: int, cosine: float, tokens: int) -> tuple[torch.Tensor, torch.Tens
 # Distortion
 
 
-@pytest.mark.parametrize("rotation", ["haar", "hadamard"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("dim", "rotation"), [(64, "haar"), (128, "hadamard")])
 @pytest.mark.parametrize("bits", PAPER_MSE)
 def test_mse(make_codec: Make, unit_vectors: Make, dim: int, bits: int, rotation: str) -> None:
     """Within the paper's bounds, and near the Gaussian figure, which dimension d misses by a few per cent downwards."""
@@ -66,31 +65,8 @@ def test_mse(make_codec: Make, unit_vectors: Make, dim: int, bits: int, rotation
     assert 4.0**-bits <= found <= math.sqrt(3) * math.pi / 2 * 4.0**-bits
 
 
-@pytest.mark.parametrize("bits", [5, 6])
-def test_mse_of_more_bits_is_within_the_bounds(make_codec: Make, unit_vectors: Make, bits: int) -> None:
-    codec = make_codec("turboquant", 128, bits=bits, scalar="norm", center="off")
-    found = distortion(codec, unit_vectors(3000, 128))
-    assert 4.0**-bits <= found <= math.sqrt(3) * math.pi / 2 * 4.0**-bits
-
-
-@pytest.mark.parametrize("options", [{}, {"rotation": "hadamard"}], ids=["default", "hadamard"])
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("bits", [2, 3])
-def test_mse_of_single_channels(make_codec: Make, dim: int, bits: int, options: dict[str, Any]) -> None:
-    """The worst input for a coordinate-wise quantizer, one large coordinate, has the same distortion as any other.
-
-    Theorem 1 bounds it for every vector, on average over rotations: here over eight.
-    """
-    x = torch.eye(dim)[None, None]
-    given = {"bits": bits, "codebook": "lloyd_max", "scalar": "norm", "center": "off", **options}
-    found = sum(distortion(make_codec("turboquant", dim, seed=seed, **given), x) for seed in range(8)) / 8
-    assert found == pytest.approx(GAUSSIAN_MSE[bits], rel=0.05)
-    assert found <= math.sqrt(3) * math.pi / 2 * 4.0**-bits
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("bits", PAPER_PROD)
-def test_prod_inner_product_error(make_codec: Make, unit_vectors: Make, dim: int, bits: int) -> None:
+@pytest.mark.parametrize(("bits", "dim"), [(1, 64), (2, 128), (3, 64), (4, 128)])
+def test_prod_inner_product_error(make_codec: Make, unit_vectors: Make, bits: int, dim: int) -> None:
     """Gaussian S as in the paper, random queries and keys: mean squared error times d, within 8 % of the figures."""
     x, y = unit_vectors(1500, dim), unit_vectors(200, dim, seed=2)
     options = {"estimator": "prod", "sketch": "gaussian", "rotation": "haar", "center": "off"}
@@ -105,42 +81,8 @@ def test_prod_inner_product_error(make_codec: Make, unit_vectors: Make, dim: int
 # Bias
 
 
-@pytest.mark.parametrize("sketch", ["gaussian", "orthogonal"])
-@pytest.mark.parametrize("bits", [1, 2, 3])
-def test_prod_is_unbiased(make_codec: Make, bits: int, sketch: str) -> None:
-    """Mean error over 400 sketches within 4 standard errors of zero; an error of 3 % in the constant would show."""
-    y, x = pair(64, 0.8, tokens=40)
-    options = {"estimator": "prod", "sketch": sketch, "rotation": "haar", "center": "off", "bits": bits}
-    means = spread(lambda seed: make_codec("turboquant", 64, seed=seed, **options), x, y, seeds=400).mean(1)
-    standard_error = means.std() / math.sqrt(len(means))
-    assert means.mean().abs() < 4 * standard_error
-    if bits == 1:
-        assert 4 * standard_error < 0.8 * 0.03, "precise enough to see a wrong constant"
-
-
-@pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("bits", [1, 2, 3])
-def test_unbiased_scalar(make_codec: Make, bits: int, side: str) -> None:
-    """Over rotations the decoded vectors average to the vectors; with the plain norm they fall short of them.
-
-    The reconstruction's component along x is exact by construction, the rest averages out: mean inner product error
-    within 4 standard errors of zero, while the norm's bias, -MSE times the cosine, is far outside.
-    """
-    y, x = pair(64, 0.8, tokens=40)
-
-    def means(scalar: str) -> torch.Tensor:
-        options = {"bits": bits, "codebook": "lloyd_max", "scalar": scalar, "rotation": "haar", "center": "off"}
-        return spread(lambda seed: make_codec("turboquant", 64, side, seed=seed, **options), x, y, seeds=150).mean(1)
-
-    unbiased, norm = means("unbiased"), means("norm")
-    assert unbiased.mean().abs() < 4 * unbiased.std() / math.sqrt(len(unbiased))
-    assert norm.mean() < -10 * norm.std() / math.sqrt(len(norm))
-    assert norm.mean().item() == pytest.approx(-0.8 * GAUSSIAN_MSE[bits], rel=0.08)
-
-
-@pytest.mark.parametrize("options", [{}, {"rotation": "hadamard"}], ids=["default", "hadamard"])
-@pytest.mark.parametrize("dim", [64, 80, 128])
-def test_unbiased_beside_a_dominant_channel(make_codec: Make, dim: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("dim", [80, 128])
+def test_unbiased_beside_a_dominant_channel(make_codec: Make, dim: int) -> None:
     """Other channels come back neither shrunk nor stretched: their mean slope over rotations is 1 within 10 %.
 
     All tokens share a channel 30 times as large as the others. After one Hadamard transform it moves every coordinate
@@ -152,7 +94,7 @@ def test_unbiased_beside_a_dominant_channel(make_codec: Make, dim: int, options:
     x[..., 0] = 30 * math.sqrt(dim) / 8
     slopes = []
     for seed in range(24):
-        codec = make_codec("turboquant", dim, "values", seed=seed, bits=2, scalar="unbiased", **options)
+        codec = make_codec("turboquant", dim, "values", seed=seed, bits=2, scalar="unbiased")
         decoded = roundtrip(codec, x)
         decoded = decoded - decoded.mean(2, keepdim=True)
         slopes.append(((decoded * others).sum() / others.square().sum()).item())
@@ -180,7 +122,7 @@ TABLE = {
 """Standard deviation and bias of the inner product error at d = 128, cosine 0.5; simulations that share no code."""
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("kind", TABLE, ids="-".join)
 def test_inner_product_error(make_codec: Make, kind: tuple[str, str], bits: int) -> None:
     """Standard deviation within 6 % of the simulation, bias within .001; over 40 codecs and 500 keys."""
