@@ -40,9 +40,7 @@ patch_language_once()
 """Start of a Python in which only torch, Triton, Transformers, pydantic and what these need can be imported."""
 
 
-def test_a_run_on_a_bare_python_and_another_that_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_a_bare_python_and_another_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "sitecustomize.py").write_text(BARE.format(tests=str(ROOT / "tests")))
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     output = tmp_path / "new" / "gpu.jsonl"
@@ -66,7 +64,6 @@ def test_a_run_on_a_bare_python_and_another_that_goes_on(
     assert all(row["tokens_per_second"] > 0 for row in rows[-4:])
     assert f"{len(rows)} of {len(rows)} rows" in done.stdout
 
-    monkeypatch.setattr(gpu.subprocess, "Popen", None)  # no worker is needed
     gpu.main(arguments)
     assert f"{len(rows)} of {len(rows)} rows" in capsys.readouterr().out
     assert [json.loads(line) for line in output.read_text().splitlines()][:-1] == [run, *rows]
