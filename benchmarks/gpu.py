@@ -222,7 +222,7 @@ def check_steps(preset: str, shape: Shape, tokens: int, device: torch.device, st
             raise ValueError(f"{kind}, step {number}: {problem}")
         worst = max(worst, error)
     if not packed < kernels.packed_tokens == operators.packed_tokens:
-        raise ValueError(f"{kernels.packed_tokens} tokens are packed instead of {count}, {packed} of them at once")
+        raise ValueError(f"{kernels.packed_tokens} tokens are packed, by operators {count}, before {packed}")
     return worst
 
 
