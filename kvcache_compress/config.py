@@ -1,4 +1,4 @@
-"""Config of a cache: its fields, rules for single layers, presets and YAML files."""
+"""Configuration of a cache: its options, per-layer rules, presets and YAML files."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ BUDGETS = {
     "best-2bit": "spectral-2bit",
     "best-1.5bit": "spectral-k1.25v2",
 }
-"""Names for the preset that loses least at so many bits, without a file of the model; what a name stands for changes
-when a better one is measured (docs/results.md)."""
+"""Aliases for the preset with the least measured loss at a bit budget that needs no calibrated file. An alias moves
+when a better preset is measured (docs/results.md)."""
 Tokens: TypeAlias = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 
 
 class SideConfig(StrictOptions):
-    """A method and its options, for keys or for values: `{method: turboquant, bits: 4}`."""
+    """Method and options of one side: `{method: turboquant, bits: 4}`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -68,7 +68,7 @@ class SideConfig(StrictOptions):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SideConfig:
-        """Build a side from its options, `method` among them; raises a one-line `ValueError` if they are wrong."""
+        """Build from a dictionary with `method` and its options; wrong ones raise a one-line `ValueError`."""
         try:
             return cls.model_validate(dict(options))
         except ValidationError as error:
@@ -89,18 +89,17 @@ class SideConfig(StrictOptions):
             raise ValueError(explain(error, "", {"": model}, f" for {self.method}")) from None
 
     def idle(self) -> dict[str, str]:
-        """Options set here that have no effect in this combination, each with the setting that it needs."""
+        """Options set here that have no effect in this combination, each with the setting that would give it one."""
         inputs = self.model_extra or {}
         return {name: need for name, need in self.options().idle().items() if inputs.get(name) is not None}
 
     def without(self, names: Collection[str]) -> SideConfig:
-        """Copy the side without some options."""
         return SideConfig.of({name: value for name, value in self.model_dump().items() if name not in names})
 
     def merged(self, other: SideConfig | None) -> SideConfig:
-        """Override this side's options by those of `other`, or replace the side if the methods differ.
+        """Override these options by those of `other`; a different method replaces all options.
 
-        Inherited options that have no effect beside those of `other` are dropped.
+        Inherited options that lose their effect through the override are dropped.
         """
         if other is None or other.method != self.method:
             return other or self
@@ -111,8 +110,14 @@ class SideConfig(StrictOptions):
 class LayerRule(StrictOptions):
     """Rule that overrides the defaults for some layers.
 
-    `match` selects them: numbers (negative ones count from the end), ranges such as `"2-5"`, a share of the layers such
-    as `"first 47%"`, or layer types.
+    Attributes:
+        match: the layers: numbers (negative ones count from the end), ranges such as `"2-5"`, a share such as `"first
+            47%"`, or layer types.
+        method: one method for both sides.
+        keys: method and options of the keys.
+        values: method and options of the values.
+        sink_tokens: number of first tokens kept in full precision.
+        recent_tokens: number of last tokens kept in full precision.
     """
 
     match: list[int | str] = Field(min_length=1)
@@ -138,10 +143,10 @@ class LayerRule(StrictOptions):
         return self
 
     def layers(self, layer_types: Sequence[str]) -> set[int]:
-        """Indices of the matched layers of a model with these layer types.
+        """Indices of the layers that the rule matches in a model with these layer types.
 
         Raises:
-            ValueError: The rule names a layer or a layer type that the model does not have.
+            ValueError: the model lacks a layer or layer type that the rule names.
         """
         found: set[int] = set()
         count = len(layer_types)
@@ -169,7 +174,7 @@ class LayerRule(StrictOptions):
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Methods and windows of one layer, with all rules applied."""
+    """Methods and windows of one layer after all rules are applied."""
 
     keys: SideConfig
     values: SideConfig
@@ -180,7 +185,7 @@ class LayerPlan:
         return self.keys if side == "keys" else self.values
 
     def layout(self, side: Side, head_dim: int) -> tuple[StoredField, ...]:
-        """Fields of this side; see `Codec.layout`."""
+        """Stored fields of one side; see `Codec.layout`."""
         config = self.side(side)
         return config.codec().layout(config.options(), side, head_dim)
 
@@ -189,10 +194,10 @@ class LayerPlan:
         return config.codec().rope_use(config.options(), side)
 
     def rope_groups(self, head_dim: int) -> tuple[int, int] | None:
-        """First token and size of the groups, in tokens, of whose first tokens a codec needs cos and sin, or None.
+        """First token and size of the groups whose first token's cos and sin a codec needs, or None.
 
         Raises:
-            ValueError: both codecs need them, of different groups.
+            ValueError: keys and values need them for groups of different sizes.
         """
         sizes = {group_tokens(self.layout(side, head_dim)) for side in SIDES if self.rope_use(side) == "factors"}
         if len(sizes) > 1:
@@ -210,16 +215,19 @@ class LayerPlan:
 class CompressionConfig(StrictOptions):
     """Configuration of a compressed cache.
 
-    keys, values: the method of each side.
-    sink_tokens, recent_tokens: first and last tokens kept in full precision. Tokens are packed 32 at a time (or in a
-        method's larger groups), so up to 31 more stay dense.
-    quantize_generated: if False, decode steps pack no tokens; a later prompt of more than 16 tokens packs those before
-        it, except in assisted decoding, where it may be a draft.
-    backend: `auto` (Triton on GPUs, C++ on CPUs, else torch), `triton`, `cpp` or `torch`.
-    seed: seed of every random rotation and sketch.
-    max_cache_len: static capacity in tokens, allocated at once, so that shapes do not change (CUDA graphs).
-    offloading: keep layers on the CPU while others run, as `transformers.DynamicCache(offloading=True)` does.
-    layers: rules that override the above for some layers.
+    Attributes:
+        keys: method and options of the keys.
+        values: method and options of the values.
+        sink_tokens: number of first tokens kept in full precision.
+        recent_tokens: number of last tokens kept in full precision. Tokens are packed 32 at a time (or in a method's
+            larger groups), so up to 31 more stay dense.
+        quantize_generated: if False, decode steps pack nothing. A later prompt of more than 16 tokens still packs the
+            tokens before it, except in assisted decoding, where it may be a draft.
+        backend: `auto` (Triton on GPUs, C++ on CPUs, else torch), `triton`, `cpp` or `torch`.
+        seed: seed of all random rotations and sketches.
+        max_cache_len: static capacity in tokens. Buffers are allocated at once and shapes stay fixed (CUDA graphs).
+        offloading: keep layers on the CPU while others run, as `transformers.DynamicCache(offloading=True)` does.
+        layers: rules that override these options for some layers.
     """
 
     keys: SideConfig
@@ -253,7 +261,7 @@ class CompressionConfig(StrictOptions):
 
     @model_validator(mode="after")
     def _check_idle(self) -> CompressionConfig:
-        """Refuse options that would silently have no effect."""
+        """Refuse options that would have no effect."""
         plans = {"": self._default} | {f"layers.{i}.": self._ruled(rule) for i, rule in enumerate(self.layers)}
         for place, plan in plans.items():
             for side, chosen in (("keys", plan.keys), ("values", plan.values)):
@@ -268,7 +276,7 @@ class CompressionConfig(StrictOptions):
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], source: str | None = None) -> CompressionConfig:
-        """Build a config; raises a one-line `ValueError`, which begins with `source`, if fields are wrong."""
+        """Build a config from a dictionary; wrong fields raise a one-line `ValueError` that starts with `source`."""
         try:
             return cls.model_validate(dict(fields))
         except ValidationError as error:
@@ -276,14 +284,14 @@ class CompressionConfig(StrictOptions):
             raise ValueError(f"{source}: {problems}" if source else problems) from None
 
     def changed(self, **fields: Any) -> CompressionConfig:
-        """Copy the config with other values, which are checked as those of a file are."""
+        """Copy the config with other values, which are validated like those of a file."""
         return CompressionConfig.of({**vars(self), **fields})
 
     def plan(self, layer_types: Sequence[str]) -> list[LayerPlan]:
-        """One plan per layer of a model with these layer types.
+        """Plan of each layer of a model with these layer types.
 
         Raises:
-            ValueError: A rule names layers that the model does not have, or two rules match one layer.
+            ValueError: a rule names layers that the model does not have, or two rules match the same layer.
         """
         plans = [self._default] * len(layer_types)
         ruled: dict[int, int] = {}
@@ -309,7 +317,7 @@ class CompressionConfig(StrictOptions):
         )
 
     def with_files(self, **files: str | Path | None) -> CompressionConfig:
-        """Copy the config, with files such as `codebooks` or `statistics` for methods that need one and name none."""
+        """Copy the config with files (`codebooks`, `statistics`) for the methods that need one and name none."""
 
         def filled(side: SideConfig | None) -> SideConfig | None:
             if side is None:
@@ -333,18 +341,18 @@ def preset_names() -> list[str]:
 
 
 def measured_losses() -> dict[str, dict[str, float]]:
-    """Measured `kl` and `kl_999` of the presets in the comparison by budget, in nats per token."""
+    """Measured losses `kl` and `kl_999` of the presets in the comparison by bit budget, in nats per token."""
     found: dict[str, dict[str, float]] = json.loads((_presets() / "measured.json").read_text(encoding="utf-8"))
     return found
 
 
 def load_config(source: str | Path | Mapping[str, Any] | CompressionConfig) -> CompressionConfig:
-    """Load a config from a preset's name, the path of a YAML file or a dictionary; a config is returned unchanged.
+    """Load a config from a preset's name (or an alias in `BUDGETS`), a YAML file's path or a dictionary.
 
-    A preset's name may be one of `BUDGETS`.
+    A `CompressionConfig` is returned unchanged.
 
     Raises:
-        ValueError: The preset is unknown, the file is missing or malformed, a key is unknown or a value is wrong; the
+        ValueError: the preset is unknown, the file is missing or malformed, a key is unknown or a value is wrong. The
             message names the source.
     """
     if isinstance(source, CompressionConfig):

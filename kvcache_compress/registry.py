@@ -1,4 +1,4 @@
-"""Registry of methods by name; it holds classes, never instances."""
+"""Registry of compression methods: codec classes by name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ C = TypeVar("C", bound=type[Codec])
 
 
 def register_method(codec: C) -> C:
-    """Register a codec class under its `name`, for use in configs; a class decorator.
+    """Class decorator that registers a codec class under its `name`, which configs then use.
 
     Raises:
-        ValueError: The name is not lower-case letters, digits and underscores, or belongs to another class.
+        ValueError: the name has characters other than lower-case letters, digits and underscores, or another class has
+            registered it.
     """
     name = getattr(codec, "name", "")
     if not name or not name.replace("_", "").isalnum() or name != name.lower():
@@ -27,7 +28,7 @@ def register_method(codec: C) -> C:
 
 
 def get_method(name: str) -> type[Codec]:
-    """Codec class of a method; an unknown name raises a `ValueError` that lists the registered ones."""
+    """Return the codec class of a method; an unknown name raises a `ValueError` that lists the registered ones."""
     if name not in _CODECS:
         raise ValueError(f"unknown method {quoted(name)}: registered: {', '.join(method_names())}")
     return _CODECS[name]

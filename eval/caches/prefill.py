@@ -92,7 +92,7 @@ class Prefill:
             for index, (keys, values) in enumerate(self.states):
                 cache.update(keys, values, index)
                 layer = cache.layers[index]
-                if isinstance(layer, CompressedLayer) and layer.waits:
+                if isinstance(layer, CompressedLayer) and layer.awaits_queries:
                     layer.close(self.queries()[index])
         return cache
 

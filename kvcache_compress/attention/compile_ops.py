@@ -1,10 +1,11 @@
-"""Operators that stand for a compressed layer in a graph of `torch.compile`, so that it has no breaks.
+"""Custom operators that keep compressed layers free of graph breaks under `torch.compile`.
 
-While a model is traced, `CompressedLayer.update` puts the operator `append` into the graph and returns `TracedView`s;
-the attention function adds `attend`, and any other code that touches a view adds `read`, which returns dense tensors.
-Prompts and unfused steps get dense tensors from the operator `update`. When the compiled code runs, the operators find
-their layer by number: its state is Python's and cannot pass through the graph. Each takes what `append` returned, which
-keeps them in order.
+While a model is traced, `CompressedLayer.update` adds the operator `append` to the graph and returns `TracedView`s. The
+attention function then adds `attend`; other code that reads a view adds `read`, which returns dense tensors. Prompts,
+and steps without fused attention, use the operator `update`, which returns dense tensors directly.
+
+A layer's state lives in Python and cannot pass through a graph, so the operators look their layer up by number when the
+compiled code runs. `attend` and `read` take the result of `append` as an input, which fixes their order.
 """
 
 from __future__ import annotations
@@ -23,29 +24,30 @@ from kvcache_compress.storage.view import AttentionPath, View
 
 
 class Layer(Protocol):
-    """A layer as compiled code knows it.
+    """The part of a compressed layer that the operators use.
 
-    number: by which compiled code finds it (`register`).
-    track: cos and sin that its codecs need, or None.
+    Attributes:
+        number: the layer's number from `register`.
+        track: cos and sin that its codecs need, or None.
     """
 
     number: int
     track: RopeTrack | None
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[View, View]:
-        """Store new keys and values `[B, H, n, D]`, and return what their step attends to."""
+        """Store new keys and values `[B, H, n, D]` and return the views that this step attends to."""
 
     def views(self) -> tuple[View, View]:
-        """Views of all keys and values, as a step attends to them right after it is stored."""
+        """Views of all keys and values, as the latest step attends to them."""
 
 
 _LAYERS: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count(2)
-"""Numbers of layers, from 2 on: a compiler treats 0 and 1 as constants."""
+"""Layer numbers. They start at 2 because compilers treat 0 and 1 as constants."""
 
 
 def register(layer: Layer, instead_of: int | None = None) -> int:
-    """Return a new number by which compiled code finds this layer; its number `instead_of` becomes invalid."""
+    """Return a new number for this layer and invalidate its old number `instead_of`."""
     if instead_of is not None:
         _LAYERS.pop(instead_of, None)
     number = next(_NUMBERS)
@@ -54,31 +56,31 @@ def register(layer: Layer, instead_of: int | None = None) -> int:
 
 
 def _factors(layer: Layer) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Return cos and sin of the step for the graph to carry: compiled code does not see attributes set in tracing."""
+    """Take the step's cos and sin out of the layer, since compiled code does not see attributes set during tracing."""
     return (None, None) if layer.track is None else layer.track.take()
 
 
 def traced_views(layer: Layer, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> tuple[View, View]:
-    """Add to the graph that keys and values `[B, H, n, D]` are appended, and return views of all `tokens`."""
+    """Add `append` of keys and values `[B, H, n, D]` to the graph and return views of all `tokens` tokens."""
     appended = append(keys, values, *_factors(layer), layer.number)
     k_view = TracedView(layer.number, "keys", appended, keys, tokens)
     return k_view, TracedView(layer.number, "values", appended, values, tokens)
 
 
 def decoded(layer: Layer, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do the same as `traced_views`, but return the tokens that the step attends to decoded, `[B, H, tokens, D]`."""
+    """Add `update` to the graph and return the decoded keys and values of all `tokens` tokens, `[B, H, tokens, D]`."""
     return update(keys, values, *_factors(layer), layer.number, tokens)
 
 
 class TracedView(View):
-    """A view while a model is traced. How many tokens are packed is known only when the code runs.
+    """A view for tracing. The number of packed tokens is unknown until the compiled code runs.
 
     Args:
-        number: the layer's number (`register`).
+        number: the layer's number from `register`.
         of: keys or values.
-        appended: the result of the operator `append`, which orders the others after it.
+        appended: result of the operator `append`; taking it orders later operators.
         fresh: the step's own tokens, `[B, H, n, D]`.
-        tokens: number of tokens in the layer, the step's own included.
+        tokens: number of tokens in the layer, including the step's own.
     """
 
     __slots__ = ("appended", "number", "of")
@@ -86,7 +88,7 @@ class TracedView(View):
     def __init__(self, number: int, of: Side, appended: torch.Tensor, fresh: torch.Tensor, tokens: int) -> None:
         self.number, self.of, self.appended = number, of, appended
         self.sinks = self.tail_buffer = fresh
-        self.packed, self.capacity, self.owner, self.waited = 0, tokens, None, False
+        self.packed, self.capacity, self.owner, self.awaited_queries = 0, tokens, None, False
 
     @property
     def side(self) -> Side:
@@ -95,17 +97,16 @@ class TracedView(View):
     def dense(self) -> torch.Tensor:
         return read(self.appended, self.sinks, self.number, self.shape[2], self.of)
 
-    stored = writable = dense  # no shape may depend on the number of tokens
+    stored = writable = dense  # graph shapes must not depend on the number of packed tokens
 
     def over_tokens(self, mask: Mask) -> Mask:
         return mask
 
     def path(self, call: AttentionCall, values: View) -> AttentionPath:
-        """Return any path, in place of the one that is chosen when the code runs."""
+        """Return a placeholder: the path is chosen when the compiled code runs."""
         return TILED
 
     def attend(self, call: AttentionCall, values: View, path: AttentionPath | None = None) -> torch.Tensor:
-        """Add the attention of `View.attend` to the graph."""
         mask, width = call.mask.tensor, values.shape[3]
         return attend(
             call.query, self.appended, mask, call.s_aux, call.scaling, call.softcap or 0.0, self.number, width
@@ -123,7 +124,7 @@ def _layer(number: int, cos: torch.Tensor | None, sin: torch.Tensor | None) -> L
 def append(
     keys: torch.Tensor, values: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, number: int
 ) -> torch.Tensor:
-    """Append new keys and values `[B, H, n, D]` to a layer, and return an empty tensor for later operators to take."""
+    """Append keys and values `[B, H, n, D]` to a layer; the empty result orders the operators that follow."""
     _layer(number, cos, sin).append(keys, values)
     return keys.new_empty(0)
 
@@ -142,7 +143,7 @@ def attend(
     number: int,
     width: int,
 ) -> torch.Tensor:
-    """Attend with queries `[B, Hq, n, Dk]` to a layer after the step of `appended`: `[B, n, Hq, width]`."""
+    """Attend with queries `[B, Hq, n, Dk]` to a layer; returns `[B, n, Hq, width]`."""
     keys, values = _LAYERS[number].views()
     return keys.attend(AttentionCall(query, Mask(mask), scaling, softcap or None, s_aux), values)
 
@@ -154,7 +155,7 @@ def _(query: torch.Tensor, *others: Any) -> torch.Tensor:
 
 @torch.library.custom_op("kvcache_compress::read", mutates_args=())
 def read(appended: torch.Tensor, fresh: torch.Tensor, number: int, tokens: int, side: str) -> torch.Tensor:
-    """Decode a side of a layer, `[B, H, tokens, D]`; `fresh` `[B, H, n, D]` are its newest tokens."""
+    """Decode one side of a layer to `[B, H, tokens, D]`; `fresh` `[B, H, n, D]` gives shape, dtype and device."""
     return _LAYERS[number].views()[SIDES.index(side)].dense()
 
 
@@ -170,7 +171,7 @@ def update(
     number: int,
     tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append new keys and values `[B, H, n, D]`, and decode all that the step attends to: `[B, H, tokens, D]`."""
+    """Append keys and values `[B, H, n, D]`, then decode both sides to `[B, H, tokens, D]`."""
     k_view, v_view = _layer(number, cos, sin).append(keys, values)
     return k_view.dense(), v_view.dense()
 

@@ -1,9 +1,8 @@
-"""The attention function that Transformers calls: registered by name and switched on per model.
+"""The attention function that Transformers calls, and the switch that turns it on for a model.
 
-Without packed tokens (prefill) the model's previous attention runs on the new tensors. With packed tokens the layer's
-back end chooses: its own attention over the codes as they are stored, or attention of many queries over tiles of
-decoded tokens. Where it has neither, or a call asks for more, the previous attention runs over the whole layer,
-decoded, with its own mask.
+A layer without packed tokens (prefill) uses the model's previous attention. With packed tokens, the layer's back end
+either attends over the codes as stored or runs attention over tiles of decoded tokens. If the call needs something that
+neither supports, the whole layer is decoded and the previous attention runs on it.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from .position_hooks import register_fused_hooks, remove_fused_hooks
 
 logger = logging.getLogger(__name__)
 ATTENTION_NAME = "kvcache_compress"
-"""Name of the registered attention; while it is set in a decoder's config, `update()` returns views."""
+"""Name of the registered attention. While a decoder's config has this name, `update()` returns views."""
 DECODE = "decode"
-"""Name of the path None in records."""
+"""Path name that `record_paths` reports when a layer is decoded whole."""
 _KNOWN = {"softcap", "s_aux", "is_causal", "output_attentions"}
-"""Options of attention functions that `_path` or the fused paths read."""
+"""Options of attention functions that `_path` or the fused paths take into account."""
 _IDLE = {"position_ids", "cache_position", "use_cache", "return_dict", "output_hidden_states", "output_router_logits"}
 _IDLE |= {"num_items_in_batch", "seq_idx", "max_length_q", "max_length_k", "logits_to_keep", "return_shared_kv_states"}
-"""Options that do not change attention: other parts of a model read them, or flash attention with `cu_seq_lens_*`."""
+"""Options that do not change the result of attention."""
 _IN_MASK = {"sliding_window", "cu_seq_lens_q", "cu_seq_lens_k"}
-"""Options that only flash attention reads; eager attention and SDPA get the same from the mask."""
+"""Options that only flash attention reads; the masks of eager attention and SDPA already contain them."""
 _WARNED: set[str] = set()
-"""Arguments that a warning has named."""
+"""Unsupported options that were already warned about."""
 
 
 class AttentionName(str):
-    """The registered name, with the name of the attention that it replaces, so that both are copied with a config."""
+    """The registered name, which keeps the name of the replaced attention even when a config is copied."""
 
     previous: str
 
@@ -61,7 +60,7 @@ def _previous_name(config: PreTrainedConfig) -> str:
 
 
 def _previous_attention(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the attention function that this module used before; eager attention is in the model's own file."""
+    """Return the module's attention function from before the switch; eager attention lives in the model's own file."""
     name = _previous_name(module.config)
     if name in ALL_ATTENTION_FUNCTIONS:
         return ALL_ATTENTION_FUNCTIONS[name]
@@ -69,7 +68,7 @@ def _previous_attention(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Any:
-    """Make the mask of the previous attention, which the fused paths take too."""
+    """Make the mask of the previous attention; the fused paths take the same mask."""
     return ALL_MASK_ATTENTION_FUNCTIONS[_previous_name(kwargs["config"])](*args, **kwargs)
 
 
@@ -83,7 +82,10 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend as Transformers' attention functions do: query `[B, Hq, n, D]`, output `[B, n, Hq, Dv]` and weights."""
+    """Attend as Transformers' attention functions do.
+
+    Queries are `[B, Hq, n, D]`. Returns the output `[B, n, Hq, Dv]`, and the attention weights or None.
+    """
     if isinstance(key, View) and isinstance(value, View):
         call = AttentionCall.of(
             query, attention_mask, scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -116,10 +118,10 @@ def _path(
     dropout: float,
     options: Mapping[str, Any],
 ) -> AttentionPath | None:
-    """Choose the path of a call by Transformers, with its mask: None if no other path computes what is asked for.
+    """Choose how to attend; None means the previous attention over decoded tokens.
 
-    The others need: no gradients of queries, masks or `s_aux`, no dropout, no mask or one that is a tensor, causal
-    attention, no attention weights, and no unknown option that could change attention.
+    Fused attention and tiles need: no gradients of queries, masks or `s_aux`, no dropout, a tensor mask or none, causal
+    attention, no attention weights as output, and no unknown option that could change attention.
     """
     inputs = call.query, mask, call.s_aux
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs):
@@ -137,7 +139,7 @@ def _path(
 def _unsupported(
     call: AttentionCall, module: torch.nn.Module, mask: Any, dropout: float, options: Mapping[str, Any]
 ) -> str | None:
-    """Return the argument of a call that fused attention does not support, in words for a warning, or None."""
+    """Name what fused attention does not support about a call, worded for a warning, or None."""
     if dropout:
         return "dropout, which model.eval() switches off"
     if not Mask.supports(mask):
@@ -145,7 +147,7 @@ def _unsupported(
     causal = options.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    # A mask over queries and tokens replaces causality, and a single query sees all tokens either way.
+    # A mask with a row per query replaces causality, and a single query sees all tokens either way.
     if not causal and call.query.shape[2] > 1 and not call.mask.is_by_query:
         return "is_causal=False for several tokens without a mask"
     for name, value in options.items():
@@ -159,7 +161,7 @@ def _unsupported(
 
 @torch.compiler.assume_constant_result
 def _warn_of_decoding(unknown: str) -> None:
-    """Warn once about an argument, also while a model is being compiled."""
+    """Warn once about an unsupported option, also while a model is being compiled."""
     if unknown not in _WARNED:
         _WARNED.add(unknown)
         logger.warning(
@@ -170,9 +172,11 @@ def _warn_of_decoding(unknown: str) -> None:
 
 
 def _weights_wanted() -> bool:
-    """Return True if this forward is to return attention weights, which several families do not pass on as an option.
+    """Return True if this forward must return attention weights.
 
-    GPT-2 is one. If only layers are compiled, this cannot be known, and those families return no weights.
+    Some model families, such as GPT-2, do not pass `output_attentions` on to the attention function, so Transformers'
+    output collector is asked. If only layers are compiled, the collector is unreadable and those families return no
+    weights.
     """
     if torch.compiler.is_compiling() and not _active_collector.compiling:
         return False
@@ -181,7 +185,7 @@ def _weights_wanted() -> bool:
 
 @contextmanager
 def _under_previous_name(config: PreTrainedConfig) -> Iterator[None]:
-    """Restore the previous name in the config for the block: FlashAttention reads its version there."""
+    """Restore the previous name in the config within the block, because FlashAttention reads its version there."""
     ours, name = config._attn_implementation, _previous_name(config)
     if "flash" not in name:
         yield
@@ -196,12 +200,12 @@ def _under_previous_name(config: PreTrainedConfig) -> Iterator[None]:
 def enable_fused_attention(model: torch.nn.Module) -> None:
     """Let `model`, or the model that PEFT wraps, attend to compressed caches without decoding them.
 
-    Its previous attention still serves other caches. Continuous batching (`generate_batch`) has caches of its own and
+    Other caches keep using the previous attention. Continuous batching (`generate_batch`) has caches of its own and
     refuses a model in this state.
 
     Raises:
-        ValueError: the model's attention cannot be switched by Transformers' attention interface, or it uses no cache
-            but its own (PEFT's prefix tuning).
+        ValueError: the model does not use Transformers' attention interface, or it accepts no cache but its own (PEFT's
+            prefix tuning).
     """
     inner = compressible(model)
     decoder = _decoder_config(inner)
@@ -218,7 +222,7 @@ def enable_fused_attention(model: torch.nn.Module) -> None:
 
 
 def disable_fused_attention(model: torch.nn.Module) -> None:
-    """Give `model`, or the model that PEFT wraps, its previous attention back."""
+    """Restore the previous attention of `model`, or of the model that PEFT wraps."""
     inner = unwrapped(model)
     decoder = _decoder_config(inner)
     if decoder._attn_implementation == ATTENTION_NAME:
@@ -227,7 +231,6 @@ def disable_fused_attention(model: torch.nn.Module) -> None:
 
 
 def attends_fused(model: PreTrainedModel) -> bool:
-    """Return True if fused attention is on."""
     return bool(_decoder_config(model)._attn_implementation == ATTENTION_NAME)
 
 

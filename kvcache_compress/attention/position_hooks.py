@@ -1,8 +1,8 @@
-"""Hooks by which a model hands a cache what `update` does not get: position embeddings and the decoder's config.
+"""Forward hooks that give a cache what `update` does not receive: positions, the mask and the decoder's config.
 
-Caches that encode keys before RoPE need the position embeddings. The config says whether fused attention is on; a cache
-may have been built from another config object with the same content. With fused attention on, two more hooks watch the
-first step over packed tokens, and report a model whose attention does not read them packed.
+Caches that encode keys before RoPE need the position embeddings. The config holds the switch of fused attention; a
+cache may have been built from another config object with the same content. With fused attention on, two more hooks
+watch the first step over packed tokens and warn if the model's attention does not read them packed.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from kvcache_compress.storage.view import PathTaken, record_paths
 
 logger = logging.getLogger(__name__)
 _REPORTED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models already reported because fused attention has no effect on them."""
+"""Models for which a warning already said that fused attention has no effect."""
 
 _FUSED = "fused attention"
-"""Owner of the hooks of `enable_fused_attention`; those of `register_position_hooks` belong to its caller."""
+"""Owner of the hooks added by `enable_fused_attention`; hooks of `register_position_hooks` belong to its caller."""
 
 
 class ModelListener:
-    """A cache that the hooks of a model call in each step."""
+    """Interface of caches that receive calls from a model's hooks in each step."""
 
     def follow(self, decoder_config: PreTrainedConfig) -> None:
-        """Adopt the config of the model's decoder, in which fused attention is switched."""
+        """Use this config, the decoder's own, to tell whether fused attention is on."""
         raise NotImplementedError
 
     def receive_mask(self, mask: Any) -> None:
-        """Receive the attention mask of a forward, as the model got it."""
+        """Receive the attention mask that the model was called with."""
         raise NotImplementedError
 
     def receive_positions(self, layer: int, embeddings: Any, tokens: int) -> None:
-        """Receive the position embeddings of a step's `tokens` tokens, as the attention module of `layer` has them."""
+        """Receive the position embeddings `(cos, sin)` of a step's `tokens` tokens from the attention of `layer`."""
         raise NotImplementedError
 
     @property
@@ -52,18 +52,18 @@ class ModelListener:
 
     @property
     def is_compileable(self) -> bool:
-        """True if shapes stay the same from step to step."""
+        """True if tensor shapes stay the same from step to step."""
         raise NotImplementedError
 
 
 class PositionHooks:
-    """Handle that removes the hooks of `register_position_hooks`, by `remove()` or as a context manager."""
+    """Handle of the hooks added by `register_position_hooks`; also a context manager that removes them at its end."""
 
     def __init__(self, handles: list[RemovableHandle]) -> None:
         self._handles = handles
 
     def remove(self) -> None:
-        """Remove the hooks from the model; a second call does nothing."""
+        """Remove the hooks from the model; calling it again does nothing."""
         for handle in self._handles:
             handle.remove()
 
@@ -75,22 +75,22 @@ class PositionHooks:
 
 
 def register_position_hooks(model: torch.nn.Module) -> PositionHooks:
-    """Have the attention modules of a model, or of one that PEFT wraps, hand their position embeddings to a cache.
+    """Make a model's attention modules pass their position embeddings to the cache.
 
-    `enable_fused_attention` and `compress` do so too. Without it CommVQ encodes the tokens of left-padded rows as if
-    they stood at other positions.
+    `enable_fused_attention` and `compress` do this already. Without it, methods that encode keys before RoPE (CommVQ,
+    spectral) lose accuracy in left-padded batches.
 
     Returns:
-        A handle, whose `remove()` takes the hooks off the model again.
+        A handle; its `remove()` removes the hooks.
 
     Raises:
-        ValueError: not a model of Transformers or PEFT.
+        ValueError: `model` is neither a Transformers nor a PEFT model.
     """
     return PositionHooks(_register(unwrapped(model), "caller"))
 
 
 def register_fused_hooks(model: PreTrainedModel) -> None:
-    """Add the hooks of fused attention, unless the model, or the one it was copied from, has them."""
+    """Add the hooks of fused attention, unless the model already has them (a copied model keeps its hooks)."""
     if not any(True for _ in _fused_hooks(model)):
         _register(model, _FUSED)
         if model in _REPORTED:
@@ -101,7 +101,7 @@ def register_fused_hooks(model: PreTrainedModel) -> None:
 
 
 def remove_fused_hooks(model: PreTrainedModel) -> None:
-    """Remove the hooks of fused attention, also from a copy of the model that got them."""
+    """Remove the hooks of fused attention, also from a copy of the model that received them."""
     for module, number in list(_fused_hooks(model)):
         del module._forward_pre_hooks[number], module._forward_pre_hooks_with_kwargs[number]
     _stop_watching(model)
@@ -121,7 +121,7 @@ def _register(model: PreTrainedModel, owner: str) -> list[RemovableHandle]:
 
 
 class _Watch:
-    """Paths that the attention of one forward took."""
+    """Records the attention paths of one forward."""
 
     def __init__(self) -> None:
         self.taken: list[PathTaken] | None = None
@@ -134,20 +134,21 @@ class _Watch:
         self.taken = self._open.enter_context(record_paths())
 
     def end(self) -> list[PathTaken] | None:
-        """Stop watching; None if this forward was not watched."""
+        """Stop recording and return the paths, or None if this forward was not watched."""
         self._open.close()
         taken, self.taken = self.taken, None
         return taken
 
 
 def _begin(watch: _Watch, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Watch a forward over a growing cache that begins with packed tokens.
+    """Start recording if a growing cache in this forward holds packed tokens.
 
-    With gradients attention gets them decoded, and a static cache may be read by recorded graphs, which show no path.
+    Forwards with gradients are skipped because their attention gets decoded tokens. Static caches are skipped because
+    recorded CUDA graphs report no path.
     """
     if torch.compiler.is_compiling():
         return
-    watch.end()  # An error may have ended the last forward.
+    watch.end()  # An error may have left the last recording open.
     if torch.is_grad_enabled():
         return
     given = (value for value in (*args, *kwargs.values()) if isinstance(value, ModelListener))
@@ -156,7 +157,7 @@ def _begin(watch: _Watch, module: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _end(watch: _Watch, module: Any, args: tuple[Any, ...], output: Any) -> None:
-    """Report the model if its attention saw no packed tokens. One watched forward is enough, so both hooks go."""
+    """Warn if the model's attention never saw packed tokens; one watched forward is enough, so remove both hooks."""
     if torch.compiler.is_compiling() or (taken := watch.end()) is None:
         return
     _stop_watching(module)
@@ -182,7 +183,7 @@ def _stop_watching(model: torch.nn.Module) -> None:
 
 
 def _fused_hooks(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, int]]:
-    """Yield the modules with a hook of fused attention, and the hook's number."""
+    """Yield each module that has a hook of fused attention, with the hook's number."""
     for module in model.modules():
         for number, hook in module._forward_pre_hooks.items():
             if isinstance(hook, functools.partial) and hook.func in (_follow, _hand_over) and hook.args[0] == _FUSED:
@@ -197,9 +198,9 @@ def _follow(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Hand the decoder's config and the attention mask to the cache.
+    """Pass the decoder's config and the attention mask to the cache.
 
-    Both the model and its decoder do so, as only one of them may be called. Compiled code hands over no mask.
+    The hook is on the model and on its decoder, since either may be called alone. Compiled code passes no mask.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, ModelListener):
@@ -210,7 +211,7 @@ def _follow(
 
 
 def _hand_over(owner: str, names: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Hand position embeddings to the cache, found by type; `names`: the module's parameters, hidden states first."""
+    """Pass position embeddings to the cache, found by type; `names` are `forward`'s parameters, hidden states first."""
     inputs = dict(zip(names, args, strict=False)) | kwargs
     for value in inputs.values():
         if isinstance(value, ModelListener):

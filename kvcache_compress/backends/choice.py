@@ -1,4 +1,4 @@
-"""Choice of a layer's back end by its name, its device and its codecs."""
+"""Choose a layer's back end by name, device and codecs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from .triton import TritonBackend
 
 logger = logging.getLogger(__name__)
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TritonBackend(), CppBackend(), TorchBackend())}
-"""Back ends by name, the fastest first; the last one runs everywhere."""
+"""Back ends by name in order of preference; the last one runs everywhere."""
 
 
 def check_backend(choice: str, codecs: Iterable[tuple[type[Codec], Any, Side]]) -> None:
-    """Raise `ValueError` if an explicitly chosen back end is unavailable here or for one of the codecs.
+    """Raise `ValueError` if an explicitly chosen back end cannot run here or does not support one of the codecs.
 
-    `codecs`: their classes, options and sides.
+    Args:
+        choice: `auto` or a key of `BACKENDS`.
+        codecs: class, options and side of each codec.
     """
     if choice == "auto":
         return
@@ -39,10 +41,12 @@ def check_backend(choice: str, codecs: Iterable[tuple[type[Codec], Any, Side]]) 
 
 
 def resolve_backend(choice: str, device: torch.device, codecs: Iterable[tuple[type[Codec], Any, Side]] = ()) -> Backend:
-    """Resolve the back end of a layer on `device`, with codecs as in `check_backend`; `auto` takes the first that can.
+    """Return the back end of a layer on `device`; `auto` takes the first that supports the device and all codecs.
+
+    `choice` and `codecs` are as in `check_backend`.
 
     Raises:
-        ValueError: The back end is chosen explicitly, and does not run on the device.
+        ValueError: an explicitly chosen back end does not run on the device.
     """
     if choice != "auto":
         backend = BACKENDS[choice]

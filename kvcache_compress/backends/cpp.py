@@ -1,4 +1,4 @@
-"""The back end for CPUs: attention in C++, compiled at its first use."""
+"""Back end for CPUs: C++ kernels, compiled when first used."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .torch import TorchBackend
 
 logger = logging.getLogger(__name__)
 _NATIVE = SimpleNamespace(**dict(inspect.getmembers(encode, inspect.isfunction)))
-"""The C++ encoders by name; unlike a module it can be copied."""
+"""The C++ encoders by name, in a namespace because a module cannot be copied."""
 MAX_QUERIES = 128
-"""Most queries of a chunk; with more, PyTorch's attention over decoded tiles is faster."""
+"""Most queries of a chunk; beyond it, PyTorch's attention over decoded tiles is faster."""
 
 
 class CppBackend(TorchBackend):
-    """Attends and encodes in C++."""
+    """Attention and encoders in C++."""
 
     name = "cpp"
     always_tiles = True
@@ -51,14 +51,14 @@ class CppBackend(TorchBackend):
         return few and call.query.dtype == torch.float32 and values.codec.chunks_on_cpp
 
     def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
-        if not keys.packed:  # codecs may not have their statistics yet
+        if not keys.packed:  # codecs may lack their statistics
             return super().attend(call, keys, values)
         return launch.attend(call, keys, values)
 
 
 @cache
 def _problem() -> str | None:
-    """Compile the C++ code if it has not been, and return the reason if it is unavailable."""
+    """Compile the C++ code if needed; return why it is unavailable, or None."""
     problem: str | None = build.problem()
     if problem:
         logger.warning("no C++ code on CPUs, which makes compressed caches slower: %s", problem)

@@ -1,7 +1,7 @@
-"""Attention of a prompt's chunk over a compressed layer, tile by tile, so that it is never decoded whole.
+"""Attention over tiles of decoded tokens, so that a long layer is never decoded whole.
 
-PyTorch's memory-efficient attention runs over each tile of decoded tokens and also returns the logarithm of the sum of
-exponentials, with which the results are merged:
+PyTorch's memory-efficient attention runs on each tile and also returns the log-sum-exp of its scores. The results are
+merged by
 
     lse = log Σ_t exp(s_t),   out = Σ_i exp(lse_i - lse) out_i
 """
@@ -16,15 +16,13 @@ from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.view import DECODE_CHUNK_TOKENS, View
 
 TILE_TOKENS = 4 * DECODE_CHUNK_TOKENS
-"""Tokens of a tile. To merge a tile, the output is read and written once, so fewer tiles cost less."""
+"""Tokens per tile. Each merge reads and writes the output once, so larger tiles cost less."""
 BLOCK_QUERIES = 1024
-"""Queries of one call of PyTorch's attention. Its mask has up to 8 million numbers per sequence, and per head if the
-mask differs by head."""
+"""Queries per call of PyTorch's attention. A block's mask has up to 8 million numbers per sequence, times the query
+heads if the mask differs by head."""
 
 
 class Tiled:
-    """The path over tiles of decoded tokens."""
-
     name = "tiled"
     takes_token_masks, takes_padding_masks = False, True
 
@@ -39,7 +37,7 @@ TILED = Tiled()
 
 
 def supports(call: AttentionCall, keys: View, values: View) -> bool:
-    """Return True if `attend` supports these dtypes, dimensions and devices."""
+    """Return True if `attend` supports this call's options, dtypes, head dimensions and device."""
     query = call.query
     if call.softcap is not None or keys.slots is not None:
         return False
@@ -54,10 +52,13 @@ def supports(call: AttentionCall, keys: View, values: View) -> bool:
 
 
 def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
-    """Attend with a call that `supports` allows; arguments and result as in `backends.torch.attend`.
+    """Attend tile by tile; arguments and result as in `backends.torch.attend`, but the mask may also be a padding mask.
 
-    The mask may also be a padding mask. An additive mask is clamped to -1e30 (float16: -6e4). Temporary memory: a tile
-    of decoded keys and values, its mask for a block of queries, and the output in float32.
+    Additive masks are clamped to -1e30 (float16: -6e4). Temporary memory: one tile of decoded keys and values, its mask
+    for a block of queries, and the output in float32.
+
+    Raises:
+        ValueError: the call has a softcap.
     """
     if call.softcap is not None:
         raise ValueError(f"tiled attention does not support softcap (got {call.softcap})")
@@ -78,7 +79,7 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
             else:
                 sees[:, :, rows] |= (allowed if allowed.dtype == torch.bool else allowed > -torch.inf).any(-1)
             bias = None if allowed is None else _bias(allowed, query.dtype)
-            # One query head of each group after the other: keys and values repeated for all would be as large as tiles.
+            # One query head per key/value head at a time, because repeating keys and values would copy the tiles.
             for i in range(groups):
                 head_bias = bias if bias is None or bias.shape[1] == 1 else bias[:, i::groups]
                 part, part_lse = _attention(query[:, i::groups, rows], key, value, head_bias, call.scaling)
@@ -94,7 +95,7 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
 
 
 def _tiles(keys: View, values: View) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield decoded keys and values of all tokens, tile by tile in order, `[B, H, tokens, D]`."""
+    """Yield decoded keys and values in order, tile by tile, `[B, H, tokens, D]`."""
     for start in range(0, keys.packed, TILE_TOKENS):
         stop = min(start + TILE_TOKENS, keys.packed)
         yield keys.decoded_tile(start, stop), values.decoded_tile(start, stop)
@@ -102,7 +103,7 @@ def _tiles(keys: View, values: View) -> Iterator[tuple[torch.Tensor, torch.Tenso
 
 
 def _bias(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Make an additive mask of finite numbers, whose rows begin at multiples of 16 numbers as GPUs need."""
+    """Convert a mask to finite additive numbers, with rows that start at multiples of 16 numbers as GPUs require."""
     lowest = -6e4 if dtype == torch.float16 else -1e30
     *shape, width = allowed.shape
     bias = torch.zeros(*shape, -(-width // 16) * 16, dtype=dtype, device=allowed.device)[..., :width]
@@ -114,14 +115,14 @@ def _bias(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run PyTorch's attention: output `[B, H, n, Dv]`, logarithm of the sum of exponentials, float32 `[B, H, n]`."""
+    """Run PyTorch's attention: output `[B, H, n, Dv]` and log-sum-exp, float32 `[B, H, n]`."""
     if bias is not None:
         bias = bias.expand(*query.shape[:3], key.shape[2])
     if query.is_cuda:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, 0.0, False, scale=scaling
         )
-        return out, lse[..., : query.shape[2]]  # its rows are padded to a multiple of 32
+        return out, lse[..., : query.shape[2]]  # PyTorch pads the queries to a multiple of 32
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=bias, scale=scaling
     )

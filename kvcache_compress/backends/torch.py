@@ -1,6 +1,6 @@
-"""The back end in PyTorch's operators: the fallback of the others, and the reference of their kernels.
+"""Back end in plain PyTorch: the fallback of the other back ends and the reference for their kernels.
 
-Packed tokens are scored and summed in code space, chunk by chunk, and are never rotated back.
+Packed tokens are scored and summed in code space, chunk by chunk; no token is rotated back.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from . import tiled
 
 
 class TorchBackend(Backend):
-    """Runs everywhere, for every codec."""
+    """Plain PyTorch: every device and every codec."""
 
     name = "torch"
     always_tiles = False
-    """True if long chunks are attended to in tiles however short the layer is."""
+    """True if long chunks use tiles even in short layers."""
 
     def runs_on(self, device: torch.device, asked: bool = False) -> bool:
         return True
 
     def path(self, call: AttentionCall, keys: View, values: View) -> AttentionPath | None:
-        """Take decode steps, and chunks that are computed fast here; a longer chunk goes tile by tile.
+        """Choose how a call attends.
 
-        That saves decoding a long layer. Without packed tokens a chunk takes the model's own attention.
+        This back end takes decode steps, and chunks that `takes` accepts. Longer chunks go tile by tile if the layer is
+        long (or `always_tiles` is set). All else, and chunks over layers without packed tokens, is left to the model's
+        own attention.
         """
         if self.takes(call, keys, values) and (keys.packed or call.query.shape[2] <= MAX_DECODE_TOKENS):
             return self
@@ -40,14 +42,15 @@ class TorchBackend(Backend):
 
 
 def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
-    """Attend with a few queries, the last tokens of the tail, to a compressed layer.
+    """Attend with a few queries, which belong to the last tokens, to a compressed layer.
 
     Args:
-        call: the queries `[B, Hq, n, Dk]`, with a mask over the stored tokens; `Hq = G * H`.
-        keys, values: the layer's, `H` key/value heads.
+        call: queries `[B, Hq, n, Dk]` with a mask over stored tokens; `Hq` is a multiple of the `H` key/value heads.
+        keys: view of the layer's keys.
+        values: view of the layer's values.
 
     Returns:
-        `[B, n, Hq, Dv]` in the query's dtype; rows whose mask hides everything are zero.
+        `[B, n, Hq, Dv]` in the query's dtype; queries that see no token get zeros.
     """
     query, softcap, s_aux = call.query, call.softcap, call.s_aux
     batch, query_heads, count, _ = query.shape

@@ -1,4 +1,4 @@
-"""The back end for GPUs: Triton's kernels. Its modules are imported at their first use, as Triton may be missing."""
+"""Back end for GPUs: Triton kernels. They are imported when first used, because Triton may not be installed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .torch import TorchBackend
 
 
 class TritonBackend(TorchBackend):
-    """Attends, encodes and moves tokens in Triton; where a codec has no kernel encoder, PyTorch encodes."""
+    """Attention, encoders and token copies in Triton; codecs without a kernel encoder are encoded by PyTorch."""
 
     name = "triton"
     takes_token_masks = True
 
     @cached_property
     def _kernels(self) -> SimpleNamespace:
-        """Launchers of the kernels; importing them here costs steps nothing."""
+        """The kernels' launchers, imported once so that steps pay nothing for the import."""
         from kvcache_compress.triton_kernels.attention import launch as attention
         from kvcache_compress.triton_kernels.encode import launch as encoding
         from kvcache_compress.triton_kernels.update import append, write_slots
@@ -82,7 +82,7 @@ class TritonBackend(TorchBackend):
         store.tokens += count
 
     def flush(self, sides: Mapping[Side, SideState], leaving: int, checks: PackableChecks) -> bool:
-        """Check, pack and move tokens in one launch per side. Nothing changes if the checks raise at once."""
+        """Check, pack and move tokens with one launch per side; an error raised at once leaves everything unchanged."""
         states = sides.values()
         if not all(state.prepared and state.codec.kernel_encoder for state in states):
             return False
@@ -118,7 +118,7 @@ class TritonBackend(TorchBackend):
         fresh: Mapping[Side, torch.Tensor],
         counter: torch.Tensor | None,
     ) -> None:
-        """Do a step in one kernel; sides without a kernel encoder are encoded by PyTorch's operators."""
+        """Run a static step in one kernel; PyTorch encodes the sides whose codec has no kernel encoder."""
         windows, states = buffers.windows, list(sides.values())
         with on_device(buffers.counts):
             self._kernels.slots.write_slots(
@@ -132,7 +132,7 @@ class TritonBackend(TorchBackend):
             buffers.encode(left, fresh["keys"].shape[2])
 
     def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
-        if not keys.packed:  # codecs may not have their statistics yet
+        if not keys.packed:  # codecs may lack their statistics
             return super().attend(call, keys, values)
         found: torch.Tensor = self._kernels.attention.attend(call, keys, values)
         return found

@@ -1,4 +1,4 @@
-"""`compress` lets a model's `generate` use compressed caches, in a `with` block or until `stop()`."""
+"""`compress` makes a model's `generate` use compressed caches, within a `with` block or until `stop()`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Compression:
-    """Handle of a `compress` call: `stop()` ends it, and `last_cache` is the cache of the latest `generate` call.
+    """Handle returned by `compress`: `stop()` ends the compression, `last_cache` is the latest cache.
 
     Attributes:
         compression: the config of the caches.
@@ -37,14 +37,14 @@ class Compression:
     def __init__(self, model: PreTrainedModel, compression: CompressionConfig, fused: bool | None) -> None:
         self.compression = compression
         self.cache: CompressedCache | None = None
-        # The model is not kept alive by the handle, nor the handle's cache by the model.
+        # Weak references: the handle must not keep the model alive, nor the model the handle's cache.
         self._model = weakref.ref(model)
         self._call = _Call(compression, fused, weakref.ref(self))
         _enter(model, self._call)
 
     @property
     def last_cache(self) -> CompressedCache:
-        """The cache of the latest `generate` call; raises `RuntimeError` before the first one."""
+        """The cache of the latest `generate` call; raises `RuntimeError` before the first call."""
         if self.cache is None:
             raise RuntimeError(
                 "no cache yet: no call of generate in this block made one (nor do use_cache=False or your own cache)"
@@ -52,16 +52,16 @@ class Compression:
         return self.cache
 
     def stop(self) -> None:
-        """End what `compress` began, from any thread and in any order; a second call does nothing.
+        """End this compression, from any thread and in any order; calling it again does nothing.
 
-        Outside of `with` blocks it also ends the earlier calls on the model, which this one replaced.
+        Outside of `with` blocks it also ends the earlier calls that this one replaced.
         """
         model = self._model()
         if model is not None:
             _leave(model, self._call)
 
     def __enter__(self) -> Self:
-        """Keep compressing until the block ends; raises `RuntimeError` after `stop()` and in a second `with`."""
+        """Compress until the block ends; raises `RuntimeError` after `stop()` and in a second `with`."""
         with _ENTERING:
             model = self._model()
             blocks = None if model is None else _BLOCKS.get(model)
@@ -78,7 +78,7 @@ class Compression:
 
 @dataclass(eq=False)
 class _Call:
-    """Open `compress` call: what it asked for, its handle, and whether a `with` block ends it."""
+    """An open `compress` call."""
 
     compression: CompressionConfig
     fused: bool | None
@@ -87,7 +87,7 @@ class _Call:
     reported: bool = False
 
     def report_unfilled(self, model: PreTrainedModel, cache: CompressedCache) -> None:
-        """Warn, once, if `generate` put no tokens into the compressed layers."""
+        """Warn once if `generate` put no tokens into the compressed layers."""
         layers = cache.compressed_layers.values()
         if self.reported or not layers or any(int(layer.get_seq_length()) for layer in layers):
             return
@@ -105,7 +105,7 @@ class _Blocks:
 
     generate: Callable[..., Any] | None
     fused: bool
-    wrapper: weakref.ref[Callable[..., Any]] | None = None  # a reference proper would keep the model alive
+    wrapper: weakref.ref[Callable[..., Any]] | None = None  # a strong reference would keep the model alive
     hooks: PositionHooks | None = None
     thread: int = field(default_factory=threading.get_ident)
     open: list[_Call] = field(default_factory=list)
@@ -128,9 +128,9 @@ def compress(
         compression = compress(model, "best-3bit")    # on until compression.stop()
         with compress(model, "best-3bit") as compression:    # on in the block
 
-    Pipelines and other clients that only call `generate` work unchanged; a `cache_implementation` that they ask for is
-    ignored. Calls with a cache or `use_cache=False` are left alone, and so are calls that `generate` makes of
-    itself: drafts of early exit have a dense cache. Any thread may call `generate` and `stop`.
+    Pipelines and other clients that only call `generate` work unchanged; their `cache_implementation` is ignored. Calls
+    that pass a cache or `use_cache=False` are left alone. So are `generate` calls within `generate`: drafts of early
+    exit use a dense cache. Any thread may call `generate` and `stop`.
 
     The latest call on a model applies. A `with` block interrupts earlier calls, which apply again after it. A call
     without a block replaces earlier calls, and its `stop()` ends them too. Dropping a handle ends nothing.
@@ -141,7 +141,7 @@ def compress(
         fused: fused attention on, off, or (None) on if the model's attention can be switched.
 
     Raises:
-        ValueError: `CompressedCache` refuses the model or the config, another thread compresses the model, or it
+        ValueError: `CompressedCache` refuses the model or the config, another thread compresses the model, or the model
             always uses a cache of its own (PEFT's prefix tuning).
     """
     inner = compressible(model)
@@ -173,7 +173,7 @@ def _leave(model: PreTrainedModel, call: _Call) -> None:
             return
         at = blocks.open.index(call)
         earlier = blocks.open[:at]
-        while not call.in_block and earlier and not earlier[-1].in_block:  # calls whose place this one took
+        while not call.in_block and earlier and not earlier[-1].in_block:  # calls that this one replaced
             earlier.pop()
         blocks.open[: at + 1] = earlier
         if blocks.open:
@@ -181,7 +181,7 @@ def _leave(model: PreTrainedModel, call: _Call) -> None:
             return
         del _BLOCKS[model]
         if blocks.wrapper is None or vars(model).get("generate") is not blocks.wrapper():
-            pass  # Other code has wrapped our `generate`, which only passes calls on from now on.
+            pass  # Other code has wrapped our `generate`; from now on it just passes calls on.
         elif blocks.generate is None:
             del model.generate
         else:
@@ -192,7 +192,7 @@ def _leave(model: PreTrainedModel, call: _Call) -> None:
 
 
 def _switch(model: PreTrainedModel, call: _Call, blocks: _Blocks) -> None:
-    """Switch the model's fused attention on or off as the call asks; without it, hook the model for positions."""
+    """Switch the model's fused attention as the call asks; without it, add hooks for position embeddings."""
     if call.fused or (call.fused is None and model._can_set_attn_implementation()):
         enable_fused_attention(model)
         return
@@ -205,14 +205,14 @@ def _switch(model: PreTrainedModel, call: _Call, blocks: _Blocks) -> None:
 
 
 def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
-    """Wrap the model's `generate` to use a cache of the latest open call."""
+    """Wrap the model's `generate` so that it uses a cache of the latest open call."""
     generate = model.generate
     running = threading.local()
 
     @functools.wraps(generate)
     def generate_compressed(*args: Any, **kwargs: Any) -> Any:
-        # Early exit drafts with a `generate` of the first layers inside the `generate` of the whole model.
-        opened = tuple(blocks.open)  # Another thread may end them meanwhile.
+        # Early exit calls `generate` on the first layers, for drafts, inside `generate` of the whole model.
+        opened = tuple(blocks.open)  # another thread may end calls meanwhile
         if vars(running) or not opened:
             return generate(*args, **kwargs)
         passed = inspect.signature(generate).bind_partial(*args, **kwargs).arguments.get("generation_config")
@@ -228,11 +228,11 @@ def _compressing(model: PreTrainedModel, blocks: _Blocks) -> Callable[..., Any]:
             handle = call.handle()
             if handle is not None:
                 handle.cache = cache
-            del handle  # It may be dropped while `generate` runs.
+            del handle  # let it be dropped while `generate` runs
             kwargs.pop("past_key_values", None)
             kwargs[cache_argument()] = cache
             kwargs.pop("cache_implementation", None)
-            if any(one.cache_implementation for one in settings):  # `generate` refuses both at once.
+            if any(one.cache_implementation for one in settings):  # `generate` refuses it next to a cache
                 kwargs["cache_implementation"] = None
             output = generate(*args, **kwargs)
             call.report_unfilled(model, cache)

@@ -47,15 +47,15 @@ class CompressedCache(Cache, ModelListener):
             `CompressionConfig`.
 
     Raises:
-        ValueError: The compression config is wrong or does not fit the model, the model is an encoder-decoder or has no
-            full attention, a method does not support its head dimension, or the backend is unavailable.
+        ValueError: the compression config is wrong or does not fit the model, the model is an encoder-decoder or has no
+            full attention, a method does not support its head dimension, or the back end is unavailable.
     """
 
     methods: ClassVar[frozenset[str] | None] = None
-    """Methods of which keys or values of this class use at least one; None for any."""
+    """Keys or values of this class use at least one of these methods; None allows any."""
 
     rope_tracks: list[RopeTrack]
-    """Cos and sin for the layers that need them: one track unless these have other sinks or groups."""
+    """Cos and sin for the layers that need them: one track per number of sinks and group size."""
 
     def __init__(
         self, config: PreTrainedConfig, compression: CompressionConfig | str | Path | Mapping[str, Any]
@@ -93,13 +93,13 @@ class CompressedCache(Cache, ModelListener):
         self._offloading = Offloading() if self.compression.offloading else None
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to a safetensors file, completely or, after an error, not at all.
+        """Write the cache to a safetensors file; after an error, what was at `path` is unchanged.
 
         Raises:
-            ValueError: A layer cannot be saved.
-            OSError: The file cannot be written.
+            ValueError: a layer cannot be saved.
+            OSError: the file cannot be written.
         """
-        self._settle()
+        self._synchronize()
         save_cache(self, path)
 
     @classmethod
@@ -113,27 +113,27 @@ class CompressedCache(Cache, ModelListener):
         device: torch.device | str | None = None,
         any_model: bool = False,
     ) -> Self:
-        """Read the cache that `save` wrote to `path`; it continues as the saved one would have, bit for bit.
+        """Read a cache that `save` wrote; it continues as the saved one would have, bit for bit.
 
         Args:
             path: the file.
             config: config of the model that filled the cache; its name and shape are compared with the saved ones.
             codebooks: CommVQ's file, if it has moved since the cache was saved.
-            statistics: spectral's file, likewise.
+            statistics: spectral's file, if it has moved since the cache was saved.
             device: device of the loaded cache, by default the CPU.
             any_model: accept a model of another name.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            ValueError: The file is damaged, of a newer release or another format, of another model, or its methods are
-                not those of this class.
+            FileNotFoundError: there is no such file.
+            ValueError: the file is damaged, of a newer release, of another format or of another model, or its methods
+                are not those of this class.
         """
         files = {"codebooks": codebooks, "statistics": statistics}
         return load_cache(path, partial(cls._of_file, config), files, device, any_model)
 
     @classmethod
     def _of_file(cls, config: PreTrainedConfig, compression: CompressionConfig) -> Self:
-        """Create an empty cache of this class without its own constructor, whose arguments differ by class."""
+        """Create an empty cache of this class without calling its constructor, whose arguments differ by class."""
         methods = compression.keys.method, compression.values.method
         if cls.methods is not None and cls.methods.isdisjoint(methods):
             raise ValueError(f"keys of {methods[0]} and values of {methods[1]}: use CompressedCache.load")
@@ -142,9 +142,9 @@ class CompressedCache(Cache, ModelListener):
         return cache
 
     def follow(self, decoder_config: PreTrainedConfig) -> None:
-        """Take the fused-attention switch from this config, a model's own, instead of the one the cache was built from.
+        """Read the fused-attention switch from this config, the model's own, from now on.
 
-        A model with fused attention calls it in each step.
+        A model's hooks call it in each step.
         """
         if decoder_config is self._followed:
             return
@@ -153,17 +153,18 @@ class CompressedCache(Cache, ModelListener):
             layer.decoder_config = decoder_config
 
     def receive_mask(self, mask: Any) -> None:
-        """Learn from the attention mask of a forward which tokens are left padding, if that is not known yet."""
+        """Read from a forward's attention mask which tokens are left padding, if that is not known yet."""
         first = next((layer for layer in self.layers if isinstance(layer, CompressedLayer)), None)
         if first is not None and (self.padding.awaited or first.storage is None or first.storage.empty):
             self.padding.receive(mask, self._tokens())
 
     def receive_positions(self, layer: int, embeddings: Any, tokens: int) -> None:
-        """Keep cos and sin of a step's tokens for layers that need them; some models pass those of all cached tokens.
+        """Keep cos and sin of a step's tokens for layers that need them.
 
         Args:
             layer: index of the layer whose attention runs.
-            embeddings: the model's `(cos, sin)`, each `[B, T, C]`; anything else counts as unknown.
+            embeddings: the model's `(cos, sin)`, each `[B, T, C]`, of the step or of all cached tokens; anything else
+                counts as unknown.
             tokens: new tokens of the step, the last of `T`.
         """
         receiver = self.layers[layer]
@@ -180,7 +181,7 @@ class CompressedCache(Cache, ModelListener):
                 raise ValueError("offloading=True: allowed False where the model is compiled")
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         try:
-            if self._offloading is None:  # what the base class does, a call less per layer
+            if self._offloading is None:  # same as the base class, with one call less per layer
                 return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
             with self._offloading.at_work(self.layers, layer_idx):
                 return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -189,7 +190,7 @@ class CompressedCache(Cache, ModelListener):
             raise
 
     def _step_back(self, failed: int) -> None:
-        """Remove a step's tokens from the layers before `failed`, which refused them, if all of them can be cropped."""
+        """Drop a step that layer `failed` refused from the layers before it, if all of them can be cropped."""
         length, before = int(self.layers[failed].get_seq_length()), self.layers[:failed]
         self.padding.truncate(length)
         try:
@@ -208,7 +209,7 @@ class CompressedCache(Cache, ModelListener):
             track.truncate(length)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        """Yield what `DynamicCache` does per layer: keys, values, and the sliding window or None."""
+        """Yield per layer what `DynamicCache` yields: keys, values, and the sliding window or None."""
         return DynamicCache.__iter__(self)
 
     @property
@@ -227,14 +228,14 @@ class CompressedCache(Cache, ModelListener):
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         if not CROPS_TO_LENGTH and any(isinstance(count, int) and count == 0 for count in (*args, *kwargs.values())):
-            # `generate` calls this after it accepts a whole draft. Only layers that are not compressed have work to do:
-            # they may hold more than their window.
+            # `generate` calls this after it accepts a whole draft. Only uncompressed layers, which may hold more than
+            # their window, have something to do.
             layers = [layer for layer in self.layers if type(layer) is not CompressedLayer]
             check_croppable(layers)
             for layer in layers:
                 layer.crop(*args, **kwargs)
             return
-        self._settle()
+        self._synchronize()
         self._refuse_static("cropped")
         check_croppable(self.layers)
         for count in (*args, *kwargs.values()):  # the argument's name depends on Transformers' version
@@ -246,7 +247,7 @@ class CompressedCache(Cache, ModelListener):
             track.truncate(left)
 
     def reset(self) -> None:
-        self._settle()
+        self._synchronize()
         super().reset()
         self.padding.reset()
         for track in self.rope_tracks:
@@ -259,7 +260,7 @@ class CompressedCache(Cache, ModelListener):
         repeats = operator.index(repeats)
         if repeats < 1:
             raise ValueError(f"repeats={repeats}: must be at least 1")
-        self._settle()
+        self._synchronize()
         self._refuse_static("repeated")
         if self._empty():
             return
@@ -275,13 +276,13 @@ class CompressedCache(Cache, ModelListener):
             rows = _row_numbers(name, rows, held[0])
         if self._empty():
             return
-        self._settle()
+        self._synchronize()
         self._apply_to_shared(lambda x: x.index_select(0, rows.to(x.device)))
         select(rows)
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._offloading is not None:
-            self._offloading.settle()
+            self._offloading.synchronize()
 
     def _refuse_static(self, change: str) -> None:
         """Raise `ValueError` if a layer is Transformers' `StaticLayer`, which does not support this operation."""
@@ -289,7 +290,7 @@ class CompressedCache(Cache, ModelListener):
             raise ValueError(f"max_cache_len: a cache with a {type(static[0]).__name__} cannot be {change}")
 
     def _empty(self) -> bool:
-        """True if no layer holds tokens, as after a reset; the next batch size is then free."""
+        """True if no layer holds tokens, as after a reset; the next batch may then have any size."""
         return not any(int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, CacheLayerMixin))
 
     def _tokens(self) -> int:
@@ -297,7 +298,7 @@ class CompressedCache(Cache, ModelListener):
         return max((int(layer.get_seq_length()) for layer in self.compressed_layers.values()), default=0)
 
     def _apply_to_shared(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Change the rows of what layers share, before the layers' own rows: layers may encode tokens with it then."""
+        """Change the rows of what layers share, before the layers change: they may encode tokens with it."""
         self.padding.apply(change)
         for layer in self.compressed_layers.values():
             if layer.track is not None:
@@ -307,7 +308,7 @@ class CompressedCache(Cache, ModelListener):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         """Copy the cache but share the model's config, which holds the fused-attention switch."""
-        self._settle()
+        self._synchronize()
         memo |= {id(config): config for config in (self.decoder_config, self._followed)}
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
@@ -340,7 +341,7 @@ def _check_plans(plans: dict[int, LayerPlan], config: PreTrainedConfig) -> RopeL
     """Check methods against the model's config, and return the model's RoPE layout if a method needs it.
 
     Raises:
-        ValueError: A method does not support the head dimension or the layer, or needs RoPE where there is none.
+        ValueError: a method does not support the head dimension or the layer, or needs RoPE where there is none.
     """
     head_dim = None
     if getattr(config, "kv_lora_rank", None) is None:

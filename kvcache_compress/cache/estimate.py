@@ -20,7 +20,7 @@ BF16_BYTES = 2
 
 
 def side_bytes(plan: LayerPlan, head_dim: int) -> float:
-    """Bytes per packed token of one head, keys and values together."""
+    """Bytes per packed token and head, keys and values together."""
     return sum(bytes_per_token(plan.layout(side, head_dim)) for side in SIDES)
 
 
@@ -30,7 +30,7 @@ def _rope_groups(config: CompressionConfig, head_dim: int, layers: int) -> set[t
 
 
 def rope_bytes(config: CompressionConfig, head_dim: int, layers: int, tokens: int) -> int:
-    """Bytes of the cos and sin that some methods need, of one sequence for all layers; assumes fully rotary heads."""
+    """Bytes of the cos and sin that some methods store, for one sequence; assumes fully rotary heads."""
     rows = sum(rope_rows(tokens, *groups) for groups in _rope_groups(config, head_dim, layers))
     return head_dim * ROPE_DTYPE.itemsize * rows
 
@@ -50,7 +50,7 @@ def constant_bytes(config: CompressionConfig, layers: int, kv_heads: int, head_d
 
 
 def packed_bits(config: CompressionConfig, head_dim: int, layers: int = 32, kv_heads: int = 8) -> float:
-    """Stored bits per packed number of the compressed layers, with the cos and sin that they share."""
+    """Stored bits per packed number of the compressed layers, including the cos and sin that they share."""
     plans = [plan for plan in config.plan(["full_attention"] * layers) if plan.compresses]
     factors = head_dim * ROPE_DTYPE.itemsize * sum(1 / size for _, size in _rope_groups(config, head_dim, layers))
     stored = kv_heads * sum(side_bytes(plan, head_dim) for plan in plans) + factors
@@ -60,9 +60,9 @@ def packed_bits(config: CompressionConfig, head_dim: int, layers: int = 32, kv_h
 def cache_bytes(
     config: CompressionConfig, layers: int, kv_heads: int, head_dim: int, tokens: int, batch: int = 1
 ) -> float:
-    """Bytes of the tokens of a bfloat16 model's cache, `tokens` per sequence, in its `layers` full-attention layers.
+    """Bytes of the tokens in a bfloat16 model's cache, `tokens` per sequence, in its `layers` full-attention layers.
 
-    `rope_bytes` and `constant_bytes` are not included; see `total_bytes`.
+    Excludes `rope_bytes` and `constant_bytes`; see `total_bytes`.
     """
     total = 0.0
     for plan in config.plan(["full_attention"] * layers):
@@ -84,7 +84,7 @@ def total_bytes(
 
 
 class ModelShape(NamedTuple):
-    """Sizes that a cache depends on: full-attention layers, query heads, key/value heads, head dimension."""
+    """Sizes that a cache depends on; `layers` counts full-attention layers only."""
 
     layers: int
     query_heads: int
@@ -101,11 +101,10 @@ MODELS = {
 
 
 def model_shape(model: str) -> ModelShape:
-    """Shape of a model: one of `MODELS` by its name, or from the config of a hub id or a folder.
+    """Shape of a model: one of `MODELS` by name, or from the config of a hub id or a folder.
 
     Raises:
-        ValueError: The model cannot be compressed, or its config is damaged.
-        OSError: There is no model of that name.
+        ValueError: the model is not found or cannot be compressed, or its config is damaged.
     """
     if model in MODELS:
         return MODELS[model]

@@ -1,4 +1,4 @@
-"""Compressed layer for models with attention and a recurrent state in one layer, such as Falcon-H1."""
+"""Compressed layer for models that have attention and a recurrent state in one layer, such as Falcon-H1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .layer import CompressedLayer
 
 
 class HybridCompressedLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
-    """A `CompressedLayer` beside Transformers' own recurrent state, to which batch operations apply as well.
+    """A `CompressedLayer` with Transformers' recurrent state beside it; batch operations apply to both.
 
     Args:
         number_of_states: as in Transformers' own layer; all other arguments are those of `CompressedLayer`.
@@ -25,7 +25,7 @@ class HybridCompressedLayer(CompressedLayer, LinearAttentionAndFullAttentionLaye
         CompressedLayer.__init__(self, *args, **kwargs)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize keys and values, passed by position, or states, passed by name."""
+        """Initialize keys and values (positional arguments) or states (keyword arguments)."""
         if args:
             CompressedLayer.lazy_initialization(self, *args)
         else:
@@ -33,16 +33,15 @@ class HybridCompressedLayer(CompressedLayer, LinearAttentionAndFullAttentionLaye
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """True if the recurrent state can be cropped, which Transformers' own layer decides."""
+        """True if the recurrent state can be cropped, as Transformers' own layer decides."""
         return bool(LinearAttentionLayer.is_croppable.__get__(self))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Crop keys, values and states; raises `RuntimeError`, as Transformers does, if past states were not kept."""
+        """Crop keys, values and states; raises `RuntimeError`, as Transformers does, without recorded past states."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
         CompressedLayer.crop(self, tokens_to_remove)
 
     def reset(self) -> None:
-        """Empty keys, values and states."""
         CompressedLayer.reset(self)
         LinearAttentionLayer.reset(self)
 

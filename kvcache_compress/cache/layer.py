@@ -1,4 +1,4 @@
-"""A compressed cache layer: Transformers' interface over a storage of `sinks | packed | tail`."""
+"""A compressed cache layer: Transformers' layer interface over a storage of `sinks | packed | tail`."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from kvcache_compress.storage.view import View
 from .row_operations import RowOperations
 
 FLUSH_TOKENS = 32
-"""Tokens that leave the recent window together, so that the cost of encoding is spread over as many steps."""
+"""Tokens that leave the recent window together, which spreads the cost of encoding over as many steps."""
 
 
 class CompressedLayer(RowOperations):
-    """Cache of a full-attention layer whose older tokens are encoded by one codec per side.
+    """Cache of a full-attention layer whose older tokens are encoded, by one codec per side.
 
-    New tokens go to `tail`. Once it has `FLUSH_TOKENS` more than `recent_tokens`, the oldest are encoded and appended
-    to `packed`, where they are never changed again. A step or draft of up to `MAX_DRAFT_TOKENS` first packs the
-    earlier tokens that are due. It then attends in full precision to itself and to all tokens that are still dense. So
-    only the accepted tokens decide what is packed, and cropping a draft brings no packed token back.
+    New tokens go to `tail`. Once it holds `FLUSH_TOKENS` more than `recent_tokens`, the oldest are encoded and appended
+    to `packed`, where they never change again. A step or draft of up to `MAX_DRAFT_TOKENS` first packs the earlier
+    tokens that are due. It then attends in full precision to itself and to all tokens that are still dense. So only
+    accepted tokens decide what is packed, and cropping a draft never unpacks a token.
 
     With `compression.max_cache_len` all buffers are allocated before the first token, masks and decoded tokens have
-    that length (unused places are zero), and statistics are taken from the first prompt. On a GPU its steps have fixed
-    shapes and cannot raise: tokens that are not finite, or too many, raise at the next operation that is not a step.
+    that length (unused positions are zero), and statistics come from the first prompt. On a GPU, steps have fixed
+    shapes and cannot raise: tokens that are not finite or too many raise at the next operation that is not a step.
     """
 
     is_sliding = False
@@ -71,7 +71,7 @@ class CompressedLayer(RowOperations):
         self.compression = compression
         self.max_cache_len = capacity = compression.max_cache_len
         if capacity is not None:
-            # Window buffers are allocated at once, and no window holds more tokens than the cache.
+            # Window buffers are allocated at once, so keep windows no larger than the cache.
             windows = {name: min(getattr(plan, name), capacity) for name in ("sink_tokens", "recent_tokens")}
             plan = replace(plan, **windows)
         self.plan = plan
@@ -90,8 +90,8 @@ class CompressedLayer(RowOperations):
         self._checks = PackableChecks(self.index)
         self._accepted: tuple[Any, ...] | None = None
         self._views: list[weakref.ref[View]] = []
-        """Views that were handed out and may still be held."""
-        for name in ("batch_size", "cumulative_length"):  # they describe tokens that are gone
+        """Views that were handed out and may still be in use."""
+        for name in ("batch_size", "cumulative_length"):  # attributes of the tokens that are gone
             self.__dict__.pop(name, None)
 
     @property
@@ -105,7 +105,7 @@ class CompressedLayer(RowOperations):
             self._initialize(key_states, value_states)
 
     def _writable_buffers(self) -> AbstractContextManager[Any]:
-        """Leave inference mode if the capacity is fixed: its buffers must be writable in place outside of it too."""
+        """Leave inference mode if the capacity is fixed, because buffers are later written outside of it too."""
         leaves = self.max_cache_len is not None and torch.is_inference_mode_enabled()
         return torch.inference_mode(False) if leaves else nullcontext()
 
@@ -141,7 +141,7 @@ class CompressedLayer(RowOperations):
         self.is_initialized = True
 
     def _take_over(self, storage: DynamicStorage) -> None:
-        """Keep this storage, or let a `StaticStorage` take over if steps have static shapes and it fits."""
+        """Use this storage, or a `StaticStorage` made from it if steps have static shapes and it fits."""
         held = self.storage
         old = held.buffers if isinstance(held, StaticStorage) else None
         static = storage.windows.capacity is not None and (old or self.backend.has_static_steps(self.device))
@@ -152,7 +152,7 @@ class CompressedLayer(RowOperations):
         return self.__dict__ | {"_views": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy and register it as a layer of its own, which compiled code tells apart by number."""
+        """Restore a copy and give it a number of its own for compiled code."""
         self.__dict__.update(state)
         self.number = ops.register(self)
 
@@ -173,12 +173,12 @@ class CompressedLayer(RowOperations):
         config = self.decoder_config
         if torch.compiler.is_compiling():
             return bool(config._attn_implementation == ATTENTION_NAME)
-        # Bypasses the config's own attribute lookup, which takes 3 us: every layer asks at every step.
+        # Bypass the config's own attribute lookup, which takes 3 us in every layer and step.
         return bool(object.__getattribute__(config, "_attn_implementation_internal") == ATTENTION_NAME)
 
     @property
-    def waits(self) -> bool:
-        """True if tokens wait to be packed until `close` brings their queries."""
+    def awaits_queries(self) -> bool:
+        """True if packing must wait until `close` brings the step's queries."""
         return isinstance(self.storage, DynamicStorage) and self.storage.due is not None
 
     @property
@@ -187,14 +187,14 @@ class CompressedLayer(RowOperations):
 
     @property
     def dense_buffers(self) -> tuple[torch.Tensor, ...]:
-        """Buffers of the dense tokens of both sides, in the model's dtype, unused capacity included."""
+        """Dense buffers of both sides in the model's dtype, including unused capacity."""
         return () if self.storage is None else self.storage.dense_buffers
 
     @property
     def keys(self) -> torch.Tensor | None:
         """All keys, decoded: `[B, H, T, D]`. None before the first update.
 
-        Writing into them, or assigning, changes the dense tokens, and raises `ValueError` if packed ones would change.
+        Writing into them, or assigning, changes the dense tokens; it raises `ValueError` if packed tokens would change.
         """
         return self._dense("keys")
 
@@ -231,16 +231,16 @@ class CompressedLayer(RowOperations):
         held.copy_(x)
 
     def write(self, side: Side, x: torch.Tensor, old: torch.Tensor) -> None:
-        """Write the numbers of decoded tokens `x` `[B, H, T, D]` that differ from `old` to the dense tokens.
+        """Write decoded tokens `x` `[B, H, T, D]` to the dense tokens where they differ from `old`.
 
         Raises:
-            ValueError: packed tokens would change, or tokens that are to be packed are not finite; nothing has changed.
+            ValueError: packed tokens would change, or tokens to be packed are not finite. Nothing has changed then.
         """
         assert self.storage is not None
         self._fetch(self.storage)
         with self.edited() as storage:
             state, tokens = storage.sides[side], storage.tokens
-            x, old = x[:, :, :tokens], old[:, :, :tokens]  # whatever is written to unused capacity has no effect
+            x, old = x[:, :, :tokens], old[:, :, :tokens]  # writes to unused capacity have no effect
             if (rows := self.padding.rows) is not None:
                 x, old = (rows.exchange_(y.clone().mT, self.plan.sink_tokens).mT for y in (x, old))
             changed = x != old
@@ -264,23 +264,22 @@ class CompressedLayer(RowOperations):
                 view.write(x, changed)
 
     def _fetch(self, storage: DynamicStorage | StaticStorage) -> None:
-        """Bring offloaded tokens to the layer's device."""
-        if storage.dense_parts["keys"].device != self.device:
+        if storage.dense_like["keys"].device != self.device:
             self.prefetch()
         if self.compression.offloading and self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
     def _hand_out(self, *views: View) -> None:
-        """Remember views for as long as somebody holds them."""
+        """Keep track of views for as long as somebody uses them."""
         self._views = [view for view in self._views if view() is not None]
         for view in views:
-            view.owner, view.waited = self, self.waits
+            view.owner, view.awaited_queries = self, self.awaits_queries
             self._views.append(weakref.ref(view))
 
     def release_views(self, kept: int | None = None) -> None:
-        """Save the content of views that are still held, before a change that may keep the first `kept` tokens only.
+        """Copy the content of views still in use, before a change that may keep only the first `kept` tokens.
 
-        If nobody holds a view, as in an ordinary step, this costs nothing.
+        Costs nothing if no view is in use, as in an ordinary step.
         """
         if self._views:
             self._views = [one for one in self._views if (view := one()) is not None and not view.release(kept)]
@@ -290,14 +289,14 @@ class CompressedLayer(RowOperations):
     ) -> tuple[torch.Tensor | View, torch.Tensor | View]:
         """Store keys and values `[B, H, T, D]` and return the keys and values that this step attends to.
 
-        These are plain tensors while nothing is packed, while fused attention is off, and for gradients, which reach
-        this step's keys and values but none of an earlier step; else views, also of the tokens whose queries attention
-        is to show to a codec.
+        With fused attention and packed tokens these are views; also if a codec needs the step's queries, which
+        attention will bring. Otherwise they are plain tensors: while nothing is packed, without fused attention, and
+        with gradients. Gradients reach this step's keys and values, but none of an earlier step.
 
         Raises:
-            ValueError: The batch size changes, the tokens exceed the static capacity, or tokens to be packed are not
-                finite. The cache is unchanged (on a GPU, where waiting for the check would stall, a later update
-                raises).
+            ValueError: the batch size changes, the tokens exceed the static capacity, or tokens to be packed are not
+                finite. The cache is unchanged. On a GPU a later update raises, because waiting for the check would
+                stall.
         """
         if torch.compiler.is_compiling():
             return self._update_when_run(key_states, value_states)
@@ -308,9 +307,9 @@ class CompressedLayer(RowOperations):
         assert storage is not None
         gradients = (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled()
         fused = self.fused and not gradients
-        if self.waits and not fused:
+        if self.awaits_queries and not fused:
             self.close(None)
-        if fused and (self.waits or (not first and (keys.packed or capacity is not None))):
+        if fused and (self.awaits_queries or (not first and (keys.packed or capacity is not None))):
             self._hand_out(keys, values)
             return keys, values
         if first:
@@ -326,7 +325,7 @@ class CompressedLayer(RowOperations):
     def _update_when_run(
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor | View, torch.Tensor | View]:
-        """Trace an `update`: put operators into the graph that store and attend when the compiled code runs."""
+        """Trace an `update`: add operators to the graph that store and attend when the compiled code runs."""
         if (key_states.requires_grad or value_states.requires_grad) and torch.is_grad_enabled():
             raise ValueError(
                 "gradients of keys and values: allowed where the model is not compiled, else torch.no_grad()"
@@ -341,13 +340,13 @@ class CompressedLayer(RowOperations):
         return found
 
     def _keeps_counter(self, key_states: torch.Tensor) -> bool:
-        """True if the layer keeps its counter tensor, to which compiled code then adds the step's tokens itself."""
+        """True if the layer keeps its counter tensor; compiled code then adds the step's tokens to it itself."""
         return self.is_initialized and bool(key_states.shape[0] == self.batch_size > 0)
 
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[View, View]:
         """Store keys and values `[B, H, T, D]` for compiled code, and return what this step attends to.
 
-        With a static capacity the counter is left to the compiled code, which adds to it itself, unless it is new.
+        With a static capacity, compiled code adds to the counter itself, unless the counter is new.
         """
         counting = self.max_cache_len is not None and not self._keeps_counter(key_states)
         views = self._append(key_states, value_states, counting)
@@ -355,14 +354,14 @@ class CompressedLayer(RowOperations):
         return views
 
     def close(self, call: AttentionCall | None) -> None:
-        """End a step: pack what waits for the queries of its attention, which are None if nobody saw them.
+        """End a step: pack the tokens that had to wait for its queries. `call` is None if the queries were not seen.
 
         If layers share keys and values, the first one that attends closes the step; later calls do nothing.
         """
         storage = self.storage
         if not isinstance(storage, DynamicStorage) or storage.due is None:
             return
-        away = storage.dense_parts["keys"].device != self.device
+        away = storage.dense_like["keys"].device != self.device
         if away:
             self.prefetch()
         with self._writable_buffers():
@@ -392,14 +391,14 @@ class CompressedLayer(RowOperations):
     def _accept(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Check new keys and values, make a storage if there is none, and return them in its dtypes, detached.
 
-        Tensors of the same shapes, dtypes and devices as in the last step are not checked again.
+        Tensors with the shapes, dtypes and devices of the last step are not checked again.
         """
         like = None
         if type(keys) is type(values) is torch.Tensor:
             like = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
         if like is None or like != self._accepted:
             storage = self.storage
-            check_states(self.index, keys, values, {} if storage is None else storage.dense_parts)
+            check_states(self.index, keys, values, {} if storage is None else storage.dense_like)
             self._check_arrival(keys, values)
             if storage is None or (keys.shape[0] != self.batch_size and storage.empty):
                 self.lazy_initialization(keys, values)
@@ -426,9 +425,9 @@ class CompressedLayer(RowOperations):
             self._checks.add("values", values)
 
     def _widened(self, keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Widen dense tokens to dtypes that hold both them and new tokens of these, and return those dtypes."""
+        """Convert dense tokens to dtypes that hold old and new tokens without loss, and return those dtypes."""
         assert self.storage is not None
-        k_held, v_held = (x.dtype for x in self.storage.dense_parts.values())
+        k_held, v_held = (x.dtype for x in self.storage.dense_like.values())
         if (k_held, v_held) == (keys, values):
             return keys, values
         wider = torch.promote_types(k_held, keys), torch.promote_types(v_held, values)
@@ -438,12 +437,12 @@ class CompressedLayer(RowOperations):
         return wider
 
     def views(self) -> tuple[View, View]:
-        """All keys and values of the layer, as a step of a few tokens attends to them right after it is stored."""
+        """Views of all keys and values, as a step of a few tokens attends to them right after it is stored."""
         assert self.storage is not None
         return self.storage.views()
 
     def raise_for_known(self) -> None:
-        """Raise `ValueError` if a finished check found tokens packed on a GPU that are not finite."""
+        """Raise `ValueError` if a finished check found that tokens packed on a GPU are not finite."""
         self._checks.raise_for_known()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -460,24 +459,24 @@ class CompressedLayer(RowOperations):
         return 0 if self.storage is None else self.storage.tokens
 
     def get_max_length(self) -> int:
-        """The static capacity; -1 for a layer that grows without a limit."""
+        """The static capacity; -1 for a layer that grows without limit."""
         return self.max_cache_len or -1
 
     get_max_cache_shape = get_max_length
 
     def activate_past_recording(self) -> None:
-        """Expect crops after prompts too: the last `MAX_DRAFT_TOKENS` of a prompt may be a draft, and stay dense."""
+        """Expect crops after prompts too: the last `MAX_DRAFT_TOKENS` of a prompt may be a draft and stay dense."""
         self.record_past = True
 
     def reset(self) -> None:
-        """Empty the layer; the next update starts anew, with fresh statistics."""
+        """Empty the layer; the next update starts anew, with new statistics."""
         self.release_views()
         self._forget()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens; exact within the tail, while a cut packed group is decoded.
+        """Remove the last `-tokens_to_remove` tokens; a packed group that the crop cuts is decoded into the tail.
 
-        With releases of Transformers whose `crop` takes a length, a positive number is that length.
+        In releases of Transformers whose `crop` takes a length, a positive number is that length.
         """
         if tokens_to_remove == 0 and not CROPS_TO_LENGTH:
             return
@@ -492,7 +491,7 @@ class CompressedLayer(RowOperations):
         if self.storage is not None:
             with self.edited() as storage:
                 storage.apply(change)
-            self.batch_size = self.storage.dense_parts["keys"].shape[0]
+            self.batch_size = self.storage.dense_like["keys"].shape[0]
 
     @contextmanager
     def edited(self) -> Iterator[DynamicStorage]:
@@ -507,7 +506,7 @@ class CompressedLayer(RowOperations):
             self.cumulative_length.fill_(self._length())
 
     def _renumber(self) -> None:
-        """Give the layer a new number before its buffers change, since a recorded CUDA graph refers to the old ones."""
+        """Give the layer a new number before its buffers change, since recorded CUDA graphs refer to the old ones."""
         self._accepted = None
         if isinstance(self.storage, StaticStorage) and not self.storage.empty:
             self.number = ops.register(self, self.number)
@@ -516,7 +515,7 @@ class CompressedLayer(RowOperations):
 def _with_step(dense: torch.Tensor, states: torch.Tensor, start: torch.Tensor | int) -> torch.Tensor:
     """Put a step's own tokens `[B, H, n, D]` into `dense` `[B, H, T, D]` from `start` on.
 
-    Gradients reach them there, but not the tokens that were read from a cache.
+    Gradients reach the step's tokens there, but not the tokens from the cache.
     """
     at = torch.arange(states.shape[2], device=dense.device) + start
     return dense.index_copy(2, at, states.to(dense.dtype))

@@ -1,6 +1,6 @@
-"""Memory of a cache: tokens, bytes and bits per number with everything counted.
+"""Memory report of a cache: tokens, bytes, and bits per number with everything counted.
 
-Bytes are as held, and the ratio is to a full cache in the model's own dtype. Bits are comparable between models:
+Bytes are as held, and the ratio is to a full cache in the model's own dtype. To make bits comparable between models,
 numbers stored in the model's own dtype (dense tokens, sides of method `none`) count as 16 bits.
 """
 
@@ -22,26 +22,26 @@ from .layer import CompressedLayer
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Memory of one layer. Tokens are per sequence, bytes over the whole batch."""
+    """Memory of one layer. Tokens are per sequence, bytes are over the whole batch."""
 
     layer: int
     method: str
     dense_tokens: int
     packed_tokens: int
     fields: dict[str, int]
-    """Bytes in use per stored field, `keys.codes0` and so on; `dense` counts the sinks and the tail."""
+    """Bytes in use per stored field, such as `keys.codes0`; `dense` counts the sinks and the tail."""
     allocated_bytes: int
-    """Bytes held for tokens, unused capacity included."""
+    """Bytes held for tokens, including unused capacity."""
     constant_bytes: int
     """Bytes that do not depend on the number of tokens: rotations, codebooks, means."""
     packed_numbers: int
     numbers: int
     full_bytes: int = 0
-    """Bytes that its tokens would take in the model's own dtype."""
+    """Bytes that the same tokens would take in the model's own dtype."""
     wider_bytes: int = 0
-    """Bytes beyond 16 bits per number of all buffers in the model's own dtype, unused capacity included."""
+    """Bytes beyond 16 bits per number in all buffers of the model's own dtype, including unused capacity."""
     wider_packed_bytes: int = 0
-    """Part of `wider_bytes` in use for packed tokens, which a side of method `none` holds in the model's dtype."""
+    """Part of `wider_bytes` used by packed tokens, which a side of method `none` stores in the model's dtype."""
     dtype: torch.dtype | None = None
     """The model's own dtype; None before the first tokens."""
 
@@ -59,7 +59,7 @@ class LayerMemory:
 
     @property
     def total_bytes_at_16(self) -> int:
-        """Bytes held, with numbers in the model's own dtype counted at 16 bits."""
+        """Bytes held, with numbers in the model's own dtype counted as 16 bits."""
         return self.total_bytes - self.wider_bytes
 
     @property
@@ -73,7 +73,7 @@ class MemoryReport:
 
     layers: list[LayerMemory] = field(default_factory=list)
     rope_used_bytes: int = 0
-    """Bytes of cos and sin, kept once for all layers if a codec needs them; part of the totals."""
+    """Bytes of cos and sin, stored once for all layers if a codec needs them; part of the totals."""
     rope_packed_bytes: int = 0
     """Part of `rope_used_bytes` that belongs to packed tokens."""
     rope_allocated_bytes: int = 0
@@ -119,12 +119,12 @@ class MemoryReport:
 
     @property
     def total_bytes_at_16(self) -> int:
-        """Bytes held by the cache, with numbers in the model's own dtype counted at 16 bits."""
+        """Bytes held by the cache, with numbers in the model's own dtype counted as 16 bits."""
         return self._sum("total_bytes_at_16") + self.rope_allocated_bytes
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the same tokens in a full cache, in the model's own dtype."""
+        """Bytes of the same tokens in a full cache of the model's own dtype."""
         return self._sum("full_bytes")
 
     @property
@@ -135,18 +135,18 @@ class MemoryReport:
 
     @property
     def packed_bits_per_number(self) -> float:
-        """Bits stored per packed number: codes, scales, norms, zero points, padding; 16 on a side of method `none`."""
+        """Bits per packed number: codes, scales, norms, zero points, padding; 16 on a side of method `none`."""
         packed = self._sum("packed_bytes") - self._sum("wider_packed_bytes") + self.rope_packed_bytes
         return 8 * packed / self.packed_numbers if self.packed_numbers else float("nan")
 
     @property
     def bits_per_number(self) -> float:
-        """Bits per cached number: packed tokens, dense ones at 16 bits, unused capacity, constants."""
+        """Bits per cached number: packed tokens, dense tokens at 16 bits, unused capacity and constants."""
         return 8 * self.total_bytes_at_16 / self.numbers if self.numbers else float("nan")
 
     @property
     def ratio(self) -> float:
-        """Size of a full cache in the model's own dtype, divided by the size of this one, everything counted."""
+        """Size of a full cache in the model's own dtype divided by the size of this one, with everything counted."""
         return self.full_bytes / self.total_bytes if self.total_bytes else float("nan")
 
     def fields(self) -> dict[str, int]:
@@ -164,7 +164,7 @@ class MemoryReport:
         return {name: getattr(self, name) for name in names} | {"fields": self.fields()}
 
     def __str__(self) -> str:
-        """Summary, then a table with a row for each run of layers that are alike, in 80 columns."""
+        """Summary and a table with one row per run of equal layers, 80 columns wide."""
         if not self.numbers:
             return f"no tokens; {size_text(self.total_bytes)} held"
         table = [("layers", "method", "dense", "packed", "used", "held", "bits")]
@@ -197,15 +197,15 @@ class MemoryReport:
 
 
 def _likeness(layer: LayerMemory) -> tuple[Any, ...]:
-    """Everything that a row of the printed table shows of a layer."""
+    """Everything that the printed table shows of a layer."""
     bits = layer.total_bytes_at_16, layer.numbers
     return layer.method, layer.dense_tokens, layer.packed_tokens, layer.used_bytes, layer.total_bytes, *bits
 
 
 def memory_report(layers: Sequence[Any]) -> MemoryReport:
-    """Count a cache's layers, Transformers' own ones included, and the cos and sin that they share."""
+    """Count a cache's layers, including Transformers' own, and the cos and sin that they share."""
     rows = [_layer_memory(index, layer) for index, layer in enumerate(layers)]
-    packed: dict[RopeTrack, int] = {}  # of the copies that each device has
+    packed: dict[RopeTrack, int] = {}  # packed tokens by track; each device has its own copy
     for layer, row in zip(layers, rows, strict=True):
         if isinstance(layer, CompressedLayer) and layer.track is not None:
             packed[layer.track] = max(packed.get(layer.track, 0), row.packed_tokens)
@@ -223,7 +223,8 @@ def _layer_memory(index: int, layer: Any) -> LayerMemory:
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if keys is None or values is None or not keys.numel():
         return LayerMemory(index, type(layer).__name__, 0, 0, {"dense": 0}, 0, 0, 0, 0)
-    tokens, held = min(int(layer.get_seq_length()), keys.shape[2]), (keys, values)  # a static layer has spare capacity
+    # A static layer has spare capacity.
+    tokens, held = min(int(layer.get_seq_length()), keys.shape[2]), (keys, values)
     used = sum(x[:, :, :tokens].nbytes for x in held)
     numbers = sum(x[:, :, :tokens].numel() for x in held)
     return LayerMemory(

@@ -1,7 +1,7 @@
 """Offloading: layers stay on the CPU, packed as they are, while other layers run.
 
-The layer that runs and the next one are on their device. The next one is copied while the layer before it runs, on a
-stream of its own as in `transformers.Cache(offloading=True)`, but with one stream per device and none for the CPU.
+The running layer and the next one are on their device. The next layer is copied while the layer before it runs, on a
+stream of its own. `transformers.Cache(offloading=True)` does the same; here each device has a stream, and the CPU none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .layer import CompressedLayer
 
 
 class Offloading:
-    """Move a cache's full-attention layers between CPU and device; sliding and linear layers stay on their device."""
+    """Moves a cache's full-attention layers between CPU and device; sliding and linear layers stay on their device."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
@@ -27,7 +27,7 @@ class Offloading:
 
     @contextmanager
     def at_work(self, layers: Sequence[Any], index: int) -> Iterator[None]:
-        """Keep layer `index` on its device within the block and move it to the CPU after it; prefetch the next one."""
+        """Keep layer `index` on its device in the block, then move it to the CPU; prefetch the next layer meanwhile."""
         layer = layers[index]
         if not _moves(layer):
             yield
@@ -41,18 +41,17 @@ class Offloading:
         layer.offload()
 
     def _start(self, layer: Any) -> None:
-        """Copy a layer to its device without waiting for it."""
         if not layer.is_initialized or layer.device.type == "cpu":
             return
         if layer.device not in self._streams:
             self._streams[layer.device] = torch.Stream(layer.device)
         stream = self._streams[layer.device]
-        # The layer's last copy to the CPU must be complete, and running work may still read the memory it had.
+        # Wait for the layer's copy to the CPU, and for running work that may still read the memory it had.
         stream.wait_stream(torch.accelerator.current_stream(layer.device))
         with stream:
             layer.prefetch()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all copies have arrived, before the CPU reads them."""
         for device in self._streams:
             torch.accelerator.synchronize(device)

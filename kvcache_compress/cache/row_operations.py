@@ -1,4 +1,4 @@
-"""Batch operations of a cache layer and moves between devices, each as one change applied to all buffers."""
+"""Batch operations of a cache layer and moves between devices, each as one change of all buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache_compress.storage.side import SideState
 
 
 class RowOperations(CacheLayerMixin):
-    """Base with beam reordering, batch selection and moves; each maps `_apply` over buffers `[B, ...]`."""
+    """Beam reordering, batch selection and moves between devices; each maps `_apply` over buffers `[B, ...]`."""
 
     device: torch.device
 
@@ -28,7 +28,7 @@ class RowOperations(CacheLayerMixin):
 
     @abstractmethod
     def release_views(self) -> None:
-        """Save the content of views that are still held, before the layer changes."""
+        """Copy the content of views that are still in use, before the layer changes."""
 
     def _select(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.release_views()
@@ -43,11 +43,11 @@ class RowOperations(CacheLayerMixin):
         self._select(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows of the batch that `indices` (integers or a boolean mask) selects."""
+        """Keep the rows that `indices` (integers or a boolean mask) selects."""
         self._select(lambda x: x[indices.to(x.device) if isinstance(indices, torch.Tensor) else indices])
 
     def offload(self) -> None:
-        """Move all buffers to the CPU; segments that a step returned stay on the device."""
+        """Move all buffers to the CPU; views that a step returned stay on the device."""
         self._apply(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:

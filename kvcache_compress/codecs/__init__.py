@@ -1,1 +1,1 @@
-"""Building blocks of methods, and the contract of a method (`base.py`)."""
+"""Building blocks of compression methods, and the contract that a method fulfils (`base.py`)."""

@@ -1,4 +1,4 @@
-"""Exact allocation of a budget: one choice for each of several units, with the least loss in all."""
+"""Optimal allocation of a budget: pick one option per unit so that the total loss is least."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 
 
 def allocate(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], budget: int) -> list[int]:
-    """Index of each unit's choice with the least sum of losses, among those whose costs sum to at most `budget`.
+    """Return the index of each unit's option with the least total loss whose costs sum to at most `budget`.
 
-    Dynamic programming over what is spent (the multiple-choice knapsack problem).
+    Solves the multiple-choice knapsack problem exactly, by dynamic programming over the budget spent.
 
     Args:
-        costs: of each unit's choices, of which there may be unequal numbers.
-        losses: likewise.
-        budget: most that all may cost.
+        costs: costs of each unit's options; units may differ in their number of options.
+        losses: losses of the same options.
+        budget: largest total cost.
 
     Raises:
-        ValueError: even the cheapest choices cost more than the budget.
+        ValueError: even the cheapest options exceed the budget.
     """
     least = [min(of_unit) for of_unit in costs]
     spare = min(budget, sum(max(of_unit) for of_unit in costs)) - sum(least)

@@ -1,4 +1,4 @@
-"""Contract of a method: one codec per side (keys or values) and layer."""
+"""Contract of a compression method: a codec for one side (keys or values) of one layer."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ if TYPE_CHECKING:
 Side: TypeAlias = Literal["keys", "values"]
 SIDES: tuple[Side, ...] = ("keys", "values")
 Fields: TypeAlias = tuple[torch.Tensor, ...]
-"""Stored tensors of a run of tokens, in the order of `Codec.fields`,
-each `[B, H, tokens / field.tokens, *field.shape]`."""
+"""Stored tensors of a run of tokens, one per entry of `Codec.fields`, each `[B, H, tokens / field.tokens,
+*field.shape]`."""
 Statistics: TypeAlias = dict[str, torch.Tensor]
-"""Data-dependent tensors of a codec by name, measured on the first tokens; their names, shapes and dtypes follow from
-its options alone."""
+"""What a codec measured on the first tokens, by name. Names, shapes and dtypes follow from its options alone."""
 RopeUse: TypeAlias = Literal["none", "pairs", "factors"]
-"""A codec's need for RoPE: nothing, the pairing of channels, or also the cos and sin of each group's first token."""
+"""What a codec needs of RoPE: nothing, the pairing of channels, or also cos and sin of each group's first token."""
 
 HOOKS = ("kernel_side", "kernel_encoder", "cpu_side")
-"""Optional parts of a codec for fast backends, each a `cached_property`; `set_statistics` drops the cached values.
+"""Optional parts of a codec for fast back ends, each a `cached_property`; `set_statistics` drops the cached values.
 
-Their types belong to the kernels, which are built on this module."""
+Their types belong to the kernels, which import this module."""
 
 
 class MethodOptions(StrictOptions):
-    """Options of a method; a subclass adds its own."""
+    """Base class of a method's options."""
 
     def idle(self) -> dict[str, str]:
         """Options that have no effect in this combination, each with the setting it needs; a config refuses them."""
@@ -50,7 +49,7 @@ class MethodOptions(StrictOptions):
 
 @dataclass(frozen=True)
 class CodecContext:
-    """Layer, side and sizes that a codec is made for."""
+    """What a codec is made for: side, layer, sizes, dtype and device."""
 
     side: Side
     head_dim: int
@@ -61,30 +60,33 @@ class CodecContext:
     dtype: torch.dtype
     device: torch.device
     rope: RopeLayout | None = None
-    """The model's rotary pairs of channels; None without RoPE, or if no codec of the cache needs it."""
+    """The model's rotary channel pairs; None without RoPE, or if no codec of the cache needs them."""
 
     def seed_of(self, part: str, shared: bool = False) -> int:
-        """Seed of a random part of the codec, different per layer and side, or `shared` by the whole cache."""
+        """Seed for a random part of the codec, different per layer and side unless `shared` by the whole cache."""
         return hashed_seed(self.seed, part) if shared else hashed_seed(self.seed, part, self.layer, self.side)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """First tokens of a layer, from which a codec takes its statistics if they follow from queries too.
+    """First tokens of a layer, for codecs whose statistics also depend on queries.
 
-    sinks, keys: keys that stay dense `[B, H, S, head_dim]`, and those after them `[B, H, T, head_dim]`.
-    recent: number of tokens that the recent window will hold.
-    rope: cos and sin of the first token of each group of `keys`, the last of which may be cut; None without RoPE.
-    places: cos and sin of the positions in a group, `[1, group, rotary]`.
-    queries: the last tokens' queries, with a mask over tokens in their order; None if nobody has seen them.
-    padding: left padding of the rows, whose first tokens have changed places with it; None if there is none.
+    Attributes:
+        sinks: keys of the sinks, `[B, H, S, head_dim]`.
+        keys: keys after the sinks, `[B, H, T, head_dim]`.
+        recent: number of tokens that the recent window will hold.
+        rope: cos and sin of the first token of each group of `keys` (the last group may be incomplete); None without
+            RoPE.
+        offsets: cos and sin of positions 0 to group - 1, `[1, group, rotary]`.
+        queries: the last tokens' queries, with a mask over tokens in their order; None if they were not seen.
+        padding: left padding of the rows, whose first tokens have swapped with it; None if there is none.
     """
 
     sinks: torch.Tensor
     keys: torch.Tensor
     recent: int
     rope: Rope | None = None
-    places: Rope | None = None
+    offsets: Rope | None = None
     queries: AttentionCall | None = None
     padding: LeftPadding | None = None
 
@@ -92,24 +94,25 @@ class Prompt:
 class Codec(ABC):
     """Base class of codecs, which encode tokens `[B, H, T, head_dim]` to fields and attend over the fields.
 
-    Codes live in a *code space*: queries are mapped into it once per step (`map_query`), stored tokens are scored and
-    summed there, and the sum is mapped back once (`map_output`), so no cached vector is ever rotated back. The torch
-    methods here are the reference; `kernel_side` hands the same arithmetic to the one Triton kernel.
+    Codes live in a *code space*. Queries are mapped into it once per step (`map_query`), and stored tokens are scored
+    and summed there. The sum is mapped back once (`map_output`), so no cached vector is ever rotated back. The torch
+    methods here are the reference for the kernels, which `kernel_side` and `cpu_side` provide with operands.
     """
 
     name: ClassVar[str]
     Options: ClassVar[type[MethodOptions]] = MethodOptions
 
     fields: tuple[Field, ...]
-    """Stored quantities, as `layout` returns them; every byte count comes from here."""
+    """The stored fields, as `layout` returns them; every byte count comes from here."""
     group: int
-    """Number of tokens that are encoded together, as some fields have one entry for all of them."""
+    """Number of tokens that are encoded together, because some fields have one entry for all of them."""
     native: Any = None
-    """The back end's functions for parts of `encode` by name, such as `quantize_levels`; PyTorch does the others."""
+    """A back end's functions that replace parts of `encode`, by name, such as `quantize_levels`; None for PyTorch
+    alone."""
     chunks_on_cpp: bool = True
-    """True if prompt chunks can use the C++ attention too; False if code space is much wider than a head."""
+    """True if prompt chunks may use C++ attention; False if code space is much wider than a head."""
     per_prompt: bool = False
-    """True if the statistics belong to a single prompt; batches of several prompts are then refused."""
+    """True if the statistics fit a single prompt; batches of several prompts are then refused."""
 
     def __init__(self, options: Any, context: CodecContext) -> None:
         self.options = options
@@ -121,39 +124,39 @@ class Codec(ABC):
     @classmethod
     @abstractmethod
     def layout(cls, options: Any, side: Side, head_dim: int) -> tuple[Field, ...]:
-        """Fields for this head dimension; raises `ValueError` if the method does not support it."""
+        """Stored fields for this head dimension; raises `ValueError` if the method does not support it."""
 
     @classmethod
     def rope_use(cls, options: Any, side: Side) -> RopeUse:
-        """This side's need for RoPE, in layers that have it."""
+        """What this side needs of RoPE, in layers that have RoPE."""
         return "none"
 
     @classmethod
     def needs_rope(cls, options: Any, side: Side) -> bool:
-        """True if layers without RoPE are refused; False if the codec does without what `rope_use` says there."""
+        """True if layers without RoPE are refused; False if the codec works without what `rope_use` asks for."""
         return cls.rope_use(options, side) != "none"
 
     @property
     def may_need_queries(self) -> bool:
-        """True if statistics may follow from queries too, so that `learn` may return False."""
+        """True if the statistics may also depend on queries; `learn` may then return False."""
         return False
 
     @classmethod
     def check_model(cls, options: Any, side: Side, config: PreTrainedConfig, layer: int) -> None:
-        """Raise `ValueError` if the method does not support this layer of the decoder, beyond its head dimension."""
+        """Raise `ValueError` if the method does not support this decoder layer; `layout` checks the head dimension."""
         return
 
     def prepare(self, x: torch.Tensor) -> None:
-        """Set the data-dependent parts, once, from the first tokens `[B, H, T, head_dim]`."""
+        """Measure and set the statistics on the first tokens `[B, H, T, head_dim]`; called once."""
         self.set_statistics(self.measure(x))
 
     def learn(self, x: torch.Tensor) -> bool:
-        """Do what `prepare` does if `x` is enough; return False if `observe` must follow, with the last queries."""
+        """Do `prepare` if `x` is enough; return False if `observe` must follow with queries."""
         self.prepare(x)
         return True
 
     def observe(self, prompt: Prompt) -> None:
-        """Set the data-dependent parts, once, from keys and queries."""
+        """Measure and set the statistics on keys and queries; called once, if `learn` returned False."""
         keys, sinks = prompt.keys, prompt.sinks.shape[2]
         if prompt.padding is not None:
             keys = prompt.padding.without(keys, sinks, sinks)
@@ -162,12 +165,12 @@ class Codec(ABC):
     def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None) -> Statistics:
         """Measure the statistics of tokens `x` `[B, H, T, head_dim]`, without changing the codec.
 
-        `queries` `[B, Hq, n, head_dim]` are some that attend to them, if known.
+        `queries` `[B, Hq, n, head_dim]` are queries that attend to these tokens, if known.
         """
         return {}
 
     def set_statistics(self, statistics: Statistics) -> None:
-        """Set the data-dependent parts from statistics, fresh from `measure` or loaded from a file."""
+        """Set up everything that depends on the statistics, from `measure` or a file."""
         self.statistics = statistics
         for hook in HOOKS:
             self.__dict__.pop(hook, None)
@@ -176,8 +179,8 @@ class Codec(ABC):
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         """Encode tokens `[B, H, T, head_dim]`, `T` a multiple of `group`.
 
-        `rope` is set here and below if `rope_use` is `factors`: cos and sin of the first token of each group, each
-        `[B, T / group, rotary]`.
+        If `rope_use` is `factors`, `rope` here and below is cos and sin of each group's first token, each `[B, T /
+        group, rotary]`; else None.
         """
 
     @abstractmethod
@@ -189,11 +192,11 @@ class Codec(ABC):
         return query
 
     def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        """Compute inner products `[B, H, R, T]` of mapped queries with the stored tokens, float32."""
+        """Inner products `[B, H, R, T]`, float32, of mapped queries with the stored tokens."""
         return mapped @ self.decode(fields, rope).mT
 
     def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        """Sum stored tokens weighted by `weights` `[B, H, R, T]` in code space, float32 `[B, H, R, W]`."""
+        """Sum stored tokens, weighted by `weights` `[B, H, R, T]`, in code space: float32 `[B, H, R, W]`."""
         return weights @ self.decode(fields, rope)
 
     def map_output(self, accumulated: torch.Tensor) -> torch.Tensor:
@@ -202,28 +205,28 @@ class Codec(ABC):
 
     @cached_property
     def kernel_side(self) -> Any:
-        """Device functions and operands for attention in Triton, a `KernelSide`, or None."""
+        """Device functions and operands for Triton attention (a `KernelSide`), or None."""
         return None
 
     @cached_property
     def kernel_encoder(self) -> Any:
-        """Triton encoder that encodes and stores tokens in one launch, a `KernelEncoder`; if None, `encode` is used."""
+        """Triton encoder that encodes and stores tokens in one launch (a `KernelEncoder`); None to use `encode`."""
         return None
 
     @cached_property
     def cpu_side(self) -> Any:
-        """Operands for attention in C++, a `CPUSide`, or None."""
+        """Operands for C++ attention (a `CPUSide`), or None."""
         return None
 
     def with_native(self, native: Any) -> Self:
-        """Copy the codec for another `native`; the copy shares all tensors, which no codec changes in place."""
+        """Copy the codec with another `native`; the copy shares all tensors, which no codec changes in place."""
         twin = copy.copy(self)
         twin.native = native
         return twin
 
     @classmethod
     def has_kernels(cls, hook: str, options: Any, side: Side) -> bool:
-        """True if codecs with these options have this one of the `HOOKS`, by default all of a class that defines it."""
+        """True if codecs with these options have this hook of `HOOKS`; by default, if the class defines it."""
         return getattr(cls, hook) is not getattr(Codec, hook)
 
     def constant_bytes(self) -> int:
@@ -235,7 +238,7 @@ class Codec(ABC):
 
     @classmethod
     def constant_size(cls, options: Any, side: Side, head_dim: int, heads: int) -> int:
-        """Estimate `constant_bytes` of one layer without a model, by a codec on the CPU."""
+        """Estimate `constant_bytes` of one layer without a model, from a codec on the CPU."""
         half = head_dim // 2
         context = CodecContext(
             side=side,
@@ -263,12 +266,12 @@ class Codec(ABC):
         return twin
 
     def bits_per_number(self) -> float:
-        """Stored bits per number, counting everything that is stored per token or group."""
+        """Stored bits per number, counting every field."""
         return 8 * layout.bytes_per_token(self.fields) / self.context.head_dim
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in an attribute: the value itself, or the items of containers and dataclasses."""
+    """All tensors in a value, including those in containers and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

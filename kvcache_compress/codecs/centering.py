@@ -1,4 +1,4 @@
-"""Centring of keys, for methods that store directions: codes hold `k - μ`, and `q·μ` is added to the scores."""
+"""Centring of keys, for methods that code directions: codes hold `k - μ`, and `q·μ` is added to the scores."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from .base import CodecContext, Side
 
 
 def switch_from_yaml(center: Any) -> Any:
-    """Restore `on` and `off`, which YAML 1.1 reads as booleans if unquoted."""
+    """Turn booleans back into `on` and `off`, which YAML 1.1 reads as booleans if unquoted."""
     return {True: "on", False: "off"}.get(center, center) if isinstance(center, bool) else center
 
 
 Center: TypeAlias = Annotated[Literal["auto", "on", "off"], BeforeValidator(switch_from_yaml)]
-"""Option to subtract the mean key of the first prefill: always, never, or only in heads where it is large (`auto`)."""
+"""Whether to subtract the mean key of the first prefill: always, never, or only in heads where it is large (`auto`)."""
 CENTER_SHARE = 0.1
-"""`center: auto` subtracts the mean if it holds more than this share of the mean squared norm of the keys."""
+"""Least share of the mean in the mean squared key norm at which `center: auto` subtracts it."""
 
 
 def chosen_center(center: Center | None, context: CodecContext) -> Center:
-    """Resolve the option: keys default to `auto`, which is `off` if no sinks stay dense, as they distort the mean."""
+    """Resolve the option: keys default to `auto`, which is `off` without dense sinks, as sinks distort the mean."""
     center = center or ("auto" if context.side == "keys" else "off")
     return "off" if center == "auto" and context.sink_tokens == 0 else center
 
 
 def mean_key(x: torch.Tensor, center: str) -> torch.Tensor | None:
-    """Mean of keys `[B, H, T, D]`, float32 `[H, D]`: None for `off`; for `auto` zero in heads where it is small."""
+    """Mean of keys `[B, H, T, D]`, float32 `[H, D]`; None for `off`, zero in heads where it is small for `auto`."""
     if center == "off":
         return None
     x = x.float()
@@ -37,12 +37,12 @@ def mean_key(x: torch.Tensor, center: str) -> torch.Tensor | None:
 
 
 def large_mean(mean: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
-    """Mean `[H, D]` of keys of mean squared norms `energy` `[H]`, but zero in heads where it is small."""
+    """Zero the mean `[H, D]` in heads where it is small relative to `energy` `[H]`, the mean squared key norm."""
     share = mean.square().sum(-1) / energy.clamp_min(1e-30)
     return torch.where(share[:, None] > CENTER_SHARE, mean, 0.0)
 
 
 def check_center(method: str, center: Center | None, side: Side) -> None:
-    """Raise `ValueError` if values are to be centred; only keys can be."""
+    """Raise `ValueError` for centred values; only keys can be centred."""
     if side == "values" and center in ("on", "auto"):
         raise ValueError(f"center={center!r} for values of {method}: allowed 'off' (only keys can be centred)")

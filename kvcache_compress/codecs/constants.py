@@ -1,4 +1,4 @@
-"""Constants of codecs: their numbers do not depend on PyTorch's default device, which may be a GPU."""
+"""Make codecs' constants on the CPU, so that their numbers do not depend on PyTorch's default device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Result = TypeVar("_Result")
 
 
 def on_cpu(make: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate a function so that tensors it makes are on the CPU, wherever no other device is named."""
+    """Decorate a function so that the tensors it makes are on the CPU unless it names another device."""
 
     @wraps(make)
     def made(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:

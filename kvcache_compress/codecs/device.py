@@ -1,4 +1,4 @@
-"""The device that codecs and attention run on."""
+"""Run codecs and attention on a tensor's device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 
 def interpreting() -> bool:
-    """True if Triton runs its kernels in its interpreter, which needs no GPU."""
+    """True if Triton runs kernels in its interpreter, which needs no GPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def on_device(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Context in which codecs and attention run: the device of `x` is current, and autocast is off.
+    """Context that makes the device of `x` current and switches autocast off.
 
-    Triton launches on the current device, and autocast would do float32 arithmetic in 16 bits.
+    Triton launches on the current device, and autocast would turn float32 arithmetic into 16 bits.
     """
     kind = x.device.type
     narrows = _has_autocast(kind) and torch.is_autocast_enabled(kind)

@@ -1,11 +1,12 @@
-"""Codes of spectral channels as sums of digits of two bits and of one bit.
+"""Codes of spectral channels as weighted sums of 2-bit and 1-bit digits.
 
-A channel of b bits is a sum `Σ w_i · level(digit_i)`, with few digits of two bits (the levels of a Gaussian's Lloyd-Max
-quantizer) and of one bit (±1). The weights are those that minimise the mean squared error of a standard Gaussian; with
-them the sums lose nothing to the Lloyd-Max quantizer of one or two bits, 2 to 6 % to that of three, 4 to 20 % to that
-of four, and 8 to 27 % to those of five and six, by the digits that they are made of.
-As points are linear in digits, weights belong to the query map: stored are so many digits of each kind for every head,
-whatever channels they belong to, and kernels see components of two and of one bit, as in TurboQuant.
+A channel of b bits is a sum `Σ w_i · level(digit_i)`. The levels of a 2-bit digit are those of a Gaussian's Lloyd-Max
+quantizer, the levels of a 1-bit digit are ±1. The weights minimise the mean squared error of a standard Gaussian.
+Compared with a Lloyd-Max quantizer of as many bits, such a sum loses nothing at 1 or 2 bits, 2 to 6 % at 3, 4 to 20 %
+at 4, and 8 to 27 % at 5 and 6, depending on its digits.
+
+Points are linear in the digits, so the weights go into the query map. Every head stores the same number of digits of
+each kind, whichever channels they belong to, and kernels see 2-bit and 1-bit components as in TurboQuant.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from .lloyd_max import lloyd_max_levels
 from .scalar import boundaries
 
 MOST_BITS = 6
-"""Most bits of a channel."""
 PAIR_ORDER = ((9, 9, 9), (9, 9, 9), (3, 9, 9), (2, 9, 9), (0, 5, 9), (1, 6, 9), (4, 7, 8))
-"""By bits of a channel, the order in which its digits of two bits are replaced by pairs of one bit; 9 for none."""
+"""By bits of a channel: the order in which pairs of 1-bit digits replace its 2-bit digits; 9 where it has none."""
 SEARCHED = (0.6, 0.75, 0.9, 1.0, 1.15, 1.35, 1.6, 2.0, 2.6, 3.5)
-"""Scales that are tried for a token, in units of its channels' RMS; without them outlying tokens saturate."""
+"""Scales tried for each token, in units of its channels' RMS; a single scale would saturate outlying tokens."""
 _GAUSSIAN_DIM = 1 << 16
-"""Dimension in which a coordinate on the sphere is as good as Gaussian."""
+"""Dimension in which a coordinate on the sphere is practically Gaussian."""
 WEIGHTS: dict[tuple[int, int], tuple[float, ...]] = {
     (0, 0): (),
     (0, 1): (0.79788,),
@@ -49,20 +49,20 @@ WEIGHTS: dict[tuple[int, int], tuple[float, ...]] = {
     (2, 2): (1.17515, 0.52184, 0.57473, 0.43147),
     (3, 0): (1.09198, 0.76389, 0.53864),
 }
-"""Weights of the digits of a channel by `(n₂, n₁)`: first of its n₂ digits of two bits, then of its n₁ of one."""
+"""Weights of a channel's digits by `(n₂, n₁)`: first of its n₂ 2-bit digits, then of its n₁ 1-bit digits."""
 DISTORTION = (1.0, 0.36338, 0.11748, 0.03527, 0.00989, 0.00269, 0.00077)
-"""Mean squared error of a standard Gaussian with 0 to 6 bits, of the best sum."""
+"""Least mean squared error of a standard Gaussian coded with 0 to 6 bits."""
 
 
 class DigitCounts(NamedTuple):
-    """Stored digits per token and head: of two bits, and of one."""
+    """Numbers of 2-bit and 1-bit digits per token and head."""
 
     twos: int
     ones: int
 
 
 def digit_counts(bits: float, head_dim: int) -> DigitCounts:
-    """Digits for `bits` per number: of one bit at least as many as channels, any of which may have odd bits.
+    """Digits for `bits` per number. At least one 1-bit digit per channel, since any channel may have odd bits.
 
     Raises:
         ValueError: `bits` do not make whole bytes.
@@ -77,9 +77,9 @@ def digit_counts(bits: float, head_dim: int) -> DigitCounts:
 
 
 def allocate_bits(deviation: torch.Tensor, counts: DigitCounts) -> torch.Tensor:
-    """Bits of each channel, int64 `[H, D]`, of channels with standard deviations `[H, D]`: greedy water-filling.
+    """Allocate bits to channels with standard deviations `[H, D]`, greedily: int64 `[H, D]`.
 
-    Each bit goes where it removes most of the squared error.
+    Each bit goes where it removes most squared error (water-filling).
     """
     error = torch.tensor(DISTORTION, dtype=torch.float64, device=deviation.device)
     removed = deviation.double().square()[..., None] * (error[:-1] - error[1:])
@@ -90,10 +90,10 @@ def allocate_bits(deviation: torch.Tensor, counts: DigitCounts) -> torch.Tensor:
 
 
 def split_bits(bits: torch.Tensor, counts: DigitCounts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Digits of two bits and of one bit of each channel with `bits` `[H, D]`, both int64 `[H, D]`.
+    """Split each channel's `bits` `[H, D]` into numbers of 2-bit and 1-bit digits, both int64 `[H, D]`.
 
-    Odd bits take a digit of one bit. Those that are left replace digits of two bits, in pairs: first where a pair loses
-    less than the digit that it replaces (`PAIR_ORDER`).
+    A channel of odd bits takes one 1-bit digit. The remaining 1-bit digits replace 2-bit digits in pairs, first where a
+    pair loses less than the digit that it replaces (`PAIR_ORDER`).
     """
     ones = bits % 2
     pair = torch.arange(MOST_BITS // 2, device=bits.device)
@@ -105,13 +105,14 @@ def split_bits(bits: torch.Tensor, counts: DigitCounts) -> tuple[torch.Tensor, t
 
 
 class DigitCodes(NamedTuple):
-    """Digits of a layer's heads, by channel and in the order in which they are stored.
+    """Digits of a layer's heads, in the order in which they are stored.
 
-    kind: int64 `[H, D]`, row of the tables of `tables` for each channel.
-    channels: int64 `[H, n₂ + n₁]`, channel of each digit, those of two bits first.
-    shifts: int64 `[H, n₂ + n₁]`, place of each digit in its channel's code.
-    weights: float32 `[H, n₂ + n₁]`, factor of each digit's level.
-    counts: n₂ and n₁, digits of two bits and of one per head.
+    Attributes:
+        kind: int64 `[H, D]`, each channel's row in `tables`.
+        channels: int64 `[H, n₂ + n₁]`, channel of each digit, 2-bit digits first.
+        shifts: int64 `[H, n₂ + n₁]`, bit position of each digit in its channel's code.
+        weights: float32 `[H, n₂ + n₁]`, factor of each digit's level.
+        counts: n₂ and n₁.
     """
 
     kind: torch.Tensor
@@ -122,7 +123,7 @@ class DigitCodes(NamedTuple):
 
 
 def digit_codes(deviation: torch.Tensor, counts: DigitCounts) -> DigitCodes:
-    """Allocate the digits of channels with standard deviations `[H, D]`."""
+    """Allocate digits to channels with standard deviations `[H, D]`."""
     twos, ones = split_bits(allocate_bits(deviation, counts), counts)
     rows, kinds, by_head = list(WEIGHTS), [], []
     for head in torch.stack([twos, ones], -1).tolist():
@@ -142,16 +143,18 @@ def digit_codes(deviation: torch.Tensor, counts: DigitCounts) -> DigitCodes:
 
 @lru_cache(maxsize=1)
 def two_bit_levels() -> torch.Tensor:
-    """Levels of a digit of two bits, float32 `[4]`, which float16 holds too."""
+    """Levels of a 2-bit digit, float32 `[4]`, exact in float16."""
     return (lloyd_max_levels(_GAUSSIAN_DIM, 2) * math.sqrt(_GAUSSIAN_DIM)).half().float()
 
 
 class Tables(NamedTuple):
-    """Points of every kind of channel in `WEIGHTS`, padded to 64, for a channel of unit standard deviation.
+    """Points of every kind of channel in `WEIGHTS`, for unit standard deviation, padded to 64.
 
-    points: float32 `[kinds, 64]`, ascending; bounds: float32 `[kinds, 63]`, halfway between them, then infinity.
-    codes: int64 `[kinds, 64]`, code of each point: its digits, those of two bits in the low bits.
-    bits: bits of each kind.
+    Attributes:
+        points: float32 `[kinds, 64]`, ascending.
+        bounds: float32 `[kinds, 63]`, midpoints between the points, then infinity.
+        codes: int64 `[kinds, 64]`, code of each point: its digits, 2-bit digits in the low bits.
+        bits: bits of each kind.
     """
 
     points: torch.Tensor
@@ -164,7 +167,7 @@ class Tables(NamedTuple):
 @on_cpu
 def tables(device: torch.device) -> Tables:
     """Tables on `device`, made once."""
-    with torch.inference_mode(False):  # of use outside of it as well, wherever they are first asked for
+    with torch.inference_mode(False):  # the cached tables must also work outside of inference mode
         count = 2**MOST_BITS
         points, codes = torch.zeros(len(WEIGHTS), count), torch.zeros(len(WEIGHTS), count, dtype=torch.long)
         bounds = torch.full((len(WEIGHTS), count - 1), torch.inf)
@@ -186,11 +189,11 @@ def tables(device: torch.device) -> Tables:
 def quantize(
     y: torch.Tensor, deviation: torch.Tensor, digits: DigitCodes, tables: Tables, factors: Sequence[float] = SEARCHED
 ) -> Fields:
-    """Planes of the digits nearest to channels `y` `[B, H, T, D]`, and the unbiased scale, float32 `[B, H, T]`.
+    """Bit planes of the digits nearest to channels `y` `[B, H, T, D]`, and the unbiased scale, float32 `[B, H, T]`.
 
-    The nearest points are found for every scale in `factors`, in units of a token's RMS over channels with bits, and
-    those with the least error kept. `y` is zero in channels without bits; `deviation` is `[H, D]`. Sums are in float64,
-    so that no backend breaks a tie of its own.
+    `y` is zero in channels without bits; `deviation` is `[H, D]`. The nearest points are found for every scale in
+    `factors`, in units of the token's RMS over channels with bits, and those with the least error are kept. Sums are in
+    float64, so that all back ends break ties alike.
     """
     points, bounds, code_of = (table[digits.kind] for table in tables[:3])
     z, energy = y / deviation[:, None], y.double().square().sum(-1)
@@ -216,13 +219,13 @@ def quantize(
 
 
 def _nearest(z: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Ranks of the nearest points to `z` `[B, H, T, D]`, int64, by the `bounds` `[H, D, 63]` between them."""
+    """Ranks, int64, of the points nearest to `z` `[B, H, T, D]`; `bounds` `[H, D, 63]` lie between the points."""
     columns = z.permute(1, 3, 0, 2)
     found = torch.searchsorted(bounds, columns.flatten(2).contiguous())
     return found.unflatten(2, columns.shape[2:]).permute(2, 0, 3, 1)
 
 
 def _of_channel(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Entries `[B, H, T, D]` of each channel's row of `table` `[H, D, 64]`."""
+    """Look up `index` `[B, H, T, D]` in each channel's row of `table` `[H, D, 64]`."""
     heads, channels = (torch.arange(size, device=index.device) for size in table.shape[:2])
     return table[heads[:, None, None], channels, index]

@@ -1,8 +1,8 @@
-"""Equalization of keys' channels before they are mixed: codes hold `k / e`, and queries become `e q`.
+"""Equalization of keys' channels before a rotation mixes them: codes hold `k / e`, and queries become `e q`.
 
-In some models (Qwen2.5) a few key channels are far larger than the others, and their queries as much smaller. Errors of
-the large channels, spread over all of them by a rotation, then hide everything else. The error of a score is least for
-factors `e² = RMS(k) / RMS(q)`, as keys' errors become even and each is multiplied by `e q`.
+In some models (Qwen2.5) a few key channels are far larger than the others, and their queries as much smaller. A
+rotation spreads the large channels' errors over all channels, where they dominate. The error of a score is least for
+`e² = RMS(k) / RMS(q)`: the errors of the scaled keys are even, and `e q` multiplies each of them.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from .centering import switch_from_yaml
 logger = logging.getLogger(__name__)
 
 Equalize: TypeAlias = Annotated[Literal["auto", "off"], BeforeValidator(switch_from_yaml)]
-"""Option to divide outlier channels of keys by a factor before coding (`auto`), or never."""
+"""Whether to divide outlier channels of keys by a factor before coding (`auto`), or never (`off`)."""
 OUTLIER = 4.0
-"""Multiple of the head's median from which the RMS or the factor of a channel is an outlier."""
+"""A channel is an outlier above this multiple of its head's median (of the RMS or the factor)."""
 SMALL_OUTLIER = 1 / 8
-"""Multiple of the median up to which it is one: small channels are common, and cost less."""
+"""A channel is an outlier below this multiple; small channels are common and cost less."""
 OUTLIER_OF_KEYS = 10.0
-"""Multiple from which the RMS of keys alone makes an outlier, as it may be large without harm."""
+"""The upper limit if only keys are known, since a large RMS of keys alone may do no harm."""
 LARGEST = 256.0
-"""Largest factor."""
 FEWEST = 64
-"""Fewest tokens, or queries per head, that say how large a channel is."""
+"""Fewest tokens, or queries per head, from which the size of channels is judged."""
 
 
 def chosen_equalize(equalize: Equalize | None, context: CodecContext) -> bool:
-    """Resolve the option: off for values, and if no sinks stay dense, as they distort the keys' moments."""
+    """Resolve the option: off for values, and off without dense sinks, as sinks distort the keys' moments."""
     return (equalize or "auto") == "auto" and context.side == "keys" and context.sink_tokens > 0
 
 
 def has_outliers(size: torch.Tensor) -> bool:
-    """True if the RMS `size` `[H, D]` of a channel is far larger or smaller than the others' of its head."""
+    """True if any channel's RMS `size` `[H, D]` is far above or below its head's median."""
     return bool(_is_outlier(_relative(size)).any())
 
 
 def channel_factors(size: torch.Tensor, count: int, queries: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Factors of the channels, float32 `[H, D]`, 1 but for outliers; None if there are none.
+    """Factors of the channels, float32 `[H, D]`, 1 except for outliers; None if there are none.
 
     Args:
-        size: RMS of the centred keys' channels, `[H, D]`, over `count` tokens.
-        queries: `[B, Hq, n, D]`; without them, or with few, channels of large keys get their size as a factor, which
+        size: RMS of the centred keys' channels, `[H, D]`.
+        count: number of tokens that `size` was measured on.
+        queries: `[B, Hq, n, D]`. Without them, or with few, the factor of a large channel is its relative RMS, which
             helps less.
     """
     heads = len(size)
@@ -79,18 +79,18 @@ def _warn_of_queries() -> None:
 
 
 def check_equalize(method: str, equalize: Equalize | None, side: Side) -> None:
-    """Raise `ValueError` if values are to be equalized; only keys can be."""
+    """Raise `ValueError` for equalized values; only keys can be equalized."""
     if side == "values" and equalize == "auto":
         raise ValueError(f"equalize={equalize!r} for values of {method}: allowed 'off' (only keys can be equalized)")
 
 
 def channel_rms(x: torch.Tensor) -> torch.Tensor:
-    """Root mean square of each channel of float32 tokens `[B, H, T, D]`, `[H, D]`."""
+    """Root mean square of each channel of float32 tokens `[B, H, T, D]`: `[H, D]`."""
     return x.square().mean(dim=(0, 2)).sqrt()
 
 
 def _relative(x: torch.Tensor) -> torch.Tensor:
-    """Multiples `[H, D]` of the head's median."""
+    """Divide `[H, D]` by each head's median."""
     return x / x.median(dim=-1, keepdim=True).values
 
 

@@ -1,12 +1,12 @@
-"""Memory layout of the packed cache: fields, bit planes and the order of codes.
+"""Memory layout of packed tokens: fields, bit planes and the order of codes.
 
-Byte arithmetic is done in this module only. A *field* is a buffer `[B, H, tokens / field.tokens, *field.shape]`.
+All byte arithmetic is in this module. A *field* is a buffer `[B, H, tokens / field.tokens, *field.shape]`.
 
-Codes of `bits` bits are stored as bit planes of 4, 2 or 1 bits (3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2), so that no code
-straddles a byte. A plane packs the `width` codes of a token into `width / 8` words of eight codes each, whose type
-follows the plane: 4 bits -> int32, 2 bits -> int16, 1 bit -> uint8. Bits `[w * j, w * (j + 1))` of word `c` hold the
-code of channel `j * width / 8 + c`. So all planes share one channel order, a word unpacks into eight parts that are
-contiguous runs of channels, and a token's row is read with wide loads.
+Codes of `bits` bits are split into bit planes of 4, 2 or 1 bits (3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2), so that no code
+straddles a byte. A plane packs the `width` codes of a token into `width / 8` words of eight codes. The word type
+follows the plane: int32 for 4 bits, int16 for 2, uint8 for 1. Bits `[w * j, w * (j + 1))` of word `c` hold the code of
+channel `j * width / 8 + c`. So all planes share one channel order, a word unpacks into eight contiguous runs of
+channels, and a token's row is read with wide loads.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def words_per_token(width: int) -> int:
 
 
 def padded_words(width: int) -> int:
-    """Words per token as a kernel sees them: the next power of two, at least 2 (tensor cores need 16 channels)."""
+    """Words per token as kernels see them: the next power of two, at least 2 (tensor cores need 16 channels)."""
     return max(2, 1 << (words_per_token(width) - 1).bit_length())
 
 
@@ -73,7 +73,7 @@ def code_order(width: int) -> torch.Tensor:
 
 
 def group_tokens(fields: tuple[Field, ...]) -> int:
-    """Number of tokens that are encoded together: each field has whole entries for them."""
+    """Number of tokens that are encoded together, so that every field has whole entries."""
     return math.lcm(*(field.tokens for field in fields))
 
 

@@ -1,4 +1,4 @@
-"""Codecs linear in their codes, `x = Aᵀ y + μ`: a basis A, points y decoded from the fields, an optional mean μ."""
+"""Codecs that are linear in their codes, `x = Aᵀ y + μ`: basis A, points y decoded from the fields, optional mean μ."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ T = TypeVar("T")
 class Part(NamedTuple):
     """Coordinates of tokens along some rows of the basis.
 
-    rows: the rows, as a slice of code space.
-    coordinates: float32 `[B, H, T, w]` along these rows.
-    scale: float32 `[B, H, T]`, multiplies all coordinates of a token; None if they are already scaled.
+    Attributes:
+        rows: the rows, as a slice of code space.
+        coordinates: float32 `[B, H, T, w]` along these rows.
+        scale: float32 `[B, H, T]`, multiplies a token's coordinates; None if they are scaled already.
     """
 
     rows: slice
@@ -31,42 +32,42 @@ class Part(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Mean of each channel of keys, if they are to be centred, and RMS of the channels less it: float32 `[H, D]`."""
+    """Mean of each key channel (None if keys are not centred) and RMS after centring, float32 `[H, D]`."""
 
     mean: torch.Tensor | None
     size: torch.Tensor
 
 
 class LinearCodec(Codec):
-    """Base of codecs that implement `parts`, from which decoding and attention in code space follow.
+    """Base of codecs that implement `parts`; decoding and attention in code space follow from it.
 
-    Keys are centred according to the option `center`, if a method has it: with a mean μ, the last column of a mapped
-    query holds q·μ, which is added to all its scores. Then they are equalized according to the option `equalize`: where
-    keys have outlier channels, these are divided by factors, and their columns of the basis multiplied.
+    Keys are centred if the method's option `center` says so: the last column of a mapped query then holds q·μ, which is
+    added to all its scores. They are then equalized if the option `equalize` says so: outlier channels are divided by
+    factors, and their columns of the basis multiplied.
     """
 
     in_memory_order: ClassVar[bool] = False
-    """True if coordinates are in the order of codes in memory (see `packing.memory_order`), not of the rows."""
+    """True if coordinates are in the order of codes in memory (`packing.memory_order`) instead of the order of rows."""
 
     def __init__(self, options: Any, context: CodecContext) -> None:
         super().__init__(options, context)
         self.center: Center = chosen_center(getattr(options, "center", "off"), context)
         self.equalized = chosen_equalize(getattr(options, "equalize", "off"), context)
         self.basis: torch.Tensor | None = None
-        """Rows of code space, for equalized tokens, float32 `[H or 1, W, head_dim]`; None until `prepare` sets them."""
+        """Rows of code space for equalized tokens, float32 `[H or 1, W, head_dim]`; None until they are known."""
         self.mean: torch.Tensor | None = None
-        """float32 `[H, head_dim]`, subtracted from tokens before they are encoded, or None."""
+        """Subtracted from tokens before encoding, float32 `[H, head_dim]`, or None."""
         self.factors: torch.Tensor | None = None
-        """float32 `[H, head_dim]`, by which tokens are divided after that, or None."""
+        """Divides centred tokens, float32 `[H, head_dim]`, or None."""
         self._query_basis: torch.Tensor | None = None
-        """Basis times the factors, once it has been asked for."""
+        """Basis times the factors, once it has been needed."""
 
     @abstractmethod
     def parts(self, fields: Fields) -> Iterator[Part]:
-        """Stored tokens in code space, part by part in the order of rows; a token is the sum of its parts."""
+        """Stored tokens in code space, in the order of rows; a token is the sum of its parts."""
 
     def ready_basis(self) -> torch.Tensor:
-        """Basis of code space as queries meet it; raises `RuntimeError` if it must be set by `prepare` first."""
+        """Basis for queries, with the factors multiplied in; raises `RuntimeError` before `prepare` has set it."""
         if self.factors is None:
             return self.own_basis()
         if self._query_basis is None:
@@ -74,11 +75,11 @@ class LinearCodec(Codec):
         return self._query_basis
 
     def own_basis(self) -> torch.Tensor:
-        """Basis of code space as equalized tokens meet it; raises as `ready_basis` does."""
+        """Basis for equalized tokens; raises `RuntimeError` before `prepare` has set it."""
         return prepared(self.basis, f"the basis of {self.name}")
 
     def encoding_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows `[H or 1, W, head_dim]` whose products with centred tokens are those of `rows` with equalized ones."""
+        """Divide `rows` `[H or 1, W, head_dim]` by the factors, so that they apply to tokens that are only centred."""
         return rows if self.factors is None else (rows / self.factors[:, None]).contiguous()
 
     @property
@@ -86,7 +87,7 @@ class LinearCodec(Codec):
         return self.equalized
 
     def learn(self, x: torch.Tensor) -> bool:
-        """As in the base class; False where keys have outlier channels, as their factors follow from queries too."""
+        """As in the base class, but False if keys have outlier channels, whose factors depend on queries too."""
         moments = self.moments(x) if self.equalized else None
         if moments is not None and has_outliers(moments.size):
             return False
@@ -94,16 +95,16 @@ class LinearCodec(Codec):
         return True
 
     def moments(self, keys: torch.Tensor) -> Moments:
-        """Measure the channels of keys."""
+        """Measure mean and RMS of the channels of keys `[B, H, T, head_dim]`."""
         mean = mean_key(keys, "off" if self.center == "off" else "on")
         return Moments(mean, channel_rms(centred(keys, mean)))
 
     def measure(
         self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Moments | None = None
     ) -> Statistics:
-        """Measure the keys' `mean` `[H, head_dim]`, if centred, and `factors` `[H, head_dim]` of outlier channels.
+        """Measure the keys' `mean` `[H, head_dim]`, if centred, and the `factors` `[H, head_dim]` of outlier channels.
 
-        `moments` are those of `x`, if they are known.
+        `moments` are those of `x`, if already known.
         """
         factors = None
         if not self.equalized:
@@ -111,7 +112,7 @@ class LinearCodec(Codec):
         else:
             mean, size = moments or self.moments(x)
             factors = channel_factors(size, x.shape[0] * x.shape[2], queries)
-            if factors is not None:  # whether a mean is large is a question of equalized keys
+            if factors is not None:  # judge the size of the mean on equalized keys
                 mean = mean_key(x.float() / factors[:, None], self.center)
                 mean = None if mean is None else mean * factors
             elif mean is not None and self.center == "auto":
@@ -125,7 +126,7 @@ class LinearCodec(Codec):
         self._query_basis = None
 
     def equalize(self, x: torch.Tensor, statistics: Statistics) -> torch.Tensor:
-        """Return tokens `[B, H, T, head_dim]` less the mean and divided by the factors; float32."""
+        """Return tokens `[B, H, T, head_dim]` minus the mean and divided by the factors; float32."""
         x, factors = centred(x, statistics.get("mean")), statistics.get("factors")
         return x if factors is None else x / factors[:, None]
 
@@ -165,12 +166,12 @@ class LinearCodec(Codec):
 
 
 def prepared(value: T | None, name: str) -> T:
-    """Return `value`; raise `RuntimeError` if it is None because `prepare` has not set it."""
+    """Return `value`; raise `RuntimeError` if `prepare` has not set it yet."""
     if value is None:
         raise RuntimeError(f"{name} must be set by prepare() before the first token is encoded")
     return value
 
 
 def centred(x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
-    """Tokens `[B, H, T, D]` less the mean `[H, D]`, if any; float32."""
+    """Tokens `[B, H, T, D]` minus the mean `[H, D]`, if any; float32."""
     return x.float() if mean is None else x.float() - mean[:, None]

@@ -13,7 +13,7 @@ _CELLS = 1 << 16
 
 
 class _CoordinateDensity:
-    """Density of a coordinate on the unit sphere: its mass and first moment between 0 and any x ≥ 0, float64.
+    """Density of one coordinate on the unit sphere; gives mass and first moment on `[0, x]`, float64.
 
     `f(x) = Γ(d/2) / (√π Γ((d-1)/2)) (1 - x²)^((d-3)/2)`
     """
@@ -22,7 +22,7 @@ class _CoordinateDensity:
         self.dim = dim
         self.log_constant = math.lgamma(dim / 2) - math.lgamma((dim - 1) / 2) - 0.5 * math.log(math.pi)
         self.reach = min(1.0, 14.0 / math.sqrt(dim))
-        # With x = sin(t) the density is cos(t)^(d-2), which has no singularity at |x| = 1 for small d.
+        # Substituting x = sin(t) gives cos(t)^(d-2), which has no singularity at |x| = 1 for small d.
         step = math.asin(self.reach) / _CELLS
         middles = (torch.arange(_CELLS, dtype=torch.float64) + 0.5) * step
         self.step = step
@@ -44,13 +44,17 @@ class _CoordinateDensity:
 @lru_cache(maxsize=256)
 @on_cpu
 def lloyd_max_levels(dim: int, bits: int) -> torch.Tensor:
-    """Levels of the minimum mean-square-error quantizer of one coordinate on the unit sphere, float64 `[2 ** bits]`.
+    """Levels of the best quantizer for one coordinate on the unit sphere, float64 `[2 ** bits]`.
 
-    Levels ascend and are symmetric about zero. Times √dim they tend to the Gaussian ones (±.7979 at 1 bit).
+    Its mean squared error is least. Levels ascend and are symmetric about zero. Times √dim they approach the Gaussian's
+    levels (±.7979 at 1 bit).
 
     Args:
         dim: dimension of the vector, at least 3.
         bits: 1 to 8.
+
+    Raises:
+        ValueError: `dim` is below 3.
     """
     if dim < 3:
         raise ValueError(f"dim={dim} for a Lloyd-Max codebook: at least 3 is needed")
@@ -72,7 +76,7 @@ def lloyd_max_levels(dim: int, bits: int) -> torch.Tensor:
 @lru_cache(maxsize=256)
 @on_cpu
 def uniform_levels(dim: int, bits: int) -> torch.Tensor:
-    """Levels of the best uniform symmetric quantizer of one coordinate on the unit sphere, float64 `[2 ** bits]`."""
+    """Levels of the best uniform symmetric quantizer for one coordinate on the unit sphere, float64 `[2 ** bits]`."""
     density = _CoordinateDensity(dim)
     grid = torch.arange(2**bits, dtype=torch.float64) - (2**bits - 1) / 2
 
@@ -95,8 +99,8 @@ def uniform_levels(dim: int, bits: int) -> torch.Tensor:
 def outward(levels: torch.Tensor) -> torch.Tensor:
     """Reorder ascending levels to count from zero outwards, negative ones first; its own inverse.
 
-    Code `c` and the code of `-levels[c]` then differ in the top bit only: kernels look up magnitudes and take the sign
-    from that bit.
+    Code `c` and the code of `-levels[c]` then differ only in the top bit, so kernels look up magnitudes and take the
+    sign from that bit.
     """
     negative, positive = levels.chunk(2)
     return torch.cat([negative.flip(0), positive])

@@ -1,6 +1,6 @@
-"""An attention call as Transformers makes it: its queries, and the mask that says which tokens they see.
+"""Attention calls from Transformers: queries, and the mask that says which tokens they see.
 
-Attention, its tiles, statistics and the padding record ask the mask; only kernels read its numbers themselves.
+Everything but the kernels asks `Mask` instead of reading the mask's numbers.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from torch.nn import functional
 from .padding import LeftPadding
 
 SHARED_QUERIES = 16
-"""Most queries of a reordered mask that is kept for the other layers of a step."""
+"""Most queries for which a step's swapped mask is kept for its other layers."""
 
 
 @dataclass(slots=True)
 class Mask:
     """Mask of an attention call, over its tokens.
 
-    tensor: None if every query sees the tokens up to its own. `[B or 1, Hq or 1, n, T]`: boolean (True = sees) or added
-        to the scores. `[B, T]`: flash attention's padding mask, with which queries see the real tokens up to their own.
+    Attributes:
+        tensor: None if every query sees the tokens up to its own. `[B or 1, Hq or 1, n, T]`: boolean (True = sees) or
+            added to the scores. `[B, T]`: flash attention's padding mask; queries see the real tokens up to their own.
     """
 
     tensor: torch.Tensor | None = None
@@ -39,11 +40,11 @@ class Mask:
         return self.tensor is not None and self.tensor.ndim == 4
 
     def trimmed(self, tokens: int) -> Mask:
-        """Mask over the first `tokens` tokens: a static cache's masks go on to its capacity."""
+        """Mask over the first `tokens` tokens; masks of static caches extend to the capacity."""
         return self if self.tensor is None else Mask(self.tensor[..., :tokens])
 
     def by_query(self, count: int, tokens: int) -> Mask:
-        """The same mask, None or with a row for each of `count` queries, which are the last of `tokens` tokens."""
+        """The same mask with a row for each of `count` queries, the last of `tokens` tokens; None stays None."""
         if self.tensor is None or self.is_by_query:
             return self
         return Mask(self.spelled_out(count, tokens, self.tensor.device))
@@ -51,7 +52,10 @@ class Mask:
     def spelled_out(
         self, count: int, tokens: int, device: torch.device, length: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Tensor `[B or 1, Hq or 1, count, tokens]`; `length`, int64 `[]`, is the number of tokens if not `tokens`."""
+        """The mask as a tensor `[B or 1, Hq or 1, count, tokens]`.
+
+        The `count` queries are the last of `tokens` tokens, or of `length` (int64 `[]`) if that is given.
+        """
         mask = self.tensor
         if mask is not None and mask.ndim == 4:
             return mask
@@ -59,12 +63,12 @@ class Mask:
         causal = (torch.arange(tokens, device=device) <= last)[None, None]
         if mask is None:
             return causal
-        if mask.shape[1] < tokens:  # a static cache's may end with the last token written
+        if mask.shape[1] < tokens:  # masks of static caches may end at the last token written
             mask = functional.pad(mask, (0, tokens - mask.shape[1]))
         return causal & mask[:, None, None, -tokens:].bool()
 
     def applied(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores `[B, Hq, n, T]` of the last n of T tokens, -inf or lower where the mask hides a token."""
+        """Mask the scores `[B, Hq, n, T]` of the last n of T tokens; hidden tokens get -inf or very low scores."""
         count, tokens = scores.shape[-2:]
         if self.tensor is None and count == 1:
             return scores
@@ -74,11 +78,11 @@ class Mask:
     def tile(
         self, rows: slice, begin: int, end: int, count: int, tokens: int, device: torch.device
     ) -> torch.Tensor | None:
-        """Mask of some of `count` queries over tokens `[begin, end)` of `tokens`; None if they see all of these."""
+        """Mask for some of `count` queries over tokens `[begin, end)` of `tokens`; None if they see all of these."""
         mask = self.tensor
         if mask is not None and mask.ndim == 4:
             return mask.expand(-1, -1, count, tokens)[:, :, rows, begin:end]
-        # The last token that the first of these queries sees is its own.
+        # `first` is the last token that the first of these queries sees: its own.
         first, size = tokens - count + rows.start, rows.stop - rows.start
         causal = None
         if end > first + 1:
@@ -99,7 +103,8 @@ class Mask:
     ) -> Mask:
         """The mask in the order in which left-padded rows store their tokens, with a row for each query.
 
-        `sinks` is the number of sinks; all else as in `spelled_out`. All layers of a step share the result.
+        `sinks` is the number of sinks; the other arguments are as in `spelled_out`. All layers of a step share the
+        result.
         """
         given = self.tensor
         mask = self.spelled_out(count, tokens, device, length)
@@ -113,7 +118,7 @@ class Mask:
     def reordered(self, tokens: torch.Tensor, holds: torch.Tensor, count: int, length: torch.Tensor) -> Mask:
         """The mask over slots, with a row for each of `count` queries, which are the last of `length` tokens.
 
-        Slot i has token `tokens[i]` where `holds[i]`, and is hidden elsewhere.
+        Slot i holds token `tokens[i]` if `holds[i]`; other slots are hidden.
         """
         mask = self.tensor
         if mask is not None:
@@ -127,16 +132,16 @@ class Mask:
     def of_queries(
         self, row: int, at: torch.Tensor, count: int, tokens: int, padding: LeftPadding | None, sinks: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Mask of one row's queries at positions `at`, `[Hq or 1, R, T]`, and the tokens that any of them sees, `[T]`.
+        """Mask of one batch row's queries at positions `at`, `[Hq or 1, R, T]`, and the tokens any of them sees, `[T]`.
 
-        Both are over stored tokens; None for no mask. `count` queries, the last of `tokens` tokens, were seen.
+        Both are over stored tokens and None without a mask. The last `count` of `tokens` tokens have queries.
         """
         if self.tensor is None:
             return None, None
         mask = self.tensor[min(row, len(self.tensor) - 1)]
         if mask.ndim == 1:
             mask = mask[None, None, -tokens:].bool()
-        else:  # the last query comes on top: it sees all tokens but padding
+        else:  # append the last query, which sees all tokens except padding
             mask = torch.cat([mask[:, at - (tokens - count)], mask[:, -1:]], 1)
         if padding is not None:
             mask = padding.row(row).exchange_(mask[None].clone(), sinks)[0]
@@ -145,7 +150,6 @@ class Mask:
         return mask[:, :-1], sees(mask).flatten(0, 1).any(0)
 
     def first_rows(self, count: int) -> Mask:
-        """The mask of the first `count` rows of the batch."""
         return self if self.tensor is None else Mask(self.tensor[:count])
 
 
@@ -171,11 +175,12 @@ def left_padding(given: Any) -> tuple[torch.Tensor, int] | None:
 class AttentionCall:
     """Queries of a layer, and how they attend.
 
-    query: `[B, Hq, n, D]`, of the last n tokens.
-    mask: over the layer's tokens in their order; back ends get it over stored tokens.
-    scaling: factor on the inner products.
-    softcap: if not None, scores are `softcap * tanh(s / softcap)` (Gemma 2).
-    s_aux: learned logits `[Hq]` that join the softmax's denominator (gpt-oss).
+    Attributes:
+        query: `[B, Hq, n, D]`, of the last n tokens.
+        mask: over the layer's tokens in their order; back ends get it over stored tokens.
+        scaling: factor on the inner products.
+        softcap: if not None, scores are `softcap * tanh(s / softcap)` (Gemma 2).
+        s_aux: learned logits `[Hq]` that join the softmax's denominator (gpt-oss).
     """
 
     query: torch.Tensor
@@ -194,9 +199,8 @@ class AttentionCall:
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
     ) -> AttentionCall:
-        """Make a call with a mask as Transformers hands it over; one that is not supported counts as None."""
+        """Make a call with a mask as Transformers passes it; an unsupported mask counts as None."""
         return cls(query, Mask(mask if Mask.supports(mask) else None), scaling, softcap, s_aux)
 
     def first_rows(self, count: int) -> AttentionCall:
-        """The call of the first `count` rows of the batch."""
         return replace(self, query=self.query[:count], mask=self.mask.first_rows(count))

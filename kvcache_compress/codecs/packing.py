@@ -16,14 +16,14 @@ def pack(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
     shift = 0
     for plane in PLANES[bits]:
         fields = (parts >> shift) & (2**plane - 1)
-        places = plane * torch.arange(CODES_PER_WORD, device=codes.device)
-        planes.append((fields << places[:, None]).sum(-2).to(PLANE_WORD[plane]))
+        shifts = plane * torch.arange(CODES_PER_WORD, device=codes.device)
+        planes.append((fields << shifts[:, None]).sum(-2).to(PLANE_WORD[plane]))
         shift += plane
     return tuple(planes)
 
 
 def pack_signs(x: torch.Tensor) -> torch.Tensor:
-    """Pack the bits `x > 0` of `x` `[..., width]` into their plane `[..., width / 8]`."""
+    """Pack the bits `x > 0` of `x` `[..., width]` into one plane `[..., width / 8]`."""
     return pack(x > 0, 1)[0]
 
 
@@ -32,8 +32,8 @@ def unpack(planes: tuple[torch.Tensor, ...], bits: int) -> torch.Tensor:
     codes: torch.Tensor | None = None
     shift = 0
     for plane, words in zip(PLANES[bits], planes, strict=True):
-        places = plane * torch.arange(CODES_PER_WORD, device=words.device)
-        fields = (words.to(torch.int64).unsqueeze(-2) >> places[:, None]) & (2**plane - 1)
+        shifts = plane * torch.arange(CODES_PER_WORD, device=words.device)
+        fields = (words.to(torch.int64).unsqueeze(-2) >> shifts[:, None]) & (2**plane - 1)
         part = fields.flatten(-2) << shift
         codes = part if codes is None else codes | part
         shift += plane
@@ -45,7 +45,7 @@ def unpack(planes: tuple[torch.Tensor, ...], bits: int) -> torch.Tensor:
 def look_up(planes: tuple[torch.Tensor, ...], bits: int, table: torch.Tensor) -> torch.Tensor:
     """Look up the levels of packed codes: float32 `[..., width]`, in memory order (see `memory_order`).
 
-    Same result as `levels[unpack(planes, bits)]` in fewer steps: two or four codes are one index into the
+    Same as `levels[unpack(planes, bits)]` with fewer operations: two or four codes form one index into `table`, from
     `level_table`. The words of a token must be contiguous, as in a store.
     """
     low, count, words = PLANES[bits][0], _codes_at_once(bits), planes[0].shape[-1]
@@ -54,17 +54,17 @@ def look_up(planes: tuple[torch.Tensor, ...], bits: int, table: torch.Tensor) ->
         index = torch.stack([index & 15, index >> 4], -1).flatten(-2)
     if bits > low:
         taken = count * (bits - low)
-        places = taken * torch.arange(index.shape[-1], device=index.device)
-        index |= ((planes[1].long().unsqueeze(-1) >> places) & (2**taken - 1)) << (count * low)
+        shifts = taken * torch.arange(index.shape[-1], device=index.device)
+        index |= ((planes[1].long().unsqueeze(-1) >> shifts) & (2**taken - 1)) << (count * low)
     runs = table.index_select(0, index.flatten())
     return runs.view(torch.float32).view(*planes[0].shape[:-1], CODES_PER_WORD * words)
 
 
 def level_table(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """Table for `look_up` of `levels` `[2 ** bits]`: the levels of every run of two or four codes, as one number each.
+    """Table for `look_up`: the levels `[2 ** bits]` of every run of two or four codes, viewed as one number.
 
     Raises:
-        RuntimeError: the machine is big-endian, with the bytes of a word in the opposite order.
+        RuntimeError: the machine is big-endian, where the bytes of a word are in the opposite order.
     """
     if sys.byteorder != "little":
         raise RuntimeError("packed codes are read byte by byte, which needs a little-endian machine")
@@ -78,7 +78,7 @@ def level_table(levels: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _codes_at_once(bits: int) -> int:
-    """Codes that are looked up together: as many as keep the table small next to a codec's other constants."""
+    """Codes per table lookup; more would make the table large compared with a codec's other constants."""
     return 4 if bits <= 2 else 2
 
 

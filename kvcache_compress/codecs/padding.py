@@ -1,9 +1,9 @@
-"""Left padding of a batch, and the exchange by which each row keeps its own first tokens as sinks.
+"""Left padding of a batch, and the swap that lets each row keep its own first tokens as sinks.
 
-Sinks are the first positions of a storage. In a left-padded row these would be padding, so the row's first tokens
-change places with it. With `p` tokens of padding and `S` sinks, tokens `i` and `max(p, S) + i` are exchanged for
-`i < min(p, S)`. Then the sinks are tokens `[p, p + S)`, and padding lies at `[S, S + p)`. All other tokens stay where
-they are, so rows share one length whatever their padding. Masks are exchanged like the tokens.
+Sinks are the first tokens of a storage. In a left-padded row these would be padding, so the row's first tokens swap
+with it. With `p` padding tokens and `S` sinks, tokens `i` and `max(p, S) + i` are exchanged for `i < min(p, S)`. The
+sinks are then tokens `[p, p + S)`, and padding is at indices `[S, S + p)`. All other tokens stay, so rows have the same
+length whatever their padding. Masks are exchanged like the tokens.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ import torch
 class LeftPadding:
     """Number of padding tokens at the start of each row of a batch; immutable.
 
-    tokens: int64 `[B]`, or `[1]` for all rows.
-    longest: an upper bound of `tokens`, known to the host.
+    Attributes:
+        tokens: int64 `[B]`, or `[1]` for all rows.
+        longest: an upper bound of `tokens`, known to the host.
     """
 
     def __init__(self, tokens: torch.Tensor, longest: int) -> None:
         self.tokens = tokens
         self.longest = longest
         self.last: tuple[torch.Tensor, tuple[int, int], torch.Tensor] | None = None
-        """A step's mask, how it was exchanged, and the result, which all layers of the step share."""
+        """The latest exchanged mask (input, key, result), which all layers of a step share."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LeftPadding:
         return self
 
     def partners(self, sinks: int, bound: int | torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return the partner that each of the first `sinks` tokens changes places with, int64 `[B, sinks]`.
+        """Return the token that each of the first `sinks` tokens swaps with, int64 `[B, sinks]`.
 
         A token without a partner below `bound` is its own partner.
         """
@@ -47,13 +48,13 @@ class LeftPadding:
         """
         return _exchange_(x, self.partners(sinks, x.shape[-1] if bound is None else bound, x.device))
 
-    def settle(
+    def exchange_new(
         self, held: torch.Tensor, x: torch.Tensor, start: int | torch.Tensor, sinks: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange new tokens that are sinks of their rows with the padding that stands in their place.
+        """Exchange new tokens that are sinks of their rows with the padding held among the sinks.
 
         Args:
-            held: the sinks held so far, `[B, H, s, D]`; with fewer than `sinks`, these are all tokens.
+            held: the sinks held so far, `[B, H, s, D]`; fewer than `sinks` if these are all tokens.
             x: new tokens, `[B, H, n, D]`.
             start: number of tokens before them, an int or int64 `[]`.
             sinks: number of sinks.
@@ -77,7 +78,7 @@ class LeftPadding:
     def without(self, x: torch.Tensor, sinks: int, first: int) -> torch.Tensor:
         """Return stored tokens `x` `[B, H, n, D]` without padding: `[1, H, N, D]`.
 
-        `first` is the index of the first token of `x`. If all tokens are padding, `x` is returned as it is.
+        `first` is the index of the first token of `x`. If all tokens are padding, `x` is returned unchanged.
         """
         total = first + x.shape[2]
         real = torch.arange(total, device=x.device) >= self.tokens.to(x.device)[:, None]
@@ -86,11 +87,10 @@ class LeftPadding:
         return found.transpose(0, 1)[None] if len(found) else x
 
     def row(self, index: int) -> LeftPadding:
-        """Return the padding of one row."""
         return self.changed(lambda tokens: tokens[index : index + 1])
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LeftPadding:
-        """Return the padding after `change` to the rows; a single entry holds for any rows and stays as it is."""
+        """Return the padding after `change` of the rows; a single entry fits any rows and stays unchanged."""
         return self if len(self.tokens) == 1 else LeftPadding(change(self.tokens), self.longest)
 
 

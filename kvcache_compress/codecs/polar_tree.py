@@ -1,12 +1,11 @@
-"""The recursive polar transform on packed codes: their layout, and the torch twin of the kernels.
+"""The recursive polar transform on packed codes: their layout, and the torch reference of the kernels.
 
-A code-space vector y of D numbers is paired by halves: level 1 pairs `y[i]` with `y[i + D / 2]`, and level ℓ the
-D / 2^(ℓ-1) radii of the level below likewise, so that undoing a level is one concatenation `[r cos | r sin]`. The
-paper's pairing of neighbours is a permutation of the coordinates (`adjacent_order`), which is part of the codec's
-basis.
+A code-space vector y of D numbers is paired by halves. Level 1 pairs `y[i]` with `y[i + D / 2]`; level ℓ pairs the D /
+2^(ℓ-1) radii of the level below in the same way. Undoing a level is then one concatenation `[r cos | r sin]`. The paper
+pairs neighbours instead; the codec's basis contains the permutation between the two (`adjacent_order`).
 
-Quantizing takes comparisons only: a point (x, y) lies beyond the boundary β if `y cos β > x sin β`, and for the radii
-of deeper levels the squares are compared, so no angle and no square root is computed.
+Quantizing only takes comparisons. A point (x, y) lies beyond the boundary β if `y cos β > x sin β`. Deeper levels
+compare squares of radii, so no angle and no square root is computed.
 """
 
 from __future__ import annotations
@@ -23,13 +22,15 @@ from .layout import CODES_PER_WORD, PLANES, Field, code_fields
 
 @dataclass(frozen=True)
 class AngleCodebook:
-    """Angles of one level, ascending from the code nearest to angle 0, with the tables to quantize and decode them.
+    """Angles of one level, ascending from the code nearest to angle 0, with tables to quantize and decode.
 
-    angles: float64 `[n]`.
-    points: float32 `[n, 2]`, their cos and sin rounded to 16 bits, so that kernels' 16-bit tables are exact.
-    bounds: float32 `[n, 2]` on the circle: cos and sin of the boundary above each code, ascending from angle 0;
-        `[n - 1, 2]` elsewhere: cos² and sin² of the boundaries between codes.
-    lower: number of boundaries on the circle below π.
+    Attributes:
+        angles: float64 `[n]`.
+        points: float32 `[n, 2]`, cos and sin of the angles rounded to 16 bits, so that kernels' 16-bit tables are
+            exact.
+        bounds: cos and sin of the boundary above each code, ascending from angle 0, float32 `[n, 2]`, on the circle. On
+            deeper levels cos² and sin² of the boundaries between codes, `[n - 1, 2]`.
+        lower: number of boundaries on the circle below π.
     """
 
     angles: torch.Tensor
@@ -43,10 +44,18 @@ class AngleCodebook:
 
 @dataclass(frozen=True)
 class LevelCodes:
-    """Location of the `count` codes of one level: code p is slot `base + p` of `words` words in its bit width's field.
+    """Where the `count` codes of one level are stored: code p is slot `base + p` of `words` words.
 
-    field: index of the field's low plane; row: words of that field per token; offset: first of the level's words.
-    Levels of a multiple of eight codes have their own words; coarser ones of equal bits share words.
+    Levels of a multiple of eight codes have words of their own; coarser levels of equal bits share words.
+
+    Attributes:
+        bits: bits per code.
+        count: codes of the level per token.
+        field: index of the low bit plane's field.
+        row: words of that field per token.
+        offset: first of the level's words in that row.
+        words: number of these words.
+        base: slot of the level's first code in these words.
     """
 
     bits: int
@@ -70,11 +79,11 @@ class PolarTree:
     roots: int
     levels: tuple[LevelCodes, ...]
     widths: tuple[tuple[int, int], ...]
-    """(bits, codes per token with padding) of the code fields, in order."""
+    """(bits, codes per token with padding) of each code field."""
 
     @property
     def places(self) -> list[int]:
-        """Six numbers per level, finest first, in the format of the C++ code."""
+        """Location of each level's codes as the C++ code takes it: six numbers per level, finest first."""
         numbers = ((x.bits, x.count, x.field, x.offset, x.words, x.base) for x in self.levels)
         return [number for level in numbers for number in level]
 
@@ -118,7 +127,7 @@ def polar_tree(head_dim: int, bits: tuple[int, ...]) -> PolarTree:
 
 @on_cpu
 def adjacent_order(head_dim: int, levels: int) -> torch.Tensor:
-    """Channel of each code-space coordinate, so that halves pair neighbours in blocks of `2 ** levels`."""
+    """Channel of each code-space coordinate, such that halves pair neighbours in blocks of `2 ** levels`."""
     sides = torch.arange(head_dim).view(-1, *[2] * levels)
     return sides.permute(*range(levels, -1, -1)).flatten()
 
@@ -129,8 +138,8 @@ def quantize(
     """Quantize code-space vectors `y`, float32 `[..., D]`.
 
     Returns:
-        Codes of each level, int64 `[..., count]`; squared radii of the roots, and inner products with their unit code
-        points, float32 `[..., roots]`.
+        Codes of each level, int64 `[..., count]`; squared radii of the roots, float32 `[..., roots]`; and inner
+        products of `y` with its unit code point, float32 `[..., roots]`.
     """
     low, high = y.chunk(2, -1)
     energy = low * low + high * high
@@ -155,13 +164,13 @@ def quantize(
 def encode(
     y: torch.Tensor, tree: PolarTree, books: tuple[AngleCodebook, ...]
 ) -> tuple[Fields, torch.Tensor, torch.Tensor]:
-    """Bit planes, squared radii and inner products of code-space vectors `[..., D]`; twin of the encode kernel."""
+    """Bit planes, squared radii and inner products of code-space vectors `[..., D]`; reference of the encode kernel."""
     codes, energy, cross = quantize(y, books)
     return pack(tree, codes), energy, cross
 
 
 def circle_codes(x: torch.Tensor, y: torch.Tensor, book: AngleCodebook) -> torch.Tensor:
-    """Nearest code to the angle of each (x, y): the number of boundaries below the angle, modulo the codes."""
+    """Code nearest to the angle of each (x, y): the number of boundaries below it, modulo the number of codes."""
     beyond = y < 0
     code = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
     for index, (cos, sin) in enumerate(book.bounds):
@@ -204,7 +213,7 @@ def expand(codes: list[torch.Tensor], radii: torch.Tensor, books: tuple[AngleCod
 
 
 def angles(y: torch.Tensor, levels: int) -> list[torch.Tensor]:
-    """Angles of each level, `[..., count]`: level 1 in [0, 2π), deeper ones in [0, π/2] (Definition 1)."""
+    """Angles of each level, `[..., count]`: level 1 in [0, 2π), deeper ones in [0, π/2] (Han et al., Definition 1)."""
     low, high = y.chunk(2, -1)
     by_level = [torch.atan2(high, low).remainder(2 * torch.pi)]
     radii = torch.hypot(low, high)

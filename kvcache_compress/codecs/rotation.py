@@ -1,4 +1,4 @@
-"""Random rotations, which spread a vector's energy evenly over its coordinates, and seeds of random numbers."""
+"""Random rotations, which spread a vector's energy evenly over its coordinates, and seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROUNDS = 3
 
 
 def hashed_seed(*parts: int | str) -> int:
-    """32-bit seed for a torch generator, unrelated to the seed of any other `parts`."""
+    """32-bit seed for a torch generator, independent for different `parts`."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
 
 
@@ -21,8 +21,8 @@ def random_rotation(kind: RotationKind, dim: int, seed: int) -> torch.Tensor:
     """Seeded random orthogonal matrix, float32 `[dim, dim]`; rotate row vectors with `x @ matrix.T`.
 
     `haar` is uniform over the orthogonal group: QR of a Gaussian matrix with R's diagonal made positive (TurboQuant,
-    section 3.1), for which the theorems hold for any vector. `hadamard` comes close without a factorization: three
-    rounds of random signs and a Walsh-Hadamard transform (block-diagonal if `dim` is not a power of two), with random
+    section 3.1). The theorems hold for it with any vector. `hadamard` comes close without a factorization: three rounds
+    of random signs and a Walsh-Hadamard transform (block-diagonal if `dim` is not a power of two), with random
     permutations in between.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -48,7 +48,7 @@ def _signs(dim: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _hadamard_blocks(dim: int) -> torch.Tensor:
-    """Block-diagonal normalised Hadamard matrix; its blocks have the largest power of two that divides `dim`."""
+    """Block-diagonal normalised Hadamard matrix whose block size is the largest power of two that divides `dim`."""
     size = dim & -dim
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while matrix.shape[0] < size:

@@ -1,4 +1,4 @@
-"""Scalar quantization of unit vectors with a codebook, and the one number stored per vector."""
+"""Scalar quantization of unit vectors with a codebook, and the one scalar stored per vector."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .base import Fields
 Scalar = Literal["norm", "match", "unbiased", "least_squares"]
 SCALE_MAX = torch.finfo(torch.float16).max
 SEARCHED = tuple((26 + 3 * i) / 32 for i in range(5))
-"""Scales of a vector that are tried, as fractions of its own. Some bits of these numbers are zero: products are alike
-on all backends."""
+"""Scales tried for each vector, as fractions of its own. Their low bits are zero, so products are equal on all back
+ends."""
 SEARCH_STEPS = 256
-"""Integer steps per standard deviation of a coordinate, in which errors of the scales are compared."""
+"""Integer units per standard deviation of a coordinate, for comparing the scales exactly."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Component:
     levels: torch.Tensor
     """float32 on the device: `[2 ** bits]` in the order of their codes, or `[2 ** (bits + 1)]` of a trellis."""
     table: torch.Tensor
-    """Table of the levels, for `packing.look_up`; the levels themselves of a trellis."""
+    """Table of the levels for `packing.look_up`; of a trellis, the levels themselves."""
     even: bool
     """True if levels are evenly spaced."""
     trellis: bool
@@ -45,7 +45,7 @@ class Component:
 def quantize_on(
     native: Any, z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar
 ) -> Fields:
-    """Quantize with the back end's function for it, if it has one (`Codec.native`)."""
+    """Quantize with the back end's own function (`Codec.native`), if it has one."""
     found: Fields = getattr(native, "quantize_levels", quantize)(z, norm, levels, bits, scalar)
     return found
 
@@ -53,10 +53,16 @@ def quantize_on(
 def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:
     """Pack the nearest levels of unit vectors `z` `[..., width]`, and store one scalar per vector in 16 bits.
 
-    `levels` `[2 ** bits]` are in the order of their codes: ascending, or reordered by `lloyd_max.outward`.
-    The scalar of a vector x = norm · z with code point ẑ is: `norm`; `match`, norm / ‖ẑ‖; `unbiased`,
-    norm ⟨z, z⟩ / ⟨z, ẑ⟩; `least_squares`, norm ⟨z, ẑ⟩ / ⟨ẑ, ẑ⟩. But for `norm`, the codes are those of t · z with the
-    t of `SEARCHED` that brings ẑ closest to the direction of z (as in RaBitQ's extension, Gao et al. 2024).
+    `levels` `[2 ** bits]` are in the order of their codes: ascending, or reordered by `lloyd_max.outward`. For a vector
+    x = norm · z with code point ẑ the scalar is, by `scalar`:
+
+    - `norm`: norm
+    - `match`: norm / ‖ẑ‖
+    - `unbiased`: norm ⟨z, z⟩ / ⟨z, ẑ⟩
+    - `least_squares`: norm ⟨z, ẑ⟩ / ⟨ẑ, ẑ⟩
+
+    Except for `norm`, the codes are those of t · z with the t in `SEARCHED` that brings ẑ closest to the direction of z
+    (as in RaBitQ's extension, Gao et al. 2024).
     """
     order, bounds = levels.argsort(), boundaries(levels)
     codes = order[torch.bucketize(z.contiguous(), bounds)]
@@ -87,6 +93,6 @@ def stored_scalar(z: torch.Tensor, point: torch.Tensor, norm: torch.Tensor, scal
 
 
 def boundaries(levels: torch.Tensor) -> torch.Tensor:
-    """Ascending midpoints between levels, which may be in any order: a value above `i` of them gets level `i`."""
+    """Decision boundaries: a value above exactly i of them maps to level i. Levels may come in any order."""
     levels = levels.sort().values
     return (levels[1:] + levels[:-1]) / 2

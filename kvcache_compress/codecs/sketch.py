@@ -13,10 +13,10 @@ SketchKind = Literal["orthogonal", "gaussian"]
 
 
 def sketch_constant(kind: SketchKind, dim: int, rows: int | None = None) -> float:
-    """Factor that makes `⟨S y, sign(S r)⟩ ‖r‖` unbiased for ⟨y, r⟩, S being `rows` x `dim` (square by default).
+    """Factor that makes `⟨S y, sign(S r)⟩ ‖r‖` an unbiased estimate of ⟨y, r⟩; S is `rows` x `dim`, default square.
 
-    Gaussian S: √(π/2) / rows (QJL, Lemma 3.2). Rows of √d · Haar: 1 / (rows √d E|u₁|) with
-    E|u₁| = Γ(d/2) / (√π Γ((d+1)/2)), also if the last block of rows is incomplete.
+    Gaussian S: √(π/2) / rows (QJL, Lemma 3.2). Rows of √d · Haar: 1 / (rows √d E|u₁|) with E|u₁| = Γ(d/2) / (√π
+    Γ((d+1)/2)), also if the last block of rows is incomplete.
     """
     rows = rows or dim
     if kind == "gaussian":
@@ -26,7 +26,7 @@ def sketch_constant(kind: SketchKind, dim: int, rows: int | None = None) -> floa
 
 
 def sketch_matrix(kind: SketchKind, dim: int, seed: int, rows: int | None = None) -> torch.Tensor:
-    """Sketch S, float32 `[rows, dim]` (square by default): Gaussian, or first rows of stacked √d · Haar rotations."""
+    """Sketch S, float32 `[rows, dim]` (default square): Gaussian, or the first rows of stacked √d · Haar rotations."""
     rows = rows or dim
     generator = torch.Generator().manual_seed(seed)
     with torch.device("cpu"):  # the same numbers for any default device

@@ -1,14 +1,14 @@
-"""Trellis-coded quantization: scalar codes whose levels depend on the codes before them (Marcellin and Fischer, 1990).
+"""Trellis-coded quantization: the levels of a code depend on the codes before it (Marcellin and Fischer, 1990).
 
 The `2 ** (bits + 1)` levels are dealt in turn to four subsets. Bit 0 of a code is shifted into a register of `MEMORY`
-bits; two parities of the register choose the subset, the code's other bits the level within it. So a token of `bits`
-bits decodes like one of `bits + 1` bits. Relative squared errors of Gaussian numbers at 1, 2 and 3 bits are .292, .083
-and .0226; those of scalar codes .363, .118 and .0345. The parities are Ungerboeck's for 64 states. The register runs
-through the codes in memory order (`packing.memory_order`), and starts with the last codes of the token, so that every
-number gains alike (tail-biting).
+bits. Two parities of the register choose the subset, and the code's other bits the level within it. So `bits` stored
+bits select among the levels of `bits + 1` bits. Relative squared errors of Gaussian numbers at 1, 2 and 3 bits are
+.292, .083 and .0226, against .363, .118 and .0345 for scalar codes. The parities are Ungerboeck's for 64 states. The
+register runs through the codes in memory order (`packing.memory_order`). It starts with the token's last codes, so that
+every number gains alike (tail-biting).
 
-The encoder finds the path of least error through the trellis (Viterbi's algorithm) in integers, so that all backends
-agree to the bit. The state at the ends of a token is found first, from the `WARM_UP` numbers on both sides of them.
+The encoder finds the path of least error through the trellis (Viterbi's algorithm) in integers, so that all back ends
+agree to the bit. It first finds the state at the ends of a token from the `WARM_UP` numbers on either side.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .scalar import Scalar, stored_scalar
 MEMORY = 6
 STATES = 2**MEMORY
 LOW_DELAYS, HIGH_DELAYS = (0, 1, 6), (2, 4)
-"""Delays of the bits whose parities are bit 0 and bit 1 of the subset's number."""
+"""Delays of the register bits whose parities are bit 0 and bit 1 of the subset's number."""
 WARM_UP = 16
 STEPS = 256
-"""Integer steps per standard deviation of a coordinate."""
+"""Integer units per standard deviation of a coordinate."""
 UNREACHABLE = 1 << 29
 
 _UPPER_LEVELS = {
@@ -41,10 +41,10 @@ _UPPER_LEVELS = {
 }
 """Upper half of the levels by bits, for coordinates of variance 1, from Lloyd's algorithm on unit vectors times √128.
 
-They ascend within each subset; neighbours have crossed."""
+They ascend within each subset, but neighbouring levels of different subsets have crossed."""
 TRELLIS_BITS = tuple(_UPPER_LEVELS)
 LEAST_WIDTH = 32
-"""Fewest codes of a token that gain: with 16 of one bit the error is that of scalar codes."""
+"""Fewest codes of a token for which a trellis gains; with 16 one-bit codes the error is that of scalar codes."""
 
 
 @on_cpu
@@ -73,15 +73,15 @@ def look_up(planes: tuple[torch.Tensor, ...], bits: int, levels: torch.Tensor) -
 def quantize_on(
     native: Any, z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar
 ) -> Fields:
-    """Quantize with the back end's function for it, if it has one (`Codec.native`)."""
+    """Quantize with the back end's own function (`Codec.native`), if it has one."""
     found: Fields = getattr(native, "quantize_trellis", quantize)(z, norm, levels, bits, scalar)
     return found
 
 
 def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:
-    """Pack the codes of least squared error of unit vectors `z` `[..., width]`, and one scalar per vector in 16 bits.
+    """Pack the codes with the least squared error for unit vectors `z` `[..., width]`, and one scalar per vector.
 
-    `levels` `[2 ** (bits + 1)]`; the scalar is that of `scalar.quantize`.
+    `levels` `[2 ** (bits + 1)]`; the scalar is that of `scalar.quantize`, in 16 bits.
     """
     ordered, width = packing.memory_order(z), z.shape[-1]
     path = best_path(in_steps(ordered, width).flatten(0, -2), in_steps(levels, width))
@@ -92,14 +92,14 @@ def quantize(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: in
 
 
 def in_steps(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Coordinates, or levels, of unit vectors of `width` numbers in whole steps, int32."""
+    """Round coordinates, or levels, of unit vectors of `width` numbers to integer units, int32."""
     return (x * (STEPS * math.sqrt(width))).round().int()
 
 
 def best_path(z: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, and the indices of their levels, that are closest to the rows of `z` `[n, width]`, int64 like it.
+    """Codes closest to the rows of `z` `[n, width]`, and the indices of their levels, both int64 `[n, width]`.
 
-    `levels` `[2 ** (bits + 1)]`; `z` and they are int32, in the same units.
+    `levels` `[2 ** (bits + 1)]` and `z` are int32 in the same units.
     """
     free = torch.zeros(len(z), STATES, dtype=torch.int32, device=z.device)
     warm = min(WARM_UP, z.shape[-1])
@@ -118,13 +118,14 @@ def best_path(z: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 _Step: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Choices within the subsets, int64 `[n, 4]`, and, by new state, whether the upper of both old states is better."""
+"""Level chosen in each subset, int64 `[n, 4]`, and by new state, if the upper of its two predecessors is better."""
 
 
 def _forward(z: torch.Tensor, levels: torch.Tensor, cost: torch.Tensor) -> tuple[torch.Tensor, list[_Step]]:
-    """Least cost of reaching each state `[n, STATES]` after the columns of `z`, from costs before them, and the steps.
+    """Least costs `[n, STATES]` of reaching each state after the columns of `z`, and the choices on the way.
 
-    A state holds the last bits, the newest in bit 0: state `2m + u` is reached from `m` and `m + STATES / 2`.
+    `cost` has the costs before the first column. A state holds the last bits, the newest in bit 0: state `2m + u` is
+    reached from `m` and `m + STATES / 2`.
     """
     subsets = levels.view(-1, 4)
     middles = subsets[1:] + subsets[:-1]
@@ -144,7 +145,7 @@ def _forward(z: torch.Tensor, levels: torch.Tensor, cost: torch.Tensor) -> tuple
 def _backward(
     state: torch.Tensor, choice: torch.Tensor, from_upper: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The state before a step that led to `state` `[n]`, and the step's code and index of its level, each `[n]`."""
+    """The predecessor of `state` `[n]`, the code that led from it and the index of the code's level, each `[n]`."""
     upper = from_upper.gather(1, state[:, None])[:, 0].long()
     subset = _subset(state) ^ upper
     level = choice.gather(1, subset[:, None])[:, 0]
@@ -152,6 +153,6 @@ def _backward(
 
 
 def _subset(state: torch.Tensor) -> torch.Tensor:
-    """Subset of the step that led to a state, if the bit that left the register is 0; else the lowest bit flips."""
+    """Subset on the way to a state, if the bit that left the register is 0; if it is 1, the lowest bit flips."""
     low, high = (reduce(xor, (state >> delay for delay in delays)) for delays in (LOW_DELAYS[:-1], HIGH_DELAYS))
     return (high & 1) << 1 | low & 1

@@ -1,4 +1,4 @@
-"""Compression methods, a file or folder each: importing this package imports every module, which registers them all."""
+"""Compression methods, one file or folder each. Importing this package imports every module, which registers them."""
 
 import pkgutil
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""KIVI (Liu et al., arXiv 2402.02750): uniform codes, keys grouped per channel, values per token; the baseline.
+"""KIVI (Liu et al., arXiv 2402.02750): uniform codes, grouped per channel for keys and per token for values.
 
 For keys, `group_size` consecutive tokens of a channel share a scale and a zero point; for values, `group_size`
-consecutive channels of a token. Both are stored in 16 bits, so b-bit codes take b + 32 / group_size bits in total.
+consecutive channels of a token do. Both are stored in 16 bits, so b-bit codes take b + 32 / group_size bits in total.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ GROUP_SIZES = (16, 32, 64, 128)
 
 
 class KIVIOptions(MethodOptions):
-    """Options of `kivi`, for one side: `bits`, 1 to 6; `group_size`, tokens (keys) or channels (values) per scale."""
+    """Options of `kivi`, for one side.
+
+    Attributes:
+        bits: 1 to 6.
+        group_size: tokens (keys) or channels (values) per scale.
+    """
 
     bits: int = 4
     group_size: int = 32
@@ -72,7 +77,7 @@ class KIVICodec(Codec):
         return (*code_fields(options.bits, head_dim), *scales)
 
     def _grouped(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Split the grouped axis of `[B, H, T, D]` in two; returns also the axis within a group."""
+        """Split the grouped axis of `[B, H, T, D]` in two; return the axis within a group too."""
         if self.context.side == "keys":
             return x.unflatten(2, (-1, self.options.group_size)), 3
         return x.unflatten(3, (-1, self.options.group_size)), 4
@@ -118,7 +123,7 @@ def quantize(
 ) -> tuple[torch.Tensor, ...]:
     """Bit planes of `x` `[B, H, T, D]`, with one scale and zero point per `tokens` tokens and `channels` channels.
 
-    Codes refer to the scale and zero point as stored in 16 bits, so that rounding these adds no bias.
+    Codes are computed from the scale and zero point as stored in 16 bits, so that rounding these adds no bias.
     """
     steps = scale.float().repeat_interleave(tokens, 2).repeat_interleave(channels, 3).clamp_min(1e-30)
     start = zero.float().repeat_interleave(tokens, 2).repeat_interleave(channels, 3)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @register_method
 class DenseCodec(Codec):
-    """One side of a layer, stored in the model's dtype.
+    """One side of a layer in the model's dtype.
 
-    A layer with `none` on both sides does not use it: it stays Transformers' `DynamicLayer`, bit for bit.
+    A layer with `none` on both sides does not use it; it stays Transformers' `DynamicLayer`.
     """
 
     name: ClassVar[str] = "none"

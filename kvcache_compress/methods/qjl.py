@@ -1,8 +1,8 @@
-"""QJL (Zandieh et al., arXiv 2406.03482): keys as the signs of a random sketch and a norm.
+"""QJL (Zandieh et al., arXiv 2406.03482): keys as a norm and the signs of a random sketch.
 
-With S of m rows (Definition 3.1) a key k is stored as `sign(S k)` and `c ‖k‖`; the estimate of q·k is
-`c ‖k‖ ⟨S q, sign(S k)⟩`, unbiased for the right c (Lemma 3.2). Channels with large norms can have their own sketch and
-norm (section 4.2), so that they do not determine the error of all channels.
+With a sketch S of m rows (Definition 3.1), a key k is stored as `sign(S k)` and `c ‖k‖`. The estimate of q·k is `c ‖k‖
+⟨S q, sign(S k)⟩`, unbiased for the right c (Lemma 3.2). Channels with large norms can have their own sketch and norm
+(section 4.2), so that they do not dominate the error of all channels.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ if TYPE_CHECKING:
 
 MAX_RATIO = 4
 MIN_OUTLIERS = 4
-"""Fewest outlier channels: with fewer an orthogonal sketch has few distinct sign patterns."""
+"""Fewest outlier channels; with fewer, an orthogonal sketch has few distinct sign patterns."""
 
 
 class QJLOptions(MethodOptions):
     """Options of `qjl`, for keys.
 
-    sketch_ratio: sketch rows m per channel, up to 4; `sketch_dim` gives m itself, a multiple of 8.
-    sketch: `orthogonal` stacks rotations, `gaussian` has independent rows.
-    shared_sketch: one S for all layers.
-    outlier_channels: channels per head, those with the largest norm in the first prefill, that get their own sketch.
-    outlier_sketch_dim: rows of that sketch, a multiple of 8; by default the head dimension.
-    scalar: number stored per token: `norm`, the paper's, or `match`, which keeps the key's length.
-    center: subtract the mean key of the first prefill; `auto`: where it is large, and sink tokens stay dense.
-    equalize: divide outlier channels by a factor before the sketch (`auto`, if sink tokens stay dense and no
-        channels have their own sketch).
+    Attributes:
+        sketch_ratio: sketch rows per channel, up to 4.
+        sketch_dim: number of sketch rows, a multiple of 8, instead of `sketch_ratio`.
+        sketch: `orthogonal` stacks rotations, `gaussian` has independent rows.
+        shared_sketch: use one sketch for all layers.
+        outlier_channels: channels per head with a sketch of their own: those with the largest norm in the first
+            prefill.
+        outlier_sketch_dim: rows of that sketch, a multiple of 8; by default the head dimension.
+        scalar: number stored per token: `norm` (the paper's), or `match`, which keeps the key's norm.
+        center: subtract the mean key of the first prefill; `auto`: where it is large and sinks stay dense.
+        equalize: `auto` divides outlier channels by a factor before the sketch, if sinks stay dense and no channels
+            have their own sketch.
     """
 
     sketch_ratio: float = 2
@@ -87,7 +90,7 @@ class QJLOptions(MethodOptions):
 
 
 @dataclass(frozen=True)
-class Instance:
+class Sketch:
     """One sketch: `rows` signs of `channels` channels, rows `[start, start + rows)` of the basis."""
 
     rows: int
@@ -99,8 +102,8 @@ class Instance:
         return slice(self.start, self.start + self.rows)
 
 
-def instances(options: QJLOptions, head_dim: int) -> tuple[Instance, ...]:
-    """The sketch of the inlier channels, followed by that of the outlier channels if there are any."""
+def sketches(options: QJLOptions, head_dim: int) -> tuple[Sketch, ...]:
+    """The sketch of the inlier channels, then that of the outlier channels, if any."""
     limit = MAX_RATIO * head_dim
     outliers = options.outlier_channels
     if outliers >= head_dim:
@@ -111,13 +114,13 @@ def instances(options: QJLOptions, head_dim: int) -> tuple[Instance, ...]:
     for name, count in (("sketch_dim", rows), ("outlier_sketch_dim", outlier_rows)):
         if count > limit:
             raise ValueError(f"{name}={count} for qjl: allowed up to {limit}, {MAX_RATIO} times the head dimension")
-    inliers = Instance(rows, head_dim - outliers, 0)
-    return (inliers, Instance(outlier_rows, outliers, rows)) if outliers else (inliers,)
+    inliers = Sketch(rows, head_dim - outliers, 0)
+    return (inliers, Sketch(outlier_rows, outliers, rows)) if outliers else (inliers,)
 
 
 @register_method
 class QJLCodec(LinearCodec):
-    """The keys of a layer under QJL; see the module's docstring."""
+    """Keys of a layer under QJL."""
 
     name: ClassVar[str] = "qjl"
     Options: ClassVar[type[MethodOptions]] = QJLOptions
@@ -127,31 +130,31 @@ class QJLCodec(LinearCodec):
     def __init__(self, options: QJLOptions, context: CodecContext) -> None:
         super().__init__(options, context)
         self.equalized &= not options.outlier_channels
-        self.instances = instances(options, context.head_dim)
+        self.sketches = sketches(options, context.head_dim)
         seed_of = partial(context.seed_of, shared=options.shared_sketch)
-        self._sketches = tuple(
-            sketch_matrix(options.sketch, part.channels, seed_of(f"sketch {index}"), part.rows).to(context.device)
-            for index, part in enumerate(self.instances)
+        self._matrices = tuple(
+            sketch_matrix(options.sketch, sketch.channels, seed_of(f"sketch {index}"), sketch.rows).to(context.device)
+            for index, sketch in enumerate(self.sketches)
         )
         self._levels = torch.tensor([-1.0, 1.0], device=context.device)
         self._table = packing.level_table(self._levels, 1)
         self.members: torch.Tensor | None = None
         if not options.outlier_channels:
-            self.basis = self._sketches[0].unsqueeze(0)
+            self.basis = self._matrices[0].unsqueeze(0)
 
     @classmethod
     def layout(cls, options: QJLOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
         if side == "values":
             raise ValueError("qjl for values: allowed for keys only (it estimates products with queries)")
         fields: tuple[Field, ...] = ()
-        for part, prefix in zip(instances(options, head_dim), ("", "outlier_"), strict=False):
-            fields += (*code_fields(1, part.rows, prefix), Field(f"{prefix}scale", torch.float16))
+        for sketch, prefix in zip(sketches(options, head_dim), ("", "outlier_"), strict=False):
+            fields += (*code_fields(1, sketch.rows, prefix), Field(f"{prefix}scale", torch.float16))
         return fields
 
     def measure(
         self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Moments | None = None
     ) -> Statistics:
-        """Measure `mean` and `factors`, and `energy` `[H, D]` of channels, if some have a sketch of their own."""
+        """Measure `mean` and `factors`, and the channels' `energy` `[H, D]` if some have a sketch of their own."""
         statistics = super().measure(x, queries, moments)
         if self.options.outlier_channels:
             statistics["energy"] = self.equalize(x, statistics).square().sum(dim=(0, 2))
@@ -161,54 +164,53 @@ class QJLCodec(LinearCodec):
         super().set_statistics(statistics)
         if self.options.outlier_channels:
             order = statistics["energy"].argsort(dim=-1, stable=True)
-            self._spread(order[:, : self.instances[0].channels].sort(-1).values)
+            self._spread(order[:, : self.sketches[0].channels].sort(-1).values)
 
     def _spread(self, inliers: torch.Tensor) -> None:
-        """Spread the columns of each sketch over its channels in each head; `inliers` `[H, channels]`."""
+        """Build the basis, with each sketch's columns at its channels in each head; `inliers` is `[H, channels]`."""
         heads, head_dim = len(inliers), self.context.head_dim
         is_inlier = torch.zeros(heads, head_dim, device=inliers.device).scatter_(1, inliers, 1.0)
         self.members = torch.stack([is_inlier, 1 - is_inlier])
         parts = []
-        for part, sketch, member in zip(self.instances, self._sketches, self.members, strict=True):
-            channels = member.argsort(dim=-1, descending=True, stable=True)[:, None, : part.channels]
-            spread = torch.zeros(heads, part.rows, head_dim, device=inliers.device)
-            parts.append(spread.scatter_(2, channels.expand(-1, part.rows, -1), sketch.expand(heads, -1, -1)))
+        for sketch, matrix, member in zip(self.sketches, self._matrices, self.members, strict=True):
+            channels = member.argsort(dim=-1, descending=True, stable=True)[:, None, : sketch.channels]
+            spread = torch.zeros(heads, sketch.rows, head_dim, device=inliers.device)
+            parts.append(spread.scatter_(2, channels.expand(-1, sketch.rows, -1), matrix.expand(heads, -1, -1)))
         self.basis = torch.cat(parts, 1)
-        self._sketches = ()
+        self._matrices = ()
 
     def encode(self, x: torch.Tensor, rope: Rope | None = None) -> Fields:
         x, basis = self.equalize(x, self.statistics), self.own_basis()
         fields: Fields = ()
-        for index, part in enumerate(self.instances):
-            sketched = x @ basis[:, part.span].mT
+        for index, sketch in enumerate(self.sketches):
+            sketched = x @ basis[:, sketch.span].mT
             norm = (x if self.members is None else x * self.members[index][:, None]).norm(dim=-1)
             if self.options.scalar == "norm":
-                stored = norm * sketch_constant(self.options.sketch, part.channels, part.rows)
+                stored = norm * sketch_constant(self.options.sketch, sketch.channels, sketch.rows)
             else:
                 signs = (sketched > 0).float() * 2 - 1
-                point = signs @ basis[:, part.span]
+                point = signs @ basis[:, sketch.span]
                 stored = norm / point.norm(dim=-1).clamp_min(1e-30)
             fields += quantize_on(self.native, sketched, stored, self._levels, 1, "norm")
         return fields
 
     def parts(self, fields: Fields) -> Iterator[Part]:
-        """Stored keys in code space, one part per sketch."""
-        for index, part in enumerate(self.instances):
+        for index, sketch in enumerate(self.sketches):
             signs = packing.look_up(fields[2 * index : 2 * index + 1], 1, self._table)
-            yield Part(part.span, signs, fields[2 * index + 1].float())
+            yield Part(sketch.span, signs, fields[2 * index + 1].float())
 
     @cached_property
     def kernel_side(self) -> KernelSide:
         from kvcache_compress.triton_kernels.decode.qjl import qjl_side
 
-        return qjl_side(self.ready_basis(), [part.rows for part in self.instances], self.mean)
+        return qjl_side(self.ready_basis(), [sketch.rows for sketch in self.sketches], self.mean)
 
     @cached_property
     def kernel_encoder(self) -> KernelEncoder | None:
         from kvcache_compress.triton_kernels.encode.qjl import qjl_encoder
 
         kind, match = self.options.sketch, self.options.scalar == "match"
-        sketches = [(part.rows, sketch_constant(kind, part.channels, part.rows)) for part in self.instances]
+        sketches = [(sketch.rows, sketch_constant(kind, sketch.channels, sketch.rows)) for sketch in self.sketches]
         weights = self.members if self.factors is None else 1 / self.factors[None]
         return qjl_encoder(self.encoding_rows(self.own_basis()), sketches, match, self.mean, weights)
 
@@ -216,5 +218,5 @@ class QJLCodec(LinearCodec):
     def cpu_side(self) -> CPUSide:
         from kvcache_compress.cpu_kernels.common.operands import cpu_side
 
-        count = len(self.instances)
+        count = len(self.sketches)
         return cpu_side("levels", [1] * count, [self._levels] * count, self.ready_basis(), self.mean)

@@ -1,4 +1,4 @@
-"""Models that PEFT wraps: changes are made to the model inside, which every call of the wrapper reaches."""
+"""Models wrapped by PEFT: changes go to the inner model, which every call of the wrapper reaches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from transformers import PreTrainedModel
 
 _OWN_CACHE = {"PREFIX_TUNING", "CARTRIDGE"}
-"""Adapter types that consist of keys and values, for which PEFT starts each generation with its own dense cache."""
+"""Adapter types that consist of keys and values; PEFT starts their generations with a dense cache of its own."""
 
 
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
     """Return a Transformers model, or the one inside a PEFT model.
 
     Raises:
-        ValueError: The model is neither.
+        ValueError: the model is neither.
     """
     inside: Any = None if isinstance(model, PreTrainedModel) else getattr(model, "get_base_model", None)
     inner = inside() if inside else model
@@ -30,7 +30,7 @@ def compressible(model: torch.nn.Module) -> PreTrainedModel:
     """Return the unwrapped model, if it uses the caches passed to it.
 
     Raises:
-        ValueError: The model is not Transformers' or PEFT's, or its adapter replaces any cache by its own.
+        ValueError: the model is neither Transformers' nor PEFT's, or its adapter replaces any cache by its own.
     """
     inner = unwrapped(model)
     kind = None if inner is model else getattr(getattr(model, "active_peft_config", None), "peft_type", None)

@@ -1,4 +1,4 @@
-"""Decoder shape from a model's config: Transformers' cache layers, layer types and sizes of heads."""
+"""Read a decoder's shape from a model's config: cache layers, layer types and head sizes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _UNUSABLE = {
     "reformer": "it keeps hash buckets of its own and puts nothing into a cache",
     "xlnet": "it keeps a memory of its own (mems) and puts nothing into a cache",
 }
-"""Models that would silently ignore a compressed cache, fail with it, or attend to the wrong tokens."""
+"""Models that would ignore a compressed cache, fail with it, or attend to the wrong tokens."""
 
-# Transformers' caches take seconds to import, which commands about sizes and presets need not wait for.
+# Transformers' caches are imported in functions, because the import takes seconds and some commands don't need it.
 
 
 @functools.cache
 def cache_argument() -> str:
-    """Name of the argument of models and of `generate` for a cache.
+    """Name of the cache argument of models and of `generate`.
 
-    It is `cache` from Transformers 5.24 on, where `past_key_values` still works, with a warning.
+    It is `cache` from Transformers 5.24 on, which still accepts `past_key_values` with a warning.
     """
     from transformers import GenerationMixin
 
@@ -34,7 +34,7 @@ def cache_argument() -> str:
 
 
 def is_full_attention(layer: Any) -> bool:
-    """True if this cache layer of Transformers holds all keys and values of a sequence, alone or beside a state."""
+    """True if this Transformers cache layer holds all keys and values of a sequence, even beside a recurrent state."""
     from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, StaticLayer
 
     return type(layer) in (DynamicLayer, StaticLayer, LinearAttentionAndFullAttentionLayer)
@@ -43,10 +43,10 @@ def is_full_attention(layer: Any) -> bool:
 def decoder_layers(
     model_config: PreTrainedConfig, max_cache_len: int | None = None
 ) -> tuple[PreTrainedConfig, list[Any]]:
-    """Decoder's config and Transformers' cache layers for it, growing or, with `max_cache_len`, of static capacity.
+    """Return the decoder's config and its Transformers cache layers, growing or (`max_cache_len`) static.
 
     Raises:
-        ValueError: The model is an encoder-decoder, has no full attention, or cannot use the cache.
+        ValueError: the model is an encoder-decoder, has no full attention, or cannot use the cache.
     """
     from transformers import PreTrainedConfig
     from transformers.cache_utils import DynamicCache, StaticCache
@@ -76,19 +76,19 @@ def decoder_layers(
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
-    """Numbers per key of a full-attention layer."""
+    """Head dimension of keys in full-attention layers."""
     config = _full_attention_config(config)
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def kv_heads_of(config: PreTrainedConfig) -> int:
-    """Key/value heads of a full-attention layer."""
+    """Number of key/value heads in full-attention layers."""
     config = _full_attention_config(config)
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def _full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Config of the first full-attention layer, else of the first layer, if layers have configs of their own."""
+    """Config of the first full-attention layer (or the first layer), if layers have configs of their own."""
     kinds = getattr(config, "layer_types", None) or []
     if kinds and hasattr(config, "per_layer_config"):
         return config.per_layer_config[kinds.index("full_attention") if "full_attention" in kinds else 0]
@@ -96,7 +96,7 @@ def _full_attention_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def layer_types(config: PreTrainedConfig, layers: list[Any]) -> list[str]:
-    """Attention type of each layer, as the config names it, or else by its cache layer."""
+    """Attention type of each layer, from the config if it names them, else from the cache layers."""
     named = getattr(config, "layer_types", None)
     if named is not None and len(named) == len(layers):
         return list(named)

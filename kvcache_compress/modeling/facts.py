@@ -1,4 +1,4 @@
-"""Facts of a model that its files (saved caches, codebooks, statistics) record, to be compared when they are loaded."""
+"""Facts about a model that its files (caches, codebooks, statistics) record, to be compared when they are loaded."""
 
 from __future__ import annotations
 

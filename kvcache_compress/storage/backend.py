@@ -1,6 +1,6 @@
-"""A back end: how a layer appends to its tails, encodes, and attends on one kind of device.
+"""Base class of back ends: how a layer appends tokens, encodes and attends on one kind of device.
 
-A layer has one. The operations here are PyTorch's; a back end overrides those that it does better.
+The operations here use plain PyTorch; a back end overrides those that it does faster.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ ENCODE_CHUNK_TOKENS = 4096
 
 
 class Backend(ABC):
-    """Operations of a layer's steps. Stateless: layers share one.
+    """Operations of a layer's steps. Stateless, so layers share one instance.
 
     Attributes:
         name: its name in configs and in `record_paths`.
-        takes_token_masks, takes_padding_masks: as in `AttentionPath`.
+        takes_token_masks: as in `AttentionPath`.
+        takes_padding_masks: as in `AttentionPath`.
     """
 
     name: str
@@ -45,33 +46,33 @@ class Backend(ABC):
         return type(self), ()
 
     def problem(self) -> str | None:
-        """Why it cannot run on this machine, or None."""
+        """Return why the back end cannot run on this machine, or None."""
         return None
 
     @abstractmethod
     def runs_on(self, device: torch.device, asked: bool = False) -> bool:
-        """True if it runs on tensors of this device; with `asked`, also where `auto` does not choose it."""
+        """True if it runs on tensors of this device; `asked` adds devices for which `auto` never chooses it."""
 
     def supports(self, codec: type[Codec], options: Any, side: Side) -> bool:
-        """True if it has what codecs of this class, with these options, need for one side."""
+        """True if it has what a codec of this class with these options needs for one side."""
         return True
 
     def bind(self, codec: Codec) -> Codec:
-        """A copy of the codec that encodes with what this back end has for it (`Codec.native`)."""
+        """Copy the codec so that it encodes with this back end's functions (`Codec.native`)."""
         return codec.with_native(None)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, k_tail: TailBuffer, v_tail: TailBuffer) -> None:
-        """Append tokens `[B, H, n, D]` to the tails, which have the capacity for them."""
+        """Append tokens `[B, H, n, D]` to the tails, which must have room for them."""
         k_tail.append(keys)
         v_tail.append(values)
 
     def encoded(self, codec: Codec, x: torch.Tensor, rope: Rope | None = None) -> Fields:
-        """Encode tokens `[B, H, T, D]`, whole groups, into new fields."""
+        """Encode whole groups of tokens `[B, H, T, D]` into new fields."""
         with on_device(x):
             return codec.encode(x, rope)
 
     def encode(self, state: SideState, x: torch.Tensor, growing: bool) -> None:
-        """Encode tokens `[B, H, T, D]`, whole groups, and append them to a side's packed store."""
+        """Encode whole groups of tokens `[B, H, T, D]` and append them to a side's packed store."""
         store, count = state.store, x.shape[2]
         fields = self.encoded(state.codec, x, state.rope(store.tokens, store.tokens + count))
         store.append(fields, count, growing)
@@ -84,18 +85,18 @@ class Backend(ABC):
             self.encode(state, x[:, :, start : min(start + ENCODE_CHUNK_TOKENS, tokens)], growing)
 
     def flush(self, sides: Mapping[Side, SideState], leaving: int, checks: PackableChecks) -> bool:
-        """Check and pack the first `leaving` tokens of both tails, and move the others to new tails, in one go.
+        """Check and pack the first `leaving` tokens of both tails and move the rest to new tails, all at once.
 
-        Returns False, with nothing done, if the back end has nothing better than `pack` for these codecs.
+        Returns False, with nothing done, if the back end is no faster than `pack` for these codecs.
         """
         return False
 
     def has_static_steps(self, device: torch.device) -> bool:
-        """True if the steps of static layers have static shapes; on CPUs there is nothing to gain by it."""
+        """True if static layers use steps of static shapes on this device; CPUs gain nothing from them."""
         return device.type != "cpu"
 
     def encodes_in_steps(self, codec: Codec) -> bool:
-        """True if `step` encodes a block when it begins to count as packed, not group by group before that."""
+        """True if `step` encodes whole flushes when they become packed, False if it encodes groups before that."""
         return False
 
     def step(
@@ -105,7 +106,7 @@ class Backend(ABC):
         fresh: Mapping[Side, torch.Tensor],
         counter: torch.Tensor | None,
     ) -> None:
-        """Do a static layer's step, as `StepBuffers.step` does it."""
+        """Run one step of a static layer, as `StepBuffers.step` does."""
         with on_device(buffers.counts):
             buffers.step(sides, fresh, counter)
 
@@ -115,8 +116,8 @@ class Backend(ABC):
 
     @abstractmethod
     def path(self, call: AttentionCall, keys: View, values: View) -> AttentionPath | None:
-        """Choose how a call attends to a layer: None for the model's own attention over decoded tokens."""
+        """Choose how a call attends to a layer; None means the model's own attention over decoded tokens."""
 
     @abstractmethod
     def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
-        """Attend to both sides of a layer, as in `AttentionPath`."""
+        """Attend to a layer; see `AttentionPath.attend`."""

@@ -1,4 +1,4 @@
-"""Input checks that raise before a cache is changed, and on a GPU do not make the host wait."""
+"""Input checks that raise before a cache changes, and that do not make the host wait for a GPU."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from kvcache_compress.codecs.base import Side
 
 CROPS_TO_LENGTH = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20)
-"""Before 5.20, Transformers takes a positive number as the length to crop to; later releases refuse it."""
+"""True for Transformers before 5.20, whose `crop` takes a positive number as the length to keep."""
 LONGEST = torch.finfo(torch.float16).max
-"""Greatest length of a vector that can be packed: norms and scales are stored in 16 bits."""
+"""Largest norm of a vector that can be packed, because norms and scales are stored in 16 bits."""
 
 FLAG_NUMBERS = 4
-"""Numbers that one flag takes, so that each flag begins at a multiple of 16 bytes."""
+"""Numbers per flag, so that each flag starts at a multiple of 16 bytes."""
 
 
 def longest(x: torch.Tensor) -> torch.Tensor:
-    """Return the greatest length of vectors `[..., D]`, a scalar of at least float32; NaN if any vector has one."""
+    """Return the largest norm of vectors `[..., D]`, a scalar of at least float32; NaN if any vector has one."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).amax()
 
 
 def not_packable_error(what: str, layer: int) -> ValueError:
-    """Make the error for keys or values that are not finite or longer than `LONGEST`."""
+    """Make the error for keys or values that are not finite or have a norm above `LONGEST`."""
     return ValueError(
         f"{what} of layer {layer} hold NaN, infinity or vectors longer than {LONGEST:g}, which cannot be packed: is "
         "the model's dtype too narrow?"
@@ -35,14 +35,14 @@ def not_packable_error(what: str, layer: int) -> ValueError:
 
 
 def full_error(layer: int, capacity: int) -> ValueError:
-    """Make the error for more tokens than a static layer has capacity for."""
+    """Make the error for more tokens than a static layer can hold."""
     return ValueError(f"layer {layer} is full: max_cache_len={capacity} tokens are not enough")
 
 
 def same_prompt(first: torch.Tensor) -> bool:
-    """Return True if all rows of keys or values `[B, H, T, D]` come from one prompt, up to rounding in deep layers.
+    """Return True if all rows of keys or values `[B, H, T, D]` come from one prompt, up to rounding errors.
 
-    Rows that are not finite pass too: other checks refuse them.
+    Rows that are not finite pass, because other checks refuse them.
     """
     if first.shape[0] == 1 or not first.isfinite().all():
         return True
@@ -51,9 +51,9 @@ def same_prompt(first: torch.Tensor) -> bool:
 
 
 class PackableChecks:
-    """Checks of the vectors that one layer is about to pack.
+    """Checks of the vectors that a layer is about to pack.
 
-    On the CPU a check raises at once. On a GPU `raise_for_known` raises later, once the result has arrived.
+    On the CPU a check raises at once. On a GPU `raise_for_known` raises once the result has arrived.
     """
 
     def __init__(self, layer: int) -> None:
@@ -62,23 +62,23 @@ class PackableChecks:
         self._flags: torch.Tensor | None = None
 
     def add(self, side: Side, x: torch.Tensor) -> None:
-        """Check vectors `[..., D]` for NaN, infinity and lengths that 16 bits cannot hold."""
+        """Check vectors `[..., D]` for NaN, infinity and norms that 16 bits cannot hold."""
         # NaN fails the comparison too.
         self._add_result((side,), (longest(x) <= LONGEST).reshape(1, 1))
 
     def flags(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return an int32 flag per side, which a kernel sets to 0 if a vector that it encodes fails the check."""
+        """Return one int32 flag per side; a kernel sets it to 0 if a vector that it encodes fails the check."""
         if self._flags is None or self._flags.device != device:
             self._flags = torch.ones(2, FLAG_NUMBERS, dtype=torch.int32, device=device)
         return self._flags[0], self._flags[1]
 
     def add_flags(self) -> None:
-        """Check the `flags` that a kernel has written, as `add` checks vectors."""
+        """Check the `flags` that a kernel has written."""
         assert self._flags is not None
         self._add_result(("keys", "values"), self._flags)
 
     def _add_result(self, sides: tuple[Side, ...], good: torch.Tensor) -> None:
-        """Record a check's result `[sides, numbers]`: a side passes if all its numbers are true."""
+        """Record a check's result `[sides, numbers]`; a side passes if all its numbers are true."""
         if good.device.type == "cpu":
             self._raise_unless(good, sides)
             return
@@ -89,7 +89,7 @@ class PackableChecks:
         self._under_way.append((sides, on_host, event))
 
     def raise_for_known(self) -> None:
-        """Raise for failed checks whose results have arrived, without waiting for others."""
+        """Raise for failed checks whose results have arrived, without waiting for the others."""
         while self._under_way and self._under_way[0][2].query():
             sides, good, _ = self._under_way.pop(0)
             self._raise_unless(good, sides)
@@ -97,18 +97,18 @@ class PackableChecks:
     def _raise_unless(self, good: torch.Tensor, sides: tuple[Side, ...]) -> None:
         for side, flags in zip(sides, good.tolist(), strict=True):
             if not all(flags):
-                # Flags that were copied later are 0 because of the same tokens.
+                # Later copies of the flags are 0 because of the same tokens, so they must not raise again.
                 self._flags = None
                 self._under_way = [check for check in self._under_way if len(check[0]) == 1]
                 raise not_packable_error(side, self.layer)
 
 
 def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.Tensor]) -> None:
-    """Check that new keys and values are `[B, H, T, D]` and fit those that a layer holds, if any.
+    """Check that new keys and values are `[B, H, T, D]` and match the sides `held` by the layer, if any.
 
     Raises:
-        TypeError: not floating-point tensors.
-        ValueError: other shapes or another device.
+        TypeError: they are not floating-point tensors.
+        ValueError: their shapes or devices do not match.
     """
     for side, x in (("keys", keys), ("values", values)):
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
@@ -129,7 +129,7 @@ def check_states(layer: int, keys: Any, values: Any, held: Mapping[Side, torch.T
 
 
 def check_batch(new: int, held: int) -> None:
-    """Raise `ValueError` if new tokens have another batch size than those that a layer holds."""
+    """Raise `ValueError` if the batch size of new tokens differs from the layer's."""
     if new != held:
         raise ValueError(
             f"batch of {new} for a cache that holds {held}: use batch_select_indices or "
@@ -138,7 +138,7 @@ def check_batch(new: int, held: int) -> None:
 
 
 def tokens_after_crop(tokens_to_remove: Any, length: int) -> int:
-    """Return how many of `length` tokens a crop leaves; a positive number is refused if Transformers refuses it."""
+    """Return how many of `length` tokens a crop leaves; raises `ValueError` where Transformers refuses the argument."""
     count = operator.index(tokens_to_remove)
     if count > 0 and CROPS_TO_LENGTH:
         count = min(0, count - length)
@@ -151,7 +151,7 @@ def tokens_after_crop(tokens_to_remove: Any, length: int) -> int:
 
 
 def check_croppable(layers: Iterable[Any]) -> None:
-    """Raise `ValueError` if a layer no longer has the tokens that a crop would bring back."""
+    """Raise `ValueError` if a layer no longer holds the past tokens that a crop would restore."""
     for index, layer in enumerate(layers):
         limited = isinstance(layer, LinearAttentionCacheLayerMixin) or (
             getattr(layer, "is_sliding", False) and layer.get_seq_length() >= layer.get_max_length()

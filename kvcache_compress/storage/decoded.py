@@ -1,4 +1,4 @@
-"""Decoded keys and values for foreign code: tensors whose in-place changes reach the cache."""
+"""Decoded keys and values for foreign code, whose in-place changes are written back to the cache."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 class DecodedTensor(torch.Tensor):
-    """Decoded keys or values of a layer, or a view of them; in-place changes are written to the layer as well.
+    """Decoded keys or values, or a tensor view of them; in-place changes are written to the layer.
 
-    Dense tokens can be written. A change of packed tokens is undone, and raises `ValueError`. Once the layer has
-    changed (a step, a crop, other rows), writes no longer reach it. Results that do not share the tensor's memory are
-    plain tensors. Writes in compiled code (`torch.compile`) do not reach the cache.
+    Dense tokens can be written. Changing packed tokens is undone and raises `ValueError`. After the layer changes (a
+    step, a crop, another batch), writes no longer reach it. Results with memory of their own are plain tensors. Writes
+    in compiled code (`torch.compile`) do not reach the cache.
     """
 
     origin: Origin
@@ -47,11 +47,11 @@ class DecodedTensor(torch.Tensor):
 
 
 class Origin:
-    """Source of decoded tokens.
+    """The memory that decoded tensors share, and how to write its changes back.
 
     Args:
-        base: the tokens as they were decoded.
-        write: called after changes, with the tokens and True if their memory was replaced by other memory.
+        base: the decoded tokens.
+        write: called after a change with the tokens, and with True if their memory was replaced.
     """
 
     def __init__(self, base: torch.Tensor, write: Callable[[torch.Tensor, bool], None]) -> None:
@@ -59,22 +59,22 @@ class Origin:
         self._storage = base.untyped_storage().data_ptr()
 
     def shares(self, x: torch.Tensor) -> bool:
-        """Return True if `x` is a view of these tokens."""
+        """Return True if `x` is a tensor view of these tokens."""
         return bool(self._storage) and x.layout == torch.strided and x.untyped_storage().data_ptr() == self._storage
 
     def write_back(self, x: torch.Tensor) -> None:
-        """Hand on changes made through `x`, a view of these tokens."""
+        """Write back changes made through `x`."""
         base = self.base.detach()
         self.write(base, bool(base.numel()) and not self.shares(x))
 
     def tied(self, x: torch.Tensor) -> torch.Tensor:
-        """Let changes of `x`, these tokens or a view of them, be handed on."""
+        """Make `x`, which shares this memory, a `DecodedTensor`."""
         x = x.as_subclass(DecodedTensor)
         x.origin = self
         return x
 
 
 def _tied(x: Any, given: list[DecodedTensor]) -> Any:
-    """If a result is a view of a given tensor, tie it to that tensor's origin."""
+    """Make a result that shares memory with a given tensor a `DecodedTensor` too."""
     origin = next((y.origin for y in given if y.origin.shares(x)), None) if type(x) is torch.Tensor else None
     return x if origin is None else origin.tied(x)

@@ -1,4 +1,4 @@
-"""Growing storage of a compressed layer, whose token counts the host knows: `sinks | packed | tail` per side."""
+"""Growing storage of a layer whose token counts the host knows: `sinks | packed | tail` per side."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .view import View
 
 
 class DynamicStorage:
-    """`sinks | packed | tail` of keys and values, in buffers that grow with the tokens.
+    """`sinks | packed | tail` of keys and values, in buffers that grow.
 
-    With `windows.capacity` the packed stores have their full capacity from the start, the layer checks tokens as they
-    arrive, and codecs take their statistics from the first of them, so that a `StaticStorage` can take over any time.
+    With `windows.capacity`, packed stores are allocated in full, the layer checks tokens when they arrive, and codecs
+    take their statistics from the first tokens. A `StaticStorage` can then take over at any time.
 
     Args:
-        sides: the two sides, empty.
+        sides: the two empty sides.
         windows: numbers of tokens per segment.
-        checks: of the vectors that are about to be packed.
-        backend: the layer's.
+        checks: checks of the vectors about to be packed.
+        backend: the layer's back end.
         flushes_steps: True if steps and drafts pack earlier tokens, False if only prompts and their chunks do.
         track: cos and sin of the packed groups, if a codec needs them.
         leads_track: True for the layer that writes `track`.
@@ -51,7 +51,8 @@ class DynamicStorage:
         self.track = track
         self.leads_track = leads_track
         self.due: int | None = None
-        """Tokens that `close` packs after the step's attention, as a codec needs its queries; None if none waits."""
+        """Tokens that `close` packs after attention, because a codec needs the step's queries; None if there are no
+        such tokens."""
         if windows.capacity is not None:
             for state in sides.values():
                 state.store.make_static(windows.packed_capacity + windows.group)
@@ -74,25 +75,23 @@ class DynamicStorage:
 
     @property
     def dense_buffers(self) -> tuple[torch.Tensor, ...]:
-        """The dense buffers of both sides with their spare capacity, in the model's dtype."""
+        """Dense buffers of both sides with their spare capacity, in the model's dtype."""
         return tuple(x for state in self.sides.values() for x in (state.sinks, state.tail.buffer))
 
     def views(self) -> tuple[View, View]:
-        """Views of keys and values over all their tokens."""
         k_side, v_side = self.sides.values()
         return k_side.view(), v_side.view()
 
     def as_dynamic(self) -> DynamicStorage:
-        """Return the storage itself, for the interface of `StaticStorage.as_dynamic`."""
+        """Return the storage itself; `StaticStorage` has the same method."""
         return self
 
     @property
-    def dense_parts(self) -> dict[Side, torch.Tensor]:
-        """A dense tensor of each side, to read shape, dtype and device from."""
+    def dense_like(self) -> dict[Side, torch.Tensor]:
+        """One dense tensor per side, for its shape, dtype and device."""
         return {side: state.sinks for side, state in self.sides.items()}
 
     def widen(self, keys: torch.dtype, values: torch.dtype) -> None:
-        """Convert the dense tokens of keys and values to these dtypes."""
         for state, dtype in zip(self.sides.values(), (keys, values), strict=True):
             state.widen(dtype)
 
@@ -101,26 +100,28 @@ class DynamicStorage:
     ) -> tuple[View, View]:
         """Append new tokens `[B, H, n, D]`, in the dtypes that the storage holds.
 
-        The first tokens are a prompt, and so is a later chunk of more than `MAX_DRAFT_TOKENS`. All of a prompt but the
-        recent window is packed at once. A shorter chunk is a step or a draft, which packs only tokens that were due
-        before it.
+        The first tokens are a prompt, and so is any later chunk of more than `MAX_DRAFT_TOKENS`. A prompt is packed at
+        once, except its recent window. A shorter chunk is a step or a draft; it packs only earlier tokens that have
+        left the recent window.
 
         Args:
+            keys: new keys.
+            values: new values.
             counter: int64 `[]`, receives the number of tokens.
-            held: number of last tokens of a prompt that may be a draft; they and the window before them stay dense.
+            held: number of last prompt tokens that may be a draft; they and the window before them stay dense.
 
         Returns:
-            What these tokens attend to: themselves and all that was dense before, in full precision even if packed by
-            now.
+            Views of what the new tokens attend to: themselves and all tokens that were dense before, in full precision
+                even if this call has packed them.
 
         Raises:
-            ValueError: a vector to be encoded is not finite.
+            ValueError: a vector to be encoded is not finite or too long for 16 bits.
         """
         length = self.tokens
         self.checks.raise_for_known()
         sinks_before = [state.sinks for state in self.sides.values()]
         try:
-            keys, values = self._settled(keys, values, length)
+            keys, values = self._exchanged(keys, values, length)
             found = self._append(keys, values, length, held)
         except Exception:
             for state, sinks in zip(self.sides.values(), sinks_before, strict=True):
@@ -137,7 +138,7 @@ class DynamicStorage:
         if not length:
             self._begin({"keys": keys, "values": values})
         if self.track is not None:
-            self.track.extend(length, keys, again=not self.leads_track)
+            self.track.extend(length, keys, already_written=not self.leads_track)
         prompt = count > (MAX_DRAFT_TOKENS if length else MAX_DECODE_TOKENS)
         if not prompt and (self.flushes_steps or (count > MAX_DECODE_TOKENS and not held)):
             self._flush()
@@ -150,8 +151,8 @@ class DynamicStorage:
         self._add(keys, values, sinks)
         return self.views()
 
-    def _settled(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let new tokens that are sinks of left-padded rows change places with the padding there."""
+    def _exchanged(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Swap new tokens that are sinks of left-padded rows with the padding in the sinks."""
         record, sinks = self.sides["keys"].padding, self.windows.sinks
         if not length:
             record.begin(keys)
@@ -159,12 +160,12 @@ class DynamicStorage:
         if rows is None or length >= rows.longest + sinks:
             return keys, values
         k_side, v_side = self.sides.values()
-        k_side.sinks, keys = rows.settle(k_side.sinks, keys, length, sinks)
-        v_side.sinks, values = rows.settle(v_side.sinks, values, length, sinks)
+        k_side.sinks, keys = rows.exchange_new(k_side.sinks, keys, length, sinks)
+        v_side.sinks, values = rows.exchange_new(v_side.sinks, values, length, sinks)
         return keys, values
 
     def close(self, call: AttentionCall | None) -> None:
-        """End a step after its attention: pack what is due, with statistics from its queries, if these were seen."""
+        """End a step after its attention: pack the due tokens, with statistics from the step's queries if known."""
         if self.due is None:
             return
         tails, due = self._tails(), self.due
@@ -179,20 +180,20 @@ class DynamicStorage:
         return {side: state.tail.view() for side, state in self.sides.items()}
 
     def _learn(self, tails: Mapping[Side, torch.Tensor], first: int) -> bool:
-        """Take statistics from tails whose first token has index `first`; False if a codec needs queries as well.
+        """Take statistics from tails that start at token `first`; False if a codec needs queries too.
 
-        The other side then waits too.
+        The other side is then not packed either.
         """
         return all(self.sides[side].prepare(tails[side], first) for side in self._sides_by_need())
 
     def _sides_by_need(self) -> list[Side]:
-        """Sides that may need queries come first."""
+        """Sides whose codec may need queries, then the others."""
         return sorted(self.sides, key=lambda side: not self.sides[side].codec.may_need_queries)
 
     def _check_packable(self, tails: Mapping[Side, torch.Tensor], leaving: int) -> None:
-        """Raise if a vector to be encoded, or one that an unprepared codec takes statistics from, cannot be packed."""
+        """Check the vectors that are about to be encoded or that a codec takes statistics from."""
         if self.windows.capacity is not None:
-            return  # each token was checked when it arrived
+            return  # static layers check tokens on arrival
         for side, x in tails.items():
             if not self.sides[side].prepared:
                 self.checks.add(side, x)
@@ -200,10 +201,10 @@ class DynamicStorage:
                 self.checks.add(side, x[:, :, :leaving])
 
     def _begin(self, first: Mapping[Side, torch.Tensor]) -> None:
-        """Prepare codecs that fit one prompt from its first tokens `[B, H, T, D]`: those of both sides or none.
+        """Prepare codecs that fit a single prompt from its first tokens `[B, H, T, D]`: both sides or neither.
 
         Raises:
-            ValueError: rows of several prompts, or vectors that `checks` refuses.
+            ValueError: the batch has several prompts, or a vector cannot be packed.
         """
         online = {side: state for side, state in self.sides.items() if state.codec.per_prompt and first[side].shape[2]}
         for side, state in online.items():
@@ -217,7 +218,7 @@ class DynamicStorage:
             state.prepare(*statistics_tokens(first[side], self.windows.sinks, self.windows.recent))
 
     def _prepare(self) -> None:
-        """Take statistics from the first tokens before any is packed, from the sinks too if there are few others."""
+        """Take statistics from the first tokens before any is packed; sinks count if there are few other tokens."""
         if self.due is not None or not self.tokens or all(state.prepared for state in self.sides.values()):
             return
         for side in self._sides_by_need():
@@ -229,22 +230,22 @@ class DynamicStorage:
     def _add_prompt(
         self, keys: torch.Tensor, values: torch.Tensor, sinks: int, held: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a chunk of a prompt, pack all but the recent window at once, and return both tails from before packing.
+        """Add a chunk of a prompt, pack all but the recent window, and return both tails from before packing.
 
-        The window ends `held` tokens earlier, but statistics that need queries are taken as if it did not.
-        The first chunk's tails are views of it, which saves a copy of the prompt: no later step attends to them.
+        The window ends `held` tokens earlier, but statistics that need queries ignore `held`. The first chunk's tails
+        are views of it, which saves a copy of the prompt; no later step attends to them.
         """
         tails: dict[Side, torch.Tensor] = {"keys": keys[:, :, sinks:], "values": values[:, :, sinks:]}
         if self.tokens:
             tails = {side: torch.cat([self.sides[side].tail.view(), x], 2) for side, x in tails.items()}
         tail = tails["keys"].shape[2]
         leaving, first = self.windows.leaving(tail - held), self.sides["keys"].sinks.shape[2] + sinks
-        waits = False
+        must_wait = False
         if self.windows.leaving(tail):
             self._check_packable(tails, leaving)
-            waits = not self._learn(tails, first)
-            self.due = leaving if waits else None
-        if leaving and not waits:
+            must_wait = not self._learn(tails, first)
+            self.due = leaving if must_wait else None
+        if leaving and not must_wait:
             self._add(keys[:, :, :sinks], values[:, :, :sinks], sinks)
             self._flush_tails(tails, leaving, growing=self.flushes_steps)
         else:
@@ -252,11 +253,11 @@ class DynamicStorage:
         return tails["keys"], tails["values"]
 
     def _add(self, keys: torch.Tensor, values: torch.Tensor, sinks: int) -> None:
-        """Add new tokens `[B, H, n, D]`, the first `sinks` of them to the sinks, the others to the tails."""
+        """Add new tokens `[B, H, n, D]`: the first `sinks` of them to the sinks, the rest to the tails."""
         k_side, v_side = self.sides["keys"], self.sides["values"]
         k_tail, v_tail = k_side.tail, v_side.tail
         count = keys.shape[2] - sinks
-        # Both get their memory before either counts the tokens: an allocation may fail.
+        # Allocate both before changing either, because an allocation may fail.
         k_tail.ensure_capacity(count)
         v_tail.ensure_capacity(count)
         if sinks:
@@ -267,7 +268,7 @@ class DynamicStorage:
         self.backend.append(keys, values, k_tail, v_tail)
 
     def _flush(self) -> None:
-        """Flush the oldest tokens of the tails to the packed stores, if enough have left the recent window."""
+        """Pack the oldest tokens of the tails, if enough have left the recent window."""
         leaving = self.windows.leaving(self.sides["keys"].tail.tokens)
         if not leaving:
             return
@@ -281,17 +282,17 @@ class DynamicStorage:
             self._flush_tails(tails, leaving, growing=True)
 
     def _flush_tails(self, tails: Mapping[Side, torch.Tensor], leaving: int, growing: bool) -> None:
-        """Append the first `leaving` tokens of `tails` `[B, H, T, D]` encoded, and keep the others as the new tails."""
+        """Pack the first `leaving` tokens of `tails` `[B, H, T, D]` and keep the rest as the new tails."""
         for side, tail in tails.items():
             self.backend.pack(self.sides[side], tail, leaving, growing)
             self.sides[side].tail.replace(tail[:, :, leaving:])
 
     def crop(self, left: int) -> None:
-        """Keep the first `left` tokens: exactly within the tail, while a packed group that is cut is decoded."""
+        """Keep the first `left` tokens; a packed group that the crop cuts is decoded into the tail."""
         keys = self.sides["keys"]
         rows = keys.padding.rows
         if rows is not None and left < rows.longest + self.windows.sinks:
-            for state in self.sides.values():  # padding returns to where removed tokens were sinks
+            for state in self.sides.values():  # padding returns to the positions of removed sinks
                 tokens = state.view().stored()[:, :, :left]
                 rows.exchange_(tokens.mT, self.windows.sinks)
                 state.sinks = tokens[:, :, : self.windows.sinks].contiguous()

@@ -1,4 +1,4 @@
-"""Buffers of one side of a layer: the packed fields, and the dense tail."""
+"""Buffers of one side of a layer: packed fields and the dense tail."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from kvcache_compress.codecs.base import Fields
 from kvcache_compress.codecs.layout import Field
 
 SLACK = 1 / 8
-"""Largest share of a growing buffer that may be allocated but unused."""
+"""Largest share of a growing buffer that may be unused."""
 
 
 def grown_capacity(tokens: int, multiple: int) -> int:
-    """Capacity, in tokens, of a growing buffer that must hold `tokens`; its slack is at most `SLACK`."""
+    """Capacity, in tokens, of a growing buffer that must hold `tokens`."""
     return max(tokens, int(tokens * (1 + SLACK)) // multiple * multiple)
 
 
 def _writable(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the buffer, or a copy of one made in inference mode, which cannot be written in place outside of it."""
+    """Return the buffer, or a copy if it was made in inference mode and cannot be written outside of it."""
     return buffer.clone() if buffer.is_inference() and not torch.is_inference_mode_enabled() else buffer
 
 
 class PackedStore:
     """Append-only buffers, one per field: `[B, H, capacity / field.tokens, *field.shape]`.
 
-    Stored tokens are never rewritten. A full buffer grows by an eighth (`SLACK`), so growth copies each token
-    about eight times in all, not once per step, and only one field is held twice while it is copied.
+    Stored tokens are never rewritten. A full buffer grows by an eighth (`SLACK`), so each token is copied about eight
+    times in all. Fields grow one after the other, so only one is held twice.
     """
 
     def __init__(self, fields: tuple[Field, ...], batch: int, heads: int, device: torch.device) -> None:
@@ -41,12 +41,12 @@ class PackedStore:
         self.buffers: Fields = tuple(
             torch.empty(batch, heads, 0, *field.shape, dtype=field.dtype, device=device) for field in fields
         )
-        """One buffer per field; another tuple whenever one of them is replaced."""
+        """One buffer per field; replacing any of them makes a new tuple."""
         self.described: Any = None
-        """Description of the buffers that a back end made for its attention; dropped when one of them is replaced."""
+        """A back end's description of the buffers for its attention; dropped when a buffer is replaced."""
 
     def make_static(self, capacity: int) -> None:
-        """Allocate `capacity` tokens, a multiple of `group`, once and for all; spare capacity is zero."""
+        """Allocate zeroed buffers for `capacity` tokens, a multiple of `group`, that never grow."""
         self._grow(capacity)
         for buffer in self.buffers:
             buffer.zero_()
@@ -59,26 +59,26 @@ class PackedStore:
             buffer.index_copy_(2, (at[:, None] * rows + torch.arange(rows, device=at.device)).flatten(), new)
 
     def ensure_capacity(self, tokens: int, growing: bool) -> None:
-        """Grow the buffers if `tokens` more, a multiple of `group`, do not fit; `growing` adds spare capacity."""
+        """Make room for `tokens` more, a multiple of `group`; `growing` adds spare capacity."""
         needed = self.tokens + tokens
         if needed > self.capacity:
             self._grow(grown_capacity(needed, self.group) if growing else needed)
 
     def append(self, encoded: Fields, tokens: int, growing: bool) -> None:
-        """Append `tokens` encoded tokens; `growing` as in `ensure_capacity`."""
+        """Append `tokens` encoded tokens; `growing` adds spare capacity."""
         done = self.tokens + tokens
         for field, buffer, new in zip(self.fields, self.writable_buffers(tokens, growing), encoded, strict=True):
             buffer[:, :, self.tokens // field.tokens : done // field.tokens] = new
         self.tokens = done
 
     def writable_buffers(self, tokens: int, growing: bool) -> Fields:
-        """Return the buffers with capacity for `tokens` more; the caller writes them and adds to `self.tokens`."""
+        """Return buffers with room for `tokens` more; the caller writes them and adds to `self.tokens`."""
         self.ensure_capacity(tokens, growing)
         self.buffers = tuple(_writable(buffer) for buffer in self.buffers)
         return self.buffers
 
     def _grow(self, capacity: int) -> None:
-        self.described = None  # It would keep the old buffers.
+        self.described = None
         for index, field in enumerate(self.fields):
             old = self.buffers[index]
             batch, heads = old.shape[:2]
@@ -89,7 +89,7 @@ class PackedStore:
         self.capacity = capacity
 
     def read(self, start: int, stop: int) -> Fields:
-        """Return views of tokens `[start, stop)`, both multiples of `group`."""
+        """Return views of the fields of tokens `[start, stop)`, both multiples of `group`."""
         return tuple(
             buffer[:, :, start // field.tokens : stop // field.tokens]
             for field, buffer in zip(self.fields, self.buffers, strict=True)
@@ -102,7 +102,6 @@ class PackedStore:
             self._grow(fitting)
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace every buffer by `change(buffer)`: batch selection, moves between devices."""
         self.described = None
         self.buffers = tuple(change(buffer).contiguous() for buffer in self.buffers)
 
@@ -115,18 +114,17 @@ class PackedStore:
 
 
 FIRST_TOKENS = 256
-"""Initial capacity of a tail, unless it is to hold fewer tokens: the windows of all presets fit."""
+"""Initial capacity of a tail that may hold as many tokens; enough for the windows of all presets."""
 
 
 class TailBuffer:
-    """Tail of one side: dense tokens after the packed ones, `[B, H, capacity, D]`, written in place.
+    """Dense tokens of one side after the packed ones, `[B, H, capacity, D]`, written in place.
 
-    Beginning with `FIRST_TOKENS` it grows by an eighth, so each token is copied about eight times at most, and a wide
-    window takes little more memory than its tokens.
+    The buffer grows by an eighth at a time, so each token is copied about eight times at most.
 
     Args:
         like: `[B, H, T, D]`, for shape, dtype and device.
-        usual: tokens that it holds at most as a rule; its capacity exceeds them only if it holds more.
+        usual: most tokens that it normally holds; only more tokens raise the capacity above it.
     """
 
     def __init__(self, like: torch.Tensor, usual: int) -> None:
@@ -149,7 +147,7 @@ class TailBuffer:
         self.tokens += count
 
     def ensure_capacity(self, count: int) -> None:
-        """Grow `buffer` if `count` more tokens do not fit; whoever writes them adds to `tokens`."""
+        """Make room for `count` more tokens; the caller writes them and adds to `tokens`."""
         if self.tokens + count > self.buffer.shape[2]:
             self._resize(self._capacity(self.tokens + count))
         self.buffer = _writable(self.buffer)
@@ -161,13 +159,13 @@ class TailBuffer:
         self.buffer[:, :, : self.tokens] = old
 
     def replace(self, x: torch.Tensor) -> None:
-        """Replace the contents by a copy of `x` `[B, H, T, D]`; views handed out before keep theirs."""
+        """Replace the contents by a copy of `x` `[B, H, T, D]`; tensors from `view` keep the old contents."""
         self.buffer = self.new_buffer(x.shape[2], x.shape[0])
         self.tokens = 0
         self.append(x)
 
     def new_buffer(self, tokens: int, batch: int | None = None) -> torch.Tensor:
-        """Allocate a buffer for `tokens` tokens with the usual spare capacity, by default for the same batch."""
+        """Allocate a buffer for `tokens` tokens with the usual spare capacity; `batch` defaults to the current one."""
         own, heads, _, dim = self.buffer.shape
         return self.buffer.new_empty(own if batch is None else batch, heads, self._capacity(tokens), dim)
 
@@ -175,7 +173,7 @@ class TailBuffer:
         self.tokens = tokens
 
     def clear(self) -> None:
-        """Drop all tokens and their memory."""
+        """Drop all tokens and free their memory."""
         self.tokens = 0
         self.buffer = self.buffer[:, :, :0].clone()
 

@@ -28,25 +28,26 @@ def _warn_of_padding() -> None:
 class PaddingRecord:
     """Left padding of a cache's batch, shared by its layers.
 
-    rows: the padding, or None if there is none or it is unknown.
-    awaited: True until a mask has shown where the padding of every row ends.
+    Attributes:
+        rows: the padding, or None if there is none or it is unknown.
+        awaited: True until a mask has shown where the padding of every row ends.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the batch."""
         self.rows: LeftPadding | None = None
         self.awaited = True
 
     def receive(self, mask: Any, held: int) -> None:
-        """Read the padding from the attention mask that the model got for the next tokens.
+        """Read the padding from the attention mask that the model received for the next tokens.
 
         Args:
             mask: as Transformers' models take it: None, `[B, T]`, `[B or 1, heads or 1, n, T]` boolean or additive, or
-                masks by the kind of layer.
-            held: tokens that the cache holds. Rows that have begun, and all rows without a record, stay as they are.
+                a dictionary of masks by layer type.
+            held: tokens that the cache holds. Rows whose padding has ended keep it, and padding that is unknown by then
+                stays unknown.
         """
         found = left_padding(mask)
         if held and (found is None or self.rows is None):
@@ -68,13 +69,13 @@ class PaddingRecord:
             self.awaited = True
 
     def restore(self, tokens: torch.Tensor | None, device: torch.device | None = None) -> None:
-        """Set the rows' padding, int64 `[B]` or `[1]` (None: no padding), moved to `device` if one is given."""
+        """Set the rows' padding, int64 `[B]` or `[1]` (None: no padding), moved to `device` if given."""
         longest = 0 if tokens is None else int(tokens.max())
         self.rows = LeftPadding(tokens.to(device), longest) if tokens is not None and longest else None
         self.awaited = False
 
     def begin(self, first: torch.Tensor) -> None:
-        """Close the record as the first tokens `[B, H, T, D]` arrive, if no model has shown a mask for this batch."""
+        """Settle the padding when the first tokens `[B, H, T, D]` arrive without a mask for this batch."""
         if self.rows is not None and len(self.rows.tokens) not in (1, len(first)):
             self.restore(None)
         elif self.rows is None and self.awaited:
@@ -83,6 +84,5 @@ class PaddingRecord:
                 _warn_of_padding()
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Change the rows as the layers change their batch."""
         if self.rows is not None:
             self.rows = self.rows.changed(change)

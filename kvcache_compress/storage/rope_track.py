@@ -1,6 +1,6 @@
-"""Cos and sin of the rotation that RoPE gave the first token of each packed group, kept once for all layers of a cache.
+"""Cos and sin of RoPE at the first token of each packed group, kept once for all layers of a cache.
 
-They make left padding, partial rotary and scaled RoPE right for codecs that encode keys before RoPE.
+Codecs that encode keys before RoPE need them for left-padded batches, partial rotary heads and scaled RoPE.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DTYPE = torch.float16
-"""Dtype of the cos and sin that are kept."""
 
 
 @cache
@@ -34,20 +33,20 @@ def _warn_of_positions() -> None:
 
 
 def rope_rows(tokens: int, first: int, stride: int) -> int:
-    """Number of groups of `stride` tokens, counted from token `first` on, that `tokens` tokens begin."""
+    """Number of groups of `stride` tokens, counted from token `first`, that the first `tokens` tokens start."""
     return -(-max(0, tokens - first) // stride)
 
 
 class RopeTrack:
     """Cos and sin of every `stride`-th token from `first` on, shared by layers with as many sinks and the same groups.
 
-    Row g of `buffer` `[B, capacity, 2 * rotary]` belongs to token `first + g * stride`, with which the g-th group of
-    packed tokens begins. The last row of a static track belongs to no group.
+    Row g of `buffer` `[B, capacity, 2 * rotary]` belongs to token `first + g * stride`, the first token of packed group
+    g. The last row of a static track belongs to no group.
 
-    With fused attention an attention module hands over the position embeddings of its step (`inputs`). Without them,
-    the model's own embedding of the tokens' indices in the cache is used. In left-padded rows these are not the tokens'
-    positions: keys are decoded as exactly, but encoded as if at other positions.
-    A model on several devices has a copy on each (`at`); the first one handles operations on all of them.
+    With hooks on the model, its attention modules provide each step's position embeddings (`inputs`). Without them, the
+    track computes the embeddings of the tokens' indices in the cache; keys of left-padded rows are then encoded as if
+    at other positions, which costs accuracy. A model on several devices has one copy per device (`at`); the first copy
+    applies operations to all of them.
     """
 
     def __init__(self, config: PreTrainedConfig, layout: RopeLayout, first: int, stride: int) -> None:
@@ -57,14 +56,14 @@ class RopeTrack:
         self._config = config
         self._embed: Callable[..., tuple[Any, Any]] | None = None
         self.leader: int | None = None
-        """Index of the layer that writes; the others on its device read."""
+        """Index of the layer that writes; the other layers on its device only read."""
         self._device: torch.device | None = None
         self._first: RopeTrack | None = None
         self._others: dict[torch.device, RopeTrack] = {}
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        """State without the model's embedding, which cannot be pickled and is made anew."""
+        """State without the model's embedding, which cannot be pickled and is rebuilt on demand."""
         return self.__dict__ | {"_embed": None}
 
     def _forget(self) -> None:
@@ -73,7 +72,7 @@ class RopeTrack:
         self.buffer = torch.empty(0, 0, 2 * self.layout.rotary, dtype=DTYPE)
 
     def at(self, device: torch.device, layer: int) -> RopeTrack:
-        """Return the track on `device`: every device of a model has its own copy, written by its first layer."""
+        """Return the copy of the track on `device`; the first layer there writes it."""
         if self._first is not None:
             return self._first.at(device, layer)
         if self._device is None:
@@ -99,7 +98,7 @@ class RopeTrack:
         return f"rope.{self.first}.{self.stride}"
 
     def rows(self, tokens: int) -> int:
-        """Number of rows that the first `tokens` tokens of a sequence take, sinks included among these tokens."""
+        """Number of rows for the first `tokens` tokens of a sequence, sinks included."""
         return rope_rows(tokens, self.first, self.stride)
 
     def reset(self) -> None:
@@ -108,18 +107,18 @@ class RopeTrack:
             track._forget()
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Return and clear the cos and sin that were handed over for this step, or two None."""
+        """Return and clear the step's cos and sin from the hooks, or two None."""
         inputs, self.inputs = self.inputs, None
         return inputs or (None, None)
 
-    def extend(self, start: int, states: torch.Tensor, again: bool = False) -> None:
-        """Append the factors of a step with keys `states` `[B, H, T, D]`, whose first token has index `start`.
+    def extend(self, start: int, states: torch.Tensor, already_written: bool = False) -> None:
+        """Append the cos and sin of a step with keys `states` `[B, H, T, D]` that starts at token `start`.
 
-        `again` is True for the layers after the first, whose factors are already there.
+        `already_written` is True for layers that share the track and come after the one that writes it.
         """
         batch, _, count, _ = states.shape
         inputs, self.inputs = self.inputs, None
-        if again and start + count == self.tokens:
+        if already_written and start + count == self.tokens:
             return
         begin, end = self.rows(start), self.rows(start + count)
         if end > self.buffer.shape[1] or batch != self.buffer.shape[0]:
@@ -139,7 +138,7 @@ class RopeTrack:
         self.tokens = start + count
 
     def make_static(self, packed: int, states: torch.Tensor) -> None:
-        """Allocate at least `packed` packed tokens for the batch of `states`, for good; spare capacity is zero."""
+        """Allocate zeroed rows for at least `packed` packed tokens and the batch of `states`; they never grow."""
         self.is_static = True
         batch, rows, held = states.shape[0], packed // self.stride + 1, self.buffer
         if held.shape[0] != batch or held.shape[1] < rows:
@@ -148,13 +147,13 @@ class RopeTrack:
                 kept = held[:, :-1]
                 self.buffer[:, : kept.shape[1]] = kept
 
-    def write(self, positions: torch.Tensor, states: torch.Tensor, again: bool = False) -> None:
-        """Write the factors of those tokens at `positions` `[n]` that begin a group, without counting the tokens.
+    def write(self, positions: torch.Tensor, states: torch.Tensor, already_written: bool = False) -> None:
+        """Write the cos and sin of tokens at indices `positions` `[n]` that start a group, without counting tokens.
 
-        The factors of all others go to the static buffer's last row.
+        All other tokens write to the static buffer's unused last row.
         """
         cos, sin = self.take()
-        if again:
+        if already_written:
             return
         if cos is None or sin is None or cos.shape[1] != len(positions):
             cos, sin = self._by_index(positions, states)
@@ -165,7 +164,7 @@ class RopeTrack:
         self.buffer.index_copy_(1, rows, factors)
 
     def gather(self, groups: torch.Tensor) -> Rope:
-        """Return cos and sin `[B, n, rotary]` of `groups` `[n]` of the static buffer, of any for groups not in it."""
+        """Return cos and sin `[B, n, rotary]` of groups `[n]` of the static buffer; out-of-range groups are clamped."""
         cos, sin = self.buffer.index_select(1, groups.clamp(0, self.buffer.shape[1] - 1)).chunk(2, -1)
         return cos, sin
 
@@ -184,18 +183,18 @@ class RopeTrack:
         return cos.to(states.device), sin.to(states.device)
 
     def first_positions(self, tokens: int, device: torch.device) -> Rope:
-        """Return cos and sin `[1, tokens, rotary]` of the first positions, of the model's own embedding, float32."""
+        """Return the model's cos and sin `[1, tokens, rotary]`, float32, at positions 0 to `tokens - 1`."""
         cos, sin = self._embedding()(torch.zeros(1), torch.arange(tokens)[None])
         cos, sin = self.layout.factors((cos.float().to(device), sin.float().to(device)))
         return cos, sin
 
     def read(self, start: int, stop: int) -> Rope:
-        """Return cos and sin of packed tokens `[start, stop)`, whole groups: `[B, (stop - start) / stride, rotary]`."""
+        """Return cos and sin `[B, (stop - start) / stride, rotary]` of the groups in packed tokens `[start, stop)`."""
         cos, sin = self.buffer[:, start // self.stride : stop // self.stride].chunk(2, -1)
         return cos, sin
 
     def bytes_used(self, packed: int | None = None) -> int:
-        """Bytes in use on this device, of the first `packed` packed tokens or of all tokens."""
+        """Bytes in use on this device: for all tokens, or only for the first `packed` packed ones."""
         return self.buffer[:, : self.rows(self.tokens if packed is None else self.first + packed)].nbytes
 
     def truncate(self, tokens: int) -> None:
@@ -204,7 +203,7 @@ class RopeTrack:
             track.tokens = min(track.tokens, tokens)
 
     def restore(self, factors: torch.Tensor, tokens: int) -> None:
-        """Set the rows `[B, rows, 2 * rotary]` of `tokens` tokens, within a static buffer if there is one."""
+        """Set the rows `[B, rows, 2 * rotary]` of `tokens` tokens, inside a static buffer if there is one."""
         batch, rows, _ = factors.shape
         if self.buffer.shape[0] != batch or self.buffer.shape[1] < rows:
             self.buffer = factors.clone()
@@ -212,7 +211,7 @@ class RopeTrack:
         self.tokens = tokens
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace the buffer of every device by `change(buffer)`, as the layers change their batch."""
+        """Replace the buffer of every device by `change(buffer)` when the batch changes."""
         for track in self._copies():
             track._apply(change)
 

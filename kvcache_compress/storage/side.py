@@ -1,4 +1,4 @@
-"""One side of a layer, keys or values: its codec and its three segments."""
+"""One side of a layer: its codec and its three segments `sinks | packed | tail`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .view import AttentionPath, View
 MAX_DECODE_TOKENS = 16
 """Most queries of a decode kernel, and most tokens of a step with static shapes."""
 MAX_DRAFT_TOKENS = 128
-"""Most tokens of a step or draft: none of them is packed before the next tokens arrive, as a draft may be cropped."""
+"""Most tokens of a step or draft. They stay dense until the next tokens arrive, because a draft may be cropped."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Windows:
     Args:
         sinks: first tokens, kept dense.
         recent: newest tokens, kept dense.
-        flush: tokens that are packed together, a multiple of `group`.
-        group: tokens that are encoded together.
+        flush: tokens packed together, a multiple of `group`.
+        group: tokens encoded together.
         capacity: most tokens in all; None for a storage that grows without limit.
     """
 
@@ -44,7 +44,7 @@ class Windows:
     capacity: int | None = None
 
     def leaving(self, tail: int) -> int:
-        """Return how many tokens of a tail of `tail` tokens are due to be packed."""
+        """Return how many of the `tail` tokens in a tail are due to be packed."""
         return max(0, tail - self.recent) // self.flush * self.flush
 
     @property
@@ -55,12 +55,12 @@ class Windows:
 
     @property
     def tail_capacity(self) -> int:
-        """Slots of the tail of a static layer."""
+        """Slots of a static layer's tail."""
         return self.recent + self.flush + MAX_DECODE_TOKENS
 
 
 class SideState:
-    """`sinks | packed | tail` of one side."""
+    """Codec and `sinks | packed | tail` of one side."""
 
     def __init__(
         self,
@@ -79,63 +79,63 @@ class SideState:
         self.prepared = False
 
     def prepare(self, x: torch.Tensor, first: int) -> bool:
-        """Take the codec's statistics, unless it has them, from `x` `[B, H, T, D]` without its padding.
+        """Take the codec's statistics from stored tokens `x` `[B, H, T, D]`, unless it has them; padding is left out.
 
-        `x` are tokens as they are stored, from index `first` on. Returns False if the codec needs queries as well.
+        `first` is the index of the first token of `x`. Returns False if the codec needs queries as well.
         """
         if not self.prepared:
             with on_device(x):
                 x = x[:1] if self.codec.per_prompt else x
                 if padding := self.padding.rows:
                     x = padding.without(x, self.codec.context.sink_tokens, first)
-                if self.codec.per_prompt:  # it must fit the first tokens, however few, before rows continue apart
+                if self.codec.per_prompt:  # must be fitted before the rows of the batch diverge
                     self.codec.prepare(x)
                 self.prepared = self.codec.per_prompt or self.codec.learn(x)
         return self.prepared
 
     def observe(self, call: AttentionCall | None, recent: int) -> None:
-        """Take the codec's statistics, unless it has them, from all tokens and the last queries, if there are any.
+        """Take the codec's statistics from all tokens and the step's queries, unless it has them.
 
-        Call it before any token is packed. Rows of one prompt, as for beams, count once.
+        Call it before any token is packed. Rows that repeat one prompt, as for beams, count once.
         """
         if self.prepared:
             return
         x = self.tail.view()
         rows = 1 if same_prompt(x) else len(x)
         whole = -(-x.shape[2] // self.codec.group) * self.codec.group
-        places = None if self.track is None else self.track.first_positions(self.codec.group, x.device)
+        offsets = None if self.track is None else self.track.first_positions(self.codec.group, x.device)
         with on_device(x), torch.no_grad():
             rope = self.rope(0, whole)
             if rows < len(x):
                 x, rope = x[:rows], None if rope is None else (rope[0][:rows], rope[1][:rows])
                 call = None if call is None else call.first_rows(rows)
-            self.codec.observe(Prompt(self.sinks[:rows], x, recent, rope, places, call, self.padding.rows))
+            self.codec.observe(Prompt(self.sinks[:rows], x, recent, rope, offsets, call, self.padding.rows))
         self.prepared = True
 
     @property
     def rope_rows(self) -> torch.Tensor | None:
-        """cos and sin of the first token of each packed group, `[B, capacity, 2 * rotary]`, if the codec needs them."""
+        """cos and sin of each packed group's first token, `[B, capacity, 2 * rotary]`; None if the codec needs none."""
         return None if self.track is None else self.track.buffer
 
     def rope(self, start: int, stop: int) -> Rope | None:
         return None if self.track is None else self.track.read(start, stop)
 
     def decode(self, start: int, stop: int) -> torch.Tensor:
-        """Decode packed tokens `[start, stop)`, whole groups: float32 `[B, H, stop - start, D]`."""
+        """Decode packed tokens `[start, stop)`, whole groups, to float32 `[B, H, stop - start, D]`."""
         device = self.codec.context.device
         fields = tuple(field.to(device) for field in self.store.read(start, stop))
         with on_device(fields[0]):
             return self.codec.decode(fields, self.rope(start, stop))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tokens without spare capacity and the codec's statistics, by the names of saved files."""
+        """Return tokens (without spare capacity) and statistics under their names in saved files."""
         fields = zip(self.store.fields, self.store.read(0, self.store.tokens), strict=True)
         held = {"sinks": self.sinks, "tail": self.tail.view()}
         held |= {f"packed.{field.name}": stored for field, stored in fields}
         return held | {f"statistics.{name}": x for name, x in self.codec.statistics.items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], packed: int, prepared: bool) -> None:
-        """Restore a new side from copies of the `tensors()` of another."""
+        """Fill a new side with copies of another side's `tensors()`."""
         device = self.sinks.device
         self.sinks = tensors["sinks"].to(device, copy=True)
         self.store.append(tuple(tensors[f"packed.{field.name}"] for field in self.store.fields), packed, growing=False)
@@ -148,12 +148,11 @@ class SideState:
             )
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Convert the dense tokens to another dtype."""
         self.sinks = self.sinks.to(dtype)
         self.tail.apply(lambda x: x.to(dtype))
 
     def view(self, packed: int | None = None, tail: torch.Tensor | None = None) -> View:
-        """View of the sinks, the first `packed` tokens of the store, and `tail`; by default of all tokens."""
+        """View of the sinks, the first `packed` packed tokens and `tail`; by default of all tokens."""
         packed = self.store.tokens if packed is None else packed
         tail, tokens = (self.tail.buffer, self.tail.tokens) if tail is None else (tail, tail.shape[2])
         return View(
@@ -163,26 +162,26 @@ class SideState:
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.sinks = change(self.sinks)
-        self.store = copy.copy(self.store)  # views that are held keep the old one
+        self.store = copy.copy(self.store)  # views still in use keep the old one
         self.store.apply(change)
         self.tail.apply(change)
 
     def crop(self, sinks: int, packed: int, group: int) -> None:
-        """Keep the first `sinks` and `packed` tokens; a group that is cut is decoded back into the tail."""
+        """Keep the first `sinks` sinks and `packed` packed tokens; a group that is cut moves to the tail, decoded."""
         whole = packed // group * group
         cut = self.tail.buffer
         if packed > whole:
             cut = self.decode(whole, whole + group)
         self.tail.replace(cut[:, :, : packed - whole].to(self.tail.buffer.dtype))
-        self.store = copy.copy(self.store)  # views that are held keep the old one
+        self.store = copy.copy(self.store)  # views still in use keep the old one
         self.store.truncate(whole)
         self.sinks = self.sinks[:, :, :sinks]
 
 
 def statistics_tokens(first: torch.Tensor, sinks: int, recent: int) -> tuple[torch.Tensor, int]:
-    """Return the tokens of a first prompt that codecs take statistics from, and the index of the first one.
+    """Return the tokens of a first prompt that codecs take statistics from, and the index of the first of them.
 
-    Sinks are left out, unless there are few others.
+    Sinks are left out unless the prompt has few other tokens.
     """
     others = first[:, :, sinks:]
     return (others, sinks) if others.shape[2] >= max(1, recent) else (first, 0)

@@ -1,4 +1,4 @@
-"""Slots of a static layer: which token lies in which slot."""
+"""Slots of a static layer, and which token each holds."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from kvcache_compress.codecs.mask import Mask
 
 @dataclass(frozen=True)
 class Slots:
-    """Numbers of slots of `sinks | packed | tail`, and the layer's own counters of tokens.
+    """Numbers of slots of `sinks | packed | tail`, and the layer's token counters.
 
-    Token `sinks + i` lies in slot `i % tail_capacity` of the tail, and once packed in slot `i` of the packed ones.
+    Token `sinks + i` is in slot `i % tail_capacity` of the tail, and once packed in packed slot `i`.
 
     Args:
         sinks, packed_capacity, tail_capacity: numbers of slots.
         capacity: most tokens of the layer.
-        length, packed: its tokens and packed tokens, int64 `[]`.
+        length: number of tokens, int64 `[]`.
+        packed: number of packed tokens, int64 `[]`.
     """
 
     sinks: int
@@ -29,7 +30,7 @@ class Slots:
     packed: torch.Tensor
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the index of each slot's token, and True for slots that hold one, both `[slots]`."""
+        """Return each slot's token index, and True for slots that hold a token, both `[slots]`."""
         device = self.length.device
         newest = self.length - self.sinks - 1
         tail = newest - (newest - torch.arange(self.tail_capacity, device=device)) % self.tail_capacity
@@ -39,7 +40,7 @@ class Slots:
         return torch.cat([first, packed + self.sinks, tail + self.sinks]), holds
 
     def mask(self, mask: Mask, count: int) -> Mask:
-        """Mask over slots of `count` queries, the last tokens, from a mask over tokens."""
+        """Convert a mask over tokens to one over slots; its `count` queries are the last tokens."""
         tokens, holds = self.tokens()
         return mask.reordered(tokens, holds, count, self.length)
 
@@ -47,7 +48,7 @@ class Slots:
         """Reorder slots `[B, H, slots, D]` by token: `[B, H, capacity, D]`, zero where there is no token."""
         tokens, holds = self.tokens()
         batch, heads, _, dim = x.shape
-        # On a GPU a layer with too many tokens raises later: here the last row absorbs them.
+        # On a GPU an overfull layer raises later; until then the extra last row absorbs its tokens.
         found = x.new_zeros(batch, heads, self.capacity + 1, dim)
         found.index_copy_(2, torch.where(holds & (tokens < self.capacity), tokens, self.capacity), x)
         return found[:, :, : self.capacity].contiguous()

@@ -1,11 +1,11 @@
-"""Storage of a static layer, whose decode steps have static shapes and never wait for the device: for CUDA graphs.
+"""Storage of a static layer: decode steps with static shapes that never wait for the device (CUDA graphs).
 
-Tokens are `sinks | packed | tail` as in a growing layer, with the same codes at the same steps. But the token counts
-are tensors and the tail is circular. Without a kernel encoder each step encodes as many tokens as it adds, so that no
-step costs more than another; they count as packed `Windows.flush` at a time, when a growing layer would encode them. A
-kernel encoder encodes a whole block in the step from which on it counts as packed.
+Tokens are `sinks | packed | tail` as in a growing layer, with the same codes at the same steps, but the counts are
+tensors and the tail is circular. A kernel encoder encodes a whole flush in the step in which it becomes packed. Without
+one, each step encodes as many tokens as it adds, so that all steps cost the same; those tokens still become packed
+`Windows.flush` at a time.
 
-On CPUs, which have no graphs and nothing to wait for, a static layer has a `DynamicStorage` with a capacity.
+On CPUs, which have no graphs, a static layer uses a `DynamicStorage` with a capacity.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .view import View
 class StaticStorage:
     """`sinks | packed | tail` of keys and values, with counters on the device.
 
-    All operations but a step read the tokens into a `DynamicStorage`, change them there and load them
-    into a new `StaticStorage`. Reading (`sides`, `tokens`, `as_dynamic`) waits for the device and raises the errors of
-    earlier steps, which on a GPU cannot raise themselves.
+    All operations except steps read the tokens into a `DynamicStorage`, change them there and load them into a new
+    `StaticStorage`. Reading (`sides`, `tokens`, `as_dynamic`) waits for the device and raises the errors of earlier
+    steps, which cannot raise on a GPU themselves.
 
     Args:
-        dynamic: a storage that `is_loadable`, whose tokens and buffers this one takes over.
-        buffers: buffers of the storage that this one replaces; they are used again if they fit.
+        dynamic: a storage that `is_loadable`; its tokens and packed buffers are taken over.
+        buffers: buffers of the previous `StaticStorage`, reused if they fit.
     """
 
     def __init__(self, dynamic: DynamicStorage, buffers: StepBuffers | None = None) -> None:
@@ -43,7 +43,7 @@ class StaticStorage:
 
     @staticmethod
     def is_loadable(dynamic: DynamicStorage) -> bool:
-        """True if codecs have their statistics and the tail fits, as it always does after a step."""
+        """True if codecs have their statistics and the tail fits; the tail always fits after a step."""
         windows = dynamic.windows
         return (
             windows.capacity is not None
@@ -57,7 +57,7 @@ class StaticStorage:
 
     @property
     def sides(self) -> dict[Side, SideState]:
-        """Copies of the two sides as they are now, which share the packed buffers."""
+        """Copies of the two sides with their current tokens; they share the packed buffers."""
         return self.as_dynamic().sides
 
     @property
@@ -72,11 +72,10 @@ class StaticStorage:
 
     @property
     def dense_buffers(self) -> tuple[torch.Tensor, ...]:
-        """The dense buffers of both sides with their spare capacity, as in `DynamicStorage`."""
         return (*self.buffers.sinks.values(), *self.buffers.tail.values())
 
     def views(self) -> tuple[View, View]:
-        """Views of all slots of both sides, whether they hold a token or not."""
+        """Views of all slots, whether they hold a token or not."""
         windows, buffers = self.windows, self.buffers
         slots = Slots(
             windows.sinks,
@@ -96,35 +95,35 @@ class StaticStorage:
         return keys, values
 
     @property
-    def dense_parts(self) -> dict[Side, torch.Tensor]:
-        """A dense tensor of each side, to read shape, dtype and device from."""
+    def dense_like(self) -> dict[Side, torch.Tensor]:
+        """One dense tensor per side, for its shape, dtype and device."""
         return self.buffers.sinks
 
     def append(
         self, keys: torch.Tensor, values: torch.Tensor, counter: torch.Tensor | None = None
     ) -> tuple[View, View]:
-        """Append the tokens of a step, as `DynamicStorage.append` does, and return all slots."""
+        """Append a step's tokens, as `DynamicStorage.append` does, and return views of all slots."""
         carrier = self._carrier
         if carrier.track is not None:
             positions = torch.arange(keys.shape[2], device=keys.device) + self.buffers.length
-            carrier.track.write(positions, keys, again=not carrier.leads_track)
+            carrier.track.write(positions, keys, already_written=not carrier.leads_track)
         fresh: dict[Side, torch.Tensor] = {"keys": keys, "values": values}
         if self._rows is not None and self._lacking > 0:
             self._lacking -= keys.shape[2]
-            self.buffers.settle(self._rows, fresh)
+            self.buffers.exchange_new_sinks(self._rows, fresh)
         self.backend.step(self.buffers, carrier.sides, fresh, counter)
         return self.views()
 
     def is_step(self, count: int) -> bool:
-        """Return True if `count` new tokens are a step of static shapes.
+        """Return True if `count` new tokens can be a step of static shapes.
 
-        The first tokens never are, nor are those with which more becomes known of the rows' padding.
+        The first tokens cannot, nor can tokens whose mask showed more of the rows' padding.
         """
         as_known = self._carrier.sides["keys"].padding.rows is self._rows
         return not self.empty and 0 < count <= MAX_DECODE_TOKENS and as_known
 
     def as_dynamic(self) -> DynamicStorage:
-        """Return the tokens as a `DynamicStorage`, whose changes leave this storage as it is."""
+        """Return the tokens as a `DynamicStorage`; changing it leaves this storage as it is."""
         buffers = self.buffers
         length, packed = self.tokens, self.packed_tokens
         sinks = min(length, self.windows.sinks)
@@ -138,13 +137,13 @@ class StaticStorage:
             twin.store.truncate(packed)
             twin.tail.replace(buffers.tail[side].index_select(2, slots))
         if dynamic.track is not None and dynamic.leads_track:
-            dynamic.track.tokens = length  # which steps do not count
+            dynamic.track.tokens = length  # steps do not update it
         return dynamic
 
     def _load(self, dynamic: DynamicStorage, buffers: StepBuffers | None) -> None:
-        """Load tokens, and encode those that have left the recent window but are not packed yet.
+        """Load the tokens, and encode those that have left the recent window but are not yet packed.
 
-        Kernel encoders do the latter from the tail, in the step that packs them.
+        Kernel encoders encode them later, in the step that packs them.
         """
         empty, packed = dynamic.empty, dynamic.packed_tokens
         for state in dynamic.sides.values():
@@ -158,12 +157,13 @@ class StaticStorage:
         for side, state in dynamic.sides.items():
             buffers.load(side, state, packed)
         self.buffers, self._carrier = buffers, dynamic
-        """Codecs and packed stores; its dense tokens and counts are out of date, as `buffers` has them."""
+        """`_carrier` holds codecs and packed stores. Its dense tokens and counts are stale; `buffers` has the current
+        ones."""
         self.empty = empty
-        """True while there are no tokens: the host can tell this without waiting."""
+        """True if there are no tokens; the host knows this without waiting."""
         self._rows = rows = dynamic.sides["keys"].padding.rows
         self._lacking = 0 if rows is None else rows.longest + self.windows.sinks - dynamic.tokens
-        """Tokens until every left-padded row has its sinks, which steps bring then; none if it is not positive."""
+        """Tokens still to come until every left-padded row has its sinks; zero or less if all have them."""
 
     def _raise_for_faults(self) -> None:
         checks = self._carrier.checks

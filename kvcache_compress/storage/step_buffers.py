@@ -1,4 +1,4 @@
-"""Dense tokens and counters of a static layer, and its step in PyTorch's operators."""
+"""Dense tokens and counters of a static layer, and its step in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ NOT_FINITE, FULL = 1, 2
 class StepBuffers:
     """Dense tokens and counters of a layer, which its steps write in place.
 
-    sinks, tail: `[B, H, sinks, D]` and `[B, H, tail_capacity + 1, D]` per side; the last row absorbs masked writes.
-    length, packed: tokens and packed tokens, int64 `[]`.
-    fault: `[2 B H]`, `NOT_FINITE` or `FULL` after an error, else 0.
-    counts: `[3, 2 B H]`, the memory of the three counters, with a column for each program of a kernel.
+    Attributes:
+        sinks: `[B, H, sinks, D]` per side.
+        tail: `[B, H, tail_capacity + 1, D]` per side; the last row absorbs masked writes.
+        length, packed: numbers of tokens and of packed tokens, int64 `[]`.
+        fault: `[2 B H]`, `NOT_FINITE` or `FULL` after an error, else 0.
+        counts: `[3, 2 B H]`, the memory of the three counters, with a column per kernel program.
     """
 
     def __init__(self, sides: Mapping[Side, SideState], windows: Windows) -> None:
@@ -43,7 +45,7 @@ class StepBuffers:
         self.length, self.packed, self.fault = self.counts[0, 0], self.counts[1, 0], self.counts[2]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make the views anew, which pickling turns into copies."""
+        """Rebuild the views of `counts`, which pickling turns into copies."""
         self.__dict__.update(state)
         self._view_counts()
 
@@ -56,7 +58,7 @@ class StepBuffers:
         )
 
     def load(self, side: Side, state: SideState, packed: int) -> None:
-        """Copy sinks and tail of a side that has `packed` packed tokens."""
+        """Copy the sinks and the tail of a side that has `packed` packed tokens."""
         sinks, tail = state.sinks.shape[2], state.tail.tokens
         self.sinks[side][:, :, :sinks] = state.sinks
         self.tail[side].index_copy_(2, self.slots(packed, packed + tail), state.tail.view())
@@ -66,7 +68,7 @@ class StepBuffers:
         self.counts[1].fill_(packed)
 
     def slots(self, start: int, stop: int) -> torch.Tensor:
-        """Return the tail's slots of tokens `[start, stop)`, counted after the sinks."""
+        """Return the tail slots of tokens `[start, stop)`, counted from the end of the sinks."""
         return (torch.arange(start, stop) % self.windows.tail_capacity).to(self.counts.device)
 
     def check(self, fresh: Mapping[Side, torch.Tensor]) -> torch.Tensor:
@@ -83,7 +85,7 @@ class StepBuffers:
     ) -> None:
         """Write n tokens, and encode the groups that become complete as n tokens leave the recent window.
 
-        Every shape depends on n alone, and no value is read back. `counter`, int64 `[]`, receives the number of tokens.
+        All shapes depend only on n, and nothing is read back. `counter`, int64 `[]`, receives the number of tokens.
         """
         windows, count = self.windows, fresh["keys"].shape[2]
         self.fault.copy_(torch.maximum(self.fault, self.check(fresh)))
@@ -102,19 +104,19 @@ class StepBuffers:
         self.encode(sides, count)
 
     def encode(self, sides: Mapping[Side, SideState], count: int) -> None:
-        """Encode the groups that became complete as `count` tokens, already counted, left the recent window."""
+        """Encode the groups completed by the `count` tokens, already counted, that just left the recent window."""
         for side, state in sides.items():
             x, groups = self._leaving(side, state.codec.group, count)
             state.store.write(groups, state.codec.encode(x, self._rope(state, count)), state.codec.group)
 
-    def settle(self, padding: LeftPadding, fresh: dict[Side, torch.Tensor]) -> None:
-        """Let new tokens that are sinks of left-padded rows change places with the padding there."""
+    def exchange_new_sinks(self, padding: LeftPadding, fresh: dict[Side, torch.Tensor]) -> None:
+        """Swap new tokens that are sinks of left-padded rows with the padding in the sinks."""
         for side, x in fresh.items():
-            sinks, fresh[side] = padding.settle(self.sinks[side], x, self.length, self.windows.sinks)
+            sinks, fresh[side] = padding.exchange_new(self.sinks[side], x, self.length, self.windows.sinks)
             self.sinks[side].copy_(sinks)
 
     def _write_sinks(self, sinks: torch.Tensor, x: torch.Tensor) -> None:
-        """Write those new tokens that are sinks, gathered by sink to keep shapes static."""
+        """Write the new tokens that are sinks; a gather per sink keeps shapes static."""
         count = x.shape[2]
         age = torch.arange(sinks.shape[2], device=sinks.device) - self.length
         new = (age >= 0) & (age < count)
@@ -123,7 +125,7 @@ class StepBuffers:
     def _leaving(self, side: Side, group: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens of the groups that `count` tokens may complete, and the indices of these groups.
 
-        A group that is not complete gets the index after the last group's, where nothing is read.
+        Incomplete groups get the index after the last group, where nothing is read.
         """
         windows = self.windows
         stop, groups = self._groups(group, count)
@@ -141,6 +143,6 @@ class StepBuffers:
         return state.track.gather(groups)
 
     def _groups(self, group: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the number of tokens between sinks and recent window, and the groups that `count` may complete."""
+        """Return the token count between sinks and recent window, and the groups that `count` tokens may complete."""
         stop = self.length - (self.windows.sinks + self.windows.recent)
         return stop, stop // group - torch.arange(1, (count - 1) // group + 2, device=stop.device)

@@ -1,4 +1,4 @@
-"""Views: keys or values of a layer as they are stored, which `update()` returns in place of tensors."""
+"""Views: keys or values of a layer as stored, which `update()` returns instead of tensors."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ DECODE_CHUNK_TOKENS = 2048
 
 
 class AttentionPath(Protocol):
-    """A way to attend to packed tokens: that of a back end, or tiles of decoded tokens.
+    """A way to attend to packed tokens: a back end, or tiles of decoded tokens.
 
-    takes_token_masks: True if `attend` takes the masks of static layers over tokens, not over slots.
-    takes_padding_masks: True if it takes masks `[B, T]` as they are.
+    Attributes:
+        takes_token_masks: True if `attend` takes masks of static layers over tokens, not over slots.
+        takes_padding_masks: True if `attend` takes masks `[B, T]` as they are.
     """
 
     name: str
@@ -37,47 +38,49 @@ class AttentionPath(Protocol):
     takes_padding_masks: bool
 
     def path(self, call: AttentionCall, keys: View, values: View) -> AttentionPath | None:
-        """The path for this call; None if the model's own attention over decoded tokens is the better one."""
+        """Return the path for this call, or None if the model's own attention over decoded tokens is better."""
 
     def attend(self, call: AttentionCall, keys: View, values: View) -> torch.Tensor:
-        """Attend to both sides: `[B, n, Hq, Dv]` in the query's dtype, zero where the mask hides all tokens.
+        """Attend to a layer: `[B, n, Hq, Dv]` in the query's dtype, zero for queries that see no token.
 
-        The call's mask is over stored tokens, or over slots, unless `takes_token_masks`.
+        The call's mask is over stored tokens, or over slots unless `takes_token_masks`.
         """
 
 
 class Owner(Protocol):
-    """A layer, as its views and compiled code know it."""
+    """What views and compiled code use of a layer."""
 
     @property
-    def waits(self) -> bool:
-        """True if tokens wait to be packed until `close` brings their queries."""
+    def awaits_queries(self) -> bool:
+        """True if packing must wait until `close` brings the step's queries."""
 
     def close(self, call: AttentionCall | None) -> None:
-        """End a step: pack what waits for the queries of its attention."""
+        """End a step: pack the tokens that had to wait for its queries."""
 
     def write(self, side: Side, x: torch.Tensor, old: torch.Tensor) -> None:
-        """Write the numbers of decoded tokens `x` `[B, H, T, D]` that differ from `old` to the dense tokens."""
+        """Write decoded tokens `x` `[B, H, T, D]` to the dense tokens where they differ from `old`."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class View:
-    """Keys or values of a layer in a step, the step's own tokens included: `sinks | packed | tail`, oldest first.
+    """Keys or values that a step attends to, its own tokens included: `sinks | packed | tail`, oldest first.
 
-    It reports the shape of the tensor that it stands for. Any other use by foreign code decodes it, and writes into
-    the result reach the layer.
+    A view reports the shape of the tensor that it stands for. Other uses by foreign code decode it, and in-place
+    changes of the result are written to the layer.
 
-    sinks: dense, `[B, H, sinks, D]`.
-    packed: number of tokens in `store` that belong to this step; in a static layer on a GPU, the capacity for them.
-    tail_buffer: `[B, H, capacity, D]`, of which the first `tail_tokens` are the tail; contiguous except in a first
-        prompt.
-    track: cos and sin of the packed groups, if the codec needs them.
-    slots: those of a static layer, if these are all its slots, whether they hold a token or not.
-    padding: left padding of the rows, whose first tokens have changed places with it; None if there is none.
-    backend: the layer's.
-    capacity: `max_cache_len` of a static layer, whose masks have that many tokens; else None.
-    owner: the layer, while it holds exactly the tokens of this step; None afterwards, and in copies.
-    waited: True if packing waited for the queries of this step.
+    Attributes:
+        sinks: dense, `[B, H, sinks, D]`.
+        store: the packed fields.
+        packed: number of packed tokens of this step; in a static layer on a GPU, the packed capacity.
+        tail_buffer: `[B, H, capacity, D]`, of which the first `tail_tokens` are the tail; contiguous except in a first
+            prompt.
+        track: cos and sin of the packed groups, if the codec needs them.
+        slots: slots of a static layer, if the view covers all slots, filled or not.
+        padding: left padding of the rows, whose first tokens have swapped with it; None if there is none.
+        backend: the layer's back end.
+        capacity: `max_cache_len` of a static layer, the length of its masks; else None.
+        owner: the layer, as long as it holds exactly this step's tokens; None afterwards and in copies.
+        awaited_queries: True if packing had to wait for this step's queries.
     """
 
     sinks: torch.Tensor
@@ -92,10 +95,10 @@ class View:
     backend: AttentionPath | None = None
     capacity: int | None = None
     owner: Owner | None = None
-    waited: bool = False
+    awaited_queries: bool = False
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """State of a copy, which no layer knows of."""
+        """State of a copy, which is tied to no layer."""
         return None, {field.name: getattr(self, field.name) for field in fields(self)} | {"owner": None}
 
     @property
@@ -113,7 +116,7 @@ class View:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape `[B, H, T, D]` of the tensor that it stands for, in which `T` is the capacity of a static layer."""
+        """Shape `[B, H, T, D]` of the tensor that the view stands for; `T` is the capacity of a static layer."""
         batch, heads, _, dim = self.sinks.shape
         return torch.Size((batch, heads, self.capacity or self.tokens, dim))
 
@@ -130,15 +133,15 @@ class View:
         return 4
 
     def path(self, call: AttentionCall, values: View) -> AttentionPath | None:
-        """Choose how to attend to these keys and to `values`: None for the model's own attention, decoded."""
+        """Choose how to attend to these keys and `values`; None means the model's own attention over decoded tokens."""
         assert self.backend is not None
         return self.backend.path(call, self, values)
 
     def attend(self, call: AttentionCall, values: View, path: AttentionPath | None = None) -> torch.Tensor:
-        """Attend to these keys and to `values`: `[B, n, Hq, Dv]`.
+        """Attend to these keys and `values`: `[B, n, Hq, Dv]`.
 
-        The call's mask is over tokens, spare capacity of a static layer included. `path` is by default that of
-        `self.path`, or else the layer's back end.
+        The call's mask is over tokens, including a static layer's spare capacity. Without `path`, `self.path` chooses;
+        if that is None, the layer's back end attends.
         """
         path = path or self.path(call, values) or self.backend
         assert path is not None
@@ -150,27 +153,27 @@ class View:
             return path.attend(call, self, values)
 
     def close(self, call: AttentionCall) -> bool:
-        """Let the layer pack what waits for the queries of this attention; False if nothing did.
+        """Let the layer pack tokens that had to wait for this call's queries; True if this step had such tokens.
 
-        If layers share keys and values, the first one that attends closes the step; later calls change nothing.
+        If layers share keys and values, the first one to attend closes the step; later calls change nothing.
         """
-        if self.waited and self.owner is not None and self.owner.waits:
+        if self.awaited_queries and self.owner is not None and self.owner.awaits_queries:
             self.owner.close(replace(call, mask=self.over_tokens(call.mask)))
-        return self.waited
+        return self.awaited_queries
 
     def over_tokens(self, mask: Mask) -> Mask:
-        """Trim a mask to stored tokens."""
+        """Trim a mask to the stored tokens."""
         return mask if self.capacity is None or self.slots is not None else mask.trimmed(self.tokens)
 
     def _stored_mask(self, call: AttentionCall, path: AttentionPath) -> Mask:
-        """Mask over stored tokens, or over slots, as this path takes it."""
+        """Convert the call's mask to one over stored tokens, or over slots, as the path takes it."""
         mask, count, slots, padding = call.mask, call.query.shape[2], self.slots, self.padding
         device = call.query.device
         if slots is not None:
             if padding is not None:
                 mask = mask.exchanged(padding, slots.sinks, count, slots.capacity, device, slots.length)
             return mask if path.takes_token_masks and self.packed else slots.mask(mask, count)
-        if padding is not None:  # exchanged before it is trimmed, so that all layers share the result
+        if padding is not None:  # swap before trimming, so that all layers share the swapped mask
             mask = mask if mask.is_by_query else self.over_tokens(mask)
             return self.over_tokens(mask.exchanged(padding, self.sinks.shape[2], count, self.tokens, device))
         mask = self.over_tokens(mask)
@@ -181,16 +184,16 @@ class View:
         return None if self.track is None else self.track.read(start, stop)
 
     def dense(self) -> torch.Tensor:
-        """Decode all tokens in order: a tensor of this `shape` in the model's dtype, zero in spare capacity.
+        """Decode all tokens in order to a tensor of this `shape` in the model's dtype; spare capacity is zero.
 
-        Writes into it do not reach the layer; those into any other result of foreign code do (`writable`).
+        Writes into it do not reach the layer; see `writable`.
         """
         stored = self.stored()
         spare = self.shape[2] - stored.shape[2]
         return torch.nn.functional.pad(stored, (0, 0, 0, spare)) if spare else stored
 
     def stored(self) -> torch.Tensor:
-        """Decode as `dense`, but without spare capacity, unless only the device knows how many tokens there are."""
+        """Decode as `dense`, but drop spare capacity unless only the device knows the number of tokens."""
         batch, heads, first, dim = self.sinks.shape
         if not self.packed:
             whole = torch.cat([self.sinks, self.tail], dim=2)
@@ -206,7 +209,7 @@ class View:
         return whole
 
     def decoded_tile(self, start: int, stop: int) -> torch.Tensor:
-        """Decode packed tokens `[start, stop)`, whole groups, to the model's dtype, with the sinks before the first."""
+        """Decode packed tokens `[start, stop)`, whole groups, to the model's dtype; tile 0 includes the sinks."""
         sinks = self.sinks[:, :, : None if start == 0 else 0]
         batch, heads, first, dim = sinks.shape
         tile = self.tail_buffer.new_empty(batch, heads, first + stop - start, dim)
@@ -224,9 +227,9 @@ class View:
             out[:, :, begin - start : end - start] = part
 
     def release(self, kept: int | None) -> bool:
-        """Copy the tokens that the layer is about to change; True if all tokens of the step are copied.
+        """Copy the tokens that the layer is about to change; True if packed tokens had to be copied too.
 
-        The layer may keep only the first `kept` tokens. None means that packed tokens stay as they are.
+        The layer may keep only its first `kept` tokens; None means that packed tokens stay as they are.
         """
         if self.owner is not None:
             self.owner = None
@@ -236,7 +239,7 @@ class View:
             if self.slots is not None:
                 self.slots = replace(self.slots, length=self.slots.length.clone(), packed=self.slots.packed.clone())
         whole = kept is not None and self.packed > 0 and self.sinks.shape[2] + self.packed > kept
-        if whole:  # the layer overwrites packed tokens only after a crop
+        if whole:  # the layer overwrites packed tokens only after a crop, so copy them only then
             self.store = copy.copy(self.store)
             self.store.apply(torch.clone)
             if self.track is not None:
@@ -251,7 +254,7 @@ class View:
 
     def writable(self) -> torch.Tensor:
         """Decode as `dense`; writes into the result reach the layer (`DecodedTensor`)."""
-        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode do not count their changes
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors have no version counter
             before = replace(self)
 
             def write_back(x: torch.Tensor, replaced: bool) -> None:
@@ -269,7 +272,7 @@ class View:
             return origin.tied(origin.base)
 
     def to(self, target: Any, *args: Any, **kwargs: Any) -> View | torch.Tensor:
-        """Return the view itself if it is already on device `target`, as a tensor would; else decode and move it."""
+        """Return the view itself if it is on device `target` already, as a tensor would; else decode and move it."""
         if isinstance(target, torch.device) and target == self.device and not args and not kwargs.get("dtype"):
             return self
         return self.writable().to(target, *args, **kwargs)
@@ -310,7 +313,7 @@ def _decoding(name: str) -> Callable[..., Any]:
     return operator
 
 
-# Python looks operators up on the class, without `__getattr__`.
+# Python looks up operators on the class and bypasses `__getattr__`.
 _OPERATORS = """add sub mul truediv matmul radd rsub rmul rtruediv neg iter pow floordiv lt le gt ge eq ne
 iadd isub imul itruediv ifloordiv imod ipow"""
 for _name in _OPERATORS.split():
@@ -318,7 +321,7 @@ for _name in _OPERATORS.split():
 
 
 class PathTaken(NamedTuple):
-    """Name of the path of one attention call, and its number of queries."""
+    """Path of one attention call, and its number of queries."""
 
     path: str
     queries: int
@@ -329,9 +332,9 @@ _RECORDS: list[list[PathTaken]] = []
 
 @contextmanager
 def record_paths() -> Iterator[list[PathTaken]]:
-    """Record the path of every attention call over a compressed layer, in order, while the block runs.
+    """Record the path of every attention call over a compressed layer, in order, within the block.
 
-    Calls of a first prompt, which nothing compressed takes part in, are not recorded.
+    Calls of a first prompt are not recorded, because nothing is compressed yet.
 
         with record_paths() as taken:
             model.generate(**inputs, past_key_values=cache)
@@ -346,6 +349,6 @@ def record_paths() -> Iterator[list[PathTaken]]:
 
 
 def record(path: str, queries: int) -> None:
-    """Note a call for the open `record_paths` blocks."""
+    """Add a call to the open `record_paths` blocks."""
     for taken in _RECORDS:
         taken.append(PathTaken(path, queries))

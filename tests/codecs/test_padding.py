@@ -44,7 +44,7 @@ def test_steps_store_what_one_prompt_does(count: int) -> None:
     sinks, others = x[:, :, :0], x[:, :, :0]
     for part in x.split(count, 2):
         start = sinks.shape[2] + others.shape[2]
-        sinks, part = made.settle(sinks, part, start, SINKS)
+        sinks, part = made.exchange_new(sinks, part, start, SINKS)
         new = min(SINKS - sinks.shape[2], part.shape[2])
         sinks, others = torch.cat([sinks, part[:, :, :new]], 2), torch.cat([others, part[:, :, new:]], 2)
     expected = torch.stack([one[:, order(n, total)] for n, one in zip(rows, x, strict=True)])
@@ -54,7 +54,7 @@ def test_steps_store_what_one_prompt_does(count: int) -> None:
 
 def test_without_sinks_all_stays_where_it_is() -> None:
     made, x = padding(0, 5), torch.randn(2, 2, 12, 8)
-    held, same = made.settle(x[:, :, :0], x, 0, 0)
+    held, same = made.exchange_new(x[:, :, :0], x, 0, 0)
     assert held.shape[2] == 0
     assert torch.equal(same, x)
     assert torch.equal(made.exchange_(x.clone().mT, 0).mT, x)

@@ -75,7 +75,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of what a crop would do to a compressed cache."""
     done: list[str] = []
     for owner, name in (
-        (Offloading, "settle"),
+        (Offloading, "synchronize"),
         (RopeTrack, "truncate"),
         (CompressedLayer, "get_seq_length"),
         (CompressedLayer, "_length"),

@@ -121,7 +121,7 @@ def test_outlier_channels(make_codec: Make) -> None:
     for head in range(2):
         queries[:, head, :, loud[head]] = 0
     assert errors(with_, keys, queries).std() < 0.2 * errors(without, keys, queries).std()
-    outlier_rows = with_.basis[:, with_.instances[1].span]
+    outlier_rows = with_.basis[:, with_.sketches[1].span]
     for head in range(2):
         assert outlier_rows[head].abs().sum(0).nonzero().flatten().tolist() == loud[head]
     with pytest.raises(RuntimeError, match="prepare"):

@@ -1,7 +1,7 @@
-"""Codebooks of the recursive polar transform's angles (Han et al., Lemma 2 and section 4.1).
+"""Angle codebooks of the recursive polar transform (Han et al., Lemma 2 and section 4.1).
 
-Level 1 angles lie on the circle [0, 2π), deeper ones in [0, π/2]. After a random rotation level 1 is uniform, and level
-ℓ ≥ 2 has the density `Γ(m) / (2^(m-2) Γ(m/2)²) sin^(m-1)(2ψ)` with `m = 2^(ℓ-1)`, for any data.
+Angles of level 1 lie on the circle [0, 2π), deeper ones in [0, π/2]. After a random rotation, level 1 is uniform and
+level ℓ ≥ 2 has the density `Γ(m) / (2^(m-2) Γ(m/2)²) sin^(m-1)(2ψ)` with `m = 2^(ℓ-1)`, whatever the data.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _CELLS = 1 << 15
 _ITERATIONS = 30
 """Iterations of k-means; one-dimensional clusters hardly move after that."""
 SAMPLES = 1 << 13
-"""Most angles of a level on which an online codebook is trained."""
+"""Most angles per level on which an online codebook is trained."""
 
 
 def make_codebook(angles: torch.Tensor, circular: bool) -> AngleCodebook:
-    """Codebook of these angles, float64 `[n]`; on the circle, cells extend across the wrap."""
+    """Codebook of these angles, float64 `[n]`; on the circle, cells extend across angle 0."""
     angles = angles.remainder(2 * math.pi).sort().values if circular else angles.sort().values
     bounds = (angles[1:] + angles[:-1]) / 2
     lower = 0
     if circular:
         wrap = (angles[-1] + angles[0] + 2 * math.pi) / 2
         if wrap >= 2 * math.pi:
-            # Angle 0 is nearest to the last code: it becomes code 0.
+            # The last code is nearest to angle 0, so it becomes code 0.
             angles, wrap = angles.roll(1), wrap - 2 * math.pi
             bounds = torch.cat([wrap[None], bounds])
         else:
@@ -40,7 +40,7 @@ def make_codebook(angles: torch.Tensor, circular: bool) -> AngleCodebook:
 
 
 def angle_density(level: int, angles: torch.Tensor) -> torch.Tensor:
-    """Density of a level's angles after a random rotation (Lemma 2), normalised as in the proof."""
+    """Density of a level's angles after a random rotation (Lemma 2), normalised as in its proof."""
     if level == 1:
         return torch.full_like(angles, 1 / (2 * math.pi))
     m = 2 ** (level - 1)
@@ -50,7 +50,7 @@ def angle_density(level: int, angles: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=128)
 def offline_codebook(level: int, bits: int) -> AngleCodebook:
-    """Lloyd–Max codebook of a level's exact density; on the circle evenly spaced, with code 0 at angle 0."""
+    """Lloyd-Max codebook of a level's exact density; on the circle evenly spaced, with code 0 at angle 0."""
     count = 2**bits
     if level == 1:
         return make_codebook(2 * math.pi * torch.arange(count, dtype=torch.float64) / count, circular=True)
@@ -77,7 +77,7 @@ def offline_codebook(level: int, bits: int) -> AngleCodebook:
 
 
 def online_codebook(angles: torch.Tensor, bits: int, circular: bool, seed: int) -> AngleCodebook:
-    """Codebook of angles `[n]` by one-dimensional k-means++ (section 4.1); distances on the circle cross the wrap."""
+    """Codebook of angles `[n]` by one-dimensional k-means++ (section 4.1); circular distances cross angle 0."""
     with torch.device("cpu"):  # whatever the default device
         return _clustered(angles.detach().cpu().double(), bits, circular, seed)
 

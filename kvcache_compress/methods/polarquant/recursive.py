@@ -1,9 +1,9 @@
-"""PolarQuant, recursive: angles of a tree of radii (Han et al., arXiv 2502.02617, sections 3 and 4.1).
+"""Recursive PolarQuant: angles of a tree of radii (Han et al., arXiv 2502.02617, sections 3 and 4.1).
 
 The numbers of a randomly rotated vector are paired to (radius, angle), the radii are paired again, and so on for
-`levels` levels; angles are stored as codes, the remaining radii in 16 or 8 bits. After the rotation each level's angles
-follow a known density, sharper from level to level, so no zero point or scale is needed. Every code point has length
-1, so `norm` keeps lengths and `match` is the same.
+`levels` levels. Angles are stored as codes, the remaining radii in 16 or 8 bits. After the rotation each level's angles
+have a known density, narrower at each level, so no zero point or scale is needed. Every code point has norm 1, so
+`norm` preserves norms and `match` is the same.
 """
 
 from __future__ import annotations
@@ -35,23 +35,27 @@ if TYPE_CHECKING:
 
 RADIUS_CODES = 256
 OCTAVES_BELOW, OCTAVES_ABOVE = 6.0, 4.0
-"""Margins of 8-bit radii, in octaves, below and above the radii of the first prefill, for later unlike tokens."""
+"""Margins of 8-bit radii, in octaves, below and above the radii of the first prefill, for later tokens that differ."""
 
 
 class PolarQuantRecursiveOptions(MethodOptions):
     """Options of `polarquant_recursive`, for one side.
 
-    levels: levels of the tree, each halving the number of radii; by default as many as the head dimension allows (7 for
-        128).
-    bits: bits per angle, 1 to 6, from level 1 on; the last number holds for all deeper levels, a single one for all.
-    radius_bits: 16 (the paper's), or 8: a logarithmic code per head, from 1/64 of the least radius of the first
-        prefill, below which radii are zero, to 16 times the largest.
-    precondition: rotate first (the paper's PolarQuant-R); otherwise neighbouring channels are paired unrotated.
-    codebook: `offline`, optimal for the exact densities; `online`, k-means++ on the angles of the first update. With
-        `online`, all rows of a batch must share one prompt (beams, several returned sequences).
-    scalar: scale of the radii; `match` (default for keys) keeps the norm, `unbiased` (for values) inner products.
-    center: subtract the mean key of the first prefill; `auto`: where it is large, and sink tokens stay dense.
-    equalize: divide outlier channels of keys by a factor before the rotation (`auto`, if sink tokens stay dense).
+    Attributes:
+        levels: levels of the tree, each halving the number of radii; by default as many as the head dimension allows (7
+            for 128).
+        bits: bits per angle, 1 to 6, from level 1 on. The last number holds for all deeper levels.
+        radius_bits: 16 (the paper's), or 8: a logarithmic code per head, from 1/64 of the smallest radius of the first
+            prefill to 16 times the largest. Smaller radii become zero.
+        precondition: rotate first (the paper's PolarQuant-R); otherwise neighbouring channels are paired unrotated.
+        rotation: `haar` or `hadamard`.
+        shared_rotation: use one rotation for all layers.
+        codebook: `offline`, optimal for the exact densities, or `online`, k-means++ on the angles of the first update.
+            With `online`, all rows of a batch must share one prompt (beams, several returned sequences).
+        scalar: scale of the radii: `match` (default for keys) keeps the norm, `unbiased` (default for values) inner
+            products.
+        center: subtract the mean key of the first prefill; `auto`: where it is large and sinks stay dense.
+        equalize: `auto` divides outlier channels of keys by a factor before the rotation, if sinks stay dense.
     """
 
     levels: int | None = None
@@ -91,7 +95,7 @@ class PolarQuantRecursiveOptions(MethodOptions):
         """Bits of each level for this head dimension.
 
         Raises:
-            ValueError: the head dimension does not support these levels.
+            ValueError: the head dimension does not allow these levels.
         """
         check_head_dim("polarquant_recursive", head_dim, 16, 32)
         most = polar_tree.full_depth(head_dim)
@@ -109,7 +113,7 @@ class PolarQuantRecursiveOptions(MethodOptions):
 
 @register_method
 class PolarQuantRecursiveCodec(LinearCodec):
-    """One side of a layer under recursive PolarQuant; see the module's docstring."""
+    """One side of a layer under recursive PolarQuant."""
 
     name: ClassVar[str] = "polarquant_recursive"
     Options: ClassVar[type[MethodOptions]] = PolarQuantRecursiveOptions
@@ -127,7 +131,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
             books = (offline_codebook(level, width) for level, width in enumerate(bits, 1))
             self.books = tuple(book.to(context.device) for book in books)
         self.radius_table: torch.Tensor | None = None
-        """float32 `[H, 256]`, radii of 8-bit codes, rounded to 16 bits; code 0 is a radius of zero."""
+        """Radii of 8-bit codes, float32 `[H, 256]`, rounded to 16 bits; code 0 is a radius of zero."""
         self.basis = self._build_basis().to(context.device)
 
     @classmethod
@@ -139,7 +143,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
         return polar_tree.polar_tree(head_dim, bits).fields(radius)
 
     def _build_basis(self) -> torch.Tensor:
-        """Basis of code space, float32 `[1, D, D]`: the rotation, with its rows paired as in the paper."""
+        """Basis of code space, float32 `[1, D, D]`: the rotation, with rows in the order of `adjacent_order`."""
         dim = self.context.head_dim
         basis = torch.eye(dim, device="cpu")
         if self.options.precondition:
@@ -192,7 +196,7 @@ class PolarQuantRecursiveCodec(LinearCodec):
         return prepared(self.books or None, "online codebooks")
 
     def _radius_range(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """First logarithm and step of 8-bit radii, each `[H]`."""
+        """log2 of the radius of code 1, and the step per code, each `[H]`."""
         prepared(self.radius_table, "8-bit radii")
         return self.statistics["least_log_radius"], self.statistics["log_radius_step"]
 
@@ -240,9 +244,9 @@ class PolarQuantRecursiveCodec(LinearCodec):
 
 
 def radius_range(radii: torch.Tensor) -> Statistics:
-    """First logarithm and step of 8-bit radii, each `[H]`, for radii `[B, H, T, roots]`.
+    """log2 of the radius of code 1 and the step per code, each `[H]`, for radii `[B, H, T, roots]`.
 
-    The codes are evenly spaced from the least to the largest radius, with a margin at either end.
+    Codes are evenly spaced from the smallest to the largest radius, with a margin at either end.
     """
     logs = radii.log2().transpose(0, 1).flatten(1)
     least = torch.where(logs.isfinite(), logs, torch.inf).amin(-1)

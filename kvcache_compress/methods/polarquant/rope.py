@@ -1,7 +1,8 @@
-"""PolarQuant on RoPE pairs (Wu et al., arXiv 2502.00527): keys as a radius and an angle per pair of channels.
+"""PolarQuant on RoPE pairs (Wu et al., arXiv 2502.00527): keys as one radius and one angle per pair of channels.
 
-The two channels that RoPE rotates together are a point in the plane, in most pairs on a ring, which leaves no outlier
-channels (section 3). The radius takes `radius_bits`, scaled per channel or group of tokens; the angle `angle_bits`.
+The two channels that RoPE rotates together are a point in the plane, usually on a ring, which leaves no outlier
+channels (section 3). The radius takes `radius_bits`, scaled per channel or per group of tokens, and the angle
+`angle_bits`.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ if TYPE_CHECKING:
 class PolarQuantRopeOptions(MethodOptions):
     """Options of `polarquant_rope`, for keys.
 
-    angle_bits, radius_bits: 2 to 6 each; half of their sum is the bits per number.
-    radius_scale: `group`, one scale per pair and `group_size` tokens; `channel`, one per pair for all tokens, from the
-        first prefill, with later radii clamped (the paper's).
-    reconstruction: decode to the `midpoint` of a cell, or to its lower `edge` (the paper's formulas).
-    score_function: `direct` decodes; `table` is the paper's lookup of q_x cos + q_y sin by angle. Results are the same.
-    pairing: `auto`, as the model pairs; `half`, (i, i + d/2); `interleaved`, (2i, 2i + 1).
-    scalar: `match` also stores ‖k‖ / ‖k̂‖ per token; `none` does not.
-    center: subtract the mean key of the first prefill; `auto`: where it is large, and sink tokens stay dense.
+    Attributes:
+        angle_bits, radius_bits: 2 to 6 each; half of their sum is the bits per number.
+        radius_scale: `group`, one scale per pair and `group_size` tokens; or `channel` (the paper's), one per pair for
+            all tokens, from the first prefill, with later radii clamped.
+        group_size: 32, 64 or 128.
+        reconstruction: decode to the `midpoint` of a cell, or to its lower `edge` (the paper's formulas).
+        score_function: `direct` decodes; `table` is the paper's lookup of q_x cos + q_y sin by angle. Results are the
+            same.
+        pairing: `auto`, as the model pairs channels; `half`, (i, i + d/2); `interleaved`, (2i, 2i + 1).
+        scalar: `match` also stores ‖k‖ / ‖k̂‖ per token; `none` does not.
+        center: subtract the mean key of the first prefill; `auto`: where it is large and sinks stay dense.
     """
 
     angle_bits: int = 4
@@ -71,7 +75,7 @@ class PolarQuantRopeOptions(MethodOptions):
 
     @property
     def codes(self) -> PairCodes:
-        """The codes of pairs; the largest radius is one step per cell, or one less as in the paper."""
+        """How pairs are coded; the largest radius is one unit per cell, or one unit less as in the paper."""
         edge, tokens = self.reconstruction == "edge", self.group_size if self.radius_scale == "group" else 0
         steps, offset = 2**self.radius_bits - edge, 0.0 if edge else 0.5
         return PairCodes(self.angle_bits, self.radius_bits, tokens, steps, offset, self.scalar == "match")
@@ -79,7 +83,7 @@ class PolarQuantRopeOptions(MethodOptions):
 
 @register_method
 class PolarQuantRopeCodec(LinearCodec):
-    """The keys of a layer: pair j of a token is `radius_j · (cos angle_j, sin angle_j)`."""
+    """Keys of a layer: pair j of a token is `radius_j · (cos angle_j, sin angle_j)`."""
 
     name: ClassVar[str] = "polarquant_rope"
     Options: ClassVar[type[MethodOptions]] = PolarQuantRopeOptions
@@ -89,7 +93,7 @@ class PolarQuantRopeCodec(LinearCodec):
         super().__init__(options, context)
         self.pairs, self.codes = pair_layout(options, context), options.codes
         self.scale: torch.Tensor | None = None
-        """float32 `[H, pairs]`, the paper's scales per channel; None if scales are per group."""
+        """The paper's scales per channel, float32 `[H, pairs]`; None if scales are per group."""
         codes = torch.arange(2**options.angle_bits, device="cpu")
         angles = 2 * math.pi * (codes + self.codes.offset) / 2**options.angle_bits
         self.points = torch.stack([angles.cos(), angles.sin()], -1).to(context.device)
@@ -180,9 +184,10 @@ class PolarQuantRopeCodec(LinearCodec):
         return x if self.mean is None else x + self.mean[:, None]
 
     def _build_basis(self, score_function: str) -> torch.Tensor:
-        """Rows of code space `[H or 1, W, D]`, into which scales per channel are multiplied.
+        """Rows of code space `[H or 1, W, D]`, multiplied by the scales if these are per channel.
 
-        `direct`: real, then imaginary parts. `table`: for each angle of a half turn, q_x cos + q_y sin of all pairs.
+        `direct`: real parts, then imaginary parts. `table`: q_x cos + q_y sin of all pairs, for each angle of a half
+        turn.
         """
         unit = torch.eye(self.context.head_dim, device=self.context.device)
         parts = torch.stack(self.pairs.split(unit))  # [2, head_dim, pairs]
@@ -194,7 +199,7 @@ class PolarQuantRopeCodec(LinearCodec):
         return scaled.transpose(2, 3).flatten(1, 2)
 
     def direct_basis(self) -> torch.Tensor:
-        """Basis of the score function `direct`, which all kernels use: it is the faster one, with the same scores."""
+        """Basis of the score function `direct`, which all kernels use: it is faster, and its scores are the same."""
         return self.ready_basis() if self.options.score_function == "direct" else self._build_basis("direct")
 
     def parts(self, fields: Fields) -> Iterator[Part]:

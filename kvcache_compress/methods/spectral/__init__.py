@@ -1,4 +1,4 @@
-"""Spectral keys: codes along the directions in which the errors of keys cost attention most."""
+"""Spectral keys: codes along the directions in which errors of keys cost attention most."""
 
 from . import codec
 

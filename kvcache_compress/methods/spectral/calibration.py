@@ -1,4 +1,4 @@
-"""Calibrate `spectral`: moments of a model's keys and queries on a text, in two passes of streaming sums."""
+"""Calibrate `spectral`: measure moments of a model's keys and queries on text, in two streaming passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.modeling.rope import Rope, RopeLayout, layer_has_rope, rope_layout, rotary_embedding
 
 from .codec import GROUP
-from .moments import SAMPLED, GroupRope, KeyMoments, MeanSums, Window, place_factors
+from .moments import SAMPLED, GroupRope, KeyMoments, MeanSums, Window, unit_rotations
 from .statistics_file import GROUPS, PARTS, write_statistics
 from .transform import spectral_basis
 
@@ -28,8 +28,11 @@ from .transform import spectral_basis
 class SpectralSettings:
     """Settings of a calibration.
 
-    tokens: calibration tokens, in windows of `context`.
-    group: tokens with one anchor; packed tokens leave the recent window in groups of so many.
+    Attributes:
+        tokens: calibration tokens, in windows of `context`.
+        context: tokens per window.
+        group: tokens per anchor; keys are packed in groups of this size.
+        seed: seed of the sampled query positions.
     """
 
     tokens: int = 20_480
@@ -48,10 +51,10 @@ class SpectralSettings:
 
 
 def calibrated_layers(config: PreTrainedConfig) -> list[int]:
-    """Decoder layers with full attention, and with RoPE where the model has it.
+    """Decoder layers with full attention, and with RoPE if the model has RoPE.
 
     Raises:
-        ValueError: the model has none.
+        ValueError: there are none.
     """
     has_rope = rope_layout(config, head_shape(config)[0]) is not None
     kinds = DynamicCache(config=config).layers
@@ -73,7 +76,7 @@ def calibrate_spectral(
     *,
     report: Report = lambda doing, done, total: None,
 ) -> dict[int, float]:
-    """Measure moments on a text and write the file of statistics.
+    """Measure moments on text and write the statistics file.
 
     Args:
         model: the model; sums are made on its device.
@@ -81,11 +84,11 @@ def calibrate_spectral(
         text: text files, or a dataset on the hub (see `read_windows`).
         output: the file to write; an existing one is replaced at the end.
         settings: amount of text and size of groups.
-        report: called as work proceeds.
+        report: callback for progress.
 
     Returns:
-        By layer the coding gain of the transform in bits per number: half the mean log2 of the ratio of the channels'
-        mean variance to their geometric mean.
+        Per layer, the coding gain of the transform in bits per number: half the mean log2 of the ratio of the channels'
+            mean variance to their geometric mean.
 
     Raises:
         ValueError: the model's attention cannot be observed, or it has no full-attention layer; the text cannot be read
@@ -127,8 +130,8 @@ class _Run:
         self.rope: GroupRope | None = None
         if (layout := rope_layout(config, self.head_dim)) is not None:
             anchors = self._factors(layout, torch.arange(SINKS, settings.context, settings.group))
-            places = self._factors(layout, torch.arange(settings.group))
-            self.rope = GroupRope(layout, anchors, place_factors(places))
+            offsets = self._factors(layout, torch.arange(settings.group))
+            self.rope = GroupRope(layout, anchors, unit_rotations(offsets))
 
     def _factors(self, layout: RopeLayout, positions: torch.Tensor) -> Rope:
         embed = rotary_embedding(self.config)
@@ -149,7 +152,7 @@ class _Run:
         self.report(doing, len(windows), len(windows))
 
     def mean_tables(self, windows: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Factors of the table of means by layer, see `mean_table`, without the sinks."""
+        """Factors of each layer's table of mean keys, without the sinks; see `mean_table`."""
         sums = {layer: MeanSums.zeros(self.heads, self.head_dim) for layer in self.layers}
 
         def add(layer: int, query: torch.Tensor, key: torch.Tensor, options: Any) -> None:
@@ -175,7 +178,7 @@ class _Run:
         return found
 
     def _window(self, query: torch.Tensor, key: torch.Tensor, options: Any, at: torch.Tensor) -> Window:
-        """A window's keys `[1, H, T, D]`, and those of its queries `[1, Hq, T, D]` that are at some positions."""
+        """A window's keys `[1, H, T, D]`, and its queries `[1, Hq, T, D]` at the positions `at`."""
         at = at.to(key.device)
         return Window(
             key[0], self.settings.group, SINKS, RECENT, self.rope, query[0, :, at], at,

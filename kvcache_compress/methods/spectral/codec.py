@@ -1,10 +1,10 @@
-"""Spectral keys: codes along the directions in which errors cost attention most, anchored against RoPE.
+"""Spectral keys: codes along the directions in which errors cost attention most, relative to an anchor under RoPE.
 
-Keys come in groups. A key k_t = R_t z_t is coded as `x_t = R_(t - t0) (z_t - μ)`, t0 the first token of its group, R
-the rotation of RoPE and μ the mean before it. That is exact, since `q·k_t = (R_t0ᵀ q) · (x_t + R_(t - t0) μ)`, and its
-statistics are the same wherever the group stands. x is mapped into spectral channels y (`transform.py`), which are
-quantized with bits of their own (`codecs/digits.py`). Each token has one scalar, whose scale is searched for when
-encoding.
+Keys come in groups. A key k_t = R_t z_t is coded as `x_t = R_(t - t0) (z_t - μ)`. R is the rotation of RoPE, t0 the
+first token of the group (its anchor) and μ the mean key before RoPE. Scores stay exact, since `q·k_t = (R_t0ᵀ q) · (x_t
++ R_(t - t0) μ)`, and the statistics of x do not depend on the group's position. x is mapped to spectral channels y
+(`transform.py`), which are quantized with different numbers of bits (`codecs/digits.py`). Each token stores one scalar,
+whose scale the encoder searches for.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.modeling.rope import rope_layout, rotary_embedding
 from kvcache_compress.registry import register_method
 
-from .moments import GroupRope, attention_costs, place_factors
+from .moments import GroupRope, attention_costs, unit_rotations
 from .prefill import prompt_statistics
 from .statistics_file import GROUPS, RANK, check_model, load_layer, read_statistics
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from kvcache_compress.triton_kernels.common.operands import KernelEncoder, KernelSide
 
 GROUP = 64
-"""Tokens with one anchor."""
+"""Default number of tokens per anchor."""
 PREFILL = "prefill"
 """Value of the option `statistics` that measures them on the first prompt."""
 
@@ -64,11 +64,12 @@ PREFILL = "prefill"
 class SpectralOptions(MethodOptions):
     """Options of `spectral`, for keys.
 
-    bits: code bits per number, on average over the channels; 0.5 to 6, whole words of eight digits.
-    statistics: `prefill`, to measure them on the first prompt, or the path of the model's file, which
-        `kvcache-compress calibrate --method spectral` writes.
-    any_model: accept a file for a model of another name, as long as dimensions and RoPE agree.
-    group: tokens with one anchor, for `prefill`: 32, 64 (default) or 128; a file has its own.
+    Attributes:
+        bits: code bits per number, averaged over the channels, 0.5 to 6; they must make whole bytes.
+        statistics: `prefill` to measure them on the first prompt, or the path of the model's file from
+            `kvcache-compress calibrate --method spectral`.
+        any_model: accept a file of a model with another name if dimensions and RoPE agree.
+        group: tokens per anchor with `prefill`: 32, 64 (default) or 128; a file has its own.
     """
 
     bits: float = 2.0
@@ -98,7 +99,7 @@ class SpectralOptions(MethodOptions):
 
 @register_method
 class SpectralCodec(LinearCodec):
-    """The keys of a layer under `spectral`; see the module's docstring."""
+    """Keys of a layer under `spectral`."""
 
     name: ClassVar[str] = "spectral"
     Options: ClassVar[type[MethodOptions]] = SpectralOptions
@@ -113,7 +114,7 @@ class SpectralCodec(LinearCodec):
         self._tables = tuple(packing.level_table(x, bits) for x, bits in zip(self.digit_levels, (2, 1), strict=True))
         rope = context.rope
         self._order = torch.tensor(range(context.head_dim) if rope is None else rope.order, device=device)
-        """int64 `[D]`, channels in the order of `RopeLayout.order`."""
+        """Channels in the order of `RopeLayout.order`, int64 `[D]`."""
         file = _file(options)
         if file is not None:
             heads = file.local_heads(context.heads, context.head_dim)
@@ -123,27 +124,28 @@ class SpectralCodec(LinearCodec):
             self._build({part: x[heads] for part, x in tensors.items()})
 
     def _build(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set everything that depends on the layer's statistics; see `statistics_file.py` for the tensors."""
+        """Set everything that depends on a layer's tensors; `statistics_file.py` lists them."""
         digits = digit_codes(tensors["deviation"], self.counts)
         self._use(_coded(tensors, digits), digits)
 
     def _use(self, tensors: Mapping[str, torch.Tensor], digits: DigitCodes) -> None:
         self.digits, self.deviation = digits, tensors["deviation"]
         self.means, self.places = tensors["means"], tensors["places"]
-        self.encoding = tensors["encoding"]
-        """float32 `[H, D, D]`, x to its channels; zero to those without bits."""
-        self.directions = tensors["directions"]
-        """float32 `[H, D, D]`, x of a channel of one standard deviation; in 11 bits, as kernels use it in float16."""
+        self.encode_basis = tensors["encoding"]
+        """Maps x to its channels, float32 `[H, D, D]`; zero for channels without bits."""
+        self.inverse = tensors["directions"]
+        """Maps channels, in units of their deviation, back to x, float32 `[H, D, D]`, rounded to 11 bits for float16
+        kernels."""
 
     def measure(self, x: torch.Tensor, queries: torch.Tensor | None = None, moments: Any = None) -> Statistics:
-        """Measure statistics of keys alone, as if all had stood at the first position of a model without RoPE."""
+        """Measure statistics of keys alone, as if all were at the first position of a model without RoPE."""
         return self._measured(Prompt(x[:, :, :0], x, 0), None, quiet=True)[0] if _file(self.options) is None else {}
 
     def observe(self, prompt: Prompt) -> None:
         rope, anchors = None, self._anchors(prompt.rope)
         if self.context.rope is not None and anchors is not None:
-            assert prompt.places is not None
-            rope = GroupRope(self.context.rope, anchors, place_factors(prompt.places))
+            assert prompt.offsets is not None
+            rope = GroupRope(self.context.rope, anchors, unit_rotations(prompt.offsets))
         self._set(*self._measured(prompt, rope))
 
     def _measured(self, prompt: Prompt, rope: GroupRope | None, quiet: bool = False) -> tuple[Statistics, DigitCodes]:
@@ -202,7 +204,7 @@ class SpectralCodec(LinearCodec):
 
     @classmethod
     def constant_size(cls, options: SpectralOptions, side: Side, head_dim: int, heads: int) -> int:
-        """Bytes of one layer's bases, means and tables, whatever its statistics."""
+        """Bytes of one layer's bases, means and tables, which do not depend on the statistics."""
         group = cls.layout(options, side, head_dim)[-1].tokens
         plain = options.model_copy(update={"statistics": PREFILL, "group": group})
         device = torch.device("cpu")
@@ -213,16 +215,16 @@ class SpectralCodec(LinearCodec):
         return codec.constant_bytes()
 
     def ready_basis(self) -> torch.Tensor:
-        """Rows of the digits, float32 `[H, W, D]`: made anew each time, as no kernel holds them."""
+        """Rows of the digits, float32 `[H, W, D]`; rebuilt at each call, because no kernel keeps them."""
         digits = self.ready_digits()
-        rows = digits.channels[..., None].expand(digits.channels.shape + self.directions.shape[-1:])
-        return self.directions.gather(1, rows) * digits.weights[..., None]
+        rows = digits.channels[..., None].expand(digits.channels.shape + self.inverse.shape[-1:])
+        return self.inverse.gather(1, rows) * digits.weights[..., None]
 
     def ready_digits(self) -> DigitCodes:
         return prepared(getattr(self, "digits", None), f"the basis of {self.name}")
 
     def _mean_table(self) -> torch.Tensor:
-        """Mean key at each place in a group, float32 `[H, group, D]`."""
+        """Mean key at each position in a group, float32 `[H, group, D]`."""
         return self.places @ self.means
 
     def _anchors(self, rope: Rope | None) -> Rope | None:
@@ -244,13 +246,13 @@ class SpectralCodec(LinearCodec):
             x = self.context.rope.unrotate(x, (cos, sin)).sub_(means)
         else:
             x = x - means
-        y = x.flatten(2, 3) @ self.encoding
+        y = x.flatten(2, 3) @ self.encode_basis
         encode = getattr(self.native, "quantize_digits", quantize)
         *planes, scale = encode(y, self.deviation, self.ready_digits(), tables(y.device), SEARCHED)
         return *planes, scale.clamp(max=SCALE_MAX).to(torch.float16).unflatten(2, (-1, self.group))
 
     def parts(self, fields: Fields) -> Iterator[Part]:
-        """Digits of two bits, then those of one, along their rows of the basis."""
+        """2-bit digits, then 1-bit digits, along their rows of the basis."""
         scale, twos = fields[-1].float().flatten(2), self.counts.twos
         rows = (slice(0, twos), 2), (slice(twos, twos + self.counts.ones), 1)
         for (part, bits), planes in zip(rows[-len(fields) + 1 :], fields[:-1], strict=True):
@@ -261,7 +263,7 @@ class SpectralCodec(LinearCodec):
         from kvcache_compress.cpu_kernels.common.operands import CPUSide
 
         digits = self.ready_digits()
-        maps = [self.directions, self.means]
+        maps = [self.inverse, self.means]
         if self._order.diff().ne(1).any():
             maps = [x[..., self._order] for x in maps]
         tables = (*self.digit_levels, *maps, self.places, self._order, digits.channels, digits.weights)
@@ -276,17 +278,17 @@ class SpectralCodec(LinearCodec):
         return self.context.rope.rotate(x, self._by_token(anchors))
 
     def map_query(self, query: torch.Tensor) -> torch.Tensor:
-        """Return the queries: they are mapped for each group, from its anchor."""
+        """Return the queries unchanged; `score` maps them per group, relative to its anchor."""
         return query
 
     def score(self, mapped: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
-        """Inner products `[B, H, R, T]`: queries are turned to each group's anchor and mapped there."""
+        """Inner products `[B, H, R, T]`; queries are rotated to each group's anchor and mapped there."""
         groups, anchors = fields[-1].shape[2], self._anchors(rope)
         turned = mapped[:, :, :, None].expand(-1, -1, -1, groups, -1)
         if anchors is not None and self.context.rope is not None:
             turned = self.context.rope.rotate_query(turned.flatten(1, 2), anchors).view(turned.shape)
         turned = turned.transpose(2, 3)
-        # Groups become heads: each has queries of its own.
+        # Treat groups as heads, because each has queries of its own.
         planes = (x.unflatten(2, (groups, -1)).flatten(1, 2) for x in fields[:-1])
         by_group = (*planes, fields[-1].flatten(1, 2)[:, :, None])
         scores = super().score((turned @ self.ready_basis()[:, None].mT).flatten(1, 2), by_group)
@@ -298,18 +300,18 @@ class SpectralCodec(LinearCodec):
         from kvcache_compress.triton_kernels.decode.spectral import spectral_side
 
         digits, (levels, _) = self.ready_digits(), self.digit_levels
-        return spectral_side(self.context, self.group, digits, levels, self.directions, self.means, self.places)
+        return spectral_side(self.context, self.group, digits, levels, self.inverse, self.means, self.places)
 
     @cached_property
     def kernel_encoder(self) -> KernelEncoder | None:
         from kvcache_compress.triton_kernels.encode.spectral import spectral_encoder
 
-        digits, keys = self.ready_digits(), (self.encoding, self.deviation)
+        digits, keys = self.ready_digits(), (self.encode_basis, self.deviation)
         return spectral_encoder(self.context, self.group, digits, *keys, self.means, self.places)
 
 
 def _coded(tensors: Mapping[str, torch.Tensor], digits: DigitCodes) -> Statistics:
-    """A layer's tensors as they are used: a basis without channels that have no bits, and its inverse scaled."""
+    """A layer's tensors as the codec uses them: a basis, zero for channels without bits, and its scaled inverse."""
     mantissa, exponent = torch.frexp(tensors["inverse"] * tensors["deviation"][..., None])
     return {
         "encoding": torch.where(digits.kind[:, None] > 0, tensors["basis"], 0.0),
@@ -319,5 +321,5 @@ def _coded(tensors: Mapping[str, torch.Tensor], digits: DigitCodes) -> Statistic
 
 
 def _file(options: SpectralOptions) -> ModelFile | None:
-    """The file of statistics; None if they are measured on the first prompt."""
+    """The statistics file, or None if statistics are measured on the first prompt."""
     return None if options.statistics == PREFILL else read_statistics(options.statistics)

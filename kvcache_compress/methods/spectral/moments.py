@@ -1,9 +1,9 @@
-"""Moments of a layer's keys and queries, weighted by attention, from which the spectral transform follows.
+"""Attention-weighted second moments of a layer's keys and queries, which determine the spectral transform.
 
-A score error costs p (1 - p) in the softmax, where p is the attention that the query pays the key. So each key counts
-with the sum of p (1 - p) over queries, and each query, seen from the anchor of the group that it attends to, with what
-it pays there. Sinks and recent tokens are left out: they are not encoded. Plain averages would follow the many queries
-that look at the sinks alone.
+A score error costs p (1 - p) in the softmax, where p is the attention weight of a query on a key. So each key is
+weighted by its sum of p (1 - p) over queries. Each query is rotated to the anchor of each group and weighted by its sum
+of p (1 - p) over the group. Sinks and recent tokens are left out, because they are not encoded. Unweighted averages
+would follow the many queries that attend only to the sinks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvcache_compress.modeling.rope import Rope, RopeLayout
 from .transform import Moments, mean_table
 
 SAMPLED = 160
-"""Query positions looked at per window."""
+"""Query positions sampled per window."""
 RUN_NUMBERS = 1 << 23
-"""Most numbers of a temporary tensor, so that windows of any length can be measured."""
+"""Largest size of a temporary tensor, in numbers, so that windows of any length can be measured."""
 CACHED_NUMBERS = 1 << 19
-"""The same for the largest of them on CPUs, where they stay in the second-level cache."""
+"""The same for the largest temporary tensors on CPUs, which then fit the second-level cache."""
 
 Costs: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -35,17 +35,19 @@ Costs: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 class GroupRope:
     """RoPE of a window's groups.
 
-    anchors: cos and sin of the groups' first tokens, `[1, n, rotary]`.
-    places: cos and sin by which a group's tokens are turned further than its first, `[1, group, rotary]`.
+    Attributes:
+        layout: the model's rotary pairs.
+        anchors: cos and sin of the groups' first tokens, `[1, n, rotary]`.
+        offsets: cos and sin of the rotation from a group's first token to each of its tokens, `[1, group, rotary]`.
     """
 
     layout: RopeLayout
     anchors: Rope
-    places: Rope
+    offsets: Rope
 
 
-def place_factors(rope: Rope) -> Rope:
-    """Scale cos and sin of the first positions to rotations, which those of YaRN are not."""
+def unit_rotations(rope: Rope) -> Rope:
+    """Normalise cos and sin of the first positions to pure rotations, since YaRN's factors also scale."""
     cos, sin = (factor.float() for factor in rope)
     length = (cos.square() + sin.square()).sqrt()
     return cos / length, sin / length
@@ -61,9 +63,9 @@ def attention_costs(
     group: int,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of p (1 - p) by key, `[H, n * group]`, and by query and group, `[H, R, n]`; arguments as `attention_paid`.
+    """Sums of p (1 - p) per key, `[H, n * group]`, and per query and group, `[H, R, n]`.
 
-    Groups begin after the sinks; the last may be cut.
+    Arguments as in `attention_paid`. Groups begin after the sinks; the last may be incomplete.
     """
     paid = attention_paid(query, keys, at, scaling, sinks=sinks, recent=recent, **options)[..., sinks:]
     costs = (1 - paid).mul_(paid)
@@ -73,17 +75,19 @@ def attention_costs(
 
 @dataclass(frozen=True)
 class Window:
-    """Keys of a sequence in a layer, and queries that attend to them.
+    """Keys of a sequence in one layer, and queries that attend to them.
 
-    keys: `[H, T, D]`, after RoPE; groups of `group` tokens begin after the first `sinks`.
-    group, sinks, recent: numbers of tokens.
-    rope: of the groups, or None without RoPE.
-    counted: bool `[T]`, False for padding, or None.
-    query: `[Hq, R, D]`, sampled queries.
-    at: int64 `[R]`, their positions.
-    mask: added to the scores if float, allows attention if bool, `[Hq or 1, R, T]`; None masks the future alone.
-    scaling, softcap, s_aux: as in `AttentionCall`.
-    costs: `attention_costs`, or a back end's function that takes its place where there are no options.
+    Attributes:
+        keys: `[H, T, D]`, after RoPE; groups of `group` tokens begin after the first `sinks`.
+        group, sinks, recent: numbers of tokens.
+        rope: RoPE of the groups, or None.
+        query: sampled queries, `[Hq, R, D]`.
+        at: their positions, int64 `[R]`.
+        scaling, softcap, s_aux: as in `AttentionCall`.
+        counted: bool `[T]`, False for padding, or None.
+        mask: `[Hq or 1, R, T]`, added to the scores if float, True where attention is allowed if bool; None hides only
+            the future.
+        costs: `attention_costs`, or a back end's function that replaces it for calls without options.
     """
 
     keys: torch.Tensor
@@ -102,17 +106,17 @@ class Window:
 
     @property
     def groups(self) -> int:
-        """Number of groups, the last of which may have fewer tokens."""
+        """Number of groups; the last may be incomplete."""
         return -(-(self.keys.shape[1] - self.sinks) // self.group)
 
     @property
     def run_numbers(self) -> int:
-        """Most numbers of a temporary tensor on this device."""
+        """Largest size of a temporary tensor on this device, in numbers."""
         return CACHED_NUMBERS if self.keys.device.type == "cpu" else RUN_NUMBERS
 
     @cached_property
     def known(self) -> torch.Tensor | None:
-        """True for tokens that count, bool `[n, group, 1]`; None if all do and the last group is whole."""
+        """True for tokens that count, bool `[n, group, 1]`; None if all do and the last group is complete."""
         tokens, whole = self.keys.shape[1] - self.sinks, self.groups * self.group
         if self.counted is None and tokens == whole:
             return None
@@ -126,19 +130,19 @@ class Window:
         return self.keys.shape[1] - self.sinks if self.known is None else int(self.known.sum())
 
     def queries(self, heads: slice) -> torch.Tensor:
-        """Queries of some key heads, those of one position after the other, float32 `[H, R * G, D]`."""
+        """Queries of some key heads, float32 `[H, R * G, D]`; the G queries of one position are adjacent."""
         return self.query.unflatten(0, (self.keys.shape[0], -1))[heads].transpose(1, 2).flatten(1, 2).float()
 
     def runs_of_heads(self) -> Iterator[slice]:
-        """Runs of heads of which keys make no more than `RUN_NUMBERS`."""
+        """Slices of heads whose keys have at most `RUN_NUMBERS` numbers."""
         heads, tokens, dim = self.keys.shape
         step = max(1, RUN_NUMBERS // max(1, tokens * dim))
         return (slice(start, start + step) for start in range(0, heads, step))
 
     def anchored(self, heads: slice) -> torch.Tensor:
-        """Keys of some heads, each group turned back by its anchor: `[H, n, group, D]`, zero-padded.
+        """Keys of some heads, each group rotated back by its anchor: `[H, n, group, D]`, zero-padded.
 
-        Keys that make a single run are turned once.
+        If all heads fit one run, the result is cached.
         """
         return self._anchored[heads] if self.keys.numel() <= RUN_NUMBERS else self._turned_back(heads)
 
@@ -156,17 +160,17 @@ class Window:
         return self.rope.layout.unrotate(keys, by_group(self.rope.anchors, slice(None)))
 
     def known_only(self, x: torch.Tensor) -> torch.Tensor:
-        """Set tokens `[H, n, group, D]` that do not count to zero."""
+        """Zero the tokens `[H, n, group, D]` that do not count."""
         return x if self.known is None else x.masked_fill(~self.known, 0.0)
 
     def weights(self, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums of p (1 - p) by key, `[H, n * group]`, and by query and group, `[H, R * G, n]`."""
+        """Sums of p (1 - p) per key, `[H, n * group]`, and per query and group, `[H, R * G, n]`."""
         keys, query = self.keys[heads].float(), self.queries(heads)
         count, tokens = len(self.at), keys.shape[1]
         each = query.shape[1] // max(1, count)
         by_key = keys.new_zeros(len(keys), self.groups * self.group)
         by_query = keys.new_zeros(len(keys), query.shape[1], self.groups)
-        places, at = self.at.tolist(), self.at.repeat_interleave(each)
+        positions, at = self.at.tolist(), self.at.repeat_interleave(each)
         aux = None if self.s_aux is None else self.s_aux.view(self.keys.shape[0], each)[heads].repeat(1, count)
         mask = self.mask
         if mask is not None and len(mask) > 1:
@@ -177,8 +181,8 @@ class Window:
         costs = self.costs if plain else attention_costs
         step = max(1, self.run_numbers // max(1, len(keys) * each * tokens))
         for start in range(0, count, step):
-            # Whole groups of the keys that none of these queries is before.
-            groups = -(-(max(places[start : start + step]) + 1 - self.sinks) // self.group)
+            # Only whole groups that at least one of these queries can see.
+            groups = -(-(max(positions[start : start + step]) + 1 - self.sinks) // self.group)
             rows, seen = slice(start * each, (start + step) * each), min(tokens, self.sinks + groups * self.group)
             options: dict[str, Any] = {}
             if not plain:
@@ -193,16 +197,18 @@ class Window:
 
 
 def by_group(factors: Rope, groups: slice) -> Rope:
-    """Cos and sin of some groups, `[n, rotary]`, by which `RopeLayout` turns vectors `[H, n, *, D]` group by group."""
+    """cos and sin of some groups, `[n, rotary]`, for rotating vectors `[H, n, *, D]` group by group."""
     cos, sin = (factor[0, groups] for factor in factors)
     return cos, sin
 
 
 @dataclass
 class MeanSums:
-    """Sums over windows of one layer from which the mean key at each place in a group follows, float64.
+    """Sums over windows of one layer, for the mean key at each position in a group; float64.
 
-    keys: `[H, D]`, keys before RoPE.
+    Attributes:
+        keys: sum of keys before RoPE, `[H, D]`.
+        tokens: number of tokens in it.
     """
 
     keys: torch.Tensor
@@ -216,27 +222,29 @@ class MeanSums:
         for heads in window.runs_of_heads():
             x = window.known_only(window.anchored(heads)).sum(1)
             if window.rope is not None:
-                x = window.rope.layout.unrotate(x[None], window.rope.places)[0]
+                x = window.rope.layout.unrotate(x[None], window.rope.offsets)[0]
             self.keys[heads] += x.double().sum(1).to(self.keys.device)
         self.tokens += window.tokens
 
     def table(self, group: int, rope: GroupRope | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Factors of the table of means, see `mean_table`."""
         table = (self.keys / max(1, self.tokens)).float()[:, None].expand(-1, group, -1)
         if rope is not None:
-            cos, sin = (factor.to(table.device) for factor in rope.places)
+            cos, sin = (factor.to(table.device) for factor in rope.offsets)
             table = rope.layout.rotate(table[None], (cos, sin))[0]
         return mean_table(table)
 
 
 @dataclass
 class KeyMoments:
-    """Sums over windows of one layer, float64; all are linear, so windows add up.
+    """Sums over windows of one layer, float64; windows simply add up.
 
-    keys, plain: `[H, D, D]` second moments of anchored keys, weighted by attention and not.
-    queries: `[H, D, D]` second moment of queries turned to the anchors of the groups that they attend to.
-    weight, tokens: the totals that they are divided by, `[H]` and a number.
-    sampled: number of queries per key head.
+    Attributes:
+        keys: second moment of anchored keys weighted by attention, `[H, D, D]`.
+        plain: second moment of anchored keys, unweighted, `[H, D, D]`.
+        queries: second moment of queries rotated to the anchors, weighted by attention, `[H, D, D]`.
+        weight: total weight per head, `[H]`.
+        tokens: number of tokens.
+        sampled: number of queries per key head.
     """
 
     keys: torch.Tensor
@@ -252,7 +260,7 @@ class KeyMoments:
         return cls(keys, plain, queries, keys.new_zeros(heads))
 
     def add(self, window: Window, table: torch.Tensor) -> None:
-        """Add a window, of whose keys the `table` of means `[H, group, D]` is subtracted."""
+        """Add a window, after subtracting the table of mean keys `[H, group, D]`."""
         table = table.to(window.keys.device)
         for heads in window.runs_of_heads():
             keys = window.known_only(window.anchored(heads) - table[heads, None]).flatten(1, 2)
@@ -266,18 +274,18 @@ class KeyMoments:
         self.sampled += len(window.at) * window.query.shape[0] // window.keys.shape[0]
 
     def _turned_queries(self, window: Window, heads: slice, by_query: torch.Tensor) -> torch.Tensor:
-        """Second moment `[H, D, D]`, float64, of queries turned to each group's anchor, weighted by `[H, R, n]`."""
+        """Second moment `[H, D, D]`, float64, of queries rotated to each group's anchor, weighted by `[H, R, n]`."""
         query, rope = window.queries(heads), window.rope
         if rope is None:
             return ((query * by_query.sum(-1, keepdim=True)).mT @ query).double()
         found = torch.zeros_like(self.queries[heads], device=query.device)
-        each, places = query.shape[1] // len(window.at), window.at.tolist()
+        each, positions = query.shape[1] // len(window.at), window.at.tolist()
         columns, weights = query.mT.contiguous()[:, None], by_query.mT.contiguous()
         step = max(1, window.run_numbers // query.numel())
         for start in range(0, window.groups, step):
-            # Queries before these groups pay them nothing; their positions ascend as a rule.
+            # Skip queries that come before these groups; positions usually ascend.
             first = window.sinks + start * window.group
-            rows = slice(each * next((i for i, at in enumerate(places) if at >= first), 0), None)
+            rows = slice(each * next((i for i, at in enumerate(positions) if at >= first), 0), None)
             groups = slice(start, start + step)
             weighted = columns[..., rows] * weights[:, groups, None, rows]
             moment = (weighted.flatten(1, 2) @ query[:, rows]).view(*weighted.shape[:3], -1)
@@ -287,6 +295,6 @@ class KeyMoments:
         return found
 
     def means(self) -> Moments:
-        """The moments themselves: sums divided by their totals."""
+        """The moments: sums divided by their totals."""
         weight = self.weight.clamp_min(1e-30)[:, None, None]
         return Moments(self.keys / weight, self.plain / max(1, self.tokens), self.queries / weight)

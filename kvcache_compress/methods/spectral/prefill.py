@@ -1,4 +1,4 @@
-"""Statistics of spectral keys measured on the first prompt itself, without any file."""
+"""Statistics of spectral keys measured on the first prompt, without a file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from .transform import Moments, spectral_basis
 
 logger = logging.getLogger(__name__)
 FEW_TOKENS = 4
-"""Tokens per number of a head below which statistics are poor."""
+"""Tokens per head dimension below which statistics are poor."""
 HALF_KEYS, HALF_QUERIES = 0.5, 3.0
-"""Keys and queries per number of a head of which moments count half; by the KL of SmolLM2 after 144 tokens."""
+"""Keys and queries per head dimension at which measured moments get half the weight; tuned on SmolLM2's KL after 144
+tokens."""
 SURE_VARIANCE = 8
-"""Tokens at which the variance of a channel counts as much as the mean of all channels."""
+"""Tokens at which a channel's own variance counts as much as the mean over channels."""
 
 
 @cache
@@ -44,7 +45,7 @@ def _warn_of_few_tokens(tokens: int, queries: int) -> None:
 
 
 def _warn_of_poor_statistics(prompt: Prompt, sums: KeyMoments) -> None:
-    """Say once if statistics of this prompt are poor: without queries, of few of them, or of few tokens."""
+    """Warn once if this prompt has no queries, few queries or few tokens."""
     head_dim = prompt.keys.shape[-1]
     least = FEW_TOKENS * head_dim, round(HALF_QUERIES * head_dim)
     if prompt.queries is None:
@@ -56,13 +57,13 @@ def _warn_of_poor_statistics(prompt: Prompt, sums: KeyMoments) -> None:
 def prompt_statistics(
     prompt: Prompt, group: int, rope: GroupRope | None, *, costs: Costs = attention_costs, quiet: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Measure the tensors that `statistics_file.py` lists for a layer, and the basis's `inverse`; all float32.
+    """Measure a layer's tensors of `statistics_file.py`, and the `inverse` of its basis; all float32.
 
-    `costs` as in `Window`. Poor statistics are warned of once, unless `quiet`.
+    `costs` as in `Window`. Poor statistics give a warning once, unless `quiet`.
     """
     _, heads, _, head_dim = prompt.keys.shape
     device = prompt.keys.device
-    # Twice for the two passes, unless it takes little memory to keep what they share.
+    # The two passes make the windows anew unless it takes little memory to keep them.
     windows: Iterable[Window] = _windows(prompt, group, rope, costs)
     again: Iterable[Window] = _windows(prompt, group, rope, costs)
     if prompt.keys.numel() <= RUN_NUMBERS:
@@ -83,7 +84,6 @@ def prompt_statistics(
 
 
 def _windows(prompt: Prompt, group: int, rope: GroupRope | None, costs: Costs) -> Iterator[Window]:
-    """Each row of the batch as a window of its own."""
     sinks, seen = prompt.sinks.shape[2], prompt.queries
     tokens = sinks + prompt.keys.shape[2]
     none = torch.empty(0, dtype=torch.long, device=prompt.keys.device)
@@ -92,7 +92,7 @@ def _windows(prompt: Prompt, group: int, rope: GroupRope | None, costs: Costs) -
         own = rope
         if rope is not None:
             cos, sin = (factor[min(row, len(factor) - 1)][None] for factor in rope.anchors)
-            own = GroupRope(rope.layout, (cos, sin), rope.places)
+            own = GroupRope(rope.layout, (cos, sin), rope.offsets)
         window = Window(
             torch.cat([first, keys], 1), group, sinks, prompt.recent, own, keys[:, :0], none, 1.0, costs=costs
         )
@@ -108,18 +108,19 @@ def _windows(prompt: Prompt, group: int, rope: GroupRope | None, costs: Costs) -
 
 
 def sampled_positions(tokens: int, queries: int, first: int) -> torch.Tensor:
-    """Up to `SAMPLED` positions, evenly spaced, of those of the last `queries` tokens that are at least `first`."""
+    """Up to `SAMPLED` evenly spaced positions among the last `queries` tokens, none below `first`."""
     start = max(first, tokens - queries)
     count = min(SAMPLED, max(0, tokens - start))
     return torch.linspace(tokens - 1, start, count).round().long().flip(0)
 
 
 def shrunk(sums: KeyMoments) -> Moments:
-    """Moments that are the more like multiples of the identity the less they were measured on.
+    """Shrink moments toward a scaled identity; fewer samples, stronger shrinkage.
 
-    Those of keys become one in channels of unit variance, so that few tokens get bits that are spread evenly, and that
-    of queries in the keys' own channels, where an error then costs its square; in heads to whose keys no query attends
-    it is that alone. No head depends on another, so the heads of a tensor-parallel process are coded as all would be.
+    Keys shrink toward the identity in channels of unit variance, so that few tokens get evenly spread bits. Queries
+    shrink toward the identity in the keys' own channels, where an error costs its square; heads whose keys no query
+    attends to use that alone. Heads are independent, so a tensor-parallel process codes its heads as a single process
+    would.
     """
     keys, plain, queries = sums.means()
     dim = keys.shape[-1]
@@ -136,6 +137,6 @@ def shrunk(sums: KeyMoments) -> Moments:
 
 
 def _mixed(moment: torch.Tensor, even: torch.Tensor, measured: float) -> torch.Tensor:
-    """Mix a moment with `even`, of mean 1 on its diagonal, to equal parts if `measured` is 1."""
+    """Mix a moment with `even`, whose diagonal has mean 1; both count alike if `measured` is 1."""
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     return torch.lerp(moment, mean * even, 1 / (1 + measured**2))

@@ -4,10 +4,10 @@ Tensors, float32, for H key/value heads of dimension D and groups of n tokens:
 
     keys.{layer}.basis        [H, D, D]       encoding basis, see `transform.spectral_basis`
     keys.{layer}.deviation    [H, D]          standard deviations along it, descending
-    keys.{layer}.places       [H, n, RANK]    the mean key at each place in a group is `places @ means`,
+    keys.{layer}.places       [H, n, RANK]    the mean key at each position in a group is `places @ means`,
     keys.{layer}.means        [H, RANK, D]    see `transform.mean_table`
 
-Header beside that of every model file: `group` (n), and `data` with the texts and their size.
+Header entries beyond those of every model file: `group` (n), and `data` with the texts and their size.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ ADVICE = (
 )
 PARTS = ("basis", "deviation", "places", "means")
 GROUPS = (32, 64, 128)
-"""Allowed numbers of tokens with one anchor; they divide the chunks in which tokens are encoded and decoded."""
+"""Allowed numbers of tokens per anchor; they divide the chunks in which tokens are encoded and decoded."""
 
 
 def write_statistics(
     path: str, config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor], group: int, data: Any
 ) -> None:
-    """Write the tensors, as float32."""
+    """Write the tensors as float32."""
     plain = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
     write_model_file(path, KIND, VERSION, model_facts(config), plain, group=group, data=data)
 
 
 def read_statistics(path: str) -> ModelFile:
-    """Read and check the header.
+    """Read and check the file's header.
 
     Raises:
-        ValueError: the file is missing, damaged, or no file of spectral statistics.
+        ValueError: the file is missing, damaged, or not a spectral statistics file.
     """
     return _checked(ModelFile.open(path, f"statistics={quoted(path)} for spectral", KIND, VERSION, ADVICE))
 
 
 @lru_cache(maxsize=8)
 def _checked(file: ModelFile) -> ModelFile:
-    """Check the shapes of a file's tensors, once per file, and return it."""
+    """Check, once per file, that its tensors have the shapes of the model that it names."""
     heads, dim, size = file.facts.kv_heads, file.facts.head_dim, file.header.get("group")
     if size not in GROUPS:
         raise file.refusal(f"damaged: group {size!r}")
@@ -72,17 +72,17 @@ def _checked(file: ModelFile) -> ModelFile:
 
 
 def check_model(file: ModelFile, config: PreTrainedConfig, layer: int, any_model: bool) -> None:
-    """Raise `ValueError` if the file was made for another model, or lacks this layer."""
+    """Raise `ValueError` if the file was made for another model or lacks this layer."""
     file.check_model(model_facts(config), any_model=any_model)
     if missing := [part for part in PARTS if f"keys.{layer}.{part}" not in file.shapes]:
         raise file.refusal(f"it holds no keys of layer {layer} ({missing[0]})")
 
 
 def load_layer(file: ModelFile, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors of a layer by their last names, and the basis's `inverse`.
+    """A layer's tensors, named without the prefix `keys.{layer}.`, and the `inverse` of its basis.
 
     Raises:
-        ValueError: Numbers are not finite, deviations are not positive, or a basis has no inverse.
+        ValueError: numbers are not finite, deviations are not positive, or a basis has no inverse.
     """
     prefix = f"keys.{layer}."
     names = [f"{prefix}{part}" for part in PARTS]

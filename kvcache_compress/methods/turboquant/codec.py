@@ -1,9 +1,9 @@
-"""TurboQuant: random rotation, then the best scalar quantizer for each coordinate (Zandieh et al., sections 3 and 4.3).
+"""TurboQuant: a random rotation, then the optimal scalar quantizer per coordinate (Zandieh et al., sections 3 and 4.3).
 
-A vector is `norm · z` with z on the unit sphere. After the rotation each coordinate of z follows a known density, so
-one exact Lloyd–Max codebook serves all of them. Every variant of the paper is a sum of *components*, each
-`scale · levels[codes]` along the rows of a basis: one for whole bits; two over disjoint channel sets for fractional
-bits; and for the `prod` estimator one more with levels ±1 along the rows of `S R`, a sketch of the residual.
+A vector is `norm · z` with z on the unit sphere. After the rotation every coordinate of z has the same known density,
+so one exact Lloyd-Max codebook serves all of them. Every variant in the paper is a sum of *components*, each `scale ·
+levels[codes]` along rows of a basis. Whole bits take one component, fractional bits two over disjoint channel sets. The
+`prod` estimator adds one with levels ±1 along the rows of `S R`, a sketch of the residual.
 """
 
 from __future__ import annotations
@@ -37,13 +37,20 @@ if TYPE_CHECKING:
 class TurboQuantOptions(MethodOptions):
     """Options of `turboquant`, for one side.
 
-    bits: 1 to 6 in steps of 0.5; a fractional value codes `outlier_fraction` of the channels with one bit more.
-    estimator: `mse` (Algorithm 1), or `prod` (Algorithm 2), which spends one of the bits on a sketch of the residual.
-    codebook: `trellis`, the default but for `prod`, loses a fifth to a third less at 1 to 3 bits, and takes longer to
-        encode and decode; codes of more bits are Lloyd-Max's with it. `lloyd_max` is the paper's.
-    scalar: number stored per token (`norm` is the paper's); by default `match` for keys, `unbiased` for values.
-    center: subtract the mean key of the first prefill; `auto`: where it is large, and sink tokens stay dense.
-    equalize: divide outlier channels of keys by a factor before the rotation (`auto`, if sink tokens stay dense).
+    Attributes:
+        bits: 1 to 6 in steps of 0.5; a fractional value codes `outlier_fraction` of the channels with one more bit.
+        estimator: `mse` (Algorithm 1), or `prod` (Algorithm 2), which spends one bit on a sketch of the residual.
+        scalar: number stored per token: `norm` (the paper's), `match`, `unbiased` or `least_squares`; by default
+            `match` for keys and `unbiased` for values.
+        rotation: `haar` or `hadamard`.
+        shared_rotation: use one rotation for all layers.
+        codebook: `trellis` (default except for `prod`) loses a fifth to a third less than the paper's `lloyd_max` at 1
+            to 3 bits, but encodes and decodes more slowly; more bits use Lloyd-Max levels with it. `uniform`: evenly
+            spaced levels.
+        center: subtract the mean key of the first prefill; `auto`: where it is large and sinks stay dense.
+        equalize: `auto` divides outlier channels of keys by a factor before the rotation, if sinks stay dense.
+        outlier_fraction: share of channels with one more bit, for fractional bits.
+        sketch: sketch of `prod`: `orthogonal` or `gaussian`.
     """
 
     bits: float = 4
@@ -95,7 +102,7 @@ class TurboQuantOptions(MethodOptions):
 
 @register_method
 class TurboQuantCodec(LinearCodec):
-    """One side of a layer under TurboQuant; see the module's docstring."""
+    """One side of a layer under TurboQuant."""
 
     name: ClassVar[str] = "turboquant"
     Options: ClassVar[type[MethodOptions]] = TurboQuantOptions
@@ -144,7 +151,7 @@ class TurboQuantCodec(LinearCodec):
         return tuple(r.to(device) for r in rotations), tuple(s.to(device) for s in sketches)
 
     def _set_basis(self, order: torch.Tensor | None) -> None:
-        """Build the basis; `order` `[H, head_dim]` lists each head's channels, outliers first; None for one set."""
+        """Build the basis; `order` `[H, head_dim]` has each head's channels, outliers first; None for one set."""
         rows = []
         at = 0
         for (width, _), rotation in zip(self.sets, self._rotations, strict=True):
@@ -205,7 +212,6 @@ class TurboQuantCodec(LinearCodec):
         return fields
 
     def parts(self, fields: Fields) -> Iterator[Part]:
-        """Stored vectors in code space, one part per component."""
         at = 0
         for component in self.components:
             planes = len(PLANES[component.bits])

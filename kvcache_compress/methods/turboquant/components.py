@@ -1,4 +1,4 @@
-"""Scalar-quantized components, whose sum is a TurboQuant vector (see `codec.py`)."""
+"""The scalar-quantized components that add up to a TurboQuant vector (see `codec.py`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Codebook = Literal["trellis", "lloyd_max", "uniform"]
 
 
 def channel_sets(bits: float, head_dim: int, outlier_fraction: float) -> tuple[tuple[int, int], ...]:
-    """Split `head_dim` channels into sets (width, bits): one for whole bits, else two with outliers first."""
+    """Split `head_dim` channels into sets (width, bits): one for whole bits, else outliers first, then the others."""
     low = math.floor(bits)
     if bits == low:
         return ((head_dim, low),)
@@ -37,12 +37,11 @@ def component_bits(estimator: Estimator, bits: int) -> tuple[tuple[int, bool], .
 def build_components(
     estimator: Estimator, codebook: Codebook | None, sets: tuple[tuple[int, int], ...], device: torch.device
 ) -> tuple[Component, ...]:
-    """The components of all channel sets `(width, bits)`, in the order of their rows and fields."""
+    """Components of all channel sets `(width, bits)`, in the order of their rows and fields."""
     components: list[Component] = []
     start, wanted = 0, estimator == "mse" and codebook in (None, "trellis")
     for index, (width, set_bits) in enumerate(sets):
         for bits, sketch in component_bits(estimator, set_bits):
-            # A trellis pays if the codes are more than it remembers.
             trellis = wanted and bits in TRELLIS_BITS and width >= LEAST_WIDTH
             even = codebook == "uniform" or (bits == 1 and not trellis)
             if sketch:

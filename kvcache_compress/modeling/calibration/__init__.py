@@ -1,1 +1,1 @@
-"""Calibration of any method: texts, observed attention, the frame of the command."""
+"""What every method's calibration uses: text, observed attention and the shell of the command."""

@@ -1,4 +1,4 @@
-"""Observe the queries and keys of a model's attention, and the attention that queries pay."""
+"""Observe the queries and keys of a model's attention, and compute attention weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SINKS, RECENT = 16, 64
-"""Tokens at the ends of a calibration window that count as sinks and as recent ones."""
+"""First and last tokens of a calibration window that count as sinks and as recent."""
 Observer = Callable[[int, torch.Tensor, torch.Tensor, dict[str, Any]], None]
 """Called with the layer's index, queries `[B, Hq, T, D]`, keys `[B, H, T, D]` and the call's options."""
 
 
 @contextmanager
 def observed_attention(model: PreTrainedModel, observer: Observer) -> Iterator[bool]:
-    """Call `observer` before each attention call while open; yields whether the model's calls can be observed.
+    """Call `observer` before each attention call within the block; yields True if the model's calls can be observed.
 
-    They cannot for models whose attention function Transformers does not look up by name. Eager attention, which is in
-    the model's own file, is looked up as well.
+    They cannot if Transformers does not look the attention function up by name. Eager attention, which is in the
+    model's own file, counts as looked up.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -60,11 +60,10 @@ def attention_paid(
     sinks: int = SINKS,
     recent: int = RECENT,
 ) -> torch.Tensor:
-    """Attention `[H, R, T]` that queries `[H, R, D]` at positions `at` `[R]` pay keys `[H, T, D]`; none to the ends.
+    """Softmax weights `[H, R, T]` of queries `[H, R, D]` at positions `at` `[R]` over keys `[H, T, D]`.
 
-    scaling, softcap, mask: as in `AttentionCall`; the mask is `[H or 1, R, T]`, None masks the future.
-    s_aux: learned logits `[H, R]` that join the softmax's denominator.
-    sinks, recent: tokens at the ends that are not encoded, whose attention is set to zero.
+    The first `sinks` keys and the last `recent` before each query get zero, because they are not encoded. `s_aux` is
+    `[H, R]`; `mask` is `[H or 1, R, T]`, and None hides only the future. All else is as in `AttentionCall`.
     """
     place = torch.arange(keys.shape[1], device=keys.device)
     scores = (query.float() * scaling) @ keys.float().mT
@@ -78,4 +77,4 @@ def attention_paid(
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.float()[..., None]], -1)
     p = scores.softmax(-1)[..., : keys.shape[1]].masked_fill_((place < sinks) | (at[:, None] - place < recent), 0.0)
-    return p if mask is None else p.nan_to_num_()  # rows of padding see nothing
+    return p if mask is None else p.nan_to_num_()  # queries of padding see no token

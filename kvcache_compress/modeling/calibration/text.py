@@ -21,7 +21,7 @@ Report: TypeAlias = Callable[[str, int, int], None]
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _FILE_NAME = re.compile(r".*\.(txt|text|md|rst|tex|html?|xml|json|jsonl|csv|tsv|parquet|gz|zip|zst)", re.IGNORECASE)
 _WHOLE_BYTES = 1 << 22
-"""Files up to this size, or up to `_BYTES_PER_TOKEN` per wanted token, are read in full; of larger ones only blocks."""
+"""Files up to this size, or up to `_BYTES_PER_TOKEN` per wanted token, are read whole; larger ones in blocks."""
 _BYTES_PER_TOKEN = 16
 _BLOCK_BYTES = 1 << 17
 
@@ -29,13 +29,13 @@ _BLOCK_BYTES = 1 << 17
 def read_windows(
     sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int, context: int
 ) -> tuple[torch.Tensor, str]:
-    """Read windows `[tokens // context, context]`, evenly spread over the text, and return them with their digest.
+    """Read windows `[tokens // context, context]`, evenly spread over the text; return them with their SHA-256.
 
     Each window begins with the tokens that the tokenizer puts at the start of a text.
 
     Args:
         sources: text files, or a dataset on the hub (`owner/name` or `owner/name:configuration`, its column `text`).
-            Of a large file, evenly spread blocks are read.
+            Large files are read in evenly spread blocks.
         tokenizer: the model's tokenizer.
         tokens: tokens wanted.
         context: tokens per window.
@@ -75,7 +75,7 @@ def read_windows(
 
 
 def check_sources(sources: Sequence[str]) -> None:
-    """Raise `ValueError` for a source that is neither a file nor looks like a dataset's id, and for no sources."""
+    """Raise `ValueError` if there are no sources, or one is neither a file nor looks like a dataset's id."""
     if not sources:
         raise ValueError("text=[]: allowed are text files, or a dataset's id on the hub")
     for source in sources:
@@ -86,7 +86,7 @@ def check_sources(sources: Sequence[str]) -> None:
 
 
 def _texts(sources: Sequence[str], most: int) -> Iterator[tuple[str, bool]]:
-    """Texts of all sources, about `most` bytes per file, each with True if more than needed may follow."""
+    """Texts of all sources, about `most` bytes per file, each with True if more text may follow."""
     for source in sources:
         path = Path(source).expanduser()
         if not path.is_file():

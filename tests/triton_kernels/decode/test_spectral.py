@@ -39,7 +39,7 @@ def test_keys_of_any_range_fit_16_bit_operands(scale: float, make_side: Callable
     torch.manual_seed(0)
     keys, values = segments(case, make_side)
     codec: Any = keys.codec
-    codec.directions = scale * codec.directions
+    codec.inverse = scale * codec.inverse
     codec.means, codec.places = scale * codec.means, 100 * codec.places
     query = torch.randn(2, 6, 1, 64).to(F16)
     call = {"scaling": 0.01 / scale, "softcap": None, "s_aux": None}
