@@ -63,7 +63,6 @@ ROUNDS = {"key_shape": (21, 64), "value_shape": (43, 64), "shrink": 0.97}
 ADDITIVE = {
     "commvq": (commvq(**ROUNDS), commvq(**ROUNDS)),
     "commvq-groups": (commvq(groups=2, key_shape=(4, 16)), commvq(groups=2, value_shape=(7, 64))),
-    "commvq-shared": (commvq(key_shape=(5, 64), shared=True), commvq(value_shape=(7, 64), shared=True)),
     "commvq-bytes": (commvq(key_shape=(5, 8)), commvq(value_shape=(7, 256))),
 }
 SIDES = ("1-bit", "2-bit", "3-bit", "4-bit", "uniform", "uniform-2", "prod-3-2", "kivi-2-4", "kivi-3", "2.5-3.5")
