@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from kvcache_compress.methods.commvq.calibration.calibrate import CommVQSettings, split_windows, train_side
@@ -42,17 +41,15 @@ def commvq(
     with tempfile.TemporaryDirectory() as folder:
         folders = [Path(folder) / name for name in ("training", "held_out")]
         for windows, path in zip((training, held_out), folders, strict=True):
-            collect(loaded, windows, path, layers, costs=False)
+            collect(loaded, windows, path, layers)
         for pairs, centres, rounds in GRID:
             sizes = {"key_rounds": rounds, "centres": centres, "groups": head_dim // (2 * pairs)}
-            settings = CommVQSettings.quick(
-                tokens=tokens, context=context, share_rounds=False, weigh_pairs=False, **sizes
-            )
+            settings = CommVQSettings.quick(tokens=tokens, context=context, **sizes)
             found: dict[str, list[list[float]]] = {"rounds": [], "held_out": []}
             seconds = 0.0
             for layer in layers:
                 states = [read_layer(path, layer, "keys", heads, head_dim) for path in folders]
-                _, losses = train_side(*states, torch.empty(heads, 0), "keys", layer, settings)
+                _, losses = train_side(*states, "keys", layer, settings)
                 seconds += losses["seconds"]
                 for kind, by_layer in found.items():
                     by_layer.append([round(statistics.fmean(of), 5) for of in zip(*losses[kind], strict=True)])

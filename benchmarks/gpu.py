@@ -41,7 +41,7 @@ from kvcache_compress.config import preset_names
 from kvcache_compress.eval.provenance.results import circumstances, error_message, git_commit
 from kvcache_compress.modeling.decoder import cache_argument
 from kvcache_compress.storage.view import View
-from kvcache_compress.triton_kernels.attention.tiles import tile_shape
+from kvcache_compress.triton_kernels.attention.launch import tile_shape
 from kvcache_compress.triton_kernels.common.operands import Tile
 
 CPU = torch.device("cpu")

@@ -12,10 +12,7 @@ import logging
 import os
 import platform
 import shlex
-import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,47 +65,34 @@ def built() -> bool:
     if problem.cache_info().currsize:
         return problem() is None
     try:
-        return next(_known(*_place()), None) is not None
+        return _library().is_file()
     except OSError:
         return False
 
 
 def _load() -> None:
     """Load the library from an earlier build, or compile a new one."""
-    folder, start = _place()
-    for library in _known(folder, start):
+    library = _library()
+    if library.is_file():
         # It may belong to a machine with the same home but other system libraries.
         with contextlib.suppress(OSError):
             torch.ops.load_library(library)
             return
     logger.warning("compiling the CPU kernels, once for this version on this machine: 20 to 60 seconds")
-    folder.mkdir(parents=True, exist_ok=True)  # Fails before the compilation, not after it.
-    torch.ops.load_library(_compiled(_command(), folder, start))
+    with whole_file(library) as unfinished:  # loading a file that is cut short would kill Python with SIGBUS
+        _compile(unfinished)
+    torch.ops.load_library(library)
 
 
-def _place() -> tuple[Path, str]:
-    """Folder of the library, and the beginning of its name, which tells sources, compiler, flags and versions apart."""
+def _library() -> Path:
+    """Path of the library, whose name tells sources, compiler, flags and versions apart."""
     from torch.utils import cpp_extension  # Slow to import.
 
     key = hashlib.sha256(repr((torch.__version__, platform.machine(), _command())).encode())
     for source in sorted(path for path in _SOURCES.rglob("*") if path.suffix in (".cpp", ".h")):
         key.update(source.read_bytes())
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    return folder, f"kvcache_compress_cpu_{key.hexdigest()[:16]}_"
-
-
-def _known(folder: Path, start: str) -> Iterator[Path]:
-    """Libraries of earlier builds that are intact; damaged ones are removed.
-
-    A name ends with the digest of the file's content: loading a damaged library would kill Python with SIGBUS.
-    """
-    for library in sorted(folder.glob(f"{start}*.so")):
-        with contextlib.suppress(OSError):  # It may belong to another user.
-            if library.stem == start + _digest(library):
-                yield library
-                continue
-            logger.info("removing the damaged %s", library)
-            library.unlink()
+    return folder / f"kvcache_compress_cpu_{key.hexdigest()[:16]}.so"
 
 
 def _command() -> list[str]:
@@ -125,25 +109,14 @@ def _command() -> list[str]:
     return [*words, *_FLAGS, *_VECTOR_FLAGS.get(torch.backends.cpu.get_cpu_capability(), ())]
 
 
-def _compiled(command: Sequence[str], folder: Path, start: str) -> Path:
-    """Compile a new library whose name begins with `start`."""
+def _compile(library: Path) -> None:
     from torch.utils import cpp_extension
 
-    with tempfile.TemporaryDirectory() as scratch:
-        built = Path(scratch, "library.so")
-        paths = [f"-I{path}" for path in (_SOURCES, *cpp_extension.include_paths())]
-        paths += [f"-L{path}" for path in cpp_extension.library_paths()]
-        sources = map(str, sorted(_SOURCES.rglob("*.cpp")))
-        full_command = [*command, *sources, "-o", str(built), *paths, "-ltorch_cpu", "-lc10"]
-        subprocess.run(full_command, check=True, capture_output=True, text=True, errors="replace")
-        if not built.is_file():
-            raise OSError(f"{command[0]} produced no library")
-        library = folder / f"{start}{_digest(built)}.so"
-        with whole_file(library) as unfinished:
-            shutil.copyfile(built, unfinished)
-    return library
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+    command = _command()
+    paths = [f"-I{path}" for path in (_SOURCES, *cpp_extension.include_paths())]
+    paths += [f"-L{path}" for path in cpp_extension.library_paths()]
+    sources = map(str, sorted(_SOURCES.rglob("*.cpp")))
+    full_command = [*command, *sources, "-o", str(library), *paths, "-ltorch_cpu", "-lc10"]
+    subprocess.run(full_command, check=True, capture_output=True, text=True, errors="replace")
+    if not library.stat().st_size:
+        raise OSError(f"{command[0]} produced no library")

@@ -24,7 +24,7 @@ parser.add_argument("--centres", type=int, default=16, help="centres N of a roun
 arguments = parser.parse_args()
 
 model, tokenizer = load_model(arguments.model)
-rounds = {"key_rounds": arguments.rounds, "value_rounds": arguments.rounds, "share_rounds": False}
+rounds = {"key_rounds": arguments.rounds, "value_rounds": arguments.rounds}
 settings = CommVQSettings.quick(tokens=arguments.tokens, context=256, centres=arguments.centres, **rounds)
 
 with tempfile.TemporaryDirectory() as folder:

@@ -62,17 +62,17 @@ std::unique_ptr<Decoder> decoder(const Side& side) {
   return std::make_unique<Form>(side);
 }
 
-// Decoders of packed tokens by name: `operands.Form`.
-constexpr Named<std::unique_ptr<Decoder> (*)(const Side&)> FORMS[] = {
-    {"dense", decoder<DenseDecoder>}, {"levels", decoder<LevelDecoder>},    {"groups", decoder<GroupDecoder>},
-    {"pairs", decoder<PairDecoder>},  {"tree", decoder<TreeDecoder>},       {"additive", decoder<AdditiveDecoder>},
-    {"bits", decoder<BitDecoder>},    {"complex", decoder<ComplexDecoder>}, {"digits", decoder<DigitDecoder>},
+// Decoders of packed tokens, in the order of `operands.FORMS`.
+constexpr std::unique_ptr<Decoder> (*FORMS[])(const Side&) = {
+    decoder<DenseDecoder>, decoder<LevelDecoder>,   decoder<GroupDecoder>,
+    decoder<PairDecoder>,  decoder<TreeDecoder>,    decoder<AdditiveDecoder>,
+    decoder<BitDecoder>,   decoder<ComplexDecoder>, decoder<DigitDecoder>,
 };
 
 // The three segments of a side.
 struct Segments {
   explicit Segments(const Side& side)
-      : sinks(side.sinks), packed(named("form", side.form, FORMS)(side)), tail(side.tail), basis(side.basis) {}
+      : sinks(side.sinks), packed(FORMS[side.form](side)), tail(side.tail), basis(side.basis) {}
 
   DenseDecoder sinks;
   std::unique_ptr<Decoder> packed;
@@ -100,11 +100,8 @@ class Attention {
     const int64_t wanted = TASKS_PER_THREAD * torch::stable::get_num_threads() / blocks();
     const int64_t most = std::max<int64_t>(1, layer.packed / MIN_SPLIT_TOKENS);
     splits_ = layer.packed == 0 ? 0 : std::clamp<int64_t>(wanted, 1, most);
-    const CodeSums* by_code = layer.values.packed->code_sums();
-    if (by_code != nullptr && rows_ <= CodeSums::MAX_ROWS && layer.packed >= by_code->worthwhile) by_code_ = by_code;
     width_ = std::max(layer.values.packed->width, layer.values.sinks.width);
     numbers_ = rows_ * width_;
-    if (by_code_ != nullptr) numbers_ = std::max(numbers_, by_code_->codes * CodeSums::lanes(rows_));
     partials_.resize(tasks() * rows_);
     sums_.reset(new float[tasks() * numbers_]);
   }
@@ -131,7 +128,7 @@ class Attention {
     q = layer_.keys.basis.map(rows.head.head, std::move(q), rows.count);
     const int64_t unit = layer_.anchored ? layer_.anchored->group() : 1, units = layer_.packed / unit;
     const int64_t first = units * split / splits_ * unit, last = units * (split + 1) / splits_ * unit;
-    const Run run{*layer_.keys.packed, *layer_.values.packed, first, last, layer_.sinks, by_code_};
+    const Run run{*layer_.keys.packed, *layer_.values.packed, first, last, layer_.sinks};
     const AnchoredQueries* anchored = layer_.anchored ? &*layer_.anchored : nullptr;
     attend_run(step_, rows, {q.data(), bias.empty() ? nullptr : bias.data(), anchored}, run, partials, sums, width_);
   }
@@ -184,21 +181,14 @@ class Attention {
 
   // Sums of a block's packed values over its splits, in code space, [rows][width]; `shares` is [splits + 1][rows].
   std::vector<float> packed_sums(int64_t block, const Rows& rows, const float* shares) const {
-    const int64_t width = layer_.values.packed->width, lanes = CodeSums::lanes(rows.count);
-    std::vector<float> packed(rows.count * width), by_code(by_code_ == nullptr ? 0 : by_code_->codes * lanes);
+    const int64_t width = layer_.values.packed->width;
+    std::vector<float> packed(rows.count * width);
     for (int64_t split = 0; split < splits_; ++split, shares += rows.count) {
       const float* sums = &sums_[(block * (splits_ + 1) + split) * numbers_];
-      if (by_code_ == nullptr) {
-        for (int64_t r = 0; r < rows.count; ++r) {
-          for (int64_t c = 0; c < width; ++c) packed[r * width + c] += shares[r] * sums[r * width_ + c];
-        }
-        continue;
-      }
-      for (int64_t c = 0; c < by_code_->codes; ++c) {
-        for (int64_t r = 0; r < rows.count; ++r) by_code[c * lanes + r] += shares[r] * sums[c * lanes + r];
+      for (int64_t r = 0; r < rows.count; ++r) {
+        for (int64_t c = 0; c < width; ++c) packed[r * width + c] += shares[r] * sums[r * width_ + c];
       }
     }
-    if (by_code_ != nullptr) by_code_->multiply(rows.head, by_code.data(), rows.count, packed.data());
     return packed;
   }
 
@@ -234,21 +224,25 @@ class Attention {
   const View query_;
   void (*widen_)(const void*, int64_t, float*);
   float scale_;
-  const CodeSums* by_code_ = nullptr;  // of the packed values, if they are summed by code
   int64_t rows_, row_blocks_, splits_, width_;
   int64_t numbers_;                // sums of a task, [row][width] or [code][lane]
   std::vector<Partial> partials_;  // [block][split][row]
   std::unique_ptr<float[]> sums_;  // [block][split][numbers]
 };
 
-Tensor describe(StringHandle form, const std::vector<int64_t>& options, int64_t fields,
-                const std::vector<Tensor>& tensors) {
-  const std::string name = text(form);
-  named("form", name, FORMS);
-  const std::vector<int64_t> words = Side::described(name, options, fields, tensors);
-  const auto count = static_cast<int64_t>(words.size());
+// Words of a description: the number of the form; how many options and fields; the options; and views of all tensors,
+// in the order of the members of `Side`.
+Tensor describe(int64_t form, const std::vector<int64_t>& options, int64_t fields, const std::vector<Tensor>& tensors) {
+  const auto count = static_cast<int64_t>(options.size() + tensors.size() * Side::WORDS) + Side::HEAD;
   Tensor description = torch::stable::new_empty(tensors[0], {count}, ScalarType::Long);
-  std::copy(words.begin(), words.end(), description.mutable_data_ptr<int64_t>());
+  auto* words = description.mutable_data_ptr<int64_t>();
+  *words++ = form, *words++ = static_cast<int64_t>(options.size()), *words++ = fields;
+  words = std::copy(options.begin(), options.end(), words);
+  for (const Tensor& x : tensors) {
+    const View view(x);
+    std::memcpy(words, &view, sizeof view);
+    words += Side::WORDS;
+  }
   return description;
 }
 
@@ -271,7 +265,7 @@ Tensor attend(const Tensor& query, const Tensor& key_side, const Tensor& value_s
   if (mask) step.mask.emplace(*mask);
   const float* mean = keys.mean.numel() > 0 ? keys.mean.const_data_ptr<float>() : nullptr;
   Layer layer{Segments(keys), Segments(values), sinks, packed, tail, mean, {}};
-  if (keys.form == "digits") layer.anchored.emplace(keys);
+  if (dynamic_cast<const DigitDecoder*>(layer.keys.packed.get()) != nullptr) layer.anchored.emplace(keys);
   Tensor out = torch::stable::new_empty(query, {query.size(0), query.size(2), query.size(1), values.sinks.size(3)});
   const View out_view(out);
   if (out_view.numel() == 0) return out;
@@ -288,7 +282,7 @@ Tensor attend(const Tensor& query, const Tensor& key_side, const Tensor& value_s
 
 }  // namespace
 
-KVCACHE_COMPRESS_OPERATOR(describe, "(str form, int[] options, int fields, Tensor[] tensors) -> Tensor", describe)
+KVCACHE_COMPRESS_OPERATOR(describe, "(int form, int[] options, int fields, Tensor[] tensors) -> Tensor", describe)
 KVCACHE_COMPRESS_OPERATOR(attend,
                           "(Tensor query, Tensor keys, Tensor values, Tensor? mask, Tensor? s_aux, int packed, int "
                           "tail, float scaling, float softcap) -> Tensor",

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from kvcache_compress.codecs.base import Fields
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.cpu_kernels import build
-from kvcache_compress.cpu_kernels.common.operands import CPUSide
+from kvcache_compress.cpu_kernels.common.operands import FORMS
 from kvcache_compress.storage.view import View
 
 
-@dataclass(slots=True)
-class DescribedSide:
-    """Description of one side for the operator: addresses and shapes of its tensors, which this object keeps alive.
+class _Described(NamedTuple):
+    """Description of one side for the operator, and what it describes, which this object keeps alive.
 
     A copy of a store describes its own tensors anew.
     """
 
     description: torch.Tensor
-    sinks: torch.Tensor
-    tail: torch.Tensor
-    buffers: Fields
-    rope_rows: torch.Tensor | None
-    cpu_side: CPUSide
+    parts: tuple[Any, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -57,23 +50,15 @@ def attend(call: AttentionCall, keys: View, values: View) -> torch.Tensor:
 
 def _described(side: View) -> torch.Tensor:
     """Description of a side for the operator, made anew only if one of its tensors was replaced."""
-    store, cpu_side = side.store, side.codec.cpu_side
+    store, cpu_side, fields = side.store, side.codec.cpu_side, side.store.buffers
     rope_rows = None if side.track is None else side.track.buffer
-    known = store.described
-    if (
-        known is not None
-        and known.sinks is side.sinks
-        and known.tail is side.tail_buffer
-        and known.buffers is store.buffers
-        and known.rope_rows is rope_rows
-        and known.cpu_side is cpu_side
-    ):
-        return known.description
-    fields = store.buffers
-    if rope_rows is not None:
-        # Cos and sin of the groups' first tokens, `[B, H, groups, 2 * rotary]`.
-        fields = (*fields, rope_rows[:, None].expand(-1, side.sinks.shape[1], -1, -1))
-    tensors = [side.sinks, side.tail_buffer, *cpu_side.code_space, *fields, *cpu_side.tables]
-    description = build.operators().describe.default(cpu_side.form, cpu_side.options, len(fields), tensors)
-    store.described = DescribedSide(description, side.sinks, side.tail_buffer, store.buffers, rope_rows, cpu_side)
+    parts = side.sinks, side.tail_buffer, fields, rope_rows, cpu_side
+    if store.described is None or any(a is not b for a, b in zip(store.described.parts, parts, strict=True)):
+        if rope_rows is not None:
+            # Cos and sin of the groups' first tokens, `[B, H, groups, 2 * rotary]`.
+            fields = (*fields, rope_rows[:, None].expand(-1, side.sinks.shape[1], -1, -1))
+        tensors = [side.sinks, side.tail_buffer, *cpu_side.code_space, *fields, *cpu_side.tables]
+        describe, form = build.operators().describe.default, FORMS.index(cpu_side.form)
+        store.described = _Described(describe(form, cpu_side.options, len(fields), tensors), parts)
+    description: torch.Tensor = store.described.description
     return description

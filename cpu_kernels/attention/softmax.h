@@ -68,12 +68,10 @@ struct Rows {
   int64_t first, count;
 };
 
-// Tokens [first, last) of a segment whose first token has this `position` in the sequence. With `by_code` their values
-// are summed by code.
+// Tokens [first, last) of a segment whose first token has this `position` in the sequence.
 struct Run {
   const Decoder &keys, &values;
   int64_t first, last, position;
-  const CodeSums* by_code = nullptr;
 };
 
 // Partial softmax of a row over the tokens so far: the largest logit, and relative to it the sum of the weights.
@@ -116,10 +114,10 @@ struct Queries {
 };
 
 // Adds a run of tokens to the partial softmax `parts` of rows, and their values, weighted, to `sums`: [rows], `apart`
-// numbers from one row to the next, or [codes][lanes] of `run.by_code`.
+// numbers from one row to the next.
 inline void attend_run(const Step& step, const Rows& rows, const Queries& queries, const Run& run, Partial* parts,
                        float* sums, int64_t apart) {
-  const int64_t k_width = run.keys.width, v_width = run.by_code == nullptr ? run.values.width : 0;
+  const int64_t k_width = run.keys.width, v_width = run.values.width;
   const int64_t widest = std::max(k_width, v_width);
   const int64_t most = std::clamp(TILE_NUMBERS / widest / LANES * LANES, LANES, MAX_TILE);
   const std::unique_ptr<float[]> decoded(new float[most * widest]), logits(new float[rows.count * MAX_TILE]);
@@ -146,17 +144,8 @@ inline void attend_run(const Step& step, const Rows& rows, const Queries& querie
         std::fill(row + visible, row + count, -INF);
       }
       if (const float shrink = weigh(row, count, parts[r]); shrink != 1) {
-        if (run.by_code == nullptr) {
-          for (int64_t c = 0; c < v_width; ++c) sums[r * apart + c] *= shrink;
-        } else {
-          const int64_t lanes = CodeSums::lanes(rows.count);
-          for (int64_t c = 0; c < run.by_code->codes; ++c) sums[c * lanes + r] *= shrink;
-        }
+        for (int64_t c = 0; c < v_width; ++c) sums[r * apart + c] *= shrink;
       }
-    }
-    if (run.by_code != nullptr) {
-      run.by_code->add(rows.head, t, count, logits.get(), MAX_TILE, rows.count, sums);
-      continue;
     }
     run.values.decode(rows.head, t, count, decoded.get());
     add_weighted(logits.get(), MAX_TILE, decoded.get(), count, v_width, rows.count, sums, apart);

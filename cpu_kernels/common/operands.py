@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias
 
 import torch
 from torch.nn import functional
 
-Form: TypeAlias = Literal["dense", "levels", "groups", "pairs", "tree", "additive", "complex", "bits", "digits"]
+FORMS = ("dense", "levels", "groups", "pairs", "tree", "additive", "bits", "complex", "digits")
+"""Names of the decoders; `attend.cpp` has a table of them in the same order."""
 _LANES = 8
 """Numbers per vector of the C++ code (`LANES` in `simd.h`)."""
 
@@ -19,7 +19,7 @@ _LANES = 8
 class CPUSide:
     """Decoder of one side's fields and its operands; see the decoders in `cpu_kernels/decode`.
 
-    form: name of the decoder; `attend.cpp` has a table of the same names.
+    form: name of the decoder, one of `FORMS`.
     options: integer options of the decoder.
     tables: contiguous tables of the decoder, shared with the codec so that they take no extra memory.
     basis: axes of code space, `[H or 1, W, D]`, D rounded up to a multiple of eight; None is the identity. Of keys,
@@ -27,7 +27,7 @@ class CPUSide:
     mean: float32 `[H, D]`, contiguous, that was subtracted from the tokens.
     """
 
-    form: Form
+    form: str
     options: tuple[int, ...] = ()
     tables: tuple[torch.Tensor, ...] = ()
     basis: torch.Tensor | None = None
@@ -41,7 +41,7 @@ class CPUSide:
 
 
 def cpu_side(
-    form: Form,
+    form: str,
     options: Iterable[int],
     tables: Iterable[torch.Tensor],
     basis: torch.Tensor,

@@ -1,11 +1,18 @@
 // One side of a layer, keys or values, as `attend` takes it: described once by `describe`, and read at every step.
 #pragma once
 
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
-#include "common/names.h"
+// Registers `function` for CPUs as an operator of `torch.ops.kvcache_compress_cpu`; `types` are those of its schema.
+#define KVCACHE_COMPRESS_OPERATOR(name, types, function)                         \
+  STABLE_TORCH_LIBRARY_FRAGMENT(kvcache_compress_cpu, m) { m.def(#name types); } \
+  STABLE_TORCH_LIBRARY_IMPL(kvcache_compress_cpu, CPU, m) { m.impl(#name, TORCH_BOX(&function)); }
 
 namespace kvcache_compress {
 
@@ -59,47 +66,30 @@ struct View {
 
 struct Side {
   static constexpr int64_t FIRST = 4;                               // views before the fields
-  static constexpr int64_t HEAD = 4;                                // words before the options
+  static constexpr int64_t HEAD = 3;                                // words before the options
   static constexpr int64_t WORDS = sizeof(View) / sizeof(int64_t);  // of a view
-  static constexpr int64_t NAME = 2 * sizeof(int64_t);              // bytes of the form's name
-
-  // Words of a description: the form, which names a decoder; how many options and fields; the options; and views of all
-  // tensors, in the order of the members below.
-  static std::vector<int64_t> described(const std::string& form, const std::vector<int64_t>& options, int64_t fields,
-                                        const std::vector<Tensor>& tensors) {
-    std::vector<int64_t> words(HEAD + options.size() + tensors.size() * WORDS);
-    std::memcpy(words.data(), form.data(), std::min<size_t>(form.size(), NAME - 1));
-    words[2] = static_cast<int64_t>(options.size());
-    words[3] = fields;
-    std::copy(options.begin(), options.end(), &words[HEAD]);
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      const View view(tensors[i]);
-      std::memcpy(&words[HEAD + options.size() + i * WORDS], &view, sizeof view);
-    }
-    return words;
-  }
 
   explicit Side(const Tensor& description) {
     const auto* words = description.const_data_ptr<int64_t>();
-    form = reinterpret_cast<const char*>(words);
-    options.assign(words + HEAD, words + HEAD + words[2]);
-    const auto* views = reinterpret_cast<const View*>(words + HEAD + words[2]);
-    const int64_t count = (description.size(0) - HEAD - words[2]) / WORDS;
+    form = words[0];
+    options.assign(words + HEAD, words + HEAD + words[1]);
+    const auto* views = reinterpret_cast<const View*>(words + HEAD + words[1]);
+    const int64_t count = (description.size(0) - HEAD - words[1]) / WORDS;
     sinks = views[0], tail = views[1], basis = views[2], mean = views[3];
-    fields.assign(views + FIRST, views + FIRST + words[3]);
-    tables.assign(views + FIRST + words[3], views + count);
+    fields.assign(views + FIRST, views + FIRST + words[2]);
+    tables.assign(views + FIRST + words[2], views + count);
   }
 
   // Reads the options into `numbers`; throws if their count differs.
   template <class... Numbers>
   void read_options(Numbers&... numbers) const {
-    STD_TORCH_CHECK(options.size() == sizeof...(numbers), options.size(), " options for the form '", form,
-                    "', which has ", sizeof...(numbers));
+    STD_TORCH_CHECK(options.size() == sizeof...(numbers), options.size(), " options, where ", sizeof...(numbers),
+                    " are needed");
     auto option = options.begin();
     ((numbers = *option++), ...);
   }
 
-  std::string form;
+  int64_t form;  // `operands.FORMS`
   std::vector<int64_t> options;
   View sinks, tail;          // dense tokens, [B, H, T, D]; the tail with spare capacity
   View basis, mean;          // of code space, empty if absent: see `operands.CPUSide`

@@ -57,36 +57,12 @@ struct Head {
   int64_t batch, head;
 };
 
-// Sums of values by code: the weights of all tokens that have a code are added up, and what the code stands for is
-// multiplied by them once. The sums of up to `lanes` rows of queries lie side by side, [codes][lanes].
-class CodeSums {
- public:
-  static constexpr int64_t MAX_ROWS = LANES;
-
-  virtual ~CodeSums() = default;
-
-  static int64_t lanes(int64_t rows) { return rows > LANES / 2 ? LANES : LANES / 2; }
-
-  // Adds the weights of tokens [first, first + count) of a head, [rows] `stride` apart, to `sums`.
-  virtual void add(const Head& head, int64_t first, int64_t count, const float* weights, int64_t stride, int64_t rows,
-                   float* sums) const = 0;
-
-  // Adds the values that the sums of a head stand for to `values` [rows][width].
-  virtual void multiply(const Head& head, const float* sums, int64_t rows, float* values) const = 0;
-
-  int64_t codes = 0;       // of the head with the most
-  int64_t worthwhile = 0;  // tokens from which on this is faster than decoding them
-};
-
 class Decoder {
  public:
   virtual ~Decoder() = default;
 
   // Decodes tokens [first, first + count) of a head into `tile` [count][width].
   virtual void decode(const Head& head, int64_t first, int64_t count, float* tile) const = 0;
-
-  // Sums of these values by code, or null if there are none.
-  virtual const CodeSums* code_sums() const { return nullptr; }
 
   int64_t width = 0;
 };

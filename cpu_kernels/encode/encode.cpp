@@ -11,8 +11,8 @@ namespace {
 // TurboQuant's codes (Algorithm 1): planes of the levels [2^bits] nearest to z [..., D], and the scalars for norms
 // [...]. Levels ascend, or their lower half descends (`lloyd_max.outward`).
 std::vector<Tensor> quantize_levels(const Tensor& z, const Tensor& norm, const Tensor& levels, int64_t bits,
-                                    StringHandle scalar) {
-  const Scalar kind = named("scalar", text(scalar), SCALARS);
+                                    int64_t scalar) {
+  const Scalar kind = static_cast<Scalar>(scalar);
   const int64_t width = z.size(z.dim() - 1);
   STD_TORCH_CHECK(z.is_contiguous() && norm.is_contiguous() && levels.is_contiguous(), "contiguous tensors are needed");
   STD_TORCH_CHECK(z.numel() == norm.numel() * width, norm.numel(), " norms for ", z.numel(), " numbers");
@@ -181,7 +181,7 @@ std::vector<Tensor> quantize_pairs(const Tensor& real, const Tensor& imaginary, 
 
 }  // namespace
 
-KVCACHE_COMPRESS_OPERATOR(quantize_levels, "(Tensor z, Tensor norm, Tensor levels, int bits, str scalar) -> Tensor[]",
+KVCACHE_COMPRESS_OPERATOR(quantize_levels, "(Tensor z, Tensor norm, Tensor levels, int bits, int scalar) -> Tensor[]",
                           quantize_levels)
 KVCACHE_COMPRESS_OPERATOR(quantize_groups,
                           "(Tensor x, Tensor scale, Tensor zero, int bits, int tokens, int channels) -> Tensor[]",

@@ -171,22 +171,6 @@ Tensor pack_run(const Tensor& codes, int64_t bits) {
   return packed;
 }
 
-// Twin of `packing.pack_signs`: the plane of the bits `x > 0` of x [..., D].
-Tensor pack_signs(const Tensor& x) {
-  STD_TORCH_CHECK(x.is_contiguous(), "contiguous tensors are needed");
-  const auto* numbers = x.const_data_ptr<float>();
-  const int64_t width = x.size(x.dim() - 1);
-  const PlaneWriter<1> planes(x);
-  each_range(x, [&](int64_t vector, int64_t end) {
-    for (; vector < end; ++vector) {
-      planes.pack(vector, [&] [[gnu::always_inline]] (int64_t channel, int64_t lanes) {
-        return load_lanes(numbers + vector * width + channel, lanes) > 0.0f;
-      });
-    }
-  });
-  return planes.fields().front();
-}
-
 }  // namespace
 
 KVCACHE_COMPRESS_OPERATOR(subtract_nearest_row, "(Tensor z, Tensor products, Tensor squares, Tensor rows) -> Tensor[]",
@@ -194,6 +178,5 @@ KVCACHE_COMPRESS_OPERATOR(subtract_nearest_row, "(Tensor z, Tensor products, Ten
 KVCACHE_COMPRESS_OPERATOR(subtract_nearest_pair, "(Tensor z, Tensor products, Tensor table, Tensor rows) -> Tensor[]",
                           subtract_nearest<PairSearch>)
 KVCACHE_COMPRESS_OPERATOR(pack_run, "(Tensor codes, int bits) -> Tensor", pack_run)
-KVCACHE_COMPRESS_OPERATOR(pack_signs, "(Tensor x) -> Tensor", pack_signs)
 
 }  // namespace kvcache_compress

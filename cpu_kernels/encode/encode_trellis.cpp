@@ -116,8 +116,8 @@ class Trellis {
 // Codes of unit vectors z [..., D]: planes of the codes on the paths of least squared error among the levels
 // [2^(bits + 1)], and the scalars for norms [...].
 std::vector<Tensor> quantize_trellis(const Tensor& z, const Tensor& norm, const Tensor& levels, int64_t bits,
-                                     StringHandle scalar) {
-  const Scalar kind = named("scalar", text(scalar), SCALARS);
+                                     int64_t scalar) {
+  const Scalar kind = static_cast<Scalar>(scalar);
   const int64_t width = z.size(z.dim() - 1), words = width / CODES_PER_WORD, warm = std::min(WARM_UP, width);
   STD_TORCH_CHECK(z.is_contiguous() && norm.is_contiguous() && levels.is_contiguous(), "contiguous tensors are needed");
   STD_TORCH_CHECK(z.numel() == norm.numel() * width, norm.numel(), " norms for ", z.numel(), " numbers");
@@ -174,7 +174,7 @@ std::vector<Tensor> quantize_trellis(const Tensor& z, const Tensor& norm, const 
 
 }  // namespace
 
-KVCACHE_COMPRESS_OPERATOR(quantize_trellis, "(Tensor z, Tensor norm, Tensor levels, int bits, str scalar) -> Tensor[]",
+KVCACHE_COMPRESS_OPERATOR(quantize_trellis, "(Tensor z, Tensor norm, Tensor levels, int bits, int scalar) -> Tensor[]",
                           quantize_trellis)
 
 }  // namespace kvcache_compress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 
@@ -13,17 +14,19 @@ from kvcache_compress.codecs.polar_tree import AngleCodebook, PolarTree
 from kvcache_compress.codecs.scalar import Scalar
 from kvcache_compress.cpu_kernels import build
 
+_SCALARS = get_args(Scalar)
+
 
 def quantize_levels(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:
     """Twin of `scalar.quantize` for float32 `z` `[..., width]`: equal codes, scalars to one unit in the last place."""
     operator = build.operators().quantize_levels.default
-    return tuple(operator(z.contiguous(), norm.contiguous(), levels, bits, scalar))
+    return tuple(operator(z.contiguous(), norm.contiguous(), levels, bits, _SCALARS.index(scalar)))
 
 
 def quantize_trellis(z: torch.Tensor, norm: torch.Tensor, levels: torch.Tensor, bits: int, scalar: Scalar) -> Fields:
     """Twin of `trellis.quantize` for float32 `z` `[..., width]`: equal codes, scalars to one unit in the last place."""
     operator = build.operators().quantize_trellis.default
-    return tuple(operator(z.contiguous(), norm.contiguous(), levels, bits, scalar))
+    return tuple(operator(z.contiguous(), norm.contiguous(), levels, bits, _SCALARS.index(scalar)))
 
 
 def quantize_groups(
@@ -92,10 +95,4 @@ def real_step(x: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Twin of `additive.pack_codes` for int64 `codes` `[..., n]`."""
     packed: torch.Tensor = build.operators().pack_run.default(codes.contiguous(), bits)
-    return packed
-
-
-def pack_signs(x: torch.Tensor) -> torch.Tensor:
-    """Twin of `packing.pack_signs` for float32 `x` `[..., width]`."""
-    packed: torch.Tensor = build.operators().pack_signs.default(x.contiguous())
     return packed

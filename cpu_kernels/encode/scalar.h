@@ -3,18 +3,14 @@
 
 #include <cmath>
 
-#include "common/names.h"
 #include "encode/encode.h"
 
 namespace kvcache_compress {
 
 constexpr float SCALE_MAX = 65504.0f;
 
-enum class Scalar { NORM, MATCH, UNBIASED, LEAST_SQUARES };
-constexpr Named<Scalar> SCALARS[] = {{"norm", Scalar::NORM},
-                                     {"match", Scalar::MATCH},
-                                     {"unbiased", Scalar::UNBIASED},
-                                     {"least_squares", Scalar::LEAST_SQUARES}};
+// In the order of `scalar.Scalar`.
+enum class Scalar : int64_t { NORM, MATCH, UNBIASED, LEAST_SQUARES };
 
 // Scales that are tried, and the integer steps in which they are compared: see `scalar.quantize`.
 constexpr int SCALES = 5, PLAIN_SCALE = 2;

@@ -126,7 +126,7 @@ ITEMS = (
     ),
     Item(
         {"codebooks/commvq-paper.safetensors": ""},
-        command=f"{_CALIBRATE} --method commvq --quick --values encoder --no-weigh-pairs --even-rounds "
+        command=f"{_CALIBRATE} --method commvq --quick --values encoder "
         "--output codebooks/commvq-paper.safetensors",
         needs=_TUNING_TEXTS,
     ),

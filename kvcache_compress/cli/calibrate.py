@@ -32,15 +32,8 @@ def calibrate(
     values: Annotated[
         str | None, typer.Option(help="commvq: value codes, residual (default) or the paper's encoder.")
     ] = None,
-    key_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of keys, by head on average.")] = None,
-    value_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of values, likewise.")] = None,
-    share_rounds: Annotated[
-        bool | None,
-        typer.Option(
-            "--share-rounds/--even-rounds",
-            help="commvq: give sensitive heads more residual rounds (default), or give every head the same number.",
-        ),
-    ] = None,
+    key_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of keys.")] = None,
+    value_rounds: Annotated[int | None, typer.Option(help="commvq: residual rounds of values.")] = None,
     centres: Annotated[
         int | None, typer.Option(help="commvq: centres of a codebook, a power of two from 2 to 64 (default).")
     ] = None,
@@ -48,20 +41,14 @@ def calibrate(
         int | None,
         typer.Option(help="commvq: groups of a head's channels, coded apart; 1 by default up to 128 channels."),
     ] = None,
-    weigh_pairs: Annotated[
-        bool | None, typer.Option(help="commvq: weigh keys' errors by the queries (default); the paper does not.")
-    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="commvq: less text and fewer steps.")] = False,
     group: Annotated[int | None, typer.Option(help="spectral: tokens per group: 32, 64 (default) or 128.")] = None,
     device: Annotated[str | None, typer.Option(help="Device; a GPU if there is one.")] = None,
 ) -> None:
-    """Calibrate a method on your model and write the result to a file.
-
-    CommVQ gets codebooks (an interrupted run resumes), spectral statistics.
-    """
+    """Calibrate a method on your model and write the result to a file: CommVQ's codebooks, or spectral's statistics."""
     common = {"tokens": tokens}
     commvq = {"bits": bits, "values": values, "key_rounds": key_rounds, "value_rounds": value_rounds}
-    commvq |= {"share_rounds": share_rounds, "centres": centres, "groups": groups, "weigh_pairs": weigh_pairs}
+    commvq |= {"centres": centres, "groups": groups}
     own: dict[str, dict[str, Any]] = {"commvq": commvq, "spectral": {"group": group}}
     with errors_as_lines():
         if method not in own:
@@ -79,9 +66,7 @@ def calibrate(
         if method == "commvq":
             commvq_settings = CommVQSettings.quick(**chosen) if quick else CommVQSettings(**chosen)
             with _calibration(model, text, output, device) as (loaded, tokenizer, report):
-                losses = calibrate_commvq(
-                    loaded, tokenizer, text, output, commvq_settings, report=report, notice=console.print
-                )
+                losses = calibrate_commvq(loaded, tokenizer, text, output, commvq_settings, report=report)
                 console.print(_loss_table(losses))
         else:
             settings = SpectralSettings(**chosen)
@@ -161,13 +146,10 @@ def _loss_table(losses: dict[str, Any]) -> Table:
     for side in ("keys", "values"):
         parts = [layer[side] for layer in losses.values()]
         encoder = "encoder" in parts[0]
-        counts = [] if encoder else [count for part in parts for count in part["of_heads"]]
-        rounds = "encoder" if encoder else "-".join(str(n) for n in sorted({min(counts), max(counts)}))
+        rounds = "encoder" if encoder else str(len(parts[0]["rounds"][0]))
         for windows, kind in (("trained on", "encoder" if encoder else "rounds"), ("held out", "held_out")):
-            if encoder:
-                ends = [part[kind] for part in parts]
-            else:
-                heads = [error for part in parts for error in part[kind]]
-                ends = [error[count - 1] for error, count in zip(heads, counts, strict=True)]
+            ends = [part[kind] for part in parts]
+            if not encoder:
+                ends = [errors[-1] for heads in ends for errors in heads]
             table.add_row(side, rounds, windows, *(f"{x:.4f}" for x in (min(ends), statistics.fmean(ends), max(ends))))
     return table

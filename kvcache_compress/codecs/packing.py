@@ -22,11 +22,6 @@ def pack(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
     return tuple(planes)
 
 
-def pack_signs(x: torch.Tensor) -> torch.Tensor:
-    """Pack the bits `x > 0` of `x` `[..., width]` into one plane `[..., width / 8]`."""
-    return pack(x > 0, 1)[0]
-
-
 def unpack(planes: tuple[torch.Tensor, ...], bits: int) -> torch.Tensor:
     """Inverse of `pack`: int64 codes `[..., width]`."""
     codes: torch.Tensor | None = None

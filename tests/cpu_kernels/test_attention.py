@@ -53,19 +53,10 @@ CALLS = CASES | {
         for name, shape in {
             "pairs-by-themselves": {"groups": 32, "key_shape": (2, 8), "value_shape": (2, 8)},
             "two-centres": {"key_shape": (1, 2), "value_shape": (1, 2)},
-            "as-calibrated": {"key_shape": (11, 64), "value_shape": (21, 64), "weighed": True},
+            "as-calibrated": {"key_shape": (11, 64), "value_shape": (21, 64)},
         }.items()
     },
-    **{
-        f"commvq-by-code-{rows}-rows": Case(commvq(), commvq(**shape), groups=groups, count=count, packed=1100)
-        for rows, groups, count, shape in (
-            (1, 1, 1, {"value_shape": (21, 64)}),
-            (4, 4, 1, {"value_shape": (21, 64), "shared": True}),
-            (6, 3, 2, {"value_shape": (3, 8), "groups": 4}),
-            (8, 8, 1, {"value_shape": (7, 32)}),
-        )
-    },
-    "commvq-by-code-masked": Case(commvq(), commvq(), packed=1100, mask="bool", rows_differ=True, s_aux=True),
+    "commvq-masked": Case(commvq(), commvq(), packed=1100, mask="bool", rows_differ=True, s_aux=True),
 }
 
 
@@ -108,34 +99,17 @@ def test_pairs_of_neighbours_of_which_some_rotate(rotary: int, make_side: Callab
     real, imaginary = range(0, 2 * rotary, 2), range(1, 2 * rotary, 2)
     order = (*real, *rest[: len(rest) // 2], *imaginary, *rest[len(rest) // 2 :])
     layout = RopeLayout(order, rotary, tuple(range(rotary)))
-    keys = make_side(*commvq(weighed=True), "keys", 64, 50, layout=layout)
+    keys = make_side(*commvq(), "keys", 64, 50, layout=layout)
     values = make_side(*tq(4), "values", 64, 50)
     query = torch.randn(2, 6, 1, 64)
     out = launch.attend(AttentionCall.of(query, scaling=0.125), keys, values)
     assert error(out, plain_attention(query, keys, values, None, Case(), None)) <= BARS[F32]
 
 
-def test_few_rows_sum_values_by_code(make_side: Callable[..., View]) -> None:
-    """Up to eight rows of many tokens add in another order than nine, which decode the values, or than few tokens."""
-    keys, values = segments(Case(tq(4), commvq(), packed=1100), make_side)
-    query = torch.randn(2, 2, 9, 64)
-    mask = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool)
-
-    def attend(count: int, packed: int) -> torch.Tensor:
-        before = [replace(side, packed=packed) for side in (keys, values)]
-        return launch.attend(AttentionCall.of(query[:, :, :count], mask[..., 1100 - packed :], scaling=0.125), *before)[
-            :, :8
-        ]
-
-    for packed, by_code in ((1100, True), (100, False)):
-        torch.testing.assert_close(attend(8, packed), attend(9, packed), atol=1e-6, rtol=1e-5)
-        assert torch.equal(attend(8, packed), attend(9, packed)) != by_code
-
-
 @pytest.mark.parametrize("bits", [0, 192])
 def test_codebooks_are_not_copied(bits: int, make_side: Callable[..., View]) -> None:
     """Neither residual codebooks nor, with `bits`, the encoder's codebook are copied."""
-    side = commvq(encoder_bits=bits, weighed=True)
+    side = commvq(encoder_bits=bits)
     keys, values = segments(Case(side, side), make_side)
     held = [keys.codec.constant_bytes(), values.codec.constant_bytes()]
     launch.attend(AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125), keys, values)
@@ -190,7 +164,7 @@ def test_what_does_not_fit_is_refused(make_side: Callable[..., View]) -> None:
         launch.attend(AttentionCall.of(torch.ones(2, 6, 1, 64, dtype=torch.int64), scaling=0.125), keys, values)
     values = make_side(*kivi(4), "values", 64, 64)
     values.codec.cpu_side = replace(values.codec.cpu_side, options=(4, 1))
-    with pytest.raises(RuntimeError, match="2 options for the form 'groups', which has 3"):
+    with pytest.raises(RuntimeError, match="2 options, where 3 are needed"):
         launch.attend(AttentionCall.of(torch.randn(2, 6, 1, 64), scaling=0.125), keys, values)
 
 

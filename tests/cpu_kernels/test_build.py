@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,37 +71,8 @@ def test_compiles_once(tmp_path: Path, loaded: list[Path], caplog: pytest.LogCap
     assert library.stat().st_mtime_ns == written
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "cut short": lambda whole: whole[: len(whole) // 2],
-    "one bit": lambda whole: whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:],
-    "another processor": lambda whole: whole[:18] + b"\xb7\x00" + whole[20:],
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_library(compiler: Path, loaded: list[Path], damage: str) -> None:
-    """A damaged library is never loaded, but compiled again."""
-    build._load()
-    whole = loaded[0].read_bytes()
-    loaded[0].write_bytes(DAMAGES[damage](whole))
-    build._load()
-    assert compiler.read_text() == "x\nx\n"
-    assert loaded[0] == loaded[1]
-    assert loaded[1].read_bytes() == whole
-    build._load()
-    assert compiler.read_text() == "x\nx\n", "and that only once"
-
-
-def test_a_damaged_library_does_not_end_python(compiler: Path, loaded: list[Path]) -> None:
-    build._load()
-    loaded[0].write_bytes(DAMAGES["cut short"](loaded[0].read_bytes()))
-    code = "from kvcache_compress.cpu_kernels import build; print(build.problem())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
-
-
 def test_a_library_of_another_machine(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An intact library that does not load here, for other system libraries, stays, and a second one is added."""
+    """A library that does not load here, for other system libraries, is compiled anew."""
     tried: list[Path] = []
 
     def load(path: Path) -> None:
@@ -130,7 +100,7 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(shutil, "copyfile", full)
+    monkeypatch.setattr(os, "replace", full)
     build.problem.cache_clear()
     assert "No space left" in str(build.problem())
     build.problem.cache_clear()

@@ -18,7 +18,6 @@ from kvcache_compress.backends.choice import BACKENDS
 from kvcache_compress.codecs import polar_pairs, polar_tree, scalar
 from kvcache_compress.codecs.base import Codec
 from kvcache_compress.codecs.lloyd_max import lloyd_max_levels, outward, uniform_levels
-from kvcache_compress.codecs.packing import pack_signs
 from kvcache_compress.cpu_kernels import build
 from kvcache_compress.cpu_kernels.encode import launch as encode
 from kvcache_compress.methods import kivi
@@ -181,14 +180,6 @@ def test_runs_of_codes(bits: int, count: int) -> None:
     assert torch.equal(encode.pack_codes(codes, bits), additive.pack_codes(codes, bits))
     strided = codes.transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(encode.pack_codes(strided, bits), additive.pack_codes(codes, bits))
-
-
-@pytest.mark.parametrize("width", [8, 72, 128])
-def test_signs(width: int) -> None:
-    x = torch.randn(2, 5, 3, width, generator=torch.Generator().manual_seed(width))
-    x[0, 1, 0], x[0, 2, 1], x[1, 3, 2, 5] = 0.0, -0.0, torch.nan
-    for given in (x, x.transpose(1, 2)):
-        assert torch.equal(encode.pack_signs(given), pack_signs(given))
 
 
 @pytest.mark.parametrize(

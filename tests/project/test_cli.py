@@ -134,7 +134,7 @@ def test_estimates_of_commvq_by_hand() -> None:
     per_head = 17 + 16 + 2 + 2
     assert rope_bytes(config, 64, layers=30, tokens=17) == 64 * 2
     assert packed_bits(config, 64, layers=30, kv_heads=3) == pytest.approx(8 * (90 * per_head + 128) / (90 * 128))
-    books = 2 * 3 * 64 * 64 * (11 + 21) + 2 * 3 * 32 + 2 * 3 * 12  # codebooks, weights of pairs, places of the heads
+    books = 2 * 3 * 64 * 64 * (11 + 21)
     assert constant_bytes(config, 30, 3, 64) == 30 * books
     dense = 80 * 90 * 2 * 64 * 2
     assert total_bytes(config, 30, 3, 64, 180, batch=2) == 2 * (dense + 100 * 90 * per_head + 164 * 128) + 30 * books

@@ -150,7 +150,6 @@ FAST: dict[str, tuple[Any, Any]] = {
     "rope-5-4-edge": (rope(5, 4, reconstruction="edge"), tq(1)),
     "commvq": (commvq(**ROUNDS), commvq(**ROUNDS)),
     "commvq-groups": (commvq(groups=2, key_shape=(4, 16)), commvq(groups=2, value_shape=(7, 64))),
-    "commvq-shared": (commvq(key_shape=(5, 64), shared=True), commvq(value_shape=(7, 64), shared=True)),
     "commvq-bytes": (commvq(key_shape=(5, 8)), commvq(value_shape=(7, 256))),
     "kivi-1": (kivi(1), kivi(1, 64)),
     "kivi-groups-of-16": (kivi(4, 16), kivi(4, 16)),

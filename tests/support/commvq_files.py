@@ -60,34 +60,19 @@ def codebook_file(
     value_shape: tuple[int, int] = (5, 16),
     encoder_bits: int = 0,
     heads: int = HEADS,
-    weighed: bool = False,
     shrink: float = 0.7,
-    shared: bool = False,
 ) -> str:
-    """A file with random codebooks, made at its first use; with `weighed`, also with weights of the pairs of keys.
-
-    With `shared`, it has twice as many rounds, which heads share by errors that are a fifth from head to head.
-    """
+    """A file with random codebooks, made at its first use."""
     sizes = {"hidden_size": heads * head_dim, "num_hidden_layers": LAYERS, "num_attention_heads": heads}
     if head_dim == 32:
         sizes = CONTRACT_MODEL
     config = LlamaConfig(**sizes)
-    described = (head_dim, groups, key_shape, value_shape, encoder_bits, heads, weighed, shrink, shared)
+    described = (head_dim, groups, key_shape, value_shape, encoder_bits, heads, shrink)
     path = FOLDER / f"{'-'.join(map(str, described))}.safetensors"
-    data = {}
-    if shared:
-        data["rounds"] = {"keys": key_shape[0], "values": value_shape[0]}
-        key_shape, value_shape = (2 * key_shape[0], key_shape[1]), (2 * value_shape[0], value_shape[1])
     with torch.device("cpu"):
         tensors = random_codebooks(config, groups, key_shape, value_shape, shrink)
         if encoder_bits:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("keys")}
             tensors |= random_encoder(config, encoder_bits)
-        if weighed:
-            weights = torch.rand(heads, head_dim // 2, generator=torch.Generator().manual_seed(head_dim)) + 0.5
-            tensors |= {f"keys.{layer}.weights": weights for layer in range(config.num_hidden_layers)}
-        for name in [name for name in tensors if shared and name.endswith("codebooks")]:
-            steps = torch.arange(tensors[name].shape[2] + 1)
-            tensors[name.replace("codebooks", "errors")] = 0.2 ** torch.arange(heads)[:, None] * shrink ** (2 * steps)
-    write_codebooks(path, config, tensors, data=data)
+    write_codebooks(path, config, tensors)
     return str(path)

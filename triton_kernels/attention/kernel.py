@@ -132,15 +132,10 @@ def _words(tables, COUNT: tl.constexpr, PLACES: tl.constexpr):
 
 
 @triton.jit
-def _zero_tile(M: tl.constexpr, WIDTH: tl.constexpr):
-    return tl.zeros([WIDTH, M], tl.float32)
-
-
-@triton.jit
 def _zero_tiles(M: tl.constexpr, SIDE: tl.constexpr):
     b_tiles = ()
     for i in tl.static_range(len(SIDE.widths)):
-        b_tiles = b_tiles + (_zero_tile(M, SIDE.widths[i]),)
+        b_tiles = b_tiles + (tl.zeros([SIDE.widths[i], M], tl.float32),)
     return b_tiles
 
 
@@ -363,7 +358,7 @@ def attend_kernel(
         p_q += i_bh * n_rows * K.dim
         m_q = m_r[None, :] & (o_k < K.dim)[:, None]
         b_query = tl.load(p_q + o_r[None, :] * K.dim + o_k[:, None], mask=m_q, other=0.0)
-        b_dense = _zero_tile(M, padded(V.dim))
+        b_dense = tl.zeros([padded(V.dim), M], tl.float32)
         i_d = (i_s - splits) & (DENSE - 1)  # masked, so that the compiler knows that it is not negative
         b_m, b_total, b_dense = _dense_segment(
             b_query, keys[SINKS] + i_bh * n_sinks * K.dim, values[SINKS] + i_bh * n_sinks * V.dim, n_sinks,

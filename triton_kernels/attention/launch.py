@@ -9,13 +9,12 @@ import torch
 
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.view import View
-from kvcache_compress.triton_kernels.common.operands import Tile, is_fast, launch_options, next_power_of_2
+from kvcache_compress.triton_kernels.common.operands import KernelSide, Tile, is_fast, launch_options, next_power_of_2
 from kvcache_compress.triton_kernels.common.plan import KernelCall, Plan, addresses, kept, portable
 
 from .kernel import BOOL_MASK, DENSE, FLOAT_MASK, LOG2E, MERGED, NO_MASK, Masking, attend_kernel, merge_kernel
 from .query import map_query_arguments, map_query_kernel
 from .slot_mask import CAUSAL, SlotMask
-from .tiles import tile_shape
 
 MAX_TILE_ROWS = 32
 """Query rows per program of more than two warps (else 16): more would spill registers, so codes are read again."""
@@ -181,6 +180,21 @@ def split_sizes(packed: int, tile: Tile, programs: int, processors: int) -> tupl
     blocks = -(-packed // tile.tokens)
     split_blocks = max(1, -(-blocks // wanted))
     return split_blocks * tile.tokens, -(-blocks // split_blocks)
+
+
+def tile_shape(k_side: KernelSide, v_side: KernelSide, exact: bool) -> Tile:
+    """Tile with which levels and accumulators of both sides stay in registers; `exact` for float32 queries.
+
+    One warp if that is enough: the 16 rows of the tensor cores' tile cannot be split, so more warps repeat work. A tile
+    set by `KernelSide.use_tile` goes first.
+    """
+    if k_side.tile is not None:
+        return k_side.tile
+    if exact:
+        return Tile(16, 8, 2)
+    widest = max(*k_side.widths, *v_side.widths)
+    warps = max(k_side.warps, v_side.warps, widest // 16 if widest > 128 else 1)
+    return Tile(min(k_side.tokens, v_side.tokens), min(warps, 8), 3)
 
 
 def sizes_of(query: torch.Tensor, keys: View, values: View) -> Sizes:

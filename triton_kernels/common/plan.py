@@ -84,13 +84,6 @@ def check_lanes(name: str, asm: Mapping[str, Any]) -> None:
 _checked: set[str] = set()
 
 
-def _check_once(compiled: Any) -> None:
-    """Check what the device's own compiler made of a kernel, once."""
-    if compiled is not None and compiled.hash not in _checked:
-        check_lanes(compiled.name, compiled.asm)
-        _checked.add(compiled.hash)
-
-
 class Launch:
     """A kernel with its grid and constant arguments: launched by Triton once, then in its compiled form."""
 
@@ -119,7 +112,9 @@ class Launch:
         """
         changing = {name: inputs[source] for name, source in self.changing.items()}
         compiled = self.kernel[self.grid](**self.constant, **changing)
-        _check_once(compiled)
+        if compiled is not None and compiled.hash not in _checked:
+            check_lanes(compiled.name, compiled.asm)
+            _checked.add(compiled.hash)
         self.compiled = compiled
 
     def again(self, pointers: dict[str, Any], stream: int, profiled: bool) -> None:

@@ -4,9 +4,7 @@
     accumulate:  acc += (p[t] scale[t]) Σ_r c_r[a_r[t]]                 (residual form)
                  acc_h' += (p[t] scale[t]) bits_h'[t],  output = acc C   (encoder form, section 4.1, over all heads h')
 
-The tables are those of `ResidualBooks`: the codebooks, `[S, N, 2, g]` of keys and `[S, N, w]` of values, and `[H, 3]`,
-the first book, the rounds and the first byte of each head. The codes of a token are one run of bytes over the rows of
-all heads.
+The table holds the codebooks of `ResidualBooks`, `[H, G, R, N, 2, g]` of keys and `[H, G, R, N, w]` of values.
 """
 
 from __future__ import annotations
@@ -34,16 +32,15 @@ COLUMNS = 64
 class Books(NamedTuple):
     """Constants of the residual form.
 
-    groups: groups of a head; width: pairs of a key's group, or numbers of a value's; bits: of an index.
-    row, bytes: bytes of a token's codes in a head's row, and in those of all heads.
-    rotary: pairs of keys that RoPE turns.
+    groups: groups of a head; rounds: rounds of a group; width: pairs of a key's group, or numbers of a value's.
+    bits: bits of an index; row: bytes of a token's codes; rotary: pairs of keys that RoPE turns.
     """
 
     groups: int
+    rounds: int
     width: int
     bits: int
     row: int
-    bytes: int
     rotary: int
 
 
@@ -62,19 +59,12 @@ def rounds_at_once(bits):
 
 
 @triton.jit
-def load_run(
-    p_codes, i_h, s_head, o_row, o_t, m_t, i_first, i_code, COUNT: tl.constexpr, BITS: tl.constexpr, META: tl.constexpr
-):
-    """Load `COUNT` codes per token from code `i_code` of byte `i_first` on, at most 24 bits, first code lowest: uint32.
-
-    Byte i of a token lies in row `i // META.row` of the heads.
-    """
-    ROW: tl.constexpr = META.row
+def load_run(p_codes, o_row, o_t, m_t, i_code, COUNT: tl.constexpr, BITS: tl.constexpr, ROW: tl.constexpr):
+    """Load `COUNT` codes per token from code `i_code` on, at most 24 bits, first code lowest: uint32."""
     i_bit = i_code * BITS
     b_run = tl.zeros([o_t.shape[0]], tl.uint32)
     for i in tl.static_range((COUNT * BITS + 14) // 8):
-        i_byte = tl.minimum(i_first + i_bit // 8 + i, META.bytes - 1)
-        p_token = p_codes + (o_row + (i_byte // ROW - i_h) * s_head) * ROW + i_byte % ROW
+        p_token = p_codes + o_row * ROW + tl.minimum(i_bit // 8 + i, ROW - 1)
         b_run |= tl.load(p_token + o_t * ROW, mask=m_t, other=0).to(tl.uint32) << (8 * i)
     return b_run >> (i_bit % 8)
 
@@ -135,20 +125,20 @@ def score(
     DTYPE: tl.constexpr = tl.float16 if FAST else tl.float32
     TURN: tl.constexpr = rounds_at_once(2 * BITS)
     BOOK: tl.constexpr = 2**BITS * 2 * WIDTH
-    n_rounds, i_first = tl.load(tables[1] + 3 * i_h + 1), tl.load(tables[1] + 3 * i_h + 2)
-    n_whole = n_rounds // TURN * TURN
+    ROUNDS: tl.constexpr = META.rounds
+    WHOLE: tl.constexpr = ROUNDS // TURN * TURN
     b_s = tl.zeros([o_t.shape[0], b_q[0].shape[1]], tl.float32)
     for i in tl.static_range(GROUPS * TILES):
-        i_code = i // TILES * n_rounds
-        p_rows = tables[0] + (tl.load(tables[1] + 3 * i_h) + i_code) * BOOK
+        i_code = i // TILES * ROUNDS
+        p_rows = tables[0] + (i_h * (GROUPS * ROUNDS) + i_code) * BOOK
         o_w = i % TILES * PAIRS + tl.arange(0, PAIRS)
         b_re = tl.zeros([o_t.shape[0], PAIRS], tl.float32)
         b_im = tl.zeros([o_t.shape[0], PAIRS], tl.float32)
-        for i_r in range(0, n_whole, TURN):
-            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code + i_r, TURN, 2 * BITS, META)
+        for i_r in range(0, WHOLE, TURN):
+            b_run = load_run(fields[0], o_row, o_t, m_t, i_code + i_r, TURN, 2 * BITS, META.row)
             b_re, b_im = add_pairs(b_re, b_im, p_rows + i_r * BOOK, b_run, o_w, TURN, BITS, WIDTH, DTYPE)
-        for i_r in range(n_whole, n_rounds):
-            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code + i_r, 1, 2 * BITS, META)
+        for i_r in range(WHOLE, ROUNDS):
+            b_run = load_run(fields[0], o_row, o_t, m_t, i_code + i_r, 1, 2 * BITS, META.row)
             b_re, b_im = add_pairs(b_re, b_im, p_rows + i_r * BOOK, b_run, o_w, 1, BITS, WIDTH, DTYPE)
         o_p = i // TILES * WIDTH + o_w
         o_f = o_t.to(tl.int64)[:, None] * (2 * ROTARY) + o_p[None, :]
@@ -176,9 +166,9 @@ def accumulate(
     TURN: tl.constexpr = rounds_at_once(BITS)
     BOOK: tl.constexpr = 2**BITS * WIDTH
     SUM: tl.constexpr = tl.float16 if FAST else tl.float32
-    n_rounds, i_first = tl.load(tables[1] + 3 * i_h + 1), tl.load(tables[1] + 3 * i_h + 2)
-    n_whole = n_rounds // TURN * TURN
-    p_rows = tables[0] + tl.load(tables[1] + 3 * i_h) * BOOK
+    ROUNDS: tl.constexpr = META.rounds
+    WHOLE: tl.constexpr = ROUNDS // TURN * TURN
+    p_rows = tables[0] + i_h * (GROUPS * ROUNDS) * BOOK
     o_w = tl.arange(0, b_acc[0].shape[0])
     b_scale = load_scales(fields[1], o_row, o_t, m_t).to(tl.float32)
     b_weights = (b_p * b_scale[:, None]).to(DTYPE)
@@ -187,14 +177,14 @@ def accumulate(
         b_parts = ()
         for _ in tl.static_range(TILES):
             b_parts = b_parts + (tl.zeros([o_t.shape[0], b_acc[0].shape[0]], tl.float32),)
-        for i_r in range(0, n_whole, TURN):
-            i_code = i_g * n_rounds + i_r
-            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, TURN, BITS, META)
+        for i_r in range(0, WHOLE, TURN):
+            i_code = i_g * ROUNDS + i_r
+            b_run = load_run(fields[0], o_row, o_t, m_t, i_code, TURN, BITS, META.row)
             b_parts = add_rounds(b_parts, p_rows, b_run, o_w, TURN, BITS, WIDTH, SUM)
             p_rows += TURN * BOOK
-        for i_r in range(n_whole, n_rounds):
-            i_code = i_g * n_rounds + i_r
-            b_run = load_run(fields[0], i_h, s_head, o_row, o_t, m_t, i_first, i_code, 1, BITS, META)
+        for i_r in range(WHOLE, ROUNDS):
+            i_code = i_g * ROUNDS + i_r
+            b_run = load_run(fields[0], o_row, o_t, m_t, i_code, 1, BITS, META.row)
             b_parts = add_rounds(b_parts, p_rows, b_run, o_w, 1, BITS, WIDTH, SUM)
             p_rows += BOOK
         for j in tl.static_range(TILES):
@@ -231,21 +221,16 @@ def bits_side(codebook: torch.Tensor) -> KernelSide:
 
 
 @on_cpu
-def books_side(
-    books: torch.Tensor, places: torch.Tensor, groups: int, row: int, rope: RopeLayout | None,
-    weights: torch.Tensor | None,
-) -> KernelSide:  # fmt: skip
-    """Kernel operands of the residual form.
+def books_side(books: torch.Tensor, row: int, rope: RopeLayout | None) -> KernelSide:
+    """Kernel operands of the codebooks of `ResidualBooks`, of keys if there is a `rope`, else of values.
+
+    row: bytes of a token's codes.
 
     Code space: of keys, tiles of pairs by group, real parts first; of values, channels.
-
-    books, places, groups, row: as in `ResidualBooks`.
-    rope: of keys; None for values.
-    weights: scales of the pairs of keys before coding, `[H, D / 2]`, or None.
     """
-    device, (_, centres, *_, width) = books.device, books.shape
+    device, (_, groups, rounds, centres, *_, width) = books.device, books.shape
     rotary = rope.rotary if rope else 0
-    meta = Books(groups, width, centres.bit_length() - 1, row, len(places) * row, rotary)
+    meta = Books(groups, rounds, width, centres.bit_length() - 1, row, rotary)
     tile = min(KEY_PAIRS if rope else COLUMNS, max(16, triton.next_power_of_2(width)))
     tiles = -(-width // tile)
     if rope:
@@ -253,13 +238,11 @@ def books_side(
         spread = _spread(order.view(2, groups, width).transpose(0, 1), 2 * groups, tiles * tile)
         spread = spread.view(groups, 2, tiles, tile, -1).transpose(1, 2).flatten(0, 3).unsqueeze(0)
         matrix = spread.mT.contiguous().to(device)
-        if weights is not None:
-            matrix = matrix / weights.float().repeat(1, 2)[:, order.argsort().to(device), None]
     else:
         function, widths, matrix = accumulate, (tile,) * (groups * tiles), None
         if tiles * tile != width:
             matrix = _spread(torch.arange(groups * width), groups, tiles * tile).to(device)
-    return KernelSide(function, meta, widths, (books, places), tokens=TOKENS, warps=8, matrix=matrix)
+    return KernelSide(function, meta, widths, (books,), tokens=TOKENS, warps=8, matrix=matrix)
 
 
 def _spread(channels: torch.Tensor, tiles: int, padded: int) -> torch.Tensor:

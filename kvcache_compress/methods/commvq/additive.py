@@ -11,7 +11,7 @@ All functions take leading dimensions `*` (heads, groups), equal in both argumen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -49,16 +49,11 @@ def complex_step(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tu
     return codes, z - _summed(codes, rows.unflatten(-2, (2, -1)))
 
 
-def complex_encode(
-    z: torch.Tensor, codebooks: torch.Tensor, step: Step = complex_step, heads: Sequence[int] | None = None
-) -> torch.Tensor:
-    """Greedy residual codes int64 `[*, n, R, 2]` of `z` float32 `[*, n, g, 2]`; codebooks `[*, R, N, g, 2]`.
-
-    heads: of the first leading dimension, how many entries have each round; codes of the others are zero.
-    """
+def complex_encode(z: torch.Tensor, codebooks: torch.Tensor, step: Step = complex_step) -> torch.Tensor:
+    """Greedy residual codes int64 `[*, n, R, 2]` of `z` float32 `[*, n, g, 2]`; codebooks `[*, R, N, g, 2]`."""
     books = codebooks.movedim(-4, 0)
     rows = torch.cat([books, times_i(books)], -3).flatten(-2)
-    return _search(z.flatten(-2), rows, pair_table(books) / 2, step, heads)
+    return _search(z.flatten(-2), rows, pair_table(books) / 2, step)
 
 
 def complex_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
@@ -76,15 +71,10 @@ def real_step(x: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor) -> tuple
     return codes, x - real_decode(codes, rows.unsqueeze(-3))
 
 
-def real_encode(
-    x: torch.Tensor, codebooks: torch.Tensor, step: Step = real_step, heads: Sequence[int] | None = None
-) -> torch.Tensor:
-    """Greedy residual codes int64 `[*, n, R]` of `x` float32 `[*, n, d]`; codebooks `[*, R, N, d]`.
-
-    heads: as in `complex_encode`.
-    """
+def real_encode(x: torch.Tensor, codebooks: torch.Tensor, step: Step = real_step) -> torch.Tensor:
+    """Greedy residual codes int64 `[*, n, R]` of `x` float32 `[*, n, d]`; codebooks `[*, R, N, d]`."""
     rows = codebooks.movedim(-3, 0).contiguous()
-    return _search(x, rows, rows.square().sum(-1) / 2, step, heads).squeeze(-1)
+    return _search(x, rows, rows.square().sum(-1) / 2, step).squeeze(-1)
 
 
 def real_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
@@ -92,19 +82,14 @@ def real_decode(codes: torch.Tensor, codebooks: torch.Tensor) -> torch.Tensor:
     return _summed(codes, codebooks)
 
 
-def _search(
-    z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor, step: Step, heads: Sequence[int] | None
-) -> torch.Tensor:
+def _search(z: torch.Tensor, rows: torch.Tensor, costs: torch.Tensor, step: Step) -> torch.Tensor:
     """Codes `[*, n, R, ...]` of `z` `[*, n, w]` by the `rows` and `costs` of R rounds, a block of vectors at a time."""
     blocks = []
     for part in z.split(max(1, BLOCK // (z[..., :1, :].numel() or 1)), -2):
         residual, codes = part.contiguous(), []
-        for i, (book, cost) in enumerate(zip(rows, costs, strict=True)):
-            if heads is not None:
-                residual, book, cost = residual[: heads[i]], book[: heads[i]], cost[: heads[i]]
+        for book, cost in zip(rows, costs, strict=True):
             code, residual = step(residual, book, cost)
-            missing = len(part) - len(code)
-            codes.append(torch.cat([code, code.new_zeros(missing, *code.shape[1:])]) if missing else code)
+            codes.append(code)
         blocks.append(torch.stack(codes, -2))
     return torch.cat(blocks, -3)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ class BitEncoder:
         """Codebook by head, float16 `[H, bits, D]`."""
         return self.tensors["codebook"].unflatten(1, (self.heads, -1)).transpose(0, 1)
 
-    def encode(self, x: torch.Tensor, native: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Encode float32 `x` `[B, H, T, D]`.
 
         Returns:
@@ -38,8 +37,7 @@ class BitEncoder:
         weights = {name: tensor.float() for name, tensor in self.tensors.items()}
         hidden = token / norm.clamp_min(1e-30)[..., None] @ weights["weight1"].mT + weights["bias1"]
         signs = torch.nn.functional.gelu(hidden) @ weights["weight2"].mT + weights["bias2"]
-        pack = getattr(native, "pack_signs", packing.pack_signs)
-        packed = pack(signs.unflatten(2, (self.heads, -1))).transpose(1, 2)
+        packed = packing.pack(signs.unflatten(2, (self.heads, -1)) > 0, 1)[0].transpose(1, 2)
         return packed, self.points((signs > 0).float()), norm
 
     def bits(self, fields: Fields) -> torch.Tensor:

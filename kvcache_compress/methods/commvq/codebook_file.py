@@ -4,9 +4,7 @@ Header beside that of every model file: `options`, `data` and `losses` of the ca
 key/value heads, G groups of g pairs (G * g = head_dim / 2), R rounds of N centres:
 
     keys.{layer}.codebooks    [H, G, R, N, g, 2]          real and imaginary parts
-    keys.{layer}.weights      [H, head_dim / 2]           optional: scales of the pairs before coding
-    keys.{layer}.errors       [H, R + 1]                  optional: expected error after each number of rounds
-    values.{layer}.codebooks  [H, G, R, N, head_dim / G]  the residual form (with `errors` likewise), or the paper's:
+    values.{layer}.codebooks  [H, G, R, N, head_dim / G]  the residual form, or the paper's:
     values.{layer}.weight1    [hidden, H * head_dim]      values.{layer}.bias1  [hidden]
     values.{layer}.weight2    [bits, hidden]              values.{layer}.bias2  [bits]
     values.{layer}.codebook   [bits, H * head_dim]
@@ -14,14 +12,13 @@ key/value heads, G groups of g pairs (G * g = head_dim / 2), R rounds of N centr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcache_compress.codecs.allocation import allocate
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.files.model_file import ModelFacts, ModelFile, write_model_file
 from kvcache_compress.modeling.facts import model_facts
@@ -57,17 +54,6 @@ def rounds_for(bits: float, side: Side, head_dim: int, groups: int, centres: int
     return max(1, round(bits * head_dim / (groups * code_bits(side, centres))))
 
 
-def share_rounds(errors: Sequence[Sequence[float]], groups: int, bits: int, most_bytes: int) -> tuple[int, ...]:
-    """Share a token's bytes out among heads: rounds of each, at least one, with the least error in all.
-
-    errors: of each head, the expected error after 0, 1, 2 ... rounds.
-    groups, bits: a round of a head has `groups` codes of so many bits; the codes of a head fill whole bytes.
-    most_bytes: bytes per token for all heads together.
-    """
-    sizes = [[code_bytes(groups * count, bits) for count in range(1, len(error))] for error in errors]
-    return tuple(1 + number for number in allocate(sizes, [error[1:] for error in errors], most_bytes))
-
-
 class Codebooks(ModelFile):
     """A codebook file; its header has `options`, `data` and `losses` of the calibration."""
 
@@ -88,42 +74,23 @@ class Codebooks(ModelFile):
                 return shape[0], shape[1], shape[2], shape[3]
         raise self.refusal(f"it holds no {side}")
 
-    def meant_rounds(self, side: Side) -> int | None:
-        """Rounds of a head on average that calibration was to make; None in files where heads do not share them."""
-        return self.header["data"].get("rounds", {}).get(side)
-
     def rounds(self, side: Side, bits: float | None) -> int:
-        """Number of rounds of a head for `bits` code bits per number, on average: the first ones can be used alone.
-
-        By default those that calibration was to make; where heads share them, the file has some to spare.
+        """Rounds for `bits` code bits per number, by default all: the first ones can be used alone.
 
         Raises:
             ValueError: the file has fewer rounds.
         """
         _, groups, available, centres = self.shape(side)
-        wanted: int = (
-            (self.meant_rounds(side) or available)
-            if bits is None
-            else rounds_for(bits, side, self.facts.head_dim, groups, centres)
-        )
+        wanted = available if bits is None else rounds_for(bits, side, self.facts.head_dim, groups, centres)
         if wanted > available:
             most = available * groups * code_bits(side, centres) / self.facts.head_dim
             raise ValueError(f"bits={bits:g} for commvq: the {side} in {self.path!r} have {most:.3g}")
         return wanted
 
     def row_bytes(self, side: Side, bits: float | None) -> int:
-        """Bytes of a token's codes per head, on average."""
+        """Bytes of a token's codes per head."""
         _, groups, _, centres = self.shape(side)
         return code_bytes(groups * self.rounds(side, bits), code_bits(side, centres))
-
-    def rounds_of_heads(
-        self, side: Side, bits: float | None, heads: int, errors: torch.Tensor | None
-    ) -> tuple[int, ...]:
-        """Rounds of each of `heads` heads: shared out by their `errors` `[heads, R + 1]`, or all alike without them."""
-        if errors is None:
-            return (self.rounds(side, bits),) * heads
-        _, groups, _, centres = self.shape(side)
-        return share_rounds(errors.tolist(), groups, code_bits(side, centres), heads * self.row_bytes(side, bits))
 
     def encoder_share(self, bits: float | None) -> int:
         """Bits of the encoder per token and head.
@@ -188,7 +155,7 @@ def _checked(opened: ModelFile) -> Codebooks:
 def _expected_shapes(file: Codebooks) -> dict[tuple[str, str], tuple[int, ...]]:
     """Shapes of a layer's tensors by side and part, from the groups, rounds and centres of the first codebooks."""
     heads, dim = file.facts.kv_heads, file.facts.head_dim
-    shapes: dict[tuple[str, str], tuple[int, ...]] = {("keys", "weights"): (heads, dim // 2)}
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     for side in SIDES:
         if side == "values" and file.encoder_bits:
             width, hidden = heads * dim, next((shape[0] for name, shape in file.shapes.items() if "bias1" in name), 0)
@@ -203,7 +170,6 @@ def _expected_shapes(file: Codebooks) -> dict[tuple[str, str], tuple[int, ...]]:
             raise file.refusal(f"damaged: {side} of {groups} groups, {rounds} rounds and {centres} centres")
         vector = (dim // (2 * groups), 2) if side == "keys" else (dim // groups,)
         shapes[side, "codebooks"] = (heads, groups, rounds, centres, *vector)
-        shapes[side, "errors"] = (heads, rounds + 1)
     return shapes
 
 
@@ -218,18 +184,14 @@ def _names(file: Codebooks, side: Side, layer: int) -> list[str]:
     names = [f"{side}.{layer}.{part}" for part in (ENCODER if encoder else ("codebooks",))]
     if missing := [name for name in names if name not in file.shapes]:
         raise file.refusal(f"it holds no {side} of layer {layer} ({missing[0]})")
-    optional = (f"{side}.{layer}.{part}" for part in ("weights", "errors"))
-    return [*names, *(name for name in optional if name in file.shapes)]
+    return names
 
 
 def load_layer(file: Codebooks, side: Side, layer: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Load the float16 tensors of one side of a layer, by the last part of their names.
 
     Raises:
-        ValueError: the layer is missing, numbers are not finite, or weights are not positive.
+        ValueError: the layer is missing, or numbers are not finite.
     """
     prefix = f"{side}.{layer}."
-    tensors = {name.removeprefix(prefix): x for name, x in file.load(_names(file, side, layer), device).items()}
-    if "weights" in tensors and not (tensors["weights"] > 0).all():
-        raise file.refusal(f"damaged: {prefix}weights holds weights of zero or less")
-    return tensors
+    return {name.removeprefix(prefix): x for name, x in file.load(_names(file, side, layer), device).items()}

@@ -87,14 +87,11 @@ class CommVQCodec(Codec):
             tensors = {name: tensor[heads].clone() for name, tensor in tensors.items()}
         self.encoder = None if "codebooks" in tensors else BitEncoder(tensors, context.heads)
         self.chunks_on_cpp = not self.encoder
-        self.weights = tensors.get("weights")
-        """float16 `[H, D / 2]`, scales of the pairs of keys before coding, or None."""
         self.books: ResidualBooks | None = None
         """Residual codebooks; None with the encoder."""
         if not self.encoder:
-            books, row = tensors["codebooks"], self.fields[0].shape[0]
-            rounds = file.rounds_of_heads(context.side, options.bits, context.heads, tensors.get("errors"))
-            self.books = ResidualBooks.of_heads(books.mT if context.side == "keys" else books, rounds, row)
+            books = tensors["codebooks"][:, :, : file.rounds(context.side, options.bits)]
+            self.books = ResidualBooks((books.mT if context.side == "keys" else books).contiguous())
 
     @classmethod
     def layout(cls, options: CommVQOptions, side: Side, head_dim: int) -> tuple[Field, ...]:
@@ -119,20 +116,16 @@ class CommVQCodec(Codec):
 
     @classmethod
     def constant_size(cls, options: CommVQOptions, side: Side, head_dim: int, heads: int) -> int:
-        """Bytes of the codebooks of a layer, for rounds that heads share those of a layer on average."""
-        if options.codebooks is not None and side == "values" and read_codebooks(options.codebooks).encoder_bits:
-            return super().constant_size(options, side, head_dim, heads)
+        """Bytes of the codebooks of a layer."""
         if options.codebooks is None:
             cls.layout(options, side, head_dim)
             rounds, centres = rounds_for(options.bits or DEFAULT_BITS, side, head_dim, group_count(head_dim)), CENTRES
-            weighed = side == "keys"
         else:
             file = read_codebooks(options.codebooks)
+            if side == "values" and file.encoder_bits:
+                return super().constant_size(options, side, head_dim, heads)
             rounds, centres = file.rounds(side, options.bits), file.shape(side)[3]
-            weighed = any(name.endswith(".weights") for name in file.shapes) and side == "keys"
-        weights = heads * head_dim // 2 if weighed else 0
-        places = 3 * heads * torch.int32.itemsize
-        return torch.float16.itemsize * (heads * rounds * centres * head_dim + weights) + places
+        return torch.float16.itemsize * heads * rounds * centres * head_dim
 
     def _residual(self) -> ResidualBooks:
         if self.books is None:
@@ -144,10 +137,8 @@ class CommVQCodec(Codec):
         if self.context.side == "keys":
             layout, factors = self._rope(rope)
             x = torch.stack(layout.split(layout.unrotate(x, factors)), -1).flatten(-2)
-            if self.weights is not None:
-                x = x * self._weights_by_channel()
         if self.encoder:
-            codes, point, token_norm = self.encoder.encode(x, self.native)
+            codes, point, token_norm = self.encoder.encode(x)
             usual = token_norm[:, None].expand(x.shape[:3])
             norm = usual if self.scalar == "norm" else x.norm(dim=-1)
             return codes, self._scale(x / norm.clamp_min(1e-30)[..., None], point, norm, usual)
@@ -166,26 +157,15 @@ class CommVQCodec(Codec):
             raise RuntimeError("commvq needs the RoPE factors of the tokens to encode and decode keys")
         return self.context.rope, rope
 
-    def _decoded(self, fields: Fields) -> torch.Tensor:
-        """Decode residual codes to float32 `[B, H, T, D]`; keys before RoPE, the two channels of a pair together."""
-        packed, scale = fields
-        return self._residual().decode(packed) * scale.float()[..., None]
-
     def decode(self, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         if self.encoder:
             return self.encoder.points(self.encoder.bits(fields[:-1])) * fields[-1].float()[..., None]
-        x = self._decoded(fields)
+        packed, scale = fields
+        x = self._residual().decode(packed) * scale.float()[..., None]
         if self.context.side == "values":
             return x
-        if self.weights is not None:
-            x = x / self._weights_by_channel()
         layout, factors = self._rope(rope)
         return layout.rotate(layout.join(x[..., ::2], x[..., 1::2]), factors)
-
-    def _weights_by_channel(self) -> torch.Tensor:
-        """Weights of pairs of keys, repeated for both channels: float32 `[H, 1, D]`."""
-        assert self.weights is not None
-        return self.weights.float().repeat_interleave(2, -1)[:, None]
 
     def accumulate(self, weights: torch.Tensor, fields: Fields, rope: Rope | None = None) -> torch.Tensor:
         """Weighted sum of values; with the encoder in the space of the token's bits, `[B, H, R, bits]`."""
@@ -207,8 +187,8 @@ class CommVQCodec(Codec):
 
         if self.encoder:
             return bits_side(self.output_map())
-        books, rope = self._residual(), self.context.rope if self.context.side == "keys" else None
-        return books_side(books.books, books.places, books.groups, books.row, rope, self.weights)
+        rope = self.context.rope if self.context.side == "keys" else None
+        return books_side(self._residual().books, self.fields[0].shape[0], rope)
 
     @cached_property
     def cpu_side(self) -> CPUSide:
@@ -218,14 +198,14 @@ class CommVQCodec(Codec):
         if self.encoder:
             return CPUSide("bits", basis=self.encoder.codebook())
         books = self._residual()
+        options, tables = (books.groups, books.rounds), (books.books.flatten(0, 2),)
         if self.context.side == "values":
-            return CPUSide("additive", (books.groups,), (books.books, books.places))
+            return CPUSide("additive", options, tables)
         assert self.context.rope is not None
         order = self.context.rope.order
         in_order = order == tuple(range(len(order)))
         basis = None if in_order else torch.eye(len(order), device=books.books.device)[[*order]][None]
-        weights = () if self.weights is None else (self.weights,)
-        return CPUSide("complex", (books.groups,), (books.books, books.places, *weights), basis)
+        return CPUSide("complex", options, tables, basis)
 
 
 def _local_heads(file: Codebooks, context: CodecContext) -> slice:

@@ -1,4 +1,4 @@
-"""Calibration of CommVQ: collected states, resumed runs, the file, and refused arguments."""
+"""Calibration of CommVQ: collected states, the file, and refused arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from support.saved_model import saved_model
 from torch.nn.functional import normalize
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
 from kvcache_compress import disable_fused_attention, enable_fused_attention
@@ -29,7 +28,7 @@ from kvcache_compress.files.lock import only_one
 from kvcache_compress.methods.commvq import additive
 from kvcache_compress.methods.commvq.calibration import CommVQSettings, calibrate_commvq
 from kvcache_compress.methods.commvq.calibration import calibrate as commvq
-from kvcache_compress.methods.commvq.calibration.calibrate import ERRORS_MOST, Report, split_windows
+from kvcache_compress.methods.commvq.calibration.calibrate import Report, split_windows
 from kvcache_compress.methods.commvq.calibration.collect import collect, read_layer
 from kvcache_compress.methods.commvq.calibration.em import Schedule
 from kvcache_compress.methods.commvq.calibration.encoder import EncoderSchedule, encoder_bits
@@ -74,20 +73,10 @@ def text(tmp_path: Path) -> list[str]:
 
 def calibrate(
     model: Any, text: list[str], output: Path, report: Report = lambda doing, done, total: None, **changes: Any
-) -> list[str]:
-    """Run a calibration with short settings; returns its notices."""
-    notices: list[str] = []
-    calibrate_commvq(
-        model,
-        Characters(),  # type: ignore[arg-type]
-        text,
-        output,
-        CommVQSettings(**SETTINGS | changes),
-        workers=1,
-        report=report,
-        notice=notices.append,
-    )
-    return notices
+) -> None:
+    """Run a calibration with short settings."""
+    settings = CommVQSettings(**SETTINGS | changes)
+    calibrate_commvq(model, Characters(), text, output, settings, report=report)  # type: ignore[arg-type]
 
 
 def test_keys_are_collected_before_rope(model: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -121,7 +110,7 @@ def test_collecting_holds_one_window(model: LlamaForCausalLM, tmp_path: Path) ->
     assert len(most) == 21
     assert max(most) <= 2  # the last window's cache is freed when the next one gets its name
     numbers = 20 * CONTEXT * HEADS
-    of_layer = 2 * numbers * HEAD_DIM * torch.float16.itemsize + 2 * numbers * torch.float32.itemsize
+    of_layer = 2 * numbers * HEAD_DIM * torch.float16.itemsize
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) == 2 * of_layer
 
 
@@ -137,7 +126,7 @@ def test_a_file_that_the_cache_takes(model: LlamaForCausalLM, text: list[str], t
     cache = CommVQCache(model.config, codebooks=output, sink_tokens=2, recent_tokens=4)
     model(input_ids=torch.arange(48)[None], **with_cache(cache))
     assert cache.packed_tokens == 32  # of 42 outside sinks and window, in blocks of 32
-    assert not list(tmp_path.glob("*.parts"))
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "books.safetensors"}
 
 
 def test_windows_are_held_out() -> None:
@@ -154,8 +143,6 @@ def own_search(file: dict[str, torch.Tensor], side: str, states: torch.Tensor) -
     if "codebook" in own:
         tokens = normalize(states.float().transpose(0, 1).flatten(1), dim=-1)
         return [(tokens - encoder_bits(own, tokens) @ own["codebook"]).square().sum(-1).mean().item()]
-    if "weights" in own:
-        states = states * own["weights"].repeat_interleave(2, -1)[:, None]
     x, books = normalize(states.float(), dim=-1), own["codebooks"][:, 0]
     if side.startswith("keys"):
         decoded = additive.complex_decode(additive.complex_encode(x.unflatten(-1, (-1, 2)), books), books).flatten(-2)
@@ -166,14 +153,13 @@ def own_search(file: dict[str, torch.Tensor], side: str, states: torch.Tensor) -
 
 @pytest.mark.parametrize("values", ["residual", "encoder"])
 def test_losses_of_what_was_held_out(model: LlamaForCausalLM, text: list[str], tmp_path: Path, values: str) -> None:
-    """Held-out losses equal those of the codec's search, on windows used neither for codebooks nor for weights."""
+    """Held-out losses equal those of the codec's search, on windows that took no part in training."""
     output = tmp_path / "books.safetensors"
     schedule = EncoderSchedule(steps=200, batch=64)
     calibrate(model, text, output, values=values, encoder=schedule, key_rounds=4, value_rounds=4)
     file, losses = load_file(output), read_codebooks(str(output)).header["losses"]["1"]
     windows, _ = read_windows(text, Characters(), 576, CONTEXT)  # type: ignore[arg-type]
-    weights = collect(model, windows[:8], tmp_path / "trained", [1])[1]
-    torch.testing.assert_close(file["keys.1.weights"].float(), weights)
+    collect(model, windows[:8], tmp_path / "trained", [1])
     collect(model, windows[8:], tmp_path / "held-out", [1])
     for side in SIDES:
         for folder, kind in (("trained", "rounds"), ("held-out", "held_out")):
@@ -183,146 +169,15 @@ def test_losses_of_what_was_held_out(model: LlamaForCausalLM, text: list[str], t
             assert ends == pytest.approx(own_search(file, f"{side}.1", states), rel=2e-3)
 
 
-def test_an_interrupted_run_goes_on(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
-    """A run interrupted in layer 1 does not train layer 0 again, and its file equals that of an uninterrupted run."""
-    whole, output = tmp_path / "whole.safetensors", tmp_path / "books.safetensors"
-    calibrate(model, text, whole)
-    steps: list[int] = []
-
-    def stop_in_layer_1(doing: str, done: int, total: int) -> None:
-        if doing == "training":
-            steps.append(total)
-            if done > total // LAYERS:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(model, text, output, stop_in_layer_1)
-    assert not output.exists()
-    reports: list[tuple[str, int, int]] = []
-    notices = calibrate(model, text, output, lambda *report: reports.append(report))
-    assert "1 of 3 layers" in notices[0]
-    left = steps[0] // LAYERS * 2
-    assert reports == [("training", done, left) for done in range(left + 1)]  # no text is read
-    one, other = load_file(whole), load_file(output)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def interrupted(model: Any, text: list[str], output: Path, **changes: Any) -> Path:
-    """The parts of a calibration that fails in its last step, as there is a folder in the place of its file."""
-    before = set(output.parent.iterdir())
-    with pytest.raises(OSError, match=output.name):
-        calibrate(model, text, output, lambda *_: output.mkdir(exist_ok=True), **changes)
-    output.rmdir()
-    (folder,) = set(output.parent.iterdir()) - before
-    return folder
-
-
-@pytest.mark.parametrize("changed", [{"bits": 1}, {"seed": 1}, {"tokens": 640}, {"schedule": Schedule(soft_steps=1)}])
-def test_parts_of_other_settings_are_neither_used_nor_lost(
-    model: LlamaForCausalLM, text: list[str], tmp_path: Path, changed: dict[str, Any]
-) -> None:
-    output = tmp_path / "books.safetensors"
-    parts = interrupted(model, text, output)
-    assert str(parts) in calibrate(model, text, output, **changed)[0]
-    expected = tmp_path / "expected.safetensors"
-    calibrate(model, text, expected, **changed)
-    one, other = load_file(output), load_file(expected)
-    assert all(torch.equal(one[name], other[name]) for name in other)
-    reports: list[tuple[str, int, int]] = []
-    assert "3 of 3 layers" in calibrate(model, text, output, lambda *report: reports.append(report))[0]
-    assert reports == [("training", 0, 0)]
-    assert not parts.exists()
-
-
-def test_the_same_text_by_another_name_goes_on(
-    model: LlamaForCausalLM, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(model, text, tmp_path / "books.safetensors")
-    monkeypatch.chdir(tmp_path)
-    assert "3 of 3 layers" in calibrate(model, ["text.txt"], Path("books.safetensors"))[0]
-    assert read_codebooks("books.safetensors").header["data"]["text"] == ["text.txt"]
-
-
-def test_a_damaged_part_is_made_again(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
-    output = tmp_path / "books.safetensors"
-    part = interrupted(model, text, output) / "layer-001.safetensors"
-    part.write_bytes(part.read_bytes()[:100])
-    assert "2 of 3 layers" in calibrate(model, text, output)[0]
-    assert len(load_file(output)) == 5 * LAYERS  # codebooks and errors of both sides, weights of keys
-
-
-def test_workers_train_the_same(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
-    one, several = tmp_path / "one.safetensors", tmp_path / "several.safetensors"
-    calibrate(model, text, one)
-    calibrate_commvq(model, Characters(), text, several, CommVQSettings(**SETTINGS), workers=3)  # type: ignore[arg-type]
-    expected, found = load_file(one), load_file(several)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_a_worker_that_fails_stops_the_others(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
-    reports: list[tuple[str, int, int]] = []
-
-    def fail(*report: Any) -> None:
-        reports.append(report)
-        if report[:2] == ("training", 3):
-            raise ValueError("step 3")
-
-    settings = CommVQSettings(**SETTINGS)
-    with pytest.raises(ValueError, match="step 3"):
-        calibrate_commvq(  # type: ignore[arg-type]
-            model, Characters(), text, tmp_path / "b.safetensors", settings, workers=2, report=fail
-        )
-    _, done, total = reports[-1]
-    assert done < total
-
-
-def test_queries_weigh_pairs(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    """Mean squares of the query projection's pairs, grouped heads together; the attention functions are put back."""
-    name = model.config._attn_implementation
-    before, squares = ALL_ATTENTION_FUNCTIONS[name], []
-    attention = model.model.layers[2].self_attn
-
-    def project(module: Any, given: Any, output: torch.Tensor) -> None:
-        squares.append(output[0].view(CONTEXT, HEADS, 2, 2, HEAD_DIM // 2).square().sum((0, 2, 3)))
-
-    attention.q_proj.register_forward_hook(project)
-    windows = torch.randint(64, (2, CONTEXT), generator=torch.Generator().manual_seed(0))
-    weights = collect(model, windows, tmp_path, [2])[2]
-    expected = sum(squares)
-    torch.testing.assert_close(weights, (expected / expected.mean(-1, keepdim=True)).sqrt(), atol=1e-3, rtol=1e-3)
-    assert ALL_ATTENTION_FUNCTIONS[name] is before
-
-
-def test_heads_share_rounds_by_the_cost_of_their_errors(
-    model: LlamaForCausalLM, text: list[str], tmp_path: Path
-) -> None:
-    """The head with large values has more rounds of them; the bytes are those of even rounds."""
-    output = tmp_path / "books.safetensors"
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.v_proj.weight[HEAD_DIM:] *= 8
-    calibrate(model, text, output, value_rounds=6, context=128, tokens=896)
-    header, file = read_codebooks(str(output)), load_file(output)
-    assert header.header["data"]["rounds"] == {"keys": 5, "values": 6}
-    assert file["values.0.codebooks"].shape[2] == 9
-    even = tmp_path / "even.safetensors"
-    calibrate(model, text, even, value_rounds=6, context=128, tokens=896, share_rounds=False)
-    assert load_file(even)["values.0.codebooks"].shape[2] == 6
-    held = []
-    for path in (output, even):
-        cache = CommVQCache(model.config, path, sink_tokens=2, recent_tokens=4)
-        model(input_ids=torch.arange(48)[None], **with_cache(cache))
-        held.append([layer.storage.sides["values"].codec.bits_per_number() for layer in cache.layers])
-        for layer in range(LAYERS if path == output else 0):
-            errors = file[f"values.{layer}.errors"]
-            assert errors.shape == (HEADS, 10)
-            assert errors[1, 0] == ERRORS_MOST
-            assert errors[0, 0] < 0.1 * ERRORS_MOST
-            first, second = header.header["losses"][str(layer)]["values"]["of_heads"]
-            assert first < 6 < second
-            assert cache.layers[layer].storage.sides["values"].codec.books.rounds == (first, second)
-    assert held[0] == held[1]
+def test_calibration_is_repeatable(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
+    """Two runs with one seed write equal files, and another seed other codebooks."""
+    files = []
+    for seed in (0, 0, 1):
+        calibrate(model, text, tmp_path / "books.safetensors", seed=seed)
+        files.append(load_file(tmp_path / "books.safetensors"))
+    one, again, other = files
+    assert len(one) == 2 * LAYERS
+    assert all(torch.equal(one[name], again[name]) and not torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("groups", [2, 8])
@@ -336,8 +191,8 @@ def test_groups_and_centres(model: LlamaForCausalLM, text: list[str], tmp_path: 
     assert cache.packed_tokens == 32
 
 
-def test_weighted_keys_in_every_path(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
-    """Weighted keys decode close to the originals, and fused attention in torch and Triton agrees with decoding."""
+def test_calibrated_keys_in_every_path(model: LlamaForCausalLM, text: list[str], tmp_path: Path) -> None:
+    """Keys decode close to the originals, and fused attention in torch and Triton agrees with decoding."""
     output = tmp_path / "books.safetensors"
     calibrate(model, text, output, key_rounds=5, value_rounds=3)
     tokens = torch.tensor([ord(character) % 64 for character in Path(text[0]).read_text()[:35]])[None]
@@ -395,27 +250,7 @@ def test_what_is_refused(model: LlamaForCausalLM, text: list[str], tmp_path: Pat
         read_windows(text, Characters(), 4, 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"text=\[\]"):
         read_windows([], Characters(), 64, 64)  # type: ignore[arg-type]
-    assert not list(tmp_path.glob("*.parts"))
-
-
-def test_pairs_weigh_alike_as_in_the_paper(
-    model: LlamaForCausalLM, text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unweighted pairs: silent by choice, with a notice if no queries can be observed; both give equal codebooks."""
-    plain, eager = tmp_path / "plain.safetensors", tmp_path / "eager.safetensors"
-    assert calibrate(model, text, plain, weigh_pairs=False) == []
-    model.set_attn_implementation("eager")
-    monkeypatch.setattr(model, "_can_set_attn_implementation", lambda: False)
-    (notice,) = calibrate(model, text, eager)
-    assert "no queries could be observed in 3 layers" in notice
-    assert "'eager'" in notice
-    for path in (plain, eager):
-        assert read_codebooks(str(path)).header["data"]["unweighed"] == [0, 1, 2]
-        assert not [name for name in load_file(path) if name.endswith("weights")]
-        CommVQCache(model.config, path)
-    one, other = load_file(plain), load_file(eager)
-    books = [name for name in one if name.endswith("codebooks")]
-    assert all(((one[name] - other[name]).abs() < 0.05).float().mean() > 0.9 for name in books)
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "folder.safetensors"}
 
 
 def run_command(*options: str) -> Any:
@@ -432,24 +267,19 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: str) -
     text.write_text("".join(chr(32 + (i * i + i // 7) % 90) for i in range(3000)))
     given = ("--text", str(text), "--output", str(output), "--tokens", "2048", "--quick", "--bits", "1")
     given += ("--model", saved_model(), "--centres", "8", "--groups", "2")
-    result = run_command(*given, "--values", values, "--key-rounds", "2", "--value-rounds", "2", "--no-weigh-pairs")
+    result = run_command(*given, "--values", values, "--key-rounds", "2", "--value-rounds", "2")
     assert result.exit_code == 0, result.output
     assert "reading text: 1 of 2," in result.output
     assert re.search(r"training: \d+ of \d+, \d+ s left", result.output)
     header = read_codebooks(str(output))
-    assert header.header["options"]["weigh_pairs"] is False
-    assert header.shape("keys") == (2, 2, 3, 8), "rounds to spare for heads to share"
+    assert header.shape("keys") == (2, 2, 2, 8)
     rows = [line.split("│") for line in result.output.splitlines() if line.startswith("│ values")]
     for row, windows, kind in zip(rows, ("trained on", "held out"), ("rounds", "held_out"), strict=True):
         layers = [layer["values"] for layer in header.header["losses"].values()]
         if values == "encoder":
             rounds, ends = "encoder", [layer["encoder" if kind == "rounds" else kind] for layer in layers]
         else:
-            shares = [
-                (count, error) for layer in layers for count, error in zip(layer["of_heads"], layer[kind], strict=True)
-            ]
-            rounds = f"{min(shares)[0]}-{max(shares)[0]}" if min(shares)[0] < max(shares)[0] else "2"
-            ends = [error[count - 1] for count, error in shares]
+            rounds, ends = "2", [error[-1] for layer in layers for error in layer[kind]]
         assert [row[2].strip(), row[3].strip()] == [rounds, windows]
         assert [float(figure) for figure in row[4:7]] == pytest.approx(
             [min(ends), sum(ends) / len(ends), max(ends)], abs=1e-4
@@ -478,7 +308,7 @@ def test_command_refuses_in_a_sentence(tmp_path: Path) -> None:
 
 
 def test_command_waits_for_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The command waits for another one that writes the same file, which would remove the parts of both."""
+    """The command waits for another one that writes the same file."""
     text, output = tmp_path / "text.txt", tmp_path / "x.safetensors"
     text.write_text("a text")
     options = ("--text", str(text), "--output", str(output), "--model", saved_model())

@@ -46,7 +46,6 @@ def encoder(head_dim: int) -> dict[str, Any]:
 
 
 _SIDE = {"method": "commvq", "codebooks": codebook_file(32)}
-_SHARED = {"method": "commvq", "codebooks": codebook_file(32, shared=True)}
 _TURBOQUANT = {"method": "turboquant", "bits": 3}
 CONTRACT = {
     "commvq": {"keys": _SIDE, "values": _SIDE},
@@ -55,30 +54,21 @@ CONTRACT = {
         "values": {"method": "commvq", "codebooks": codebook_file(32, encoder_bits=96)},
     },
     "commvq-turboquant": {"keys": _SIDE, "values": _TURBOQUANT},
-    "commvq-shared": {"keys": _SHARED, "values": _SHARED},
 }
 KERNEL_PAIRS = {
     "commvq": (commvq(), commvq()),
     "commvq-groups": (
-        commvq(groups=2, key_shape=(2, 64), weighed=True),
+        commvq(groups=2, key_shape=(2, 64)),
         commvq(groups=2, value_shape=(4, 64), scalar="norm"),
     ),
-    "commvq-shared": (commvq(shared=True), commvq(shared=True)),
-    "commvq-shared-groups": (
-        commvq(groups=2, key_shape=(2, 32), shared=True),
-        commvq(groups=2, value_shape=(3, 64), shared=True),
-    ),
-    "commvq-short-rows": (
-        commvq(groups=2, key_shape=(1, 8), shared=True, heads=2),
-        commvq(groups=2, value_shape=(2, 8), shared=True),
-    ),
+    "commvq-short-rows": (commvq(groups=2, key_shape=(1, 8)), commvq(groups=2, value_shape=(2, 8))),
     "commvq-none": (commvq(key_shape=(2, 8), scalar="norm"), ("none", {})),
     "none-commvq-encoder": (("none", {}), ("commvq", encoder)),
     "turboquant-commvq": (("turboquant", {"bits": 3}), commvq(value_shape=(3, 256))),
 }
 ENCODERS = [
     commvq(),
-    commvq(groups=2, shared=True),
+    commvq(groups=2),
     commvq(groups=2, key_shape=(2, 64), value_shape=(2, 256)),
     ("commvq", encoder, "values"),
 ]
@@ -173,7 +163,7 @@ def test_codebooks_commute_with_every_rotation(make_codec: Make, name: str) -> N
     config = ROPES[name]
     layout, embed = rope_layout(config, 64), rotary_embedding(config)
     codec = make_codec("commvq", 64, "keys", heads=HEADS, codebooks=codebook_file(64, key_shape=(4, 64)))
-    books = codec.books.widened()  # [H, 1, R, N, pairs, 2]
+    books = codec.books.exact()  # [H, 1, R, N, pairs, 2]
     codes = torch.randint(64, (HEADS, 1, 50, 4, 2), generator=torch.Generator().manual_seed(0))
 
     def turned(points: torch.Tensor, factors: Any) -> torch.Tensor:

@@ -10,7 +10,7 @@ from support.attention_cases import BARS, BF16, Case, error, kivi, plain_attenti
 from kvcache_compress.codecs.mask import AttentionCall
 from kvcache_compress.storage.view import View
 from kvcache_compress.triton_kernels.attention import launch
-from kvcache_compress.triton_kernels.attention.tiles import tile_shape
+from kvcache_compress.triton_kernels.attention.launch import tile_shape
 from kvcache_compress.triton_kernels.common.operands import Tile
 
 

@@ -13,10 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvcache_compress.codecs.base import SIDES, Side
 from kvcache_compress.modeling.decoder import cache_argument, head_dim_of, is_full_attention
-from kvcache_compress.modeling.facts import head_shape
 from kvcache_compress.modeling.rope import RopeLayout, layer_has_rope, rope_layout, rotary_embedding
-
-from .queries import observed_queries, pair_weights
 
 
 def calibrated_layers(config: PreTrainedConfig) -> list[int]:
@@ -35,9 +32,8 @@ def calibrated_layers(config: PreTrainedConfig) -> list[int]:
     return layers
 
 
-def layer_file(folder: Path, layer: int, kind: str) -> Path:
-    """File of keys or values in float16, or of costs in float32."""
-    return folder / f"{kind}-{layer:03d}.{'f32' if kind == 'costs' else 'f16'}"
+def _layer_file(folder: Path, layer: int, side: Side) -> Path:
+    return folder / f"{side}-{layer:03d}.f16"
 
 
 @torch.inference_mode()
@@ -47,18 +43,12 @@ def collect(
     folder: Path,
     layers: Sequence[int],
     on_window: Callable[[], None] = lambda: None,
-    costs: bool = True,
-) -> dict[int, torch.Tensor]:
+) -> None:
     """Run `windows` `[W, T]` through the model, without its head, and write keys and values of `layers` to files.
 
     Keys come from an ordinary cache, after RoPE, which is then undone with the model's factors. Only one window's cache
     is in memory at a time. A file holds float16 `[W * T, H, head_dim]`; of keys, a head is
     `[real of pair 0, imaginary of pair 0, ...]`.
-
-    A third file per layer has the costs of errors, if `costs` are wanted and queries can be observed (`read_costs`).
-
-    Returns:
-        Weights of the pairs of keys by layer, `[H, pairs]` (see `pair_weights`); ones if queries cannot be observed.
     """
     config = model.config.get_text_config(decoder=True)
     layout, embed = rope_layout(config, head_dim_of(config)), rotary_embedding(config)
@@ -67,11 +57,10 @@ def collect(
     decoder = model.get_decoder()
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        sums = stack.enter_context(observed_queries(model, layout, layers if costs else ()))
         files = {
-            (layer, side): stack.enter_context(layer_file(folder, layer, side).open("wb"))
+            (layer, side): stack.enter_context(_layer_file(folder, layer, side).open("wb"))
             for layer in layers
-            for side in (*SIDES, "costs")
+            for side in SIDES
         }
         cos, sin = embed(torch.zeros(1), torch.arange(windows.shape[1])[None])
         factors = layout.factors((cos.to(model.device), sin.to(model.device)))
@@ -83,11 +72,7 @@ def collect(
                 unrotated = _interleaved(layout.unrotate(states.keys, factors), layout)
                 files[layer, "keys"].write(_bytes(unrotated, f"keys of layer {layer}"))
                 files[layer, "values"].write(_bytes(states.values, f"values of layer {layer}"))
-                for found in sums.costs.pop(layer, []):
-                    files[layer, "costs"].write(found.permute(2, 0, 1).contiguous().numpy().tobytes())
             on_window()
-    ones = torch.ones(head_shape(config)[1], layout.pairs)
-    return {layer: pair_weights(sums.squares.get(layer, ones)).cpu() for layer in layers}
 
 
 def _interleaved(keys: torch.Tensor, layout: RopeLayout) -> torch.Tensor:
@@ -103,11 +88,5 @@ def _bytes(states: torch.Tensor, name: str) -> bytes:
 
 def read_layer(folder: Path, layer: int, side: Side, heads: int, head_dim: int) -> torch.Tensor:
     """Read the collected states of one side of a layer: float16 `[H, tokens, head_dim]`."""
-    flat = torch.from_numpy(np.fromfile(layer_file(folder, layer, side), dtype=np.float16))
+    flat = torch.from_numpy(np.fromfile(_layer_file(folder, layer, side), dtype=np.float16))
     return flat.view(-1, heads, head_dim).transpose(0, 1)
-
-
-def read_costs(folder: Path, layer: int, side: Side, heads: int) -> torch.Tensor:
-    """Read the costs of each token's errors (`token_costs`): float32 `[H, tokens]`, no tokens if none were observed."""
-    flat = torch.from_numpy(np.fromfile(layer_file(folder, layer, "costs"), dtype=np.float32))
-    return flat.view(-1, len(SIDES), heads)[:, SIDES.index(side)].T

@@ -229,13 +229,13 @@ def train_residual(
 
 
 @torch.inference_mode()
-def residual_squares(x: torch.Tensor, form: Form, books: torch.Tensor) -> torch.Tensor:
-    """Squared residuals `[B, R + 1, n]` of vectors `[B, n, d]` after 0, 1, 2 ... rounds of centres `[B, R, N, d]`."""
-    squares = [x.square().sum(-1)]
+def residual_losses(x: torch.Tensor, form: Form, books: torch.Tensor) -> torch.Tensor:
+    """Mean squared residuals `[B, R]` of vectors `[B, n, d]` after each round of centres `[B, R, N, d]`."""
+    losses = []
     for book in books.unbind(1):
         x = x - form.points(form.assign(x, book)[0], book)
-        squares.append(x.square().sum(-1))
-    return torch.stack(squares, 1)
+        losses.append(x.square().sum(-1).mean(-1))
+    return torch.stack(losses, 1)
 
 
 def start_centres(sample: torch.Tensor, form: Form, centres: int, generator: torch.Generator) -> torch.Tensor:
