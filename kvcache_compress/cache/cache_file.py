@@ -211,7 +211,7 @@ def _restore_layer(
         rows = len(keys), track.rows(tokens), track.buffer.shape[2]
         _expect(track.name, {} if rope is None else {track.name: rope}, rows, track.buffer.dtype)
     with layer.edited() as storage:  # which first sets the track's count to that of the empty layer
-        if track is not None and rope is not None:
+        if track is not None and tokens and rope is not None:
             track.restore(rope.to(device), tokens)
         for side, state in storage.sides.items():
             own = {name.removeprefix(f"{side}."): x for name, x in tensors.items() if name.startswith(f"{side}.")}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.closeness import assert_close_but_for_flips
+from support.closeness import FLIPPED, ROUNDING, assert_close_but_for_flips
 from support.oracle import CONFIGS, KINDS, label
 
 from kvcache_compress.storage.side import MAX_DECODE_TOKENS
@@ -37,7 +37,7 @@ SCRIPTS = {
     "crop in the packed part": Script((61, 1, 13, ("crop", 40), ("crop", 12), 18, 16, 7, 45, 1)),
     "crop to sinks, crop beyond everything": Script((61, 14, ("crop", 72), 60, 3, ("crop", 140), 18, 2, 45, 1)),
     "rows": Script(
-        (60, 1, 2, ("reorder", [1, 0, 1]), 5, 1, ("select", [2, 0]), ("repeat", 2), 15, ("crop", 50), 16, 16, 14, 4)
+        (60, 1, 2, ("reorder", [1, 0, 0]), 5, 1, ("select", [2, 0]), ("repeat", 2), 15, ("crop", 50), 16, 16, 14, 4)
     ),
     "less padding than sinks, chunks": Script((60, 5, 5, 40, 1), padding=2),
     "more padding than sinks, steps": Script((70, *[1] * 12), padding=13),
@@ -82,20 +82,22 @@ def check(case: Any, ids: torch.Tensor, steps: tuple[Any, ...], padding: int = 0
 
     C++ attention of chunks differs by rounding, which can flip codes; chunks use torch instead.
     """
-    chunks = any(isinstance(step, int) and step > MAX_DECODE_TOKENS for step in steps[1:])
+    longest = max(step for step in steps[1:] if isinstance(step, int))
+    chunks = longest > MAX_DECODE_TOKENS
     cache = case.cache(**({"backend": "torch"} if chunks else {}), **changes)
     oracle = case.oracle(**changes)
     ids = torch.cat([ids, ids.flip(1)]).repeat(1, 2)
     got, expected = (play(case, one, ids, steps, padding) for one in (cache, oracle))
-    flips = chunks or padding or "max_cache_len" in changes or case.name == "spectral-prefill"
+    flips = longest >= MAX_DECODE_TOKENS or padding or "max_cache_len" in changes or case.name == "spectral-prefill"
     close = assert_close_but_for_flips if flips else partial(torch.testing.assert_close, **TOLERANCE)
     close(got, expected)
     for layer, twin in zip(cache.layers, oracle.layers, strict=True):
         tokens = twin.get_seq_length()
         assert int(layer.get_seq_length()) == tokens
         assert getattr(layer, "packed_tokens", 0) == getattr(twin, "packed", 0)
-        assert_close_but_for_flips(layer.keys[:, :, :tokens], twin.keys)
-        assert_close_but_for_flips(layer.values[:, :, :tokens], twin.values)
+        for ours, theirs in ((layer.keys, twin.keys), (layer.values, twin.values)):
+            different = (ours[:, :, :tokens] - theirs).abs() > ROUNDING
+            assert not tokens or different.double().mean() <= FLIPPED
     assert cache.packed_tokens > 0
     return cache
 

@@ -46,15 +46,16 @@ def chunks(taken: list[PathTaken], prompt: int | None = None) -> list[str]:
 
 @pytest.mark.parametrize("case", [("turboquant-4", True), ("no-statistics", True)], indirect=True, ids=label)
 @pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_equals_the_growing_cache(case: Any, ids: torch.Tensor, backend: str) -> None:
-    """Chunks of a left-padded batch equal the growing cache's, by tiles and in C++."""
+def test_equal_in_all_caches(case: Any, ids: torch.Tensor, backend: str) -> None:
+    """Chunks of a left-padded batch equal the growing cache's and the oracle's, by tiles and in C++."""
     mask = torch.ones_like(ids)
     mask[1, :11] = 0
     caches = [case.cache(max_cache_len=capacity, backend=backend) for capacity in (None, CAPACITY)]
     with record_paths() as taken:
-        results = [case.feed(one, ids[:, : sum(SIZES)], SIZES, mask)[:, 11:] for one in caches]
+        growing, static = (case.feed(one, ids[:, : sum(SIZES)], SIZES, mask)[:, 11:] for one in caches)
     assert {*chunks(taken, SIZES[0])} == {"tiled" if backend == "torch" else "cpp"}
-    assert_close_but_for_flips(*results)
+    assert_close_but_for_flips(static, growing)
+    assert_close_but_for_flips(static, case.feed(case.oracle(), ids[:, : sum(SIZES)], SIZES, mask)[:, 11:])
     assert caches[0].packed_tokens == caches[1].packed_tokens > 2 * TILE
 
 
