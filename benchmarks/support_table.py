@@ -1,4 +1,4 @@
-"""Write `docs/reference/support.md` from the results of the tests; `--check` only compares.
+"""Write `docs/reference/support.md` from a run of every family and method; `--check`, which CI runs, only compares.
 
 python benchmarks/support_table.py
 
@@ -33,8 +33,8 @@ KINDS = {
 INTRODUCTION = """# Models and operations
 
 How compressed caches work with every causal and image-text model family of Transformers.
-`tests/modeling/test_family_sweep.py` shrinks each family to a few small random layers and generates from a left-padded
-batch of text or, where the list says *(image)*, from an image and text.
+`benchmarks/support_table.py` shrinks each family to a few small random layers and generates from a left-padded batch of
+text or, where the list says *(image)*, from an image and text.
 
 - *Packed*: without compression, logits equal those with Transformers' own cache bit for bit; with TurboQuant at 6 bits,
   tokens are packed.
@@ -47,8 +47,8 @@ Call MPT's `generate` with `use_cache=True`, and load BERT and similar models wi
 """
 METHODS_TEXT = """## Methods
 
-Find the row whose attention is like your model's. `tests/modeling/test_families.py` runs every method on each kind with
-a left-padded batch: a prompt, single steps, several tokens at once and a chunk.
+Find the row whose attention is like your model's. Every method runs on each kind with a left-padded batch: a prompt,
+single steps, several tokens at once and a chunk.
 
 - *Yes*: tokens are packed in full-attention layers, and logits with and without fused attention differ by less than
   1e-4.
@@ -114,18 +114,18 @@ def method_table() -> str:
     return "\n".join([*lines, "", *(f"[^{number}]: {text}" for number, text in enumerate(notes, 1))])
 
 
-def render(methods: str | None = None) -> str:
-    """Text of the complete page; without `methods`, every method is run for the table of methods."""
+def render() -> str:
     source = f"Written by `python benchmarks/support_table.py` with Transformers {transformers.__version__}.\n"
-    methods = methods or method_table()
-    parts = [INTRODUCTION, sweep_lists(), METHODS_TEXT, methods, "", source, OPERATIONS]
-    return "\n".join(parts)
+    return "\n".join([INTRODUCTION, sweep_lists(), METHODS_TEXT, method_table(), "", source, OPERATIONS])
 
 
 def main() -> int:
     new = render()
     if "--check" in sys.argv[1:]:
-        return int(not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != new)
+        if PAGE.read_text(encoding="utf-8") == new:
+            return 0
+        print(f"{PAGE.name} is not what was found here; run: python benchmarks/support_table.py", file=sys.stderr)
+        return 1
     write_atomically(PAGE, new)
     return 0
 

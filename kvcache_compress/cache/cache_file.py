@@ -210,9 +210,9 @@ def _restore_layer(
     if (track := layer.track) is not None and tokens:
         rows = len(keys), track.rows(tokens), track.buffer.shape[2]
         _expect(track.name, {} if rope is None else {track.name: rope}, rows, track.buffer.dtype)
-        assert rope is not None
-        track.restore(rope.to(device), tokens)
-    with layer.edited() as storage:
+    with layer.edited() as storage:  # which first sets the track's count to that of the empty layer
+        if track is not None and tokens and rope is not None:
+            track.restore(rope.to(device), tokens)
         for side, state in storage.sides.items():
             own = {name.removeprefix(f"{side}."): x for name, x in tensors.items() if name.startswith(f"{side}.")}
             state.restore(own, packed[side], prepared)

@@ -1,20 +1,20 @@
 """Attention weights: fused attention has none, so a call that asks for them runs the previous attention."""
 
-from typing import Any
-
 import pytest
 import torch
 from support.cache_name import with_cache
-from support.family_cases import FAMILIES, build, method_config
+from support.family_cases import build, method_config
 from transformers import PreTrainedModel
 
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
-from kvcache_compress.storage.view import record_paths
 
 CONFIG = method_config("llama", "turboquant")
-SILENT = ["opt", "gpt2", "gpt_bigcode", "nemotron", "persimmon", "stablelm"]
+SILENT = ["gpt2", "gpt_bigcode"]
 """Families whose attention modules do not pass the request for weights to the attention function."""
-SWITCHED = sorted({*FAMILIES, *SILENT})
+SWITCHED = [
+    ("llama", False), ("llama", True), ("gpt2", False), ("gpt_bigcode", True), ("gemma4", False), ("falcon_h1", True),
+    ("deepseek_v3", False),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -30,8 +30,7 @@ def filled(model: PreTrainedModel, ids: torch.Tensor) -> CompressedCache:
     return cache
 
 
-@pytest.mark.parametrize("by_config", [False, True], ids=["argument", "config"])
-@pytest.mark.parametrize("family", SWITCHED)
+@pytest.mark.parametrize(("family", "by_config"), SWITCHED)
 @torch.no_grad()
 def test_weights_are_those_of_the_previous_attention(family: str, by_config: bool, ids: torch.Tensor) -> None:
     """Weights equal the previous attention's, whether an argument or the config asks for them."""
@@ -51,7 +50,7 @@ def test_weights_are_those_of_the_previous_attention(family: str, by_config: boo
         torch.testing.assert_close(fused.logits, plain.logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["gpt2"])
 @torch.no_grad()
 def test_weights_over_all_the_room_of_a_static_layer(family: str, ids: torch.Tensor) -> None:
     """Weights of prompts, chunks and steps are those of unfused attention and of Transformers' static cache."""
@@ -69,26 +68,12 @@ def test_weights_over_all_the_room_of_a_static_layer(family: str, ids: torch.Ten
 
 
 @pytest.mark.parametrize("family", ["llama", *SILENT])
-@torch.no_grad()
-def test_nothing_else_falls_back(family: str, ids: torch.Tensor) -> None:
-    """Neither a request for hidden states nor an earlier step with weights keeps a step from fused attention."""
-    model = build(family, attn_implementation="eager")
-    enable_fused_attention(model)
-    cache = filled(model, ids)
-    model(input_ids=ids[:, :1], **with_cache(cache), output_attentions=True)
-    with record_paths() as taken:
-        model(input_ids=ids[:, :1], **with_cache(cache), output_hidden_states=True)
-    assert taken == [(cache.layers[0].backend.name, 1)] * model.config.num_hidden_layers
-
-
-@pytest.mark.parametrize("how", [{}, {"prompt_lookup_num_tokens": 4}], ids=["greedy", "prompt lookup"])
-@pytest.mark.parametrize("family", ["llama", *SILENT])
-def test_generate_returns_weights(family: str, how: dict[str, Any], ids: torch.Tensor) -> None:
+def test_generate_returns_weights(family: str, ids: torch.Tensor) -> None:
     model = build(family, attn_implementation="eager")
     enable_fused_attention(model)
     cache = CompressedCache(model.config, CONFIG)
     options = {"output_attentions": True, "return_dict_in_generate": True, "do_sample": False, "max_new_tokens": 6}
-    output = model.generate(ids, **with_cache(cache), **options, **how)
+    output = model.generate(ids, **with_cache(cache), **options)
     assert cache.packed_tokens > 0
     assert len(output.attentions) == 6
     for at, step in enumerate(output.attentions):

@@ -77,7 +77,7 @@ def decode(step: Any, model: PreTrainedModel, cache: CompressedCache, ids: torch
 
 @pytest.mark.parametrize(
     ("method", "layers", "fused", "capacity"),
-    [("turboquant", 1, True, None), ("commvq", 1, False, None), ("commvq", 2, True, 100), ("kivi", 2, False, 100)],
+    [("turboquant", 1, True, None), ("commvq", 2, True, 100), ("kivi", 2, False, 100)],
 )
 def test_whole_graph(method: str, layers: int, fused: bool, capacity: int | None) -> None:
     check_whole_graph(method, layers, fused, capacity)

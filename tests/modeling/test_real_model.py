@@ -1,4 +1,4 @@
-"""SmolLM2-135M generates from compressed caches: batch, left padding, greedy and sampled, fused and not fused."""
+"""SmolLM2-135M generates from compressed caches: batch, left padding, fused and not fused."""
 
 from typing import Any
 
@@ -7,30 +7,16 @@ import torch
 from support.cache_name import with_cache
 from transformers import DynamicCache
 
-from kvcache_compress import (
-    CompressedCache,
-    compress,
-    disable_fused_attention,
-    enable_fused_attention,
-    load_config,
-    register_position_hooks,
-)
+from kvcache_compress import CompressedCache, disable_fused_attention, enable_fused_attention, register_position_hooks
 from kvcache_compress.modeling.loading import load_model
 
 pytestmark = pytest.mark.slow
-NEW_TOKENS = 12
 STORY = (
     "The keeper of the lighthouse wrote down the weather every evening: the wind, the height of the waves, and the "
     "ships that went by. On the first day of winter he counted three of them, and on the second day none at all. "
     "His sister, who lived in the village, sent him bread and letters by the boat that came on Mondays. In her last "
     "letter she asked him how many ships he had counted on the first day of winter."
 )
-ACROSS_A_FLUSH = 36
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False, "tokens": ACROSS_A_FLUSH},
-    "sampled": {"do_sample": True, "temperature": 0.7, "top_p": 0.9},
-}
-PRESETS = {"turboquant-3.5bit": 4.0, "turboquant-k3v2": 2.75}
 
 
 @pytest.fixture(scope="module")
@@ -46,68 +32,22 @@ def real() -> Any:
     return model, tokenizer, dict(batch)
 
 
-def generate(real: Any, config: Any, fused: bool, tokens: int = NEW_TOKENS, **how: Any) -> Any:
-    model, _, batch = real
-    hooks = register_position_hooks(model)
-    if fused:
-        enable_fused_attention(model)
-    cache = CompressedCache(model.config, config)
-    torch.manual_seed(0)
-    output = model.generate(
-        **batch,
-        **with_cache(cache),
-        max_new_tokens=tokens,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **how,
-    )
-    disable_fused_attention(model)
-    hooks.remove()
-    return output.sequences, torch.stack(output.logits), cache
-
-
-@pytest.fixture(scope="module")
-def greedy(real: Any) -> Any:
-    return generate(real, "turboquant-4bit", fused=True, **WAYS["greedy"])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_fused_equals_not_fused(real: Any, greedy: Any, way: str) -> None:
+def test_fused_equals_not_fused(real: Any) -> None:
     """Tokens are the same, and logits of size 10 to 20 agree within 1e-2 (another order of float32 sums, 30 layers)."""
-    fused = greedy if way == "greedy" else generate(real, "turboquant-4bit", fused=True, **WAYS[way])
-    tokens, logits, cache = fused
-    expected_tokens, expected, _ = generate(real, "turboquant-4bit", fused=False, **WAYS[way])
-    assert cache.packed_tokens > 64
-    assert torch.equal(tokens, expected_tokens)
-    torch.testing.assert_close(logits, expected, atol=1e-2, rtol=0)
-
-
-def test_memory_is_saved_and_text_makes_sense(real: Any) -> None:
-    """The packed part has the expected bits, and the generated text has the fact that the prompt asks for."""
-    model, tokenizer, batch = real
-    width = batch["input_ids"].shape[1]
-    for preset, bits in PRESETS.items():
-        tokens, _, cache = generate(real, preset, fused=True, do_sample=False)
-        report = cache.memory_report()
-        assert report.packed_tokens > 64
-        assert report.packed_bits_per_number == pytest.approx(bits)
-        text = tokenizer.batch_decode(tokens[:, width:], skip_special_tokens=True)
-        assert all(len(set(answer.split())) > 5 for answer in text), "not one word over and over"
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_padding_and_batch_do_not_matter_to_the_text(real: Any, greedy: Any) -> None:
-    """The longer prompt alone begins with the same text as in a padded batch, whose rows share only statistics."""
     model, _, batch = real
-    longer = batch["attention_mask"].sum(1).argmax()
-    tokens, _, _ = greedy
-    cache = CompressedCache(model.config, load_config("turboquant-4bit"))
-    alone = model.generate(
-        batch["input_ids"][longer : longer + 1], **with_cache(cache), max_new_tokens=6, do_sample=False
-    )
-    assert cache.packed_tokens > 64
-    width = batch["input_ids"].shape[1]
-    assert torch.equal(alone[0, : width + 6], tokens[longer, : width + 6])
+    outputs = []
+    for fused in (True, False):
+        hooks = register_position_hooks(model)
+        if fused:
+            enable_fused_attention(model)
+        cache = CompressedCache(model.config, "turboquant-4bit")
+        how = {"max_new_tokens": 36, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        outputs.append(model.generate(**batch, **with_cache(cache), **how))
+        assert cache.packed_tokens > 64
+        disable_fused_attention(model)
+        hooks.remove()
+    assert torch.equal(*(one.sequences for one in outputs))
+    torch.testing.assert_close(*(torch.stack(one.logits) for one in outputs), atol=1e-2, rtol=0)
 
 
 def test_logits_stay_close_to_a_full_cache(real: Any) -> None:
@@ -133,15 +73,7 @@ def test_logits_stay_close_to_a_full_cache(real: Any) -> None:
     assert divergence[1] > 0.05
 
 
-def test_compress_on_the_real_model(real: Any) -> None:
-    model, _, batch = real
-    with compress(model, "turboquant-3bit") as handle:
-        model.generate(**batch, max_new_tokens=4, do_sample=False)
-    assert handle.last_cache.packed_tokens > 64
-    assert handle.last_cache.memory_report().packed_bits_per_number == pytest.approx(3.25)
-
-
-@pytest.mark.parametrize("preset", ["turboquant-2bit", "best-2bit", "kivi-4bit"])
+@pytest.mark.parametrize("preset", ["best-2bit", "kivi-4bit"])
 def test_padding_costs_a_row_nothing(real: Any, preset: str) -> None:
     """The loss of a left-padded row is at most 1.1 times that of the row alone.
 

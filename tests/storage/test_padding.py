@@ -42,52 +42,12 @@ def test_what_is_not_a_mask(mask: Any) -> None:
     assert left_padding(mask) is None
 
 
-def test_padding_that_ends_in_a_later_chunk() -> None:
-    record = PaddingRecord()
-    record.receive(torch.tensor([[0, 1], [0, 0]]), 0)
-    assert record.awaited
-    record.receive(torch.tensor([[0, 1, 1, 1], [0, 0, 0, 1]]), 2)
-    assert record.rows is not None
-    assert (record.rows.tokens.tolist(), record.rows.longest, record.awaited) == ([1, 3], 3, False)
-
-
-def test_rows_that_have_begun_keep_their_padding() -> None:
-    """After a crop into the padding of one row, the next mask decides about that row alone."""
-    record = PaddingRecord()
-    record.receive(MASK, 0)
-    record.truncate(2)
-    assert record.awaited
-    record.receive(torch.tensor([[0, 0, 0, 0, 1], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]), 2)
-    assert record.rows is not None
-    assert record.rows.tokens.tolist() == [4, 0, 1]
-    record.truncate(0)
-    assert record.rows is None
-    assert record.awaited
-
-
-def test_tokens_stored_without_a_record_stay_in_their_places() -> None:
-    record = PaddingRecord()
-    record.receive(MASK, 3)
-    assert record.rows is None
-    assert not record.awaited
-
-
 def test_a_batch_that_never_arrived_is_forgotten() -> None:
     """A forward that fails before its first layer leaves nothing for a batch of another size."""
     record = PaddingRecord()
     record.receive(MASK, 0)
     record.begin(torch.randn(2, 1, 5, 8))
     assert record.rows is None
-
-
-def test_a_loaded_record_awaits_what_the_saved_one_did() -> None:
-    record = PaddingRecord()
-    record.restore(None)
-    record.truncate(60)
-    assert not record.awaited, "tokens are held, and none of them is known to be padding"
-    record.restore(torch.tensor([32, 0]))
-    record.truncate(32)
-    assert record.awaited
 
 
 def test_unknown_padding_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:

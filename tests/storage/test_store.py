@@ -48,55 +48,8 @@ def test_long_run() -> None:
 def test_prompts_leave_no_slack_where_nothing_follows() -> None:
     store = new_store()
     store.append(block(0, 320), 320, growing=False)
-    assert store.bytes_allocated() == sum(store.bytes_used().values()) == 6 * (320 * 16 + 10 * 16)
-
-
-def test_bytes_used() -> None:
-    store = new_store()
-    assert store.bytes_used() == {"codes": 0, "scale": 0}
-    store.append(block(0, 64), 64, growing=True)
-    assert store.bytes_used() == {"codes": 6 * 64 * 16, "scale": 6 * 2 * 16}
-
-
-def test_read_parts() -> None:
-    store = new_store()
-    store.append(block(0, 96), 96, growing=True)
-    codes, scale = store.read(32, 64)
-    assert torch.equal(codes, block(32)[0])
-    assert torch.equal(scale, block(32)[1])
-    assert [field.shape[2] for field in store.read(0, 0)] == [0, 0]
-
-
-def test_truncate_then_append() -> None:
-    store = new_store()
-    store.append(block(0, 96), 96, growing=True)
-    store.truncate(32)
-    store.append(block(320), 32, growing=True)
-    codes = store.read(0, 64)[0]
-    assert torch.equal(codes[:, :, :32], block(0)[0])
-    assert torch.equal(codes[:, :, 32:], block(320)[0])
-
-
-def test_apply_reaches_every_field() -> None:
-    store = new_store()
-    store.append(block(0), 32, growing=True)
-    store.apply(lambda x: x[torch.tensor([1, 1, 0, 1])])
-    assert [field.shape[0] for field in store.read(0, 32)] == [4, 4]
-    assert all(buffer.is_contiguous() for buffer in store.buffers)
-    store.append(tuple(x[:1].expand(4, -1, -1, -1) for x in block(32)), 32, growing=True)
-    assert store.tokens == 64
-
-
-def test_inference_mode_buffers_can_be_written_outside() -> None:
-    store, tail = new_store(), None
-    with torch.inference_mode():
-        store.append(block(0, 320), 320, growing=True)
-        tail = TailBuffer(torch.zeros(1, 1, 0, 4), 8)
-        tail.append(torch.ones(1, 1, 2, 4))
-    store.append(block(320), 32, growing=True)
-    tail.append(torch.full((1, 1, 1, 4), 2.0))
-    assert torch.equal(store.read(0, 352)[0], block(0, 352)[0])
-    assert tail.view()[0, 0, :, 0].tolist() == [1, 1, 2]
+    assert store.bytes_used() == {"codes": 6 * 320 * 16, "scale": 6 * 10 * 16}
+    assert store.bytes_allocated() == sum(store.bytes_used().values())
 
 
 # The tail
@@ -111,39 +64,6 @@ def numbers(start: int, count: int) -> torch.Tensor:
     return torch.arange(start, start + count).float().view(1, 1, -1, 1).expand(1, 1, -1, 2)
 
 
-def test_tail_writes_in_place(tail: TailBuffer) -> None:
-    pointer = tail.buffer.data_ptr()
-    for step in range(8):
-        tail.append(numbers(step, 1))
-    assert tail.buffer.data_ptr() == pointer
-    assert tail.tokens == tail.buffer.shape[2]
-    assert torch.equal(tail.view(), numbers(0, 8))
-
-
-def test_tail_grows_by_little(tail: TailBuffer) -> None:
-    """A tail that is never packed grows by an eighth at a time beyond its first buffer."""
-    moves = 0
-    for step in range(3000):
-        pointer = tail.buffer.data_ptr()
-        tail.append(numbers(step, 1))
-        moves += tail.buffer.data_ptr() != pointer
-        assert tail.buffer.shape[2] <= max(8, 1.125 * tail.tokens)
-    assert torch.equal(tail.view(), numbers(0, 3000))
-    assert moves < 80
-
-
-def test_tail_replace_keeps_views(tail: TailBuffer) -> None:
-    tail.append(numbers(0, 6))
-    seen = tail.view()
-    tail.replace(seen[:, :, 4:])
-    tail.append(numbers(50, 3))
-    assert torch.equal(seen, numbers(0, 6))
-    assert tail.view()[0, 0, :, 0].tolist() == [4, 5, 50, 51, 52]
-    tail.truncate(2)
-    tail.append(numbers(9, 1))
-    assert tail.view()[0, 0, :, 0].tolist() == [4, 5, 9]
-
-
 def test_truncate_gives_room_back() -> None:
     store = new_store()
     store.append(block(0, 3200), 3200, growing=True)
@@ -152,14 +72,6 @@ def test_truncate_gives_room_back() -> None:
     assert store.tokens == 64
     assert store.bytes_allocated() * 32 < before
     assert torch.equal(store.read(0, 64)[0], block(0, 64)[0])
-
-
-def test_tail_replace_gives_room_back(tail: TailBuffer) -> None:
-    for step in range(300):
-        tail.append(numbers(step, 1))
-    tail.replace(numbers(0, 3))
-    assert tail.buffer.shape[2] == 8
-    assert torch.equal(tail.view(), numbers(0, 3))
 
 
 def test_a_wide_window_takes_room_as_it_fills() -> None:
@@ -196,10 +108,10 @@ def test_windows_wider_than_the_text(capacity: int | None, frozen: bool, request
         assert torch.equal(cache.layers[0].keys, x)
 
 
-@pytest.mark.parametrize("multiple", [1, 16, 32, 128])
-def test_growth(multiple: int) -> None:
+def test_growth() -> None:
     """Capacity is at least as needed and at most an eighth more, in multiples of the group if possible."""
-    for tokens in range(multiple, 5000, multiple):
-        capacity = grown_capacity(tokens, multiple)
-        assert tokens <= capacity <= tokens * (1 + SLACK)
-        assert capacity % multiple == 0
+    for multiple in (1, 16, 128):
+        for tokens in range(multiple, 5000, multiple):
+            capacity = grown_capacity(tokens, multiple)
+            assert tokens <= capacity <= tokens * (1 + SLACK)
+            assert capacity % multiple == 0

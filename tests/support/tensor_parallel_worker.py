@@ -15,18 +15,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvcache_compress import CommVQCache, CompressedCache, disable_fused_attention, enable_fused_attention
 from support.cache_name import with_cache
-from support.small_model import METHODS, VOCAB, method_config
+from support.small_model import VOCAB, method_config
 
 
 def cases(codebooks: str, statistics: str) -> Iterator[tuple[str, bool, dict[str, Any]]]:
     """Name, fused or not, and the cache's configuration."""
     files = {"codebooks": codebooks, "statistics": statistics}
-    for name in METHODS:
+    for name in ("turboquant", "kivi", "qjl", "commvq", "spectral"):
         config = method_config(name)
         for side in ("keys", "values"):
             config[side] |= {option: path for option, path in files.items() if option in config[side]}
         yield name, True, config
-        if name in ("turboquant", "commvq"):
+        if name == "commvq":
             yield name, False, config
     first_prompt = method_config("spectral")
     first_prompt["keys"] |= {"statistics": "prefill", "group": 32}

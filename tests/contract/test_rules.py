@@ -1,0 +1,186 @@
+"""What is packed and kept, what steps see and by which path, and what batch operations and crops accept."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.cache_name import with_cache
+from support.closeness import assert_close_but_for_flips
+from support.oracle import FEW, label
+from transformers import DynamicCache
+
+from kvcache_compress import CompressedCache, enable_fused_attention
+from kvcache_compress.storage.view import record_paths
+
+TOLERANCE = {"atol": 1e-4, "rtol": 0}
+few = pytest.mark.parametrize("case", FEW, indirect=True, ids=label)
+
+
+def compressed(cache: Any) -> list[Any]:
+    return [layer for layer in cache.layers if hasattr(layer, "packed_tokens")]
+
+
+def test_loss_is_visible(unfused: Any, ids: torch.Tensor) -> None:
+    """Control: compression changes the logits by far more than the tolerance, so a wrong path would be noticed."""
+    with torch.no_grad():
+        lossy, exact = (unfused.feed(one, ids[:, :108], [100, 8])[:, 100:] for one in (unfused.cache(), DynamicCache()))
+    assert (lossy - exact).abs().max() > 100 * TOLERANCE["atol"]
+
+
+@few
+def test_steps_are_causal(case: Any, ids: torch.Tensor) -> None:
+    """A later token of a step has no effect on the earlier ones."""
+    changed = ids[:, 60:66].clone()
+    changed[:, -1] = (changed[:, -1] + 1) % 128
+    one, other = case.cache(), case.cache()
+    for cache in (one, other):
+        case.feed(cache, ids[:, :60])
+    got, expected = case.feed(one, ids[:, 60:66]), case.feed(other, changed)
+    assert one.packed_tokens > 0
+    torch.testing.assert_close(got[:, :-1], expected[:, :-1], atol=1e-5, rtol=0)
+    assert (got[:, -1] - expected[:, -1]).abs().max() > 0.1
+
+
+@few
+def test_masked_tokens_are_not_attended(case: Any, ids: torch.Tensor) -> None:
+    """A mask over packed tokens changes the logits of its row only."""
+    mask = torch.ones(2, 70, dtype=torch.long)
+    mask[0, 10:20] = 0
+    logits = []
+    for seen in (torch.ones_like(mask), mask):
+        cache = case.cache()
+        case.feed(cache, ids[:, :69])
+        assert cache.packed_tokens > 20
+        how = {"attention_mask": seen, "position_ids": torch.full((2, 1), 69)}
+        logits.append(case.model(input_ids=ids[:, 69:70], **with_cache(cache), **how).logits)
+    assert (logits[0][0] - logits[1][0]).abs().max() > 0.01
+    torch.testing.assert_close(logits[0][1], logits[1][1], atol=1e-5, rtol=0)
+
+
+@few
+@pytest.mark.parametrize(
+    ("sizes", "changes", "packed"),
+    [
+        ([60] + [2] * 25, {"quantize_generated": False}, 32),
+        ([60] + [2] * 25 + [17], {"quantize_generated": False, "backend": "torch"}, 96),
+        ([64] + [2] * 17, {"sink_tokens": 0, "recent_tokens": 0, "layers": []}, 96),
+    ],
+    ids=["generated tokens stay dense", "until a chunk comes", "no sinks, no window"],
+)
+def test_windows(case: Any, ids: torch.Tensor, sizes: list[int], changes: dict[str, Any], packed: int) -> None:
+    cache, oracle = case.cache(**changes), case.oracle(**changes)
+    assert_close_but_for_flips(*(case.feed(one, ids[:, : sum(sizes)], sizes) for one in (cache, oracle)))
+    assert cache.packed_tokens == packed
+    assert [layer.packed_tokens for layer in compressed(cache)] == [layer.packed for layer in oracle.layers]
+
+
+def test_path_is_taken(case: Any, ids: torch.Tensor) -> None:
+    """Fused attention runs at decode steps over packed tokens, once per compressed layer.
+
+    C++ attention runs prompt chunks too, and tiles run them if the value codec's `chunks_on_cpp` is False.
+    """
+    cache = case.cache()
+    taken = []
+    for part in (ids[:, :60], ids[:, 60:90], ids[:, 90:91], ids[:, 91:97]):
+        with record_paths() as paths:
+            case.feed(cache, part)
+        taken.append(paths)
+    layers = compressed(cache)
+    backends = [layer.backend.name for layer in layers]
+    chunks = ["cpp" if layer.sides["values"].codec.chunks_on_cpp else "tiled" for layer in layers]
+    fused_chunks = [path for path, backend in zip(chunks, backends, strict=True) if backend == "cpp"]
+    assert taken[0] == []
+    assert [call for call in taken[1] if call.path != "decode"] == [(path, 30) for path in fused_chunks] * case.fused
+    assert taken[2] == [(backend, 1) for backend in backends] * case.fused
+    assert taken[3] == [(backend, 6) for backend in backends] * case.fused
+
+
+def test_fused_is_switched_in_mid_generation(unfused: Any, ids: torch.Tensor) -> None:
+    """A cache and its copies follow the model's switch: steps before and after `enable_fused_attention` agree."""
+    with torch.no_grad():
+        cache, oracle = unfused.cache(), unfused.oracle()
+        for one in (cache, oracle):
+            unfused.feed(one, ids[:, :63], [60, 3])
+        twin = copy.deepcopy(cache)
+        enable_fused_attention(unfused.model)
+        assert all(layer.fused for layer in compressed(cache) + compressed(twin))
+        got = unfused.feed(cache, ids[:, 63:65])
+        assert cache.packed_tokens > 0
+        torch.testing.assert_close(got, unfused.feed(oracle, ids[:, 63:65]), **TOLERANCE)
+
+
+def test_crop_keeps_codes(unfused: Any, ids: torch.Tensor) -> None:
+    """Whole groups keep their codes; a group that is cut is decoded into the tail. Removing nothing changes nothing."""
+    cache = unfused.cache()
+    cache.crop(-7)
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        unfused.feed(cache, ids[:, :75], [61, 14])
+    before = copy.deepcopy(cache)
+    cache.crop(0)
+    assert cache.packed_tokens == before.packed_tokens == 32
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(cache.layers, before.layers, strict=True))
+    cache.crop(-51)
+    for layer in cache.layers:
+        assert layer.packed_tokens == (24 - layer.plan.sink_tokens if layer.group == 1 else 0)
+        assert layer.get_seq_length() == 24
+
+
+def test_positive_crop_means_what_it_means_to_transformers(unfused: Any, ids: torch.Tensor) -> None:
+    """A length where Transformers takes it for one, else an error that says what to write, and no change."""
+    cache, oracle = unfused.cache(), unfused.oracle()
+    with torch.no_grad():
+        for one in (cache, oracle):
+            unfused.feed(one, ids[:, :75])
+    before = [layer.keys.clone() for layer in cache.layers]
+    try:
+        oracle.crop(60)
+    except ValueError:
+        with pytest.raises(ValueError, match=r"crop\(60 - cache.get_seq_length\(\)\)"):
+            cache.crop(60)
+        assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
+    assert cache.packed_tokens > 0
+    assert cache.get_seq_length() == oracle.get_seq_length()
+
+
+OPERATIONS: dict[str, Callable[[Any], None]] = {
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0, 1])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1, 0])),
+    "select-mask": lambda cache: cache.batch_select_indices(torch.tensor([False, True])),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_rows_of_empty_and_uncompressed_caches(unfused: Any, ids: torch.Tensor, operation: str) -> None:
+    """Batch operations do nothing to no tokens. A cache of only Transformers' layers has their results and errors."""
+    OPERATIONS[operation](unfused.cache())
+    config = {"keys": "kivi", "values": "kivi", "layers": [{"match": "0-2", "method": "none"}]}
+    cache, dense = CompressedCache(unfused.model.config, config), DynamicCache(config=unfused.model.config)
+    with torch.no_grad():
+        for one in (cache, dense):
+            unfused.feed(one, ids[:, :20])
+            OPERATIONS[operation](one)
+        batch = dense.layers[0].keys.shape[0]
+        assert [layer.keys.shape[0] for layer in cache.layers] == [batch] * len(dense.layers)
+        rest = ids.repeat(2, 1)[:batch, 20:23]
+        assert torch.equal(*(unfused.feed(one, rest) for one in (cache, dense)))
+    with pytest.raises(IndexError):
+        cache.batch_select_indices([0, batch])
+    with pytest.raises(ValueError, match="beam_idx"):
+        cache.reorder_cache("first")
+    assert [layer.keys.shape[0] for layer in cache.layers] == [batch] * len(dense.layers)
+
+
+def test_missing_rows_change_nothing(tiny_model: Any) -> None:
+    """A missing row is refused before Transformers' own layers, which come first, are changed."""
+    config = {"keys": "kivi", "values": "kivi", "layers": [{"match": 0, "method": "none"}]}
+    cache = CompressedCache(tiny_model.config, config)
+    x = torch.randn(3, 2, 5, 32)
+    cache.update(x, x, 0)
+    with pytest.raises(IndexError):
+        cache.batch_select_indices([3])
+    cache.batch_select_indices([2])
+    assert torch.equal(cache.layers[0].keys, x[2:])
