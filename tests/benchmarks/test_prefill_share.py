@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 from typing import Any
 
@@ -15,7 +14,7 @@ from kvcache_compress.bench.layers import Shape
 
 @pytest.fixture
 def script() -> dict[str, Any]:
-    functions = runpy.run_path(str(ROOT / "benchmarks" / "prefill_share.py"))
+    functions = runpy.run_path(str(ROOT / "benchmarks" / "studies" / "prefill_share.py"))
     functions["one_layer"].__globals__.update(SHAPE=Shape(4, 2, 64), MLP=64)
     return functions
 
@@ -29,11 +28,3 @@ def test_rows_are_of_the_full_cache(script: dict[str, Any]) -> None:
     for row in (full, *ours):
         assert 0 < row["update_seconds"] < row["seconds"]
         assert row["share"] >= full["share"]
-
-
-def test_committed_shares_keep_their_bound(script: dict[str, Any]) -> None:
-    """The project's target is 5 % of a prompt of 32K tokens; here there are 4,096, of which CommVQ takes more."""
-    found = json.loads((ROOT / "benchmarks" / "results" / "prefill_share.json").read_text(encoding="utf-8"))
-    rows = {row["cache"]: row for row in found["rows"]}
-    assert set(rows) == {"full", *script["PRESETS"]}
-    assert all(row["share"] <= (0.08 if name.startswith("commvq") else 0.05) for name, row in rows.items())

@@ -42,7 +42,7 @@ def test_links_are_followed(write: Callable[[Path], Any], tmp_path: Path) -> Non
     """Links are followed to an existing file, whose permissions stay, and to a new one."""
     target, link, loose = tmp_path / "there" / "target", tmp_path / "link", tmp_path / "loose"
     target.parent.mkdir()
-    target.write_text(json.dumps({"runs": []} | dict.fromkeys(KEYS, [])))
+    target.write_text(json.dumps({"runs": []} | {key: [] for key in KEYS}))
     target.chmod(0o640)
     link.symlink_to("there/target")
     loose.symlink_to(tmp_path / "new" / "file")

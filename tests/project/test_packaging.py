@@ -118,7 +118,7 @@ def test_core_runs_without_extras(words: tuple[str, ...]) -> None:
 def test_what_needs_an_extra_says_so_in_one_line(package: str, tmp_path: Path) -> None:
     text = ["--text", "owner/name", "--output", str(tmp_path / "new.safetensors")]
     command = {
-        "matplotlib": ["eval", "report", "benchmarks/results/tasks"],
+        "matplotlib": ["eval", "report", "benchmarks/results/tasks.jsonl"],
         "datasets": ["calibrate", "--model", saved_model(), *text],
     }[package]
     done = core(*command)
