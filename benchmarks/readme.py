@@ -30,7 +30,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 TUNED = ROOT / "benchmarks" / "comparisons" / "tuned"
 LOSSES = ROOT / "configs" / "measured.json"
 LEADING = "wikitext"
-PAPER = ("0.36, 1.57", "0.117, 0.56", "0.03, 0.18", "0.009, 0.047")
 LADDER = {
     "hqq-4": "to compare: Transformers' `QuantizedCache`",
     "quanto-4": "to compare: the same with quanto",
@@ -155,20 +154,6 @@ def keys(table: Table) -> str:
     return f"{markdown_table(['cache', 'bits', *names], lines)}\n\n{table.model}; from {source('tasks')}."
 
 
-def tasks(table: Table) -> str:
-    """Table of all other benchmarks, a line per cache."""
-    shown = [(column.name, column.main_score, column.digits) for column in table.columns if column.name != LEADING]
-    shown += [(name, "logprob", 3) for name, main_score, _ in shown if main_score == "recall"]
-    rows = [row for row in table.rows if row.cells.keys() - {LEADING}]
-    lines = []
-    for row in rows:
-        figures = [figure(row.cells[name], lambda s, key=key, n=n: f"{s[key]:.{n}f}") for name, key, n in shown]
-        lines.append([row.cache, bits_text(row.packed_bits), *figures])
-    heads = ["cache", "bits, packed part", *(f"{name}: {key}" for name, key, _ in shown)]
-    samples = ", ".join(f"{name} {rows[0].cells[name].samples} samples" for name in dict.fromkeys(s[0] for s in shown))
-    return f"{markdown_table(heads, lines)}\n\n{table.model}; {samples}; from {source('smollm2')}."
-
-
 def lengths(budgets: Table) -> str:
     """Table of caches on several texts together, a group of columns for each length."""
     names = [column.name for column in budgets.columns]
@@ -187,19 +172,6 @@ def lengths(budgets: Table) -> str:
         f"{markdown_table(heads, lines)}\n\n{budgets.model}; {', '.join(windows)}, of {len(options['texts'])} texts "
         f"alike; from {source('budgets')}."
     )
-
-
-def by_text(budgets: Table) -> str:
-    """Table of the mean KL of caches on each text, at the first length."""
-    cells = cells_of(budgets, budgets.columns[0].name)
-    names = [name for name in cells["full"].scores if name.startswith("kl.")]
-    texts = [name.removeprefix("kl.").removesuffix("/valid.txt").removesuffix(".txt").split("/")[-1] for name in names]
-    lines = [
-        [cache, bits_text(cell.packed_bits), *(f"{cell.scores[name]:.4f}" for name in names)]
-        for cache, cell in cells.items()
-        if cache != "full"
-    ]
-    return markdown_table(["cache", "bits", *texts], lines)
 
 
 def losses(budgets: Table) -> dict[str, dict[str, float]]:
@@ -245,18 +217,6 @@ def memory_table() -> str:
     sizes = [llama_sizes(context) for context in CONTEXTS]
     lines = [[f"`{name}`" if name else "bfloat16", *(size_text(of[name]) for of in sizes)] for name in sizes[0]]
     return markdown_table([LLAMA, *CONTEXTS], lines)
-
-
-def distortion_table(result: dict[str, Any]) -> str:
-    """Table by bits of the mean squared error of unit vectors, and of error and bias of their inner products."""
-    rows: dict[str, list[str]] = {}
-    for row in result["rows"]:
-        text = f"{row['mse']:.4f}, {row['product_error']:.3f}, {row['product_bias']:+.3f}"
-        rows.setdefault(row["estimator"], []).append(text)
-    bounds = (f"{4.0**-b:.4f} to {math.sqrt(3) * math.pi / 2 * 4.0**-b:.3f}" for b in (1, 2, 3, 4))
-    lines = [[name, *texts] for name, texts in rows.items()]
-    lines += [["the paper's MSE, and product error of `prod`", *PAPER], ["bounds on the MSE", *bounds]]
-    return markdown_table(["estimator", *(f"{bits} bits" for bits in (1, 2, 3, 4))], lines)
 
 
 def cpu_sentence(result: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """CommVQ's loss of keys by pairs per group g, centres N and rounds R (CommVQ, appendix A.4), as in the paper.
 
-    python benchmarks/studies/commvq.py --text data/wikitext-2/valid.txt
+python benchmarks/studies/commvq.py --text data/wikitext-2/valid.txt
 
-writes `results/experiments/commvq.json` and prints a table.
+writes `results/experiments/commvq.json`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 import typer
 
 from kvcache_compress.eval.provenance.artifacts import write_json
-from kvcache_compress.eval.reporting.report import markdown_table
 from kvcache_compress.methods.commvq.calibration.calibrate import CommVQSettings, split_windows, train_side
 from kvcache_compress.methods.commvq.calibration.collect import calibrated_layers, collect, read_layer
 from kvcache_compress.methods.commvq.codebook_file import code_bits
@@ -26,11 +25,6 @@ from kvcache_compress.modeling.loading import load_model
 
 GRID = ((8, 2, 8), (16, 4, 8), (32, 4, 16), (32, 16, 8), (32, 64, 11))
 """Pairs g that share a code, centres N and rounds R of each calibration; losses are read after every round."""
-SHOWN = ((8, 2, 1), (16, 4, 1), (32, 16, 1), (8, 2, 8), (16, 4, 8), (32, 4, 16), (32, 16, 8), (32, 64, 1), (32, 64, 3),
-         (32, 64, 5), (32, 64, 8), (32, 64, 11))  # fmt: skip
-PAPER = {(8, 2, 1): 0.2699, (16, 4, 1): 0.2011, (32, 16, 1): 0.1265, (8, 2, 8): 0.0798, (16, 4, 8): 0.0790,
-         (32, 16, 8): 0.0254}  # fmt: skip
-"""Mean squared errors of CommVQ's Tables 9 and 10."""
 RESULT = Path(__file__).resolve().parents[1] / "results" / "experiments" / "commvq.json"
 
 
@@ -67,22 +61,6 @@ def main(
     about: dict[str, Any] = {"model": model, "texts": [Path(path).name for path in text], "tokens": tokens}
     about |= {"context": context, "layers": layers, "head_dim": head_dim, "rows": rows}
     write_json(RESULT, about, torch.device("cpu"))
-    typer.echo(table(rows))
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Table of losses by g, N and R: the paper's, those of the first layer, and those of all layers."""
-    heads = ["g", "N", "R", "bits", "paper, first layer", "first layer", "on held-out text", "all layers", "held out"]
-    found = {(row["g"], row["centres"]): row for row in rows}
-    lines = []
-    for pairs, centres, rounds in SHOWN:
-        row = found[pairs, centres]
-        losses = [[layer[rounds - 1] for layer in row[kind]] for kind in ("rounds", "held_out")]
-        figures = [f"{x:.4f}" for x in (*(of[0] for of in losses), *map(statistics.fmean, losses))]
-        paper = f"{PAPER[pairs, centres, rounds]:.4f}" if (pairs, centres, rounds) in PAPER else "–"
-        bits = f"{rounds * row['bits_per_round']:.3f}"
-        lines.append([str(pairs), str(centres), str(rounds), bits, paper, *figures])
-    return markdown_table(heads, lines)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import statistics
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,7 @@ class ResultTable:
 
     def read(self) -> None:
         """Read what other processes have written since."""
-        if self.path is None or not isfile(self.path):
+        if self.path is None or not self.path.is_file():
             return
         self._cells, self._unfinished = [], []
         for number, line in enumerate(read_text(self.path).split("\n"), 1):
